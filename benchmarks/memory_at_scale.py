@@ -1,0 +1,270 @@
+"""Peak memory of one rank in large worlds: the real training step of each engine on tensors without memory.
+
+    python benchmarks/memory_at_scale.py                     # every configuration, every engine that is installed
+    python benchmarks/memory_at_scale.py --config 13b-w8-bs1 --engine fsdp2
+    python benchmarks/memory_at_scale.py --date 2026-11-21   # also writes results/memory_at_scale-2026-11-21.{json,md}
+
+All engines get the same model: a pre-norm GPT whose blocks are activation-checkpointed units, sequences of 2,048 tokens,
+computation, gathers and reductions in bf16, fp32 master weights and AdamW without fused kernels. The second step is
+measured, since Adam's state exists only from the first step on. What the figures leave out stands in
+`scale_core.simulate`: add 5 to 10 % for what the device's allocator and the transport need.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from scale_core.simulate import Simulation, simulate
+
+GIB = 2**30
+SEQUENCE = 2048
+VOCABULARY = 50_257
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large a GPT is: the sizes of Brown et al., 2020, table 2.1."""
+
+    layers: int
+    width: int
+    heads: int
+
+
+SIZES = {"tiny": Size(2, 64, 2), "13b": Size(40, 5120, 40), "175b": Size(96, 12288, 96)}
+
+
+@dataclass(frozen=True)
+class Config:
+    """One row of the table.
+
+    Attributes:
+        size: Which of `SIZES`.
+        world_size: The number of ranks.
+        batch: Sequences per rank.
+        loss_chunks: In how many pieces of the tokens the logits are computed, each anew in the backward pass.
+        goal_gib: What scale-fsdp must not exceed.
+    """
+
+    size: str
+    world_size: int
+    batch: int
+    loss_chunks: int
+    goal_gib: float
+
+
+CONFIGS = {
+    "13b-w8-bs1": Config("13b", 8, 1, 8, 26.2),
+    "13b-w8-bs8": Config("13b", 8, 8, 16, 29.3),
+    "175b-w128-bs1": Config("175b", 128, 1, 8, 30.8),
+}
+
+
+class Block(nn.Module):
+    """One pre-norm transformer block, [B, T, d] -> [B, T, d], which keeps nothing but its input for the backward."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.heads = size.heads
+        self.attention_norm = nn.LayerNorm(size.width)
+        self.qkv = nn.Linear(size.width, 3 * size.width)
+        self.project = nn.Linear(size.width, size.width)
+        self.mlp_norm = nn.LayerNorm(size.width)
+        self.up = nn.Linear(size.width, 4 * size.width)
+        self.down = nn.Linear(4 * size.width, size.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = checkpoint(self._compute, x, use_reentrant=False)
+        return result
+
+    def _compute(self, x: Tensor) -> Tensor:
+        batch, tokens, width = x.shape
+        qkv = self.qkv(self.attention_norm(x)).view(batch, tokens, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.project(attended.transpose(1, 2).reshape(batch, tokens, width))
+        return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
+
+
+class Embed(nn.Module):
+    """Token and position embeddings, [B, T] -> [B, T, d]."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, size.width)
+        self.positions = nn.Embedding(SEQUENCE, size.width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        embedded: Tensor = self.tokens(tokens) + self.positions.weight
+        return embedded
+
+
+class Head(nn.Module):
+    """The mean cross entropy of the next token, in pieces, so that the logits of all tokens never stand together."""
+
+    def __init__(self, size: Size, chunks: int) -> None:
+        super().__init__()
+        self.chunks = chunks
+        self.norm = nn.LayerNorm(size.width)
+        self.logits = nn.Linear(size.width, VOCABULARY, bias=False)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        pieces = zip(x.flatten(0, 1).chunk(self.chunks), targets.flatten().chunk(self.chunks), strict=True)
+        losses = [checkpoint(self._sum, piece, target, use_reentrant=False) for piece, target in pieces]
+        return torch.stack(losses).sum() / targets.numel()
+
+    def _sum(self, x: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self.logits(self.norm(x)).float(), targets, reduction="sum")
+
+
+class GPT(nn.Module):
+    """A GPT that returns its loss."""
+
+    def __init__(self, size: Size, loss_chunks: int) -> None:
+        super().__init__()
+        self.embed = Embed(size)
+        self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
+        self.head = Head(size, loss_chunks)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        loss: Tensor = self.head(x, targets)
+        return loss
+
+
+def fsdp2(model: GPT, simulation: Simulation) -> None:
+    """torch's FSDP2: each block a unit, the rest in the root's."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    with simulation.aside():
+        mesh = init_device_mesh("cpu", (simulation.world_size,))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def fsdp2_ends(model: GPT, simulation: Simulation) -> None:
+    """torch's FSDP2 with the embeddings and the head in units of their own."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    with simulation.aside():
+        mesh = init_device_mesh("cpu", (simulation.world_size,))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for unit in (model.embed, *model.blocks, model.head):
+        fully_shard(unit, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def scale_fsdp(model: GPT, simulation: Simulation) -> None:
+    """scale-fsdp: each block, the embeddings and the head a unit."""
+    from scale_fsdp import MixedPrecision, fully_shard
+
+    policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    for unit in (model.embed, *model.blocks, model.head):
+        fully_shard(unit, mixed_precision=policy)
+    fully_shard(model, mixed_precision=policy)
+
+
+ENGINES: dict[str, Callable[[GPT, Simulation], None]] = {
+    "fsdp2": fsdp2,
+    "fsdp2-ends": fsdp2_ends,
+    "scale-fsdp": scale_fsdp,
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one engine needs in one configuration: bytes per rank in the second step, and seconds to find that out."""
+
+    config: str
+    engine: str
+    peak_bytes: int
+    peak_by_kind: dict[str, int]
+    bytes_sent: dict[str, int]
+    collectives: int
+    cpu_seconds: float
+
+
+def measure(name: str, engine: str) -> Row:
+    """Runs two steps of rank 0 and reads the books of the second."""
+    config = CONFIGS[name]
+    started = time.process_time()
+    with simulate(rank=0, world_size=config.world_size) as simulation:
+        model = GPT(SIZES[config.size], config.loss_chunks)
+        ENGINES[engine](model, simulation)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+        for _ in range(2):
+            simulation.restart()
+            tokens = torch.zeros(config.batch, SEQUENCE + 1, dtype=torch.int64)
+            loss = model(tokens[:, :-1], tokens[:, 1:])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            del tokens, loss
+        print(f"\n{name}, {engine}\n{simulation.report()}", flush=True)
+        return Row(
+            config=name,
+            engine=engine,
+            peak_bytes=simulation.peak_bytes,
+            peak_by_kind=simulation.peak_by_kind,
+            bytes_sent=simulation.bytes_sent,
+            collectives=len(simulation.collectives),
+            cpu_seconds=round(time.process_time() - started, 1),
+        )
+
+
+def table(rows: list[Row]) -> str:
+    """The rows as markdown, in GiB."""
+    kinds = sorted({kind for row in rows for kind in row.peak_by_kind})
+    head = ["configuration", "engine", "peak", *kinds, "sent", "collectives", "goal"]
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for row in rows:
+        sizes = [row.peak_bytes, *(row.peak_by_kind.get(kind, 0) for kind in kinds), sum(row.bytes_sent.values())]
+        cells = [row.config, row.engine, *(f"{size / GIB:.2f}" for size in sizes), str(row.collectives)]
+        goal = f"<= {CONFIGS[row.config].goal_gib}" if row.engine == "scale-fsdp" else ""
+        lines.append("| " + " | ".join([*cells, goal]) + " |")
+    return "\n".join(lines)
+
+
+def save(rows: list[Row], date: str) -> None:
+    """Writes the rows beside this script, with what they were computed on."""
+    folder = Path(__file__).parent / "results"
+    folder.mkdir(exist_ok=True)
+    machine = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
+    content = {"date": date, **machine, "sequence": SEQUENCE, "vocabulary": VOCABULARY, "rows": list(map(asdict, rows))}
+    (folder / f"memory_at_scale-{date}.json").write_text(json.dumps(content, indent=1) + "\n")
+    text = f"# Memory at scale, {date}\n\nSimulated, GiB of one rank in its second step; torch {torch.__version__}.\n\n"
+    (folder / f"memory_at_scale-{date}.md").write_text(text + table(rows) + "\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Peak memory of one rank in large worlds, simulated.")
+    parser.add_argument("--config", choices=CONFIGS, action="append", help="may be given several times; default: all")
+    parser.add_argument("--engine", choices=ENGINES, action="append", help="may be given several times; default: all")
+    parser.add_argument("--date", help="writes results/memory_at_scale-DATE.json and .md")
+    options = parser.parse_args()
+    rows = [measure(config, engine) for config in options.config or CONFIGS for engine in options.engine or ENGINES]
+    print("\n" + table(rows))
+    if options.date:
+        save(rows, options.date)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,175 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["nox[uv]"]
+# ///
+"""Every command of the house, one session each, so that people and machines type the same words.
+
+`nox` alone runs what a change must pass; `nox -l` lists the rest. The environments are made by uv, which links torch
+from its cache instead of copying it: a fresh one takes seconds. torch and our packages are always named in one
+install command, so that one resolution picks them together and nothing replaces torch afterwards.
+"""
+
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import nox
+
+nox.needs_version = ">=2025.2.9"
+nox.options.default_venv_backend = "uv|virtualenv"
+nox.options.reuse_existing_virtualenvs = True
+nox.options.error_on_missing_interpreters = True
+nox.options.sessions = ["house", "lint", "typecheck", "docs", "build", "tests"]
+
+ROOT = Path(__file__).parent
+PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
+TORCH_DEFAULT = "2.13.0"
+TORCH_VERSIONS = [version.strip() for version in os.environ.get("SCALE_TORCH", TORCH_DEFAULT).split(",")]
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # ranks share the cores of one machine: a thread each
+
+# uv reads none of pip's settings. What this machine tells pip about where packages come from holds for uv as well.
+for pip_name, uv_name, separator in (
+    ("PIP_FIND_LINKS", "UV_FIND_LINKS", ","),
+    ("PIP_INDEX_URL", "UV_DEFAULT_INDEX", " "),
+    ("PIP_EXTRA_INDEX_URL", "UV_INDEX", " "),
+    ("PIP_CERT", "SSL_CERT_FILE", " "),
+):
+    if pip_name in os.environ:
+        os.environ.setdefault(uv_name, separator.join(os.environ[pip_name].split()))
+
+
+@cache
+def read_project(package: str) -> dict[str, Any]:
+    """Returns the parsed pyproject.toml of a package, by the name of its distribution."""
+    return nox.project.load_toml(ROOT / "packages" / package / "pyproject.toml")
+
+
+def edges(package: str) -> list[str]:
+    """Returns the package and all of ours that it needs, as declared and nothing more, in a stable order."""
+    found = [package]
+    for name in found:  # grows while it is read: what the edges need comes after them
+        names = (re.split(r"[\[<>=!~; ]", line)[0] for line in read_project(name)["project"]["dependencies"])
+        found += [name for name in names if name in PACKAGES and name not in found]
+    return found
+
+
+def editable(packages: Iterable[str]) -> list[str]:
+    """Returns the arguments that install packages from the checkout."""
+    return [word for package in packages for word in ("-e", f"./packages/{package}")]
+
+
+def test_group(packages: Iterable[str]) -> list[str]:
+    """Returns what the tests of these packages need from third parties."""
+    return sorted(
+        {name for package in packages for name in nox.project.dependency_groups(read_project(package), "test")}
+    )
+
+
+def install_everything(session: nox.Session, *tools: str) -> None:
+    """Installs torch, all packages and tools in one resolution."""
+    session.install(f"torch=={TORCH_DEFAULT}", *editable(PACKAGES), *tools)
+
+
+@nox.session
+def quickstart(session: nox.Session) -> None:
+    """Train a small GPT on real text with two ranks; other options: `nox -s quickstart -- --ranks 4`."""
+    session.install(f"torch=={TORCH_DEFAULT}", *editable(edges("scale-train")))
+    session.run("scale-train", "lm", *(session.posargs or ["--ranks", "2", "--device", "cpu"]))
+
+
+@nox.session(reuse_venv=False)
+@nox.parametrize("torch", [nox.param(version, id=version) for version in TORCH_VERSIONS])
+@nox.parametrize("package", [nox.param(name, id=name, tags=[name]) for name in PACKAGES])
+def tests(session: nox.Session, package: str, torch: str) -> None:
+    """Test one package where nothing but its declared edges is installed; `nox -t scale-fsdp` for one package."""
+    home = f"packages/{package}"
+    session.install(f"torch=={torch}", *editable(edges(package)), *test_group([package]))
+    where = session.posargs or [f"{home}/tests", f"{home}/README.md", f"{home}/src"]
+    session.run("pytest", "--doctest-modules", "--doctest-glob=README.md", *where, env=ONE_THREAD)
+
+
+@nox.session
+def house(session: nox.Session) -> None:
+    """Check what holds between the packages: versions, edges, floors, imports, public names."""
+    install_everything(session, "pytest>=8")
+    session.run("pytest", "packages/test_house.py", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style and format; `nox -s lint -- --fix` mends what can be mended."""
+    session.install("ruff>=0.17,<0.18")
+    mend = "--fix" in session.posargs
+    session.run("ruff", "check", *(["--fix"] if mend else []), ".")
+    session.run("ruff", "format", *([] if mend else ["--check"]), ".")
+
+
+@nox.session
+def typecheck(session: nox.Session) -> None:
+    """Check the types of each package by itself, strictly."""
+    install_everything(session, "mypy>=2.4,<2.5", "nox", *test_group(PACKAGES))
+    for package in PACKAGES:
+        session.run("mypy", f"packages/{package}/src")
+    session.run("mypy", "noxfile.py", "packages/test_house.py", "packages/conftest.py")
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the site, with warnings as errors; `nox -s docs -- serve` shows it while you write."""
+    session.install("mkdocs-material>=9.7,<10", "mkdocstrings[python]>=1,<2")
+    session.env["NO_MKDOCS_2_WARNING"] = "1"
+    session.run("mkdocs", *(session.posargs or ["build", "--strict"]))
+
+
+@nox.session
+def build(session: nox.Session) -> None:
+    """Build and check every distribution, then run the example of scale-fsdp from its wheel alone."""
+    session.install("build[uv]", "twine")
+    dist = ROOT / "dist"
+    shutil.rmtree(dist, ignore_errors=True)
+    for package in PACKAGES:
+        command = ["python", "-m", "build", "--installer", "uv", "--outdir", str(dist), f"packages/{package}"]
+        session.run(*command, silent=True)
+    files = sorted(str(path) for path in dist.iterdir())
+    if len(files) != 2 * len(PACKAGES):
+        session.error(f"expected an sdist and a wheel of {len(PACKAGES)} packages, got {len(files)} files in {dist}")
+    session.run("twine", "check", "--strict", *files)
+
+    alone = Path(session.create_tmp()).resolve() / "alone"
+    links = ",".join(filter(None, [os.environ.get("UV_FIND_LINKS"), str(dist)]))  # an option would replace the machine's
+    fresh = ["--refresh-package", "scale-core", "--refresh-package", "scale-fsdp"]  # the version stays, its content not
+    session.run("uv", "venv", "--clear", "--quiet", str(alone))
+    python = str(alone / "bin" / "python")
+    torch = f"torch=={TORCH_DEFAULT}"
+    install = ["uv", "pip", "install", "--python", python, *fresh, torch, "scale-fsdp"]
+    session.run(*install, env={"UV_FIND_LINKS": links})
+    with session.chdir(alone):
+        session.run(python, "-m", "doctest", str(ROOT / "packages/scale-fsdp/README.md"), external=True, env=ONE_THREAD)
+
+
+@nox.session
+def benchmarks(session: nox.Session) -> None:
+    """Run every benchmark in its smallest form; `nox -s benchmarks -- data_parallel --turns 5` runs one as it is."""
+    install_everything(session, *test_group(PACKAGES))
+    if session.posargs:
+        name, *arguments = session.posargs
+        session.run("python", f"benchmarks/{name}.py", *arguments)
+        return
+    for script in sorted(ROOT.glob("benchmarks/*.py")):
+        if '__name__ == "__main__"' in script.read_text(encoding="utf-8"):
+            session.run("python", str(script.relative_to(ROOT)), "--smoke")
+
+
+@nox.session
+def soak(session: nox.Session) -> None:
+    """Run the full matrices of which `tests` takes pairs."""
+    install_everything(session, *test_group(PACKAGES))
+    session.run("pytest", "-m", "soak", *(session.posargs or ["packages"]), env=ONE_THREAD)
+
+
+if __name__ == "__main__":
+    nox.main()

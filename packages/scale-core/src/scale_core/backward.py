@@ -1,0 +1,116 @@
+"""When things happen in a backward pass.
+
+Autograd calls nobody when it enters or leaves a module. These are the four places where it can be made to: a tensor's
+gradient arrives (the module's outputs: before its backward; its inputs: after it), a parameter's gradient is whole,
+and the whole pass has ended. Beside them stands `on_local_grads`, by which others see what a rank computed by itself
+before it is averaged away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils.hooks import RemovableHandle
+
+from scale_core import compat
+from scale_core.nested import map_tensors, tensors_in
+
+LocalGradsCallback = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
+
+_local_grads_callbacks: dict[int, LocalGradsCallback] = {}
+
+
+def before_backward(outputs: Any, callback: Callable[[], None]) -> bool:
+    """Calls `callback` whenever a gradient arrives at one of the tensors in `outputs`.
+
+    Returns:
+        Whether there was a tensor through which a gradient can arrive.
+    """
+    watched = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
+    for tensor in watched:
+        tensor.register_hook(_ignoring_the_gradient(callback))
+    return bool(watched)
+
+
+def after_backward(inputs: Any, callback: Callable[[], None]) -> tuple[Any, bool]:
+    """Calls `callback` once the gradients of all tensors in `inputs` have been computed.
+
+    The module must compute with what is returned: its own aliases of the inputs. A hook on an input itself would
+    wait for everybody else who uses that tensor.
+
+    Returns:
+        The inputs, and whether there was a tensor that needs a gradient.
+    """
+    aliases: list[Tensor] = []
+
+    def alias(tensor: Tensor) -> Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        # A differentiable view: an in-place operation on it is seen, with its history, by whoever holds the input.
+        aliases.append(tensor.view_as(tensor))
+        return aliases[-1]
+
+    inputs = map_tensors(alias, inputs)
+    if len(aliases) == 1:
+        aliases[0].register_hook(_ignoring_the_gradient(callback))
+    elif aliases:
+        register_multi_grad_hook(aliases, lambda _: callback(), mode="all")
+    return inputs, bool(aliases)
+
+
+def after_gradient(param: nn.Parameter, callback: Callable[[Tensor], None]) -> RemovableHandle:
+    """Calls `callback` with the parameter as soon as its gradient of this pass stands in `param.grad`."""
+    return param.register_post_accumulate_grad_hook(callback)
+
+
+def once_after_backward(callback: Callable[[], None]) -> None:
+    """Calls `callback` at the very end of the backward pass that is running now.
+
+    Raises:
+        RuntimeError: No backward pass is running.
+    """
+    compat.queue_after_backward(callback)
+
+
+def in_backward() -> bool:
+    """Whether the caller runs inside a backward pass, as the recomputation of a checkpointed module does."""
+    return compat.in_backward()
+
+
+def on_local_grads(callback: LocalGradsCallback) -> RemovableHandle:
+    """Calls `callback(params, grads)` with gradients as this rank computed them, before they are reduced.
+
+    Args:
+        callback: Gets the parameters as `parameters()` yields them and, in the same order, the whole local gradient
+            of each, in the full shape (see `full_shape`) and possibly in a lower precision than the parameter. The
+            gradients are borrowed: they must not be changed, nor kept after the callback returns.
+
+    Returns:
+        A handle; `handle.remove()` ends the calls.
+    """
+    handle = RemovableHandle(_local_grads_callbacks)
+    _local_grads_callbacks[handle.id] = callback
+    return handle
+
+
+def local_grads_wanted() -> bool:
+    """Whether anybody has asked for local gradients."""
+    return bool(_local_grads_callbacks)
+
+
+def report_local_grads(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    """Hands a unit's local gradients to everybody who asked by `on_local_grads`."""
+    with torch.no_grad():
+        for callback in list(_local_grads_callbacks.values()):
+            callback(params, grads)
+
+
+def _ignoring_the_gradient(callback: Callable[[], None]) -> Callable[[Tensor], None]:
+    def hook(_: Tensor) -> None:
+        callback()
+
+    return hook

@@ -1,0 +1,183 @@
+"""What differs between torch versions, and what torch keeps private: one function each.
+
+This is the only file that asks for a version or reaches behind torch's public names, so that a new torch breaks
+nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+DEFAULT_TORCH = "2.13"
+"""The torch version, as major.minor, that the house is built and measured on."""
+
+
+def all_gather_single(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Any:
+    """Starts torch's all-gather of [S] into [W * S]; torch 2.13 renamed it and deprecated the old name."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(output, shard, group=group, async_op=True)
+
+
+def reduce_scatter_single(output: Tensor, full: Tensor, group: dist.ProcessGroup) -> Any:
+    """Starts torch's reduce-scatter (sum) of [W * S] into [S]; torch 2.13 renamed it and deprecated the old name."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return scatter(output, full, group=group, async_op=True)
+
+
+def control_device(group: dist.ProcessGroup) -> torch.device:
+    """Where small control messages go: the host where the group can reach it, else the group's accelerator."""
+    devices = [torch.device(device) for device in cast(Any, group)._device_types]
+    host = torch.device("cpu")
+    return host if host in devices else torch.device(devices[0].type, torch.cuda.current_device())
+
+
+def time_limit(group: dist.ProcessGroup) -> timedelta:
+    """How long the group's own operations may take."""
+    backend = cast(Any, group)._get_backend(cast(Any, group)._device_types[0])
+    limit: timedelta = backend.options._timeout
+    return limit
+
+
+def default_store() -> Store | None:
+    """The store by which the ranks found each other, or None where there is none."""
+    if not dist.is_initialized():
+        return None
+    store: Store = dist.distributed_c10d._get_default_store()
+    return store
+
+
+def queue_after_backward(callback: Callable[[], None]) -> None:
+    """Calls `callback` when the backward pass that is running now has ended."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def in_backward() -> bool:
+    """Whether the caller runs inside a backward pass."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def simulation_supported() -> bool:
+    """Whether the private parts of torch that a simulation stands on are those of the default version."""
+    return torch.__version__.split(".")[:2] == DEFAULT_TORCH.split(".")
+
+
+def require_simulation() -> None:
+    """Refuses a torch whose private parts were not tried.
+
+    Raises:
+        RuntimeError: torch is not of the default version.
+    """
+    if not simulation_supported():
+        raise RuntimeError(
+            f"simulation stands on private parts of torch {DEFAULT_TORCH}, but this is torch {torch.__version__}: "
+            f"install torch=={DEFAULT_TORCH}.* to simulate"
+        )
+
+
+@contextmanager
+def fake_default_group(rank: int, world_size: int) -> Iterator[None]:
+    """The default group of a world of which only this rank exists: its collectives return at once and move nothing.
+
+    Raises:
+        RuntimeError: There is a default group already, or torch is not of the default version.
+    """
+    require_simulation()
+    if dist.is_initialized():
+        raise RuntimeError(
+            f"expected no default process group, got one of {dist.get_world_size()} ranks "
+            f"({dist.get_backend()}): call torch.distributed.destroy_process_group() first"
+        )
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def fake_tensors() -> AbstractContextManager[object]:
+    """Inside, every tensor that is created has a shape, a dtype and a storage of a size, but no memory.
+
+    Raises:
+        RuntimeError: torch is not of the default version.
+    """
+    require_simulation()
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode: AbstractContextManager[object] = FakeTensorMode()
+    return mode
+
+
+def without_fake_tensors() -> AbstractContextManager[object]:
+    """Inside, tensors are real again, as what asks for their values needs it (a `DeviceMesh`, for one)."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    mode: AbstractContextManager[object] = unset_fake_temporarily()
+    return mode
+
+
+def active_fake_mode() -> object | None:
+    """The innermost fake mode: another one than the caller's own means that torch only works a shape out."""
+    from torch import _guards
+
+    return _guards.active_fake_mode()
+
+
+def plain_tensor_types() -> frozenset[type]:
+    """The tensor types that hold one storage of their own; others are wrappers around such, as DTensor is."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return frozenset((Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor))
+
+
+def inner_tensors(tensor: Tensor) -> list[Tensor]:
+    """The plain tensors that a wrapper such as DTensor is made of, or the tensor itself."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    parts = [getattr(tensor, name) for name in names]
+    return [inner for part in parts if isinstance(part, Tensor) for inner in inner_tensors(part)]
+
+
+def ranks_of_operation(group: Any) -> tuple[int, ...]:
+    """The global ranks of the group that a collective operator was called with.
+
+    Args:
+        group: What stands in the operator's arguments: a boxed process group in torch's `c10d` library; a process
+            group or its name in `_c10d_functional`.
+    """
+    if isinstance(group, str):
+        group = cast(Any, dist.distributed_c10d)._resolve_process_group(group)
+    elif not isinstance(group, dist.ProcessGroup):
+        group = dist.ProcessGroup.unbox(group)
+    return tuple(dist.get_process_group_ranks(group))
+
+
+@contextmanager
+def watching_resizes(callback: Callable[[torch.UntypedStorage, int], None]) -> Iterator[None]:
+    """Calls `callback(storage, bytes_before)` after each `UntypedStorage.resize_`, which no dispatch mode sees."""
+    storage_type = cast(Any, torch.UntypedStorage)
+    original = storage_type.resize_
+
+    def resize(storage: torch.UntypedStorage, num_bytes: int) -> Any:
+        before = storage.nbytes()
+        result = original(storage, num_bytes)
+        callback(storage, before)
+        return result
+
+    storage_type.resize_ = resize
+    try:
+        yield
+    finally:
+        storage_type.resize_ = original

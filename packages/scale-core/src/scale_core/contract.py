@@ -1,0 +1,330 @@
+"""The contract that all ranks do the same, and the error that says who did not.
+
+Sharded training goes wrong silently when two ranks run units in different orders: the same operation, the same shape,
+other parameters. torch's FSDP2 then returns wrong numbers without an error. So each rank keeps the order of its
+events and compares it with the others':
+
+1. before the first pass, what was built: names, shapes, dtypes, wrapping (`agree`);
+2. in the first two passes of a kind, and as soon as a pass leaves the order of the last one of its kind, each event
+   *before* its collective (`announce`); later ones are kept apart by the tags of their messages;
+3. at the end of every pass, a fingerprint of all its events (`close`);
+4. when a wait fails, the ranks tell each other what they did through the rendezvous store, never through the group,
+   which may be dead (`waiting`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import NamedTuple
+
+from scale_core import compat
+from scale_core.collectives import TransferError, exchange, exchange_text
+from scale_core.group import Group
+
+# Where the group's own limit is longer: torch's default of half an hour is longer than anybody wants to look at a
+# machine that stands still.
+_LIMIT_SECONDS = 600.0
+# How long a rank that has failed waits for the others to say what they did.
+_GRACE_SECONDS = 5.0
+_CHECKED_PASSES = 2
+_KEPT_EVENTS = 12
+_MASK = (1 << 62) - 1
+
+_SAME_ORDER = (
+    "All ranks must run the same units in the same order; where the data decides which of them is used, make one "
+    "unit of all that can be chosen: fully_shard(the module that holds them)"
+)
+
+
+class ScaleDistributedError(RuntimeError):
+    """The ranks of a group no longer do the same, or can't reach each other.
+
+    Attributes:
+        step: The pass in which it was seen, counted from 1.
+        unit: The unit at which it was seen.
+    """
+
+    def __init__(self, message: str, *, step: int = 0, unit: str = "") -> None:
+        super().__init__(message)
+        self.step = step
+        self.unit = unit
+
+
+class ContractError(ScaleDistributedError):
+    """The ranks have done, or are about to do, different things."""
+
+
+class Event(NamedTuple):
+    """One thing that a rank does: a phase of one unit."""
+
+    phase: str
+    unit: str
+
+    def __str__(self) -> str:
+        return f"{self.phase} of {unit_title(self.unit)}" if self.phase else unit_title(self.unit)
+
+
+class PassKind(NamedTuple):
+    """Passes of one kind are expected to run the same events in the same order."""
+
+    phase: str
+    grad: bool
+    training: bool
+
+
+@dataclass
+class _Record:
+    events: list[Event] = field(default_factory=list)
+    times_seen: int = 0
+
+
+def unit_title(name: str) -> str:
+    """How an error calls a unit."""
+    return f"unit '{name}'" if name else "the root unit"
+
+
+def identity(*words: object) -> int:
+    """A number of 62 bits for these words, equal in every process (Python's own hash is salted)."""
+    digest = hashlib.blake2b("\0".join(map(str, words)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") & _MASK
+
+
+def message_tag(event: Event) -> int:
+    """The tag of the messages that an event sends: two ranks at different events never read each other's data."""
+    return 16 + identity(*event) % (2**31 - 32)
+
+
+class Contract:
+    """What one model's ranks have promised each other.
+
+    Args:
+        group: The ranks.
+        limit_seconds: The longest wait for another rank; None is the group's own limit, at most ten minutes.
+    """
+
+    def __init__(self, group: Group, limit_seconds: float | None = None) -> None:
+        self.group = group
+        self.limit_seconds = limit_seconds or _limit_of(group)
+        self.step = 0
+        self._kind: PassKind | None = None
+        self._events: list[Event] = []
+        self._records: dict[PassKind, _Record] = {}
+        self._checking = False
+        self._on_course = False
+        self._chain = 0  # what the fingerprint of the next `close` starts from
+        self._history: deque[str] = deque(maxlen=_KEPT_EVENTS)
+        self._broken: str | None = None
+        # Ranks create the contracts of a group in one order, so its number is a name that all of them know.
+        self._name = f"scale/{'.'.join(map(str, group.ranks))}/{_next_number(group)}"
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is nobody to disagree with."""
+        return self.group.size == 1
+
+    def agree(self, what: str, lines: Sequence[str]) -> None:
+        """Checks that every rank has these lines.
+
+        Raises:
+            ContractError: They differ; names the first line that does, by rank.
+        """
+        if self.alone:
+            return
+        with self.waiting(Event("agreement on", what)):
+            digests = exchange([identity(*lines)], self.group, limit_seconds=self.limit_seconds)
+            if all(row == digests[0] for row in digests):
+                return
+            texts = exchange_text(json.dumps(list(lines)), self.group, limit_seconds=self.limit_seconds)
+        raise ContractError(_first_difference(what, [json.loads(text) for text in texts]), unit=what)
+
+    def begin(self, kind: PassKind, *, new_step: bool) -> None:
+        """A pass begins; forgets one that was left in the middle."""
+        if self._broken is not None:
+            raise ScaleDistributedError(
+                f"the process group is broken since an earlier error and can't be used again:\n{self._broken}\n"
+                "end this process and start from the last checkpoint, or create a new process group",
+                step=self.step,
+            )
+        self.step += new_step
+        self._kind = kind
+        self._events = []
+        self._checking = self._record.times_seen < _CHECKED_PASSES
+        self._on_course = self._record.times_seen > 0
+
+    @property
+    def order(self) -> list[Event]:
+        """The events of the last whole pass of this kind; empty before the first."""
+        return self._record.events
+
+    @property
+    def position(self) -> int:
+        """How many events this pass has had."""
+        return len(self._events)
+
+    @property
+    def on_course(self) -> bool:
+        """Whether this pass has kept to the order of the last one, so that its next event can be foretold."""
+        return self._on_course
+
+    def announce(self, event: Event) -> None:
+        """This rank is about to do `event`.
+
+        Raises:
+            ContractError: The ranks are compared here, and another one is about to do something else.
+        """
+        place = self.position
+        expected = self.order[place] if place < len(self.order) else None
+        self._events.append(event)
+        self._on_course = self._on_course and event == expected
+        if self.alone:
+            return
+        self._history.append(f"step {self.step}: {event}")
+        self._checking = self._checking or not self._on_course
+        if self._checking:
+            with self.waiting(event):
+                self._compare(event)
+
+    def close(self, *notes: int) -> list[list[int]]:
+        """Ends the pass: all ranks compare what they did in it.
+
+        Args:
+            notes: What the others should know at this point, a fixed number of integers.
+
+        Returns:
+            Every rank's notes, by rank.
+
+        Raises:
+            ContractError: The events differ; names the first one that does, by rank.
+        """
+        fingerprint = self._end_pass()
+        self._chain = 0
+        if self.alone:
+            return [list(notes)]
+        with self.waiting(Event("the end", "")):
+            rows = exchange([fingerprint, *notes], self.group, limit_seconds=self.limit_seconds)
+            if all(row[0] == rows[0][0] for row in rows):
+                return [row[1:] for row in rows]
+            texts = exchange_text(json.dumps(list(self._history)), self.group, limit_seconds=self.limit_seconds)
+        orders = [json.loads(text) for text in texts]
+        message = f"step {self.step}: {_first_difference('what they ran last', orders)}. {_SAME_ORDER}"
+        raise self._fail(ContractError(message, step=self.step))
+
+    def leave(self) -> None:
+        """Ends the pass without comparing yet: the next `close` covers it."""
+        self.announce(Event("end", ""))
+        self._chain = self._end_pass()
+
+    @contextmanager
+    def waiting(self, event: Event) -> Iterator[None]:
+        """Inside, this rank waits for others; a transfer that fails is explained by what every rank last did.
+
+        Raises:
+            ScaleDistributedError: In place of a `TransferError`.
+        """
+        try:
+            yield
+        except TransferError as error:
+            raise self._fail(self._explain(event, error)) from error
+
+    def report_failure(self, error: BaseException) -> None:
+        """Leaves word for the others that this rank failed by itself; they find it when their wait ends."""
+        if not self.alone:
+            self._history.append(f"step {self.step}: raised {type(error).__name__}: {error}")
+            self._publish()
+
+    @property
+    def _record(self) -> _Record:
+        assert self._kind is not None, "announced an event outside a pass"
+        return self._records.setdefault(self._kind, _Record())
+
+    def _end_pass(self) -> int:
+        self._record.events = self._events
+        self._record.times_seen += 1
+        return identity(self._chain, self._kind, *self._events)
+
+    def _compare(self, event: Event) -> None:
+        rows = exchange([identity(*event)], self.group, limit_seconds=self.limit_seconds)
+        if all(row == rows[0] for row in rows):
+            return
+        texts = exchange_text(str(event), self.group, limit_seconds=self.limit_seconds)
+        raise self._fail(
+            ContractError(
+                f"step {self.step}: the ranks are about to run different things: {_by_rank(texts)}. {_SAME_ORDER}",
+                step=self.step,
+                unit=event.unit,
+            )
+        )
+
+    def _fail(self, error: ScaleDistributedError) -> ScaleDistributedError:
+        self._broken = str(error)
+        return error
+
+    def _explain(self, event: Event, error: TransferError) -> ScaleDistributedError:
+        self._history.append(f"step {self.step}: waited in vain in the {event} ({error})")
+        self._publish()
+        lines = [f"step {self.step}: {event}: {error}", "What each rank did last:"]
+        lines += [f"  rank {rank}: {history}" for rank, history in self._last_words().items()]
+        lines.append(
+            f"{_SAME_ORDER}. A rank that skips a batch, an evaluation or a checkpoint, or that has died, leaves the "
+            "others waiting"
+        )
+        return ScaleDistributedError("\n".join(lines), step=self.step, unit=event.unit)
+
+    def _publish(self) -> None:
+        store = compat.default_store()
+        if store is not None:
+            try:
+                store.set(f"{self._name}/{self.group.rank}", json.dumps(list(self._history)))
+            except Exception:  # The store may have died with the rank that hosts it; the error at hand matters more.
+                return
+
+    def _last_words(self) -> dict[int, str]:
+        store = compat.default_store()
+        deadline = time.monotonic() + _GRACE_SECONDS
+        words = {}
+        for rank in range(self.group.size):
+            words[rank] = "left no word: it has died, or is busy with something else"
+            if store is None:
+                continue
+            try:
+                store.wait([f"{self._name}/{rank}"], timedelta(seconds=max(0.05, deadline - time.monotonic())))
+                words[rank] = "; then ".join(json.loads(store.get(f"{self._name}/{rank}"))[-4:])
+            except Exception:  # As above: no word from this rank.
+                continue
+        return words
+
+
+_numbers: dict[tuple[int, ...], int] = {}
+
+
+def _next_number(group: Group) -> int:
+    _numbers[group.ranks] = _numbers.get(group.ranks, -1) + 1
+    return _numbers[group.ranks]
+
+
+def _limit_of(group: Group) -> float:
+    if group.process_group is None or group.backend == "fake":
+        return _LIMIT_SECONDS
+    return min(compat.time_limit(group.process_group).total_seconds(), _LIMIT_SECONDS)
+
+
+def _by_rank(texts: Sequence[str]) -> str:
+    ranks: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        ranks.setdefault(text, []).append(rank)
+    return "; ".join(f"rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who))}: {text}" for text, who in ranks.items())
+
+
+def _first_difference(what: str, lists: Sequence[Sequence[str]]) -> str:
+    for place in range(max(map(len, lists))):
+        here = [lines[place] if place < len(lines) else "nothing more" for lines in lists]
+        if len(set(here)) > 1:
+            return f"the ranks differ in {what}, first at place {place + 1}: {_by_rank(here)}"
+    return f"the ranks differ in {what}"

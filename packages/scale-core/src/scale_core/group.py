@@ -1,0 +1,117 @@
+"""Who I compute with.
+
+Every package asks the same four things of a process group: my rank, how many we are, how to reach the others, and
+whether there are others at all. `Group` answers them once, so that a world of one needs neither an initialised
+`torch.distributed` nor a special case above this file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+
+class RanksOnly(Protocol):
+    """Anything that knows its rank and size, such as the stand-in group that fairseq passes in a world of one."""
+
+    def rank(self) -> int: ...
+
+    def size(self) -> int: ...
+
+
+GroupLike: TypeAlias = "Group | dist.ProcessGroup | DeviceMesh | RanksOnly | None"
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks that share one job, as one of them sees them.
+
+    Attributes:
+        rank: My place among `ranks`, from 0.
+        size: How many ranks there are.
+        process_group: torch's handle on them; None in a world of one.
+        backend: The transport: "gloo", "nccl", "fake" (one process plays one of many ranks), or "none".
+        ranks: The global rank of each member, in group order.
+    """
+
+    rank: int = 0
+    size: int = 1
+    process_group: dist.ProcessGroup | None = None
+    backend: str = "none"
+    ranks: tuple[int, ...] = (0,)
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.size} ({self.backend})"
+
+
+def group_of(process_group: GroupLike = None) -> Group:
+    """Returns the `Group` behind whatever the user has in hand.
+
+    Args:
+        process_group: A process group, a one-dimensional `DeviceMesh`, an object with `rank()` and `size()` whose
+            size is 1, or None: the default group where `torch.distributed` is initialised, else a world of one.
+
+    Raises:
+        TypeError: It is none of these.
+        ValueError: A mesh of several dimensions, a group that this rank is no member of, or a stand-in object
+            that claims more than one rank.
+    """
+    if isinstance(process_group, Group):
+        return process_group
+    if process_group is None:
+        if not (dist.is_available() and dist.is_initialized()):
+            return Group()
+        return _from_torch(dist.group.WORLD)
+    if isinstance(process_group, DeviceMesh):
+        if process_group.ndim != 1:
+            raise ValueError(
+                f"expected a DeviceMesh of one dimension, got {process_group.ndim} dimensions "
+                f"{process_group.mesh_dim_names}: pass one of them, such as mesh['{_first_name(process_group)}']"
+            )
+        return _from_torch(process_group.get_group())
+    if isinstance(process_group, dist.ProcessGroup):
+        return _from_torch(process_group)
+    if callable(getattr(process_group, "rank", None)) and callable(getattr(process_group, "size", None)):
+        size = process_group.size()
+        if size != 1:
+            raise ValueError(
+                f"expected a torch ProcessGroup, got {type(process_group).__name__} with {size} ranks, which can't "
+                "communicate: pass the result of torch.distributed.new_group()"
+            )
+        return Group()
+    raise TypeError(
+        f"expected a ProcessGroup, a DeviceMesh or None, got {type(process_group).__name__}: "
+        "pass the result of torch.distributed.new_group(), or nothing for the default group"
+    )
+
+
+def _from_torch(process_group: dist.ProcessGroup | None) -> Group:
+    if process_group is None or process_group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            "this rank is no member of the process group: call the function only on the ranks that were given to "
+            "torch.distributed.new_group(ranks)"
+        )
+    ranks = tuple(dist.get_process_group_ranks(process_group))
+    return Group(
+        rank=dist.get_rank(process_group),
+        size=len(ranks),
+        process_group=process_group,
+        backend=_transport(process_group),
+        ranks=ranks,
+    )
+
+
+def _transport(process_group: dist.ProcessGroup) -> str:
+    """The backend that moves the tensors: of "cpu:gloo,cuda:nccl" the one for the accelerator."""
+    name = str(dist.get_backend(process_group))
+    for known in ("nccl", "fake", "gloo"):
+        if known in name:
+            return known
+    return name
+
+
+def _first_name(mesh: DeviceMesh) -> str:
+    return mesh.mesh_dim_names[0] if mesh.mesh_dim_names else "axis"

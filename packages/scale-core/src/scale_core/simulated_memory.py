@@ -1,0 +1,138 @@
+"""The books of a simulation: every storage that lives, what it is for, and what lived at the peak.
+
+What a storage is for is often known only later: a tensor that a backward pass leaves behind turns out to be a gradient
+when an optimizer steps. So the books keep each change of size in order, together with whose it was, and add up by kind
+only when they are read, with all that has been learned until then.
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from array import array
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+
+class Evidence(enum.IntEnum):
+    """How sure it is what a storage is for; stronger evidence replaces weaker, and the first of equals stays."""
+
+    PHASE = 0  # what was running when it was allocated
+    MODULE = 1  # a module that was called holds it as parameter or buffer
+    TRAFFIC = 2  # a collective wrote or read all of it, or it was released and filled again
+    OPTIMIZER = 3  # an optimizer that stepped holds it
+    LABEL = 4  # the user said so
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """One storage: what it is for, its size, and whether its memory was given back while tensors still refer to it."""
+
+    kind: str
+    evidence: Evidence
+    number: int
+    num_bytes: int = 0
+    released: bool = False
+    watch: weakref.ref[torch.UntypedStorage] | None = None
+
+
+class MemoryBooks:
+    """Follows the sizes of all storages that it was shown, until they die.
+
+    Attributes:
+        current_bytes: What all live storages hold now.
+        peak_bytes: The most that they held at any one time since `restart()`.
+    """
+
+    def __init__(self) -> None:
+        self.current_bytes = 0
+        self.peak_bytes = 0
+        self._live: dict[int, Block] = {}  # by the identity of the storage, which is stable as long as it lives
+        self._blocks: list[Block] = []
+        self._changed = array("q")  # block numbers, in the order of the changes ...
+        self._deltas = array("q")  # ... and by how many bytes each grew or shrank
+        self._changes_at_peak = 0
+
+    def observe(self, storage: torch.UntypedStorage, kind: str) -> Block:
+        """Takes a storage into the books, or sees whether its size has changed; `kind` is a guess from the phase."""
+        block = self._live.get(id(storage))
+        if block is None:
+            block = Block(kind, Evidence.PHASE, number=len(self._blocks))
+            block.watch = weakref.ref(storage, partial(self._died, id(storage), block))
+            self._live[id(storage)] = block
+            self._blocks.append(block)
+        num_bytes = storage.nbytes()
+        if num_bytes != block.num_bytes:
+            self._change(block, num_bytes)
+        return block
+
+    def resized(self, storage: torch.UntypedStorage, bytes_before: int, kind: str) -> None:
+        """Learns that `UntypedStorage.resize_` was called: the release and the refill of a gathered buffer."""
+        block = self.observe(storage, kind)
+        if block.num_bytes:
+            block.released = False
+            if not bytes_before:
+                _claim(block, "gathered", Evidence.TRAFFIC)
+        elif bytes_before:
+            block.released = True
+
+    def knows(self, storage: torch.UntypedStorage) -> bool:
+        """Whether the storage is in the books."""
+        return id(storage) in self._live
+
+    def claim(self, storage: torch.UntypedStorage, kind: str, evidence: Evidence) -> None:
+        """Learns what a storage is for; also for the time that has passed."""
+        _claim(self.observe(storage, kind), kind, evidence)
+
+    def current_by_kind(self) -> dict[str, int]:
+        """The bytes that live now, by kind, largest first."""
+        return self._by_kind(len(self._deltas))
+
+    def peak_by_kind(self) -> dict[str, int]:
+        """The bytes that lived at the peak, by kind, largest first; they add up to `peak_bytes`."""
+        return self._by_kind(self._changes_at_peak)
+
+    def restart(self) -> None:
+        """Forgets the past: what lives now is the first peak."""
+        self._blocks = list(self._live.values())
+        self._changed, self._deltas = array("q"), array("q")
+        for number, block in enumerate(self._blocks):
+            block.number = number
+            self._changed.append(number)
+            self._deltas.append(block.num_bytes)
+        self.peak_bytes = self.current_bytes
+        self._changes_at_peak = len(self._deltas)
+
+    def close(self) -> None:
+        """Stops to follow: what dies from now on is not booked."""
+        self._live.clear()
+        for block in self._blocks:
+            block.watch = None
+
+    def _by_kind(self, changes: int) -> dict[str, int]:
+        totals: Counter[str] = Counter()
+        for number, delta in zip(self._changed[:changes], self._deltas[:changes], strict=True):
+            totals[self._blocks[number].kind] += delta
+        return {kind: total for kind, total in totals.most_common() if total}
+
+    def _died(self, key: int, block: Block, _: weakref.ref[torch.UntypedStorage]) -> None:
+        del self._live[key]
+        self._change(block, 0)
+
+    def _change(self, block: Block, num_bytes: int) -> None:
+        delta = num_bytes - block.num_bytes
+        block.num_bytes = num_bytes
+        self._changed.append(block.number)
+        self._deltas.append(delta)
+        self.current_bytes += delta
+        if self.current_bytes > self.peak_bytes:
+            self.peak_bytes = self.current_bytes
+            self._changes_at_peak = len(self._deltas)
+
+
+def _claim(block: Block, kind: str, evidence: Evidence) -> None:
+    if evidence > block.evidence:
+        block.kind, block.evidence = kind, evidence

@@ -1,0 +1,139 @@
+"""compat.py: the doors to what torch renames or keeps private."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from scale_core import compat
+
+needs_simulation = pytest.mark.skipif(
+    not compat.simulation_supported(), reason=f"simulation stands on torch {compat.DEFAULT_TORCH}"
+)
+
+
+def default_group() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+@needs_simulation
+def test_the_flat_collectives_run_under_their_new_names_without_a_warning() -> None:
+    with compat.fake_default_group(rank=1, world_size=4):
+        compat.all_gather_single(torch.zeros(8), torch.zeros(2), default_group()).wait()
+        compat.reduce_scatter_single(torch.zeros(2), torch.zeros(8), default_group()).wait()
+
+
+@needs_simulation
+def test_control_messages_stand_on_the_host_where_the_group_reaches_it() -> None:
+    with compat.fake_default_group(rank=0, world_size=2):
+        assert compat.control_device(default_group()) == torch.device("cpu")
+
+
+def test_a_callback_runs_once_after_the_whole_backward() -> None:
+    order: list[str] = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+
+    def first(_: Tensor) -> None:
+        order.append("hook")
+        compat.queue_after_backward(lambda: order.append("end"))
+
+    y.register_hook(first)
+    x.register_hook(lambda _: order.append("leaf"))
+    y.sum().backward()
+    assert order == ["hook", "leaf", "end"]
+
+
+def test_only_inside_the_engine_are_we_in_a_backward() -> None:
+    seen: list[bool] = []
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda _: seen.append(compat.in_backward()))
+    assert not compat.in_backward()
+    x.sum().backward()
+    assert seen == [True]
+    assert not compat.in_backward()
+
+
+@pytest.mark.parametrize(
+    "version, supported", [("2.13.0", True), ("2.13.1+cpu", True), ("2.8.0", False), ("2.130.0", False)]
+)
+def test_simulation_is_supported_on_the_default_torch_alone(
+    monkeypatch: pytest.MonkeyPatch, version: str, supported: bool
+) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    assert compat.simulation_supported() is supported
+
+
+def test_another_torch_is_refused_with_both_versions_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.8.0")
+    with pytest.raises(RuntimeError, match=r"torch 2\.13, but this is torch 2\.8\.0: install torch==2\.13"):
+        compat.require_simulation()
+    with pytest.raises(RuntimeError, match=r"2\.8\.0"), compat.fake_default_group(0, 1):
+        pass
+    with pytest.raises(RuntimeError, match=r"2\.8\.0"):
+        compat.fake_tensors()
+
+
+@needs_simulation
+def test_the_fake_group_ends_with_its_context_also_after_an_error() -> None:
+    with pytest.raises(KeyError), compat.fake_default_group(rank=2, world_size=5):
+        assert (dist.get_rank(), dist.get_world_size()) == (2, 5)
+        raise KeyError
+    assert not dist.is_initialized()
+
+
+@needs_simulation
+def test_a_second_default_group_is_refused_and_the_first_one_stays() -> None:
+    with compat.fake_default_group(rank=0, world_size=3):
+        with pytest.raises(RuntimeError, match=r"got one of 3 ranks \(fake\)"), compat.fake_default_group(0, 2):
+            pass
+        assert dist.get_world_size() == 3
+
+
+@needs_simulation
+def test_the_ranks_of_an_operation_are_found_by_group_and_by_name() -> None:
+    with compat.fake_default_group(rank=1, world_size=4):
+        group = dist.new_group([1, 3])
+        assert isinstance(group, dist.ProcessGroup)
+        assert compat.ranks_of_operation(group) == (1, 3)
+        assert compat.ranks_of_operation(group.group_name) == (1, 3)
+
+
+@needs_simulation
+def test_a_wrapper_is_taken_apart_into_its_plain_tensors() -> None:
+    plain = torch.zeros(3)
+    assert compat.inner_tensors(plain) == [plain]
+    with compat.fake_default_group(rank=0, world_size=2):
+        mesh = dist.init_device_mesh("cpu", (2,))
+        local = torch.zeros(2, 3)
+        (inner,) = compat.inner_tensors(DTensor.from_local(local, mesh, [Shard(0)], run_check=False))
+        assert inner.untyped_storage() is local.untyped_storage()
+
+
+@needs_simulation
+def test_each_resize_of_a_storage_is_reported_with_the_size_before_it() -> None:
+    sizes: list[tuple[int, int]] = []
+    tensor = torch.zeros(4)
+    original = torch.UntypedStorage.resize_
+    with compat.watching_resizes(lambda storage, before: sizes.append((before, storage.nbytes()))):
+        tensor.untyped_storage().resize_(0)
+        tensor.untyped_storage().resize_(16)
+    tensor.untyped_storage().resize_(0)
+    assert sizes == [(16, 0), (0, 16)]
+    assert torch.UntypedStorage.resize_ is original
+
+
+@needs_simulation
+def test_fake_tensors_hold_no_memory_and_can_be_set_aside() -> None:
+    with compat.fake_tensors():
+        assert compat.active_fake_mode() is not None
+        assert torch.zeros(10**12).untyped_storage().nbytes() == 4 * 10**12
+        with compat.without_fake_tensors():
+            assert compat.active_fake_mode() is None
+            assert torch.ones(2).tolist() == [1.0, 1.0]
+    assert compat.active_fake_mode() is None

@@ -1,0 +1,244 @@
+"""What the units of one model share: whose turn it is, what comes next, and what is still under way.
+
+A pass through the model is entered by one unit (the outermost one that is called). From then on every unit announces
+what it does, in order; that order is compared between ranks and, from the second pass on, foretells the next gather.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from scale_core.backward import once_after_backward
+from scale_core.collectives import exchange_text
+from scale_core.contract import Contract, Event, PassKind, message_tag
+from scale_core.group import Group
+
+if TYPE_CHECKING:
+    from scale_fsdp.unit import Unit
+
+
+class _Place(NamedTuple):
+    """A parameter, as a number that is equal on all ranks."""
+
+    unit: int
+    buffer: int
+    index: int
+
+
+class Root:
+    """The units of one model, as one of them sees them from the outside.
+
+    Args:
+        outermost: The unit whose module holds all the others.
+        units: All of them, in the order of `named_modules`.
+        limit_seconds: The longest wait for another rank; None is the group's own limit.
+
+    Attributes:
+        entry: The unit by which the forward pass that runs now was entered; None outside of one.
+        in_backward: A backward pass runs now.
+        synchronizes: Gradients are reduced at the end of a backward pass; False inside `no_sync`.
+    """
+
+    def __init__(self, outermost: Unit, units: Sequence[Unit], limit_seconds: float | None = None) -> None:
+        self.outermost = outermost
+        self.units = list(units)
+        self.by_name = {unit.name: unit for unit in self.units}
+        self.contract = Contract(self.group, limit_seconds)
+        self.entry: Unit | None = None
+        self.in_backward = False
+        self.synchronizes = True
+        self._numbers = {id(unit): number for number, unit in enumerate(self.units)}
+        self._reducing: Unit | None = None
+        self._reduced: set[int] = set()
+        self._unused: set[_Place] = set()
+        self._new_gradients: set[_Place] = set()
+        for unit in self.units:
+            unit.root = self
+        self.contract.agree("how the model is built and wrapped", self._describe())
+
+    @property
+    def group(self) -> Group:
+        """The ranks that share the parameters."""
+        for unit in self.units:
+            for buffer in unit.buffers:
+                return buffer.group
+        return Group()
+
+    # Forward.
+
+    def enter(self, unit: Unit) -> None:
+        """A forward pass begins with `unit`."""
+        self.entry = unit
+        kind = PassKind(f"forward of {unit.name}", torch.is_grad_enabled(), unit.module.training)
+        self.contract.begin(kind, new_step=True)
+        for member in self.units:
+            member.follow_trainable()
+            if any(buffer.is_stale() for buffer in member.buffers):
+                member.release()
+
+    def left(self, unit: Unit) -> None:
+        """A unit's forward has ended; with the one that entered, so has the pass."""
+        if self.entry is not unit:
+            return
+        self.entry = None
+        if torch.is_grad_enabled():
+            self.contract.leave()
+        else:
+            self._release_idle()
+            self.contract.close()
+
+    def abort(self, error: BaseException) -> None:
+        """The pass has failed on this rank: be as before it, and leave word for the others."""
+        self.entry = None
+        self.in_backward = False
+        self._forget_backward()
+        for unit in self.units:
+            unit.discard()
+        self.contract.report_failure(error)
+
+    # Backward.
+
+    def begin_backward(self) -> None:
+        """A gradient has arrived at one of the units; does nothing after the first."""
+        if self.in_backward:
+            return
+        self.in_backward = True
+        self._forget_backward()
+        self.contract.begin(PassKind("backward", self.synchronizes, True), new_step=False)
+        once_after_backward(self._finish_backward)
+
+    def reduce(self, unit: Unit) -> None:
+        """A unit's gradients are there: reduce them, and take the results of the unit before."""
+        if not (self.synchronizes and unit.trains):
+            return
+        self.announce("reduction", unit)
+        if self._reducing is not None:
+            self._reducing.settle()
+        self._reducing = unit
+        unit.reduce()
+        self._reduced.add(self._numbers[id(unit)])
+
+    def _finish_backward(self) -> None:
+        try:
+            for unit in self.units:
+                unit.finish()
+            if self.synchronizes:
+                for unit in self.units:
+                    if unit.lends and self._numbers[id(unit)] not in self._reduced:
+                        self.reduce(unit)
+                self._settle()
+                self._close_backward()
+            else:
+                self.contract.leave()
+        except BaseException as error:
+            self.abort(error)
+            raise
+        self.in_backward = False
+        self._release_idle()
+
+    def _close_backward(self) -> None:
+        """Compares the pass with the other ranks', and agrees on what only some of them have used."""
+        late = [number for number, unit in enumerate(self.units) if any(b.has_gradient for b in unit.buffers)]
+        notes = self.contract.close(len(late), len(self._unused))
+        if any(row[0] for row in notes):
+            for number in sorted(set().union(*self._tell(late))):
+                self.units[number].reduce()
+                self.units[number].settle()
+        if all(row[1] for row in notes):
+            lists = self._tell(sorted(self._unused))
+            nobody = set.intersection(*({_Place(*place) for place in places} for places in lists))
+            for place in nobody & self._new_gradients:
+                buffer = self.units[place.unit].buffers[place.buffer]
+                if not buffer.flatten:
+                    buffer.exposed[place.index].grad = None
+        self._forget_backward()
+
+    def _tell(self, mine: list[int] | list[_Place]) -> list[list[object]]:
+        with self.contract.waiting(Event("the end", "")):
+            limit = self.contract.limit_seconds
+            return [json.loads(text) for text in exchange_text(json.dumps(mine), self.group, limit_seconds=limit)]
+
+    def _settle(self) -> None:
+        if self._reducing is not None:
+            self._reducing.settle()
+            self._reducing = None
+
+    def _forget_backward(self) -> None:
+        self._reducing = None
+        self._reduced, self._unused, self._new_gradients = set(), set(), set()
+
+    # What a unit asks.
+
+    def announce(self, phase: str, unit: Unit) -> None:
+        """A unit is about to do something in which all ranks take part.
+
+        Raises:
+            ContractError: Another rank is about to do something else.
+        """
+        self.contract.announce(Event(phase, unit.name))
+
+    def tag(self, phase: str, unit: Unit, place: int) -> int:
+        """The tag of the messages of one buffer."""
+        return message_tag(Event(phase, f"{unit.name}#{place}"))
+
+    def fetch_ahead(self) -> None:
+        """Starts the gather that the last pass of this kind had next."""
+        if not self.contract.on_course:
+            return
+        for phase, name in self.contract.order[self.contract.position :]:
+            unit = self.by_name.get(name)
+            if phase in ("forward", "recomputation", "backward") and unit is not None:
+                unit.gather()
+                return
+
+    def keeps_after_forward(self, unit: Unit) -> bool:
+        """Whether a unit stays gathered when its forward has ended."""
+        order, position = self.contract.order, self.contract.position
+        if self.contract.on_course and position < len(order) and order[position] == Event("forward", unit.name):
+            return True  # It runs again at once.
+        if not torch.is_grad_enabled():
+            return False
+        # The entry's backward comes first: releasing it would only mean to gather it again.
+        return not unit.reshard_after_forward or unit is self.entry
+
+    def keeps_after_backward(self, unit: Unit) -> bool:
+        """Whether a unit stays gathered for the next micro-batch: it was to be kept, and no optimizer step is due."""
+        return not self.synchronizes and not unit.reshard_after_forward
+
+    def casts_inputs_of(self, unit: Unit) -> bool:
+        """Whether floating-point inputs take the unit's dtype: at the entry, and where the dtype changes."""
+        if unit is self.entry or unit is self.outermost:
+            return True
+        return unit.precision.param_dtype != self.outermost.precision.param_dtype
+
+    def note_unused(self, unit: Unit, place: int) -> None:
+        """Remembers what a buffer's reduction counts as zeros."""
+        number, buffer = self._numbers[id(unit)], unit.buffers[place]
+        if number in self._reduced:
+            return
+        for index in buffer.unused():
+            self._unused.add(_Place(number, place, index))
+            if buffer.exposed[0 if buffer.flatten else index].grad is None:
+                self._new_gradients.add(_Place(number, place, index))
+
+    def note_used(self, unit: Unit, place: int, index: int) -> None:
+        """A gradient has come after all, later than its unit's reduction."""
+        self._unused.discard(_Place(self._numbers[id(unit)], place, index))
+
+    def _release_idle(self) -> None:
+        for unit in self.units:
+            if unit.gathered and not self.keeps_after_backward(unit):
+                unit.release()
+
+    def _describe(self) -> list[str]:
+        return [
+            f"{unit.name or 'root'}: {name} {entry.shape} {buffer.dtype} trains={param.requires_grad}"
+            for unit in self.units
+            for buffer in unit.buffers
+            for name, entry, param in zip(
+                buffer.names, buffer.layout.entries, buffer.exposed * (len(buffer.names) if buffer.flatten else 1), strict=True
+            )
+        ]

@@ -1,0 +1,143 @@
+"""`FullyShardedDataParallel`: a thin module around a sharded one, for those who construct, subclass and unwrap it."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+from scale_core.group import GroupLike
+from torch import Tensor, nn
+
+from scale_fsdp.fully_shard import fully_shard
+from scale_fsdp.module import ShardedModule
+from scale_fsdp.precision import MixedPrecision
+
+# FairScale's arguments that tuned its own machinery: nothing here corresponds to them, and results don't depend on them.
+_WITHOUT_EFFECT = frozenset(
+    {
+        "process_group_reduce_scatter",
+        "disable_reshard_on_root",
+        "bucket_cap_mb",
+        "compute_device",
+        "no_broadcast_optim_state",
+        "clear_autocast_cache",
+        "verbose",
+        "gradient_predivide_factor",
+        "allow_reset_parameters",
+    }
+)
+
+
+class FullyShardedDataParallel(nn.Module):
+    """Shards `module` in place by `fully_shard` and stands around it, as FairScale's class of this name does.
+
+    Names are those of the plain module throughout: in `named_parameters`, `named_modules` and the state dict the
+    wrapper leaves no trace. Attributes that it lacks are those of the module.
+
+    Args:
+        module: The module to shard; `.module` gives it back.
+        process_group: As for `fully_shard`.
+        reshard_after_forward: As for `fully_shard`.
+        mixed_precision: As for `fully_shard`; True is fp16.
+        flatten_parameters: As for `fully_shard`.
+        **kwargs: The other arguments of `fully_shard`. Arguments of FairScale's that only tuned its machinery are
+            taken with a warning and have no effect.
+
+    Raises:
+        TypeError: An unknown argument; names the nearest one.
+        ValueError: As for `fully_shard`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: GroupLike = None,
+        reshard_after_forward: bool = True,
+        mixed_precision: bool | MixedPrecision = False,
+        flatten_parameters: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__()
+        self.module = fully_shard(
+            module,
+            process_group,
+            reshard_after_forward=reshard_after_forward,
+            mixed_precision=mixed_precision,
+            flatten_parameters=flatten_parameters,
+            **_known(kwargs),
+        )
+        self.register_load_state_dict_pre_hook(_into_module)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module."""
+        return self.module(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._sharded[key]  # type: ignore[index]  # whatever the module answers
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """See `ShardedModule.clip_grad_norm_`."""
+        return self._sharded.clip_grad_norm_(max_norm, norm_type)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """See `ShardedModule.no_sync`."""
+        return self._sharded.no_sync()
+
+    def summon_full_params(self, recurse: bool = True, volatile: bool = False) -> AbstractContextManager[None]:
+        """See `ShardedModule.summon_full_params`."""
+        return self._sharded.summon_full_params(recurse, volatile)
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yields this wrapper, then the module and all in it under the names that they have without the wrapper."""
+        memo = set() if memo is None else memo
+        if self in memo:
+            return
+        if remove_duplicate:
+            memo.add(self)
+        yield prefix, self
+        yield from self.module.named_modules(memo, prefix, remove_duplicate)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns full tensors under plain names; all ranks call it together."""
+        return self.module.state_dict(*args, **kwargs)
+
+    @property
+    def _sharded(self) -> ShardedModule:
+        module = self.module
+        assert isinstance(module, ShardedModule)
+        return module
+
+
+def _into_module(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Renames a plain state dict's entries to where torch looks for them: below `module`."""
+    for name in [name for name in state_dict if name.startswith(prefix)]:
+        state_dict[f"{prefix}module.{name[len(prefix) :]}"] = state_dict.pop(name)
+
+
+def _known(kwargs: dict[str, Any]) -> dict[str, Any]:
+    known = set(inspect.signature(fully_shard).parameters)
+    ignored = sorted(_WITHOUT_EFFECT & kwargs.keys())
+    unknown = sorted(kwargs.keys() - known - _WITHOUT_EFFECT)
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], known, n=1)
+        hint = f"; did you mean '{near[0]}'?" if near else ""
+        raise TypeError(f"FullyShardedDataParallel: unexpected argument '{unknown[0]}'{hint}")
+    if ignored:
+        warnings.warn(f"FullyShardedDataParallel: {', '.join(ignored)} has no effect here", UserWarning, stacklevel=3)
+    return {name: value for name, value in kwargs.items() if name in known}
+
+

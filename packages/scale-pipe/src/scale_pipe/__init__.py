@@ -1,0 +1,4 @@
+"""Pipeline parallelism for PyTorch."""
+
+__version__ = "2026.11.0"
+__all__: list[str] = []

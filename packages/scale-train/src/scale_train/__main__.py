@@ -1,0 +1,7 @@
+"""`python -m scale_train ...` is `scale-train ...`."""
+
+import sys
+
+from scale_train.cli import main
+
+sys.exit(main())

@@ -1,0 +1,94 @@
+"""The command `scale-train`.
+
+It reads the options, finds what is wrong with them while that still costs nothing, and then either joins the ranks that
+torchrun started or starts its own. Exit codes: 0 done, 1 the training failed, 2 wrong input, 130 stopped by Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+import tyro
+from scale_core.launch import launch_local
+
+from scale_train.errors import InputError
+from scale_train.options import (
+    DataOptions,
+    ModelOptions,
+    OptimizerOptions,
+    Options,
+    ParallelOptions,
+    RunOptions,
+    check,
+    num_local_ranks,
+)
+from scale_train.run import run_rank
+from scale_train.text import check_length, read_text
+
+DESCRIPTION = """The training program of scale.
+
+lm  trains a GPT on the bytes of real text and reports how well it predicts text that it has not seen."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs `scale-train` and returns its exit code.
+
+    Args:
+        arguments: The command line without the program's name; by default that of this process.
+    """
+    try:
+        options = parse(sys.argv[1:] if arguments is None else list(arguments))
+    except SystemExit as end:  # how tyro ends, after --help and after an option that it does not know
+        return end.code if isinstance(end.code, int) else 2
+    try:
+        return language_model(options)
+    except InputError as error:
+        print(f"scale-train: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+
+
+def parse(arguments: list[str]) -> Options:
+    """Options from a command line.
+
+    Raises:
+        SystemExit: For --help (code 0) and for what is no option (code 2).
+    """
+    chosen: Options = tyro.extras.subcommand_cli_from_dict(
+        {"lm": _lm},
+        prog="scale-train",
+        description=DESCRIPTION,
+        args=arguments,
+        config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
+    )
+    return chosen
+
+
+def _lm(
+    data: DataOptions = DataOptions(),
+    model: ModelOptions = ModelOptions(),
+    parallel: ParallelOptions = ParallelOptions(),
+    optimizer: OptimizerOptions = OptimizerOptions(),
+    run: RunOptions = RunOptions(),
+) -> Options:
+    """Train a GPT on the bytes of real text, sharded over ranks."""
+    return Options(data, model, parallel, optimizer, run)
+
+
+def language_model(options: Options) -> int:
+    """`scale-train lm`: checks, and starts or joins the ranks.
+
+    Raises:
+        InputError: If what was asked for cannot be done.
+    """
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return run_rank(options)
+    num_ranks = num_local_ranks(options)
+    check(options, num_ranks)
+    check_length(read_text(options.data.text), options.data.sequence)
+    if num_ranks == 1:
+        return run_rank(options)
+    return launch_local(run_rank, num_ranks, options)

@@ -1,0 +1,43 @@
+"""What can end a training other than its last step, and the exit code of each.
+
+One exception per exit code, so that the command line maps them in one place and everything below raises what it means:
+
+    Exception
+    +-- InputError          2    what was asked for cannot be done; its text is one line that says what to change
+    +-- Interrupted       128+n  a signal asked to stop; everything worth keeping was saved
+    +-- TrainingDiverged    1    the loss is no number any more
+"""
+
+from __future__ import annotations
+
+
+class InputError(ValueError):
+    """Wrong input: one line for the user, and exit code 2."""
+
+    exit_code = 2
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.split()))
+
+
+class Interrupted(Exception):
+    """A signal ended the training between two steps.
+
+    Attributes:
+        signal_number: 2 for Ctrl-C, 15 for a request to end.
+    """
+
+    def __init__(self, signal_number: int, message: str) -> None:
+        super().__init__(message)
+        self.signal_number = signal_number
+
+    @property
+    def exit_code(self) -> int:
+        """As shells count: 130 for Ctrl-C, 143 for a request to end."""
+        return 128 + self.signal_number
+
+
+class TrainingDiverged(ArithmeticError):
+    """The loss became infinite or no number."""
+
+    exit_code = 1

@@ -1,0 +1,70 @@
+"""How well a model predicts text that it never learnt from, in bits per byte.
+
+Bits per byte, and not the loss, because that is a property of the text: it is comparable between models with other tokens.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+
+import torch
+from scale_core.collectives import exchange
+from scale_core.group import Group
+from torch import Tensor
+
+from scale_train.model import IGNORED
+from scale_train.parallel import Engine
+from scale_train.sampler import windows_at
+
+
+def held_out_starts(num_bytes: int, sequence: int, most_tokens: int) -> Tensor:
+    """Where the windows of an evaluation start: evenly spread, the same in every evaluation.
+
+    Args:
+        num_bytes: Length of the held-out text; at least `sequence + 1`.
+        sequence: Tokens in a window.
+        most_tokens: Most tokens in all windows together; 0 for no limit. One window is always read.
+
+    Returns:
+        `[windows]`, int64.
+    """
+    windows = (num_bytes - 1) // sequence
+    if most_tokens:
+        windows = min(windows, max(1, most_tokens // sequence))
+    last = num_bytes - 1 - sequence
+    return torch.tensor([last * index // max(1, windows - 1) for index in range(windows)])
+
+
+@torch.no_grad()
+def bits_per_byte(engine: Engine, text: Tensor, starts: Tensor, sequence: int, micro_batch: int, group: Group) -> float:
+    """The mean over all windows; equal on all ranks, which all have to call this.
+
+    Each rank reads its share. Where the windows do not divide, a rank pads its batch with windows that do not count,
+    because a forward pass of a sharded model is one of all ranks.
+
+    Args:
+        text: `[bytes]`, uint8.
+        starts: `[windows]`, int64.
+        micro_batch: Windows in a rank's forward pass.
+    """
+    engine.model.eval()
+    rounds = math.ceil(len(starts) / (group.size * micro_batch))
+    nats = 0.0
+    for turn in range(rounds):
+        first = (turn * group.size + group.rank) * micro_batch
+        mine = starts[first : first + micro_batch]
+        padding = starts[:1].expand(micro_batch - len(mine))
+        batch = windows_at(text, torch.cat([mine, padding]), sequence)
+        batch.targets[len(mine) :] = IGNORED
+        with engine.computing():
+            loss = engine.model(batch.tokens.to(engine.device), batch.targets.to(engine.device), "sum")
+        nats += loss.item()
+    engine.model.train()
+    return sum_over_ranks(nats, group) / (math.log(2) * len(starts) * sequence)
+
+
+def sum_over_ranks(value: float, group: Group) -> float:
+    """The sum of every rank's number, in rank order: the same bits on all."""
+    (bits,) = struct.unpack("<q", struct.pack("<d", value))
+    return math.fsum(struct.unpack("<d", struct.pack("<q", row[0]))[0] for row in exchange([bits], group))

@@ -1,0 +1,144 @@
+"""The training loop, as one reads it."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable
+
+import torch
+from scale_core.collectives import exchange
+
+from scale_train.errors import Interrupted, TrainingDiverged
+from scale_train.evaluate import bits_per_byte, held_out_starts
+from scale_train.interrupt import StopSignal
+from scale_train.memory import held_bytes, peak_bytes, replicated_bytes
+from scale_train.progress import EvaluationRecord, StepRecord
+from scale_train.sampler import slice_of_rank, windows_at
+from scale_train.training import Training
+
+
+def train(training: Training, save: Callable[[Training], object]) -> float:
+    """Runs all steps that are left, and returns the held-out bits per byte after the last.
+
+    Args:
+        training: Where to begin.
+        save: Called on all ranks, between two steps, every `save_every` steps, at the end, and before an interruption.
+
+    Raises:
+        Interrupted: A rank was asked to stop; the state was saved.
+        TrainingDiverged: The loss is no finite number.
+    """
+    run, steps = training.options.run, training.options.optimizer.steps
+    held_out = math.nan
+    with StopSignal() as stop:
+        while training.step < steps:
+            one_step(training)
+            done = training.step
+            if run.save_every and done % run.save_every == 0 and done < steps:
+                save(training)
+            if run.evaluate_every and done % run.evaluate_every == 0 and done < steps:
+                evaluate(training)
+            _stop_if_asked(training, stop, save)
+        if training.saved_step != training.step:
+            save(training)
+        held_out = evaluate(training)
+    return held_out
+
+
+def one_step(training: Training) -> None:
+    """One optimizer step of all ranks, on one global batch."""
+    options, optimizer, engine = training.options, training.optimizer, training.engine
+    seed_step(options.run.seed, training.step, training.group.rank)
+    loss = forward_backward(training)
+    norm = engine.clip(options.optimizer.clip) if options.optimizer.clip else None
+    rate = training.schedule.apply(optimizer, training.step)
+    optimizer.step()
+    if training.memory == (0, 0):
+        params = list(engine.plain.parameters())
+        training.memory = (held_bytes(params, optimizer), replicated_bytes(params, optimizer))
+    optimizer.zero_grad(set_to_none=True)
+    training.step += 1
+    training.clock.steps += 1
+    training.reporter.advance(training.step)
+    if training.step % options.run.log_every == 0 or training.step == options.optimizer.steps:
+        log_step(training, loss, rate, norm)
+
+
+def forward_backward(training: Training) -> torch.Tensor:
+    """Gradients of the global batch's mean loss; returns this rank's part of that loss, a scalar."""
+    data, engine, group = training.options.data, training.engine, training.group
+    accumulate = training.options.parallel.accumulate
+    micro_batches = slice_of_rank(training.sampler.starts(data.batch), group.rank, group.size, accumulate)
+    total = torch.zeros((), device=engine.device)
+    for index, starts in enumerate(micro_batches):
+        batch = windows_at(training.text.train, starts, data.sequence)
+        with engine.syncing(last=index == accumulate - 1):
+            with engine.computing():
+                loss = engine.model(batch.tokens.to(engine.device), batch.targets.to(engine.device))
+            (loss / accumulate).backward()
+        total += loss.detach() / accumulate
+    return total
+
+
+def log_step(training: Training, loss: torch.Tensor, rate: float, norm: torch.Tensor | None) -> None:
+    """Brings the ranks' losses and memory together and reports them.
+
+    Raises:
+        TrainingDiverged: The loss is no finite number; on all ranks.
+    """
+    group, options = training.group, training.options
+    (bits,) = struct.unpack("<q", struct.pack("<d", loss.item()))
+    rows = exchange([bits, peak_bytes(training.engine.device)], group)
+    mean = math.fsum(struct.unpack("<d", struct.pack("<q", row[0]))[0] for row in rows) / group.size
+    tokens = options.data.batch * options.data.sequence
+    if not math.isfinite(mean):
+        raise TrainingDiverged(
+            f"the loss is {mean} at step {training.step}: take a smaller --lr, a longer --warmup or --clip 1, "
+            f"and resume from the last checkpoint"
+        )
+    training.reporter.step(
+        StepRecord(
+            step=training.step,
+            steps=options.optimizer.steps,
+            loss=mean,
+            learning_rate=rate,
+            gradient_norm=None if norm is None else norm.item(),
+            tokens_per_second=tokens * training.clock.steps_per_second(),
+            peak_memory_bytes=tuple(row[1] for row in rows),
+            seconds_left=training.clock.seconds_for(options.optimizer.steps - training.step),
+        )
+    )
+
+
+def evaluate(training: Training) -> float:
+    """Judges the held-out text, reports it, and returns the bits per byte."""
+    data, group = training.options.data, training.group
+    starts = held_out_starts(len(training.text.held_out), data.sequence, data.held_out_tokens)
+    micro_batch = data.batch // (group.size * training.options.parallel.accumulate)
+    bits = bits_per_byte(training.engine, training.text.held_out, starts, data.sequence, micro_batch, group)
+    training.reporter.evaluation(EvaluationRecord(training.step, bits))
+    return bits
+
+
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """Makes the random state a function of where the training stands.
+
+    So nothing about it has to be saved, and a resumed run has the state of one that was never stopped. Ranks draw
+    different numbers (two ranks' dropout must not be alike); they are those of the rank, so with dropout another
+    number of ranks is another, equally good, training.
+    """
+    torch.manual_seed(((seed * 1_000_003 + step) * 1_000_003 + rank) % 2**63)
+
+
+def _stop_if_asked(training: Training, stop: StopSignal, save: Callable[[Training], object]) -> None:
+    # On a GPU the ranks' notes would make the host wait for the device in each step; there they are compared when
+    # it waits anyway.
+    every = 1 if training.engine.device.type == "cpu" else training.options.run.log_every
+    if training.step % every or training.step >= training.options.optimizer.steps:
+        return
+    number = stop.agreed(training.group)
+    if number:
+        if training.saved_step != training.step:
+            save(training)
+        raise Interrupted(number, f"stopped after step {training.step}, which is saved; go on with --resume")

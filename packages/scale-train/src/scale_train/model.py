@@ -1,0 +1,264 @@
+"""The language model that the front door trains: a GPT over bytes, small enough to read in one sitting.
+
+It exists so that every technique of the house has one real model to work on, from a laptop's 0.8 million parameters to the
+shapes of GPT-3. It is plain PyTorch: nothing here knows of ranks, and each `Block` is a natural unit to shard or recompute.
+
+Sources: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), for the pre-norm block and the smaller
+weights of deep residual branches; Su et al., arXiv 2104.09864, for positions as rotations; Nguyen and Salazar,
+arXiv 1910.05895, for the width of the initial weights; Brown et al., arXiv 2005.14165, Table 2.1, for the sizes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+NUM_BYTES = 256
+IGNORED = -1
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The numbers that define a GPT.
+
+    Attributes:
+        layers: Number of blocks.
+        width: Features of the residual stream; an even multiple of `heads`.
+        heads: Attention heads.
+        vocabulary: Number of different tokens; 256 for bytes.
+        tied: Whether the output layer uses the embedding's weight.
+        dropout: Probability, in [0, 1), with which an output of a residual branch is zeroed in training.
+        recompute: Whether each block's activations are recomputed in the backward pass.
+        loss_chunk: Tokens whose logits exist at one time; 0 for all.
+    """
+
+    layers: int
+    width: int
+    heads: int
+    vocabulary: int = NUM_BYTES
+    tied: bool = True
+    dropout: float = 0.0
+    recompute: bool = False
+    loss_chunk: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "width", "heads", "vocabulary"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, but is {getattr(self, name)}")
+        if self.width % self.heads:
+            raise ValueError(f"width must be a multiple of heads, but width is {self.width} and heads is {self.heads}")
+        if self.width // self.heads % 2:
+            raise ValueError(
+                f"width / heads must be even, because positions turn pairs of features, but it is {self.width // self.heads}"
+            )
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout must lie in [0, 1), but is {self.dropout}")
+        if self.loss_chunk < 0:
+            raise ValueError(f"loss_chunk must be 0 (all at once) or more, but is {self.loss_chunk}")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Layers, width and heads of a size that has a name."""
+
+    layers: int
+    width: int
+    heads: int
+
+
+# The GPT-3 rows have the shapes of the paper's table; with bytes for tokens their embeddings are small, so that
+# gpt3-125m counts some 86 million parameters. The paper's 13B row prints a width of 5140, which 40 heads of 128 do not
+# give; 5120 is what they give.
+SIZES: dict[str, Shape] = {
+    "tiny": Shape(4, 128, 4),
+    "small": Shape(6, 512, 8),
+    "gpt3-125m": Shape(12, 768, 12),
+    "gpt3-350m": Shape(24, 1024, 16),
+    "gpt3-760m": Shape(24, 1536, 16),
+    "gpt3-1.3b": Shape(24, 2048, 16),
+    "gpt3-2.7b": Shape(32, 2560, 32),
+    "gpt3-6.7b": Shape(32, 4096, 32),
+    "gpt3-13b": Shape(40, 5120, 40),
+    "gpt3-175b": Shape(96, 12288, 96),
+}
+
+
+def rotate(x: Tensor) -> Tensor:
+    """Turns pairs of features by an angle that grows with the position (arXiv 2104.09864, eq. 15).
+
+    The angles are made anew in fp32 at each call: as a buffer they would be rounded where a model is cast to bf16, and
+    then positions beyond a few hundred coincide.
+
+    Args:
+        x: `[batch, heads, sequence, features]`, with an even number of features.
+
+    Returns:
+        The same shape and dtype.
+    """
+    sequence, features = x.shape[-2:]
+    slowness = torch.arange(0, features, 2, dtype=torch.float32, device=x.device) / features
+    positions = torch.arange(sequence, dtype=torch.float32, device=x.device)
+    angles = positions.unsqueeze(1) * 10_000.0**-slowness
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    left, right = x.chunk(2, dim=-1)
+    return torch.cat([left * cos - right * sin, left * sin + right * cos], dim=-1)
+
+
+class Attention(nn.Module):
+    """Causal self-attention, queries, keys and values from one projection."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.qkv = nn.Linear(config.width, 3 * config.width)
+        self.out = nn.Linear(config.width, config.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Mixes each position with those before it.
+
+        Args:
+            x: `[batch, sequence, width]`.
+
+        Returns:
+            `[batch, sequence, width]`.
+        """
+        batch, sequence, width = x.shape
+        query, key, value = (
+            part.view(batch, sequence, self.heads, width // self.heads).transpose(1, 2)
+            for part in self.qkv(x).chunk(3, dim=-1)
+        )
+        mixed = functional.scaled_dot_product_attention(rotate(query), rotate(key), value, is_causal=True)
+        y: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, sequence, width))
+        return y
+
+
+class Block(nn.Module):
+    """One pre-norm block: attention, then a feed-forward layer four times as wide; the unit that is sharded."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.width)
+        self.attention = Attention(config)
+        self.feed_norm = nn.LayerNorm(config.width)
+        self.feed_in = nn.Linear(config.width, 4 * config.width)
+        self.feed_out = nn.Linear(4 * config.width, config.width)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[batch, sequence, width]` to the same shape."""
+        x = x + self.dropout(self.attention(self.attention_norm(x)))
+        y: Tensor = x + self.dropout(self.feed_out(functional.gelu(self.feed_in(self.feed_norm(x)))))
+        return y
+
+
+class GPT(nn.Module):
+    """A decoder-only transformer; gives logits, or the loss where targets are given."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocabulary, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.width)
+        self.head = nn.Linear(config.width, config.vocabulary, bias=False)
+        self._initialise()
+        if config.tied:
+            self.head.weight = self.embedding.weight
+
+    def _initialise(self) -> None:
+        """Normal weights; what ends in the residual stream is smaller, so that depth does not widen the stream."""
+        std = math.sqrt(2 / (5 * self.config.width))
+        residual_std = std / math.sqrt(2 * self.config.layers)
+        for name, param in self.named_parameters():
+            if param.ndim >= 2:
+                ends_in_stream = name.endswith(("attention.out.weight", "feed_out.weight"))
+                nn.init.normal_(param, std=residual_std if ends_in_stream else std)
+            elif name.endswith("bias"):
+                nn.init.zeros_(param)
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, reduction: str = "mean") -> Tensor:
+        """Predicts the token after each position.
+
+        Args:
+            tokens: `[batch, sequence]`, int64.
+            targets: `[batch, sequence]`, int64, the token after each position; `IGNORED` where none counts.
+            reduction: "mean" over all positions, or "sum" over those that count.
+
+        Returns:
+            Logits `[batch, sequence, vocabulary]` without targets; otherwise the loss in nats, fp32, a scalar.
+        """
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            if self.config.recompute and torch.is_grad_enabled():
+                x = checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x)
+        x = self.norm(x)
+        if targets is None:
+            logits: Tensor = self.head(x)
+            return logits
+        return self._loss(x.flatten(0, 1), targets.flatten(), reduction)
+
+    def _loss(self, x: Tensor, targets: Tensor, reduction: str) -> Tensor:
+        """The cross-entropy of `x` `[tokens, width]` against `targets` `[tokens]`, with few logits alive at a time."""
+        chunk = self.config.loss_chunk
+        if not chunk or chunk >= len(targets):
+            total = self._loss_sum(x, targets)
+        else:
+            pieces = zip(x.split(chunk), targets.split(chunk), strict=True)
+            total = torch.stack(
+                [checkpoint(self._loss_sum, part, target, use_reentrant=False) for part, target in pieces]
+            ).sum()
+        return total / len(targets) if reduction == "mean" else total
+
+    def _loss_sum(self, x: Tensor, targets: Tensor) -> Tensor:
+        # fp32 whatever the model computes in: a sum of thousands of bf16 terms has no digits left.
+        logits = self.head(x).float()
+        return functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+
+
+def num_parameters(model: nn.Module) -> int:
+    """The number of elements of a plain model's parameters, tied ones once."""
+    return sum(param.numel() for param in model.parameters())
+
+
+@torch.no_grad()
+def generate(model: nn.Module, prompt: Tensor, length: int, *, context: int, seed: int, temperature: float) -> Tensor:
+    """Continues a prompt, one token at a time.
+
+    Every rank of a sharded model has to call it: each token is one forward pass of all. The draw is made from a generator
+    of its own, on the CPU, so that all ranks draw the same token and the random state of the training stays as it was.
+
+    Args:
+        model: Maps tokens `[1, sequence]` to logits `[1, sequence, vocabulary]`.
+        prompt: `[sequence]`, int64, at least one token.
+        length: Number of tokens to add.
+        context: Tokens that the model looks back on; earlier ones fall out of sight.
+        seed: Of the draw.
+        temperature: Above 0; small values choose likely tokens.
+
+    Returns:
+        `[sequence + length]`, int64.
+
+    Raises:
+        ValueError: If the prompt is empty or the temperature is not above 0.
+    """
+    if prompt.numel() == 0:
+        raise ValueError("expected a prompt of at least one token, but it is empty")
+    if temperature <= 0:
+        raise ValueError(f"expected a temperature above 0, but it is {temperature}")
+    generator = torch.Generator().manual_seed(seed)
+    was_training = model.training
+    model.eval()
+    tokens = prompt
+    for _ in range(length):
+        logits = model(tokens[-context:].unsqueeze(0))[0, -1].float().cpu()
+        drawn = torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1, generator=generator)
+        tokens = torch.cat([tokens, drawn.to(tokens.device)])
+    model.train(was_training)
+    return tokens

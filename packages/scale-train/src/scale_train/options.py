@@ -1,0 +1,237 @@
+"""Everything that can be asked of a training, as frozen dataclasses, and the checks that need no tensor.
+
+The command line is made from these classes, and every rank gets them whole. `check` runs before any rank starts, so that
+wrong input costs a second and one line, not a start-up and one traceback per rank.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from scale_train.errors import InputError
+from scale_train.model import SIZES, ModelConfig
+
+# A core can play several ranks, slowly; beyond this the ranks mostly wait for each other.
+MAX_RANKS_PER_CORE = 4
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """What is read, and how much of it in a step."""
+
+    text: tuple[Path, ...] = ()
+    """Files or folders to learn from; by default the sources of Python's own standard library."""
+    sequence: int = 128
+    """Tokens (bytes) in a sequence."""
+    batch: int = 32
+    """Sequences in a step, of all ranks together."""
+    held_out_tokens: int = 65_536
+    """Most tokens of the held-out text that one evaluation reads; 0 for all."""
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """The model: a size by name, any number of it changed."""
+
+    size: str = "tiny"
+    """tiny, small, gpt3-125m, -350m, -760m, -1.3b, -2.7b, -6.7b, -13b or -175b."""
+    layers: int | None = None
+    """Blocks, if not the size's."""
+    width: int | None = None
+    """Features, if not the size's."""
+    heads: int | None = None
+    """Attention heads, if not the size's."""
+    tied: bool = True
+    """Use the embedding's weight for the output layer too."""
+    dropout: float = 0.0
+    """Part of each residual branch that is zeroed in training."""
+    loss_chunk: int = 0
+    """Tokens whose logits exist at one time; 0 for all."""
+
+
+@dataclass(frozen=True)
+class ParallelOptions:
+    """How the work is divided."""
+
+    ranks: int | None = None
+    """Local ranks to start; by default every GPU, or two ranks on a CPU of several cores. Not under torchrun."""
+    parallel: Literal["fsdp", "ddp", "none"] = "fsdp"
+    """fsdp shards parameters, gradients and optimizer; ddp keeps them whole on each rank; none is one plain process."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto is cuda where there is a GPU."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """What the model computes in; the optimizer always works in fp32."""
+    accumulate: int = 1
+    """Micro-batches that a rank's part of the batch is cut into."""
+    no_sync: bool = False
+    """With fsdp and --accumulate: keep whole gradients until the last micro-batch. Fewer bytes sent, more memory."""
+    checkpoint_activations: bool = False
+    """Recompute each block's activations in the backward pass instead of keeping them."""
+    reshard_after_forward: bool = True
+    """fsdp: release each block's parameters between its forward and its backward pass."""
+
+
+@dataclass(frozen=True)
+class OptimizerOptions:
+    """AdamW and its learning rate."""
+
+    steps: int = 400
+    """Steps of the whole training, those before a resume included."""
+    lr: float = 3e-3
+    """Peak learning rate."""
+    warmup: int = 20
+    """Steps until the peak; half a cosine follows, down to a tenth."""
+    weight_decay: float = 0.1
+    """Of the matrices; norms and biases have none."""
+    clip: float = 1.0
+    """Largest norm of the gradient; 0 for no clipping."""
+    fused: bool = True
+    """torch's fused kernel: much faster, and equal to the plain one to some 2 units in the last place."""
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What is kept and what is shown."""
+
+    seed: int = 0
+    """Of the initial weights, the order of the data, and dropout."""
+    out: Path | None = None
+    """New folder for checkpoints, metrics.jsonl and loss.png; by default scale-runs/lm-N, or that of --resume."""
+    resume: Path | None = None
+    """Folder of an earlier run, or one of its checkpoints, to go on from."""
+    save_every: int = 100
+    """Steps between checkpoints; 0 for one at the end only."""
+    evaluate_every: int = 100
+    """Steps between evaluations; 0 for one at the end only."""
+    log_every: int = 10
+    """Steps between lines, and between entries of metrics.jsonl."""
+    log_format: Literal["auto", "rich", "plain", "json"] = "auto"
+    """rich is a progress bar, json is one object per line; auto is rich on a terminal and plain elsewhere."""
+    prompt: str = ""
+    """What the sample of text at the end continues; by default the start of a file."""
+    sample_length: int = 300
+    """Bytes of that sample; 0 for none."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """All of it."""
+
+    data: DataOptions = field(default_factory=DataOptions)
+    model: ModelOptions = field(default_factory=ModelOptions)
+    parallel: ParallelOptions = field(default_factory=ParallelOptions)
+    optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
+    run: RunOptions = field(default_factory=RunOptions)
+
+
+def device_type(options: Options) -> str:
+    """ "cpu" or "cuda".
+
+    Raises:
+        InputError: If cuda was asked for and there is none.
+    """
+    asked = options.parallel.device
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise InputError("--device cuda: this machine has no CUDA device that torch can use; take --device cpu")
+    if asked == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return asked
+
+
+def num_local_ranks(options: Options) -> int:
+    """How many ranks to start on this machine.
+
+    Raises:
+        InputError: If it has fewer devices than that.
+    """
+    asked, kind = options.parallel.ranks, device_type(options)
+    cores = os.cpu_count() or 1
+    most = torch.cuda.device_count() if kind == "cuda" else cores * MAX_RANKS_PER_CORE
+    if asked is None:
+        if options.parallel.parallel == "none":
+            return 1
+        return most if kind == "cuda" else min(2, cores)
+    if asked < 1:
+        raise InputError(f"--ranks {asked}: at least 1 is needed")
+    if asked > most:
+        devices = f"{most} GPUs" if kind == "cuda" else f"{cores} cores, at most {MAX_RANKS_PER_CORE} ranks each"
+        raise InputError(f"--ranks {asked}: more ranks than this machine's devices ({devices}); at most {most}")
+    return asked
+
+
+def model_config(options: Options) -> ModelConfig:
+    """The model that is asked for.
+
+    Raises:
+        InputError: If the size has no such name, or its numbers do not fit each other.
+    """
+    asked = options.model
+    shape = SIZES.get(asked.size)
+    if shape is None:
+        raise InputError(f"--size {asked.size}: no such size; there are {', '.join(SIZES)}")
+    try:
+        return ModelConfig(
+            layers=shape.layers if asked.layers is None else asked.layers,
+            width=shape.width if asked.width is None else asked.width,
+            heads=shape.heads if asked.heads is None else asked.heads,
+            tied=asked.tied,
+            dropout=asked.dropout,
+            recompute=options.parallel.checkpoint_activations,
+            loss_chunk=asked.loss_chunk,
+        )
+    except ValueError as error:
+        raise InputError(f"--size {asked.size} with --layers, --width, --heads: {error}") from error
+
+
+def check(options: Options, num_ranks: int) -> None:
+    """Raises:
+    InputError: If the numbers make no training on `num_ranks` ranks.
+    """
+    model_config(options)
+    if options.parallel.parallel == "none" and num_ranks > 1:
+        raise InputError(
+            f"--parallel none is one process, but there are {num_ranks} ranks; take fsdp, ddp, or --ranks 1"
+        )
+    _check_numbers(options)
+    batch, accumulate = options.data.batch, options.parallel.accumulate
+    parts = num_ranks * accumulate
+    if batch % parts:
+        below = batch // parts * parts
+        nearest = f"{below} or {below + parts}" if below else f"{parts}"
+        raise InputError(
+            f"--batch {batch} does not divide into {num_ranks} ranks x {accumulate} micro-batches; take {nearest}"
+        )
+
+
+def _check_numbers(options: Options) -> None:
+    at_least_one = {
+        "--sequence": options.data.sequence,
+        "--batch": options.data.batch,
+        "--accumulate": options.parallel.accumulate,
+        "--steps": options.optimizer.steps,
+        "--log-every": options.run.log_every,
+    }
+    at_least_zero = {
+        "--warmup": options.optimizer.warmup,
+        "--weight-decay": options.optimizer.weight_decay,
+        "--clip": options.optimizer.clip,
+        "--held-out-tokens": options.data.held_out_tokens,
+        "--save-every": options.run.save_every,
+        "--evaluate-every": options.run.evaluate_every,
+        "--sample-length": options.run.sample_length,
+        "--seed": options.run.seed,
+    }
+    for flag, number in at_least_one.items():
+        if number < 1:
+            raise InputError(f"{flag} {number}: at least 1 is needed")
+    for flag, quantity in at_least_zero.items():
+        if not 0 <= quantity < math.inf:
+            raise InputError(f"{flag} {quantity}: 0 or more is needed")
+    if not 0 < options.optimizer.lr < math.inf:
+        raise InputError(f"--lr {options.optimizer.lr}: a number above 0 is needed")

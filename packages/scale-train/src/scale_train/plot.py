@@ -1,0 +1,37 @@
+"""loss.png: the training in one picture."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from scale_train.progress import read_metrics
+
+
+def plot_loss(metrics: Path, picture: Path) -> None:
+    """Draws the loss of the training batches and of the held-out text over the steps, both in bits per byte.
+
+    Args:
+        metrics: A `metrics.jsonl`.
+        picture: Where the PNG goes; replaced if it is there.
+    """
+    entries = read_metrics(metrics)
+    train = [(entry["step"], entry["loss"] / math.log(2)) for entry in entries if "loss" in entry]
+    held_out = [
+        (entry["step"], entry["held_out_bits_per_byte"]) for entry in entries if "held_out_bits_per_byte" in entry
+    ]
+    # A figure of its own, not pyplot: that would look for a display.
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    for label, points in (("training batches", train), ("held-out text", held_out)):
+        if points:
+            steps, bits = zip(*points, strict=True)
+            axes.plot(steps, bits, label=label, marker="o" if len(points) < 20 else None, markersize=3)
+    axes.set_xlabel("step")
+    axes.set_ylabel("bits per byte")
+    if train or held_out:
+        axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(picture, dpi=120)

@@ -1,0 +1,282 @@
+"""What a person, or a program, sees of a training while it runs.
+
+Rank 0 speaks; the others are silent. On a terminal that is a bar; in a log file plain lines; for machines one JSON object
+per line. All say the same things, and `Metrics` keeps them on disk for the plot and for a resumed run.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from scale_train.memory import in_words
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One step, as all ranks together saw it.
+
+    Attributes:
+        step: Steps done, this one included.
+        steps: Steps of the whole training.
+        loss: Nats per token, the mean over the global batch.
+        learning_rate: Of this step.
+        gradient_norm: Before clipping; None without clipping.
+        tokens_per_second: Of all ranks, since the last record.
+        peak_memory_bytes: The most memory of each rank so far.
+        seconds_left: Until the last step, at the speed of this run so far.
+    """
+
+    step: int
+    steps: int
+    loss: float
+    learning_rate: float
+    gradient_norm: float | None
+    tokens_per_second: float
+    peak_memory_bytes: tuple[int, ...]
+    seconds_left: float
+
+
+@dataclass(frozen=True)
+class EvaluationRecord:
+    """The held-out text, judged after a step.
+
+    Attributes:
+        step: Steps done.
+        held_out_bits_per_byte: Mean over the held-out windows.
+    """
+
+    step: int
+    held_out_bits_per_byte: float
+
+
+class Reporter(Protocol):
+    """Anyone who wants to hear how the training goes."""
+
+    def note(self, text: str) -> None:
+        """Something happened that people should know."""
+
+    def advance(self, step: int) -> None:
+        """A step is done; called for every one."""
+
+    def step(self, record: StepRecord) -> None:
+        """The numbers of a step; called for some."""
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        """The held-out text was judged."""
+
+    def end(self, lines: list[str], facts: Mapping[str, Any]) -> None:
+        """The training is over: its report for people, and the same for machines."""
+
+    def close(self) -> None:
+        """Nothing more will come, whether the training ended or not."""
+
+
+class Silent:
+    """Hears everything and says nothing: the other ranks."""
+
+    def note(self, text: str) -> None: ...
+
+    def advance(self, step: int) -> None: ...
+
+    def step(self, record: StepRecord) -> None: ...
+
+    def evaluation(self, record: EvaluationRecord) -> None: ...
+
+    def end(self, lines: list[str], facts: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Plain(Silent):
+    """One line per record."""
+
+    def note(self, text: str) -> None:
+        print(text, flush=True)
+
+    def step(self, record: StepRecord) -> None:
+        print(f"step {record.step}/{record.steps}  {_words(record)}", flush=True)
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        print(f"step {record.step}  held out {record.held_out_bits_per_byte:.3f} bits per byte", flush=True)
+
+    def end(self, lines: list[str], facts: Mapping[str, Any]) -> None:
+        print("\n".join(["", *lines]), flush=True)
+
+
+class Json(Silent):
+    """One JSON object per line, each with an "event"."""
+
+    def note(self, text: str) -> None:
+        self._print("note", {"text": text})
+
+    def step(self, record: StepRecord) -> None:
+        self._print("step", asdict(record))
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        self._print("evaluation", asdict(record))
+
+    def end(self, lines: list[str], facts: Mapping[str, Any]) -> None:
+        self._print("end", facts)
+
+    def _print(self, event: str, facts: Mapping[str, Any]) -> None:
+        print(json.dumps({"event": event, **facts}), flush=True)
+
+
+class Bar(Silent):
+    """A progress bar on a terminal; notes and evaluations scroll by above it."""
+
+    def __init__(self, steps: int, first_step: int, console: Console | None = None) -> None:
+        self._progress = Progress(
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.description}"),
+            console=console or Console(highlight=False),
+        )
+        self._task = self._progress.add_task("", total=steps, completed=first_step)
+        self._progress.start()
+
+    def note(self, text: str) -> None:
+        self._progress.console.print(text, markup=False)
+
+    def advance(self, step: int) -> None:
+        self._progress.update(self._task, completed=step)
+
+    def step(self, record: StepRecord) -> None:
+        self._progress.update(self._task, description=_words(record))
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        self.note(f"step {record.step}: held out {record.held_out_bits_per_byte:.3f} bits per byte")
+
+    def end(self, lines: list[str], facts: Mapping[str, Any]) -> None:
+        self._progress.stop()
+        for line in lines:
+            self.note(line)
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+class Metrics(Silent):
+    """Keeps the records in `metrics.jsonl`, one JSON object per line.
+
+    A resumed run cuts off what lies beyond its first step: those steps are done again.
+    """
+
+    def __init__(self, path: Path, first_step: int) -> None:
+        kept = [entry for entry in read_metrics(path) if entry["step"] <= first_step]
+        path.write_text("".join(json.dumps(entry) + "\n" for entry in kept))
+        self._path = path
+
+    def step(self, record: StepRecord) -> None:
+        self._append(asdict(record))
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        self._append(asdict(record))
+
+    def _append(self, entry: Mapping[str, Any]) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps(entry) + "\n")
+
+
+class TensorBoard(Silent):
+    """Scalars for TensorBoard; only where it is installed."""
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # an optional dependency, absent on most machines
+
+        self._writer = SummaryWriter(folder)  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def is_installed() -> bool:
+        """Whether there is a TensorBoard to write for."""
+        return importlib.util.find_spec("tensorboard") is not None
+
+    def step(self, record: StepRecord) -> None:
+        for name in ("loss", "learning_rate", "tokens_per_second"):
+            self._writer.add_scalar(name, getattr(record, name), record.step)  # type: ignore[no-untyped-call]
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        self._writer.add_scalar(  # type: ignore[no-untyped-call]
+            "held_out_bits_per_byte", record.held_out_bits_per_byte, record.step
+        )
+
+    def close(self) -> None:
+        self._writer.close()  # type: ignore[no-untyped-call]
+
+
+class Several:
+    """Passes everything on to several reporters."""
+
+    def __init__(self, *reporters: Reporter) -> None:
+        self._reporters = reporters
+
+    def note(self, text: str) -> None:
+        for reporter in self._reporters:
+            reporter.note(text)
+
+    def advance(self, step: int) -> None:
+        for reporter in self._reporters:
+            reporter.advance(step)
+
+    def step(self, record: StepRecord) -> None:
+        for reporter in self._reporters:
+            reporter.step(record)
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        for reporter in self._reporters:
+            reporter.evaluation(record)
+
+    def end(self, lines: list[str], facts: Mapping[str, Any]) -> None:
+        for reporter in self._reporters:
+            reporter.end(lines, facts)
+
+    def close(self) -> None:
+        for reporter in self._reporters:
+            reporter.close()
+
+
+def make_reporter(log_format: str, steps: int, first_step: int, folder: Path) -> Reporter:
+    """What rank 0 reports to: the screen in the format asked for, the metrics file, and TensorBoard if installed."""
+    if log_format == "auto":
+        log_format = "rich" if sys.stdout.isatty() else "plain"
+    screen: Reporter
+    if log_format == "rich":
+        screen = Bar(steps, first_step)
+    else:
+        screen = Json() if log_format == "json" else Plain()
+    kept: list[Reporter] = [Metrics(folder / "metrics.jsonl", first_step)]
+    if TensorBoard.is_installed():
+        kept.append(TensorBoard(folder / "tensorboard"))
+    return Several(screen, *kept)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The entries of a metrics file, oldest first; none where there is no file.
+
+    A line that is cut off (the run was killed while writing it) is left out.
+    """
+    entries = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            entries.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return entries
+
+
+def _words(record: StepRecord) -> str:
+    minutes, seconds = divmod(round(record.seconds_left), 60)
+    peak = in_words(max(record.peak_memory_bytes))
+    return (
+        f"loss {record.loss:.3f}  {record.tokens_per_second:,.0f} tokens/s  peak {peak}/rank  "
+        f"{minutes}:{seconds:02d} left"
+    )

@@ -1,0 +1,150 @@
+"""Real text on every machine: which bytes a model learns from, and which it never sees before it is judged.
+
+The default needs no download: the source files of the running Python's own standard library. Files are read in sorted
+order and joined by a zero byte, so that the same files give the same text everywhere, and a zero byte means "a file
+starts here", which is also the prompt for a sample.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from scale_train.errors import InputError
+
+SEPARATOR = b"\0"
+HELD_OUT_EVERY = 20
+SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "node_modules"})
+
+
+@dataclass(frozen=True)
+class Text:
+    """A corpus of bytes in two parts.
+
+    Attributes:
+        train: `[train bytes]`, uint8.
+        held_out: `[held-out bytes]`, uint8; no byte of it stands in `train`.
+        num_files: Files that were read.
+        source: Where they came from, for people.
+        split: How the two parts were divided, for people.
+    """
+
+    train: Tensor
+    held_out: Tensor
+    num_files: int
+    source: str
+    split: str
+
+    def fingerprint(self) -> str:
+        """SHA-256 of both parts: equal exactly where the text and its split are equal."""
+        digest = hashlib.sha256()
+        for part in (self.train, self.held_out):
+            digest.update(len(part).to_bytes(8, "little"))
+            digest.update(memoryview(part.numpy()))
+        return digest.hexdigest()
+
+    def describe(self) -> str:
+        """One line: how much there is and how it is split."""
+        total = len(self.train) + len(self.held_out)
+        return (
+            f"{self.source}: {total / 1e6:.1f} MB in {self.num_files} files; "
+            f"held out: {len(self.held_out) / 1e6:.2f} MB ({self.split})"
+        )
+
+
+def read_text(paths: Sequence[Path] = ()) -> Text:
+    """Reads files and folders, or the standard library's sources where none are named.
+
+    Folders are walked in sorted order, without hidden entries, tests and files that are no text.
+
+    Raises:
+        InputError: If a path does not exist or cannot be read, or if there is no text in it.
+    """
+    if paths:
+        files = [file for path in paths for file in _files_of(path)]
+        source = ", ".join(str(path) for path in paths)
+    else:
+        folder = Path(sysconfig.get_paths()["stdlib"])
+        files = [file for file in _walk(folder) if file.suffix == ".py"] if folder.is_dir() else []
+        source = "the standard library of Python"
+        if not files:
+            raise InputError(f"no source files of the standard library in {folder}: name a text with --text PATH")
+    contents = [content for file in files if (content := _read(file, named=file in paths))]
+    if not contents:
+        raise InputError(f"--text {source}: expected text, but found 0 bytes in {len(files)} files")
+    return _split(contents, source)
+
+
+def _files_of(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        return list(_walk(path))
+    raise InputError(f"--text {path}: no such file or folder")
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    # One entry per file by its real path: a link to a file that was read would put training text into the held-out part.
+    seen: set[Path] = set()
+    for root, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if name not in SKIPPED_FOLDERS and not name.startswith("."))
+        for name in sorted(names):
+            path = Path(root, name)
+            real = path.resolve()
+            if not name.startswith(".") and path.is_file() and real not in seen:
+                seen.add(real)
+                yield path
+
+
+def _read(file: Path, *, named: bool) -> bytes:
+    """The bytes of a file; nothing for one that only happened to lie in a folder and is no text."""
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise InputError(f"--text {file}: cannot be read ({error.strerror})") from error
+    if not named and SEPARATOR in content[:8192]:
+        return b""
+    return content
+
+
+def _split(contents: list[bytes], source: str) -> Text:
+    """Every twentieth file is held out; with fewer files, the last twentieth of the bytes."""
+    if len(contents) >= HELD_OUT_EVERY:
+        held = [c for index, c in enumerate(contents) if index % HELD_OUT_EVERY == HELD_OUT_EVERY - 1]
+        kept = [c for index, c in enumerate(contents) if index % HELD_OUT_EVERY != HELD_OUT_EVERY - 1]
+        train, held_out = _join(kept), _join(held)
+        split = f"every {HELD_OUT_EVERY}th file, {len(held)} files"
+    else:
+        joined = _join(contents)
+        cut = len(joined) - len(joined) // HELD_OUT_EVERY
+        train, held_out = joined[:cut], joined[cut:]
+        split = f"the last {100 / HELD_OUT_EVERY:.0f} %"
+    return Text(_as_tensor(train), _as_tensor(held_out), len(contents), source, split)
+
+
+def _join(contents: list[bytes]) -> bytes:
+    return b"".join(SEPARATOR + content for content in contents)
+
+
+def _as_tensor(content: bytes) -> Tensor:
+    # A bytearray, because torch warns about memory that it may not write to.
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+
+
+def check_length(text: Text, sequence: int) -> None:
+    """Raises:
+    InputError: If a part of the text holds no sequence and the byte after it.
+    """
+    for name, part in (("training", text.train), ("held-out", text.held_out)):
+        if len(part) < sequence + 1:
+            raise InputError(
+                f"--text {text.source}: too few tokens for --sequence {sequence}: the {name} part has {len(part)} bytes, "
+                f"and {sequence + 1} are needed; name more text or a shorter --sequence"
+            )

@@ -1,0 +1,101 @@
+"""A training as a thing: all that changes from step to step, and what it stands on.
+
+The loop moves it, a checkpoint keeps it, the report looks at it when it is over.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from scale_core.group import Group
+
+from scale_train.errors import InputError
+from scale_train.model import GPT
+from scale_train.options import Options, device_type, model_config
+from scale_train.parallel import Engine, make_optimizer, spread
+from scale_train.progress import Reporter, Silent
+from scale_train.sampler import Sampler
+from scale_train.schedule import Schedule
+from scale_train.text import Text
+
+
+@dataclass
+class Clock:
+    """Speed since the last look, and time left at the speed of this whole run."""
+
+    started: float = field(default_factory=time.monotonic)
+    steps: int = 0
+    _last: float = field(default_factory=time.monotonic)
+    _last_steps: int = 0
+
+    def steps_per_second(self) -> float:
+        """Steps per second since this was last asked."""
+        now = time.monotonic()
+        speed = (self.steps - self._last_steps) / max(1e-9, now - self._last)
+        self._last, self._last_steps = now, self.steps
+        return speed
+
+    def seconds_for(self, steps: int) -> float:
+        """How long that many more steps will take."""
+        return (time.monotonic() - self.started) / max(1, self.steps) * steps
+
+
+@dataclass
+class Training:
+    """Where a run stands, as one rank sees it.
+
+    Attributes:
+        step: Steps done.
+        saved_step: Steps done when it was last saved; -1 for never.
+        checkpoint: The last one, written or read.
+        clock: Of this run, from its first step on.
+        memory: (this rank's bytes of parameters, gradients and optimizer state, those of a DDP rank), after a step.
+    """
+
+    options: Options
+    group: Group
+    engine: Engine
+    optimizer: torch.optim.Optimizer
+    schedule: Schedule
+    sampler: Sampler
+    text: Text
+    reporter: Reporter
+    step: int = 0
+    saved_step: int = -1
+    checkpoint: Path | None = None
+    memory: tuple[int, int] = (0, 0)
+    clock: Clock = field(default_factory=Clock)
+
+
+def build(options: Options, text: Text, group: Group) -> Training:
+    """A training before its first step; the same weights on all ranks and at any number of them."""
+    device = _device(options)
+    torch.manual_seed(options.run.seed)
+    engine = spread(GPT(model_config(options)), options.parallel, group, device)
+    return Training(
+        options=options,
+        group=group,
+        engine=engine,
+        optimizer=make_optimizer(engine, options.optimizer),
+        schedule=Schedule(options.optimizer.lr, options.optimizer.warmup, options.optimizer.steps),
+        sampler=Sampler(len(text.train), options.data.sequence, options.run.seed),
+        text=text,
+        reporter=Silent(),
+    )
+
+
+def _device(options: Options) -> torch.device:
+    if device_type(options) == "cpu":
+        return torch.device("cpu")
+    index = int(os.environ.get("LOCAL_RANK", "0"))
+    if index >= torch.cuda.device_count():
+        raise InputError(
+            f"rank {index} of this machine has no GPU: more ranks than this machine's devices "
+            f"({torch.cuda.device_count()} GPUs)"
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)

@@ -1,0 +1,99 @@
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+from scale_train.errors import InputError
+from scale_train.options import (
+    MAX_RANKS_PER_CORE,
+    DataOptions,
+    ModelOptions,
+    OptimizerOptions,
+    Options,
+    ParallelOptions,
+    RunOptions,
+    check,
+    model_config,
+    num_local_ranks,
+)
+
+CPU = Options(parallel=ParallelOptions(device="cpu"))
+
+
+def test_the_defaults_make_a_training():
+    check(CPU, 1)
+    check(CPU, 2)
+
+
+def test_a_size_by_name_can_be_changed_number_by_number():
+    config = model_config(Options(model=ModelOptions(size="gpt3-125m", layers=3, tied=False)))
+    assert (config.layers, config.width, config.heads, config.tied) == (3, 768, 12, False)
+
+
+def test_an_unknown_size_lists_those_that_exist():
+    with pytest.raises(InputError, match="--size huge: no such size; there are tiny, small, gpt3-125m"):
+        check(Options(model=ModelOptions(size="huge")), 1)
+
+
+def test_heads_that_do_not_divide_the_width_are_named():
+    with pytest.raises(InputError, match="width is 128 and heads is 3"):
+        check(Options(model=ModelOptions(heads=3)), 1)
+
+
+@pytest.mark.parametrize(
+    ("batch", "ranks", "accumulate", "nearest"), [(7, 2, 1, "6 or 8"), (32, 2, 3, "30 or 36"), (3, 4, 1, "4")]
+)
+def test_a_batch_that_does_not_divide_says_which_would(batch, ranks, accumulate, nearest):
+    options = Options(data=DataOptions(batch=batch), parallel=ParallelOptions(accumulate=accumulate))
+    with pytest.raises(
+        InputError, match=f"--batch {batch} does not divide into {ranks} ranks x {accumulate}.*take {nearest}$"
+    ):
+        check(options, ranks)
+
+
+def test_one_plain_process_has_one_rank():
+    options = Options(parallel=ParallelOptions(parallel="none", device="cpu"))
+    check(options, 1)
+    assert num_local_ranks(options) == 1
+    with pytest.raises(InputError, match="--parallel none is one process, but there are 2 ranks"):
+        check(options, 2)
+
+
+def test_more_ranks_than_devices_are_refused():
+    most = (os.cpu_count() or 1) * MAX_RANKS_PER_CORE
+    with pytest.raises(InputError, match=f"--ranks {most + 1}: more ranks than this machine's devices"):
+        num_local_ranks(replace(CPU, parallel=ParallelOptions(device="cpu", ranks=most + 1)))
+    with pytest.raises(InputError, match="--ranks 0: at least 1"):
+        num_local_ranks(replace(CPU, parallel=ParallelOptions(device="cpu", ranks=0)))
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert num_local_ranks(Options()) == 2
+    with pytest.raises(InputError, match=r"--ranks 3: more ranks than this machine's devices \(2 GPUs\)"):
+        num_local_ranks(Options(parallel=ParallelOptions(ranks=3)))
+
+
+def test_cuda_without_a_gpu_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(InputError, match="--device cuda"):
+        num_local_ranks(Options(parallel=ParallelOptions(device="cuda")))
+
+
+@pytest.mark.parametrize(
+    ("options", "flag"),
+    [
+        (Options(data=DataOptions(sequence=0)), "--sequence 0"),
+        (Options(optimizer=OptimizerOptions(steps=0)), "--steps 0"),
+        (Options(optimizer=OptimizerOptions(lr=float("nan"))), "--lr nan"),
+        (Options(optimizer=OptimizerOptions(clip=-1.0)), "--clip -1.0"),
+        (Options(optimizer=OptimizerOptions(warmup=-1)), "--warmup -1"),
+        (Options(parallel=ParallelOptions(accumulate=0)), "--accumulate 0"),
+        (Options(run=RunOptions(save_every=-2)), "--save-every -2"),
+        (Options(run=RunOptions(log_every=0)), "--log-every 0"),
+    ],
+)
+def test_numbers_out_of_range_are_named_with_their_flag(options, flag):
+    with pytest.raises(InputError, match=flag):
+        check(options, 1)

@@ -1,0 +1,79 @@
+from pathlib import Path
+
+import pytest
+from scale_train.errors import InputError
+from scale_train.text import SEPARATOR, check_length, read_text
+
+
+def folder_with(root: Path, **files: bytes) -> Path:
+    for name, content in files.items():
+        path = root / name.replace("__", "/").replace("DOT", ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    return root
+
+
+def test_the_default_text_is_the_standard_library_and_never_empty():
+    text = read_text()
+    assert text.num_files > 100 and len(text.train) > 1_000_000
+    assert "standard library" in text.describe() and "held out" in text.describe()
+
+
+def test_one_file_is_split_near_its_end(tmp_path):
+    content = bytes(range(1, 101))
+    text = read_text([folder_with(tmp_path, a=content) / "a"])
+    assert bytes(text.train.tolist() + text.held_out.tolist()) == SEPARATOR + content
+    assert len(text.held_out) == 5
+
+
+def test_of_many_files_every_twentieth_is_held_out_whole(tmp_path):
+    folder_with(tmp_path, **{f"f{number:02}": f"<{number}>".encode() for number in range(40)})
+    text = read_text([tmp_path])
+    assert bytes(text.held_out.tolist()) == b"\0<19>\0<39>"
+    assert b"<19>" not in bytes(text.train.tolist())
+
+
+def test_folders_are_read_in_sorted_order_without_hidden_binary_and_test_files(tmp_path):
+    folder_with(
+        tmp_path, b=b"B", a__z=b"AZ", a__tests__t=b"no", DOTgit__x=b"no", DOThidden=b"no", binary=b"\x7fELF\0no"
+    )
+    assert bytes(read_text([tmp_path]).train.tolist()) == b"\0B\0AZ"
+
+
+def test_a_file_that_is_named_is_read_whatever_it_holds(tmp_path):
+    folder_with(tmp_path, binary=b"\x7f\0" * 3)
+    assert bytes(read_text([tmp_path / "binary"]).train.tolist()) == SEPARATOR + b"\x7f\0" * 3
+
+
+def test_a_link_to_a_file_in_the_same_folder_is_not_read_twice(tmp_path):
+    folder_with(tmp_path, a=b"once")
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    assert bytes(read_text([tmp_path]).train.tolist()) == b"\0once"
+
+
+def test_the_fingerprint_is_that_of_the_text_and_not_of_its_place(tmp_path):
+    one = read_text([folder_with(tmp_path / "one", a=b"text")])
+    two = read_text([folder_with(tmp_path / "two", b=b"text")])
+    other = read_text([folder_with(tmp_path / "three", a=b"Text")])
+    assert one.fingerprint() == two.fingerprint() != other.fingerprint()
+
+
+def test_a_missing_path_is_named(tmp_path):
+    with pytest.raises(InputError, match="nowhere: no such file or folder"):
+        read_text([tmp_path / "nowhere"])
+
+
+@pytest.mark.parametrize("make", [lambda path: path.mkdir(), lambda path: path.write_bytes(b"")])
+def test_an_empty_text_is_named(tmp_path, make):
+    make(tmp_path / "void")
+    with pytest.raises(InputError, match="void: expected text, but found 0 bytes"):
+        read_text([tmp_path / "void"])
+
+
+def test_too_few_tokens_for_the_sequence_says_both_numbers(tmp_path):
+    text = read_text([folder_with(tmp_path, a=b"x" * 199) / "a"])
+    check_length(text, 9)
+    with pytest.raises(InputError, match="too few tokens for --sequence 10: the held-out part has 10 bytes, and 11"):
+        check_length(text, 10)
+    with pytest.raises(InputError, match="the training part has 190 bytes, and 191 are needed"):
+        check_length(text, 190)

@@ -1,0 +1,218 @@
+"""What holds between the packages, and would break without a sound if nobody looked.
+
+The packages are tested one by one, each where only its declared edges are installed. What no single package can see
+stands here: that they are one version, that edges are declared and used and point down, that importing one starts
+nothing, and that public names are complete.
+"""
+
+import ast
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+import tomllib
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+HOME = Path(__file__).parent
+PACKAGES = sorted(path.parent.name for path in HOME.glob("*/pyproject.toml"))
+FLOORS = {
+    "scale-core": 1,
+    "scale-checkpoint": 1,
+    "scale-fsdp": 2,
+    "scale-oss": 2,
+    "scale-tp": 2,
+    "scale-adascale": 2,
+    "scale-pipe": 2,
+    "scale-train": 3,
+}
+NAMES_THAT_SAY_NOTHING = {"utils", "util", "common", "misc", "helpers", "helper", "internal"}
+
+each_package = pytest.mark.parametrize("package", PACKAGES)
+
+
+@cache
+def project(package: str) -> dict[str, Any]:
+    """Returns the [project] table of a package."""
+    table: dict[str, Any] = tomllib.loads((HOME / package / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return table
+
+
+def import_name(distribution: str) -> str:
+    """Returns the name that is imported: `scale_core` of `scale-core`."""
+    return distribution.replace("-", "_")
+
+
+def sources(package: str) -> list[Path]:
+    """Returns the source files of a package."""
+    return sorted((HOME / package / "src" / import_name(package)).rglob("*.py"))
+
+
+def requirement_name(requirement: str) -> str:
+    """Returns the distribution that a requirement names, without extras, version or marker."""
+    return re.split(r"[\[<>=!~;\s]", requirement)[0]
+
+
+def declared_edges(package: str) -> dict[str, str]:
+    """Returns the requirements on our own packages, by distribution."""
+    requirements: list[str] = project(package)["dependencies"]
+    return {requirement_name(line): line for line in requirements if requirement_name(line) in PACKAGES}
+
+
+def reachable(package: str) -> set[str]:
+    """Returns the packages of ours that a package needs, directly or through others."""
+    found: set[str] = set()
+    waiting = [package]
+    while waiting:
+        new = set(declared_edges(waiting.pop())) - found
+        found |= new
+        waiting += new
+    return found
+
+
+def imported_modules(package: str) -> set[str]:
+    """Returns the top-level names that the sources import, at any depth of the code, without their own package."""
+    found: set[str] = set()
+    for path in sources(package):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), filename=str(path))):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+                found.add(node.module.split(".")[0])
+    return found - {import_name(package)}
+
+
+def public_names(module: ModuleType) -> set[str]:
+    """Returns what a module offers without an underscore, submodules and `from __future__` names left out."""
+    return {
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and not inspect.ismodule(value) and type(value).__module__ != "__future__"
+    }
+
+
+def test_every_package_has_its_floor() -> None:
+    assert set(FLOORS) == set(PACKAGES)
+
+
+def test_all_packages_have_one_version() -> None:
+    assert len({project(package)["version"] for package in PACKAGES}) == 1
+
+
+@each_package
+def test_a_package_says_its_version_when_imported(package: str) -> None:
+    assert importlib.import_module(import_name(package)).__version__ == project(package)["version"]
+
+
+@each_package
+def test_a_package_is_complete(package: str) -> None:
+    folder = HOME / package
+    assert project(package)["name"] == package
+    assert project(package)["requires-python"] == ">=3.11"
+    assert (folder / "README.md").read_text(encoding="utf-8").startswith(f"# {package}\n")
+    assert (folder / "src" / import_name(package) / "py.typed").is_file()
+    assert list((folder / "tests").rglob("test_*.py"))
+    assert (folder / "LICENSE").read_bytes() == (HOME.parent / "LICENSE").read_bytes()
+
+
+@each_package
+def test_the_top_readme_presents_the_package(package: str) -> None:
+    assert f"packages/{package}" in (HOME.parent / "README.md").read_text(encoding="utf-8")
+
+
+@each_package
+def test_edges_name_exactly_our_version(package: str) -> None:
+    for edge, requirement in declared_edges(package).items():
+        version = project(edge)["version"]
+        assert re.fullmatch(rf"{edge}(\[[\w,]+\])?=={re.escape(version)}", requirement), requirement
+
+
+@each_package
+def test_each_edge_is_declared_and_imported(package: str) -> None:
+    ours = {import_name(name) for name in PACKAGES}
+    declared = {import_name(edge) for edge in declared_edges(package)}
+    assert declared == imported_modules(package) & ours
+
+
+@each_package
+def test_each_third_party_that_is_imported_is_declared(package: str) -> None:
+    ours = {import_name(name) for name in PACKAGES}
+    extras: dict[str, list[str]] = project(package).get("optional-dependencies", {})
+    requirements = [*project(package)["dependencies"], *(line for lines in extras.values() for line in lines)]
+    declared = {import_name(requirement_name(line)) for line in requirements}
+    assert imported_modules(package) - ours - set(sys.stdlib_module_names) <= declared
+
+
+@each_package
+def test_edges_point_down(package: str) -> None:
+    assert all(FLOORS[edge] < FLOORS[package] for edge in declared_edges(package))
+
+
+@each_package
+def test_no_package_needs_itself_through_others(package: str) -> None:
+    assert package not in reachable(package)
+
+
+WATCHED_IMPORT = """
+import multiprocessing, sys, threading
+import torch, torch.distributed  # what torch itself starts is its own affair
+
+STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "socket.bind", "socket.connect"}
+started = []
+sys.addaudithook(lambda event, arguments: started.append(event) if event in STARTS else None)
+threading.Thread.start = lambda thread: started.append(thread)  # no audit event tells of threads before Python 3.12
+__import__(sys.argv[1])
+assert not started, started
+assert not torch.distributed.is_initialized()
+assert not torch.cuda.is_initialized()
+assert not multiprocessing.active_children()
+print(*sorted({name.split(".")[0] for name in sys.modules if name.startswith("scale_")}))
+"""
+
+
+@each_package
+def test_importing_a_package_loads_only_its_edges_and_starts_nothing(package: str) -> None:
+    name = import_name(package)
+    run = subprocess.run(
+        [sys.executable, "-c", WATCHED_IMPORT, name], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert name in run.stdout.split()
+    assert set(run.stdout.split()) <= {name, *map(import_name, reachable(package))}
+
+
+@each_package
+def test_no_module_has_a_name_that_says_nothing(package: str) -> None:
+    root = HOME / package / "src"
+    for path in sources(package):
+        words = {part.strip("_") for part in path.relative_to(root).with_suffix("").parts}
+        assert not words & NAMES_THAT_SAY_NOTHING, path
+
+
+@each_package
+def test_public_names_are_complete(package: str) -> None:
+    module = importlib.import_module(import_name(package))
+    listed: list[str] = module.__all__
+    assert len(listed) == len(set(listed))
+    assert set(listed) == public_names(module)
+
+
+@each_package
+def test_public_names_live_where_they_are_imported_from(package: str) -> None:
+    """So that tracebacks and documentation show the path that people write."""
+    module = importlib.import_module(import_name(package))
+    for name in module.__all__:
+        value = getattr(module, name)
+        if inspect.isclass(value) or inspect.isfunction(value):
+            assert value.__module__ == module.__name__, f"{name} says that it lives in {value.__module__}"
+
+
+def test_test_files_have_names_of_their_own() -> None:
+    """Without `__init__.py` beside them, two test files of one name cannot be run together."""
+    names = [path.name for path in HOME.rglob("test_*.py") if ".nox" not in path.parts]
+    assert sorted(names) == sorted(set(names))
