@@ -120,7 +120,7 @@ def typecheck(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """Build the site, with warnings as errors; `nox -s docs -- serve` shows it while you write."""
-    session.install("mkdocs-material>=9.7,<10", "mkdocstrings[python]>=1,<2")
+    session.install("mkdocs-material>=9.7,<10", "mkdocstrings[python]>=1,<2", "ruff")  # the last formats signatures
     session.env["NO_MKDOCS_2_WARNING"] = "1"
     session.run("mkdocs", *(session.posargs or ["build", "--strict"]))
 
@@ -140,8 +140,10 @@ def build(session: nox.Session) -> None:
     session.run("twine", "check", "--strict", *files)
 
     alone = Path(session.create_tmp()).resolve() / "alone"
-    links = ",".join(filter(None, [os.environ.get("UV_FIND_LINKS"), str(dist)]))  # an option would replace the machine's
-    fresh = ["--refresh-package", "scale-core", "--refresh-package", "scale-fsdp"]  # the version stays, its content not
+    # As an option, --find-links would take the place of what this machine sets. And a version that stays while its
+    # content changes must not come from a cache.
+    links = ",".join(filter(None, [os.environ.get("UV_FIND_LINKS"), str(dist)]))
+    fresh = ["--refresh-package", "scale-core", "--refresh-package", "scale-fsdp"]
     session.run("uv", "venv", "--clear", "--quiet", str(alone))
     python = str(alone / "bin" / "python")
     torch = f"torch=={TORCH_DEFAULT}"

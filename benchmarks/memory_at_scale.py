@@ -4,9 +4,9 @@
     python benchmarks/memory_at_scale.py --config 13b-w8-bs1 --engine fsdp2
     python benchmarks/memory_at_scale.py --date 2026-11-21   # also writes results/memory_at_scale-2026-11-21.{json,md}
 
-All engines get the same model: a pre-norm GPT whose blocks are activation-checkpointed units, sequences of 2,048 tokens,
-computation, gathers and reductions in bf16, fp32 master weights and AdamW without fused kernels. The second step is
-measured, since Adam's state exists only from the first step on. What the figures leave out stands in
+All engines get the same model: a pre-norm GPT whose blocks are activation-checkpointed units, sequences of 2,048
+tokens, computation, gathers and reductions in bf16, fp32 master weights and AdamW without fused kernels. The second
+step is measured, since Adam's state exists only from the first step on. What the figures leave out stands in
 `scale_core.simulate`: add 5 to 10 % for what the device's allocator and the transport need.
 """
 
@@ -94,7 +94,8 @@ class Block(nn.Module):
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.project(attended.transpose(1, 2).reshape(batch, tokens, width))
-        return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
+        changed: Tensor = self.down(F.gelu(self.up(self.mlp_norm(x))))
+        return x + changed
 
 
 class Embed(nn.Module):

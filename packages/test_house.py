@@ -159,8 +159,7 @@ def test_no_package_needs_itself_through_others(package: str) -> None:
 
 
 WATCHED_IMPORT = """
-import multiprocessing, sys, threading
-import torch, torch.distributed  # what torch itself starts is its own affair
+import sys, threading
 
 STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "socket.bind", "socket.connect"}
 started = []
@@ -168,9 +167,10 @@ sys.addaudithook(lambda event, arguments: started.append(event) if event in STAR
 threading.Thread.start = lambda thread: started.append(thread)  # no audit event tells of threads before Python 3.12
 __import__(sys.argv[1])
 assert not started, started
-assert not torch.distributed.is_initialized()
-assert not torch.cuda.is_initialized()
-assert not multiprocessing.active_children()
+if "torch" in sys.modules:
+    import torch
+    assert not torch.distributed.is_initialized()
+    assert not torch.cuda.is_initialized()
 print(*sorted({name.split(".")[0] for name in sys.modules if name.startswith("scale_")}))
 """
 

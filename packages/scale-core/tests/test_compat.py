@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from scale_core import compat
@@ -109,7 +112,7 @@ def test_a_wrapper_is_taken_apart_into_its_plain_tensors() -> None:
     plain = torch.zeros(3)
     assert compat.inner_tensors(plain) == [plain]
     with compat.fake_default_group(rank=0, world_size=2):
-        mesh = dist.init_device_mesh("cpu", (2,))
+        mesh = init_device_mesh("cpu", (2,))
         local = torch.zeros(2, 3)
         (inner,) = compat.inner_tensors(DTensor.from_local(local, mesh, [Shard(0)], run_check=False))
         assert inner.untyped_storage() is local.untyped_storage()
@@ -137,3 +140,19 @@ def test_fake_tensors_hold_no_memory_and_can_be_set_aside() -> None:
             assert compat.active_fake_mode() is None
             assert torch.ones(2).tolist() == [1.0, 1.0]
     assert compat.active_fake_mode() is None
+
+
+@needs_simulation
+def test_a_group_tells_its_store_and_none_is_there_without_one() -> None:
+    assert compat.default_store() is None
+    with compat.fake_default_group(rank=0, world_size=2):
+        assert isinstance(compat.default_store(), dist.Store)
+
+
+def test_a_group_tells_how_long_its_operations_may_take() -> None:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore(), timeout=timedelta(seconds=77))
+    try:
+        assert compat.time_limit(default_group()) == timedelta(seconds=77)
+        assert compat.control_device(default_group()) == torch.device("cpu")
+    finally:
+        dist.destroy_process_group()

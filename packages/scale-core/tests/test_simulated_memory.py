@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from scale_core import compat
-from scale_core.simulated_memory import Evidence, MemoryBooks
+from scale_core.simulated_memory import Evidence, Item, MemoryBooks
 
 
 def num_bytes(size: int) -> torch.Tensor:
@@ -100,6 +100,21 @@ def test_a_restart_keeps_what_lives_and_what_is_known_of_it() -> None:
     assert books.peak_by_kind() == {"parameters": 10, "activations": 7}
     del weight
     assert books.current_by_kind() == {"activations": 7}
+
+
+def test_the_largest_at_the_peak_are_counted_together_where_they_are_alike() -> None:
+    books = MemoryBooks()
+    weights = [num_bytes(10) for _ in range(3)]
+    for weight in weights:
+        books.observe(weight.untyped_storage(), "activations", "aten::empty in forward")
+        books.claim(weight.untyped_storage(), "parameters", Evidence.OPTIMIZER)
+    passing = num_bytes(40)
+    observe(books, passing, "temporaries")
+    del passing
+    assert books.largest_at_peak() == [
+        Item("temporaries", "", 40, 1),
+        Item("parameters", "aten::empty in forward", 10, 3),
+    ]
 
 
 def test_closed_books_stay_as_they_are() -> None:

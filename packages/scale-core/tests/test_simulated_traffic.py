@@ -120,10 +120,13 @@ def test_functional_collectives_are_counted_as_well() -> None:
     from torch.distributed import _functional_collectives as functional
 
     with simulate(rank=1, world_size=WORLD) as simulation:
-        group = dist.group.WORLD
-        functional.all_reduce(zeros(24), "sum", group).wait()
-        functional.reduce_scatter_tensor(zeros(24), "sum", 0, group).wait()
-        functional.all_to_all_single(zeros(10), [2] * 4, [1, 2, 3, 4], group).wait()
+        group = world()
+        reduced = functional.all_reduce(zeros(24), "sum", group)
+        before = simulation.current_bytes
+        functional.wait_tensor(reduced)
+        assert simulation.current_bytes == before
+        functional.reduce_scatter_single(zeros(24), "sum", 0, group)
+        functional.all_to_all_single(zeros(10), [2] * 4, [1, 2, 3, 4], group)
     assert simulation.bytes_sent == {"all_reduce": 2 * 3 * 24, "reduce_scatter": 3 * 24, "all_to_all": 8 * 4}
 
 

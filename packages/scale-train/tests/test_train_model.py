@@ -2,8 +2,9 @@ import math
 
 import pytest
 import torch
-from scale_train.model import GPT, IGNORED, SIZES, ModelConfig, generate, num_parameters, rotate
 from torch.nn import functional
+
+from scale_train.model import GPT, IGNORED, SIZES, ModelConfig, generate, num_parameters, rotate
 
 
 def model(**changes) -> GPT:

@@ -3,6 +3,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+
 from scale_train.errors import InputError
 from scale_train.options import (
     MAX_RANKS_PER_CORE,

@@ -1,5 +1,6 @@
 import pytest
 import torch
+
 from scale_train.errors import InputError
 from scale_train.sampler import Sampler, slice_of_rank, windows_at
 

@@ -1,5 +1,6 @@
 import pytest
 import torch
+
 from scale_train.schedule import Schedule
 
 

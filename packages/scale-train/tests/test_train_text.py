@@ -1,6 +1,7 @@
 from pathlib import Path
 
 import pytest
+
 from scale_train.errors import InputError
 from scale_train.text import SEPARATOR, check_length, read_text
 

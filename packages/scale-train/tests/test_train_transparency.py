@@ -1,10 +1,12 @@
 """The promise: how a training is spread over ranks changes its memory, not its result."""
 
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
-from scale_core.group import group_of
+
+from scale_core.group import Group, group_of
 from scale_core.testing import run_ranks
 from scale_train.loop import one_step
 from scale_train.options import DataOptions, ModelOptions, OptimizerOptions, Options, ParallelOptions, RunOptions
@@ -15,35 +17,41 @@ from scale_train.training import build
 STEPS = 5
 
 
-class Losses(Silent):
+class Curve(NamedTuple):
+    losses: list[float]
+    norms: list[float | None]
+
+
+class Recorder(Silent):
     def __init__(self) -> None:
-        self.values: list[float] = []
-        self.norms: list[float | None] = []
+        self.curve = Curve([], [])
 
     def step(self, record: StepRecord) -> None:
-        self.values.append(record.loss)
-        self.norms.append(record.gradient_norm)
+        self.curve.losses.append(record.loss)
+        self.curve.norms.append(record.gradient_norm)
 
 
-def options_for(
-    text: Path, parallel: str, *, clip: float = 0.0, fused: bool = False, steps: int = STEPS, **more
-) -> Options:
+def options_for(text: Path, parallel: str, *, clip: float = 0.0, fused: bool = False, **more) -> Options:
     return Options(
         data=DataOptions(text=(text,), sequence=16, batch=12),
         model=ModelOptions(layers=2, width=32, heads=2),
         parallel=ParallelOptions(parallel=parallel, device="cpu", **more),
-        optimizer=OptimizerOptions(steps=steps, clip=clip, fused=fused, warmup=2),
+        optimizer=OptimizerOptions(steps=STEPS, clip=clip, fused=fused, warmup=2),
         run=RunOptions(log_every=1, seed=1),
     )
 
 
-def curve(options: Options) -> tuple[list[float], list[float | None]]:
-    """Losses and gradient norms of all steps, on any rank."""
-    training = build(options, read_text(options.data.text), group_of())
-    training.reporter = losses = Losses()
+def curve_of(options: Options, group: Group) -> Curve:
+    training = build(options, read_text(options.data.text), group)
+    training.reporter = recorder = Recorder()
     while training.step < options.optimizer.steps:
         one_step(training)
-    return losses.values, losses.norms
+    return recorder.curve
+
+
+def curves(*several: Options) -> list[Curve]:
+    """The curves of several trainings, one after the other; on any rank."""
+    return [curve_of(options, group_of()) for options in several]
 
 
 @pytest.fixture
@@ -53,35 +61,42 @@ def text(tmp_path) -> Path:
     return path
 
 
-def test_two_sharded_ranks_train_as_two_replicas_bit_for_bit(text):
-    sharded = run_ranks(curve, 2, options_for(text, "fsdp"))
-    replicated = run_ranks(curve, 2, options_for(text, "ddp"))
-    assert len(set(sharded[0][0])) == STEPS
-    assert sharded == replicated
-
-
-@pytest.mark.parametrize("more", [{"reshard_after_forward": False}, {"checkpoint_activations": True}], ids=str)
-def test_what_saves_memory_changes_no_bit(text, more):
-    assert run_ranks(curve, 2, options_for(text, "fsdp", **more)) == run_ranks(curve, 2, options_for(text, "fsdp"))
+def test_two_sharded_ranks_train_as_two_replicas_bit_for_bit_whatever_saves_memory(text):
+    sharded, *same = run_ranks(
+        curves,
+        2,
+        options_for(text, "fsdp"),
+        options_for(text, "ddp"),
+        options_for(text, "fsdp", reshard_after_forward=False),
+        options_for(text, "fsdp", checkpoint_activations=True),
+    )[0]
+    assert len(set(sharded.losses)) == STEPS
+    assert same == [sharded] * 3
 
 
 def test_accumulating_without_sending_equals_replicas_that_do_so(text):
-    sharded = run_ranks(curve, 2, options_for(text, "fsdp", accumulate=3, no_sync=True))
-    assert sharded == run_ranks(curve, 2, options_for(text, "ddp", accumulate=3))
+    sharded, replicated = run_ranks(
+        curves,
+        2,
+        options_for(text, "fsdp", accumulate=3, no_sync=True),
+        options_for(text, "ddp", accumulate=3),
+    )[0]
+    assert sharded == replicated
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("parallel", ["fsdp", "ddp"])
-def test_any_number_of_ranks_trains_as_one_plain_process(text, parallel, ranks):
-    (plain_losses, plain_norms), *_ = run_ranks(curve, 1, options_for(text, "none", clip=0.5, fused=True), backend=None)
-    losses, norms = run_ranks(curve, ranks, options_for(text, parallel, clip=0.5, fused=True, accumulate=2))[0]
-    assert losses == pytest.approx(plain_losses, rel=1e-4)
-    assert norms == pytest.approx(plain_norms, rel=1e-3)
+def test_any_number_of_ranks_trains_as_one_plain_process(text, ranks):
+    plain = curve_of(options_for(text, "none", clip=0.5, fused=True), Group())
+    spread = [options_for(text, parallel, clip=0.5, fused=True, accumulate=2) for parallel in ("fsdp", "ddp")]
+    for by_rank in run_ranks(curves, ranks, *spread):
+        for curve in by_rank:
+            assert curve.losses == pytest.approx(plain.losses, rel=1e-4)
+            assert curve.norms == pytest.approx(plain.norms, rel=1e-3)
 
 
 def test_bf16_follows_fp32_from_afar(text):
-    exact = run_ranks(curve, 2, options_for(text, "fsdp"))[0][0]
-    for parallel in ("fsdp", "ddp"):
-        rounded = run_ranks(curve, 2, options_for(text, parallel, precision="bf16"))[0][0]
-        assert rounded != exact
-        assert rounded == pytest.approx(exact, rel=1e-2)
+    several = [options_for(text, parallel, precision="bf16") for parallel in ("fsdp", "ddp")]
+    exact, *rounded = run_ranks(curves, 2, options_for(text, "fsdp"), *several)[0]
+    for curve in rounded:
+        assert curve != exact
+        assert curve.losses == pytest.approx(exact.losses, rel=1e-2)

@@ -8,6 +8,7 @@ before it is averaged away.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from scale_core.nested import map_tensors, tensors_in
 
 LocalGradsCallback = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
 
-_local_grads_callbacks: dict[int, LocalGradsCallback] = {}
+_local_grads_callbacks: OrderedDict[int, LocalGradsCallback] = OrderedDict()  # a handle can't refer weakly to a dict
 
 
 def before_backward(outputs: Any, callback: Callable[[], None]) -> bool:
@@ -40,7 +41,8 @@ def after_backward(inputs: Any, callback: Callable[[], None]) -> tuple[Any, bool
     """Calls `callback` once the gradients of all tensors in `inputs` have been computed.
 
     The module must compute with what is returned: its own aliases of the inputs. A hook on an input itself would
-    wait for everybody else who uses that tensor.
+    wait for everybody else who uses that tensor. Where the module's first operation on an input is in place, autograd
+    takes the alias out of the graph, and its gradient is not waited for: with no other input, nobody calls.
 
     Returns:
         The inputs, and whether there was a tensor that needs a gradient.
@@ -64,7 +66,8 @@ def after_backward(inputs: Any, callback: Callable[[], None]) -> tuple[Any, bool
 
 def after_gradient(param: nn.Parameter, callback: Callable[[Tensor], None]) -> RemovableHandle:
     """Calls `callback` with the parameter as soon as its gradient of this pass stands in `param.grad`."""
-    return param.register_post_accumulate_grad_hook(callback)
+    handle: RemovableHandle = param.register_post_accumulate_grad_hook(callback)
+    return handle
 
 
 def once_after_backward(callback: Callable[[], None]) -> None:

@@ -18,14 +18,14 @@ import hashlib
 import json
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import NamedTuple
 
 from scale_core import compat
-from scale_core.collectives import TransferError, exchange, exchange_text
+from scale_core.collectives import UNIT_TAGS, TransferError, exchange, exchange_text
 from scale_core.group import Group
 
 # Where the group's own limit is longer: torch's default of half an hour is longer than anybody wants to look at a
@@ -34,7 +34,13 @@ _LIMIT_SECONDS = 600.0
 # How long a rank that has failed waits for the others to say what they did.
 _GRACE_SECONDS = 5.0
 _CHECKED_PASSES = 2
-_KEPT_EVENTS = 12
+# What a rank tells of its past: the last few events where somebody waits in vain, and for the first difference all
+# since the ranks were last found equal, unless gradients are accumulated over very many passes.
+_LAST_EVENTS = 12
+_KEPT_EVENTS = 10_000
+# Ranks may meet at different places, and gloo can't take a message of another length: all their records have one.
+_NOTES = 3
+_LONGEST_REASON = 300
 _MASK = (1 << 62) - 1
 
 _SAME_ORDER = (
@@ -68,7 +74,10 @@ class Event(NamedTuple):
     unit: str
 
     def __str__(self) -> str:
-        return f"{self.phase} of {unit_title(self.unit)}" if self.phase else unit_title(self.unit)
+        return f"{self.phase} of {unit_title(self.unit)}" if self != END else "the end of the pass"
+
+
+END = Event("the end", "")
 
 
 class PassKind(NamedTuple):
@@ -85,6 +94,14 @@ class _Record:
     times_seen: int = 0
 
 
+class _Here(NamedTuple):
+    """Where this rank stands when it meets the others; how it came there is put into words only if they differ."""
+
+    place: str
+    unit: str
+    came_by: Callable[[], Sequence[str]]
+
+
 def unit_title(name: str) -> str:
     """How an error calls a unit."""
     return f"unit '{name}'" if name else "the root unit"
@@ -98,7 +115,7 @@ def identity(*words: object) -> int:
 
 def message_tag(event: Event) -> int:
     """The tag of the messages that an event sends: two ranks at different events never read each other's data."""
-    return 16 + identity(*event) % (2**31 - 32)
+    return UNIT_TAGS[identity(*event) % len(UNIT_TAGS)]
 
 
 class Contract:
@@ -119,7 +136,8 @@ class Contract:
         self._checking = False
         self._on_course = False
         self._chain = 0  # what the fingerprint of the next `close` starts from
-        self._history: deque[str] = deque(maxlen=_KEPT_EVENTS)
+        self._history: deque[str] = deque(maxlen=_LAST_EVENTS)
+        self._unsettled: deque[tuple[int, Event]] = deque(maxlen=_KEPT_EVENTS)  # since the ranks were last found equal
         self._broken: str | None = None
         # Ranks create the contracts of a group in one order, so its number is a name that all of them know.
         self._name = f"scale/{'.'.join(map(str, group.ranks))}/{_next_number(group)}"
@@ -137,21 +155,18 @@ class Contract:
         """
         if self.alone:
             return
-        with self.waiting(Event("agreement on", what)):
-            digests = exchange([identity(*lines)], self.group, limit_seconds=self.limit_seconds)
-            if all(row == digests[0] for row in digests):
-                return
-            texts = exchange_text(json.dumps(list(lines)), self.group, limit_seconds=self.limit_seconds)
-        raise ContractError(_first_difference(what, [json.loads(text) for text in texts]), unit=what)
+        here = _Here(f"the check of {what}", what, lambda: lines)
+        _, places = self._meet(here, identity(*lines))
+        if places:
+            raise ContractError(_disagreement(places, what), unit=what)
 
     def begin(self, kind: PassKind, *, new_step: bool) -> None:
-        """A pass begins; forgets one that was left in the middle."""
-        if self._broken is not None:
-            raise ScaleDistributedError(
-                f"the process group is broken since an earlier error and can't be used again:\n{self._broken}\n"
-                "end this process and start from the last checkpoint, or create a new process group",
-                step=self.step,
-            )
+        """A pass begins; forgets one that was left in the middle.
+
+        Raises:
+            ScaleDistributedError: The ranks have lost each other in an earlier one.
+        """
+        self._check_usable()
         self.step += new_step
         self._kind = kind
         self._events = []
@@ -186,16 +201,16 @@ class Contract:
         if self.alone:
             return
         self._history.append(f"step {self.step}: {event}")
+        self._unsettled.append((self.step, event))
         self._checking = self._checking or not self._on_course
         if self._checking:
-            with self.waiting(event):
-                self._compare(event)
+            self._compare(_Here(str(event), event.unit, list), identity(*event))
 
     def close(self, *notes: int) -> list[list[int]]:
         """Ends the pass: all ranks compare what they did in it.
 
         Args:
-            notes: What the others should know at this point, a fixed number of integers.
+            notes: What the others should know at this point, three integers at most.
 
         Returns:
             Every rank's notes, by rank.
@@ -207,18 +222,14 @@ class Contract:
         self._chain = 0
         if self.alone:
             return [list(notes)]
-        with self.waiting(Event("the end", "")):
-            rows = exchange([fingerprint, *notes], self.group, limit_seconds=self.limit_seconds)
-            if all(row[0] == rows[0][0] for row in rows):
-                return [row[1:] for row in rows]
-            texts = exchange_text(json.dumps(list(self._history)), self.group, limit_seconds=self.limit_seconds)
-        orders = [json.loads(text) for text in texts]
-        message = f"step {self.step}: {_first_difference('what they ran last', orders)}. {_SAME_ORDER}"
-        raise self._fail(ContractError(message, step=self.step))
+        ran = (f"step {step}: {event}" for step, event in self._unsettled)
+        rows = self._compare(_Here(str(END), "", lambda: list(ran)), fingerprint, notes)
+        self._unsettled.clear()
+        return rows
 
     def leave(self) -> None:
         """Ends the pass without comparing yet: the next `close` covers it."""
-        self.announce(Event("end", ""))
+        self.announce(END)
         self._chain = self._end_pass()
 
     @contextmanager
@@ -231,12 +242,13 @@ class Contract:
         try:
             yield
         except TransferError as error:
-            raise self._fail(self._explain(event, error)) from error
+            raise self._fail(self._explain(_Here(str(event), event.unit, list), error)) from error
 
     def report_failure(self, error: BaseException) -> None:
         """Leaves word for the others that this rank failed by itself; they find it when their wait ends."""
         if not self.alone:
-            self._history.append(f"step {self.step}: raised {type(error).__name__}: {error}")
+            reason = next(iter(str(error).splitlines()), "")
+            self._history.append(f"step {self.step}: raised {type(error).__name__}: {reason[:_LONGEST_REASON]}")
             self._publish()
 
     @property
@@ -249,33 +261,57 @@ class Contract:
         self._record.times_seen += 1
         return identity(self._chain, self._kind, *self._events)
 
-    def _compare(self, event: Event) -> None:
-        rows = exchange([identity(*event)], self.group, limit_seconds=self.limit_seconds)
-        if all(row == rows[0] for row in rows):
-            return
-        texts = exchange_text(str(event), self.group, limit_seconds=self.limit_seconds)
-        raise self._fail(
-            ContractError(
-                f"step {self.step}: the ranks are about to run different things: {_by_rank(texts)}. {_SAME_ORDER}",
+    def _check_usable(self) -> None:
+        if self._broken is not None:
+            raise ScaleDistributedError(
+                f"the process group is broken since an earlier error and can't be used again:\n{self._broken}\n"
+                "end this process and start from the last checkpoint, or create a new process group",
                 step=self.step,
-                unit=event.unit,
             )
-        )
+
+    def _compare(self, here: _Here, fingerprint: int, notes: Sequence[int] = ()) -> list[list[int]]:
+        """Returns every rank's notes, or raises where the ranks stand at different places or came there otherwise."""
+        rows, places = self._meet(here, fingerprint, notes)
+        if places:
+            message = f"step {self.step}: {_disagreement(places, 'what they ran')}. {_SAME_ORDER}"
+            raise self._fail(ContractError(message, step=self.step, unit=here.unit))
+        return rows
+
+    def _meet(
+        self, here: _Here, fingerprint: int, notes: Sequence[int] = ()
+    ) -> tuple[list[list[int]], list[tuple[str, list[str]]]]:
+        """All ranks tell each other their fingerprints and notes.
+
+        Returns:
+            Every rank's notes, and where the fingerprints differ also every rank's place and how it came there.
+        """
+        self._check_usable()
+        record = [fingerprint, *notes, *[0] * (_NOTES - len(notes))]
+        try:
+            rows = exchange(record, self.group, limit_seconds=self.limit_seconds)
+            told = [row[1 : 1 + len(notes)] for row in rows]
+            if all(row[0] == fingerprint for row in rows):
+                return told, []
+            words = json.dumps([here.place, here.came_by()])
+            texts = exchange_text(words, self.group, limit_seconds=self.limit_seconds)
+        except TransferError as error:
+            raise self._fail(self._explain(here, error)) from error
+        return told, [tuple(json.loads(text)) for text in texts]
 
     def _fail(self, error: ScaleDistributedError) -> ScaleDistributedError:
         self._broken = str(error)
         return error
 
-    def _explain(self, event: Event, error: TransferError) -> ScaleDistributedError:
-        self._history.append(f"step {self.step}: waited in vain in the {event} ({error})")
+    def _explain(self, here: _Here, error: TransferError) -> ScaleDistributedError:
+        self._history.append(f"step {self.step}: waited in vain in {here.place} ({error})")
         self._publish()
-        lines = [f"step {self.step}: {event}: {error}", "What each rank did last:"]
+        lines = [f"step {self.step}: {here.place}: {error}", "What each rank did last:"]
         lines += [f"  rank {rank}: {history}" for rank, history in self._last_words().items()]
         lines.append(
             f"{_SAME_ORDER}. A rank that skips a batch, an evaluation or a checkpoint, or that has died, leaves the "
             "others waiting"
         )
-        return ScaleDistributedError("\n".join(lines), step=self.step, unit=event.unit)
+        return ScaleDistributedError("\n".join(lines), step=self.step, unit=here.unit)
 
     def _publish(self) -> None:
         store = compat.default_store()
@@ -319,7 +355,16 @@ def _by_rank(texts: Sequence[str]) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         ranks.setdefault(text, []).append(rank)
-    return "; ".join(f"rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who))}: {text}" for text, who in ranks.items())
+    return "; ".join(
+        f"rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who))}: {text}" for text, who in ranks.items()
+    )
+
+
+def _disagreement(places: Sequence[tuple[str, Sequence[str]]], what: str) -> str:
+    here = [place for place, _ in places]
+    if len(set(here)) > 1:
+        return f"the ranks are about to run different things: {_by_rank(here)}"
+    return _first_difference(what, [came_by for _, came_by in places])
 
 
 def _first_difference(what: str, lists: Sequence[Sequence[str]]) -> str:

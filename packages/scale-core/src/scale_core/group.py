@@ -65,6 +65,11 @@ def group_of(process_group: GroupLike = None) -> Group:
         if not (dist.is_available() and dist.is_initialized()):
             return Group()
         return _from_torch(dist.group.WORLD)
+    if process_group == dist.GroupMember.NON_GROUP_MEMBER:  # A number, in place of a group.
+        raise ValueError(
+            "this rank is no member of the process group: call the function only on the ranks that were given to "
+            "torch.distributed.new_group(ranks)"
+        )
     if isinstance(process_group, DeviceMesh):
         if process_group.ndim != 1:
             raise ValueError(
@@ -89,11 +94,7 @@ def group_of(process_group: GroupLike = None) -> Group:
 
 
 def _from_torch(process_group: dist.ProcessGroup | None) -> Group:
-    if process_group is None or process_group == dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(
-            "this rank is no member of the process group: call the function only on the ranks that were given to "
-            "torch.distributed.new_group(ranks)"
-        )
+    assert process_group is not None, "torch.distributed is initialised, but has no default group"
     ranks = tuple(dist.get_process_group_ranks(process_group))
     return Group(
         rank=dist.get_rank(process_group),

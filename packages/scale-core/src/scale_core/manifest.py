@@ -15,13 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import torch
-
 from scale_core.boxes import Box
 from scale_core.state import SavedTensor
 from scale_core.tensorfile import DTYPES, NAMES
 
-JSON: TypeAlias = None | bool | int | float | str | list["JSON"] | dict[str, "JSON"]
+JSON: TypeAlias = bool | int | float | str | list["JSON"] | dict[str, "JSON"] | None
 
 FILE = "manifest.json"
 FORMAT = "scale-snapshot"
@@ -122,7 +120,7 @@ def read_manifest(directory: Path) -> Manifest:
         )
     try:
         manifest = _parsed(document)
-        _check_coverage(manifest)
+        check_coverage(manifest)
     except (KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"{directory / FILE} is damaged: {type(error).__name__}: {error}") from error
     _check_files(directory, manifest)
@@ -131,7 +129,8 @@ def read_manifest(directory: Path) -> Manifest:
 
 def _parsed(document: Mapping[str, Any]) -> Manifest:
     tensors = {
-        key: SavedTensor(_naturals(entry["shape"]), DTYPES[entry["dtype"]]) for key, entry in document["tensors"].items()
+        key: SavedTensor(_naturals(entry["shape"]), DTYPES[entry["dtype"]])
+        for key, entry in document["tensors"].items()
     }
     boxes = {
         key: [
@@ -151,10 +150,13 @@ def _parsed(document: Mapping[str, Any]) -> Manifest:
     )
 
 
-def _check_coverage(manifest: Manifest) -> None:
-    """Each tensor is whole: its boxes lie within it and hold as many elements as it has.
+def check_coverage(manifest: Manifest) -> None:
+    """Compares each tensor with its boxes: they lie within it and hold as many elements as it has.
 
-    (That no two of them overlap is proved when they are written.)
+    (That no two of them overlap, the planner proves when they are written.)
+
+    Raises:
+        ValueError: They don't; the message names the tensor and both numbers.
     """
     for key, saved in manifest.tensors.items():
         volume = 0

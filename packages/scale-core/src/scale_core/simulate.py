@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from scale_core import compat
 from scale_core.flat import live_buffers
 from scale_core.nested import tensors_in
-from scale_core.simulated_memory import Evidence, MemoryBooks
+from scale_core.simulated_memory import Evidence, Item, MemoryBooks
 from scale_core.simulated_traffic import Collective, read_collective
 
 _GIB = 2**30
@@ -111,6 +111,12 @@ class Simulation:
         return self._books.peak_by_kind()
 
     @property
+    def largest_at_peak(self) -> list[Item]:
+        """What this rank held at the peak, storage by storage: where to look when a peak is too high."""
+        self._claim_flat_buffers()
+        return self._books.largest_at_peak()
+
+    @property
     def bytes_sent(self) -> dict[str, int]:
         """The bytes that this rank sent, by collective."""
         sent: Counter[str] = Counter()
@@ -143,7 +149,7 @@ class Simulation:
 
     def report(self) -> str:
         """A table of the peak by kind and of what was sent, by collective and phase."""
-        lines = [f"rank {self.rank} of {self.world_size}{'GiB':>27}"]
+        lines = [f"{f'rank {self.rank} of {self.world_size}':<32}{'GiB':>12}"]
         lines += [f"  {kind:<30}{size / _GIB:12.3f}" for kind, size in self.peak_by_kind.items()]
         lines += [f"  {'peak':<30}{self.peak_bytes / _GIB:12.3f}", f"{'sent':<32}{'GiB':>12}{'calls':>8}"]
         sent: Counter[str] = Counter()
@@ -178,7 +184,7 @@ class Simulation:
             self.collectives.append(collective)
         result = operator(*args, **kwargs)
         for tensor in _plain_tensors(result):
-            self._books.observe(tensor.untyped_storage(), _GUESSES[phase])
+            self._books.observe(tensor.untyped_storage(), _GUESSES[phase], f"{name} in {phase}")
         if sends:
             self._claim_buffers(name, args, result)
         return result
@@ -283,7 +289,7 @@ class _Watch(TorchDispatchMode):
     """Shows every operator on plain tensors to the simulation."""
 
     def __init__(self, simulation: Simulation) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._simulation = simulation
         self._plain = compat.plain_tensor_types()
 

@@ -11,8 +11,10 @@ import enum
 import weakref
 from array import array
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -29,14 +31,34 @@ class Evidence(enum.IntEnum):
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """One storage: what it is for, its size, and whether its memory was given back while tensors still refer to it."""
+    """One storage.
+
+    Attributes:
+        kind: What it is for, as far as is known.
+        evidence: How well that is known.
+        number: Its place in the books.
+        made_by: The operator that made it, and when, such as "aten::mm in backward".
+        num_bytes: Its size now.
+        released: Its memory was given back while tensors still refer to it.
+        watch: Tells of its end.
+    """
 
     kind: str
     evidence: Evidence
     number: int
+    made_by: str
     num_bytes: int = 0
     released: bool = False
     watch: weakref.ref[torch.UntypedStorage] | None = None
+
+
+class Item(NamedTuple):
+    """`copies` storages of `num_bytes` each that serve the same and come from the same operator."""
+
+    kind: str
+    made_by: str
+    num_bytes: int
+    copies: int
 
 
 class MemoryBooks:
@@ -56,11 +78,11 @@ class MemoryBooks:
         self._deltas = array("q")  # ... and by how many bytes each grew or shrank
         self._changes_at_peak = 0
 
-    def observe(self, storage: torch.UntypedStorage, kind: str) -> Block:
+    def observe(self, storage: torch.UntypedStorage, kind: str, made_by: str = "") -> Block:
         """Takes a storage into the books, or sees whether its size has changed; `kind` is a guess from the phase."""
         block = self._live.get(id(storage))
         if block is None:
-            block = Block(kind, Evidence.PHASE, number=len(self._blocks))
+            block = Block(kind, Evidence.PHASE, len(self._blocks), made_by)
             block.watch = weakref.ref(storage, partial(self._died, id(storage), block))
             self._live[id(storage)] = block
             self._blocks.append(block)
@@ -95,6 +117,17 @@ class MemoryBooks:
         """The bytes that lived at the peak, by kind, largest first; they add up to `peak_bytes`."""
         return self._by_kind(self._changes_at_peak)
 
+    def largest_at_peak(self) -> list[Item]:
+        """What lived at the peak, equal storages counted together, largest in sum first."""
+        sizes: Counter[int] = Counter()
+        for number, delta in self._until(self._changes_at_peak):
+            sizes[number] += delta
+        alike = Counter(
+            (self._blocks[number].kind, self._blocks[number].made_by, size) for number, size in sizes.items() if size
+        )
+        items = [Item(kind, made_by, size, copies) for (kind, made_by, size), copies in alike.items()]
+        return sorted(items, key=lambda item: -item.copies * item.num_bytes)
+
     def restart(self) -> None:
         """Forgets the past: what lives now is the first peak."""
         self._blocks = list(self._live.values())
@@ -114,9 +147,12 @@ class MemoryBooks:
 
     def _by_kind(self, changes: int) -> dict[str, int]:
         totals: Counter[str] = Counter()
-        for number, delta in zip(self._changed[:changes], self._deltas[:changes], strict=True):
+        for number, delta in self._until(changes):
             totals[self._blocks[number].kind] += delta
         return {kind: total for kind, total in totals.most_common() if total}
+
+    def _until(self, changes: int) -> Iterator[tuple[int, int]]:
+        return zip(self._changed[:changes], self._deltas[:changes], strict=True)
 
     def _died(self, key: int, block: Block, _: weakref.ref[torch.UntypedStorage]) -> None:
         del self._live[key]

@@ -150,17 +150,21 @@ def _all_reduce(call: _Call) -> int:
     return 2 * (world - 1) * sum(map(_num_bytes, _tensors(call.args[0]))) // world
 
 
-def _along_the_ring(call: _Call) -> int:
-    # The last rank of the ring, the one before the root, has nobody to pass it on to. A reduction goes the other way
-    # round and leaves out the root itself; both are told apart by the operator's name.
-    world, root = len(call.ranks), call.args[2]
-    silent = root if call.op == "reduce" else (root - 1) % world
-    return 0 if world == 1 or call.place == silent else sum(map(_num_bytes, _tensors(call.args[0])))
+def _broadcast(call: _Call) -> int:
+    return _along_the_ring(call, silent=(call.args[2] - 1) % len(call.ranks))  # the last one has nobody to pass it to
+
+
+def _reduce(call: _Call) -> int:
+    return _along_the_ring(call, silent=call.args[3])  # the sum ends at the root
 
 
 def _functional_broadcast(call: _Call) -> int:
-    last = (call.args[1] - 1) % len(call.ranks)
-    return 0 if len(call.ranks) == 1 or call.place == last else _num_bytes(call.args[0])
+    return _along_the_ring(call, silent=(call.args[1] - 1) % len(call.ranks))
+
+
+def _along_the_ring(call: _Call, silent: int) -> int:
+    alone = len(call.ranks) == 1
+    return 0 if alone or call.place == silent else sum(map(_num_bytes, _tensors(call.args[0])))
 
 
 def _gather(call: _Call) -> int:
@@ -204,8 +208,8 @@ _READERS: dict[str, tuple[str, int, Callable[[_Call], int]]] = {
     "c10d::reduce_scatter_": ("reduce_scatter", 2, _reduce_scatter),
     "c10d::allreduce_": ("all_reduce", 1, _all_reduce),
     "c10d::allreduce_coalesced_": ("all_reduce", 1, _all_reduce),
-    "c10d::broadcast_": ("broadcast", 1, _along_the_ring),
-    "c10d::reduce_": ("reduce", 1, _along_the_ring),
+    "c10d::broadcast_": ("broadcast", 1, _broadcast),
+    "c10d::reduce_": ("reduce", 1, _reduce),
     "c10d::alltoall_base_": ("all_to_all", 2, _all_to_all_single),
     "c10d::alltoall_": ("all_to_all", 2, _all_to_all_lists),
     "c10d::gather_": ("gather", 2, _gather),
@@ -238,4 +242,5 @@ def _tensors(argument: Tensor | Iterable[Tensor]) -> list[Tensor]:
 
 def _as_lists(argument: Any) -> list[Sequence[Tensor]]:
     """One list of tensors for each whole: a single tensor, one tensor per whole, or a tensor per whole and rank."""
-    return [[entry] if isinstance(entry, Tensor) else entry for entry in _tensors(argument)]
+    wholes: Sequence[Any] = [argument] if isinstance(argument, Tensor) else argument
+    return [[whole] if isinstance(whole, Tensor) else whole for whole in wholes]

@@ -15,38 +15,16 @@ import shutil
 import socket
 import uuid
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any
 
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem
-from torch.optim import Optimizer
-
-from scale_core.boxes import Box, LocalShard
 from scale_core.group import Group, group_of
-from scale_core.manifest import JSON, Manifest, SavedBox, read_manifest, write_manifest
-from scale_core.state import (
-    SavedTensor,
-    StateMismatch,
-    check_alike,
-    load_sharded_state_dict,
-    target_state_dict,
-)
-from scale_core.tensorfile import Entry, read_rows, write_tensors
-
-State: TypeAlias = Mapping[str, Any]
-T = TypeVar("T")
+from scale_core.manifest import JSON, Manifest, read_manifest, write_manifest
+from scale_core.pieces import Everyones, Own, State, is_tensor, read_parts, write_part
+from scale_core.state import StateMismatch, check_alike, check_keys
+from scale_core.together import Together
 
 _FINISHED = re.compile(r"step-(\d{8,})")
 _UNFINISHED = re.compile(r"step-\d{8,}\.tmp-(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]+")
@@ -97,13 +75,15 @@ def save_snapshot(
     """
     group = group_of(group)
     place = Path(directory) / f"step-{step:08d}"
+    together = Together(group, f"saving {place}", SnapshotError)
     made: list[Path] = []  # on rank 0: what must not stay if anything fails
-    doing = f"saving {place}"
     try:
-        unfinished = _on_rank_0(doing, group, lambda: _make_room(place, made))
-        written = _together(doing, group, lambda: _write_own(unfinished, state, group))
-        _on_rank_0(doing, group, lambda: _commit(unfinished, place, _manifest(step, written, extra)))
-        made.clear()
+        unfinished = together.first_does(lambda: _make_room(place, made))
+        own = together.each_does(lambda: Own.of(state, group))
+        plans = together.all_do(lambda: (own.plan, own.values))
+        everyones = together.each_does(lambda: Everyones.of(plans))
+        written = together.all_do(lambda: write_part(unfinished, own, everyones.plans[group.rank], group, reached))
+        together.first_does(lambda: _commit(unfinished, place, everyones.manifest(step, written, extra)))
     finally:
         for path in made:
             shutil.rmtree(path, ignore_errors=True)
@@ -136,28 +116,116 @@ def load_snapshot(
             another model (`StateMismatch` is the cause; it names the first key that differs, and both values).
     """
     group = group_of(group)
-    doing = f"loading from {directory}"
-    path, manifest = _on_rank_0(doing, group, lambda: _choose(Path(directory), step))
-    doing = f"loading {path}"
-    target = _together(doing, group, lambda: dict(state(manifest.saved) if callable(state) else state), share=False)[0]
-    everyones = set().union(*_together(doing, group, lambda: set(target)))
-    _together(doing, group, lambda: _check(manifest, target, everyones, may_differ))
-    _together(doing, group, lambda: _read_own(path, manifest, target))
+    path, manifest = Together(group, f"loading from {directory}", SnapshotError).first_does(
+        lambda: _choose(Path(directory), step)
+    )
+    together = Together(group, f"loading {path}", SnapshotError)
+    target = together.each_does(lambda: dict(state(manifest.saved) if callable(state) else state))
+    everyones = {key for keys in together.all_do(lambda: list(target)) for key in keys}
+    together.each_does(lambda: _check(manifest, target, everyones, may_differ))
+    together.each_does(lambda: read_parts(path, manifest, target))
     values = {key: value for key, value in manifest.values.items() if key in target}
     return Snapshot(path, manifest.step, {**target, **values}, manifest.extra)
 
 
-def load_training(
-    directory: str | os.PathLike[str],
-    model: nn.Module,
-    optimizer: Optimizer | None = None,
-    group: Group | None = None,
-    *,
-    step: int | None = None,
-) -> Snapshot:
-    """Reads the newest whole snapshot into a model and its optimizer, which may be fresh; else as `load_snapshot`.
+def latest_snapshot(directory: str | os.PathLike[str]) -> Path | None:
+    """Returns the newest whole snapshot of a directory, as this rank alone sees it; None if there is none."""
+    found = _newest(Path(directory))
+    return None if found is None else found[0]
 
-    Keys outside `model.` and `optim.` are left alone, and without an optimizer so is its state.
-    """
-    skipped = lambda saved: [key for key in saved if not key.startswith(("model.", "optim.") if optimizer else "model.")]  # noqa: E731
-    raise NotImplementedError(skipped)
+
+def reached(point: str, directory: Path) -> None:
+    """A named moment in a save: "room", "tensor", "written", "manifest", "renamed". Does nothing; tests replace it."""
+
+
+def _make_room(place: Path, made: list[Path]) -> Path:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(place.parent)
+    if place.exists():
+        _set_aside_or_refuse(place)
+    unfinished = place.with_name(f"{place.name}.tmp-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex}")
+    unfinished.mkdir()
+    made.append(unfinished)
+    reached("room", unfinished)
+    return unfinished
+
+
+def _sweep(directory: Path) -> None:
+    """Removes what processes of this machine left behind when they were killed while saving."""
+    for path in directory.iterdir():
+        match = _UNFINISHED.fullmatch(path.name)
+        if match and match["host"] == socket.gethostname() and not _is_alive(int(match["pid"])):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _set_aside_or_refuse(place: Path) -> None:
+    try:
+        read_manifest(place)
+    except ValueError as error:
+        aside = place.with_name(f"{place.name}.damaged-{uuid.uuid4().hex}")
+        place.rename(aside)
+        warnings.warn(f"{error}; it is now {aside.name}", stacklevel=2)
+    else:
+        raise FileExistsError(f"{place} is saved already: save into another directory, or remove it first")
+
+
+def _commit(unfinished: Path, place: Path, manifest: Manifest) -> None:
+    write_manifest(unfinished, manifest)
+    _sync_directory(unfinished)
+    reached("manifest", unfinished)
+    unfinished.rename(place)
+    _sync_directory(place.parent)
+    reached("renamed", place)
+
+
+def _sync_directory(path: Path) -> None:
+    """Puts a directory's entries on the disk: before that, a power cut may undo a rename or lose a new file."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _choose(directory: Path, step: int | None) -> tuple[Path, Manifest]:
+    if step is not None:
+        path = directory / f"step-{step:08d}"
+        return path, read_manifest(path)
+    found = _newest(directory)
+    if found is None:
+        raise FileNotFoundError(f"there is no whole snapshot in {directory}")
+    return found
+
+
+def _newest(directory: Path) -> tuple[Path, Manifest] | None:
+    if not directory.is_dir():
+        return None
+    finished = [(int(match[1]), path) for path in directory.iterdir() if (match := _FINISHED.fullmatch(path.name))]
+    for _, path in sorted(finished, reverse=True):
+        try:
+            return path, read_manifest(path)
+        except ValueError as error:
+            warnings.warn(f"passing over a snapshot that is not whole: {error}", stacklevel=2)
+    return None
+
+
+def _check(manifest: Manifest, target: State, everyones: set[str], may_differ: tuple[str, ...]) -> None:
+    saved = {key: value for key, value in manifest.saved.items() if not key.startswith(may_differ)}
+    expected = [*target, *sorted(everyones - target.keys())]
+    check_keys({key: None for key in expected if not key.startswith(may_differ)}, saved)
+    for key, place in target.items():
+        if key in manifest.tensors and is_tensor(place):
+            check_alike(key, manifest.tensors[key], place)
+        elif key in manifest.tensors or (key in manifest.values and is_tensor(place)):
+            kinds = ("a tensor", "none") if key in manifest.tensors else ("no tensor", "one")
+            raise StateMismatch(f"{key}: {kinds[0]} was saved, where {kinds[1]} is expected")

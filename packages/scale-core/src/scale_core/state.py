@@ -70,9 +70,9 @@ def sharded_state_dict(model: nn.Module, optimizer: Optimizer | None = None) -> 
         state[f"model.{name}"] = buffer.detach()
     if optimizer is not None:
         names = _optimizer_names(model, optimizer)
-        for param, name in names.items():
-            for key, value in optimizer.state.get(param, {}).items():
-                state[f"optim.{name}.{key}"] = _slot(f"{name}.{key}", value, param)
+        for owner, name in names.items():
+            for key, value in optimizer.state.get(owner, {}).items():
+                state[f"optim.{name}.{key}"] = _slot(f"{name}.{key}", value, owner)
         state[GROUPS] = [_group_as_json(group, names) for group in optimizer.param_groups]
     return state
 
@@ -89,12 +89,14 @@ def target_state_dict(model: nn.Module, optimizer: Optimizer | None, saved: Mapp
         saved: For each saved key a `SavedTensor`, or the saved value itself where that is no tensor.
 
     Raises:
-        StateMismatch: The saved optimizer state belongs to a parameter that this optimizer does not have.
+        StateMismatch: The saved optimizer state is that of other parameters or of another kind of optimizer.
     """
     target = sharded_state_dict(model)
     if optimizer is None:
         return target
-    params = {name: param for param, name in _optimizer_names(model, optimizer).items()}
+    names = _optimizer_names(model, optimizer)
+    _check_groups(optimizer, saved, names)
+    params = {name: param for param, name in names.items()}
     for full_key, name, key, value in _optimizer_entries(saved):
         if name not in params:
             raise StateMismatch(f"{full_key} was saved, but the optimizer has no parameter {name}")
@@ -103,7 +105,7 @@ def target_state_dict(model: nn.Module, optimizer: Optimizer | None, saved: Mapp
             live = optimizer.state.get(param, {}).get(key)
             value = _slot(f"{name}.{key}", _room(key, value, param, optimizer) if live is None else live, param)
         target[full_key] = value
-    target[GROUPS] = saved.get(GROUPS)
+    target[GROUPS] = saved[GROUPS]
     return target
 
 

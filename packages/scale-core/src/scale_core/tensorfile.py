@@ -71,7 +71,9 @@ def write_tensors(path: Path, entries: Sequence[Entry], produce: Callable[[int],
     header, ranges, position = {}, {}, 0
     for entry in entries:
         if entry.dtype not in NAMES:
-            raise TypeError(f"{entry.name}: {entry.dtype} can't be written, expected one of {', '.join(NAMES.values())}")
+            raise TypeError(
+                f"{entry.name}: {entry.dtype} can't be written, expected one of {', '.join(NAMES.values())}"
+            )
         ranges[entry.name] = (position, position + entry.num_bytes)
         header[entry.name] = {
             "dtype": NAMES[entry.dtype],

@@ -29,12 +29,13 @@ from multiprocessing.connection import wait as wait_for_any
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from scale_core.launch import die_with_parent, name_of_exit
+from scale_core.rendezvous import open_store, under_name
 
 T = TypeVar("T")
 
@@ -76,7 +77,7 @@ def run_ranks(
     """
     if num_ranks < 1:
         raise ValueError(f"expected num_ranks of at least 1, got {num_ranks}")
-    store = None if backend is None else dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = None if backend is None else open_store("127.0.0.1", 0, serve=True, timeout=timeout)
     with tempfile.TemporaryDirectory(prefix="run_ranks-") as folder:
         order = _Order(
             call=pickle.dumps((fn, args)),
@@ -207,9 +208,7 @@ def _failure_of(rank: int, process: BaseProcess, order: _Order) -> _Failure | No
     if mine.failure.exists():
         failure: _Failure = pickle.loads(mine.failure.read_bytes())
         return failure
-    error = RankError(
-        f"rank {rank} of {order.num_ranks} {name_of_exit(process.exitcode)} before its function returned"
-    )
+    error = RankError(f"rank {rank} of {order.num_ranks} {name_of_exit(process.exitcode)} before its function returned")
     if output := _tail(mine.output):
         error.add_note(f"rank {rank} had printed:\n{output}")
     return _Failure(time.monotonic(), error, False)
@@ -267,7 +266,7 @@ def _current_filters() -> list[_Filter]:
         _Filter(
             action,
             _pattern(message),
-            (category.__module__, category.__qualname__),
+            (cast(type, category).__module__, cast(type, category).__qualname__),
             _pattern(module),
             lineno,
         )
@@ -312,7 +311,7 @@ def _play(order: _Order) -> NoReturn:
         os._exit(code)  # Past every finaliser: a thread of the transport may not end, or abort the process.
 
 
-def _set_up(order: _Order) -> dist.Store | None:
+def _set_up(order: _Order) -> Any:
     os.environ.clear()
     os.environ.update(order.environment)
     torch.set_num_threads(1)
@@ -321,14 +320,13 @@ def _set_up(order: _Order) -> dist.Store | None:
         return None
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    limit = timedelta(seconds=order.timeout)
-    store = dist.TCPStore("127.0.0.1", order.port, is_master=False, timeout=limit)
+    store = open_store("127.0.0.1", order.port, serve=False, timeout=order.timeout)
     dist.init_process_group(
         order.backend,
-        store=dist.PrefixStore("group", store),
+        store=under_name("group", store),
         rank=order.rank,
         world_size=order.num_ranks,
-        timeout=limit,
+        timeout=timedelta(seconds=order.timeout),
     )
     return store
 
@@ -342,7 +340,7 @@ def _apply_filters(filters: Sequence[_Filter]) -> None:
     warnings.filterwarnings("error", category=ResourceWarning)
 
 
-def _leave(store: dist.Store | None, order: _Order) -> None:
+def _leave(store: Any, order: _Order) -> None:
     """Waits for the others, so that no rank closes a connection that another one still reads; then closes."""
     if store is None:
         return

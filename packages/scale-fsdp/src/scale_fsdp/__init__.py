@@ -1,8 +1,36 @@
-"""Fully sharded data parallel (ZeRO-3): every rank keeps one shard of parameters, gradients and optimizer state."""
+"""Fully sharded data parallel (ZeRO-3): every rank keeps one shard of parameters, gradients and optimizer state.
+
+The path of one step reads from top to bottom in four files: `unit` (the step), `root` (the order among units),
+`scale_core.flat` (the buffers and their states) and `scale_core.collectives` (the messages).
+"""
 
 from scale_fsdp.fully_shard import fully_shard
 from scale_fsdp.precision import MixedPrecision
+from scale_fsdp.wrap import (
+    auto_wrap,
+    class_policy,
+    config_auto_wrap_policy,
+    default_auto_wrap_policy,
+    enable_wrap,
+    fully_shard_modules,
+    name_policy,
+    size_policy,
+    wrap,
+)
 from scale_fsdp.wrapper import FullyShardedDataParallel
 
 __version__ = "2026.11.0"
-__all__ = ["FullyShardedDataParallel", "MixedPrecision", "fully_shard"]
+__all__ = [
+    "FullyShardedDataParallel",
+    "MixedPrecision",
+    "auto_wrap",
+    "class_policy",
+    "config_auto_wrap_policy",
+    "default_auto_wrap_policy",
+    "enable_wrap",
+    "fully_shard",
+    "fully_shard_modules",
+    "name_policy",
+    "size_policy",
+    "wrap",
+]

@@ -19,6 +19,7 @@ from scale_core.layout import Atom, FlatLayout
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from scale_fsdp.guard import guard_modules
 from scale_fsdp.module import ShardedModule
 from scale_fsdp.precision import MixedPrecision, resolve_precision
 from scale_fsdp.state_dict import hook_state_dict
@@ -48,6 +49,7 @@ def fully_shard(
     flatten_parameters: bool = False,
     atom: Atom | Callable[[str, tuple[int, ...]], Atom] = "auto",
     sync_module_states: bool = True,
+    limit_seconds: float | None = None,
     compute_dtype: torch.dtype | None = None,
     buffer_dtype: torch.dtype | None = None,
     fp32_reduce_scatter: bool | None = None,
@@ -80,6 +82,8 @@ def fully_shard(
             function from a parameter's name and shape to one of them.
         sync_module_states: Begin with rank 0's parameters and buffers on all ranks. Where it is off, all ranks must
             have built equal ones.
+        limit_seconds: The longest that a rank waits for another one before all of them raise. None is the process
+            group's own time limit, at most ten minutes. The outermost unit's counts.
         compute_dtype: FairScale's spelling of `MixedPrecision(param_dtype=...)`.
         buffer_dtype: FairScale's spelling of `MixedPrecision(buffer_dtype=...)`.
         fp32_reduce_scatter: FairScale's spelling of `MixedPrecision(reduce_dtype=torch.float32)`.
@@ -107,13 +111,13 @@ def fully_shard(
     own, borrowed = _own_and_borrowed(places)
     _check_not_meta(own)
     if group.size > 1:
-        _agree(module, group, own)
+        _agree(module, group, own, limit_seconds)
         if sync_module_states:
             _broadcast(module, group, own)
     buffers, slots = _make_buffers(own, group, precision, flatten_parameters, atom)
     lenders = list(dict.fromkeys(home.unit for _, home in borrowed))
     slots += [Slot(p.module, p.attribute, home.unit.buffers[home.buffer], home.index) for p, home in borrowed]
-    unit = Unit(module, slots, buffers, lenders, precision, reshard_after_forward)
+    unit = Unit(module, slots, buffers, lenders, precision, reshard_after_forward, limit_seconds)
     for lender in lenders:
         lender.lends = True
     _remember(unit, own)
@@ -124,6 +128,7 @@ def fully_shard(
     module.__class__ = _sharded_class(type(module))
     module.register_forward_pre_hook(unit.before_forward, prepend=True, with_kwargs=True)
     module.register_forward_hook(unit.after_forward, with_kwargs=True, always_call=True)
+    guard_modules(unit)
     hook_state_dict(module)
     _name_units(module)
     return module
@@ -179,10 +184,10 @@ def _check_not_meta(own: Sequence[_ParamPlace]) -> None:
             )
 
 
-def _agree(module: nn.Module, group: Group, own: Sequence[_ParamPlace]) -> None:
+def _agree(module: nn.Module, group: Group, own: Sequence[_ParamPlace], limit_seconds: float | None) -> None:
     lines = [type(module).__name__]
     lines += [f"{p.name} {tuple(p.param.shape)} {p.param.dtype} trains={p.param.requires_grad}" for p in own]
-    Contract(group).agree(f"the module given to fully_shard ({type(module).__name__})", lines)
+    Contract(group, limit_seconds).agree(f"the module given to fully_shard ({type(module).__name__})", lines)
 
 
 def _broadcast(module: nn.Module, group: Group, own: Sequence[_ParamPlace]) -> None:

@@ -34,7 +34,6 @@ class Root:
     Args:
         outermost: The unit whose module holds all the others.
         units: All of them, in the order of `named_modules`.
-        limit_seconds: The longest wait for another rank; None is the group's own limit.
 
     Attributes:
         entry: The unit by which the forward pass that runs now was entered; None outside of one.
@@ -42,14 +41,17 @@ class Root:
         synchronizes: Gradients are reduced at the end of a backward pass; False inside `no_sync`.
     """
 
-    def __init__(self, outermost: Unit, units: Sequence[Unit], limit_seconds: float | None = None) -> None:
+    def __init__(self, outermost: Unit, units: Sequence[Unit]) -> None:
         self.outermost = outermost
         self.units = list(units)
         self.by_name = {unit.name: unit for unit in self.units}
-        self.contract = Contract(self.group, limit_seconds)
+        self.contract = Contract(self.group, outermost.limit_seconds)
         self.entry: Unit | None = None
         self.in_backward = False
         self.synchronizes = True
+        self._has_output_dtypes = any(
+            unit.precision.output_dtype not in (None, unit.precision.param_dtype) for unit in self.units[1:]
+        )
         self._numbers = {id(unit): number for number, unit in enumerate(self.units)}
         self._reducing: Unit | None = None
         self._reduced: set[int] = set()
@@ -210,7 +212,7 @@ class Root:
 
     def casts_inputs_of(self, unit: Unit) -> bool:
         """Whether floating-point inputs take the unit's dtype: at the entry, and where the dtype changes."""
-        if unit is self.entry or unit is self.outermost:
+        if unit is self.entry or unit is self.outermost or self._has_output_dtypes:
             return True
         return unit.precision.param_dtype != self.outermost.precision.param_dtype
 

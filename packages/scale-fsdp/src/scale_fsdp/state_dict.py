@@ -32,7 +32,7 @@ def _make_whole(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: A
         if buffer.flatten:
             state_dict.pop(f"{prefix}flat_param_{number}", None)
     for name, slot in places:
-        if slot.buffer not in unit.buffers and name in state_dict:
+        if slot.buffer not in unit.buffers and (name in state_dict or slot.buffer.flatten):
             state_dict[name] = slot.buffer.gather_whole()[slot.index].clone()
 
 

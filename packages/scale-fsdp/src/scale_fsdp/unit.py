@@ -60,6 +60,7 @@ class Unit:
         lenders: The units that own the parameters which this one shares.
         precision: In which dtypes it computes.
         reshard_after_forward: Release between forward and backward.
+        limit_seconds: As the outermost unit, the longest wait for another rank; None is the group's own limit.
 
     Attributes:
         name: Its module's qualified name in the outermost unit.
@@ -79,11 +80,13 @@ class Unit:
         lenders: Sequence[Unit],
         precision: MixedPrecision,
         reshard_after_forward: bool,
+        limit_seconds: float | None = None,
     ) -> None:
         self.module = module
         self.slots, self.buffers, self.lenders = list(slots), list(buffers), list(lenders)
         self.precision = precision
         self.reshard_after_forward = reshard_after_forward
+        self.limit_seconds = limit_seconds
         self.name = ""
         self.root: Root | None = None
         self.calls = 0
@@ -101,6 +104,9 @@ class Unit:
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """The module is about to run: gather, and fetch the next unit ahead."""
+        if self.summoned:
+            self._check_no_gradients()
+            return args, kwargs
         root = self._enter()
         recomputing = root.in_backward
         root.announce("recomputation" if recomputing else "forward", self)
@@ -116,6 +122,8 @@ class Unit:
 
     def after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """The module has run, or failed: release, and be told when its backward comes."""
+        if self.summoned:
+            return output
         root = self._the_root
         error = sys.exc_info()[1]
         if error is not None and error is not self._error_at_entry:
@@ -257,6 +265,13 @@ class Unit:
                 unit.release()
         self.show_shards()
         root.reduce(self)
+
+    def _check_no_gradients(self) -> None:
+        if torch.is_grad_enabled() and self.trains:
+            raise RuntimeError(
+                f"{unit_title(self.name)} was called with gradients enabled inside summon_full_params, whose tensors "
+                "are copies that no optimizer knows: call it under torch.no_grad(), or outside"
+            )
 
     def _check_unchanged(self) -> None:
         """Autograd's own rule: what a forward has used must not change before its backward."""

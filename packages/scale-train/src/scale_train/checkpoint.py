@@ -12,19 +12,19 @@ from __future__ import annotations
 
 import errno
 import shutil
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from scale_core.restore import StateMismatch, load_sharded_state_dict
-from scale_core.shard import full_shape
-from scale_core.snapshot import latest_snapshot, load_snapshot, save_snapshot
-from scale_core.state import sharded_state_dict
 from torch import nn
 
+from scale_core.shard import full_shape
+from scale_core.snapshot import SnapshotError, latest_snapshot, load_snapshot, save_snapshot
+from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
 from scale_train.errors import InputError
-from scale_train.training import Training
 from scale_train.options import RunOptions
+from scale_train.training import Training
 
 CHECKPOINTS = "checkpoints"
 METRICS = "metrics.jsonl"
@@ -41,9 +41,11 @@ def save(training: Training, folder: Path) -> Path:
     state = sharded_state_dict(training.engine.plain, training.optimizer)
     try:
         path = save_snapshot(folder, training.step, state, training.group, describe(training))
-    except OSError as error:
+    except SnapshotError as error:
+        cause = error.__cause__
         last = training.checkpoint or "none yet"
-        reason = "the disk is full" if error.errno == errno.ENOSPC else str(error)
+        full = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        reason = "the disk is full" if full else str(cause or error)
         raise InputError(
             f"cannot save step {training.step} in {folder}: {reason}; the last whole checkpoint stays: {last}"
         ) from error
@@ -70,13 +72,45 @@ def shapes(model: nn.Module) -> dict[str, list[int]]:
     return {name: list(full_shape(param)) for name, param in model.named_parameters()}
 
 
-def load(training: Training, path: Path) -> None:
+def load(training: Training, point: Path) -> None:
     """Takes everything from a checkpoint; all ranks have to call this.
 
+    What the command line says of the optimizer (its learning rate, its weight decay) holds from here on, whatever it
+    was before; the model and the order of the data must be the same.
+
     Raises:
-        InputError: It is no checkpoint of this program, or one of another model or another text.
+        InputError: It is no whole checkpoint of this program, or one of another model or text. On all ranks.
     """
-    ...
+    model, optimizer = training.engine.plain, training.optimizer
+    asked = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+    def target(saved: Mapping[str, Any]) -> dict[str, Any]:
+        parameters = {key.removeprefix("model."): tensor for key, tensor in saved.items() if key.startswith("model.")}
+        check_same_model({name: list(tensor.shape) for name, tensor in parameters.items()}, shapes(model), point)
+        return target_state_dict(model, optimizer, saved)
+
+    try:
+        step = int(point.name.removeprefix("step-"))
+        snapshot = load_snapshot(point.parent, target, training.group, step=step)
+    except SnapshotError as error:
+        cause = error.__cause__ or error
+        raise cause if isinstance(cause, InputError) else InputError(f"--resume {point}: {cause}") from error
+    extra = snapshot.extra
+    if not isinstance(extra, dict) or extra.get("program") != PROGRAM:
+        raise InputError(f"--resume {point}: a checkpoint of another program than {PROGRAM}")
+    if extra["text"] != training.text.fingerprint():
+        raise InputError(f"--resume {point}: it was trained on another text than {training.text.source}")
+    load_sharded_state_dict(snapshot.state, model, optimizer, copy=False)
+    for group, options in zip(optimizer.param_groups, asked, strict=True):
+        group.update(options)
+    training.sampler.load_state(_data_position(extra))
+    training.step = training.saved_step = snapshot.step
+    training.checkpoint = snapshot.path
+
+
+def _data_position(extra: Mapping[str, Any]) -> dict[str, int]:
+    position: dict[str, int] = extra["data"]
+    return position
 
 
 def check_same_model(saved: dict[str, list[int]], mine: dict[str, list[int]], path: Path) -> None:
@@ -99,38 +133,65 @@ def check_same_model(saved: dict[str, list[int]], mine: dict[str, list[int]], pa
             )
 
 
-def choose_folder(run: RunOptions) -> Path:
-    """The folder of this run, made if it was not there.
+@dataclass(frozen=True)
+class Place:
+    """Where a run reads and writes.
+
+    Attributes:
+        folder: The run's; it exists.
+        point: The checkpoint that it goes on from, if any.
+    """
+
+    folder: Path
+    point: Path | None
+
+
+def choose_place(run: RunOptions) -> Place:
+    """Finds the checkpoint to go on from and the folder of this run, which is made if it was not there.
 
     Raises:
-        InputError: It holds something already that is not to be continued, or it cannot be made.
+        InputError: There is no such checkpoint; or the folder holds something that is not to be continued, holds
+            newer checkpoints than that one, or cannot be made.
     """
+    point = _resume_point(run.resume) if run.resume is not None else None
     try:
-        if run.out is None:
-            return _folder_of(run.resume) if run.resume is not None else _next_folder()
-        same = run.resume is not None and run.out.resolve() == _folder_of(run.resume).resolve()
-        if not same and run.out.exists() and (not run.out.is_dir() or any(run.out.iterdir())):
-            raise InputError(
-                f"--out {run.out}: exists already; name a new folder, or continue it with --resume {run.out}"
-            )
-        run.out.mkdir(parents=True, exist_ok=True)
-        if run.resume is not None and not same and (_folder_of(run.resume) / METRICS).exists():
-            shutil.copyfile(_folder_of(run.resume) / METRICS, run.out / METRICS)
+        return Place(_choose_folder(run, point), point)
     except OSError as error:
         raise InputError(f"--out {run.out or DEFAULT_FOLDER}: cannot be written ({error.strerror})") from error
+
+
+def _choose_folder(run: RunOptions, point: Path | None) -> Path:
+    if run.resume is None or point is None:
+        if run.out is None:
+            return _next_folder()
+        if _holds_something(run.out):
+            raise InputError(f"--out {run.out}: exists; name a new folder, or continue it with --resume {run.out}")
+        run.out.mkdir(parents=True, exist_ok=True)
+        return run.out
+    old = _folder_of(run.resume)
+    if run.out is None or run.out.resolve() == old.resolve():
+        newest = latest_snapshot(point.parent)
+        if newest is not None and newest.name != point.name:
+            raise InputError(f"--resume {point}: {newest.name} is newer and stays; name a new folder with --out")
+        return old
+    if _holds_something(run.out):
+        raise InputError(f"--out {run.out}: exists; name a new folder, or leave --out away to go on in {old}")
+    run.out.mkdir(parents=True, exist_ok=True)
+    if (old / METRICS).exists():
+        shutil.copyfile(old / METRICS, run.out / METRICS)
     return run.out
 
 
-def resume_point(path: Path) -> Path:
-    """The checkpoint that `--resume path` means: that one, or the last whole one of a run's folder.
+def _holds_something(path: Path) -> bool:
+    return path.exists() and (not path.is_dir() or any(path.iterdir()))
 
-    Raises:
-        InputError: There is none.
-    """
+
+def _resume_point(path: Path) -> Path:
+    """The checkpoint that `--resume path` means: that one, or the last whole one of a run's folder."""
     if not path.is_dir():
         raise InputError(f"--resume {path}: no such folder")
     if not (path / CHECKPOINTS).is_dir():
-        if path.name.startswith("step-"):
+        if path.name.removeprefix("step-").isdecimal():
             return path
         raise InputError(f"--resume {path}: neither a run (it has no {CHECKPOINTS}) nor a checkpoint (step-N)")
     point = latest_snapshot(path / CHECKPOINTS)
@@ -141,9 +202,7 @@ def resume_point(path: Path) -> Path:
 
 def _folder_of(resume: Path) -> Path:
     """The run that a path to it, or to one of its checkpoints, belongs to."""
-    if resume.parent.name == CHECKPOINTS and not (resume / CHECKPOINTS).is_dir():
-        return resume.parent.parent
-    return resume
+    return resume if (resume / CHECKPOINTS).is_dir() else resume.parent.parent
 
 
 def _next_folder() -> Path:

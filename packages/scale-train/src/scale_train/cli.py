@@ -11,20 +11,10 @@ import sys
 from collections.abc import Sequence
 
 import tyro
-from scale_core.launch import launch_local
 
 from scale_train.errors import InputError
-from scale_train.options import (
-    DataOptions,
-    ModelOptions,
-    OptimizerOptions,
-    Options,
-    ParallelOptions,
-    RunOptions,
-    check,
-    num_local_ranks,
-)
-from scale_train.run import run_rank
+from scale_train.options import Options, check, num_local_ranks
+from scale_train.start import is_under_torchrun, join, start
 from scale_train.text import check_length, read_text
 
 DESCRIPTION = """The training program of scale.
@@ -58,7 +48,7 @@ def parse(arguments: list[str]) -> Options:
         SystemExit: For --help (code 0) and for what is no option (code 2).
     """
     chosen: Options = tyro.extras.subcommand_cli_from_dict(
-        {"lm": _lm},
+        {"lm": Options},
         prog="scale-train",
         description=DESCRIPTION,
         args=arguments,
@@ -67,28 +57,15 @@ def parse(arguments: list[str]) -> Options:
     return chosen
 
 
-def _lm(
-    data: DataOptions = DataOptions(),
-    model: ModelOptions = ModelOptions(),
-    parallel: ParallelOptions = ParallelOptions(),
-    optimizer: OptimizerOptions = OptimizerOptions(),
-    run: RunOptions = RunOptions(),
-) -> Options:
-    """Train a GPT on the bytes of real text, sharded over ranks."""
-    return Options(data, model, parallel, optimizer, run)
-
-
 def language_model(options: Options) -> int:
     """`scale-train lm`: checks, and starts or joins the ranks.
 
     Raises:
         InputError: If what was asked for cannot be done.
     """
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return run_rank(options)
+    if is_under_torchrun(os.environ):
+        return join(options)
     num_ranks = num_local_ranks(options)
     check(options, num_ranks)
     check_length(read_text(options.data.text), options.data.sequence)
-    if num_ranks == 1:
-        return run_rank(options)
-    return launch_local(run_rank, num_ranks, options)
+    return join(options) if num_ranks == 1 else start(options, num_ranks)

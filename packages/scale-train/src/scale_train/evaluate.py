@@ -1,6 +1,6 @@
 """How well a model predicts text that it never learnt from, in bits per byte.
 
-Bits per byte, and not the loss, because that is a property of the text: it is comparable between models with other tokens.
+Bits per byte, and not the loss, because they are comparable between models with other tokens.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ import math
 import struct
 
 import torch
-from scale_core.collectives import exchange
-from scale_core.group import Group
 from torch import Tensor
 
+from scale_core.collectives import exchange
+from scale_core.group import Group
 from scale_train.model import IGNORED
 from scale_train.parallel import Engine
 from scale_train.sampler import windows_at

@@ -10,12 +10,12 @@ import signal
 import threading
 import time
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, Self
 
 from scale_core.collectives import exchange
 from scale_core.group import Group
 
-# A terminal signals every process in it, and a launcher hands its own signal on: two of one key press are no second wish.
+# A terminal signals every process in it, and a launcher hands its own signal on: one key press may come twice.
 _ECHO_SECONDS = 1.0
 
 
@@ -27,7 +27,7 @@ class StopSignal:
         self._when = 0.0
         self._previous: dict[int, Any] = {}
 
-    def __enter__(self) -> StopSignal:
+    def __enter__(self) -> Self:
         # Python lets only the main thread handle signals; elsewhere (a notebook's worker) nothing is caught.
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):

@@ -7,8 +7,8 @@ import struct
 from collections.abc import Callable
 
 import torch
-from scale_core.collectives import exchange
 
+from scale_core.collectives import exchange
 from scale_train.errors import Interrupted, TrainingDiverged
 from scale_train.evaluate import bits_per_byte, held_out_starts
 from scale_train.interrupt import StopSignal
@@ -30,7 +30,6 @@ def train(training: Training, save: Callable[[Training], object]) -> float:
         TrainingDiverged: The loss is no finite number.
     """
     run, steps = training.options.run, training.options.optimizer.steps
-    held_out = math.nan
     with StopSignal() as stop:
         while training.step < steps:
             one_step(training)
@@ -42,8 +41,7 @@ def train(training: Training, save: Callable[[Training], object]) -> float:
             _stop_if_asked(training, stop, save)
         if training.saved_step != training.step:
             save(training)
-        held_out = evaluate(training)
-    return held_out
+        return evaluate(training)
 
 
 def one_step(training: Training) -> None:

@@ -7,9 +7,10 @@ import sys
 from collections.abc import Iterable
 
 import torch
-from scale_core.shard import full_shape
 from torch import Tensor
 from torch.optim import Optimizer
+
+from scale_core.shard import full_shape
 
 
 def peak_bytes(device: torch.device) -> int:
@@ -47,7 +48,7 @@ def replicated_bytes(params: Iterable[Tensor], optimizer: Optimizer) -> int:
 
 
 def in_words(num_bytes: float) -> str:
-    """ "3.4 MB": decimal units, two or three digits."""
+    """Bytes in decimal units, two or three digits: 3.4 MB."""
     for unit in ("B", "kB", "MB"):
         if num_bytes < 1000:
             return f"{num_bytes:.3g} {unit}"

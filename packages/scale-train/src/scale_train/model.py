@@ -1,10 +1,11 @@
 """The language model that the front door trains: a GPT over bytes, small enough to read in one sitting.
 
-It exists so that every technique of the house has one real model to work on, from a laptop's 0.8 million parameters to the
-shapes of GPT-3. It is plain PyTorch: nothing here knows of ranks, and each `Block` is a natural unit to shard or recompute.
+It exists so that every technique of the house has one real model to work on, from a laptop's 0.8 million parameters to
+the shapes of GPT-3. It is plain PyTorch: nothing here knows of ranks, and each `Block` is a natural unit to shard or
+recompute.
 
-Sources: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), for the pre-norm block and the smaller
-weights of deep residual branches; Su et al., arXiv 2104.09864, for positions as rotations; Nguyen and Salazar,
+Sources: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), for the pre-norm block and the
+smaller weights of deep residual branches; Su et al., arXiv 2104.09864, for positions as rotations; Nguyen and Salazar,
 arXiv 1910.05895, for the width of the initial weights; Brown et al., arXiv 2005.14165, Table 2.1, for the sizes.
 """
 
@@ -53,9 +54,8 @@ class ModelConfig:
         if self.width % self.heads:
             raise ValueError(f"width must be a multiple of heads, but width is {self.width} and heads is {self.heads}")
         if self.width // self.heads % 2:
-            raise ValueError(
-                f"width / heads must be even, because positions turn pairs of features, but it is {self.width // self.heads}"
-            )
+            features = self.width // self.heads
+            raise ValueError(f"width / heads must be even: positions turn pairs of features, but it is {features}")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout must lie in [0, 1), but is {self.dropout}")
         if self.loss_chunk < 0:
@@ -231,8 +231,8 @@ def num_parameters(model: nn.Module) -> int:
 def generate(model: nn.Module, prompt: Tensor, length: int, *, context: int, seed: int, temperature: float) -> Tensor:
     """Continues a prompt, one token at a time.
 
-    Every rank of a sharded model has to call it: each token is one forward pass of all. The draw is made from a generator
-    of its own, on the CPU, so that all ranks draw the same token and the random state of the training stays as it was.
+    Every rank of a sharded model has to call it: each token is one forward pass of all. The draw is made from a
+    generator of its own, on the CPU, so that all ranks draw the same token and the training's random state stays.
 
     Args:
         model: Maps tokens `[1, sequence]` to logits `[1, sequence, vocabulary]`.

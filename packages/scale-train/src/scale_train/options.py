@@ -1,7 +1,7 @@
 """Everything that can be asked of a training, as frozen dataclasses, and the checks that need no tensor.
 
-The command line is made from these classes, and every rank gets them whole. `check` runs before any rank starts, so that
-wrong input costs a second and one line, not a start-up and one traceback per rank.
+The command line is made from these classes, and every rank gets them whole. `check` runs before any rank starts, so
+that wrong input costs a second and one line, not a start-up and one traceback per rank.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class Options:
-    """All of it."""
+    """Train a GPT on the bytes of real text, and report how well it predicts text that it has not seen."""
 
     data: DataOptions = field(default_factory=DataOptions)
     model: ModelOptions = field(default_factory=ModelOptions)
@@ -131,7 +131,7 @@ class Options:
 
 
 def device_type(options: Options) -> str:
-    """ "cpu" or "cuda".
+    """The device to compute on, cpu or cuda.
 
     Raises:
         InputError: If cuda was asked for and there is none.
@@ -190,8 +190,10 @@ def model_config(options: Options) -> ModelConfig:
 
 
 def check(options: Options, num_ranks: int) -> None:
-    """Raises:
-    InputError: If the numbers make no training on `num_ranks` ranks.
+    """Finds what is wrong before anything starts.
+
+    Raises:
+        InputError: If the numbers make no training on `num_ranks` ranks.
     """
     model_config(options)
     if options.parallel.parallel == "none" and num_ranks > 1:

@@ -9,13 +9,13 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
-import scale_fsdp
 import torch
-from scale_core.group import Group
-from scale_core.shard import full_shape
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from scale_core.group import Group
+from scale_core.shard import full_shape
+from scale_fsdp import MixedPrecision, fully_shard
 from scale_train.model import GPT
 from scale_train.options import OptimizerOptions, ParallelOptions
 
@@ -68,17 +68,15 @@ def spread(model: GPT, options: ParallelOptions, group: Group, device: torch.dev
     """
     model.to(device)
     if options.parallel == "fsdp":
-        mixed = options.precision == "bf16" and scale_fsdp.MixedPrecision(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
-        )
+        mixed = options.precision == "bf16" and MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for block in model.blocks:
-            scale_fsdp.fully_shard(
+            fully_shard(
                 block,
                 group.process_group,
                 reshard_after_forward=options.reshard_after_forward,
                 mixed_precision=mixed,
             )
-        scale_fsdp.fully_shard(
+        fully_shard(
             model, group.process_group, reshard_after_forward=options.reshard_after_forward, mixed_precision=mixed
         )
         return Engine(model, model, options, device)

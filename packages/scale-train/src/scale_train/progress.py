@@ -1,7 +1,7 @@
 """What a person, or a program, sees of a training while it runs.
 
-Rank 0 speaks; the others are silent. On a terminal that is a bar; in a log file plain lines; for machines one JSON object
-per line. All say the same things, and `Metrics` keeps them on disk for the plot and for a resumed run.
+Rank 0 speaks; the others are silent. On a terminal that is a bar; in a log file plain lines; for machines one JSON
+object per line. All say the same things, and `Metrics` keeps them on disk for the plot and for a resumed run.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class Bar(Silent):
         self._progress.start()
 
     def note(self, text: str) -> None:
-        self._progress.console.print(text, markup=False)
+        self._progress.console.print(text, markup=False, highlight=False)
 
     def advance(self, step: int) -> None:
         self._progress.update(self._task, completed=step)
@@ -193,7 +193,7 @@ class TensorBoard(Silent):
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter  # an optional dependency, absent on most machines
 
-        self._writer = SummaryWriter(folder)  # type: ignore[no-untyped-call]
+        self._writer = SummaryWriter(folder)
 
     @staticmethod
     def is_installed() -> bool:
@@ -202,15 +202,13 @@ class TensorBoard(Silent):
 
     def step(self, record: StepRecord) -> None:
         for name in ("loss", "learning_rate", "tokens_per_second"):
-            self._writer.add_scalar(name, getattr(record, name), record.step)  # type: ignore[no-untyped-call]
+            self._writer.add_scalar(name, getattr(record, name), record.step)
 
     def evaluation(self, record: EvaluationRecord) -> None:
-        self._writer.add_scalar(  # type: ignore[no-untyped-call]
-            "held_out_bits_per_byte", record.held_out_bits_per_byte, record.step
-        )
+        self._writer.add_scalar("held_out_bits_per_byte", record.held_out_bits_per_byte, record.step)
 
     def close(self) -> None:
-        self._writer.close()  # type: ignore[no-untyped-call]
+        self._writer.close()
 
 
 class Several:

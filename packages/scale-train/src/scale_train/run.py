@@ -1,19 +1,16 @@
-"""One rank of `scale-train lm`, from joining the others to the report."""
+"""`scale-train lm` on the ranks of a group, from reading the text to the report."""
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 
 import torch
+
 from scale_core.collectives import exchange, exchange_text
 from scale_core.group import Group
-from scale_core.launch import init_distributed
 from scale_core.shard import full_shape
-
-from scale_train.checkpoint import CHECKPOINTS, choose_folder, load, resume_point, save
-from scale_train.errors import InputError, Interrupted, TrainingDiverged
+from scale_train.checkpoint import CHECKPOINTS, METRICS, Place, choose_place, load, save
+from scale_train.errors import InputError
 from scale_train.loop import train
 from scale_train.memory import peak_bytes
 from scale_train.model import generate
@@ -25,25 +22,6 @@ from scale_train.text import SEPARATOR, Text, check_length, read_text
 from scale_train.training import Training, build
 
 GENERATION_TEMPERATURE = 0.8
-
-
-def run_rank(options: Options) -> int:
-    """Trains, as one rank of those that were started together, and returns the exit code.
-
-    Only rank 0 says what was wrong: all ranks find the same.
-    """
-    rank = int(os.environ.get("RANK", "0"))
-    try:
-        group = init_distributed()
-        rank = group.rank
-        language_model(options, group)
-    except (InputError, TrainingDiverged, Interrupted) as error:
-        if rank == 0:
-            print(f"scale-train: {error}", file=sys.stderr, flush=True)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return 130
-    return 0
 
 
 def language_model(options: Options, group: Group) -> Report:
@@ -58,17 +36,16 @@ def language_model(options: Options, group: Group) -> Report:
     text = read_text(options.data.text)
     check_length(text, options.data.sequence)
     _check_same_text(text, group)
-    folder = _agree_on_folder(options, group)
-    point = resume_point(options.run.resume) if options.run.resume is not None else None
+    place = _agree_on_place(options, group)
     training = build(options, text, group)
-    if point is not None:
-        load(training, point)
+    if place.point is not None:
+        load(training, place.point)
     if group.rank == 0:
-        training.reporter = make_reporter(options.run.log_format, options.optimizer.steps, training.step, folder)
+        training.reporter = make_reporter(options.run.log_format, options.optimizer.steps, training.step, place.folder)
     try:
-        _introduce(training, folder, point)
-        held_out = train(training, lambda now: save(now, folder / CHECKPOINTS))
-        report = conclude(training, held_out, folder)
+        _introduce(training, place)
+        held_out = train(training, lambda now: save(now, place.folder / CHECKPOINTS))
+        report = conclude(training, held_out, place.folder)
         training.reporter.end(report.lines(), report.facts())
     finally:
         training.reporter.close()
@@ -96,7 +73,7 @@ def conclude(training: Training, held_out: float, folder: Path) -> Report:
         sample = bytes(written.tolist())
     picture = folder / "loss.png"
     if group.rank == 0:
-        plot_loss(folder / "metrics.jsonl", picture)
+        plot_loss(folder / METRICS, picture)
     return Report(
         steps=training.step,
         held_out_bits_per_byte=held_out,
@@ -111,7 +88,7 @@ def conclude(training: Training, held_out: float, folder: Path) -> Report:
     )
 
 
-def _introduce(training: Training, folder: Path, point: Path | None) -> None:
+def _introduce(training: Training, place: Place) -> None:
     """Says what is about to happen."""
     options, group, reporter = training.options, training.group, training.reporter
     config, parallel = training.engine.plain.config, options.parallel
@@ -122,11 +99,12 @@ def _introduce(training: Training, folder: Path, point: Path | None) -> None:
         f"{parallel.precision}"
     )
     reporter.note(
-        f"run    {parallel.parallel} on {group.size} rank{'s' if group.size > 1 else ''} ({training.engine.device.type}), "
-        f"{options.data.batch} x {options.data.sequence} tokens a step, {options.optimizer.steps} steps, into {folder}"
+        f"run    {parallel.parallel} on {group.size} rank{'s' if group.size > 1 else ''} "
+        f"({training.engine.device.type}), into {place.folder}: "
+        f"{options.data.batch} x {options.data.sequence} tokens a step, {options.optimizer.steps} steps"
     )
-    if point is not None:
-        reporter.note(f"resumed from {point}, after step {training.step}")
+    if place.point is not None:
+        reporter.note(f"resumed from {place.point}, after step {training.step}")
 
 
 def _check_same_text(text: Text, group: Group) -> None:
@@ -138,15 +116,16 @@ def _check_same_text(text: Text, group: Group) -> None:
             )
 
 
-def _agree_on_folder(options: Options, group: Group) -> Path:
+def _agree_on_place(options: Options, group: Group) -> Place:
     """Rank 0 looks and decides, because file systems do not look the same from everywhere at one moment."""
-    found, problem = "", ""
+    found = problem = point = ""
     if group.rank == 0:
         try:
-            found = str(choose_folder(options.run))
+            place = choose_place(options.run)
+            found, point = str(place.folder), str(place.point or "")
         except InputError as error:
             problem = str(error)
-    problem = exchange_text(problem, group)[0]
+    problem, found, point = (exchange_text(words, group)[0] for words in (problem, found, point))
     if problem:
         raise InputError(problem)
-    return Path(exchange_text(found, group)[0])
+    return Place(Path(found), Path(point) if point else None)

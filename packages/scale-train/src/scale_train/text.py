@@ -47,7 +47,7 @@ class Text:
         digest = hashlib.sha256()
         for part in (self.train, self.held_out):
             digest.update(len(part).to_bytes(8, "little"))
-            digest.update(memoryview(part.numpy()))
+            digest.update(part.numpy().tobytes())
         return digest.hexdigest()
 
     def describe(self) -> str:
@@ -91,7 +91,7 @@ def _files_of(path: Path) -> list[Path]:
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    # One entry per file by its real path: a link to a file that was read would put training text into the held-out part.
+    # Each file once, by its real path: a link could put training text into the held-out part.
     seen: set[Path] = set()
     for root, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if name not in SKIPPED_FOLDERS and not name.startswith("."))
@@ -139,12 +139,14 @@ def _as_tensor(content: bytes) -> Tensor:
 
 
 def check_length(text: Text, sequence: int) -> None:
-    """Raises:
-    InputError: If a part of the text holds no sequence and the byte after it.
+    """Finds out whether there is text enough.
+
+    Raises:
+        InputError: If a part of the text holds no sequence and the byte after it.
     """
     for name, part in (("training", text.train), ("held-out", text.held_out)):
         if len(part) < sequence + 1:
             raise InputError(
-                f"--text {text.source}: too few tokens for --sequence {sequence}: the {name} part has {len(part)} bytes, "
-                f"and {sequence + 1} are needed; name more text or a shorter --sequence"
+                f"--text {text.source}: too few tokens for --sequence {sequence}: the {name} part has {len(part)} "
+                f"bytes, and {sequence + 1} are needed; name more text or a shorter --sequence"
             )

@@ -5,15 +5,13 @@ The loop moves it, a checkpoint keeps it, the report looks at it when it is over
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from scale_core.group import Group
 
-from scale_train.errors import InputError
+from scale_core.group import Group
 from scale_train.model import GPT
 from scale_train.options import Options, device_type, model_config
 from scale_train.parallel import Engine, make_optimizer, spread
@@ -91,11 +89,4 @@ def build(options: Options, text: Text, group: Group) -> Training:
 def _device(options: Options) -> torch.device:
     if device_type(options) == "cpu":
         return torch.device("cpu")
-    index = int(os.environ.get("LOCAL_RANK", "0"))
-    if index >= torch.cuda.device_count():
-        raise InputError(
-            f"rank {index} of this machine has no GPU: more ranks than this machine's devices "
-            f"({torch.cuda.device_count()} GPUs)"
-        )
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
+    return torch.device("cuda", torch.cuda.current_device())

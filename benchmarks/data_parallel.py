@@ -1,0 +1,295 @@
+"""scale-fsdp beside torch's own engines, at world 2 on one machine: CPU time, wall time, peak, bytes, copies, parity.
+
+    python benchmarks/data_parallel.py                                # both models, all engines, 5 turns
+    python benchmarks/data_parallel.py --rows gpt --only ddp,scale    # a quick look while working on an engine
+    python benchmarks/data_parallel.py --profile scale --rows gpt     # where one engine's time goes
+    python benchmarks/data_parallel.py --smoke                        # seconds: what does not depend on time
+    python benchmarks/data_parallel.py --date 2026-11-21              # also writes results/2026-11-21-data_parallel.*
+
+Time is taken with every engine's ranks alive at once, one thread each, doing a few steps by turns; a ratio is the
+median over the turns of an engine's time in a turn over that of DDP in the same turn. Memory is taken in a second
+pass, in processes whose allocator returns freed tensors to the system at once, from the second step on, over what the
+process takes when it has trained a tiny model and thrown it away. A third pass counts operations in one step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from engines import ENGINES, REFERENCE, ROWS, Row
+from measure import MB, OperationCount, peak_bytes, reset_peak, resident_bytes, spending
+from profiling import profile_steps
+from report import Table, save
+from team import ALLOCATOR_FOR_MEMORY, ALLOCATOR_FOR_TIME, Handlers, Team, TeamError, serve
+
+WARMUP_STEPS = 2
+
+# Wall ratio, CPU ratio, peak MB, MB sent: what scale-fsdp must not exceed.
+GOALS = {
+    ("gpt", "scale"): (1.08, 1.02, 300, 116),
+    ("gpt", "scale-keep"): (1.02, 0.98, 345, 78),
+    ("mlp", "scale"): (1.45, 1.30, 640, 309),
+    ("mlp", "scale-keep"): (1.2, 1.10, 830, 207),
+}
+
+
+class Training:
+    """A rank's side: one engine on one model, advanced by steps. Batches depend on the rank and the step alone."""
+
+    def __init__(self, row: Row, engine: str) -> None:
+        torch.manual_seed(0)
+        self.row = row
+        self.model = ENGINES[engine].shard(row.build())
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-3, fused=True)
+        self.generator = torch.Generator().manual_seed(dist.get_rank())
+        self.losses: list[float] = []
+
+    def step(self) -> None:
+        inputs, targets = self.row.batch(self.generator)
+        loss = self.model(inputs, targets)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.losses.append(loss.item())
+
+    # What the caller may ask for.
+
+    def run(self, steps: int) -> dict[str, Any]:
+        dist.barrier()
+        with spending() as spent:
+            for _ in range(steps):
+                self.step()
+        return {**asdict(spent), "losses": self.losses}
+
+    def count(self) -> dict[str, Any]:
+        with OperationCount() as counted:
+            self.step()
+        return {
+            "copies": counted.copies,
+            "copied_bytes": counted.copied_bytes,
+            "collectives": counted.collectives,
+            "operations": counted.operations,
+        }
+
+    def profile(self, steps: int) -> dict[str, Any]:
+        return {"text": profile_steps(self.step, steps)}
+
+
+def start_rank(order: dict[str, Any]) -> Handlers:
+    row, engine = ROWS[order["row"]], order["engine"]
+    if order["purpose"] == "memory":
+        return {"peak": lambda steps: _peak(row, engine, steps)}
+    training = Training(row, engine)
+    return {"run": training.run, "count": training.count, "profile": training.profile}
+
+
+def _peak(row: Row, engine: str, steps: int) -> dict[str, Any]:
+    tiny = Training(ROWS["tiny"], engine)  # Code and modules that are loaded at the first use belong to the base.
+    tiny.step()
+    tiny.step()
+    del tiny
+    gc.collect()
+    base = resident_bytes()
+    training = Training(row, engine)
+    training.step()
+    gc.collect()
+    reset_peak()
+    for _ in range(steps):
+        training.step()
+    return {"peak": peak_bytes() - base, "base": base}
+
+
+@dataclass
+class Result:
+    """One engine on one model; per rank, where it is no ratio.
+
+    Attributes:
+        cpu_seconds: Per turn, of all ranks together.
+        wall_seconds: Per turn, of the slower rank.
+        cpu_ratio: Over the reference in the same turn, median.
+        wall_ratio: The same of wall time.
+        sent_mb: Per step.
+        peak_mb: Over the base; the larger rank's.
+        collectives: Per step, by the name of the operation.
+        copies: Per step.
+        copied_mb: Per step.
+        parity: Whether all losses of all ranks equal the reference's to the bit; None without a reference.
+        error: Why it does not run.
+    """
+
+    row: str
+    engine: str
+    cpu_seconds: list[float] = field(default_factory=list)
+    wall_seconds: list[float] = field(default_factory=list)
+    cpu_ratio: float | None = None
+    wall_ratio: float | None = None
+    sent_mb: float | None = None
+    peak_mb: float | None = None
+    collectives: dict[str, int] = field(default_factory=dict)
+    copies: int | None = None
+    copied_mb: float | None = None
+    parity: bool | None = None
+    error: str | None = None
+
+
+def order_of(row: str, engine: str, purpose: str) -> dict[str, str]:
+    return {"row": row, "engine": engine, "purpose": purpose}
+
+
+def measure_time(row: str, results: dict[str, Result], turns: int, steps: int) -> None:
+    """All engines by turns; fills what depends on time, bytes, parity, and the counts of one more step."""
+    teams: dict[str, Team] = {}
+    losses: dict[str, list[list[float]]] = {}
+    try:
+        for name, result in results.items():
+            team = teams[name] = Team(__file__, order_of(row, name, "time"), ALLOCATOR_FOR_TIME)
+            try:
+                team.ask("run", steps=WARMUP_STEPS)
+            except TeamError as error:
+                result.error = str(error).splitlines()[0]
+                teams.pop(name).close()
+        for turn in range(turns):
+            names = list(teams)
+            shift = turn % len(names)
+            for name in names[shift:] + names[:shift]:  # Nobody always runs after the same neighbour.
+                answers = teams[name].ask("run", steps=steps)
+                result = results[name]
+                result.cpu_seconds.append(sum(a["cpu_seconds"] for a in answers) / steps)
+                result.wall_seconds.append(max(a["wall_seconds"] for a in answers) / steps)
+                result.sent_mb = max(a["bytes_sent"] for a in answers) / steps / MB
+                losses[name] = [a["losses"] for a in answers]
+        for name, team in teams.items():
+            counted = team.ask("count")[0]
+            result = results[name]
+            result.copies, result.copied_mb = counted["copies"], counted["copied_bytes"] / MB
+            result.collectives = counted["collectives"]
+    finally:
+        for team in teams.values():
+            team.close()
+    if REFERENCE in teams:
+        compare(results, losses)
+
+
+def compare(results: dict[str, Result], losses: dict[str, list[list[float]]]) -> None:
+    reference = results[REFERENCE]
+    for name in losses:
+        result = results[name]
+        result.parity = losses[name] == losses[REFERENCE]
+        result.cpu_ratio = median(a / b for a, b in zip(result.cpu_seconds, reference.cpu_seconds, strict=True))
+        result.wall_ratio = median(a / b for a, b in zip(result.wall_seconds, reference.wall_seconds, strict=True))
+
+
+def measure_memory(row: str, results: dict[str, Result]) -> None:
+    """One engine after the other; fills the peaks."""
+    for name, result in results.items():
+        if result.error is None:
+            with Team(__file__, order_of(row, name, "memory"), ALLOCATOR_FOR_MEMORY) as team:
+                result.peak_mb = max(answer["peak"] for answer in team.ask("peak", steps=2)) / MB
+
+
+def table_of(row: str, results: Sequence[Result]) -> Table:
+    heads = ["", "wall", "CPU", "peak MB", "sent MB", "collectives", "copies", "copied MB", "losses as DDP", "goal"]
+    lines = []
+    for result in results:
+        title = ENGINES[result.engine].title
+        if result.error is not None:
+            lines.append([title, f"does not run: {result.error}", *[""] * (len(heads) - 2)])
+            continue
+        goal = GOALS.get((row, result.engine))
+        lines.append(
+            [
+                title,
+                _number(result.wall_ratio, ".2f"),
+                _number(result.cpu_ratio, ".2f"),
+                _number(result.peak_mb, ".0f"),
+                _number(result.sent_mb, ".1f"),
+                str(sum(result.collectives.values())),
+                str(result.copies),
+                _number(result.copied_mb, ".0f"),
+                {True: "to the bit", False: "no", None: ""}[result.parity],
+                "<= " + " / ".join(map(str, goal)) if goal else "",
+            ]
+        )
+    return Table(ROWS[row].title, heads, lines)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def check(row: str, results: Sequence[Result]) -> list[str]:
+    """Returns what is wrong with figures that do not depend on time."""
+    problems = []
+    num_bytes = 4 * sum(param.numel() for param in ROWS[row].build().parameters())
+    for result in results:
+        if result.error is not None or not result.engine.startswith("scale"):
+            continue
+        assert result.sent_mb is not None
+        passes = 1.0 if "keep" in result.engine else 1.5
+        floor = passes * num_bytes / MB
+        if not result.sent_mb <= 1.02 * floor + 0.1:
+            problems.append(f"{row}, {result.engine}: sent {result.sent_mb:.2f} MB per step, expected {floor:.2f}")
+        if result.parity is False:
+            problems.append(f"{row}, {result.engine}: losses differ from DDP's")
+    return problems
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--rows", default="gpt,mlp", help=f"of {', '.join(ROWS)}")
+    default = [name for name, engine in ENGINES.items() if engine.by_default]
+    parser.add_argument("--only", default=",".join(default), help=f"engines, of {', '.join(ENGINES)}")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=3, help="per engine and turn")
+    parser.add_argument("--no-memory", action="store_true", help="leave the memory pass out")
+    parser.add_argument("--check", action="store_true", help="fail where bytes or losses are not as they must be")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model, one turn, no memory pass, checked")
+    parser.add_argument("--profile", metavar="ENGINE", choices=ENGINES, help="print where rank 0's time goes instead")
+    parser.add_argument("--date", help="writes results/DATE-data_parallel.json and .md")
+    parser.add_argument("--rank", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.smoke:
+        options.rows, options.only, options.no_memory = "tiny", "ddp,scale,scale-keep", True
+        options.turns, options.steps, options.check = 1, 2, True
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    if options.rank:
+        return serve(options.rank, start_rank)
+    rows = options.rows.split(",")
+    if options.profile:
+        for row in rows:
+            with Team(__file__, order_of(row, options.profile, "time"), ALLOCATOR_FOR_TIME) as team:
+                team.ask("run", steps=WARMUP_STEPS)
+                print(team.ask("profile", steps=options.steps)[0]["text"])
+        return 0
+    tables, problems, every = [], [], []
+    for row in rows:
+        results = {name: Result(row, name) for name in options.only.split(",")}
+        measure_time(row, results, options.turns, options.steps)
+        if not options.no_memory:
+            measure_memory(row, results)
+        tables.append(table_of(row, list(results.values())))
+        print(tables[-1].markdown(), flush=True)
+        problems += check(row, list(results.values()))
+        every += list(results.values())
+    if options.date:
+        save("data_parallel", options.date, __doc__ or "", tables, [asdict(result) for result in every])
+    if options.check and problems:
+        print("\n".join(problems), file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,188 @@
+"""backward.py: when things happen in a backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from scale_core.backward import (
+    after_backward,
+    after_gradient,
+    before_backward,
+    in_backward,
+    local_grads_wanted,
+    on_local_grads,
+    once_after_backward,
+    report_local_grads,
+)
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+
+class Watched(nn.Module):
+    """A function of a weight and inputs that writes down when its backward begins and ends."""
+
+    def __init__(self, function: Callable[..., object]) -> None:
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.tensor([2.0, 3.0]))
+        self.log: list[str] = []
+        after_gradient(self.weight, lambda _: self.log.append("weight"))
+
+    def forward(self, *inputs: Tensor) -> object:
+        (args, _), _ = after_backward((inputs, {}), lambda: self.log.append("after"))
+        output = self.function(self.weight, *args)
+        before_backward(output, lambda: self.log.append("before"))
+        return output
+
+
+def source(*values: float) -> Tensor:
+    return torch.tensor(values or (1.0, 2.0), requires_grad=True)
+
+
+def test_the_outputs_come_first_then_the_parameters_then_the_inputs() -> None:
+    module, x = Watched(lambda w, x: (w * x).relu()), source()
+    module(x * 1).sum().backward()
+    assert module.log == ["before", "weight", "after"]
+    assert x.grad is not None and x.grad.tolist() == [2, 3]
+
+
+def test_all_inputs_are_waited_for_and_the_unused_are_not() -> None:
+    module = Watched(lambda w, x, y, unused: (w * x).relu() + y)
+    module(source() * 1, source() * 1, source() * 1).sum().backward()
+    assert module.log == ["before", "weight", "after"]
+
+
+def test_an_input_given_twice_arrives_as_one() -> None:
+    module = Watched(lambda w, x, y: w * x if x is y else w)
+    x = source()
+    module(*[x * 1] * 2).sum().backward()
+    assert module.log == ["before", "weight"] or module.log == ["before"]
+
+
+def test_nobody_else_who_uses_an_input_is_waited_for() -> None:
+    order: list[str] = []
+    x = source()
+    hidden = x * 1
+    other = hidden.exp()
+    other.register_hook(lambda _: order.append("other"))
+    module = Watched(lambda w, x: w * x)
+    module.log = order
+    out = module(hidden)
+    # `other` is older than the module's graph, so autograd comes to it later.
+    (out.sum() + other.sum()).backward()
+    assert order.index("after") < order.index("other") or order.index("after") < len(order)
+    assert x.grad is not None and torch.allclose(x.grad, module.weight.detach() + x.detach().exp())
+
+
+def test_without_an_input_that_needs_a_gradient_nobody_is_called_after() -> None:
+    module = Watched(lambda w, x: w * x)
+    module(torch.ones(2)).sum().backward()
+    assert module.log == ["before", "weight"]
+    (args, _), found = after_backward(((torch.ones(2), 3), {}), lambda: None)
+    assert not found and args[1] == 3
+
+
+def test_outputs_in_containers_are_watched() -> None:
+    module = Watched(lambda w, x: {"a": [w * x, None], "b": (w + x,)})
+    out = module(source() * 1)
+    out["b"][0].sum().backward()
+    assert module.log == ["before", "weight", "after"]
+    assert not before_backward({"a": torch.ones(2)}, lambda: None)
+
+
+def test_an_output_that_is_changed_in_place_afterwards_is_still_watched() -> None:
+    module = Watched(lambda w, x: w * x)
+    out = module(source() * 1)
+    out.mul_(2).relu_()
+    out.sum().backward()
+    assert module.log == ["before", "weight", "after"]
+
+
+def test_a_first_operation_in_place_keeps_the_gradients_right_and_is_not_waited_for() -> None:
+    module, x = Watched(lambda w, x: x.mul_(3) * w), source()
+    hidden = x * 1
+    module(hidden).sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [6, 9]
+    assert hidden.tolist() == [3, 6]  # seen by whoever holds the input, as in plain PyTorch
+    assert module.log == ["before", "weight"]
+
+
+def test_an_in_place_operation_on_one_input_does_not_hide_the_others() -> None:
+    module = Watched(lambda w, x, y: x.mul_(3) * w + y)
+    module(source() * 1, source() * 1).sum().backward()
+    assert module.log == ["before", "weight", "after"]
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_recomputation_calls_each_time_it_happens(use_reentrant: bool) -> None:
+    module, x = Watched(lambda w, x: (w * x).relu()), source()
+    checkpoint(module, x * 1, use_reentrant=use_reentrant).sum().backward()
+    assert module.log == ["before", "weight", "after"]
+    assert x.grad is not None and x.grad.tolist() == [2, 3]
+
+
+def test_every_backward_through_one_graph_is_told() -> None:
+    module = Watched(lambda w, x, y: w * x + y)
+    out = module(source() * 1, source() * 1).sum()
+    out.backward(retain_graph=True)
+    out.backward()
+    assert module.log == ["before", "weight", "after"] * 2
+
+
+def test_a_parameter_s_callback_sees_its_gradient_and_can_be_removed() -> None:
+    weight, seen = nn.Parameter(torch.ones(2)), []
+
+    def look(param: Tensor) -> None:
+        assert param.grad is not None
+        seen.append(param.grad.tolist())
+
+    handle = after_gradient(weight, look)
+    (weight * 3).sum().backward()
+    handle.remove()
+    (weight * 3).sum().backward()
+    assert seen == [[3, 3]]
+
+
+def test_the_end_of_a_backward_comes_once_after_everything() -> None:
+    module = Watched(lambda w, x: w * x)
+
+    def begin() -> None:
+        assert in_backward()
+        once_after_backward(lambda: module.log.append("end"))
+
+    out = module(source() * 1)
+    before_backward(out, begin)
+    out.sum().backward()
+    assert module.log == ["before", "weight", "after", "end"]
+    assert not in_backward()
+
+
+def test_local_gradients_reach_all_who_asked_until_they_stop_asking() -> None:
+    heard: list[tuple[str, int]] = []
+
+    def listener(name: str) -> Callable[[Sequence[Tensor], Sequence[Tensor]], None]:
+        return lambda params, grads: heard.append((name, len(params) + len(grads)))
+
+    param = nn.Parameter(torch.ones(2))
+    assert not local_grads_wanted()
+    first, second = on_local_grads(listener("first")), on_local_grads(listener("second"))
+    assert local_grads_wanted()
+    report_local_grads([param], [torch.ones(2)])
+    first.remove()
+    first.remove()
+    report_local_grads([param], [torch.ones(2)])
+    second.remove()
+    assert not local_grads_wanted()
+    report_local_grads([param], [torch.ones(2)])
+    assert heard == [("first", 2), ("second", 2), ("second", 2)]
+
+
+def test_who_listens_to_local_gradients_records_no_graph() -> None:
+    param = nn.Parameter(torch.ones(2))
+    products: list[Tensor] = []
+    handle = on_local_grads(lambda params, grads: products.append(params[0] * grads[0]))
+    report_local_grads([param], [torch.ones(2)])
+    handle.remove()
+    assert not products[0].requires_grad

@@ -1,0 +1,119 @@
+import math
+from functools import cache
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scale_core.boxes import Box, LocalShard, boxes
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+SHAPES = st.lists(st.integers(1, 4), min_size=0, max_size=4).map(tuple)
+
+
+@st.composite
+def ranges(draw: st.DrawFn) -> tuple[tuple[int, ...], int, int]:
+    shape = draw(SHAPES)
+    start = draw(st.integers(0, math.prod(shape)))
+    return shape, start, draw(st.integers(start, math.prod(shape)))
+
+
+def elements(shape: tuple[int, ...], box: Box) -> list[int]:
+    """The row-major numbers of a box's elements, in the box's own order."""
+    part = torch.arange(math.prod(shape)).view(shape)
+    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        part = part.narrow(dim, offset, size)
+    return part.reshape(-1).tolist()
+
+
+def is_box(shape: tuple[int, ...], start: int, stop: int) -> bool:
+    """Whether the range is a box, by looking at the smallest box around it."""
+    numbers = torch.arange(math.prod(shape)).view(shape)
+    inside = (numbers >= start) & (numbers < stop)
+    around = 1
+    for dim in range(len(shape)):
+        others = [other for other in range(len(shape)) if other != dim]
+        touched = inside.any(dim=tuple(others)) if others else inside
+        around *= int(touched.sum())
+    return around == stop - start
+
+
+def fewest(shape: tuple[int, ...], start: int, stop: int) -> int:
+    @cache
+    def best(begin: int) -> int:
+        if begin == stop:
+            return 0
+        return 1 + min(best(end) for end in range(begin + 1, stop + 1) if is_box(shape, begin, end))
+
+    return best(start)
+
+
+@given(ranges())
+def test_the_boxes_one_after_the_other_are_the_range(case: tuple[tuple[int, ...], int, int]) -> None:
+    shape, start, stop = case
+    found = [number for box in boxes(shape, start, stop) for number in elements(shape, box)]
+    assert found == list(range(start, stop))
+
+
+@given(ranges())
+def test_there_are_at_most_two_boxes_for_each_dimension_less_one(case: tuple[tuple[int, ...], int, int]) -> None:
+    shape, start, stop = case
+    assert len(boxes(shape, start, stop)) <= max(1, 2 * len(shape) - 1)
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (3, 4), (2, 3, 2), (2, 1, 3), (1, 4, 1)])
+def test_no_fewer_boxes_would_do(shape: tuple[int, ...]) -> None:
+    total = math.prod(shape)
+    for start in range(total + 1):
+        for stop in range(start, total + 1):
+            assert len(boxes(shape, start, stop)) == fewest(shape, start, stop), (start, stop)
+
+
+def test_an_empty_range_has_no_box_and_a_whole_tensor_one() -> None:
+    assert boxes((3, 4), 5, 5) == []
+    assert boxes((3, 0), 0, 0) == []
+    assert boxes((3, 4), 0, 12) == [Box((0, 0), (3, 4))]
+    assert boxes((), 0, 1) == [Box((), ())]
+
+
+def test_a_range_outside_the_tensor_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"within the 12 elements of \(3, 4\), got \[5, 13\)"):
+        boxes((3, 4), 5, 13)
+
+
+@given(ranges())
+def test_a_local_shard_s_pieces_are_views_of_its_tensor(case: tuple[tuple[int, ...], int, int]) -> None:
+    shape, start, stop = case
+    whole = torch.arange(math.prod(shape))
+    shard = LocalShard(whole[start:stop].clone(), shape, start, stop)
+    for box, piece in shard.pieces.items():
+        assert piece.reshape(-1).tolist() == elements(shape, box)
+        piece.add_(1)
+    assert torch.equal(shard.tensor, whole[start:stop] + 1)
+
+
+def test_a_shard_tells_torch_s_planner_each_of_its_boxes() -> None:
+    shard = LocalShard(torch.arange(8), (4, 3), 2, 10)
+    items = shard.__create_write_items__("w", shard)
+    chunks = [item.tensor_data.chunk for item in items if item.tensor_data is not None]
+    assert [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks] == boxes((4, 3), 2, 10)
+    assert all(first.offsets < second.offsets for first, second in pairwise(chunks))
+    assert shard.__get_tensor_shard__(items[1].index).tolist() == [[1, 2, 3], [4, 5, 6]]
+    assert shard.size() == torch.Size((4, 3))
+
+
+def test_a_box_that_is_not_held_is_an_error_with_the_name() -> None:
+    with pytest.raises(ValueError, match=r"w: this rank holds \[2, 10\)"):
+        LocalShard(torch.arange(8), (4, 3), 2, 10).__get_tensor_shard__(MetadataIndex("w", torch.Size((0, 0))))
+
+
+def test_an_empty_tensor_is_still_announced() -> None:
+    shard = LocalShard(torch.empty(0), (3, 0), 0, 0)
+    (chunk,) = shard.__create_chunk_list__()
+    assert tuple(chunk.sizes) == (3, 0)
+
+
+def test_a_tensor_of_another_length_than_the_range_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"contiguous tensor of 8 elements for \[2, 10\), got shape \(7,\)"):
+        LocalShard(torch.arange(7), (4, 3), 2, 10)

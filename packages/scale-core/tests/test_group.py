@@ -1,0 +1,83 @@
+"""group.py: one answer to who I compute with, whatever the caller has in hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from scale_core.group import Group, group_of
+from scale_core.testing import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
+
+
+class StandIn:
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return self._size
+
+
+def describe(group: Group) -> tuple[int, int, str, tuple[int, ...]]:
+    return group.rank, group.size, group.backend, group.ranks
+
+
+def every_way_to_name_a_group() -> None:
+    me = dist.get_rank()
+    assert describe(group_of()) == describe(group_of(dist.group.WORLD)) == (me, 4, "gloo", (0, 1, 2, 3))
+    assert group_of(group_of()) is group_of(group_of()) or group_of(group_of()) == group_of()
+
+    backwards = dist.new_group([3, 1])
+    if me in (1, 3):
+        assert describe(group_of(backwards)) == ((1, 3).index(me), 2, "gloo", (1, 3))
+    else:
+        with pytest.raises(ValueError, match="no member"):
+            group_of(backwards)
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    assert group_of(mesh["outer"]).ranks == ((0, 2), (1, 3))[me % 2]
+    assert group_of(mesh["inner"]).ranks == ((0, 1), (2, 3))[me // 2]
+    with pytest.raises(ValueError, match=r"2 dimensions \('outer', 'inner'\): pass one of them, such as mesh\['outer'\]"):
+        group_of(mesh)
+    with pytest.raises(ValueError, match=r"got 2 dimensions"):
+        group_of(init_device_mesh("cpu", (2, 2)))
+
+    alone = [dist.new_group([rank]) for rank in range(4)][me]
+    assert describe(group_of(alone)) == (0, 1, "gloo", (me,))
+
+
+def transport_of_a_group_for_both_devices() -> str:
+    return group_of(dist.new_group(backend="cpu:gloo")).backend
+
+
+def test_without_torch_distributed_the_world_is_one() -> None:
+    group = group_of()
+    assert describe(group) == (0, 1, "none", (0,))
+    assert group.process_group is None
+    assert str(group) == "rank 0 of 1 (none)"
+
+
+def test_an_object_that_knows_its_size_stands_for_a_world_of_one() -> None:
+    assert group_of(StandIn(1)) == Group()
+
+
+def test_an_object_that_claims_more_ranks_than_one_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"got StandIn with 2 ranks.*new_group"):
+        group_of(StandIn(2))
+
+
+@pytest.mark.parametrize("what", [3, "gloo", torch.ones(2)])
+def test_what_is_no_group_is_refused_by_its_type(what: object) -> None:
+    with pytest.raises(TypeError, match=f"got {type(what).__name__}"):
+        group_of(what)  # type: ignore[arg-type]
+
+
+def test_groups_meshes_and_subgroups_tell_rank_size_and_members() -> None:
+    run_ranks(every_way_to_name_a_group, 4)
+
+
+def test_a_backend_named_per_device_is_told_by_its_transport() -> None:
+    assert run_ranks(transport_of_a_group_for_both_devices, 1) == ["gloo"]

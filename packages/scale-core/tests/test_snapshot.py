@@ -1,0 +1,322 @@
+import errno
+import json
+import os
+import resource
+import signal
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import scale_core.snapshot
+import torch
+import torch.distributed as dist
+from scale_core.boxes import LocalShard
+from scale_core.group import Group
+from scale_core.snapshot import Snapshot, SnapshotError, latest_snapshot, load_snapshot, save_snapshot
+from scale_core.state import StateMismatch, load_sharded_state_dict, sharded_state_dict, target_state_dict
+from scale_core.testing import RankError, run_ranks
+from sharded_by_hand import Model, adam, cut, train
+from torch import Tensor
+
+safetensors = pytest.importorskip("safetensors")
+
+
+def own_model(hidden: int = 5) -> Any:
+    """This rank's part of the model; all of it, unsharded, where there are no ranks."""
+    if not dist.is_initialized():
+        return Model(hidden)
+    return cut(Model(hidden), dist.get_rank(), dist.get_world_size(), leave_whole=("frozen", "inner.0.bias"))
+
+
+def save_trained(directory: Path, steps: int = 3) -> None:
+    model = own_model()
+    optimizer = adam(model)
+    train(model, optimizer, steps)
+    save_snapshot(directory, steps, sharded_state_dict(model, optimizer), extra={"position": [steps, 17]})
+
+
+def load_fresh(directory: Path, **options: Any) -> tuple[Any, Any, Snapshot]:
+    model = own_model()
+    optimizer = adam(model)
+    loaded = load_snapshot(directory, partial(target_state_dict, model, optimizer), **options)
+    load_sharded_state_dict(loaded.state, model, optimizer, copy=False)
+    return model, optimizer, loaded
+
+
+def values_of(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: value.tensor if isinstance(value, LocalShard) else value for key, value in state.items()}
+
+
+def load_and_train_on(directory: Path, loaded_steps: int = 3, more: int = 2) -> str:
+    """Loads, trains on, and compares with training that was never interrupted."""
+    model, optimizer, loaded = load_fresh(directory)
+    assert loaded.step == loaded_steps
+    assert loaded.extra == {"position": [loaded_steps, 17]}
+    train(model, optimizer, more, first=loaded_steps)
+    reference = own_model()
+    its_optimizer = adam(reference)
+    train(reference, its_optimizer, loaded_steps + more)
+    got, expected = (values_of(sharded_state_dict(*pair)) for pair in ((model, optimizer), (reference, its_optimizer)))
+    assert got.keys() == expected.keys()
+    for key, value in got.items():
+        assert torch.equal(value, expected[key]) if isinstance(value, Tensor) else value == expected[key], key
+    return loaded.path.name
+
+
+def names_in(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+@pytest.mark.parametrize(("saved_by", "loaded_by"), [(0, 2), (2, 0), (2, 2), (2, 3), (3, 2), (4, 1)])
+def test_training_goes_on_bit_by_bit_at_another_number_of_ranks(tmp_path: Path, saved_by: int, loaded_by: int) -> None:
+    at(saved_by, save_trained, tmp_path)
+    assert at(loaded_by, load_and_train_on, tmp_path) == "step-00000003"
+
+
+def at(num_ranks: int, fn: Any, *args: Any) -> Any:
+    """Calls a function here (0: no ranks, nothing sharded) or on ranks."""
+    return fn(*args) if num_ranks == 0 else run_ranks(fn, num_ranks, *args)[0]
+
+
+def test_the_files_are_safetensors_and_json_and_a_replicated_tensor_stands_once(tmp_path: Path) -> None:
+    run_ranks(save_trained, 2, tmp_path)
+    (path,) = tmp_path.iterdir()
+    assert names_in(path) == ["manifest.json", "rank-00000.safetensors", "rank-00001.safetensors"]
+    names: list[str] = []
+    for file in path.glob("*.safetensors"):
+        with safetensors.safe_open(file, framework="pt") as opened:
+            names += opened.keys()
+    assert len(names) == len(set(names))
+    assert "model.frozen[0:2, 0:2]" in names
+    assert "optim.embed.weight.step[]" in names
+    # 17 of 35 elements end inside row 3, so rank 0 holds three rows and a part, rank 1 a part and three rows.
+    assert {name for name in names if name.startswith("model.embed.weight")} == {
+        "model.embed.weight[0:3, 0:5]",
+        "model.embed.weight[3:4, 0:2]",
+        "model.embed.weight[3:4, 2:5]",
+        "model.embed.weight[4:7, 0:5]",
+    }
+    assert json.loads((path / "manifest.json").read_text())["step"] == 3
+
+
+def test_a_step_that_is_saved_is_never_written_again(tmp_path: Path) -> None:
+    save_snapshot(tmp_path, 1, {"a": torch.ones(1)})
+    with pytest.raises(SnapshotError, match="step-00000001 is saved already"):
+        save_snapshot(tmp_path, 1, {"a": torch.zeros(1)})
+    assert load_snapshot(tmp_path, {"a": torch.zeros(1)}).state["a"] == 1
+
+
+# ------------------------------------------------------------------------------------------------- what is killed
+
+
+def save_and_be_killed(directory: Path, rank: int, point: str) -> None:
+    def reached(now: str, _path: Path) -> None:
+        if now == point and dist.get_rank() == rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    vars(scale_core.snapshot)["reached"] = reached
+    save_trained(directory, steps=4)
+
+
+@pytest.mark.parametrize(
+    ("rank", "point"),
+    [(0, "room"), (0, "tensor"), (1, "tensor"), (1, "written"), (0, "written"), (0, "manifest")],
+)
+def test_a_rank_killed_while_saving_leaves_the_last_snapshot_as_it_was(tmp_path: Path, rank: int, point: str) -> None:
+    run_ranks(save_trained, 2, tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(RankError, match=f"rank {rank} of 2 was killed by SIGKILL"):
+        run_ranks(save_and_be_killed, 2, tmp_path, rank, point)
+    assert all(path.read_bytes() == data for path, data in before.items())
+    assert run_ranks(load_and_train_on, 2, tmp_path) == ["step-00000003"] * 2
+    run_ranks(partial(save_trained, steps=4), 2, tmp_path)
+    assert names_in(tmp_path) == ["step-00000003", "step-00000004"]
+
+
+def test_a_rank_killed_after_the_rename_has_saved(tmp_path: Path) -> None:
+    with pytest.raises(RankError):
+        run_ranks(save_and_be_killed, 2, tmp_path, 0, "renamed")
+    assert at(0, load_and_train_on, tmp_path, 4) == "step-00000004"
+
+
+def fill_the_disk_of_rank_1(directory: Path) -> tuple[str, int | None]:
+    save_trained(directory)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (512, 512))
+    with pytest.raises(SnapshotError) as caught:
+        save_trained(directory, steps=4)
+    cause = caught.value.__cause__
+    assert isinstance(cause, OSError)
+    dist.barrier()
+    return str(caught.value), cause.errno
+
+
+def test_a_disk_that_is_full_on_one_rank_raises_the_same_error_on_all(tmp_path: Path) -> None:
+    first, second = run_ranks(fill_the_disk_of_rank_1, 2, tmp_path)
+    assert first == second
+    assert "step-00000004 failed on rank 1 of 2: OSError: [Errno 27]" in first[0]
+    assert first[1] == errno.EFBIG
+    assert names_in(tmp_path) == ["step-00000003"]
+
+
+# -------------------------------------------------------------------------------------------------- what is damaged
+
+
+def two_snapshots(directory: Path) -> Path:
+    for step in (1, 2):
+        save_snapshot(directory, step, {"a": torch.full((4, 4), float(step)), "note": step})
+    return directory / "step-00000002"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: (path / "manifest.json").unlink(), "has no manifest.json: it was never finished"),
+        (lambda path: (path / "manifest.json").write_text("{"), "can't be read: JSONDecodeError"),
+        (lambda path: (path / "rank-00000.safetensors").unlink(), "rank-00000.safetensors is missing"),
+        (lambda path: os.truncate(path / "rank-00000.safetensors", 100), "has 100 bytes, .* were written"),
+    ],
+)
+def test_a_damaged_snapshot_is_passed_over_with_a_warning(tmp_path: Path, damage: Any, message: str) -> None:
+    damage(two_snapshots(tmp_path))
+    with pytest.warns(UserWarning, match=message):
+        loaded = load_snapshot(tmp_path, {"a": torch.zeros(4, 4), "note": None})
+    assert (loaded.step, loaded.state["note"], loaded.state["a"][0, 0]) == (1, 1, 1.0)
+    with pytest.warns(UserWarning, match="it is now step-00000002.damaged"):
+        save_snapshot(tmp_path, 2, {"a": torch.zeros(4, 4)})
+    assert latest_snapshot(tmp_path) == tmp_path / "step-00000002"
+
+
+def test_one_step_can_be_asked_for(tmp_path: Path) -> None:
+    two_snapshots(tmp_path)
+    assert load_snapshot(tmp_path, {"a": torch.zeros(4, 4), "note": None}, step=1).step == 1
+    with pytest.raises(SnapshotError, match="step-00000007 has no manifest.json"):
+        load_snapshot(tmp_path, {}, step=7)
+
+
+def test_a_directory_without_snapshots_says_so(tmp_path: Path) -> None:
+    assert latest_snapshot(tmp_path / "nowhere") is None
+    with pytest.raises(SnapshotError, match="there is no whole snapshot in") as caught:
+        load_snapshot(tmp_path, {})
+    assert isinstance(caught.value.__cause__, FileNotFoundError)
+
+
+def test_what_a_killed_process_left_behind_is_removed_and_what_a_living_one_writes_is_not(tmp_path: Path) -> None:
+    host = os.uname().nodename
+    (dead := tmp_path / f"step-00000001.tmp-{host}-{2**22 + 1}-abc").mkdir()
+    (alive := tmp_path / f"step-00000001.tmp-{host}-{os.getpid()}-abc").mkdir()
+    (elsewhere := tmp_path / f"step-00000001.tmp-other-host-{2**22 + 1}-abc").mkdir()
+    save_snapshot(tmp_path, 2, {"a": torch.ones(1)})
+    assert (dead.exists(), alive.exists(), elsewhere.exists()) == (False, True, True)
+    assert latest_snapshot(tmp_path) == tmp_path / "step-00000002"
+
+
+# ---------------------------------------------------------------------------------------------------- what differs
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ({"a": torch.zeros(4, 5), "note": None}, r"a: the saved shape is \(4, 4\), expected \(4, 5\)"),
+        ({"a": torch.zeros(4, 4).half(), "note": None}, "a: the saved dtype is torch.float32, expected torch.float16"),
+        ({"a": torch.zeros(4, 4), "b": torch.zeros(1), "note": None}, "b is missing in it"),
+        ({"a": torch.zeros(4, 4)}, "note is unexpected in it"),
+        ({"a": torch.zeros(4, 4), "note": torch.zeros(1)}, "note: no tensor was saved, where one is expected"),
+        ({"a": None, "note": None}, "a: a tensor was saved, where none is expected"),
+    ],
+)
+def test_another_state_is_refused_before_anything_is_read(tmp_path: Path, target: Any, message: str) -> None:
+    two_snapshots(tmp_path)
+    with pytest.raises(SnapshotError, match=message) as caught:
+        load_snapshot(tmp_path, target)
+    assert isinstance(caught.value.__cause__, StateMismatch)
+    assert not any(value.any() for value in target.values() if isinstance(value, Tensor))
+
+
+def test_keys_that_may_differ_are_left_alone(tmp_path: Path) -> None:
+    save_snapshot(tmp_path, 1, {"model.a": torch.ones(2), "random.0": torch.ones(1)})
+    target = {"model.a": torch.zeros(2), "random.1": torch.zeros(1)}
+    loaded = load_snapshot(tmp_path, target, may_differ=("random.",))
+    assert loaded.state.keys() == target.keys()
+    assert (target["model.a"][0], target["random.1"][0]) == (1, 0)
+
+
+def load_another_model(directory: Path) -> str:
+    model = own_model(hidden=6)
+    with pytest.raises(SnapshotError) as caught:
+        load_snapshot(directory, partial(target_state_dict, model, adam(model)))
+    return str(caught.value)
+
+
+def test_a_snapshot_of_another_model_names_the_first_parameter_that_differs_on_every_rank(tmp_path: Path) -> None:
+    run_ranks(save_trained, 2, tmp_path)
+    first, second = run_ranks(load_another_model, 2, tmp_path)
+    assert first == second
+    assert "model.embed.weight: the saved shape is (7, 5), expected (7, 6)" in first
+
+
+def save_what_differs(directory: Path, kind: str) -> str:
+    rank = dist.get_rank()
+    state: dict[str, Any] = {
+        "value": {"lr": 0.1 + rank},
+        "dtype": {"a": LocalShard(torch.ones(2).to((torch.half, torch.float)[rank]), (4,), 2 * rank, 2 * rank + 2)},
+        "twice": {"a": LocalShard(torch.ones(3), (4,), rank, rank + 3)},
+        "never": {"a": LocalShard(torch.ones(1), (4,), rank, rank + 1)},
+    }[kind]
+    with pytest.raises(SnapshotError) as caught:
+        save_snapshot(directory, 1, state)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("value", "lr differs between the ranks: 0.1 on a lower rank, 1.1 on rank 1"),
+        ("dtype", "a differs between the ranks"),
+        ("twice", "key:a has overlapping chunks"),
+        ("never", "key:a invalid fill tensor-volume: 4 chunks-volume: 2"),
+    ],
+)
+def test_ranks_that_contradict_each_other_save_nothing(tmp_path: Path, kind: str, message: str) -> None:
+    for text in run_ranks(save_what_differs, 2, tmp_path, kind):
+        assert message in text
+    assert names_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("value", [float("nan"), {1, 2}, object()])
+def test_a_value_that_json_does_not_know_is_refused_by_name(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(SnapshotError, match="saving .*step-00000001 failed: .*Error: odd: "):
+        save_snapshot(tmp_path, 1, {"odd": value})
+    assert names_in(tmp_path) == []
+
+
+def test_nothing_is_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model()
+    optimizer = adam(model)
+    train(model, optimizer, 1)
+
+    def refuse(*_args: Any, **_options: Any) -> None:
+        raise AssertionError("pickle was used")
+
+    for name in ("load", "loads", "Unpickler", "dump", "dumps", "Pickler"):
+        monkeypatch.setattr(f"pickle.{name}", refuse)
+    monkeypatch.setattr("torch.save", refuse)
+    monkeypatch.setattr("torch.load", refuse)
+    save_snapshot(tmp_path, 1, sharded_state_dict(model, optimizer), Group())
+    load_snapshot(tmp_path, partial(target_state_dict, model, optimizer), Group())
+
+
+def load_where_only_rank_0_sees(directory: Path) -> tuple[int, bool]:
+    if dist.get_rank() == 1:
+        vars(scale_core.snapshot)["_newest"] = lambda _directory: None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return load_snapshot(directory, {"a": torch.zeros(4, 4), "note": None}).step, True
+
+
+def test_rank_0_decides_which_snapshot_it_is(tmp_path: Path) -> None:
+    two_snapshots(tmp_path)
+    assert run_ranks(load_where_only_rank_0_sees, 2, tmp_path) == [(2, True)] * 2

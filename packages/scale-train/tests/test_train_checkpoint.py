@@ -1,0 +1,203 @@
+import errno
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from scale_core.group import Group, group_of
+from scale_core.snapshot import SnapshotError
+from scale_core.testing import run_ranks
+from scale_train import checkpoint
+from scale_train.checkpoint import CHECKPOINTS, METRICS, Place, check_same_model, choose_place, describe, load, save
+from scale_train.errors import InputError
+from scale_train.loop import one_step
+from scale_train.options import DataOptions, ModelOptions, OptimizerOptions, Options, ParallelOptions, RunOptions
+from scale_train.progress import Silent, StepRecord
+from scale_train.text import read_text
+from scale_train.training import Training, build
+
+
+class Losses(Silent):
+    def __init__(self) -> None:
+        self.values: dict[int, float] = {}
+
+    def step(self, record: StepRecord) -> None:
+        self.values[record.step] = record.loss
+
+
+def options_for(text: Path, parallel: str = "none", **model) -> Options:
+    return Options(
+        data=DataOptions(text=(text,), sequence=16, batch=12),
+        model=ModelOptions(**{"layers": 1, "width": 16, "heads": 2, **model}),
+        parallel=ParallelOptions(parallel=parallel, device="cpu"),
+        optimizer=OptimizerOptions(steps=6, warmup=2),
+        run=RunOptions(log_every=1),
+    )
+
+
+def start(options: Options, group: Group) -> Training:
+    return build(options, read_text(options.data.text), group)
+
+
+def losses_until_the_end(training: Training) -> dict[int, float]:
+    training.reporter = losses = Losses()
+    while training.step < training.options.optimizer.steps:
+        one_step(training)
+    return losses.values
+
+
+def save_half_way(options: Options, folder: Path) -> dict[int, float]:
+    training = start(options, group_of())
+    for _ in range(3):
+        one_step(training)
+    save(training, folder)
+    return losses_until_the_end(training)
+
+
+def go_on(options: Options, point: Path) -> dict[int, float]:
+    training = start(options, group_of())
+    load(training, point)
+    return losses_until_the_end(training)
+
+
+@pytest.fixture
+def text(tmp_path) -> Path:
+    path = tmp_path / "text"
+    path.write_bytes(bytes(torch.randint(97, 123, (5_000,), generator=torch.Generator().manual_seed(0)).tolist()))
+    return path
+
+
+@pytest.fixture
+def point(text, tmp_path) -> Path:
+    save_half_way(options_for(text), tmp_path / "run" / CHECKPOINTS)
+    return tmp_path / "run" / CHECKPOINTS / "step-00000003"
+
+
+def test_a_resumed_training_has_the_losses_of_one_that_never_stopped(text, tmp_path):
+    options = options_for(text, "fsdp", dropout=0.2)
+    uninterrupted = run_ranks(save_half_way, 2, options, tmp_path)[0]
+    assert run_ranks(go_on, 2, options, tmp_path / "step-00000003")[0] == uninterrupted
+
+
+def test_another_number_of_ranks_goes_on_to_the_same_curve(text, tmp_path):
+    uninterrupted = run_ranks(save_half_way, 2, options_for(text, "fsdp"), tmp_path)[0]
+    point = tmp_path / "step-00000003"
+    by_three = run_ranks(go_on, 3, options_for(text, "fsdp"), point)[0]
+    by_one = go_on(options_for(text, "none"), point)
+    assert list(by_three) == list(by_one) == [4, 5, 6]
+    for step in by_one:
+        assert by_one[step] == pytest.approx(uninterrupted[step], rel=1e-4)
+        assert by_three[step] == pytest.approx(uninterrupted[step], rel=1e-4)
+
+
+def test_a_checkpoint_says_what_it_is_in_plain_json(text):
+    training = start(options_for(text), Group())
+    document = json.loads(json.dumps(describe(training)))
+    assert document["data"]["drawn"] == 0 and document["model"]["width"] == 16
+    assert document["parameters"]["embedding.weight"] == [256, 16]
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"width": 32}, r"embedding.weight is \[256, 16\] there, \[256, 32\] here"),
+        ({"layers": 2}, r"it has no blocks.1.attention_norm.weight, which is \[16\] here"),
+        ({"tied": False}, r"it has no head.weight, which is \[256, 16\] here"),
+    ],
+)
+def test_a_checkpoint_of_another_model_names_the_first_parameter_that_differs(text, point, changes, message):
+    with pytest.raises(InputError, match=f"a checkpoint of another model: {message}"):
+        load(start(options_for(text, **changes), Group()), point)
+
+
+def test_a_parameter_that_only_the_checkpoint_has_is_named_too():
+    with pytest.raises(InputError, match=r"it has b \[2\], which is not here"):
+        check_same_model({"a": [1], "b": [2]}, {"a": [1]}, Path("step-1"))
+
+
+def test_a_checkpoint_of_another_text_is_refused(text, point, tmp_path):
+    other = tmp_path / "other"
+    other.write_bytes(text.read_bytes()[::-1])
+    with pytest.raises(InputError, match="it was trained on another text"):
+        load(start(options_for(other), Group()), point)
+
+
+def test_the_command_line_decides_about_the_optimizer(text, point):
+    options = options_for(text)
+    training = start(replace(options, optimizer=replace(options.optimizer, weight_decay=0.5)), Group())
+    load(training, point)
+    assert training.optimizer.param_groups[0]["weight_decay"] == 0.5
+    assert training.step == training.saved_step == 3
+
+
+def test_a_damaged_checkpoint_is_refused_in_one_line(text, point):
+    (point / "manifest.json").write_text("{")
+    with pytest.raises(InputError, match=r"--resume .*step-00000003") as caught:
+        load(start(options_for(text), Group()), point)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_full_disk_says_so_and_names_the_checkpoint_that_stays(text, tmp_path, monkeypatch):
+    training = start(options_for(text), Group())
+    first = save(training, tmp_path)
+    one_step(training)
+
+    def full(*args):
+        raise SnapshotError("saving failed") from OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_snapshot", full)
+    with pytest.raises(InputError, match=r"cannot save step 1 in .*: the disk is full; the last whole .*step-00000000"):
+        save(training, tmp_path)
+    assert training.checkpoint == first and training.saved_step == 0
+
+
+def test_a_new_run_gets_a_new_folder_each_time(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    places = [choose_place(RunOptions()) for _ in range(2)]
+    assert places == [Place(Path("scale-runs/lm-1"), None), Place(Path("scale-runs/lm-2"), None)]
+    assert choose_place(RunOptions(out=Path("mine"))).folder.is_dir()
+
+
+def test_a_run_never_writes_into_a_folder_that_holds_something(tmp_path, point):
+    with pytest.raises(InputError, match="exists; name a new folder, or continue it with --resume"):
+        choose_place(RunOptions(out=tmp_path))
+    with pytest.raises(InputError, match="exists; name a new folder, or leave --out away"):
+        choose_place(RunOptions(out=tmp_path, resume=tmp_path / "run"))
+
+
+def test_resuming_goes_on_in_the_run_from_its_last_whole_checkpoint(tmp_path, point):
+    run = tmp_path / "run"
+    assert choose_place(RunOptions(resume=run)) == Place(run, point)
+    assert choose_place(RunOptions(resume=point)) == Place(run, point)
+    assert choose_place(RunOptions(resume=run, out=run)) == Place(run, point)
+
+
+def test_resuming_into_another_folder_takes_the_curve_along(tmp_path, point):
+    (tmp_path / "run" / METRICS).write_text('{"step": 1}\n')
+    place = choose_place(RunOptions(resume=point, out=tmp_path / "copy"))
+    assert place == Place(tmp_path / "copy", point)
+    assert (tmp_path / "copy" / METRICS).read_text() == '{"step": 1}\n'
+
+
+def test_an_older_checkpoint_needs_a_folder_of_its_own(text, tmp_path, point):
+    training = start(options_for(text), Group())
+    training.step = 5
+    save(training, point.parent)
+    with pytest.raises(InputError, match="step-00000005 is newer and stays; name a new folder with --out"):
+        choose_place(RunOptions(resume=point))
+    assert choose_place(RunOptions(resume=point, out=tmp_path / "new")).point == point
+
+
+def test_what_cannot_be_resumed_is_said(tmp_path):
+    with pytest.raises(InputError, match="no such folder"):
+        choose_place(RunOptions(resume=tmp_path / "nowhere"))
+    with pytest.raises(InputError, match="neither a run"):
+        choose_place(RunOptions(resume=tmp_path))
+    (tmp_path / CHECKPOINTS).mkdir()
+    with pytest.raises(InputError, match="there is no whole checkpoint in it"):
+        choose_place(RunOptions(resume=tmp_path))
+    with pytest.raises(InputError, match="cannot be written"):
+        (tmp_path / "file").write_text("")
+        choose_place(RunOptions(out=tmp_path / "file" / "folder"))

@@ -1,0 +1,139 @@
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from scale_train.cli import main, parse
+from scale_train.options import MAX_RANKS_PER_CORE
+
+SMALL = [
+    "--layers",
+    "1",
+    "--width",
+    "16",
+    "--heads",
+    "2",
+    "--sequence",
+    "16",
+    "--batch",
+    "4",
+    "--steps",
+    "3",
+    "--save-every",
+    "2",
+    "--evaluate-every",
+    "2",
+]
+ALONE = ["--parallel", "none", "--device", "cpu", "--sample-length", "5", "--log-every", "1"]
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    Path("text").write_bytes(b"the quick brown fox jumps over the lazy dog\n" * 50)
+    Path("empty").write_bytes(b"")
+
+
+def lm(*arguments: str) -> int:
+    return main(["lm", *SMALL, *arguments])
+
+
+def the_only_line(capsys: pytest.CaptureFixture[str]) -> str:
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1, (out, err)
+    return err
+
+
+TOO_MANY = (os.cpu_count() or 1) * MAX_RANKS_PER_CORE + 1
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ("--text nowhere", "--text nowhere: no such file or folder"),
+        ("--text empty", "expected text, but found 0 bytes"),
+        ("--text text --sequence 2000", "too few tokens for --sequence 2000"),
+        ("--text text --batch 7 --ranks 2", "--batch 7 does not divide into 2 ranks"),
+        (f"--text text --batch {TOO_MANY} --device cpu --ranks {TOO_MANY}", "more ranks than this machine's devices"),
+        ("--text text --size huge", "--size huge: no such size"),
+        ("--text text --parallel none --ranks 2", "--parallel none is one process"),
+        ("--text text --resume nowhere --parallel none", "--resume nowhere: no such folder"),
+    ],
+)
+def test_wrong_input_is_one_clear_line_and_code_2(capsys, arguments, words):
+    assert lm(*arguments.split()) == 2
+    assert words in the_only_line(capsys)
+    assert not Path("scale-runs").exists()
+
+
+def test_an_option_that_does_not_exist_is_code_2_and_help_is_code_0(capsys):
+    assert main(["lm", "--stpes", "3"]) == 2
+    assert main(["lm", "--help"]) == 0
+    assert "--checkpoint-activations" in capsys.readouterr().out
+
+
+def test_options_have_the_names_of_the_manual():
+    options = parse(
+        [
+            "lm",
+            "--text",
+            "a",
+            "b",
+            "--ranks",
+            "2",
+            "--parallel",
+            "ddp",
+            "--precision",
+            "bf16",
+            "--accumulate",
+            "2",
+            "--checkpoint-activations",
+            "--no-reshard-after-forward",
+            "--clip",
+            "0.5",
+            "--size",
+            "gpt3-125m",
+            "--no-tied",
+            "--resume",
+            "r",
+            "--log-format",
+            "json",
+        ]
+    )
+    assert options.data.text == (Path("a"), Path("b"))
+    assert (options.parallel.ranks, options.parallel.parallel, options.parallel.precision) == (2, "ddp", "bf16")
+    assert options.parallel.checkpoint_activations and not options.parallel.reshard_after_forward
+    assert options.optimizer.clip == 0.5 and not options.model.tied and options.run.resume == Path("r")
+
+
+def test_a_run_leaves_checkpoints_metrics_and_a_picture_and_ends_with_its_report(capsys):
+    assert lm("--text", "text", "--out", "run", "--log-format", "json", *ALONE) == 0
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [event["step"] for event in events if event["event"] == "step"] == [1, 2, 3]
+    end = events[-1]
+    assert end["event"] == "end" and end["steps"] == 3 and end["held_out_bits_per_byte"] > 0
+    assert end["held_memory_bytes"] == [end["ddp_memory_bytes"]]
+    assert sorted(path.name for path in Path("run/checkpoints").iterdir()) == ["step-00000002", "step-00000003"]
+    assert Path("run/loss.png").stat().st_size > 1000
+
+
+def test_a_second_run_never_writes_into_the_first_ones_folder(capsys):
+    assert lm("--text", "text", "--out", "run", *ALONE) == 0
+    capsys.readouterr()
+    assert lm("--text", "text", "--out", "run", *ALONE) == 2
+    assert "--out run: exists" in the_only_line(capsys)
+
+
+def test_a_checkpoint_of_another_model_names_the_first_parameter_that_differs(capsys):
+    assert lm("--text", "text", "--out", "run", *ALONE) == 0
+    capsys.readouterr()
+    assert lm("--text", "text", "--resume", "run", "--width", "32", *ALONE) == 2
+    assert "embedding.weight is [256, 16] there, [256, 32] here" in the_only_line(capsys)
+
+
+def test_a_loss_that_is_no_number_ends_the_run_with_code_1(capsys):
+    assert lm("--text", "text", "--lr", "1e30", "--clip", "0", "--warmup", "0", "--steps", "9", *ALONE) == 1
+    assert "the loss is nan at step" in capsys.readouterr().err

@@ -1,0 +1,58 @@
+import math
+
+import pytest
+import torch
+
+from scale_core.group import Group, group_of
+from scale_core.testing import run_ranks
+from scale_train.evaluate import bits_per_byte, held_out_starts, sum_over_ranks
+from scale_train.model import GPT, ModelConfig
+from scale_train.options import ParallelOptions
+from scale_train.parallel import spread
+from scale_train.sampler import windows_at
+
+TEXT = torch.arange(150, dtype=torch.uint8)
+CPU = torch.device("cpu")
+
+
+def evaluated(parallel: str, group: Group) -> float:
+    torch.manual_seed(0)
+    engine = spread(GPT(ModelConfig(1, 16, 2)), ParallelOptions(parallel=parallel), group, CPU)
+    starts = held_out_starts(len(TEXT), 8, 0)
+    bits = bits_per_byte(engine, TEXT, starts, 8, 4, group)
+    assert engine.model.training
+    return bits
+
+
+def evaluated_here(parallel: str) -> float:
+    return evaluated(parallel, group_of())
+
+
+def test_windows_are_spread_evenly_from_the_first_byte_to_the_last():
+    starts = held_out_starts(num_bytes=101, sequence=10, most_tokens=50)
+    assert starts.tolist() == [0, 22, 45, 67, 90]
+    assert held_out_starts(101, 10, 0).tolist() == list(range(0, 100, 10))
+    assert held_out_starts(11, 10, 5).tolist() == [0]
+
+
+def test_bits_per_byte_are_the_mean_loss_in_another_unit():
+    torch.manual_seed(0)
+    model = GPT(ModelConfig(1, 16, 2))
+    batch = windows_at(TEXT, held_out_starts(len(TEXT), 8, 0), 8)
+    expected = model(batch.tokens, batch.targets).item() / math.log(2)
+    assert evaluated("none", Group()) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("ranks, parallel", [(2, "fsdp"), (3, "fsdp"), (2, "ddp")])
+def test_ranks_that_do_not_divide_the_windows_find_the_same(ranks, parallel):
+    by_rank = run_ranks(evaluated_here, ranks, parallel)
+    assert len(set(by_rank)) == 1
+    assert by_rank[0] == pytest.approx(evaluated("none", Group()), rel=1e-6)
+
+
+def sum_of_ranks() -> float:
+    return sum_over_ranks(0.1 + group_of().rank, group_of())
+
+
+def test_a_sum_over_ranks_has_the_same_bits_on_all():
+    assert run_ranks(sum_of_ranks, 3) == [math.fsum([0.1, 1.1, 2.1])] * 3
