@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from measure import memcpy_seconds, spending
 from report import Table, save
-from team import ALLOCATOR_FOR_TIME, Handlers, Team, serve
+from team import ALLOCATOR_FOR_TIME, Handlers, Nursery, Team, raise_ranks
 
 from scale_core import collectives
 from scale_core.group import group_of
@@ -105,11 +105,11 @@ class Result:
     sent: float = 0.0
 
 
-def measure(megabytes: int, turns: int, repeats: int) -> list[Result]:
+def measure(nursery: Nursery, megabytes: int, turns: int, repeats: int) -> list[Result]:
     """All operations by turns."""
     results = [Result(owner, operation, megabytes) for operation in LEAST for owner in OWNERS]
     num_bytes = megabytes * 2**20
-    with Team(__file__, {"num_bytes": num_bytes}, ALLOCATOR_FOR_TIME, WORLD_SIZE) as team:
+    with Team(nursery, {"num_bytes": num_bytes}, WORLD_SIZE) as team:
         for turn in range(turns):
             memcpy = team.ask("memcpy")[0]["seconds"]
             shift = turn % len(results)
@@ -150,7 +150,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--check", action="store_true", help="fail where ours send more than they must")
     parser.add_argument("--smoke", action="store_true", help="1 MB, one turn, checked")
     parser.add_argument("--date", help="writes results/DATE-collectives.json and .md")
-    parser.add_argument("--rank", help=argparse.SUPPRESS)
+    parser.add_argument("--nursery", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.smoke:
         options.sizes, options.turns, options.repeats, options.check = "1", 1, 2, True
@@ -159,11 +159,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    if options.rank:
-        return serve(options.rank, start_rank)
-    results = [
-        result for size in options.sizes.split(",") for result in measure(int(size), options.turns, options.repeats)
-    ]
+    if options.nursery is not None:
+        return raise_ranks(options.nursery, start_rank)
+    results = []
+    with Nursery(__file__, ALLOCATOR_FOR_TIME) as nursery:
+        for size in options.sizes.split(","):
+            results += measure(nursery, int(size), options.turns, options.repeats)
     table = table_of(results)
     print(table.markdown())
     if options.date:

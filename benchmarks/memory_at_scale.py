@@ -1,8 +1,9 @@
 """Peak memory of one rank in large worlds: the real training step of each engine on tensors without memory.
 
-    python benchmarks/memory_at_scale.py                     # every configuration, every engine that is installed
+    python benchmarks/memory_at_scale.py                     # every configuration and engine, 6 minutes
     python benchmarks/memory_at_scale.py --config 13b-w8-bs1 --engine fsdp2
-    python benchmarks/memory_at_scale.py --date 2026-11-21   # also writes results/memory_at_scale-2026-11-21.{json,md}
+    python benchmarks/memory_at_scale.py --smoke             # a tiny model
+    python benchmarks/memory_at_scale.py --date 2026-11-21   # also writes results/2026-11-21-memory_at_scale.*
 
 All engines get the same model: a pre-norm GPT whose blocks are activation-checkpointed units, sequences of 2,048
 tokens, computation, gathers and reductions in bf16, fp32 master weights and AdamW without fused kernels. The second
@@ -13,16 +14,14 @@ step is measured, since Adam's state exists only from the first step on. What th
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from report import Table, save
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -68,7 +67,9 @@ CONFIGS = {
     "13b-w8-bs1": Config("13b", 8, 1, 8, 26.2),
     "13b-w8-bs8": Config("13b", 8, 8, 16, 29.3),
     "175b-w128-bs1": Config("175b", 128, 1, 8, 30.8),
+    "tiny-w4-bs1": Config("tiny", 4, 1, 8, 1.0),
 }
+SMOKE = "tiny-w4-bs1"
 
 
 class Block(nn.Module):
@@ -230,40 +231,33 @@ def measure(name: str, engine: str) -> Row:
         )
 
 
-def table(rows: list[Row]) -> str:
-    """The rows as markdown, in GiB."""
+def table(rows: list[Row]) -> Table:
+    """The rows for people, in GiB."""
     kinds = sorted({kind for row in rows for kind in row.peak_by_kind})
-    head = ["configuration", "engine", "peak", *kinds, "sent", "collectives", "goal"]
-    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-    for row in rows:
-        sizes = [row.peak_bytes, *(row.peak_by_kind.get(kind, 0) for kind in kinds), sum(row.bytes_sent.values())]
-        cells = [row.config, row.engine, *(f"{size / GIB:.2f}" for size in sizes), str(row.collectives)]
-        goal = f"<= {CONFIGS[row.config].goal_gib}" if row.engine == "scale-fsdp" else ""
-        lines.append("| " + " | ".join([*cells, goal]) + " |")
-    return "\n".join(lines)
+    heads = ["configuration", "engine", "peak", "goal", *kinds, "sent", "collectives", "CPU s"]
+    return Table("GiB of rank 0 in its second step", heads, [_cells(row, kinds) for row in rows])
 
 
-def save(rows: list[Row], date: str) -> None:
-    """Writes the rows beside this script, with what they were computed on."""
-    folder = Path(__file__).parent / "results"
-    folder.mkdir(exist_ok=True)
-    machine = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
-    content = {"date": date, **machine, "sequence": SEQUENCE, "vocabulary": VOCABULARY, "rows": list(map(asdict, rows))}
-    (folder / f"memory_at_scale-{date}.json").write_text(json.dumps(content, indent=1) + "\n")
-    text = f"# Memory at scale, {date}\n\nSimulated, GiB of one rank in its second step; torch {torch.__version__}.\n\n"
-    (folder / f"memory_at_scale-{date}.md").write_text(text + table(rows) + "\n")
+def _cells(row: Row, kinds: list[str]) -> list[str]:
+    goal = f"<= {CONFIGS[row.config].goal_gib}" if row.engine == "scale-fsdp" else ""
+    sizes = [f"{row.peak_by_kind.get(kind, 0) / GIB:.2f}" for kind in kinds]
+    sent = f"{sum(row.bytes_sent.values()) / GIB:.1f}"
+    name, peak = row.config, f"{row.peak_bytes / GIB:.2f}"
+    return [name, row.engine, peak, goal, *sizes, sent, str(row.collectives), f"{row.cpu_seconds:.0f}"]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Peak memory of one rank in large worlds, simulated.")
     parser.add_argument("--config", choices=CONFIGS, action="append", help="may be given several times; default: all")
     parser.add_argument("--engine", choices=ENGINES, action="append", help="may be given several times; default: all")
-    parser.add_argument("--date", help="writes results/memory_at_scale-DATE.json and .md")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model: whether it runs")
+    parser.add_argument("--date", help="also writes results/DATE-memory_at_scale.json and .md")
     options = parser.parse_args()
-    rows = [measure(config, engine) for config in options.config or CONFIGS for engine in options.engine or ENGINES]
-    print("\n" + table(rows))
+    configs = [SMOKE] if options.smoke else options.config or [name for name in CONFIGS if name != SMOKE]
+    rows = [measure(config, engine) for config in configs for engine in options.engine or ENGINES]
+    print(table(rows).markdown())
     if options.date:
-        save(rows, options.date)
+        save("memory_at_scale", options.date, __doc__ or "", [table(rows)], [asdict(row) for row in rows])
     return 0
 
 

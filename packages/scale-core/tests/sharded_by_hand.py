@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
-from scale_core.group import Group
-from scale_core.shard import Axis, Held, Shard, mark, shard_of
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from scale_core.group import Group
+from scale_core.shard import Axis, Held, Shard, mark, shard_of
 
 
 class Model(nn.Module):
@@ -61,4 +62,6 @@ def train(model: nn.Module, optimizer: Optimizer, num_steps: int, first: int = 0
 
 def adam(model: nn.Module, **options: float) -> torch.optim.AdamW:
     decayed = [param for param in model.parameters() if param.requires_grad]
-    return torch.optim.AdamW([{"params": decayed[:2], "weight_decay": 0.1}, {"params": decayed[2:]}], lr=0.01, **options)
+    return torch.optim.AdamW(
+        [{"params": decayed[:2], "weight_decay": 0.1}, {"params": decayed[2:]}], lr=0.01, **options
+    )

@@ -6,8 +6,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from scale_core.boxes import Box, LocalShard, boxes
 from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from scale_core.boxes import Box, LocalShard, boxes
 
 SHAPES = st.lists(st.integers(1, 4), min_size=0, max_size=4).map(tuple)
 

@@ -9,16 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import scale_core.snapshot
 import torch
 import torch.distributed as dist
+from sharded_by_hand import Model, adam, cut, train
+from torch import Tensor
+
+import scale_core.snapshot
 from scale_core.boxes import LocalShard
 from scale_core.group import Group
 from scale_core.snapshot import Snapshot, SnapshotError, latest_snapshot, load_snapshot, save_snapshot
 from scale_core.state import StateMismatch, load_sharded_state_dict, sharded_state_dict, target_state_dict
 from scale_core.testing import RankError, run_ranks
-from sharded_by_hand import Model, adam, cut, train
-from torch import Tensor
 
 safetensors = pytest.importorskip("safetensors")
 

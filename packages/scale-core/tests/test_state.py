@@ -4,6 +4,9 @@ from typing import Any
 
 import pytest
 import torch
+from sharded_by_hand import Model, adam, cut, train
+from torch import Tensor, nn
+
 from scale_core.group import Group
 from scale_core.shard import Axis, Held, Shard, mark
 from scale_core.state import (
@@ -15,8 +18,6 @@ from scale_core.state import (
     sharded_state_dict,
     target_state_dict,
 )
-from sharded_by_hand import Model, adam, cut, train
-from torch import Tensor, nn
 
 OPTIMIZERS = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),

@@ -2,8 +2,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from scale_core.tensorfile import DTYPES, Entry, read_rows, write_tensors
 from torch import Tensor
+
+from scale_core.tensorfile import DTYPES, Entry, read_rows, write_tensors
 
 
 def write(path: Path, tensors: dict[str, Tensor]) -> dict[str, tuple[int, int]]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from scale_core.group import group_of
+from scale_core.shard import shard_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -216,13 +217,16 @@ def _sum(tensors: Sequence[Tensor]) -> Tensor:
 
 def local_grads(model: nn.Module) -> Iterator[tuple[str, int, int, Tensor | None]]:
     """Yields each parameter's name, its range on this rank and the gradient [stop - start] of that range."""
-    for unit in units_in(model):
-        for buffer in unit.buffers:
-            for index, (name, span) in enumerate(zip(buffer.names, buffer.spans, strict=True)):
-                grad = buffer.exposed[0 if buffer.flatten else index].grad
-                if grad is not None and buffer.flatten:
-                    grad = grad.narrow(0, span.shard_offset, span.numel)
-                yield name, span.start, span.stop, None if grad is None else grad.reshape(-1)
+    for name, param in model.named_parameters():
+        if not name.rpartition(".")[2].startswith("flat_param_"):
+            shard = shard_of(param)
+            assert shard is not None
+            yield name, shard.start, shard.stop, None if param.grad is None else param.grad.reshape(-1)
+    for buffer in (buffer for unit in units_in(model) for buffer in unit.buffers if buffer.flatten):
+        grad = buffer.exposed[0].grad
+        for name, span in zip(buffer.names, buffer.spans, strict=True):
+            mine = None if grad is None else grad.narrow(0, span.shard_offset, span.numel)
+            yield name, span.start, span.stop, mine
 
 
 def differing_grads(model: nn.Module, plain: nn.Module) -> list[str]:

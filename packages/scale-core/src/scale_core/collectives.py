@@ -9,8 +9,10 @@ different places never read each other's data, they time out, and that can be ca
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Literal, Protocol
@@ -30,6 +32,9 @@ _UNTAGGED = 0
 _LONGEST_RECORD = 1 << 20
 UNIT_TAGS = range(_LONGEST_RECORD + 2, 1 << 31)
 """The tags that callers may choose from."""
+
+# How long the others may take to end a transfer that this rank has given up.
+_GRACE_SECONDS = 5.0
 
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -63,7 +68,7 @@ class Pending:
     """A collective under way; it owns its buffers until `wait()` returns.
 
     A handle must be waited on, or given up by `abandon()`: one that is dropped with neither warns, because its
-    buffers could be freed or read while the transfer still runs. A transfer that could not even begin says so in
+    result could be read while the transfer still runs. A transfer that could not even begin says so in
     `wait()`, as one does that fails under way.
     """
 
@@ -98,21 +103,36 @@ class Pending:
             works, self._works = self._works, []
             for peer, work in works:
                 _wait_for(self.op, peer, work, limit_seconds)
-            self._result = result if self._finish is None else self._finish()
-            self._finish, self._keep = None, []
+            finish, self._finish = self._finish, None
+            works, self._keep = [], []  # What was sent is free before `finish` takes memory of its own.
+            self._result = result if finish is None else finish()
         if self._result is None:
             raise TransferError(self.op, None, "it was given up, or has failed before")
         return self._result
 
     def abandon(self) -> None:
-        """Gives the transfer up after an error elsewhere; nobody will read its result."""
+        """Gives the transfer up after an error elsewhere; nobody will read its result.
+
+        Waits for its end all the same, because the transport still writes into the buffers, and can't use a connection
+        again on which a message found no buffer. Ranks that have failed alike are here together, so that takes no
+        time; where the others never come, the connection is cut after a few seconds and the group is of no more use.
+        """
+        if not self._open:
+            return
         self._open = False
+        deadline = time.monotonic() + _GRACE_SECONDS
+        for peer, work in self._works:
+            with suppress(TransferError):
+                _wait_for(self.op, peer, work, max(0.001, deadline - time.monotonic()))
         self._result, self._finish = None, None
         self._works, self._keep = [], []
 
     def __del__(self) -> None:
         if getattr(self, "_open", False):
-            warnings.warn(f"{self.op} was dropped without wait()", ResourceWarning, stacklevel=2)
+            try:
+                warnings.warn(f"{self.op} was dropped without wait()", ResourceWarning, stacklevel=2)
+            finally:
+                self.abandon()
 
 
 def all_gather(output: Tensor, shard: Tensor, group: Group, *, tag: int = _UNTAGGED) -> Pending:
@@ -131,7 +151,8 @@ def all_gather(output: Tensor, shard: Tensor, group: Group, *, tag: int = _UNTAG
     own = _part(output, group.rank, group)
     if group.size == 1 or not _peer_to_peer(group, output.device):
         if group.size == 1:
-            return Pending("all_gather", [], _fill(own, shard))
+            _fill(own, shard)
+            return Pending("all_gather", [], output)
         works = [_begin(None, lambda: compat.all_gather_single(output, shard, _torch_group(group)))]
         return Pending("all_gather", works, output, keep=[shard])
     wire, sent = _as_bytes(output), _as_bytes(shard)
@@ -377,9 +398,11 @@ def _native_reduce_scatter(full: Tensor, group: Group, dtype: torch.dtype, avera
     result = torch.empty(full.numel() // group.size, dtype=full.dtype, device=full.device)
     work = _begin(None, lambda: compat.reduce_scatter_single(result, full, _torch_group(group)))
 
-    def finish() -> Tensor:
+    wider = torch.promote_types(dtype, full.dtype)
+
+    def finish() -> Tensor:  # Must not refer to `full`, which is free by now.
         # Divided in the wider dtype: a half-precision sum that is already small would lose bits twice.
-        wide = result.to(torch.promote_types(dtype, full.dtype))
+        wide = result.to(wider)
         return (wide.div_(group.size) if average else wide).to(dtype)
 
     return Pending("reduce_scatter", [work], result, finish=finish, keep=[full])

@@ -8,7 +8,7 @@ whether there are others at all. `Group` answers them once, so that a world of o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, cast
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -65,7 +65,7 @@ def group_of(process_group: GroupLike = None) -> Group:
         if not (dist.is_available() and dist.is_initialized()):
             return Group()
         return _from_torch(dist.group.WORLD)
-    if process_group == dist.GroupMember.NON_GROUP_MEMBER:  # A number, in place of a group.
+    if process_group is cast(object, dist.GroupMember.NON_GROUP_MEMBER):  # What new_group returns where it has no group.
         raise ValueError(
             "this rank is no member of the process group: call the function only on the ranks that were given to "
             "torch.distributed.new_group(ranks)"

@@ -20,7 +20,8 @@ from scale_core.collectives import all_reduce
 from scale_core.group import Group
 from scale_core.shard import Held, shard_of
 
-_PIECE = 4096
+# So many squares can be added in fp32 before the error of the sum is that of its last rounding.
+_PIECE = 256
 
 
 @torch.no_grad()
@@ -107,15 +108,14 @@ def _sharing_groups(param: Tensor) -> tuple[Group, ...]:
 
 def _share(grads: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
     """The sum of |g|^p over all elements, or their largest magnitude; scalar, fp64."""
-    short: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    short: dict[torch.device, list[Tensor]] = {}
     norms = []
     for grad in grads:
         if grad.numel() > _PIECE:
             norms += _norms_of_pieces(grad, norm_type)
         elif grad.numel():
-            short.setdefault((torch.promote_types(grad.dtype, torch.float32), grad.device), []).append(grad)
-    for (dtype, _), alike in short.items():
-        norms.append(torch.stack(torch._foreach_norm(alike, norm_type, dtype)))
+            short.setdefault(grad.device, []).append(grad)
+    norms += [torch.stack(torch._foreach_norm(alike, norm_type, torch.float64)) for alike in short.values()]
     if not norms:
         return torch.zeros((), dtype=torch.float64, device=device)
     joined = torch.cat([norm.to(device, torch.float64) for norm in norms])

@@ -89,9 +89,14 @@ def target_state_dict(model: nn.Module, optimizer: Optimizer | None, saved: Mapp
         saved: For each saved key a `SavedTensor`, or the saved value itself where that is no tensor.
 
     Raises:
-        StateMismatch: The saved optimizer state is that of other parameters or of another kind of optimizer.
+        StateMismatch: The saved state is that of another model, or of another kind of optimizer, or the optimizer has
+            other parameters.
     """
     target = sharded_state_dict(model)
+    # The model before the optimizer: of another model, the first parameter that differs is what helps.
+    check_keys(target, {key: None for key in saved if key.startswith("model.")})
+    for key, piece in target.items():
+        check_alike(key, saved[key], piece)
     if optimizer is None:
         return target
     names = _optimizer_names(model, optimizer)

@@ -39,6 +39,9 @@ from scale_core.rendezvous import open_store, under_name
 
 T = TypeVar("T")
 
+# Imported once in the server. The first step of an optimizer imports torch._dynamo, and a snapshot torch's checkpoint
+# package: a second for each, which otherwise every rank of every call would spend again.
+_PRELOADED = ["torch", "torch.distributed.checkpoint", "torch._dynamo", "scale_core.testing", "scale_core.snapshot"]
 # How long the others may take to report, once one rank has failed: what they saw is not what went wrong.
 _GRACE_SECONDS = 1.0
 # What a survivor of another rank's end reads; such an error is a consequence, never the cause.
@@ -158,7 +161,7 @@ def _start(order: _Order) -> list[BaseProcess]:
     methods = multiprocessing.get_all_start_methods()
     context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
     if "forkserver" in methods:
-        context.set_forkserver_preload(["torch", "torch.distributed", "scale_core.testing"])
+        context.set_forkserver_preload(_PRELOADED)
     ranks: list[BaseProcess] = []
     with _main_hidden(unless=b"__main__" in order.call):
         for rank in range(order.num_ranks):

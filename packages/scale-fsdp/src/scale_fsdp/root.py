@@ -117,11 +117,20 @@ class Root:
         if not (self.synchronizes and unit.trains):
             return
         self.announce("reduction", unit)
-        if self._reducing is not None:
-            self._reducing.settle()
+        self.make_room()
         self._reducing = unit
         unit.reduce()
         self._reduced.add(self._numbers[id(unit)])
+
+    def make_room(self) -> None:
+        """Takes the results of the reduction under way, so that its flat gradient is free before the next one is filled.
+
+        It has run beside the backward of the next unit up to that unit's first gradient, and beside all of its
+        recomputation where it is checkpointed.
+        """
+        if self._reducing is not None:
+            self._reducing.settle()
+            self._reducing = None
 
     def _finish_backward(self) -> None:
         try:
@@ -131,7 +140,7 @@ class Root:
                 for unit in self.units:
                     if unit.lends and self._numbers[id(unit)] not in self._reduced:
                         self.reduce(unit)
-                self._settle()
+                self.make_room()
                 self._close_backward()
             else:
                 self.contract.leave()
@@ -162,11 +171,6 @@ class Root:
         with self.contract.waiting(Event("the end", "")):
             limit = self.contract.limit_seconds
             return [json.loads(text) for text in exchange_text(json.dumps(mine), self.group, limit_seconds=limit)]
-
-    def _settle(self) -> None:
-        if self._reducing is not None:
-            self._reducing.settle()
-            self._reducing = None
 
     def _forget_backward(self) -> None:
         self._reducing = None

@@ -132,6 +132,7 @@ class Unit:
             output = _cast(output, self.precision.output_dtype)
         if root.in_backward and self.in_backward:
             return output  # Recomputed for its own backward, which needs the parameters now.
+        output = _own(output)
         differentiable = torch.is_grad_enabled() and before_backward(output, self.before_backward)
         # Where no output could be found, nobody will say when the backward comes: nothing is released before its end.
         hidden = torch.is_grad_enabled() and not differentiable and any(buffer.trains for buffer in self.buffers)
@@ -292,6 +293,8 @@ class Unit:
         def pack(_: Tensor) -> None:
             root = self._the_root
             root.begin_backward()
+            if not self.buffers[place].has_gradient:
+                root.make_room()
             self.buffers[place].pack(index, accumulate=not root.synchronizes)
             root.note_used(self, place, index)
 
@@ -325,6 +328,11 @@ def _put(module: nn.Module, attribute: str, param: nn.Parameter | None) -> None:
         module._parameters.pop(attribute, None)
     else:
         module._parameters[attribute] = param
+
+
+def _own(output: Any) -> Any:
+    """Replaces what a unit inside has returned already by a view: the outer unit's backward comes first on all ranks."""
+    return map_tensors(lambda t: t.view_as(t) if t.requires_grad and t._backward_hooks else t, output)
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:

@@ -15,7 +15,7 @@ from scale_train.interrupt import StopSignal
 from scale_train.memory import held_bytes, peak_bytes, replicated_bytes
 from scale_train.progress import EvaluationRecord, StepRecord
 from scale_train.sampler import slice_of_rank, windows_at
-from scale_train.training import Training
+from scale_train.training import Clock, Training
 
 
 def train(training: Training, save: Callable[[Training], object]) -> float:
@@ -30,14 +30,16 @@ def train(training: Training, save: Callable[[Training], object]) -> float:
         TrainingDiverged: The loss is no finite number.
     """
     run, steps = training.options.run, training.options.optimizer.steps
+    training.clock = Clock()
     with StopSignal() as stop:
         while training.step < steps:
             one_step(training)
             done = training.step
-            if run.save_every and done % run.save_every == 0 and done < steps:
-                save(training)
-            if run.evaluate_every and done % run.evaluate_every == 0 and done < steps:
-                evaluate(training)
+            with training.clock.paused():
+                if run.save_every and done % run.save_every == 0 and done < steps:
+                    save(training)
+                if run.evaluate_every and done % run.evaluate_every == 0 and done < steps:
+                    evaluate(training)
             _stop_if_asked(training, stop, save)
         if training.saved_step != training.step:
             save(training)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from matplotlib.figure import Figure
-
 from scale_train.progress import read_metrics
 
 
@@ -17,6 +15,9 @@ def plot_loss(metrics: Path, picture: Path) -> None:
         metrics: A `metrics.jsonl`.
         picture: Where the PNG goes; replaced if it is there.
     """
+    # Here, because only rank 0 draws, once: every other rank would carry the library for nothing.
+    from matplotlib.figure import Figure
+
     entries = read_metrics(metrics)
     train = [(entry["step"], entry["loss"] / math.log(2)) for entry in entries if "loss" in entry]
     held_out = [

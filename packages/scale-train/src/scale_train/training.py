@@ -6,6 +6,8 @@ The loop moves it, a checkpoint keeps it, the report looks at it when it is over
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,6 +38,15 @@ class Clock:
         speed = (self.steps - self._last_steps) / max(1e-9, now - self._last)
         self._last, self._last_steps = now, self.steps
         return speed
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens inside is no training, and does not count for its speed."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._last += time.monotonic() - began
 
     def seconds_for(self, steps: int) -> float:
         """How long that many more steps will take."""

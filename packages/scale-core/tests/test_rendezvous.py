@@ -1,0 +1,188 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from scale_core.group import Group
+from scale_core.rendezvous import LaunchError, init_distributed, open_store
+from scale_core.testing import run_ranks
+
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
+
+
+def free_port() -> int:
+    store = open_store("127.0.0.1", 0, serve=True, timeout=1.0)
+    port: int = store.port
+    return port
+
+
+def join(folder: Path, ranks: list[int], sizes: list[int], port: int, timeout: float) -> tuple[str, float]:
+    """What init_distributed says to the process whose place in the lists is the number of files before its own."""
+    mine = claim(folder, len(ranks))
+    os.environ.update({"RANK": str(ranks[mine]), "WORLD_SIZE": str(sizes[mine]), "MASTER_ADDR": "127.0.0.1"})
+    os.environ["MASTER_PORT"] = str(port)
+    try:
+        group = init_distributed(device="cpu", timeout=timeout)
+    except LaunchError as error:
+        # Rank 0 serves the store: the others must have read their verdict before it goes.
+        (folder / f"done-{mine}").touch()
+        wait_until(lambda: len(list(folder.glob("done-*"))) == len(ranks))
+        return str(error), group_sum(None)
+    return f"{group.rank} of {group.size}", group_sum(group)
+
+
+def claim(folder: Path, num_ranks: int) -> int:
+    for place in range(num_ranks):
+        try:
+            (folder / f"place-{place}").touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        return place
+    raise AssertionError("more processes than places")
+
+
+def wait_until(condition: object) -> None:
+    assert callable(condition)
+    while not condition():
+        time.sleep(0.01)
+
+
+def group_sum(group: Group | None) -> float:
+    if group is None:
+        return -1.0
+    total = torch.tensor([1.0 + group.rank])
+    dist.all_reduce(total)
+    return total.item()
+
+
+def join_twice(port: int) -> list[bool]:
+    folder = Path(os.environ["MEETING"])
+    mine = claim(folder, 2)
+    os.environ.update({"RANK": str(mine), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+    first = init_distributed(device="cpu")
+    same = init_distributed(device="cpu") == first
+    dist.barrier()
+    dist.destroy_process_group()
+    again = init_distributed(device="cpu")
+    sums = group_sum(again) == 3.0
+    dist.barrier()
+    return [same, sums]
+
+
+def test_without_the_variables_it_is_a_world_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    assert init_distributed() == Group()
+    assert not dist.is_initialized()
+
+
+def test_ranks_find_each_other_by_the_variables(tmp_path: Path) -> None:
+    results = run_ranks(join, 2, tmp_path, [0, 1], [2, 2], free_port(), 30.0, backend=None)
+    assert sorted(results) == [("0 of 2", 3.0), ("1 of 2", 3.0)]
+
+
+def test_a_second_call_returns_the_same_group_and_one_may_leave_and_join_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEETING", str(tmp_path))
+    assert run_ranks(join_twice, 2, free_port(), backend=None) == [[True, True]] * 2
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sizes", "message"),
+    [
+        ([0, 0], [2, 2], "two ranks have RANK=0"),
+        ([0, 1], [2, 3], "WORLD_SIZE is"),
+    ],
+)
+def test_ranks_that_contradict_each_other_all_say_so(
+    tmp_path: Path, ranks: list[int], sizes: list[int], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store("127.0.0.1", 0, serve=True, timeout=30.0)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    results = run_ranks(join, 2, tmp_path, ranks, sizes, store.port, 30.0, backend=None)
+    assert all(message in text and "MASTER_PORT=" in text for text, _ in results), results
+
+
+def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
+    ((text, _),) = run_ranks(join, 1, tmp_path, [0], [3], free_port(), 2.0, backend=None)
+    assert "rank 1, 2 of 3 did not come within 2 s" in text
+    assert "RANK=0, WORLD_SIZE=3" in text
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"RANK": "2"}, "expected RANK below WORLD_SIZE, got 2 of 2"),
+        ({"RANK": ""}, "RANK is not set"),
+        ({"WORLD_SIZE": "two"}, "expected a number in WORLD_SIZE, got 'two'"),
+        ({"MASTER_ADDR": ""}, "MASTER_ADDR is not set"),
+        ({"MASTER_PORT": ""}, "MASTER_PORT is not set"),
+    ],
+)
+def test_wrong_variables_are_named_with_what_was_seen(
+    monkeypatch: pytest.MonkeyPatch, changed: dict[str, str], message: str
+) -> None:
+    right = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in {**right, **changed}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LaunchError, match=f"{message}. This rank saw RANK="):
+        init_distributed()
+
+
+def test_an_address_where_nobody_answers_is_an_error_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    with pytest.raises(LaunchError, match=r"no store at 127.0.0.1:\d+ within 1 s .*MASTER_ADDR=127.0.0.1"):
+        init_distributed(device="cpu", timeout=1.0)
+
+
+def test_a_port_that_is_taken_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store("127.0.0.1", 0, serve=True, timeout=1.0)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    with pytest.raises(LaunchError, match=f"no store at 127.0.0.1:{store.port}.*MASTER_PORT={store.port}"):
+        init_distributed(device="cpu", timeout=1.0)
+
+
+RESTARTED = """
+import os, pathlib, signal, sys, torch, torch.distributed as dist
+from scale_core.rendezvous import init_distributed
+group = init_distributed(device="cpu", timeout=60)
+attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+total = torch.ones(1)
+dist.all_reduce(total)
+if attempt == "0" and group.rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+dist.barrier()
+pathlib.Path(sys.argv[1], f"attempt-{attempt}-rank-{group.rank}").write_text(str(total.item()))
+dist.destroy_process_group()
+os._exit(0)
+"""
+
+
+def test_ranks_that_torchrun_restarts_meet_again(tmp_path: Path) -> None:
+    script = tmp_path / "job.py"
+    script.write_text(RESTARTED)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
+    command += ["--monitor-interval=0.1", f"--master-port={free_port()}", str(script), str(tmp_path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            _, errors = process.communicate(timeout=120)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, errors
+    written = {path.name: path.read_text() for path in tmp_path.glob("attempt-*")}
+    assert written == {"attempt-1-rank-0": "2.0", "attempt-1-rank-1": "2.0"}

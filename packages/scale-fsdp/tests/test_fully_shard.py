@@ -1,0 +1,349 @@
+"""What may be sharded: parameters of every kind, in every place, over every kind of group."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp_beside import Beside, adam, mean_square, noise, sharded
+from fsdp_cases import differing_weights
+from scale_core.group import group_of
+from scale_core.shard import full_shape, shard_of
+from scale_core.testing import run_ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from scale_fsdp import fully_shard
+from scale_fsdp.unit import units_in
+
+
+def assert_on_ranks(fn, world, *args):
+    __tracebackhide__ = True
+    assert sum(run_ranks(fn, world, *args), []) == []
+
+
+def perceptron() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Sequential(nn.Linear(7, 7), nn.ReLU()), nn.Linear(7, 3))
+
+
+# Names, order, groups.
+
+
+def see_names() -> list[str]:
+    plain = perceptron()
+    model = sharded(plain, ["2.0", "2", "0", ""])
+    named, expected = dict(model.named_parameters()), dict(plain.named_parameters())
+    assert list(named) == list(expected)
+    assert [name for name, _ in model.named_modules()] == [name for name, _ in plain.named_modules()]
+    for name, param in named.items():
+        shard = shard_of(param)
+        assert shard.name == name
+        assert full_shape(param) == expected[name].shape
+        assert torch.equal(param.reshape(-1), expected[name].reshape(-1)[shard.start : shard.stop])
+    assert sum(p.numel() for p in named.values()) <= sum(p.numel() for p in expected.values()) // 2 + 8
+    return [unit.name for unit in units_in(model)]
+
+
+def test_parameters_are_shards_under_the_original_names_in_the_plain_order():
+    assert run_ranks(see_names, 2) == [["", "0", "2", "2.0"]] * 2
+
+
+def test_the_module_keeps_its_class_and_its_methods():
+    class Model(nn.Linear):
+        def answer(self):
+            return 42
+
+    model = fully_shard(Model(2, 2))
+    assert isinstance(model, Model)
+    assert type(model).__name__ == "Model"
+    assert type(model).__module__ == Model.__module__
+    assert model.answer() == 42
+
+
+def groups_by_dimension(params):
+    params = list(params)
+    matrices = [p for p in params if p.ndim >= 2]
+    return torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.3}, {"params": [p for p in params if p.ndim < 2], "lr": 0.1}], lr=0.01
+    )
+
+
+def train_groups() -> list[str]:
+    by_rows = {"atom": "row"}  # small tensors are cut at elements otherwise, into pieces of one dimension
+    return Beside(
+        perceptron(), ["0", "2", ""], mean_square(4, 5), both=[groups_by_dimension], kwargs=by_rows
+    ).differences()
+
+
+def test_parameter_groups_chosen_by_dimension_train_as_in_the_plain_model():
+    assert_on_ranks(train_groups, 2)
+
+
+# Frozen parameters.
+
+
+def freeze(*names):
+    def before(model, step):
+        for name, param in model.named_parameters():
+            param.requires_grad_(name not in names)
+
+    return before
+
+
+def freeze_by_turns(model, step):
+    for number, param in enumerate(model.parameters()):
+        param.requires_grad_((number + step) % 3 != 0)
+
+
+def train_frozen() -> list[str]:
+    wrong = []
+    for names in (["0.weight"], ["0.weight", "0.bias"], ["2.0.bias", "3.weight"]):
+        plain = perceptron()
+        freeze(*names)(plain, 0)
+        for units in (["0", "2", "3", ""], [""]):
+            wrong += Beside(plain, units, mean_square(4, 5)).differences()
+            wrong += Beside(perceptron(), units, mean_square(4, 5), before=freeze(*names)).differences()
+    return wrong
+
+
+def test_frozen_parameters_of_any_mix_frozen_before_or_after_wrapping():
+    assert_on_ranks(train_frozen, 2)
+
+
+def train_toggled() -> list[str]:
+    wrong = []
+    for units in ([""], ["0", "2", ""], ["0", "2.0", "2", "3", ""]):
+        wrong += Beside(perceptron(), units, mean_square(4, 5), before=freeze_by_turns, steps=6).differences()
+    return wrong
+
+
+def test_parameters_may_be_frozen_and_unfrozen_between_steps():
+    assert_on_ranks(train_toggled, 3)
+
+
+# Shared parameters.
+
+
+class Tied(nn.Module):
+    """An embedding that is the head too, and a weight that three layers share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.embed = nn.Embedding(7, 5)
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
+        self.head = nn.Linear(5, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.layers[2].weight = self.layers[1].weight = self.layers[0].weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x)
+
+
+def run_tied(model, rank, step):
+    tokens = torch.randint(7, (3, 4), generator=torch.Generator().manual_seed(10 * step + rank))
+    yield model(tokens).square().mean()
+
+
+TIED = {
+    "in one unit": [""],
+    "in the root, from units": ["head", ""],
+    "embedding, head": ["embed", "head", ""],
+    "head, embedding": ["head", "embed", ""],
+    "three-way": ["layers.0", "layers.1", "layers.2", ""],
+    "three-way, from the back": ["layers.2", "layers.1", "layers.0", "head", ""],
+    "all": ["embed", "layers.1", "layers.0", "head", "layers.2", ""],
+}
+
+
+def train_tied(how: str) -> list[str]:
+    wrong = []
+    for reshard in (True, False):
+        kwargs = {"reshard_after_forward": reshard}
+        wrong += Beside(Tied(), TIED[how], run_tied, steps=3, kwargs=kwargs).differences()
+    model = sharded(Tied(), TIED[how])
+    if list(dict(model.named_parameters())) != list(dict(Tied().named_parameters())):
+        wrong.append(f"names {list(dict(model.named_parameters()))}")
+    return wrong
+
+
+@pytest.mark.parametrize("how", TIED)
+def test_tied_parameters_stay_tied(how):
+    assert_on_ranks(train_tied, 2, how)
+
+
+# Dtypes, shapes, memory formats.
+
+
+class Odd(nn.Module):
+    """Parameters that a simple flattening forgets: scalars, empty, transposed, integers, several dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.scalar = nn.Parameter(torch.tensor(1.5))
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.transposed = nn.Parameter(torch.randn(5, 4).t())
+        self.strided = nn.Parameter(torch.randn(4, 10)[:, ::2])
+        self.wide = nn.Parameter(torch.randn(5, dtype=torch.float64))
+        self.narrow = nn.Parameter(torch.randn(5, dtype=torch.bfloat16))
+        self.steps = nn.Parameter(torch.tensor([1, 2, 3]), requires_grad=False)
+        self.mask = nn.Parameter(torch.tensor([True, False, True, True, False]), requires_grad=False)
+        self.conv = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * self.scalar + self.transposed + self.strided + self.empty.sum()
+        y = y * self.mask + self.wide.float() + self.narrow.float() + self.steps.sum()
+        return y.mean() + self.conv(y.view(1, 1, 4, 5).expand(1, 2, 4, 5)).mean()
+
+
+def train_odd() -> list[str]:
+    wrong = []
+    for atom in ("auto", "element", "row", "parameter"):
+        wrong += Beside(Odd(), [""], mean_square(4, 5), kwargs={"atom": atom}).differences()
+    model = sharded(Odd(), ["conv", ""])
+    if model.state_dict()["mask"].dtype is not torch.bool or model.state_dict()["steps"].tolist() != [1, 2, 3]:
+        wrong.append("integers and booleans are not what they were")
+    return wrong
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_scalars_empty_strided_and_integer_parameters_of_several_dtypes_in_one_unit(world):
+    assert_on_ranks(train_odd, world)
+
+
+def train_few_elements() -> list[str]:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 2, bias=False), nn.LayerNorm(2, bias=False))
+    return Beside(plain, ["0", "1", "2", ""], mean_square(3, 1)).differences()
+
+
+def test_units_with_fewer_elements_than_ranks():
+    assert_on_ranks(train_few_elements, 4)
+
+
+def step_fused_with_empty_shards() -> list[str]:
+    model = sharded(nn.Sequential(nn.Linear(3, 1), nn.Linear(1, 1)), ["0", "1", ""])
+    for make in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
+        optimizer = make(model.parameters(), lr=0.1, fused=True)
+        before = model.state_dict()
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        after = model.state_dict()
+        if not all((before[name] != after[name]).all() for name in before):
+            return [f"{make.__name__} left something as it was"]
+    return []
+
+
+def test_fused_optimizers_step_over_empty_shards():
+    assert_on_ranks(step_fused_with_empty_shards, 4)
+
+
+def start_from_rank_0() -> list[str]:
+    torch.manual_seed(dist.get_rank())
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    model[1].running_mean.fill_(dist.get_rank())
+    fully_shard(model)
+    torch.manual_seed(0)
+    expected = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    return differing_weights(model, expected)
+
+
+def test_all_ranks_start_from_the_weights_and_buffers_of_rank_0():
+    assert_on_ranks(start_from_rank_0, 3)
+
+
+# Groups.
+
+
+def train_in_subgroups(members) -> list[str]:
+    groups = [dist.new_group(ranks) for ranks in members]
+    for ranks, group in zip(members, groups, strict=True):
+        if dist.get_rank() in ranks:
+            if group_of(group).ranks != tuple(ranks):
+                return ["another group"]
+            return Beside(perceptron(), ["0", "2", ""], mean_square(4, 5), process_group=group).differences()
+    return []
+
+
+@pytest.mark.parametrize("members", [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[1, 3]], [[0, 1, 3]]])
+def test_subgroups_train_by_themselves(members):
+    assert_on_ranks(train_in_subgroups, 4, members)
+
+
+def train_on_meshes() -> list[str]:
+    line = init_device_mesh("cpu", (4,))
+    plane = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    wrong = []
+    for mesh in (line, plane["inner"], plane["outer"]):
+        wrong += Beside(perceptron(), ["0", ""], mean_square(4, 5), process_group=mesh, both=[adam]).differences()
+    return wrong
+
+
+def test_a_device_mesh_takes_the_place_of_a_group():
+    assert_on_ranks(train_on_meshes, 4)
+
+
+def test_a_world_of_one_needs_no_process_group():
+    assert not dist.is_initialized()
+    assert Beside(perceptron(), ["0", "2", ""], mean_square(4, 5)).differences() == []
+    assert Beside(Tied(), ["embed", "layers.1", "head", ""], run_tied).differences() == []
+    assert Beside(Odd(), ["conv", ""], mean_square(4, 5)).differences() == []
+
+
+def train_alone_and_initialised() -> list[str]:
+    return Beside(perceptron(), ["0", "2", ""], mean_square(4, 5)).differences()
+
+
+def test_a_world_of_one_works_in_a_process_group_too():
+    assert_on_ranks(train_alone_and_initialised, 1)
+
+
+# Nesting.
+
+
+class Deep(nn.Module):
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.inner = Deep(depth - 1) if depth else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.inner(self.linear(x)))
+
+
+def train_deep() -> list[str]:
+    torch.manual_seed(5)
+    names = [".".join(["inner"] * depth) for depth in range(6, -1, -1)]
+    wrong = []
+    for reshard in (True, False):
+        kwargs = {"reshard_after_forward": reshard}
+        wrong += Beside(Deep(6), names, mean_square(2, 3), kwargs=kwargs, both=[adam]).differences()
+    return wrong
+
+
+def test_units_nest_at_any_depth():
+    assert_on_ranks(train_deep, 2)
+
+
+def nest_in_a_plain_parent() -> list[str]:
+    torch.manual_seed(6)
+    return Beside(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), ["0", "1"], mean_square(4, 3)).differences()
+
+
+def test_units_without_a_unit_around_them_train_too():
+    assert_on_ranks(nest_in_a_plain_parent, 2)
+
+
+def test_a_copy_of_the_model_is_left_alone():
+    plain = perceptron()
+    before = copy.deepcopy(plain.state_dict())
+    model = sharded(plain, ["0", ""])
+    model(noise(2, 5)).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    assert differing_weights(plain, before) == []

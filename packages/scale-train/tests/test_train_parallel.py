@@ -1,0 +1,48 @@
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from scale_core.group import Group, group_of
+from scale_core.shard import full_shape, shard_of
+from scale_core.testing import run_ranks
+from scale_train.model import GPT, ModelConfig
+from scale_train.options import OptimizerOptions, ParallelOptions
+from scale_train.parallel import make_optimizer, spread
+
+CPU = torch.device("cpu")
+
+
+def spread_here(parallel: str, group: Group):
+    torch.manual_seed(0)
+    return spread(GPT(ModelConfig(1, 16, 2)), ParallelOptions(parallel=parallel), group, CPU)
+
+
+@pytest.mark.parametrize("parallel", ["fsdp", "ddp", "none"])
+def test_a_world_of_one_needs_no_torch_distributed(parallel):
+    engine = spread_here(parallel, Group())
+    tokens = torch.zeros(2, 4, dtype=torch.int64)
+    engine.model(tokens, tokens).backward()
+    assert engine.clip(1.0).item() > 0
+    assert engine.model is engine.plain
+
+
+def decayed_names() -> list[tuple[list[str], bool, bool]]:
+    found = []
+    for parallel in ("fsdp", "ddp"):
+        engine = spread_here(parallel, group_of())
+        optimizer = make_optimizer(engine, OptimizerOptions())
+        names = {param: name for name, param in engine.plain.named_parameters()}
+        decayed = [
+            names[param] for group in optimizer.param_groups if group["weight_decay"] for param in group["params"]
+        ]
+        sharded = all(shard_of(param) is not None for param in names)
+        assert sharded or all(param.shape == full_shape(param) for param in names)
+        found.append((decayed, sharded, isinstance(engine.model, DistributedDataParallel)))
+    return found
+
+
+def test_weight_decay_is_for_matrices_whether_they_are_sharded_or_not():
+    (by_shards, sharded, _), (whole, _, replicated) = run_ranks(decayed_names, 2)[0]
+    assert by_shards == whole and sharded and replicated
+    assert "embedding.weight" in whole and "blocks.0.attention.qkv.weight" in whole
+    assert not any("norm" in name or "bias" in name for name in whole)
