@@ -14,6 +14,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import scale_fsdp
+
 VOCABULARY = 256
 
 
@@ -139,11 +141,9 @@ def fsdp2(model: nn.Module) -> nn.Module:
 
 def _scale(reshard: bool, flatten: bool = False) -> Callable[[nn.Module], nn.Module]:
     def shard(model: nn.Module) -> nn.Module:
-        from scale_fsdp import fully_shard
-
         for block in model.blocks:  # type: ignore[union-attr]
-            fully_shard(block, reshard_after_forward=reshard, flatten_parameters=flatten)
-        return fully_shard(model, reshard_after_forward=reshard, flatten_parameters=flatten)
+            scale_fsdp.fully_shard(block, reshard_after_forward=reshard, flatten_parameters=flatten)
+        return scale_fsdp.fully_shard(model, reshard_after_forward=reshard, flatten_parameters=flatten)
 
     return shard
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -60,8 +62,8 @@ def train(model: nn.Module, optimizer: Optimizer, num_steps: int, first: int = 0
     model.get_buffer("inner.1.running_mean").fill_(float(first + num_steps))
 
 
-def adam(model: nn.Module, **options: float) -> torch.optim.AdamW:
-    decayed = [param for param in model.parameters() if param.requires_grad]
-    return torch.optim.AdamW(
-        [{"params": decayed[:2], "weight_decay": 0.1}, {"params": decayed[2:]}], lr=0.01, **options
-    )
+def adam(model: nn.Module) -> torch.optim.AdamW:
+    """Two groups, of which one has a hyperparameter of its own."""
+    trained = [param for param in model.parameters() if param.requires_grad]
+    groups: list[dict[str, Any]] = [{"params": trained[:2], "weight_decay": 0.1}, {"params": trained[2:]}]
+    return torch.optim.AdamW(groups, lr=0.01)

@@ -117,11 +117,10 @@ def test_a_signal_reaches_every_rank_and_one_that_all_handle_is_no_failure(tmp_p
     assert have_ended(pids)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_that_nobody_handles_is_the_exit_code(tmp_path: Path, number: signal.Signals, code: int) -> None:
+def test_a_signal_that_nobody_handles_is_the_exit_code(tmp_path: Path) -> None:
     process, pids = start_program(tmp_path, "default")
-    process.send_signal(number)
-    assert process.wait(60) == code
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
     assert have_ended(pids)
 
 

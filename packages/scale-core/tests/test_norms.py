@@ -60,7 +60,7 @@ def equals_torch_on_the_whole() -> None:
             local = [cut(name, grad, group) for name, grad in grads.items()]
             found = clip_grad_norm((param for param in local), max_norm, norm_type)
             assert found.dtype == torch.float32
-            assert units_apart(found, exact) <= 1
+            assert units_apart(found, exact) <= 2
             assert units_apart(found, expected) <= (2 if norm_type in (2.0, math.inf) else 20)  # torch adds up in fp32
             for param, whole in zip(local, plain, strict=True):
                 assert param.grad is not None and whole.grad is not None
@@ -104,7 +104,7 @@ def a_mesh_of_two_axes() -> None:
     for params in ([turned, rows, hybrid, by_both], [by_both, hybrid, rows, turned], [rows, turned], [hybrid, turned]):
         for norm_type in NORM_TYPES:
             expected = torch.linalg.vector_norm(torch.cat([grad.double()] * len(params)), norm_type)
-            assert units_apart(grad_norm(params, norm_type), expected) <= 1
+            assert units_apart(grad_norm(params, norm_type), expected) <= 2
 
     partial = piece_of("partial", grad, 0, 16, Axis(outer, Held.REPLICATE), Axis(inner, Held.PARTIAL))
     with pytest.raises(ValueError, match=rf"'partial' is a partial sum over ranks \[{inner.ranks[0]}, .*reduce it"):

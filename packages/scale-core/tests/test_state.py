@@ -1,11 +1,13 @@
 import copy
 import json
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
 from sharded_by_hand import Model, adam, cut, train
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from scale_core.group import Group
 from scale_core.shard import Axis, Held, Shard, mark
@@ -19,7 +21,7 @@ from scale_core.state import (
     target_state_dict,
 )
 
-OPTIMIZERS = {
+OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
     "fused adam": lambda params: torch.optim.Adam(params, lr=0.01, fused=True),
     "amsgrad": lambda params: torch.optim.Adam(params, lr=0.01, amsgrad=True),
@@ -122,9 +124,9 @@ def test_a_plain_state_loads_into_shards_with_a_fresh_optimizer(optimizer: str, 
 
 
 def assert_equal_states(first: dict[str, Any], second: dict[str, Any], rtol: float) -> None:
-    strip = lambda state: {  # noqa: E731
-        key: value.tensor if isinstance(value, LocalShard) else value for key, value in state.items()
-    }
+    def strip(state: dict[str, Any]) -> dict[str, Any]:
+        return {key: value.tensor if isinstance(value, LocalShard) else value for key, value in state.items()}
+
     assert_same(strip(first), strip(second), rtol)
 
 
@@ -237,7 +239,7 @@ def test_summands_of_a_parameter_have_no_state() -> None:
 
 def test_two_parameters_that_claim_one_name_are_an_error() -> None:
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
-    for layer in model:
-        mark(layer.weight, Shard("weight", (2, 2), 0, 4))
+    for weight in model.parameters():
+        mark(weight, Shard("weight", (2, 2), 0, 4))
     with pytest.raises(ValueError, match=r"two parameters are named weight: the second is listed as 1.weight"):
         sharded_state_dict(model)

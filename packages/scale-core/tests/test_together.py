@@ -1,3 +1,6 @@
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch.distributed as dist
 
@@ -32,9 +35,14 @@ def succeed() -> tuple[list[int], object, list[int]]:
     rank = dist.get_rank()
     together = Together(group_of(), "baking", BakingError)
     calls: list[int] = []
-    first = together.first_does(lambda: calls.append(rank) or "rank 0's word")  # type: ignore[func-returns-value]
-    unpicklable = together.each_does(lambda: lambda: rank)
-    assert unpicklable() == rank
+
+    def speak() -> str:
+        calls.append(rank)
+        return f"rank {rank}'s word"
+
+    first = together.first_does(speak)
+    own: Callable[[], int] = together.each_does(lambda: partial(getattr, rank, "real"))
+    assert own() == rank
     return together.all_do(lambda: rank * 10), first, calls
 
 

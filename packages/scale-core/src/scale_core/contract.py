@@ -37,6 +37,7 @@ _CHECKED_PASSES = 2
 # What a rank tells of its past: the last few events where somebody waits in vain, and for the first difference all
 # since the ranks were last found equal, unless gradients are accumulated over very many passes.
 _LAST_EVENTS = 12
+_TOLD_EVENTS = 4
 _KEPT_EVENTS = 10_000
 # Ranks may meet at different places, and gloo can't take a message of another length: all their records have one.
 _NOTES = 3
@@ -100,6 +101,14 @@ class _Here(NamedTuple):
     place: str
     unit: str
     came_by: Callable[[], Sequence[str]]
+
+
+class _Place(NamedTuple):
+    """Where some rank stands, as it tells the others."""
+
+    name: str
+    came_by: list[str]
+    ran_last: list[str]
 
 
 def unit_title(name: str) -> str:
@@ -204,7 +213,7 @@ class Contract:
         self._unsettled.append((self.step, event))
         self._checking = self._checking or not self._on_course
         if self._checking:
-            self._compare(_Here(str(event), event.unit, list), identity(*event))
+            self._compare(_Here(str(event), event.unit, self._ran), identity(*event))
 
     def close(self, *notes: int) -> list[list[int]]:
         """Ends the pass: all ranks compare what they did in it.
@@ -222,8 +231,7 @@ class Contract:
         self._chain = 0
         if self.alone:
             return [list(notes)]
-        ran = (f"step {step}: {event}" for step, event in self._unsettled)
-        rows = self._compare(_Here(str(END), "", lambda: list(ran)), fingerprint, notes)
+        rows = self._compare(_Here(str(END), "", self._ran), fingerprint, notes)
         self._unsettled.clear()
         return rows
 
@@ -261,6 +269,9 @@ class Contract:
         self._record.times_seen += 1
         return identity(self._chain, self._kind, *self._events)
 
+    def _ran(self) -> list[str]:
+        return [f"step {step}: {event}" for step, event in self._unsettled]
+
     def _check_usable(self) -> None:
         if self._broken is not None:
             raise ScaleDistributedError(
@@ -277,9 +288,7 @@ class Contract:
             raise self._fail(ContractError(message, step=self.step, unit=here.unit))
         return rows
 
-    def _meet(
-        self, here: _Here, fingerprint: int, notes: Sequence[int] = ()
-    ) -> tuple[list[list[int]], list[tuple[str, list[str]]]]:
+    def _meet(self, here: _Here, fingerprint: int, notes: Sequence[int] = ()) -> tuple[list[list[int]], list[_Place]]:
         """All ranks tell each other their fingerprints and notes.
 
         Returns:
@@ -292,11 +301,11 @@ class Contract:
             told = [row[1 : 1 + len(notes)] for row in rows]
             if all(row[0] == fingerprint for row in rows):
                 return told, []
-            words = json.dumps([here.place, here.came_by()])
+            words = json.dumps([here.place, here.came_by(), list(self._history)[-_TOLD_EVENTS:]])
             texts = exchange_text(words, self.group, limit_seconds=self.limit_seconds)
         except TransferError as error:
             raise self._fail(self._explain(here, error)) from error
-        return told, [tuple(json.loads(text)) for text in texts]
+        return told, [_Place(*json.loads(text)) for text in texts]
 
     def _fail(self, error: ScaleDistributedError) -> ScaleDistributedError:
         self._broken = str(error)
@@ -331,7 +340,7 @@ class Contract:
                 continue
             try:
                 store.wait([f"{self._name}/{rank}"], timedelta(seconds=max(0.05, deadline - time.monotonic())))
-                words[rank] = "; then ".join(json.loads(store.get(f"{self._name}/{rank}"))[-4:])
+                words[rank] = "; then ".join(json.loads(store.get(f"{self._name}/{rank}"))[-_TOLD_EVENTS:])
             except Exception:  # As above: no word from this rank.
                 continue
         return words
@@ -360,11 +369,12 @@ def _by_rank(texts: Sequence[str]) -> str:
     )
 
 
-def _disagreement(places: Sequence[tuple[str, Sequence[str]]], what: str) -> str:
-    here = [place for place, _ in places]
-    if len(set(here)) > 1:
-        return f"the ranks are about to run different things: {_by_rank(here)}"
-    return _first_difference(what, [came_by for _, came_by in places])
+def _disagreement(places: Sequence[_Place], what: str) -> str:
+    here = [place.name for place in places]
+    if len(set(here)) == 1:
+        return _first_difference(what, [place.came_by for place in places])
+    last = _by_rank(["; then ".join(place.ran_last) or "nothing" for place in places])
+    return f"the ranks are about to run different things: {_by_rank(here)}. What they ran last: {last}"
 
 
 def _first_difference(what: str, lists: Sequence[Sequence[str]]) -> str:

@@ -34,3 +34,7 @@ __all__ = [
     "size_policy",
     "wrap",
 ]
+
+for _name in __all__:  # Tracebacks and documentation show the path by which people import.
+    globals()[_name].__module__ = __name__
+del _name

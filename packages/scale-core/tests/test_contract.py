@@ -1,0 +1,318 @@
+"""contract.py: ranks that differ are told so by name, in time, and ranks that agree are left alone."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from scale_core import contract as contract_module
+from scale_core.collectives import UNIT_TAGS, TransferError, exchange
+from scale_core.contract import (
+    END,
+    Contract,
+    ContractError,
+    Event,
+    PassKind,
+    ScaleDistributedError,
+    identity,
+    message_tag,
+    unit_title,
+)
+from scale_core.group import Group, group_of
+from scale_core.testing import RankError, run_ranks
+
+FORWARD = PassKind("forward of ", True, True)
+BACKWARD = PassKind("backward", True, True)
+EVALUATION = PassKind("forward of ", False, False)
+LIMIT = 3.0
+
+
+def run_step(contract: Contract, units: str, *, backward: str | None = None) -> None:
+    """A training step that runs `units`, one letter each, and sends no data."""
+    contract.begin(FORWARD, new_step=True)
+    for unit in units:
+        contract.announce(Event("forward", unit))
+    contract.leave()
+    contract.begin(BACKWARD, new_step=False)
+    for unit in reversed(units) if backward is None else backward:
+        contract.announce(Event("backward", unit))
+    contract.close()
+
+
+def evaluate(contract: Contract, units: str) -> None:
+    contract.begin(EVALUATION, new_step=True)
+    for unit in units:
+        contract.announce(Event("forward", unit))
+    contract.close()
+
+
+def caught(call: Callable[[], object]) -> tuple[str, str, int, str]:
+    """The class, message, step and unit of the error that every rank must get."""
+    began = time.monotonic()
+    with pytest.raises(ScaleDistributedError) as error:
+        call()
+    assert time.monotonic() - began < 30
+    return type(error.value).__name__, str(error.value), error.value.step, error.value.unit
+
+
+def different_models() -> list[tuple[str, str, int, str]]:
+    contract = Contract(group_of(), LIMIT)
+    contract.agree("the model", ["a (3, 4)", "b (5,)"])
+    lines = ["a (3, 4)", "b (5,)"] if contract.group.rank != 1 else ["a (3, 4)", "b (6,)", "c ()"]
+    return [
+        caught(lambda: contract.agree("the model", lines)),
+        caught(lambda: contract.agree("the model", lines[:1] if contract.group.rank != 1 else [])),
+        caught(lambda: contract.agree(f"the model of {contract.group.rank == 1}", lines)),
+    ]
+
+
+def differ_in_order_at_step(step: int) -> tuple[str, str, int, str]:
+    contract = Contract(group_of(), LIMIT)
+    for _ in range(step - 1):
+        run_step(contract, "abc")
+    return caught(lambda: run_step(contract, "acb" if contract.group.rank == 1 else "abc"))
+
+
+def one_ends_early_at_step(step: int) -> tuple[str, str, int, str]:
+    contract = Contract(group_of(), LIMIT)
+    for _ in range(step - 1):
+        evaluate(contract, "abc")
+    return caught(lambda: evaluate(contract, "ab" if contract.group.rank == 1 else "abc"))
+
+
+def one_skips_a_unit_where_nobody_compares() -> tuple[str, str, int, str]:
+    """What the end's fingerprint is for: the order is only compared there."""
+    contract = Contract(group_of(), LIMIT)
+    for _ in range(3):
+        run_step(contract, "abc")
+    units = "ab" if contract.group.rank == 1 else "abc"
+
+    def unchecked() -> None:
+        contract.begin(BACKWARD, new_step=True)
+        for unit in units:
+            contract._events.append(Event("backward", unit))
+            contract._unsettled.append((contract.step, Event("backward", unit)))
+        contract.close()
+
+    return caught(unchecked)
+
+
+def one_does_something_else(what: str) -> tuple[str, str, int, str]:
+    """The ranks meet at different kinds of places."""
+    contract = Contract(group_of(), LIMIT)
+    if contract.group.rank == 1:
+        if what == "agree":
+            return caught(lambda: contract.agree("another model", ["x"]))
+        return caught(lambda: evaluate(contract, "a"))
+    return caught(lambda: run_step(contract, "a"))
+
+
+def all_deviate_alike() -> list[list[int]]:
+    contract = Contract(group_of(), LIMIT)
+    rows: list[list[int]] = []
+    for step, units in enumerate(("abc", "abc", "ac", "abc", "b", "", "cba", "abcabc", "abc", "abc")):
+        run_step(contract, units)
+        evaluate(contract, units[step % 2 :])
+        assert contract.step == 2 * step + 2
+    contract.begin(BACKWARD, new_step=False)
+    rows = contract.close(7, contract.group.rank, -1)
+    # Left in the middle on every rank, as after an exception that everybody catches.
+    contract.begin(FORWARD, new_step=True)
+    contract.announce(Event("forward", "a"))
+    contract.report_failure(ValueError("seen by all"))
+    run_step(contract, "abc")
+    return rows
+
+
+def order_is_known_from_the_second_pass() -> list[tuple[bool, list[str]]]:
+    contract, seen = Contract(group_of(), LIMIT), []
+    for units in ("ab", "ab", "ba", "ba"):
+        contract.begin(EVALUATION, new_step=True)
+        order = ["".join(event.unit for event in contract.order)]
+        contract.announce(Event("forward", units[0]))
+        assert contract.position == 1
+        seen.append((contract.on_course, order))
+        contract.announce(Event("forward", units[1]))
+        contract.close()
+    return seen
+
+
+def one_raises() -> tuple[str, str, int, str] | None:
+    contract = Contract(group_of(), LIMIT)
+    run_step(contract, "ab")
+    run_step(contract, "ab")
+    if contract.group.rank == 1:
+        contract.begin(FORWARD, new_step=True)
+        contract.report_failure(ValueError("bad batch\nwith details"))
+        time.sleep(LIMIT + 2)
+        return None
+    return caught(lambda: run_step(contract, "ab"))
+
+
+def one_waits_in_vain_for_data() -> list[str]:
+    """A transfer fails: each rank says what it did, through the store, and the contract is of no more use."""
+    contract = Contract(group_of(), LIMIT)
+    run_step(contract, "ab")
+
+    def wait() -> None:
+        contract.begin(FORWARD, new_step=True)
+        contract.announce(Event("forward", "a"))
+        with contract.waiting(Event("gather", "a")):
+            exchange([0] * (5 + contract.group.rank), contract.group, limit_seconds=1.0)
+
+    messages = [caught(wait)[1]]
+    for again in (
+        lambda: contract.begin(FORWARD, new_step=True),
+        lambda: contract.agree("the model", ["x"]),
+        lambda: contract.close(),
+    ):
+        began = time.monotonic()
+        messages.append(caught(again)[1])
+        assert time.monotonic() - began < 0.5
+    return messages
+
+
+def one_dies(folder: str) -> None:
+    contract_module._GRACE_SECONDS = 0.2
+    contract = Contract(group_of(), LIMIT)
+    rank = contract.group.rank
+    run_step(contract, "ab")
+    run_step(contract, "ab")
+    if rank == 1:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    error = caught(lambda: run_step(contract, "ab"))
+    (Path(folder) / f"{rank}").write_bytes(pickle.dumps(error))
+    time.sleep(5)  # Stay, so that nobody else takes this rank's end for the first.
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_different_models_are_told_apart_before_the_first_pass(num_ranks: int) -> None:
+    for line, shorter, other in run_ranks(different_models, num_ranks, timeout=40.0):
+        others = "rank 0" if num_ranks == 2 else "ranks 0, 2"
+        assert line[:2] == (
+            "ContractError",
+            f"the ranks differ in the model, first at place 2: {others}: b (5,); rank 1: b (6,)",
+        )
+        assert shorter[1].endswith(f"first at place 1: {others}: a (3, 4); rank 1: nothing more")
+        assert "rank 1: the check of the model of True" in other[1]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("step", [1, 2])
+def test_in_the_first_two_steps_another_order_is_seen_before_its_collective(step: int, num_ranks: int) -> None:
+    others = "rank 0" if num_ranks == 2 else "ranks 0, 2, 3"
+    for rank, (kind, message, where, unit) in enumerate(run_ranks(differ_in_order_at_step, num_ranks, step, timeout=40.0)):
+        assert (kind, where, unit) == ("ContractError", step, "c" if rank == 1 else "b")
+        assert message.startswith(f"step {step}: the ranks are about to run different things: {others}: ")
+        assert f"{others}: forward of unit 'b'; rank 1: forward of unit 'c'" in message
+        assert "fully_shard(" in message
+
+
+def test_a_later_step_that_leaves_the_recorded_order_is_an_error_on_every_rank() -> None:
+    for _, message, where, _ in run_ranks(differ_in_order_at_step, 2, 4, timeout=40.0):
+        assert where == 4
+        assert "unit 'b'" in message and "unit 'c'" in message and "rank 0" in message and "rank 1" in message
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_rank_that_runs_fewer_units_is_named_at_once(step: int) -> None:
+    for kind, message, where, _ in run_ranks(one_ends_early_at_step, 3, step, timeout=40.0):
+        assert (kind, where) == ("ContractError", step)
+        assert "ranks 0, 2: forward of unit 'c'; rank 1: the end of the pass" in message
+
+
+def test_the_end_of_a_pass_compares_all_of_it() -> None:
+    for kind, message, where, _ in run_ranks(one_skips_a_unit_where_nobody_compares, 2, timeout=40.0):
+        assert (kind, where) == ("ContractError", 4)
+        assert "first at place 3: rank 0: step 4: backward of unit 'c'; rank 1: nothing more" in message
+
+
+@pytest.mark.parametrize("what", ["agree", "evaluate"])
+def test_ranks_at_places_of_different_kinds_are_named(what: str) -> None:
+    mine = "the check of another model" if what == "agree" else "rank 0: step 1: the end of the pass; rank 1: nothing more"
+    for kind, message, _, _ in run_ranks(one_does_something_else, 2, what, timeout=40.0):
+        assert kind == "ContractError"
+        assert mine in message
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_ranks_that_deviate_alike_raise_no_alarm(num_ranks: int) -> None:
+    assert run_ranks(all_deviate_alike, num_ranks) == [[[7, rank, -1] for rank in range(num_ranks)]] * num_ranks
+
+
+def test_from_the_second_pass_on_the_order_is_known_until_it_is_left() -> None:
+    expected = [(False, [""]), (True, ["ab"]), (False, ["ab"]), (True, ["ba"])]
+    assert run_ranks(order_is_known_from_the_second_pass, 2) == [expected] * 2
+
+
+def test_the_others_learn_why_a_rank_does_not_come() -> None:
+    message = (run_ranks(one_raises, 2, timeout=40.0)[0] or ("", "", 0, ""))[1]
+    assert "rank 1: " in message and "step 3: raised ValueError: bad batch" in message
+    assert "details" not in message
+
+
+def test_a_wait_in_vain_is_explained_and_ends_the_contract() -> None:
+    for messages in run_ranks(one_waits_in_vain_for_data, 2, timeout=40.0):
+        first, *later = messages
+        assert first.startswith("step 2: gather of unit 'a': exchange with rank ")
+        assert "rank 0: " in first and "rank 1: " in first and "waited in vain" in first
+        assert all("broken since an earlier error" in message for message in later)
+
+
+def test_survivors_of_a_dead_rank_are_told_who_left_no_word(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="rank 1 of 3 was killed by SIGKILL"):
+        run_ranks(one_dies, 3, str(tmp_path), timeout=40.0)
+    errors = {path.name: pickle.loads(path.read_bytes()) for path in tmp_path.iterdir()}
+    assert sorted(errors) == ["0", "2"]
+    for kind, message, where, _ in errors.values():
+        assert (kind, where) == ("ScaleDistributedError", 3)
+        assert "rank 1: left no word" in message
+
+
+def test_alone_there_is_nobody_to_disagree_with() -> None:
+    contract = Contract(Group())
+    assert contract.alone
+    contract.agree("the model", ["a"])
+    run_step(contract, "ab")
+    run_step(contract, "ba")
+    contract.begin(EVALUATION, new_step=True)
+    assert contract.close(4) == [[4]]
+    contract.report_failure(ValueError("mine"))
+    assert contract.step == 3
+
+
+def test_a_transfer_that_fails_elsewhere_is_no_other_error() -> None:
+    contract = Contract(Group())
+    with pytest.raises(KeyError), contract.waiting(Event("gather", "a")):
+        raise KeyError("not a transfer")
+    with pytest.raises(ScaleDistributedError, match="step 0: gather of the root unit: all_gather with rank 1 failed: gone"):
+        with contract.waiting(Event("gather", "")):
+            raise TransferError("all_gather", 1, "gone")
+
+
+def test_an_identity_is_equal_in_every_process_and_tells_words_apart() -> None:
+    assert identity("forward", "a") == 1450230638849073103
+    assert identity("ab", "c") != identity("a", "bc")
+
+
+def test_tags_are_those_that_callers_may_choose() -> None:
+    tags = {message_tag(Event(phase, unit)) for phase in ("gather", "reduction") for unit in map(str, range(500))}
+    assert len(tags) == 1000
+    assert all(tag in UNIT_TAGS for tag in tags)
+
+
+def test_units_and_events_have_names_for_people() -> None:
+    assert unit_title("") == "the root unit"
+    assert str(Event("forward", "a.b")) == "forward of unit 'a.b'"
+    assert str(END) == "the end of the pass"
+
+
+def test_an_error_can_be_sent_to_another_process() -> None:
+    error = pickle.loads(pickle.dumps(ContractError("message", step=3, unit="a")))
+    assert (type(error), str(error), error.step, error.unit) == (ContractError, "message", 3, "a")

@@ -1,0 +1,177 @@
+"""What a sharded module can do beyond the plain one: accumulate without sending, and be seen whole."""
+
+import pytest
+import torch
+from fsdp_beside import adam, noise, sharded
+from fsdp_cases import differing_weights
+from scale_core.testing import run_ranks
+from torch import nn
+
+from scale_fsdp import FullyShardedDataParallel
+from scale_fsdp.unit import units_in
+
+
+def assert_on_ranks(fn, world, *args):
+    __tracebackhide__ = True
+    assert sum(run_ranks(fn, world, *args), []) == []
+
+
+def perceptron(seed: int = 1) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3, bias=False))
+
+
+WAYS = {
+    "root": ([""], {}),
+    "units": (["0", "2", ""], {}),
+    "units only": (["0", "2"], {}),
+    "flat": (["0", ""], {"flatten_parameters": True}),
+    "half": (["0", ""], {"mixed_precision": True}),
+}
+
+
+def summon(way: str) -> list[str]:
+    units, kwargs = WAYS[way]
+    plain, model = perceptron(1), sharded(perceptron(1), units, **kwargs)
+    other = dict(perceptron(2).named_parameters())
+    members = [model] if "" in units else [model[0], model[2]]
+    wrong = []
+    for volatile in (True, False):
+        for number, member in enumerate(members):
+            inside = "" if member is model else f"{number * 2}."
+            with member.summon_full_params(volatile=volatile):
+                for name, param in member.named_parameters():
+                    if name.startswith("flat_param"):
+                        continue
+                    if not torch.equal(param, dict(plain.named_parameters())[inside + name]):
+                        wrong.append(f"{name} differs")
+                    with torch.no_grad():
+                        param.copy_(other[inside + name])
+                if member is model and differing_weights_of(model, other):
+                    wrong.append("a change is not seen inside")
+        wrong += differing_weights(model, plain if volatile else perceptron(2))
+    return [f"{way}: {line}" for line in wrong]
+
+
+def differing_weights_of(model: nn.Module, other: dict[str, torch.Tensor]) -> list[str]:
+    named = dict(model.named_parameters())
+    return [name for name, tensor in other.items() if name in named and not torch.equal(named[name], tensor)]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_summoned_parameters_are_whole_and_changes_stay_unless_volatile(way):
+    assert_on_ranks(summon, 2, way)
+
+
+def summon_one_level() -> list[list[int]]:
+    model = sharded(perceptron(), ["0", ""])
+    with model.summon_full_params(recurse=False):
+        return [list(p.shape) for p in (model[0].weight, model[2].weight)]
+
+
+def test_without_recursion_units_inside_stay_sharded():
+    for inner, outer in run_ranks(summon_one_level, 2):
+        assert inner != [7, 5]
+        assert outer == [3, 7]
+
+
+class Summoner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.outside = nn.Linear(3, 3), None
+
+    def forward(self, x):
+        x = self.linear(x)
+        if self.outside is not None:
+            with self.outside().summon_full_params():
+                pass
+        return x
+
+
+def summon_inside_forward() -> list[str]:
+    model = sharded(nn.Sequential(Summoner()), ["0", ""])
+    model[0].outside = lambda: model
+    with pytest.raises(RuntimeError, match="between steps"):
+        model(noise(2, 3))
+    model[0].outside = None
+    model(noise(2, 3)).sum().backward()
+    with model.summon_full_params(), pytest.raises(RuntimeError, match="another"), model.summon_full_params():
+        pass
+    return [] if all(p.grad is not None for p in model.parameters()) else ["no gradient"]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_summoning_in_a_forward_or_in_itself_is_an_error(world):
+    assert_on_ranks(summon_inside_forward, world)
+
+
+def summon_between_forward_and_backward() -> list[str]:
+    plain = perceptron()
+    model = sharded(plain, ["0", "2", ""])
+    loss, expected = model(noise(2, 5)).sum(), plain(noise(2, 5)).sum()
+    with model.summon_full_params(volatile=True):
+        pass
+    loss.backward()
+    expected.backward()
+    norm = model.clip_grad_norm_(1e9)
+    wanted = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()])
+    return [] if torch.allclose(norm, wanted) else [f"{norm} instead of {wanted}"]
+
+
+def test_looking_at_parameters_between_forward_and_backward_changes_nothing():
+    assert_on_ranks(summon_between_forward_and_backward, 2)
+
+
+def accumulate_in_parts() -> list[str]:
+    """Gradients kept inside `no_sync` are sent by the first backward outside; before that, there are none."""
+    model, plain = sharded(perceptron(), ["0", "2", ""]), perceptron()
+    with model.no_sync():
+        model(noise(2, 5, seed=1)).sum().backward()
+        model(noise(2, 5, seed=2)).sum().backward()
+    wrong = [] if all(p.grad is None for p in model.parameters()) else ["gradients inside no_sync"]
+    model(noise(2, 5, seed=3)).sum().backward()
+    for seed in (1, 2, 3):
+        plain(noise(2, 5, seed=seed)).sum().backward()
+    norm = model.clip_grad_norm_(1e9)
+    wanted = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()])
+    return wrong if torch.allclose(norm, wanted) else [*wrong, f"{norm} instead of {wanted}"]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_no_sync_keeps_gradients_until_the_next_backward_outside(world):
+    assert_on_ranks(accumulate_in_parts, world)
+
+
+def step_after_no_sync(reshard: bool) -> list[str]:
+    """An optimizer step while units are kept gathered: the next forward must see the new weights."""
+    model = sharded(perceptron(), ["0", "2", ""], reshard_after_forward=reshard)
+    plain = perceptron()
+    optimizers = [adam(each.parameters()) for each in (model, plain)]
+    for each in (model, plain):
+        each(noise(2, 5)).sum().backward()
+    with model.no_sync():
+        model(noise(2, 5)).sum().mul(0).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    with torch.no_grad():
+        return [] if torch.equal(model(noise(2, 5)), plain(noise(2, 5))) else ["old weights"]
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_a_step_while_units_are_kept_gathered_is_seen_by_the_next_forward(reshard):
+    assert_on_ranks(step_after_no_sync, 2, reshard)
+
+
+def test_what_belongs_to_the_outermost_unit_is_refused_inside_and_says_where_to_call_it():
+    model = sharded(perceptron(), ["0", ""])
+    model(noise(2, 5))
+    with pytest.raises(ValueError, match="outermost one, a Sequential"), model[0].no_sync():
+        pass
+
+
+def test_gradients_of_a_model_without_any_are_clipped_to_nothing():
+    model = FullyShardedDataParallel(perceptron())
+    assert model.clip_grad_norm_(1.0) == 0
+    with pytest.raises(ValueError, match="norm_type"):
+        model.clip_grad_norm_(1.0, norm_type=0)
+    assert [unit.name for unit in units_in(model)] == [""]

@@ -1,0 +1,139 @@
+"""Which dtypes a unit computes and reduces in; that the numbers are right is `test_transparency.py`'s."""
+
+import dataclasses
+
+import pytest
+import torch
+from fsdp_beside import adam, noise, sharded
+from scale_core.backward import on_local_grads
+from scale_core.testing import run_ranks
+from torch import nn
+
+from scale_fsdp import FullyShardedDataParallel, MixedPrecision, fully_shard
+from scale_fsdp.precision import resolve_precision
+from scale_fsdp.unit import unit_of
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def test_true_is_half_precision_for_parameters_and_reduction_and_leaves_buffers_alone():
+    assert resolve_precision(True) == MixedPrecision(param_dtype=FP16, reduce_dtype=FP16)
+    assert resolve_precision(False) == MixedPrecision()
+
+
+def test_fairscales_arguments_mean_what_they_meant():
+    assert resolve_precision(True, fp32_reduce_scatter=True) == MixedPrecision(FP16, FP32)
+    assert resolve_precision(True, compute_dtype=BF16) == MixedPrecision(BF16, BF16)
+    assert resolve_precision(True, buffer_dtype=FP32) == MixedPrecision(FP16, FP16, buffer_dtype=FP32)
+    assert resolve_precision(False, compute_dtype=BF16) == MixedPrecision(BF16)
+    assert resolve_precision(True, fp32_reduce_scatter=False) == resolve_precision(True)
+
+
+@pytest.mark.parametrize("argument", ["compute_dtype", "buffer_dtype", "fp32_reduce_scatter"])
+def test_fairscales_arguments_beside_a_policy_are_an_error(argument):
+    value = True if argument == "fp32_reduce_scatter" else FP16
+    with pytest.raises(ValueError, match=argument):
+        fully_shard(nn.Linear(2, 2), mixed_precision=MixedPrecision(BF16), **{argument: value})
+
+
+def test_fp32_reduction_without_mixed_precision_is_an_error():
+    with pytest.raises(ValueError, match="mixed_precision=True"):
+        fully_shard(nn.Linear(2, 2), fp32_reduce_scatter=True)
+
+
+def test_a_policy_is_frozen_and_takes_floating_point_dtypes_only():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        MixedPrecision().param_dtype = BF16
+    with pytest.raises(ValueError, match=r"param_dtype.*int32"):
+        MixedPrecision(param_dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"reduce_dtype.*'bf16'"):
+        MixedPrecision(reduce_dtype="bf16")
+    with pytest.raises(TypeError, match="str"):
+        fully_shard(nn.Linear(2, 2), mixed_precision="bf16")
+
+
+class Watcher(nn.Module):
+    """Notes the dtypes that it computes with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(3, 3), nn.BatchNorm1d(3)
+        self.register_buffer("frequencies", torch.ones(3))
+        self.register_buffer("counts", torch.ones(3, dtype=torch.int64))
+        self.seen: dict[str, torch.dtype] = {}
+
+    def forward(self, x, tokens):
+        self.seen = {"input": x.dtype, "tokens": tokens.dtype, "weight": self.linear.weight.dtype}
+        return {"logits": self.linear(x), "tokens": tokens}
+
+
+def train_in(policy: MixedPrecision) -> dict[str, torch.dtype]:
+    model = sharded(Watcher(), ["linear", ""], mixed_precision=policy)
+    optimizer = adam(model.parameters())
+    local: list[torch.dtype] = []
+    handle = on_local_grads(lambda params, grads: local.extend(grad.dtype for grad in grads))
+    out = model(noise(4, 3), torch.ones(4, dtype=torch.int64))
+    out["logits"].float().sum().backward()
+    optimizer.step()
+    handle.remove()
+    weight = model.linear.weight
+    return {
+        **model.seen,
+        "output": out["logits"].dtype,
+        "int output": out["tokens"].dtype,
+        "shard": weight.dtype,
+        "gradient": weight.grad.dtype,
+        "state": optimizer.state[weight]["exp_avg"].dtype,
+        "sent": local[0],
+        "buffer": model.frequencies.dtype,
+        "running": model.norm.running_mean.dtype,
+        "int buffer": model.counts.dtype,
+        "saved": model.state_dict()["linear.weight"].dtype,
+    }
+
+
+MASTER = {"shard": FP32, "gradient": FP32, "state": FP32, "saved": FP32}
+INTEGERS = {"tokens": torch.int64, "int output": torch.int64, "int buffer": torch.int64}
+
+
+@pytest.mark.parametrize(
+    "policy, expected",
+    [
+        (MixedPrecision(), {"weight": FP32, "input": FP32, "output": FP32, "sent": FP32, "buffer": FP32}),
+        (MixedPrecision(BF16), {"weight": BF16, "input": BF16, "output": BF16, "sent": BF16, "buffer": FP32}),
+        (MixedPrecision(BF16, FP32), {"weight": BF16, "input": BF16, "output": BF16, "sent": FP32, "buffer": FP32}),
+        (MixedPrecision(FP16, FP16, FP32), {"weight": FP16, "input": FP16, "output": FP32, "sent": FP16, "buffer": FP32}),
+        (
+            MixedPrecision(BF16, buffer_dtype=FP16),
+            {"weight": BF16, "input": BF16, "output": BF16, "sent": BF16, "buffer": FP16},
+        ),
+        (MixedPrecision(reduce_dtype=BF16), {"weight": FP32, "input": FP32, "output": FP32, "sent": BF16, "buffer": FP32}),
+    ],
+)
+def test_each_dtype_of_the_policy_is_where_it_belongs_and_the_shards_stay_fp32(policy, expected):
+    for seen in run_ranks(train_in, 2, policy):
+        assert seen == {**expected, "running": expected["buffer"], **MASTER, **INTEGERS}
+
+
+def test_inputs_follow_a_unit_of_another_dtype_inside():
+    model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), nn.Linear(3, 3))
+    fully_shard(model[1], mixed_precision=MixedPrecision(output_dtype=BF16))
+    fully_shard(model[2], mixed_precision=MixedPrecision(BF16))
+    fully_shard(model, mixed_precision=MixedPrecision(BF16))
+    assert model(noise(2, 3)).dtype == BF16
+
+
+def test_units_that_return_another_dtype_may_stand_one_after_another():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    policy = MixedPrecision(BF16, output_dtype=FP32)
+    for layer in (*model, model):
+        fully_shard(layer, mixed_precision=policy)
+    out = model(noise(2, 3))
+    out.sum().backward()
+    assert out.dtype == FP32
+    assert model[0].weight.grad.dtype == FP32
+
+
+def test_the_wrapper_takes_the_same_arguments():
+    model = FullyShardedDataParallel(nn.Linear(2, 2), mixed_precision=True, fp32_reduce_scatter=True)
+    assert unit_of(model.module).precision == MixedPrecision(FP16, FP32)

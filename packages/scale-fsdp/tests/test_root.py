@@ -1,0 +1,167 @@
+"""The order among units: what is fetched ahead, what is kept, and what a failed pass leaves behind."""
+
+import pytest
+import torch
+from fsdp_beside import noise, sharded
+from scale_core.flat import FlatBuffer, live_buffers
+from scale_core.testing import run_ranks
+from torch import nn
+
+from scale_fsdp.unit import units_in
+
+
+def stack(num_layers: int = 4) -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(num_layers)))
+
+
+UNITS = ["0", "1", "2", "3", ""]
+
+
+def follow_gathers(reshard: bool) -> list[list[str]]:
+    """Returns, for each of three steps, the gathers that were started and the computations, in order."""
+    model = sharded(stack(), UNITS, reshard_after_forward=reshard)
+    names = {id(buffer): unit.name for unit in units_in(model) for buffer in unit.buffers}
+    events: list[str] = []
+    start = FlatBuffer.gather
+
+    def note_gather(buffer: FlatBuffer, tag: int = 0) -> None:
+        was = buffer.state
+        start(buffer, tag)
+        if buffer.state is not was:
+            events.append(f"gather {names[id(buffer)]}")
+
+    FlatBuffer.gather = note_gather
+    for name, layer in model.named_children():
+        # Registered after the unit's own hook, so it runs when the parameters are there.
+        layer.register_forward_pre_hook(lambda *_, name=name: events.append(f"forward {name}"))
+    steps = []
+    for _ in range(3):
+        events.clear()
+        loss = model(noise(2, 4)).sum()
+        events.append("backward")
+        loss.backward()
+        steps.append(list(events))
+    return steps
+
+
+def test_the_next_units_gather_is_under_way_while_a_unit_computes():
+    for first, *later in run_ranks(follow_gathers, 2, True):
+        assert [event for event in first if event.startswith(("gather", "backward"))] == [
+            *(f"gather {unit}" for unit in "0123"),
+            "backward",
+            *(f"gather {unit}" for unit in "3210"),
+        ]
+        for step in later:
+            forward, backward = step[: step.index("backward")], step[step.index("backward") :]
+            assert forward == [
+                "gather 0",
+                *("gather 1", "forward 0"),
+                *("gather 2", "forward 1"),
+                *("gather 3", "forward 2"),
+                "forward 3",
+            ]
+            assert backward == ["backward", *(f"gather {unit}" for unit in "3210")]
+
+
+def test_without_resharding_nothing_is_gathered_in_backward():
+    for steps in run_ranks(follow_gathers, 2, False):
+        for step in steps:
+            assert step[step.index("backward") :] == ["backward"]
+
+
+def follow_backward() -> list[str]:
+    """Which units are gathered, or being gathered, when the gradient of each one's output has been computed."""
+    model = sharded(stack(), UNITS)
+    seen: list[str] = []
+
+    def watch(layer: nn.Module, name: str) -> None:
+        def hook(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
+            output.register_hook(lambda _: seen.append(f"{name}: {gathered(model)}"))
+
+        layer.register_forward_hook(hook)
+
+    for name, layer in model.named_children():
+        watch(layer, name)
+    for _ in range(2):
+        seen.clear()
+        model(noise(2, 4)).sum().backward()
+    return seen
+
+
+def gathered(model: nn.Module) -> str:
+    return "".join(unit.name for unit in units_in(model) if unit.gathered)
+
+
+def test_in_backward_the_unit_before_is_fetched_ahead():
+    assert run_ranks(follow_backward, 2) == [["3: 23", "2: 12", "1: 01", "0: 0"]] * 2
+
+
+def evaluate() -> tuple[str, str]:
+    model = sharded(stack(), UNITS, reshard_after_forward=False)
+    for _ in range(3):
+        with torch.no_grad():
+            model(noise(2, 4))
+    without = gathered(model)
+    model(noise(2, 4))
+    return without, gathered(model)
+
+
+def test_an_evaluation_leaves_nothing_gathered():
+    assert run_ranks(evaluate, 2) == [("", "0123")] * 2
+
+
+def keep_over_micro_batches(reshard: bool) -> tuple[str, str]:
+    model = sharded(stack(), UNITS, reshard_after_forward=reshard)
+    with model.no_sync():
+        model(noise(2, 4)).sum().backward()
+    between = gathered(model)
+    model(noise(2, 4)).sum().backward()
+    return between, gathered(model)
+
+
+def test_without_resharding_parameters_stay_gathered_between_micro_batches():
+    assert run_ranks(keep_over_micro_batches, 2, True) == [("", "")] * 2
+    assert run_ranks(keep_over_micro_batches, 2, False) == [("0123", "")] * 2
+
+
+def fail_everywhere(position: int) -> tuple[str, int, bool]:
+    plain = stack()
+    model = sharded(plain, UNITS)
+    for _ in range(3):
+        model(noise(2, 4)).sum().backward()
+    model.zero_grad()
+    handle = model[position].register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(noise(2, 4))
+    left = gathered(model)
+    bytes_left = sum(t.untyped_storage().nbytes() for kind, t in live_buffers() if kind != "shard")
+    handle.remove()
+    model(noise(2, 4)).sum().backward()
+    plain(noise(2, 4)).sum().backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()])
+    return left, bytes_left, torch.allclose(model.clip_grad_norm_(1e9), norm)
+
+
+@pytest.mark.parametrize("position", [0, 3])
+def test_a_failed_forward_leaves_nothing_gathered_and_the_next_one_is_right(position):
+    assert run_ranks(fail_everywhere, 2, position) == [("", 0, True)] * 2
+
+
+def enter_by_turns() -> list[bool]:
+    """A unit may be called by itself, beside the model that holds it."""
+    plain = stack()
+    model = sharded(plain, UNITS)
+    same = []
+    for step in range(3):
+        for run in (lambda m: m(noise(2, 4)), lambda m: m[1](noise(2, 4)), lambda m: m[3](m[2](noise(2, 4, seed=step)))):
+            for each in (model, plain):
+                each.zero_grad()
+                run(each).sum().backward()
+            norm = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None])
+            same.append(torch.allclose(model.clip_grad_norm_(1e9), norm))
+    return same
+
+
+def test_units_may_be_called_by_themselves_beside_their_model():
+    assert run_ranks(enter_by_turns, 2) == [[True] * 9] * 2

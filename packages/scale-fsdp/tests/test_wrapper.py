@@ -1,0 +1,115 @@
+"""`FullyShardedDataParallel` is a thin module around a sharded one, as FairScale's users construct and unwrap it."""
+
+import pytest
+import torch
+from fsdp_beside import noise
+from fsdp_cases import differing_weights
+from scale_core.testing import run_ranks
+from torch import nn
+
+from scale_fsdp import FullyShardedDataParallel, MixedPrecision
+from scale_fsdp.unit import unit_of
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers, self.answer = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), 42
+
+    def forward(self, x):
+        return self.layers(x)
+
+    def double(self, x):
+        return 2 * x
+
+
+def test_it_unwraps_and_hands_attributes_on():
+    module = Model()
+    model = FullyShardedDataParallel(module)
+    assert model.module is module
+    assert model.answer == 42
+    assert model.double(3) == 6
+    assert isinstance(model.layers, nn.Sequential)
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = model.nothing
+    sequential = FullyShardedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    assert isinstance(sequential[1], nn.ReLU)
+
+
+def test_it_may_be_subclassed():
+    class Mine(FullyShardedDataParallel):
+        def forward(self, x):
+            return super().forward(x) + 1
+
+    plain = Model()
+    x = noise(2, 3)
+    expected = plain(x) + 1
+    model = Mine(plain, mixed_precision=False)
+    assert torch.equal(model(x), expected)
+    assert type(model) is Mine
+
+
+def test_the_first_arguments_may_be_given_by_position_as_in_fairscale():
+    policy = MixedPrecision(param_dtype=torch.bfloat16)
+    model = FullyShardedDataParallel(Model(), None, False, policy, True)
+    unit = unit_of(model.module)
+    assert unit.reshard_after_forward is False
+    assert unit.precision == policy
+    assert unit.buffers[0].flatten
+    assert [name for name, _ in model.named_parameters()] == ["flat_param_0"]
+
+
+def test_fairscales_own_tuning_arguments_warn_and_change_nothing():
+    with pytest.warns(UserWarning, match="bucket_cap_mb, verbose"):
+        model = FullyShardedDataParallel(Model(), bucket_cap_mb=25, verbose=True)
+    assert differing_weights(model, Model()) == []
+
+
+def test_an_unknown_argument_names_the_nearest_known_one():
+    with pytest.raises(TypeError, match="'mixed_precison'; did you mean 'mixed_precision'"):
+        FullyShardedDataParallel(Model(), mixed_precison=True)
+    with pytest.raises(TypeError, match="'nonsense'$"):
+        FullyShardedDataParallel(Model(), nonsense=True)
+
+
+def nest() -> list[str]:
+    plain, model = Model(), Model()
+    model.layers[0] = FullyShardedDataParallel(model.layers[0])
+    model.layers = FullyShardedDataParallel(model.layers)
+    model = FullyShardedDataParallel(model)
+    wrong = []
+    expected = [name for name, _ in plain.named_parameters()]
+    if [name for name, _ in model.named_parameters()] != expected:
+        wrong.append(f"names {[name for name, _ in model.named_parameters()]}")
+    if [name for name, _ in model.named_parameters(prefix="a")] != [f"a.{name}" for name in expected]:
+        wrong.append("names with a prefix")
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (plain, model)]
+    for step in range(3):
+        for each, optimizer in zip((plain, model), optimizers, strict=True):
+            each(noise(4, 3, seed=step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    with model.no_sync():
+        model(noise(4, 3)).sum().backward()
+    with model.summon_full_params():
+        wrong += [f"{name} summoned" for name, p in model.named_parameters() if p.shape != plain.get_parameter(name).shape]
+    return wrong + differing_weights(model, plain)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_wrappers_nest_under_the_names_of_the_plain_model(world):
+    assert sum(run_ranks(nest, world), []) == []
+
+
+def test_modes_reach_the_module():
+    model = FullyShardedDataParallel(Model())
+    assert not model.eval().module.layers.training
+    assert model.train().module.layers.training
+    assert sum(1 for _ in model.parameters()) == 4
+    assert next(iter(model.children())) is model.module
+
+
+def test_an_unfinished_wrapper_lacks_its_module_without_endless_recursion():
+    with pytest.raises(AttributeError):
+        _ = FullyShardedDataParallel.__new__(FullyShardedDataParallel).module
