@@ -1,14 +1,16 @@
 """Peak memory of one rank in large worlds: the real training step of each engine on tensors without memory.
 
-    python benchmarks/memory_at_scale.py                     # every configuration and engine, 6 minutes
+    python benchmarks/memory_at_scale.py                     # every configuration and engine, 12 minutes
     python benchmarks/memory_at_scale.py --config 13b-w8-bs1 --engine fsdp2
     python benchmarks/memory_at_scale.py --smoke             # a tiny model
     python benchmarks/memory_at_scale.py --date 2026-11-21   # also writes results/2026-11-21-memory_at_scale.*
 
-All engines get the same model: a pre-norm GPT whose blocks are activation-checkpointed units, sequences of 2,048
-tokens, computation, gathers and reductions in bf16, fp32 master weights and AdamW without fused kernels. The second
-step is measured, since Adam's state exists only from the first step on. What the figures leave out stands in
-`scale_core.simulate`: add 5 to 10 % for what the device's allocator and the transport need.
+All engines get the same model: a pre-norm GPT whose blocks are units, sequences of 2,048 tokens, computation, gathers
+and reductions in bf16, fp32 master weights and AdamW without fused kernels. Checkpointing stands around the units. The
+embeddings and the head are units of their own too, but for plain "fsdp2". In "-halves", attention and feed-forward are
+a unit and a checkpoint each: smaller buffers, twice the activations that are kept. The second step is measured, since
+Adam's state exists only from the first step on. What the figures leave out stands in `scale_core.simulate`: add 5 to
+10 % for what the device's allocator and the transport need.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -72,30 +75,36 @@ CONFIGS = {
 SMOKE = "tiny-w4-bs1"
 
 
-class Block(nn.Module):
-    """One pre-norm transformer block, [B, T, d] -> [B, T, d], which keeps nothing but its input for the backward."""
+class Attention(nn.Module):
+    """The first half of a pre-norm transformer block, [B, T, d] -> [B, T, d]."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
         self.heads = size.heads
-        self.attention_norm = nn.LayerNorm(size.width)
+        self.norm = nn.LayerNorm(size.width)
         self.qkv = nn.Linear(size.width, 3 * size.width)
         self.project = nn.Linear(size.width, size.width)
-        self.mlp_norm = nn.LayerNorm(size.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, width = x.shape
+        qkv = self.qkv(self.norm(x)).view(batch, tokens, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        changed: Tensor = self.project(attended.transpose(1, 2).reshape(batch, tokens, width))
+        return x + changed
+
+
+class Feed(nn.Module):
+    """The second half: the two linear layers of each token by itself, [B, T, d] -> [B, T, d]."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(size.width)
         self.up = nn.Linear(size.width, 4 * size.width)
         self.down = nn.Linear(4 * size.width, size.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = checkpoint(self._compute, x, use_reentrant=False)
-        return result
-
-    def _compute(self, x: Tensor) -> Tensor:
-        batch, tokens, width = x.shape
-        qkv = self.qkv(self.attention_norm(x)).view(batch, tokens, 3, self.heads, width // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.project(attended.transpose(1, 2).reshape(batch, tokens, width))
-        changed: Tensor = self.down(F.gelu(self.up(self.mlp_norm(x))))
+        changed: Tensor = self.down(F.gelu(self.up(self.norm(x))))
         return x + changed
 
 
@@ -131,62 +140,73 @@ class Head(nn.Module):
 
 
 class GPT(nn.Module):
-    """A GPT that returns its loss."""
+    """A GPT that returns its loss.
 
-    def __init__(self, size: Size, loss_chunks: int) -> None:
+    Attributes:
+        layers: What is checkpointed and a unit: the blocks, or with `halves` both halves of each by themselves. Each
+            keeps nothing but its input for the backward.
+    """
+
+    def __init__(self, size: Size, loss_chunks: int, halves: bool) -> None:
         super().__init__()
         self.embed = Embed(size)
-        self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
+        pairs = [(Attention(size), Feed(size)) for _ in range(size.layers)]
+        layers = [half for pair in pairs for half in pair] if halves else [nn.Sequential(*pair) for pair in pairs]
+        self.layers = nn.ModuleList(layers)
         self.head = Head(size, loss_chunks)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
         loss: Tensor = self.head(x, targets)
         return loss
 
 
-def fsdp2(model: GPT, simulation: Simulation) -> None:
-    """torch's FSDP2: each block a unit, the rest in the root's."""
+def fsdp2(model: GPT, simulation: Simulation, ends: bool) -> None:
+    """torch's FSDP2: each layer a unit, the rest in the root's or, with `ends`, two more units."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     with simulation.aside():
         mesh = init_device_mesh("cpu", (simulation.world_size,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-
-
-def fsdp2_ends(model: GPT, simulation: Simulation) -> None:
-    """torch's FSDP2 with the embeddings and the head in units of their own."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    with simulation.aside():
-        mesh = init_device_mesh("cpu", (simulation.world_size,))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    for unit in (model.embed, *model.blocks, model.head):
+    for unit in (model.embed, *model.layers, model.head) if ends else model.layers:
         fully_shard(unit, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
 def scale_fsdp(model: GPT, simulation: Simulation) -> None:
-    """scale-fsdp: each block, the embeddings and the head a unit."""
+    """scale-fsdp: each layer, the embeddings and the head a unit."""
     from scale_fsdp import MixedPrecision, fully_shard
 
     policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    for unit in (model.embed, *model.blocks, model.head):
+    for unit in (model.embed, *model.layers, model.head):
         fully_shard(unit, mixed_precision=policy)
     fully_shard(model, mixed_precision=policy)
 
 
-ENGINES: dict[str, Callable[[GPT, Simulation], None]] = {
-    "fsdp2": fsdp2,
-    "fsdp2-ends": fsdp2_ends,
-    "scale-fsdp": scale_fsdp,
+@dataclass(frozen=True)
+class Engine:
+    """How a model is sharded.
+
+    Attributes:
+        shard: Makes the units.
+        halves: Whether they are halves of blocks.
+        has_goal: Whether it is held to the goals.
+    """
+
+    shard: Callable[[GPT, Simulation], None]
+    halves: bool
+    has_goal: bool = False
+
+
+ENGINES = {
+    "fsdp2": Engine(partial(fsdp2, ends=False), halves=False),
+    "fsdp2-ends": Engine(partial(fsdp2, ends=True), halves=False),
+    "fsdp2-halves": Engine(partial(fsdp2, ends=True), halves=True),
+    "scale-fsdp": Engine(scale_fsdp, halves=False, has_goal=True),
+    "scale-fsdp-halves": Engine(scale_fsdp, halves=True, has_goal=True),
 }
 
 
@@ -208,8 +228,8 @@ def measure(name: str, engine: str) -> Row:
     config = CONFIGS[name]
     started = time.process_time()
     with simulate(rank=0, world_size=config.world_size) as simulation:
-        model = GPT(SIZES[config.size], config.loss_chunks)
-        ENGINES[engine](model, simulation)
+        model = GPT(SIZES[config.size], config.loss_chunks, ENGINES[engine].halves)
+        ENGINES[engine].shard(model, simulation)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
         for _ in range(2):
             simulation.restart()
@@ -239,7 +259,7 @@ def table(rows: list[Row]) -> Table:
 
 
 def _cells(row: Row, kinds: list[str]) -> list[str]:
-    goal = f"<= {CONFIGS[row.config].goal_gib}" if row.engine == "scale-fsdp" else ""
+    goal = f"<= {CONFIGS[row.config].goal_gib}" if ENGINES[row.engine].has_goal else ""
     sizes = [f"{row.peak_by_kind.get(kind, 0) / GIB:.2f}" for kind in kinds]
     sent = f"{sum(row.bytes_sent.values()) / GIB:.1f}"
     name, peak = row.config, f"{row.peak_bytes / GIB:.2f}"

@@ -6,6 +6,9 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
 from scale_core.backward import (
     after_backward,
     after_gradient,
@@ -16,8 +19,6 @@ from scale_core.backward import (
     once_after_backward,
     report_local_grads,
 )
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 
 class Watched(nn.Module):

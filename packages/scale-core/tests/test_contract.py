@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from scale_core import contract as contract_module
 from scale_core.collectives import UNIT_TAGS, TransferError, exchange
 from scale_core.contract import (
@@ -207,7 +208,9 @@ def test_different_models_are_told_apart_before_the_first_pass(num_ranks: int) -
 @pytest.mark.parametrize("step", [1, 2])
 def test_in_the_first_two_steps_another_order_is_seen_before_its_collective(step: int, num_ranks: int) -> None:
     others = "rank 0" if num_ranks == 2 else "ranks 0, 2, 3"
-    for rank, (kind, message, where, unit) in enumerate(run_ranks(differ_in_order_at_step, num_ranks, step, timeout=40.0)):
+    for rank, (kind, message, where, unit) in enumerate(
+        run_ranks(differ_in_order_at_step, num_ranks, step, timeout=40.0)
+    ):
         assert (kind, where, unit) == ("ContractError", step, "c" if rank == 1 else "b")
         assert message.startswith(f"step {step}: the ranks are about to run different things: {others}: ")
         assert f"{others}: forward of unit 'b'; rank 1: forward of unit 'c'" in message
@@ -235,7 +238,9 @@ def test_the_end_of_a_pass_compares_all_of_it() -> None:
 
 @pytest.mark.parametrize("what", ["agree", "evaluate"])
 def test_ranks_at_places_of_different_kinds_are_named(what: str) -> None:
-    mine = "the check of another model" if what == "agree" else "rank 0: step 1: the end of the pass; rank 1: nothing more"
+    mine = (
+        "the check of another model" if what == "agree" else "rank 0: step 1: the end of the pass; rank 1: nothing more"
+    )
     for kind, message, _, _ in run_ranks(one_does_something_else, 2, what, timeout=40.0):
         assert kind == "ContractError"
         assert mine in message
@@ -291,9 +296,13 @@ def test_a_transfer_that_fails_elsewhere_is_no_other_error() -> None:
     contract = Contract(Group())
     with pytest.raises(KeyError), contract.waiting(Event("gather", "a")):
         raise KeyError("not a transfer")
-    with pytest.raises(ScaleDistributedError, match="step 0: gather of the root unit: all_gather with rank 1 failed: gone"):
-        with contract.waiting(Event("gather", "")):
-            raise TransferError("all_gather", 1, "gone")
+    with (
+        pytest.raises(
+            ScaleDistributedError, match="step 0: gather of the root unit: all_gather with rank 1 failed: gone"
+        ),
+        contract.waiting(Event("gather", "")),
+    ):
+        raise TransferError("all_gather", 1, "gone")
 
 
 def test_an_identity_is_equal_in_every_process_and_tells_words_apart() -> None:

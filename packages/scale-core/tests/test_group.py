@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
 from scale_core.group import Group, group_of
 from scale_core.testing import run_ranks
-from torch.distributed.device_mesh import init_device_mesh
 
 
 class StandIn:
@@ -41,7 +42,9 @@ def every_way_to_name_a_group() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     assert group_of(mesh["outer"]).ranks == ((0, 2), (1, 3))[me % 2]
     assert group_of(mesh["inner"]).ranks == ((0, 1), (2, 3))[me // 2]
-    with pytest.raises(ValueError, match=r"2 dimensions \('outer', 'inner'\): pass one of them, such as mesh\['outer'\]"):
+    with pytest.raises(
+        ValueError, match=r"2 dimensions \('outer', 'inner'\): pass one of them, such as mesh\['outer'\]"
+    ):
         group_of(mesh)
     with pytest.raises(ValueError, match=r"got 2 dimensions"):
         group_of(init_device_mesh("cpu", (2, 2)))

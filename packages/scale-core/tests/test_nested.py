@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from scale_core.nested import map_tensors, tensors_in
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
+
+from scale_core.nested import map_tensors, tensors_in
 
 
 class Pair(NamedTuple):

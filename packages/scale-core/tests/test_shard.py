@@ -6,9 +6,10 @@ import gc
 import weakref
 
 import torch
+from torch import nn
+
 from scale_core.group import Group
 from scale_core.shard import Axis, Held, Shard, full_shape, mark, shard_of
-from torch import nn
 
 
 def piece(name: str = "weight") -> Shard:
@@ -26,7 +27,7 @@ def test_a_marked_tensor_says_what_it_is_a_piece_of() -> None:
     mark(param, piece())
     shard = shard_of(param)
     assert shard == piece()
-    assert shard is not None and shard.numel == 12
+    assert shard.numel == 12
     assert full_shape(param) == torch.Size((4, 3))
 
 

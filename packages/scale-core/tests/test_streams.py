@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from scale_core.streams import CudaStream, HostStream, copy_to, stream_for
 
 

@@ -1,7 +1,8 @@
 """Trains any model sharded and plain side by side, and tells where they differ.
 
 The plain side is what `fsdp_cases` states: each rank's gradient computed alone, summed in rank order, divided by the
-number of ranks, for each backward pass by itself. A parameter that only some ranks use counts as zeros on the others; one that none uses has no gradient.
+number of ranks, for each backward pass by itself. A parameter that only some ranks use counts as zeros on the others;
+one that none uses has no gradient.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from typing import Any
 
 import torch
 from fsdp_cases import differing_grads, differing_weights
-from scale_core.group import GroupLike, group_of
 from torch import Tensor, nn
 
+from scale_core.group import GroupLike, group_of
 from scale_fsdp import fully_shard
 
 Step = Callable[[nn.Module, int, int], Iterable[Tensor]]

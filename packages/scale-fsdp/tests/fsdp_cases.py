@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from scale_core.group import group_of
-from scale_core.shard import shard_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from scale_core.group import group_of
+from scale_core.shard import shard_of
 from scale_fsdp import FullyShardedDataParallel, MixedPrecision, fully_shard
 from scale_fsdp.unit import units_in
 

@@ -7,19 +7,19 @@ import torch
 import torch.distributed as dist
 from fsdp_beside import Beside, adam, mean_square, noise, sharded
 from fsdp_cases import differing_weights
-from scale_core.group import group_of
-from scale_core.shard import full_shape, shard_of
-from scale_core.testing import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from scale_core.group import group_of
+from scale_core.shard import full_shape, shard_of
+from scale_core.testing import run_ranks
 from scale_fsdp import fully_shard
 from scale_fsdp.unit import units_in
 
 
 def assert_on_ranks(fn, world, *args):
     __tracebackhide__ = True
-    assert sum(run_ranks(fn, world, *args), []) == []
+    assert not any(run_ranks(fn, world, *args))
 
 
 def perceptron() -> nn.Sequential:

@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 import torch
 from fsdp_beside import adam, noise, sharded
-from scale_core.backward import on_local_grads
-from scale_core.testing import run_ranks
 from torch import nn
 
+from scale_core.backward import on_local_grads
+from scale_core.testing import run_ranks
 from scale_fsdp import FullyShardedDataParallel, MixedPrecision, fully_shard
 from scale_fsdp.precision import resolve_precision
 from scale_fsdp.unit import unit_of
@@ -68,7 +68,7 @@ class Watcher(nn.Module):
 
 
 def train_in(policy: MixedPrecision) -> dict[str, torch.dtype]:
-    model = sharded(Watcher(), ["linear", ""], mixed_precision=policy)
+    model = sharded(Watcher(), [""], mixed_precision=policy)
     optimizer = adam(model.parameters())
     local: list[torch.dtype] = []
     handle = on_local_grads(lambda params, grads: local.extend(grad.dtype for grad in grads))
@@ -102,12 +102,18 @@ INTEGERS = {"tokens": torch.int64, "int output": torch.int64, "int buffer": torc
         (MixedPrecision(), {"weight": FP32, "input": FP32, "output": FP32, "sent": FP32, "buffer": FP32}),
         (MixedPrecision(BF16), {"weight": BF16, "input": BF16, "output": BF16, "sent": BF16, "buffer": FP32}),
         (MixedPrecision(BF16, FP32), {"weight": BF16, "input": BF16, "output": BF16, "sent": FP32, "buffer": FP32}),
-        (MixedPrecision(FP16, FP16, FP32), {"weight": FP16, "input": FP16, "output": FP32, "sent": FP16, "buffer": FP32}),
+        (
+            MixedPrecision(FP16, FP16, FP32),
+            {"weight": FP16, "input": FP16, "output": FP32, "sent": FP16, "buffer": FP32},
+        ),
         (
             MixedPrecision(BF16, buffer_dtype=FP16),
             {"weight": BF16, "input": BF16, "output": BF16, "sent": BF16, "buffer": FP16},
         ),
-        (MixedPrecision(reduce_dtype=BF16), {"weight": FP32, "input": FP32, "output": FP32, "sent": BF16, "buffer": FP32}),
+        (
+            MixedPrecision(reduce_dtype=BF16),
+            {"weight": FP32, "input": FP32, "output": FP32, "sent": BF16, "buffer": FP32},
+        ),
     ],
 )
 def test_each_dtype_of_the_policy_is_where_it_belongs_and_the_shards_stay_fp32(policy, expected):

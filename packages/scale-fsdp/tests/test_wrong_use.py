@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_beside import adam, noise, sharded
-from scale_core.testing import run_ranks
 from torch import nn
 
+from scale_core.testing import run_ranks
 from scale_fsdp import fully_shard
 
 

@@ -1,4 +1,104 @@
-"""Collectives and flat parameters for sharded training."""
+"""Collectives and flat parameters for sharded training: what the techniques of the house stand on.
+
+The files in reading order; each stands only on those above it:
+
+- `compat`: what differs between torch versions;
+- `streams`: streams and events, with stand-ins on CPU;
+- `nested`: tensors inside whatever a module takes or returns;
+- `group`: who I compute with;
+- `collectives`: operations on 1-D tensors, with handles that own their buffers;
+- `contract`: the promise that all ranks do the same, and the error that says who did not;
+- `layout`: where parameters stand in a flat buffer; pure arithmetic;
+- `shard`: what a local shard is a piece of;
+- `backward`: when things happen in a backward pass;
+- `flat`: a flat buffer's storage, its views, and gather, release, reduce;
+- `norms`: the norm of gradients that no rank holds alone.
+
+`state`, `snapshot`, `launch`, `simulate` and `testing` load more of torch, and are imported by their own names.
+"""
+
+from scale_core.backward import (
+    after_backward,
+    after_gradient,
+    before_backward,
+    in_backward,
+    local_grads_wanted,
+    on_local_grads,
+    once_after_backward,
+    report_local_grads,
+)
+from scale_core.collectives import (
+    Pending,
+    TransferError,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    exchange,
+    exchange_text,
+    reduce_scatter,
+)
+from scale_core.contract import Contract, ContractError, Event, PassKind, ScaleDistributedError, message_tag
+from scale_core.flat import Dtypes, FlatBuffer, State
+from scale_core.group import Group, GroupLike, group_of
+from scale_core.layout import Atom, Block, Entry, FlatLayout, Span
+from scale_core.nested import map_tensors, tensors_in
+from scale_core.norms import clip_grad_norm, grad_norm
+from scale_core.shard import Axis, Held, Shard, full_shape, mark, shard_of
+from scale_core.streams import Stream, copy_to, stream_for
 
 __version__ = "2026.11.0"
-__all__: list[str] = []
+__all__ = [
+    "Atom",
+    "Axis",
+    "Block",
+    "Contract",
+    "ContractError",
+    "Dtypes",
+    "Entry",
+    "Event",
+    "FlatBuffer",
+    "FlatLayout",
+    "Group",
+    "GroupLike",
+    "Held",
+    "PassKind",
+    "Pending",
+    "ScaleDistributedError",
+    "Shard",
+    "Span",
+    "State",
+    "Stream",
+    "TransferError",
+    "after_backward",
+    "after_gradient",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "before_backward",
+    "broadcast",
+    "clip_grad_norm",
+    "copy_to",
+    "exchange",
+    "exchange_text",
+    "full_shape",
+    "grad_norm",
+    "group_of",
+    "in_backward",
+    "local_grads_wanted",
+    "map_tensors",
+    "mark",
+    "message_tag",
+    "on_local_grads",
+    "once_after_backward",
+    "reduce_scatter",
+    "report_local_grads",
+    "shard_of",
+    "stream_for",
+    "tensors_in",
+]
+
+for _name in __all__:
+    if hasattr(globals()[_name], "__qualname__"):  # Tracebacks and documentation show the path that people write.
+        globals()[_name].__module__ = __name__
+del _name

@@ -13,15 +13,18 @@ import enum
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from scale_core.backward import local_grads_wanted, report_local_grads
 from scale_core.collectives import Pending, all_gather, reduce_scatter
 from scale_core.group import Group
 from scale_core.layout import FlatLayout
-from scale_core.shard import Axis, Held, Shard, mark
+from scale_core.shard import Axis, Held, Shard, mark, shard_of
 
 
 class State(enum.Enum):
@@ -46,6 +49,16 @@ class Dtypes:
 
 
 _live: weakref.WeakSet[FlatBuffer] = weakref.WeakSet()
+
+
+def _count_fused_writes(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Fused optimizers change parameters without a new version, by which a gathered copy is known to be stale."""
+    for group in optimizer.param_groups:
+        if group.get("fused"):
+            increment_version([param for param in group["params"] if shard_of(param) is not None])
+
+
+register_optimizer_step_post_hook(_count_fused_writes)
 
 
 def live_buffers() -> Iterator[tuple[str, Tensor]]:
@@ -94,10 +107,8 @@ class FlatBuffer:
         self.flatten = flatten
         self.spans = layout.spans(group.rank)
         self.shard = torch.zeros(layout.shard_numel, dtype=self.dtype, device=params[0].device)
-        self.pieces = [
-            self.shard.narrow(0, span.shard_offset, span.numel).view(span.shape) if span.numel else self.shard.new_empty(span.shape)
-            for span in self.spans
-        ]
+        # Empty ones, too, are views, so that a write to a parameter counts in the shard's version on every rank alike.
+        self.pieces = [self.shard.narrow(0, span.shard_offset, span.numel).view(span.shape) for span in self.spans]
         for index, param in enumerate(params):
             self.load(index, param)
         trainable = [param.requires_grad for param in params]
@@ -112,6 +123,7 @@ class FlatBuffer:
         self.state = State.GATHERED
         self.gradient: Tensor | None = None
         self._has_gradient = [False] * len(params)
+        self._held: dict[int, Tensor] = {}
         self._gathering: Pending | None = None
         self._reducing: Pending | None = None
         self._shard_version = self.shard._version
@@ -128,7 +140,8 @@ class FlatBuffer:
         if self.flatten:
             start = self.group.rank * self.layout.shard_numel
             name = f"{unit}.flat_param" if unit else "flat_param"
-            mark(self.exposed[0], Shard(name, (self.layout.full_numel,), start, start + self.layout.shard_numel, axes, unit))
+            stop = start + self.layout.shard_numel
+            mark(self.exposed[0], Shard(name, (self.layout.full_numel,), start, stop, axes, unit))
             return
         for name, entry, span, param in zip(names, self.layout.entries, self.spans, self.exposed, strict=True):
             mark(param, Shard(name, entry.shape, span.start, span.stop, axes, unit))
@@ -177,10 +190,14 @@ class FlatBuffer:
             pending.wait(limit_seconds)
         self.state = State.GATHERED
 
-    def release(self) -> None:
-        """Frees the full buffer; the wholes keep their places in it and can't be read until the next gather."""
+    def release(self, limit_seconds: float | None = None) -> None:
+        """Frees the full buffer; the wholes keep their places in it and can't be read until the next gather.
+
+        Raises:
+            TransferError: It was still being filled, and that has failed; see `Pending.wait`.
+        """
         if self._gathering is not None:
-            self.wait_gathered()
+            self.wait_gathered(limit_seconds)
         if not self.is_aliased:
             self.full.untyped_storage().resize_(0)
         self.state = State.SHARDED
@@ -191,30 +208,61 @@ class FlatBuffer:
 
     # Gradients.
 
-    def pack(self, index: int, *, accumulate: bool = False) -> None:
-        """Moves the gradient of a whole into the flat gradient, where it adds to one that is there already.
+    def hold(self, index: int, *, accumulate: bool = False) -> None:
+        """Takes the gradient of a whole, and lets it stand alone until the next `pack` or `reduce`.
+
+        So the flat gradient takes its W * S elements after the backward, when the full buffer and what the backward
+        computes with are free, not beside them. Where that would save nothing, the gradient is packed at once.
 
         Args:
             index: Which parameter.
+            accumulate: As in `pack`.
+
+        Raises:
+            RuntimeError: As in `pack`.
+        """
+        grad = self._take(index)
+        if grad is None:
+            return
+        if self.gradient is not None or self.is_aliased or index in self._held:
+            self.pack(accumulate=accumulate)
+            self._pack(index, grad, accumulate)
+        else:
+            self._held[index] = grad
+
+    def pack(self, index: int | None = None, *, accumulate: bool = False) -> None:
+        """Moves gradients into the flat gradient, where each adds to one that is there already.
+
+        Args:
+            index: Which parameter's, and all that are held; None is only those.
             accumulate: More backward passes will follow before the reduction: sum them in a dtype that is wide enough.
 
         Raises:
             RuntimeError: The gradient has a gradient of its own (`create_graph=True`).
         """
+        while self._held:  # Each is free as soon as it is copied.
+            self._pack(*self._held.popitem(), accumulate)
+        grad = None if index is None else self._take(index)
+        if index is not None and grad is not None:
+            self._pack(index, grad, accumulate)
+
+    def _take(self, index: int) -> Tensor | None:
         whole = self.wholes[index]
         grad, whole.grad = whole.grad, None
         if grad is None:
-            return
+            return None
         if grad.requires_grad:
             raise RuntimeError(
                 f"the gradient of '{self.names[index]}' has a gradient of its own, which can't follow it into a shard: "
                 "call backward() without create_graph=True, or compute the penalty from outputs and inputs instead"
             )
-        if grad.layout is not torch.strided:
-            grad = grad.to_dense()
+        return grad if grad.layout is torch.strided else grad.to_dense()
+
+    def _pack(self, index: int, grad: Tensor, accumulate: bool) -> None:
         if self.gradient is None:
             dtype = torch.promote_types(self.reduce_dtype, self.dtype) if accumulate else self.reduce_dtype
-            if len(self.wholes) == 1 and grad.numel() == self.layout.full_numel and grad.dtype == dtype and grad.is_contiguous():
+            fills_it = len(self.wholes) == 1 and grad.numel() == self.layout.full_numel
+            if fills_it and grad.dtype == dtype and grad.is_contiguous():
                 self.gradient = grad.view(-1)  # It is laid out as the buffer is: taken over, not copied.
                 self._has_gradient[index] = True
                 return
@@ -229,15 +277,17 @@ class FlatBuffer:
     @property
     def has_gradient(self) -> bool:
         """Whether there is a gradient that was not reduced yet."""
-        return self.gradient is not None
+        return self.gradient is not None or bool(self._held)
 
     def unused(self) -> list[int]:
         """The trainable parameters that have got no gradient since the last reduction."""
-        return [i for i, whole in enumerate(self.wholes) if whole.requires_grad and not self._has_gradient[i]]
+        got = [has or index in self._held for index, has in enumerate(self._has_gradient)]
+        return [index for index, whole in enumerate(self.wholes) if whole.requires_grad and not got[index]]
 
     def reduce(self, tag: int = 0) -> None:
         """Starts to average the flat gradient over the ranks, in `reduce_dtype`; what has none counts as zeros."""
         assert self._reducing is None, "a reduction is under way already"
+        self.pack()
         gradient = self.gradient
         if gradient is None:
             gradient = torch.zeros(self.layout.full_numel, dtype=self.reduce_dtype, device=self.shard.device)
@@ -268,7 +318,7 @@ class FlatBuffer:
             if pending is not None:
                 pending.abandon()
         self._gathering = self._reducing = None
-        self.gradient, self._has_gradient = None, [False] * len(self.wholes)
+        self.gradient, self._has_gradient, self._held = None, [False] * len(self.wholes), {}
         for whole in self.wholes:
             whole.grad = None
         self.release()
@@ -310,10 +360,8 @@ class FlatBuffer:
     def _fill_gaps(self, gradient: Tensor) -> None:
         """Zeroes what holds no gradient: padding, and parameters that were not used."""
         place = 0
-        entries = sorted(
-            (e for e, has in zip(self.layout.entries, self._has_gradient, strict=True) if has and e.numel), key=lambda e: e.offset
-        )
-        for entry in entries:
+        filled = zip(self.layout.entries, self._has_gradient, strict=True)
+        for entry in sorted((e for e, has in filled if has and e.numel), key=lambda e: e.offset):
             gradient[place : entry.offset].zero_()
             place = entry.offset + entry.numel
         gradient[place:].zero_()

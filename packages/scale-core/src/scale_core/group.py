@@ -65,7 +65,7 @@ def group_of(process_group: GroupLike = None) -> Group:
         if not (dist.is_available() and dist.is_initialized()):
             return Group()
         return _from_torch(dist.group.WORLD)
-    if process_group is cast(object, dist.GroupMember.NON_GROUP_MEMBER):  # What new_group returns where it has no group.
+    if process_group is cast(object, dist.GroupMember.NON_GROUP_MEMBER):  # new_group returned it
         raise ValueError(
             "this rank is no member of the process group: call the function only on the ranks that were given to "
             "torch.distributed.new_group(ranks)"

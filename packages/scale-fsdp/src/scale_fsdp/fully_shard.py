@@ -7,18 +7,18 @@ The module keeps its class (a dynamic subclass adds the methods of `ShardedModul
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import NamedTuple, TypeVar, cast
 
 import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
 from scale_core.collectives import broadcast
 from scale_core.contract import Contract
 from scale_core.flat import Dtypes, FlatBuffer
 from scale_core.group import Group, GroupLike, group_of
 from scale_core.layout import Atom, FlatLayout
-from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
-
 from scale_fsdp.guard import guard_modules
 from scale_fsdp.module import ShardedModule
 from scale_fsdp.precision import MixedPrecision, resolve_precision
@@ -33,12 +33,13 @@ class _Home(NamedTuple):
 
     unit: Unit
     buffer: int
-    index: int
+    number: int
 
 
 # Original parameters, and the local shards that took their place, to the unit that owns them: so that one which is
 # shared between units is found again, whatever object the other unit still holds.
 _homes: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
 
 def fully_shard(
     module: M,
@@ -116,7 +117,7 @@ def fully_shard(
             _broadcast(module, group, own)
     buffers, slots = _make_buffers(own, group, precision, flatten_parameters, atom)
     lenders = list(dict.fromkeys(home.unit for _, home in borrowed))
-    slots += [Slot(p.module, p.attribute, home.unit.buffers[home.buffer], home.index) for p, home in borrowed]
+    slots += [Slot(p.module, p.attribute, home.unit.buffers[home.buffer], home.number) for p, home in borrowed]
     unit = Unit(module, slots, buffers, lenders, precision, reshard_after_forward, limit_seconds)
     for lender in lenders:
         lender.lends = True
@@ -125,7 +126,7 @@ def fully_shard(
     if flatten_parameters:
         for number, buffer in enumerate(buffers):
             module.register_parameter(f"flat_param_{number}", buffer.exposed[0])
-    module.__class__ = _sharded_class(type(module))
+    object.__setattr__(module, "__class__", _sharded_class(cast(Hashable, type(module))))
     module.register_forward_pre_hook(unit.before_forward, prepend=True, with_kwargs=True)
     module.register_forward_hook(unit.after_forward, with_kwargs=True, always_call=True)
     guard_modules(unit)
@@ -160,7 +161,9 @@ def _outside_units(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Modul
             continue
         seen.add(id(current))
         yield here, current
-        children = [(f"{here}.{name}".lstrip("."), child) for name, child in current._modules.items() if child is not None]
+        children = [
+            (f"{here}.{name}".lstrip("."), child) for name, child in current._modules.items() if child is not None
+        ]
         stack.extend(reversed(children))
 
 
@@ -229,10 +232,10 @@ def _make_buffers(
 def _remember(unit: Unit, own: Sequence[_ParamPlace]) -> None:
     numbers = {id(buffer): number for number, buffer in enumerate(unit.buffers)}
     for place, slot in zip(own, unit.slots, strict=False):
-        home = _Home(unit, numbers[id(slot.buffer)], slot.index)
+        home = _Home(unit, numbers[id(slot.buffer)], slot.number)
         _homes[place.param] = home
         if not slot.buffer.flatten:
-            _homes[slot.buffer.exposed[slot.index]] = home
+            _homes[slot.buffer.exposed[slot.number]] = home
 
 
 def _cast_buffers(module: nn.Module, precision: MixedPrecision) -> None:
@@ -251,10 +254,10 @@ def _name_units(outermost: nn.Module) -> None:
         unit.name = paths[id(unit.module)]
         unit.root = None  # A new outermost module: its first forward makes a new root.
         for buffer in unit.buffers:
-            names = {}
+            names: dict[int, str] = {}
             for slot in unit.slots:
                 if slot.buffer is buffer:
-                    names.setdefault(slot.index, f"{paths[id(slot.module)]}.{slot.attribute}".lstrip("."))
+                    names.setdefault(slot.number, f"{paths[id(slot.module)]}.{slot.attribute}".lstrip("."))
             buffer.rename([names[index] for index in range(len(buffer.names))], unit.name)
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from scale_core.contract import unit_title
 from torch import nn
 
+from scale_core.contract import unit_title
 from scale_fsdp.unit import Unit
 
 
@@ -30,8 +30,8 @@ def _refuse_shards(unit: Unit) -> Any:
         outermost = type(unit.root.outermost.module if unit.root else unit.module).__name__
         raise RuntimeError(
             f"a {type(module).__name__} of {unit_title(unit.name)} was called outside of the unit's forward, where its "
-            f"parameters ({', '.join(attributes)}) are sharded: call it through the {outermost}'s own forward, make it a unit of "
-            "its own by fully_shard(...) before the modules around it, or call it inside summon_full_params()"
+            f"parameters ({', '.join(attributes)}) are sharded: call it through the {outermost}'s own forward, make it "
+            "a unit of its own by fully_shard(...) before the modules around it, or call it inside summon_full_params()"
         )
 
     return refuse

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from scale_core.norms import clip_grad_norm
 from torch import Tensor, nn
 
+from scale_core.norms import clip_grad_norm
 from scale_fsdp.root import Root
 from scale_fsdp.unit import Unit, show_tensors, unit_of, units_in
 

@@ -53,7 +53,11 @@ def resolve_precision(
         ValueError: A policy and one of the other three, or `fp32_reduce_scatter` without `mixed_precision`.
     """
     if isinstance(mixed_precision, MixedPrecision):
-        given = {"compute_dtype": compute_dtype, "buffer_dtype": buffer_dtype, "fp32_reduce_scatter": fp32_reduce_scatter}
+        given = {
+            "compute_dtype": compute_dtype,
+            "buffer_dtype": buffer_dtype,
+            "fp32_reduce_scatter": fp32_reduce_scatter,
+        }
         extra = [name for name, value in given.items() if value is not None]
         if extra:
             raise ValueError(

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+
 from scale_core.backward import once_after_backward
 from scale_core.collectives import exchange_text
 from scale_core.contract import Contract, Event, PassKind, message_tag
@@ -25,7 +26,7 @@ class _Place(NamedTuple):
 
     unit: int
     buffer: int
-    index: int
+    number: int
 
 
 class Root:
@@ -86,11 +87,16 @@ class Root:
         if self.entry is not unit:
             return
         self.entry = None
-        if torch.is_grad_enabled():
-            self.contract.leave()
-        else:
-            self._release_idle()
-            self.contract.close()
+        try:
+            if torch.is_grad_enabled():
+                self.contract.leave()
+            else:
+                # Compared first: where the ranks differ, what was fetched ahead may never arrive.
+                self.contract.close()
+                self._release_idle()
+        except BaseException as error:
+            self.abort(error)
+            raise
 
     def abort(self, error: BaseException) -> None:
         """The pass has failed on this rank: be as before it, and leave word for the others."""
@@ -114,6 +120,8 @@ class Root:
 
     def reduce(self, unit: Unit) -> None:
         """A unit's gradients are there: reduce them, and take the results of the unit before."""
+        if not self.synchronizes:
+            unit.pack()
         if not (self.synchronizes and unit.trains):
             return
         self.announce("reduction", unit)
@@ -123,7 +131,7 @@ class Root:
         self._reduced.add(self._numbers[id(unit)])
 
     def make_room(self) -> None:
-        """Takes the results of the reduction under way, so that its flat gradient is free before the next one is filled.
+        """Takes the results of the reduction under way, so that its flat gradient is free before the next is filled.
 
         It has run beside the backward of the next unit up to that unit's first gradient, and beside all of its
         recomputation where it is checkpointed.
@@ -131,6 +139,15 @@ class Root:
         if self._reducing is not None:
             self._reducing.settle()
             self._reducing = None
+
+    def recomputed(self) -> None:
+        """A checkpointed unit is about to compute its gradients; the reduction before them has run beside it so far.
+
+        Only now is the unit before it gathered, so that its parameters never stand beside the flat gradient of the
+        unit behind it: at this size one of them is a tenth of the device.
+        """
+        self.make_room()
+        self.fetch_ahead()
 
     def _finish_backward(self) -> None:
         try:
@@ -155,7 +172,7 @@ class Root:
         late = [number for number, unit in enumerate(self.units) if any(b.has_gradient for b in unit.buffers)]
         notes = self.contract.close(len(late), len(self._unused))
         if any(row[0] for row in notes):
-            for number in sorted(set().union(*self._tell(late))):
+            for number in sorted({number for numbers in self._tell(late) for number in numbers}):
                 self.units[number].reduce()
                 self.units[number].settle()
         if all(row[1] for row in notes):
@@ -164,10 +181,10 @@ class Root:
             for place in nobody & self._new_gradients:
                 buffer = self.units[place.unit].buffers[place.buffer]
                 if not buffer.flatten:
-                    buffer.exposed[place.index].grad = None
+                    buffer.exposed[place.number].grad = None
         self._forget_backward()
 
-    def _tell(self, mine: list[int] | list[_Place]) -> list[list[object]]:
+    def _tell(self, mine: list[int] | list[_Place]) -> list[list[Any]]:
         with self.contract.waiting(Event("the end", "")):
             limit = self.contract.limit_seconds
             return [json.loads(text) for text in exchange_text(json.dumps(mine), self.group, limit_seconds=limit)]
@@ -191,7 +208,7 @@ class Root:
         return message_tag(Event(phase, f"{unit.name}#{place}"))
 
     def fetch_ahead(self) -> None:
-        """Starts the gather that the last pass of this kind had next."""
+        """Starts the gather that the last pass of this kind had next; none where that unit is gathered already."""
         if not self.contract.on_course:
             return
         for phase, name in self.contract.order[self.contract.position :]:
@@ -237,7 +254,8 @@ class Root:
     def _release_idle(self) -> None:
         for unit in self.units:
             if unit.gathered and not self.keeps_after_backward(unit):
-                unit.release()
+                with self.contract.waiting(Event("gather", unit.name)):
+                    unit.release()
 
     def _describe(self) -> list[str]:
         return [
@@ -245,6 +263,9 @@ class Root:
             for unit in self.units
             for buffer in unit.buffers
             for name, entry, param in zip(
-                buffer.names, buffer.layout.entries, buffer.exposed * (len(buffer.names) if buffer.flatten else 1), strict=True
+                buffer.names,
+                buffer.layout.entries,
+                buffer.exposed * (len(buffer.names) if buffer.flatten else 1),
+                strict=True,
             )
         ]

@@ -28,12 +28,12 @@ def _make_whole(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: A
         wholes = buffer.gather_whole()
         for name, slot in places:
             if slot.buffer is buffer and (name in state_dict or buffer.flatten):
-                state_dict[name] = wholes[slot.index].clone()
+                state_dict[name] = wholes[slot.number].clone()
         if buffer.flatten:
             state_dict.pop(f"{prefix}flat_param_{number}", None)
     for name, slot in places:
         if slot.buffer not in unit.buffers and (name in state_dict or slot.buffer.flatten):
-            state_dict[name] = slot.buffer.gather_whole()[slot.index].clone()
+            state_dict[name] = slot.buffer.gather_whole()[slot.number].clone()
 
 
 def _take_pieces(
@@ -49,11 +49,13 @@ def _take_pieces(
     unit = unit_of(module)
     assert unit is not None
     if local_metadata.get("assign_to_params_buffers", False):
-        raise ValueError("load_state_dict(assign=True) would replace the local shards: call load_state_dict(state_dict)")
+        raise ValueError(
+            "load_state_dict(assign=True) would replace the local shards: call load_state_dict(state_dict)"
+        )
     for buffer in unit.buffers:
         buffer.release()  # What was gathered before is not true any more.
     for name, slot in _names_in(module, unit, prefix):
-        entry, span = slot.buffer.layout.entries[slot.index], slot.buffer.spans[slot.index]
+        entry, span = slot.buffer.layout.entries[slot.number], slot.buffer.spans[slot.number]
         whole = state_dict.get(name)
         if whole is None:
             if slot.buffer.flatten:
@@ -61,12 +63,14 @@ def _take_pieces(
             continue
         if not isinstance(whole, Tensor):
             error_msgs.append(f"'{name}': expected a tensor of shape {entry.shape}, got {type(whole).__name__}")
-            state_dict[name] = slot.buffer.pieces[slot.index]
+            state_dict[name] = slot.buffer.pieces[slot.number]
         elif tuple(whole.shape) != entry.shape:
-            error_msgs.append(f"size mismatch for {name}: expected the full shape {entry.shape}, got {tuple(whole.shape)}")
-            state_dict[name] = slot.buffer.pieces[slot.index]
+            error_msgs.append(
+                f"size mismatch for {name}: expected the full shape {entry.shape}, got {tuple(whole.shape)}"
+            )
+            state_dict[name] = slot.buffer.pieces[slot.number]
         elif slot.buffer.flatten:
-            slot.buffer.load(slot.index, state_dict.pop(name))
+            slot.buffer.load(slot.number, state_dict.pop(name))
         else:
             state_dict[name] = whole.detach().reshape(-1)[span.start : span.stop].view(span.shape)
     for number, buffer in enumerate(unit.buffers):

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
+
 from scale_core.backward import after_backward, after_gradient, before_backward, in_backward
 from scale_core.contract import Event, unit_title
 from scale_core.flat import FlatBuffer, State
 from scale_core.nested import map_tensors
-from torch import Tensor, nn
-
 from scale_fsdp.precision import MixedPrecision
 from scale_fsdp.root import Root
 
@@ -47,7 +47,7 @@ class Slot(NamedTuple):
     module: nn.Module
     attribute: str
     buffer: FlatBuffer
-    index: int
+    number: int
 
 
 class Unit:
@@ -131,6 +131,7 @@ class Unit:
         if self.precision.output_dtype is not None:
             output = _cast(output, self.precision.output_dtype)
         if root.in_backward and self.in_backward:
+            root.recomputed()
             return output  # Recomputed for its own backward, which needs the parameters now.
         output = _own(output)
         differentiable = torch.is_grad_enabled() and before_backward(output, self.before_backward)
@@ -181,6 +182,11 @@ class Unit:
             if buffer.trains:
                 self._the_root.note_unused(self, place)
                 buffer.reduce(self._the_root.tag("reduction", self, place))
+
+    def pack(self) -> None:
+        """Keeps the gradients of this pass for the reduction at the end of a later one."""
+        for buffer in self.buffers:
+            buffer.pack(accumulate=True)
 
     def settle(self) -> None:
         """Waits for the reductions; the gradients then stand in the shards' `grad`."""
@@ -284,7 +290,9 @@ class Unit:
             )
 
     def _after_failed_forward(self, root: Root, error: BaseException) -> None:
-        if not (root.in_backward and self.in_backward):
+        if root.in_backward and self.in_backward:
+            root.recomputed()  # torch ends a recomputation by an error, once it has all that the backward needs.
+        else:
             self._close(keep=False)
         if root.entry is self:
             root.abort(error)
@@ -295,7 +303,7 @@ class Unit:
             root.begin_backward()
             if not self.buffers[place].has_gradient:
                 root.make_room()
-            self.buffers[place].pack(index, accumulate=not root.synchronizes)
+            self.buffers[place].hold(index, accumulate=not root.synchronizes)
             root.note_used(self, place, index)
 
         return pack
@@ -331,7 +339,7 @@ def _put(module: nn.Module, attribute: str, param: nn.Parameter | None) -> None:
 
 
 def _own(output: Any) -> Any:
-    """Replaces what a unit inside has returned already by a view: the outer unit's backward comes first on all ranks."""
+    """Replaces what a unit inside has returned already by a view: the outer unit's backward always comes first."""
     return map_tensors(lambda t: t.view_as(t) if t.requires_grad and t._backward_hooks else t, output)
 
 

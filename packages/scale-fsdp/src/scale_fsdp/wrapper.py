@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
-from scale_core.group import GroupLike
 from torch import Tensor, nn
 
+from scale_core.group import GroupLike
 from scale_fsdp.fully_shard import fully_shard
 from scale_fsdp.module import ShardedModule
 from scale_fsdp.precision import MixedPrecision
 
-# FairScale's arguments that tuned its own machinery: nothing here corresponds to them, and results don't depend on them.
+# FairScale's arguments that tuned its own machinery: nothing here corresponds to them, and no result depends on them.
 _WITHOUT_EFFECT = frozenset(
     {
         "process_group_reduce_scatter",
@@ -70,7 +70,7 @@ class FullyShardedDataParallel(nn.Module):
             flatten_parameters=flatten_parameters,
             **_known(kwargs),
         )
-        self.register_load_state_dict_pre_hook(_into_module)
+        self.register_load_state_dict_pre_hook(_into_module)  # type: ignore[no-untyped-call]  # torch has no types here
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module."""
@@ -139,5 +139,3 @@ def _known(kwargs: dict[str, Any]) -> dict[str, Any]:
     if ignored:
         warnings.warn(f"FullyShardedDataParallel: {', '.join(ignored)} has no effect here", UserWarning, stacklevel=3)
     return {name: value for name, value in kwargs.items() if name in known}
-
-
