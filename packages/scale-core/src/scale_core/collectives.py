@@ -377,9 +377,9 @@ def _wait_for(op: str, peer: int | None, work: Work, limit_seconds: float | None
 
 
 def _first_line(error: BaseException) -> str:
-    """The message of a torch error without the place in its sources that it begins with."""
+    """The first sentence of a torch error, without the place in its sources that it begins with."""
     line = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return line.split("] ", 1)[-1]
+    return line.split("] ", 1)[-1].split(". ", 1)[0]
 
 
 def _sum_in_rank_order(result: Tensor, summands: dict[int, Tensor], divisor: int) -> Tensor:
@@ -396,16 +396,27 @@ def _sum_in_rank_order(result: Tensor, summands: dict[int, Tensor], divisor: int
 
 def _native_reduce_scatter(full: Tensor, group: Group, dtype: torch.dtype, average: bool) -> Pending:
     result = torch.empty(full.numel() // group.size, dtype=full.dtype, device=full.device)
+    before = _divisor_before(full.dtype, group.size) if average else 1
+    after = group.size / before if average else 1
+    if before != 1:
+        full.div_(before)
     work = _begin(None, lambda: compat.reduce_scatter_single(result, full, _torch_group(group)))
-
     wider = torch.promote_types(dtype, full.dtype)
 
     def finish() -> Tensor:  # Must not refer to `full`, which is free by now.
         # Divided in the wider dtype: a half-precision sum that is already small would lose bits twice.
         wide = result.to(wider)
-        return (wide.div_(group.size) if average else wide).to(dtype)
+        return (wide if after == 1 else wide.div_(after)).to(dtype)
 
     return Pending("reduce_scatter", [work], result, finish=finish, keep=[full])
+
+
+def _divisor_before(dtype: torch.dtype, size: int) -> int:
+    """What to divide fp16 summands by before they are added in fp16: the power of two next to the root of W.
+
+    The sum of W gradients overflows where their average does not, and a W-th of a gradient underflows.
+    """
+    return 1 << (size.bit_length() // 2) if dtype == torch.float16 else 1
 
 
 def _native_exchange(record: Sequence[int], group: Group) -> list[list[int]]:

@@ -19,7 +19,7 @@ from scale_core.contract import Contract
 from scale_core.flat import Dtypes, FlatBuffer
 from scale_core.group import Group, GroupLike, group_of
 from scale_core.layout import Atom, FlatLayout
-from scale_fsdp.guard import guard_modules
+from scale_fsdp.guard import guard_modules, guarded_forward
 from scale_fsdp.module import ShardedModule
 from scale_fsdp.precision import MixedPrecision, resolve_precision
 from scale_fsdp.state_dict import hook_state_dict
@@ -78,7 +78,8 @@ def fully_shard(
         reshard_after_forward: Release the parameters between forward and backward: less memory, half as much again
             to send. The unit by which the model is entered stays gathered, since its backward comes first.
         mixed_precision: A policy; True is fp16 parameters and reduction.
-        flatten_parameters: Show the optimizer one flat tensor per dtype in place of one local shard per parameter.
+        flatten_parameters: Show the optimizer one flat tensor per dtype and kind (trained or frozen) in place of
+            one local shard per parameter.
         atom: What must not be cut between two ranks: "auto", "element", "row", "parameter", `Block(k)`, or a
             function from a parameter's name and shape to one of them.
         sync_module_states: Begin with rank 0's parameters and buffers on all ranks. Where it is off, all ranks must
@@ -263,4 +264,5 @@ def _name_units(outermost: nn.Module) -> None:
 
 @functools.cache
 def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
-    return type(cls.__name__, (ShardedModule, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "forward": guarded_forward(cls)}
+    return type(cls.__name__, (ShardedModule, cls), names)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from scale_core.norms import clip_grad_norm
+from scale_fsdp.guard import refuse_conversion, refuse_copy
 from scale_fsdp.root import Root
 from scale_fsdp.unit import Unit, show_tensors, unit_of, units_in
 
@@ -77,6 +79,18 @@ class ShardedModule(nn.Module):
             for unit, tensors in zip(units, wholes, strict=True):
                 _dismiss(unit, tensors, keep=not volatile)
 
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        """What `to`, `half`, `float`, `cuda` and the like are made of."""
+        for unit in units_in(self):
+            refuse_conversion(unit, fn)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What deepcopy and pickle ask for."""
+        refuse_copy(self)
+        return {}
+
 
 def root_of(module: nn.Module) -> Root:
     """Returns what the units of a model share, given the model.
@@ -100,7 +114,7 @@ def _summon(unit: Unit) -> list[list[nn.Parameter]]:
     wholes = []
     for buffer in unit.buffers:
         trains = buffer.trains and buffer.dtype.is_floating_point
-        wholes.append([nn.Parameter(tensor, requires_grad=trains) for tensor in buffer.gather_whole()])
+        wholes.append([nn.Parameter(tensor, requires_grad=trains) for tensor in unit.gather_whole(buffer)])
     unit.summoned = True
     show_tensors(unit, {id(buffer): tensors for buffer, tensors in zip(unit.buffers, wholes, strict=True)})
     return wholes

@@ -50,9 +50,8 @@ class Root:
         self.entry: Unit | None = None
         self.in_backward = False
         self.synchronizes = True
-        self._has_output_dtypes = any(
-            unit.precision.output_dtype not in (None, unit.precision.param_dtype) for unit in self.units[1:]
-        )
+        dtypes = {(unit.precision.param_dtype, unit.precision.output_dtype) for unit in self.units}
+        self._computes_in_one_dtype = len(dtypes) == 1 and dtypes.pop()[1] is None
         self._numbers = {id(unit): number for number, unit in enumerate(self.units)}
         self._reducing: Unit | None = None
         self._reduced: set[int] = set()
@@ -232,10 +231,8 @@ class Root:
         return not self.synchronizes and not unit.reshard_after_forward
 
     def casts_inputs_of(self, unit: Unit) -> bool:
-        """Whether floating-point inputs take the unit's dtype: at the entry, and where the dtype changes."""
-        if unit is self.entry or unit is self.outermost or self._has_output_dtypes:
-            return True
-        return unit.precision.param_dtype != self.outermost.precision.param_dtype
+        """Whether floating-point inputs take the unit's dtype: at the entry, and at every unit if dtypes vary."""
+        return unit is self.entry or unit is self.outermost or not self._computes_in_one_dtype
 
     def note_unused(self, unit: Unit, place: int) -> None:
         """Remembers what a buffer's reduction counts as zeros."""

@@ -25,7 +25,7 @@ def _make_whole(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: A
     places = _names_in(module, unit, prefix)
     for number, buffer in enumerate(unit.buffers):
         # All ranks gather every buffer, whichever of its names this caller keeps.
-        wholes = buffer.gather_whole()
+        wholes = unit.gather_whole(buffer)
         for name, slot in places:
             if slot.buffer is buffer and (name in state_dict or buffer.flatten):
                 state_dict[name] = wholes[slot.number].clone()
@@ -33,7 +33,7 @@ def _make_whole(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: A
             state_dict.pop(f"{prefix}flat_param_{number}", None)
     for name, slot in places:
         if slot.buffer not in unit.buffers and (name in state_dict or slot.buffer.flatten):
-            state_dict[name] = slot.buffer.gather_whole()[slot.number].clone()
+            state_dict[name] = unit.gather_whole(slot.buffer)[slot.number].clone()
 
 
 def _take_pieces(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from scale_core.backward import after_backward, after_gradient, before_backward, in_backward
-from scale_core.contract import Event, unit_title
+from scale_core.contract import Contract, Event, message_tag, unit_title
 from scale_core.flat import FlatBuffer, State
 from scale_core.nested import map_tensors
 from scale_fsdp.precision import MixedPrecision
@@ -175,6 +175,17 @@ class Unit:
         """Frees what was gathered."""
         for buffer in self.buffers:
             buffer.release()
+
+    def gather_whole(self, buffer: FlatBuffer) -> list[Tensor]:
+        """Returns a buffer's parameters whole, in the dtype that they are trained in; all ranks call it together.
+
+        Raises:
+            ScaleDistributedError: A rank did something else.
+        """
+        event = Event("whole parameters", self.name)
+        contract = self.root.contract if self.root is not None else Contract(buffer.group, self.limit_seconds)
+        with contract.waiting(event):
+            return buffer.gather_whole(message_tag(event), contract.limit_seconds)
 
     def reduce(self) -> None:
         """Starts to reduce the gradients of all buffers that train."""

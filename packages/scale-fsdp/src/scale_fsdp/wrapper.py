@@ -31,6 +31,18 @@ _WITHOUT_EFFECT = frozenset(
     }
 )
 
+# FairScale's arguments for what is not there yet; their defaults ask for nothing.
+_NOT_YET = frozenset(
+    {
+        "cpu_offload",
+        "move_params_to_cpu",
+        "move_grads_to_cpu",
+        "state_dict_device",
+        "state_dict_on_rank_0_only",
+        "force_input_to_fp32",
+    }
+)
+
 
 class FullyShardedDataParallel(nn.Module):
     """Shards `module` in place by `fully_shard` and stands around it, as FairScale's class of this name does.
@@ -49,7 +61,7 @@ class FullyShardedDataParallel(nn.Module):
 
     Raises:
         TypeError: An unknown argument; names the nearest one.
-        ValueError: As for `fully_shard`.
+        ValueError: As for `fully_shard`; an argument of FairScale's that asks for what is not there yet.
     """
 
     def __init__(
@@ -131,7 +143,12 @@ def _into_module(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_:
 def _known(kwargs: dict[str, Any]) -> dict[str, Any]:
     known = set(inspect.signature(fully_shard).parameters)
     ignored = sorted(_WITHOUT_EFFECT & kwargs.keys())
-    unknown = sorted(kwargs.keys() - known - _WITHOUT_EFFECT)
+    unknown = sorted(kwargs.keys() - known - _WITHOUT_EFFECT - _NOT_YET)
+    for name in sorted(_NOT_YET & kwargs.keys()):
+        if kwargs[name]:
+            raise ValueError(
+                f"FullyShardedDataParallel({name}={kwargs[name]!r}) is not supported in this version: leave {name} out"
+            )
     if unknown:
         near = difflib.get_close_matches(unknown[0], known, n=1)
         hint = f"; did you mean '{near[0]}'?" if near else ""
