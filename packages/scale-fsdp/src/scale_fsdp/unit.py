@@ -172,9 +172,13 @@ class Unit:
             buffer.gather(self._the_root.tag("gather", self, place))
 
     def release(self) -> None:
-        """Frees what was gathered."""
-        for buffer in self.buffers:
-            buffer.release()
+        """Frees what was gathered; waits for what was fetched ahead and is not used."""
+        if not self.gathered:
+            return
+        contract = self._the_root.contract
+        with contract.waiting(Event("gather", self.name)):
+            for buffer in self.buffers:
+                buffer.release(contract.limit_seconds)
 
     def gather_whole(self, buffer: FlatBuffer) -> list[Tensor]:
         """Returns a buffer's parameters whole, in the dtype that they are trained in; all ranks call it together.
