@@ -5,12 +5,12 @@
     python benchmarks/memory_at_scale.py --smoke             # a tiny model
     python benchmarks/memory_at_scale.py --date 2026-11-21   # also writes results/2026-11-21-memory_at_scale.*
 
-All engines get the same model: a pre-norm GPT whose blocks are units, sequences of 2,048 tokens, computation, gathers
-and reductions in bf16, fp32 master weights and AdamW without fused kernels. Checkpointing stands around the units. The
-embeddings and the head are units of their own too, but for plain "fsdp2". In "-halves", attention and feed-forward are
-a unit and a checkpoint each: smaller buffers, twice the activations that are kept. The second step is measured, since
-Adam's state exists only from the first step on. What the figures leave out stands in `scale_core.simulate`: add 5 to
-10 % for what the device's allocator and the transport need.
+All engines get the same model: a pre-norm GPT whose blocks are activation-checkpointed, sequences of 2,048 tokens,
+computation, gathers and reductions in bf16, fp32 master weights and AdamW without fused kernels. Each block is a unit,
+and so are the embeddings and the head, but for plain "fsdp2". In "-halves", attention and feed-forward are a unit each,
+inside the block's checkpoint: smaller buffers, but attention is gathered three times a step. The second step is
+measured, since Adam's state exists only from the first step on. What the figures leave out stands in
+`scale_core.simulate`: add 5 to 10 % for what the device's allocator and the transport need.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -140,48 +139,53 @@ class Head(nn.Module):
 
 
 class GPT(nn.Module):
-    """A GPT that returns its loss.
+    """A GPT that returns its loss; its blocks keep nothing but their input for the backward."""
 
-    Attributes:
-        layers: What is checkpointed and a unit: the blocks, or with `halves` both halves of each by themselves. Each
-            keeps nothing but its input for the backward.
-    """
-
-    def __init__(self, size: Size, loss_chunks: int, halves: bool) -> None:
+    def __init__(self, size: Size, loss_chunks: int) -> None:
         super().__init__()
         self.embed = Embed(size)
-        pairs = [(Attention(size), Feed(size)) for _ in range(size.layers)]
-        layers = [half for pair in pairs for half in pair] if halves else [nn.Sequential(*pair) for pair in pairs]
-        self.layers = nn.ModuleList(layers)
+        self.blocks = nn.ModuleList(nn.Sequential(Attention(size), Feed(size)) for _ in range(size.layers))
         self.head = Head(size, loss_chunks)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.embed(tokens)
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
         loss: Tensor = self.head(x, targets)
         return loss
 
 
-def fsdp2(model: GPT, simulation: Simulation, ends: bool) -> None:
-    """torch's FSDP2: each layer a unit, the rest in the root's or, with `ends`, two more units."""
+def blocks(model: GPT) -> list[nn.Module]:
+    return list(model.blocks)
+
+
+def blocks_and_ends(model: GPT) -> list[nn.Module]:
+    return [model.embed, *model.blocks, model.head]
+
+
+def halves_and_ends(model: GPT) -> list[nn.Module]:
+    return [model.embed, *(half for block in model.blocks for half in block.children()), model.head]
+
+
+def fsdp2(model: GPT, units: list[nn.Module], simulation: Simulation) -> None:
+    """torch's FSDP2; what no unit holds is the root's."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     with simulation.aside():
         mesh = init_device_mesh("cpu", (simulation.world_size,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    for unit in (model.embed, *model.layers, model.head) if ends else model.layers:
+    for unit in units:
         fully_shard(unit, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
-def scale_fsdp(model: GPT, simulation: Simulation) -> None:
-    """scale-fsdp: each layer, the embeddings and the head a unit."""
+def scale_fsdp(model: GPT, units: list[nn.Module], simulation: Simulation) -> None:
+    """scale-fsdp, likewise."""
     from scale_fsdp import MixedPrecision, fully_shard
 
     policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    for unit in (model.embed, *model.layers, model.head):
+    for unit in units:
         fully_shard(unit, mixed_precision=policy)
     fully_shard(model, mixed_precision=policy)
 
@@ -191,22 +195,22 @@ class Engine:
     """How a model is sharded.
 
     Attributes:
-        shard: Makes the units.
-        halves: Whether they are halves of blocks.
+        shard: Makes the units, and the whole model one more.
+        units: Which modules they are.
         has_goal: Whether it is held to the goals.
     """
 
-    shard: Callable[[GPT, Simulation], None]
-    halves: bool
+    shard: Callable[[GPT, list[nn.Module], Simulation], None]
+    units: Callable[[GPT], list[nn.Module]]
     has_goal: bool = False
 
 
 ENGINES = {
-    "fsdp2": Engine(partial(fsdp2, ends=False), halves=False),
-    "fsdp2-ends": Engine(partial(fsdp2, ends=True), halves=False),
-    "fsdp2-halves": Engine(partial(fsdp2, ends=True), halves=True),
-    "scale-fsdp": Engine(scale_fsdp, halves=False, has_goal=True),
-    "scale-fsdp-halves": Engine(scale_fsdp, halves=True, has_goal=True),
+    "fsdp2": Engine(fsdp2, blocks),
+    "fsdp2-ends": Engine(fsdp2, blocks_and_ends),
+    "fsdp2-halves": Engine(fsdp2, halves_and_ends),
+    "scale-fsdp": Engine(scale_fsdp, blocks_and_ends, has_goal=True),
+    "scale-fsdp-halves": Engine(scale_fsdp, halves_and_ends, has_goal=True),
 }
 
 
@@ -228,8 +232,8 @@ def measure(name: str, engine: str) -> Row:
     config = CONFIGS[name]
     started = time.process_time()
     with simulate(rank=0, world_size=config.world_size) as simulation:
-        model = GPT(SIZES[config.size], config.loss_chunks, ENGINES[engine].halves)
-        ENGINES[engine].shard(model, simulation)
+        model = GPT(SIZES[config.size], config.loss_chunks)
+        ENGINES[engine].shard(model, ENGINES[engine].units(model), simulation)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
         for _ in range(2):
             simulation.restart()

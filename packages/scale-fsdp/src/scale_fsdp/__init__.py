@@ -4,9 +4,10 @@ The path of one step reads from top to bottom in four files: `unit` (the step), 
 `scale_core.flat` (the buffers and their states) and `scale_core.collectives` (the messages).
 """
 
-from scale_fsdp.fully_shard import fully_shard
 from scale_fsdp.precision import MixedPrecision
-from scale_fsdp.wrap import (
+from scale_fsdp.sharding import fully_shard
+from scale_fsdp.wrapper import FullyShardedDataParallel
+from scale_fsdp.wrapping import (
     auto_wrap,
     class_policy,
     config_auto_wrap_policy,
@@ -17,7 +18,6 @@ from scale_fsdp.wrap import (
     size_policy,
     wrap,
 )
-from scale_fsdp.wrapper import FullyShardedDataParallel
 
 __version__ = "2026.11.0"
 __all__ = [

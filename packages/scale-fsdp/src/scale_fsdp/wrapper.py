@@ -12,9 +12,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from scale_core.group import GroupLike
-from scale_fsdp.fully_shard import fully_shard
 from scale_fsdp.module import ShardedModule
 from scale_fsdp.precision import MixedPrecision
+from scale_fsdp.sharding import fully_shard
 
 # FairScale's arguments that tuned its own machinery: nothing here corresponds to them, and no result depends on them.
 _WITHOUT_EFFECT = frozenset(

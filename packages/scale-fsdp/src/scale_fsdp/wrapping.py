@@ -414,7 +414,7 @@ def fully_shard_modules(module: nn.Module, policy: Policy | KeywordPolicy, **kwa
     Raises:
         ValueError: The policy doesn't fit the model.
     """
-    from scale_fsdp.fully_shard import fully_shard  # it stands above this module
+    from scale_fsdp.sharding import fully_shard  # it stands above this module
 
     units = [module.get_submodule(name) for name in plan_units(module, policy) if name]
     for unit in [*units, module]:

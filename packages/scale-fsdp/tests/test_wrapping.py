@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-import scale_fsdp.wrap as wrap_module
+import scale_fsdp.wrapping as wrap_module
 from scale_core.shard import Shard, mark
-from scale_fsdp.wrap import (
+from scale_fsdp.wrapping import (
     auto_wrap,
     class_policy,
     config_auto_wrap_policy,
@@ -60,9 +60,9 @@ def linears(*sizes: int) -> nn.Sequential:
 def sharded(monkeypatch) -> Iterator[list[tuple[nn.Module, dict[str, object]]]]:
     """What `fully_shard` was called with, in order."""
     calls: list[tuple[nn.Module, dict[str, object]]] = []
-    module = types.ModuleType("scale_fsdp.fully_shard")
+    module = types.ModuleType("scale_fsdp.sharding")
     module.fully_shard = lambda part, **kwargs: calls.append((part, kwargs))  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "scale_fsdp.fully_shard", module)
+    monkeypatch.setitem(sys.modules, "scale_fsdp.sharding", module)
     return calls
 
 
