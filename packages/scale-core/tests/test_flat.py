@@ -286,6 +286,34 @@ def local_gradients_are_reported() -> None:
     assert torch.equal(grads[1], local_grad(group.rank, 4, (7,)))
 
 
+def gradients_are_held(accumulate: bool) -> None:
+    """What is held takes no flat memory until it is packed; what comes twice, or to a flat gradient, is added."""
+    group = group_of()
+    held, packed = (make(group, Dtypes(compute=torch.bfloat16, reduce=torch.bfloat16)) for _ in range(2))
+    for twice in (False, True):
+        for buffer in (held, packed):
+            gathered(buffer)
+            for index in (0, 4, 0) if twice else (1, 2, 3):
+                buffer.wholes[index].grad = local_grad(group.rank, index, buffer.wholes[index].shape).bfloat16()
+                if buffer is packed:
+                    buffer.pack(index, accumulate=accumulate)
+                    continue
+                buffer.hold(index, accumulate=accumulate)
+                assert buffer.wholes[index].grad is None and buffer.has_gradient
+                assert (buffer.gradient is None) == (not twice)
+            buffer.release()
+        assert held.unused() == packed.unused() == ([] if twice else [0, 4])
+        held.pack(accumulate=accumulate)
+        assert held.gradient is not None and packed.gradient is not None
+        assert held.gradient.dtype == packed.gradient.dtype
+    for buffer in (held, packed):
+        buffer.reduce(tag=1 << 22)
+        buffer.settle()
+        assert not buffer.has_gradient
+    for mine, expected in zip(held.exposed, packed.exposed, strict=True):
+        assert mine.grad is not None and expected.grad is not None and torch.equal(mine.grad, expected.grad)
+
+
 def a_single_gradient_is_taken_over() -> bool:
     """One parameter that fills its buffer: autograd's own gradient becomes the flat one."""
     group = group_of()
@@ -403,6 +431,11 @@ def test_fewer_elements_than_ranks_and_none_at_all() -> None:
 def test_a_world_of_one_computes_with_the_shard_itself() -> None:
     buffer = make(Group())
     assert buffer.is_aliased and buffer.wholes[0].data_ptr() == buffer.exposed[0].data_ptr()
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_held_gradients_become_the_flat_gradient_when_they_are_packed(accumulate: bool) -> None:
+    run_ranks(gradients_are_held, 2, accumulate)
 
 
 def test_every_flat_tensor_that_lives_is_listed() -> None:

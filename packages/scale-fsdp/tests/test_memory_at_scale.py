@@ -1,4 +1,4 @@
-"""A GPT of 13 billion parameters on 8 ranks: what one rank holds and sends in a step, by the real code on fake tensors."""
+"""What one of 8 ranks holds and sends in a step of a GPT of 13 billion parameters: the real code on fake tensors."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        heads = self.qkv(self.attention_norm(x)).view(1, TOKENS, 3, HEADS, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(*heads, is_causal=True)
+        qkv = self.qkv(self.attention_norm(x)).view(1, TOKENS, 3, HEADS, WIDTH // HEADS)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.project(attended.transpose(1, 2).reshape(1, TOKENS, WIDTH))
         changed: Tensor = self.down(F.gelu(self.up(self.feed_norm(x))))
         return x + changed

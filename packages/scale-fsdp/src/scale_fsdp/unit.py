@@ -318,7 +318,7 @@ class Unit:
             root.begin_backward()
             if not self.buffers[place].has_gradient:
                 root.make_room()
-            self.buffers[place].hold(index, accumulate=not root.synchronizes)
+            self.buffers[place].pack(index, accumulate=not root.synchronizes)
             root.note_used(self, place, index)
 
         return pack
