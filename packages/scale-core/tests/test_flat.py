@@ -290,6 +290,8 @@ def gradients_are_held(accumulate: bool) -> None:
     """What is held takes no flat memory until it is packed; what comes twice, or to a flat gradient, is added."""
     group = group_of()
     held, packed = (make(group, Dtypes(compute=torch.bfloat16, reduce=torch.bfloat16)) for _ in range(2))
+    assert not held.holds  # It is small.
+    held.holds = True
     for twice in (False, True):
         for buffer in (held, packed):
             gathered(buffer)

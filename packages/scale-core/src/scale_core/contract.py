@@ -44,6 +44,10 @@ _NOTES = 3
 _LONGEST_REASON = 300
 _MASK = (1 << 62) - 1
 
+_SAME_MODEL = (
+    "Build the same model on every rank, and wrap it in the same order: nothing before the first step may depend on "
+    "the rank"
+)
 _SAME_ORDER = (
     "All ranks must run the same units in the same order; where the data decides which of them is used, make one "
     "unit of all that can be chosen: fully_shard(the module that holds them)"
@@ -164,10 +168,10 @@ class Contract:
         """
         if self.alone:
             return
-        here = _Here(f"the check of {what}", what, lambda: lines)
+        here = _Here(f"the check of {what}", "", lambda: lines)
         _, places = self._meet(here, identity(*lines))
         if places:
-            raise ContractError(_disagreement(places, what), unit=what)
+            raise ContractError(f"{_disagreement(places, what)}. {_SAME_MODEL}")
 
     def begin(self, kind: PassKind, *, new_step: bool) -> None:
         """A pass begins; forgets one that was left in the middle.

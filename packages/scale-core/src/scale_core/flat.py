@@ -10,6 +10,7 @@ in when they call them.
 from __future__ import annotations
 
 import enum
+import functools
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -48,6 +49,10 @@ class Dtypes:
     reduce: torch.dtype | None = None
 
 
+# From this size on, gradients wait outside of the flat one until the backward is over: they are far too large to be
+# packed while they are in a processor's cache, which is what smaller ones gain by being packed at once.
+_HELD_FROM_BYTES = 256 * 2**20
+
 _live: weakref.WeakSet[FlatBuffer] = weakref.WeakSet()
 
 
@@ -58,7 +63,9 @@ def _count_fused_writes(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
             increment_version([param for param in group["params"] if shard_of(param) is not None])
 
 
-register_optimizer_step_post_hook(_count_fused_writes)
+@functools.cache
+def _watch_fused_optimizers() -> None:
+    register_optimizer_step_post_hook(_count_fused_writes)
 
 
 def live_buffers() -> Iterator[tuple[str, Tensor]]:
@@ -88,6 +95,7 @@ class FlatBuffer:
         exposed: What an optimizer gets: the pieces as parameters, or the one flat parameter.
         wholes: What the module computes with: per parameter, a view of the full buffer in the full shape.
         state: Whether the wholes can be read.
+        holds: Whether `hold` lets gradients stand alone; only large buffers do.
         gradient: [W * S], this rank's own gradients of the wholes, before they are reduced; None while there are none.
     """
 
@@ -123,6 +131,8 @@ class FlatBuffer:
         self.state = State.GATHERED
         self.gradient: Tensor | None = None
         self._has_gradient = [False] * len(params)
+        gradient_bytes = layout.full_numel * self.reduce_dtype.itemsize
+        self.holds = gradient_bytes >= _HELD_FROM_BYTES and not self.is_aliased
         self._held: dict[int, Tensor] = {}
         self._gathering: Pending | None = None
         self._reducing: Pending | None = None
@@ -130,18 +140,24 @@ class FlatBuffer:
         self.rename(names)
         self.release()
         _live.add(self)
+        _watch_fused_optimizers()
 
     # What it is.
 
-    def rename(self, names: Sequence[str], unit: str = "") -> None:
-        """Records what each exposed parameter is a piece of, under these qualified names."""
+    def rename(self, names: Sequence[str], unit: str = "", flat_name: str = "flat_param") -> None:
+        """Records what each exposed parameter is a piece of, under these qualified names.
+
+        Args:
+            names: Of each parameter.
+            unit: Of the unit that gathers them.
+            flat_name: Of the one flat parameter, where they are exposed as that.
+        """
         self.names = list(names)
         axes = (Axis(self.group, Held.SHARD),)
         if self.flatten:
             start = self.group.rank * self.layout.shard_numel
-            name = f"{unit}.flat_param" if unit else "flat_param"
             stop = start + self.layout.shard_numel
-            mark(self.exposed[0], Shard(name, (self.layout.full_numel,), start, stop, axes, unit))
+            mark(self.exposed[0], Shard(flat_name, (self.layout.full_numel,), start, stop, axes, unit))
             return
         for name, entry, span, param in zip(names, self.layout.entries, self.spans, self.exposed, strict=True):
             mark(param, Shard(name, entry.shape, span.start, span.stop, axes, unit))
@@ -149,9 +165,13 @@ class FlatBuffer:
     def follow_trainable(self) -> None:
         """Takes over what the user has frozen or unfrozen since the last step."""
         for index, whole in enumerate(self.wholes):
-            wanted = self.exposed[0 if self.flatten else index].requires_grad
+            wanted = self.exposed_of(index).requires_grad
             if whole.requires_grad != wanted:
                 whole.requires_grad_(wanted)
+
+    def exposed_of(self, index: int) -> nn.Parameter:
+        """What an optimizer has of a parameter: its own piece, or the one flat parameter that holds it."""
+        return self.exposed[0 if self.flatten else index]
 
     @property
     def trains(self) -> bool:
@@ -212,7 +232,7 @@ class FlatBuffer:
         """Takes the gradient of a whole, and lets it stand alone until the next `pack` or `reduce`.
 
         So the flat gradient takes its W * S elements after the backward, when the full buffer and what the backward
-        computes with are free, not beside them. Where that would save nothing, the gradient is packed at once.
+        computes with are free, not beside them. In a small buffer the gradient is packed at once.
 
         Args:
             index: Which parameter.
@@ -224,7 +244,7 @@ class FlatBuffer:
         grad = self._take(index)
         if grad is None:
             return
-        if self.gradient is not None or self.is_aliased or index in self._held:
+        if not self.holds or self.gradient is not None or index in self._held:
             self.pack(accumulate=accumulate)
             self._pack(index, grad, accumulate)
         else:
@@ -293,7 +313,9 @@ class FlatBuffer:
             gradient = torch.zeros(self.layout.full_numel, dtype=self.reduce_dtype, device=self.shard.device)
         elif not all(self._has_gradient) or self.layout.padding:
             self._fill_gaps(gradient)
-        if local_grads_wanted() and not self.flatten:
+        if local_grads_wanted() and self.flatten:
+            report_local_grads(self.exposed, [gradient])
+        elif local_grads_wanted():
             used = [i for i, has in enumerate(self._has_gradient) if has]
             report_local_grads([self.exposed[i] for i in used], [self._view(gradient, i) for i in used])
         self.gradient, self._has_gradient = None, [False] * len(self.wholes)
@@ -330,13 +352,6 @@ class FlatBuffer:
         span, piece = self.spans[index], self.pieces[index]
         with torch.no_grad():
             piece.copy_(whole.detach().reshape(-1)[span.start : span.stop].view(span.shape))
-
-    def store(self, limit_seconds: float | None = None) -> None:
-        """Takes this rank's pieces out of the wholes as they are now, after somebody has changed them in place."""
-        if self.is_aliased:
-            return
-        size = self.layout.shard_numel
-        self.shard.data.copy_(self.full.narrow(0, self.group.rank * size, size))
 
     def gather_whole(self, tag: int = 0, limit_seconds: float | None = None) -> list[Tensor]:
         """Returns every parameter whole, in its own dtype; they share one new buffer of W * S elements."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from scale_core.norms import clip_grad_norm
 from scale_fsdp.guard import refuse_conversion, refuse_copy
 from scale_fsdp.root import Root
-from scale_fsdp.unit import Unit, show_tensors, unit_of, units_in
+from scale_fsdp.unit import Unit, root_of, show_tensors, unit_of, units_in
 
 
 class ShardedModule(nn.Module):
@@ -44,7 +44,7 @@ class ShardedModule(nn.Module):
         Raises:
             ValueError: Called on a unit inside the sharded model.
         """
-        root = root_of(self)
+        root = outermost_root(self)
         before, root.synchronizes = root.synchronizes, False
         try:
             yield
@@ -92,7 +92,7 @@ class ShardedModule(nn.Module):
         return {}
 
 
-def root_of(module: nn.Module) -> Root:
+def outermost_root(module: nn.Module) -> Root:
     """Returns what the units of a model share, given the model.
 
     Raises:
@@ -100,14 +100,13 @@ def root_of(module: nn.Module) -> Root:
     """
     unit = unit_of(module)
     assert unit is not None
-    if unit.root is None:
-        unit.root = Root(unit, units_in(module))
-    if unit.root.outermost is not unit:
+    root = root_of(unit)
+    if root.outermost is not unit:
         raise ValueError(
             f"'{unit.name}' is a unit inside a sharded model: call this on the outermost one, a "
-            f"{type(unit.root.outermost.module).__name__}"
+            f"{type(root.outermost.module).__name__}"
         )
-    return unit.root
+    return root
 
 
 def _summon(unit: Unit) -> list[list[nn.Parameter]]:

@@ -114,14 +114,18 @@ class Root:
             return
         self.in_backward = True
         self._forget_backward()
-        self.contract.begin(PassKind("backward", self.synchronizes, True), new_step=False)
+        self.contract.begin(
+            PassKind("backward with reduction" if self.synchronizes else "backward", grad=True, training=True),
+            new_step=False,
+        )
         once_after_backward(self._finish_backward)
 
     def reduce(self, unit: Unit) -> None:
         """A unit's gradients are there: reduce them, and take the results of the unit before."""
         if not self.synchronizes:
             unit.pack()
-        if not (self.synchronizes and unit.trains):
+            return
+        if not unit.trains:
             return
         self.announce("reduction", unit)
         self.make_room()
@@ -241,7 +245,7 @@ class Root:
             return
         for index in buffer.unused():
             self._unused.add(_Place(number, place, index))
-            if buffer.exposed[0 if buffer.flatten else index].grad is None:
+            if buffer.exposed_of(index).grad is None:
                 self._new_gradients.add(_Place(number, place, index))
 
     def note_used(self, unit: Unit, place: int, index: int) -> None:
@@ -250,19 +254,20 @@ class Root:
 
     def _release_idle(self) -> None:
         for unit in self.units:
-            if unit.gathered and not self.keeps_after_backward(unit):
-                with self.contract.waiting(Event("gather", unit.name)):
-                    unit.release()
+            if not self.keeps_after_backward(unit):
+                unit.release()
 
     def _describe(self) -> list[str]:
-        return [
-            f"{unit.name or 'root'}: {name} {entry.shape} {buffer.dtype} trains={param.requires_grad}"
-            for unit in self.units
-            for buffer in unit.buffers
-            for name, entry, param in zip(
-                buffer.names,
-                buffer.layout.entries,
-                buffer.exposed * (len(buffer.names) if buffer.flatten else 1),
-                strict=True,
-            )
-        ]
+        lines = []
+        for unit in self.units:
+            for buffer in unit.buffers:
+                lines += [
+                    f"{unit.name or 'root'}: {name} {entry.shape} {buffer.dtype} "
+                    f"trains={buffer.exposed_of(index).requires_grad} cut at {entry.cut}"
+                    for index, (name, entry) in enumerate(zip(buffer.names, buffer.layout.entries, strict=True))
+                ]
+                lines.append(
+                    f"{unit.name or 'root'}: computes in {buffer.compute_dtype}, reduces in {buffer.reduce_dtype}, "
+                    f"flatten={buffer.flatten}, layout {buffer.layout.digest()}"
+                )
+        return lines

@@ -23,7 +23,7 @@ from scale_fsdp.guard import guard_modules, guarded_forward
 from scale_fsdp.module import ShardedModule
 from scale_fsdp.precision import MixedPrecision, resolve_precision
 from scale_fsdp.state_dict import hook_state_dict
-from scale_fsdp.unit import Slot, Unit, paths_in, unit_of, units_in
+from scale_fsdp.unit import Slot, Unit, flat_name_of, paths_in, unit_of, units_in
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -126,7 +126,7 @@ def fully_shard(
     _cast_buffers(module, precision)
     if flatten_parameters:
         for number, buffer in enumerate(buffers):
-            module.register_parameter(f"flat_param_{number}", buffer.exposed[0])
+            module.register_parameter(flat_name_of(number), buffer.exposed[0])
     object.__setattr__(module, "__class__", _sharded_class(cast(Hashable, type(module))))
     module.register_forward_pre_hook(unit.before_forward, prepend=True, with_kwargs=True)
     module.register_forward_hook(unit.after_forward, with_kwargs=True, always_call=True)
@@ -254,12 +254,13 @@ def _name_units(outermost: nn.Module) -> None:
     for unit in units_in(outermost):
         unit.name = paths[id(unit.module)]
         unit.root = None  # A new outermost module: its first forward makes a new root.
-        for buffer in unit.buffers:
+        for number, buffer in enumerate(unit.buffers):
             names: dict[int, str] = {}
             for slot in unit.slots:
                 if slot.buffer is buffer:
                     names.setdefault(slot.number, f"{paths[id(slot.module)]}.{slot.attribute}".lstrip("."))
-            buffer.rename([names[index] for index in range(len(buffer.names))], unit.name)
+            flat_name = f"{unit.name}.{flat_name_of(number)}".lstrip(".")
+            buffer.rename([names[index] for index in range(len(buffer.names))], unit.name, flat_name)
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from scale_fsdp.unit import Slot, Unit, paths_in, unit_of
+from scale_fsdp.unit import Slot, Unit, flat_name_of, paths_in, unit_of
 
 
 def hook_state_dict(module: nn.Module) -> None:
@@ -30,7 +30,7 @@ def _make_whole(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: A
             if slot.buffer is buffer and (name in state_dict or buffer.flatten):
                 state_dict[name] = wholes[slot.number].clone()
         if buffer.flatten:
-            state_dict.pop(f"{prefix}flat_param_{number}", None)
+            state_dict.pop(prefix + flat_name_of(number), None)
     for name, slot in places:
         if slot.buffer not in unit.buffers and (name in state_dict or slot.buffer.flatten):
             state_dict[name] = unit.gather_whole(slot.buffer)[slot.number].clone()
@@ -75,7 +75,7 @@ def _take_pieces(
             state_dict[name] = whole.detach().reshape(-1)[span.start : span.stop].view(span.shape)
     for number, buffer in enumerate(unit.buffers):
         if buffer.flatten:
-            state_dict[f"{prefix}flat_param_{number}"] = buffer.exposed[0]  # Its pieces are loaded already.
+            state_dict[prefix + flat_name_of(number)] = buffer.exposed[0]  # Its pieces are loaded already.
 
 
 def _names_in(module: nn.Module, unit: Unit, prefix: str) -> list[tuple[str, Slot]]:

@@ -9,7 +9,7 @@ a model share is in `root.py`; the buffers and their states are in `scale_core.f
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +39,11 @@ def units_in(module: nn.Module) -> list[Unit]:
 def paths_in(module: nn.Module) -> dict[int, str]:
     """Returns the qualified name of every module in `module`, by its id; that of `module` itself is ""."""
     return {id(child): path for path, child in module.named_modules()}
+
+
+def flat_name_of(number: int) -> str:
+    """Returns the name under which a module holds the flat parameter of one buffer."""
+    return f"flat_param_{number}"
 
 
 class Slot(NamedTuple):
@@ -130,7 +135,7 @@ class Unit:
             return self._after_failed_forward(root, error)
         if self.precision.output_dtype is not None:
             output = _cast(output, self.precision.output_dtype)
-        if root.in_backward and self.in_backward:
+        if self._recomputed_for_its_backward:
             root.recomputed()
             return output  # Recomputed for its own backward, which needs the parameters now.
         output = _own(output)
@@ -242,9 +247,13 @@ class Unit:
         """Whether any of its own parameters wants a gradient."""
         return any(buffer.trains for buffer in self.buffers)
 
+    @property
+    def _recomputed_for_its_backward(self) -> bool:
+        return self._the_root.in_backward and self.in_backward
+
     def _enter(self) -> Root:
         self._error_at_entry = sys.exc_info()[1]
-        root = self.root or Root(self, units_in(self.module))
+        root = root_of(self)
         if root.in_backward and not in_backward():
             root.abort(RuntimeError("the backward pass before this one did not come to its end"))
         if root.entry is None and not root.in_backward:
@@ -271,22 +280,22 @@ class Unit:
 
     def _close(self, *, keep: bool) -> None:
         """Puts the shards back into the module, and releases what nobody uses any more."""
-        for unit in (self, *self.lenders):
-            unit.uses = max(0, unit.uses - 1)
-            if not unit.uses and not keep and not self._the_root.keeps_after_forward(unit):
-                unit.release()
+        self._let_go(lambda unit: keep or self._the_root.keeps_after_forward(unit))
         if not self.uses:
             self.show_shards()
 
     def _end_backward(self) -> None:
         root = self._the_root
         self.in_backward = False
-        for unit in (self, *self.lenders):
-            unit.uses = max(0, unit.uses - 1)
-            if not unit.uses and not root.keeps_after_backward(unit):
-                unit.release()
+        self._let_go(root.keeps_after_backward)
         self.show_shards()
         root.reduce(self)
+
+    def _let_go(self, keeps: Callable[[Unit], bool]) -> None:
+        for unit in (self, *self.lenders):
+            unit.uses = max(0, unit.uses - 1)  # A forward that failed before it was gathered had no use yet.
+            if not unit.uses and not keeps(unit):
+                unit.release()
 
     def _check_no_gradients(self) -> None:
         if torch.is_grad_enabled() and self.trains:
@@ -305,20 +314,20 @@ class Unit:
             )
 
     def _after_failed_forward(self, root: Root, error: BaseException) -> None:
-        if root.in_backward and self.in_backward:
+        if self._recomputed_for_its_backward:
             root.recomputed()  # torch ends a recomputation by an error, once it has all that the backward needs.
         else:
             self._close(keep=False)
         if root.entry is self:
             root.abort(error)
 
-    def _packer(self, place: int, index: int) -> Any:
+    def _packer(self, place: int, index: int) -> Callable[[Tensor], None]:
         def pack(_: Tensor) -> None:
             root = self._the_root
             root.begin_backward()
             if not self.buffers[place].has_gradient:
                 root.make_room()
-            self.buffers[place].pack(index, accumulate=not root.synchronizes)
+            self.buffers[place].hold(index, accumulate=not root.synchronizes)
             root.note_used(self, place, index)
 
         return pack
@@ -333,6 +342,13 @@ class Unit:
     def _show_wholes(self) -> None:
         for module, attribute, buffer, index in self.slots:
             _put(module, attribute, buffer.wholes[index])
+
+
+def root_of(unit: Unit) -> Root:
+    """Returns what a unit shares with the others of its model; one that has no root yet becomes the outermost."""
+    if unit.root is None:
+        unit.root = Root(unit, units_in(unit.module))
+    return unit.root
 
 
 def show_tensors(unit: Unit, tensors: dict[int, list[nn.Parameter]]) -> None:
