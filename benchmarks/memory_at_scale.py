@@ -8,9 +8,10 @@
 All engines get the same model: a pre-norm GPT whose blocks are activation-checkpointed, sequences of 2,048 tokens,
 computation, gathers and reductions in bf16, fp32 master weights and AdamW without fused kernels. Each block is a unit,
 and so are the embeddings and the head, but for plain "fsdp2". In "-halves", attention and feed-forward are a unit each,
-inside the block's checkpoint: smaller buffers, but attention is gathered three times a step. The second step is
-measured, since Adam's state exists only from the first step on. What the figures leave out stands in
-`scale_core.simulate`: add 5 to 10 % for what the device's allocator and the transport need.
+inside the block's checkpoint: smaller buffers, but scale-fsdp releases attention after its recomputation and gathers it
+a third time, where FSDP2 keeps it. The second step is measured, since Adam's state exists only from the first step on.
+What the figures leave out stands in `scale_core.simulate`: add 5 to 10 % for what the device's allocator and the
+transport need.
 """
 
 from __future__ import annotations

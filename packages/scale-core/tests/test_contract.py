@@ -11,20 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from scale_core import contract as contract_module
-from scale_core.collectives import UNIT_TAGS, TransferError, exchange
-from scale_core.contract import (
-    END,
-    Contract,
-    ContractError,
-    Event,
-    PassKind,
-    ScaleDistributedError,
-    identity,
-    message_tag,
-    unit_title,
-)
+from scale_core import last_words
+from scale_core.contract import Contract, ContractError, ScaleDistributedError
+from scale_core.events import Event, PassKind
+from scale_core.exchange import exchange
 from scale_core.group import Group, group_of
+from scale_core.pending import TransferError
 from scale_core.testing import RankError, run_ranks
 
 FORWARD = PassKind("forward of ", True, True)
@@ -179,7 +171,7 @@ def one_waits_in_vain_for_data() -> list[str]:
 
 
 def one_dies(folder: str) -> None:
-    contract_module._GRACE_SECONDS = 0.2
+    last_words._GRACE_SECONDS = 0.2
     contract = Contract(group_of(), LIMIT)
     rank = contract.group.rank
     run_step(contract, "ab")
@@ -303,23 +295,6 @@ def test_a_transfer_that_fails_elsewhere_is_no_other_error() -> None:
         contract.waiting(Event("gather", "")),
     ):
         raise TransferError("all_gather", 1, "gone")
-
-
-def test_an_identity_is_equal_in_every_process_and_tells_words_apart() -> None:
-    assert identity("forward", "a") == 1450230638849073103
-    assert identity("ab", "c") != identity("a", "bc")
-
-
-def test_tags_are_those_that_callers_may_choose() -> None:
-    tags = {message_tag(Event(phase, unit)) for phase in ("gather", "reduction") for unit in map(str, range(500))}
-    assert len(tags) == 1000
-    assert all(tag in UNIT_TAGS for tag in tags)
-
-
-def test_units_and_events_have_names_for_people() -> None:
-    assert unit_title("") == "the root unit"
-    assert str(Event("forward", "a.b")) == "forward of unit 'a.b'"
-    assert str(END) == "the end of the pass"
 
 
 def test_an_error_can_be_sent_to_another_process() -> None:

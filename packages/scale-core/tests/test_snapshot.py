@@ -18,7 +18,8 @@ import scale_core.snapshot
 from scale_core.boxes import LocalShard
 from scale_core.group import Group
 from scale_core.snapshot import Snapshot, SnapshotError, latest_snapshot, load_snapshot, save_snapshot
-from scale_core.state import StateMismatch, load_sharded_state_dict, sharded_state_dict, target_state_dict
+from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
+from scale_core.state_match import StateMismatch
 from scale_core.testing import RankError, run_ranks
 
 safetensors = pytest.importorskip("safetensors")

@@ -14,12 +14,11 @@ from scale_core.shard import Axis, Held, Shard, mark
 from scale_core.state import (
     GROUPS,
     LocalShard,
-    SavedTensor,
-    StateMismatch,
     load_sharded_state_dict,
     sharded_state_dict,
     target_state_dict,
 )
+from scale_core.state_match import SavedTensor, StateMismatch
 
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),

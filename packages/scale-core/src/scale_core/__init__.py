@@ -6,15 +6,41 @@ The files in reading order; each stands only on those above it:
 - `streams`: streams and events, with stand-ins on CPU;
 - `nested`: tensors inside whatever a module takes or returns;
 - `group`: who I compute with;
-- `collectives`: operations on 1-D tensors, with handles that own their buffers;
+- `pending`: a transfer under way, which owns its buffers;
+- `messages`: tagged messages from rank to rank;
+- `collectives`: operations on 1-D tensors;
+- `exchange`: what ranks tell each other in a few integers or words;
+- `events`: what ranks compare;
+- `last_words`: what ranks did last, told through the store;
 - `contract`: the promise that all ranks do the same, and the error that says who did not;
+- `packing`: the placement of atoms in even shards; integers only;
 - `layout`: where parameters stand in a flat buffer; pure arithmetic;
 - `shard`: what a local shard is a piece of;
 - `backward`: when things happen in a backward pass;
+- `stepping`: what must hold when an optimizer steps;
 - `flat`: a flat buffer's storage, its views, and gather, release, reduce;
 - `norms`: the norm of gradients that no rank holds alone.
 
-`state`, `snapshot`, `launch`, `simulate` and `testing` load more of torch, and are imported by their own names.
+The others load more of torch, and are imported by their own names. State, and what is kept on disk:
+
+- `boxes`: the elements that a rank holds, as boxes of a tensor;
+- `state_match`: whether a saved state is that of this model;
+- `state`: the state of a model and its optimizer, in pieces that outlive the number of ranks;
+- `tensorfile`: tensors in a safetensors file;
+- `manifest`: what a snapshot holds, as one JSON file;
+- `pieces`: which boxes each rank writes and reads;
+- `together`: act on every rank, and fail on every rank;
+- `snapshot`: checkpoints that are whole or not there.
+
+Starting ranks, and doing without them:
+
+- `rendezvous`: ranks that find each other;
+- `launch`: ranks on this machine, started by the program itself;
+- `testing_rank`: what runs inside a rank of a test;
+- `testing`: a function run on N ranks, and what each returned;
+- `simulated_memory`: the books of a simulation;
+- `simulated_traffic`: what a collective sends;
+- `simulate`: one process that plays one rank of a large world.
 """
 
 from scale_core.backward import (
@@ -27,23 +53,16 @@ from scale_core.backward import (
     once_after_backward,
     report_local_grads,
 )
-from scale_core.collectives import (
-    Pending,
-    TransferError,
-    all_gather,
-    all_reduce,
-    all_to_all,
-    broadcast,
-    exchange,
-    exchange_text,
-    reduce_scatter,
-)
-from scale_core.contract import Contract, ContractError, Event, PassKind, ScaleDistributedError, message_tag
+from scale_core.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
+from scale_core.contract import Contract, ContractError, ScaleDistributedError
+from scale_core.events import Event, PassKind, message_tag
+from scale_core.exchange import exchange, exchange_text
 from scale_core.flat import Dtypes, FlatBuffer, State
 from scale_core.group import Group, GroupLike, group_of
 from scale_core.layout import Atom, Block, Entry, FlatLayout, Span
 from scale_core.nested import map_tensors, tensors_in
 from scale_core.norms import clip_grad_norm, grad_norm
+from scale_core.pending import Pending, TransferError
 from scale_core.shard import Axis, Held, Shard, full_shape, mark, shard_of
 from scale_core.streams import Stream, copy_to, stream_for
 

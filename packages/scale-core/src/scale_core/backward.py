@@ -25,6 +25,34 @@ LocalGradsCallback = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
 _local_grads_callbacks: OrderedDict[int, LocalGradsCallback] = OrderedDict()  # a handle can't refer weakly to a dict
 
 
+class _Identity(torch.autograd.Function):
+    """The same values as a tensor of its own: not a view, and with hooks of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def own_outputs(outputs: Any) -> Any:
+    """Returns outputs through which only the caller's gradients arrive, whatever is done to them afterwards.
+
+    A view that is changed in place takes its history from its base, and loses the hooks it has; a tensor that
+    somebody inside has returned already carries his.
+    """
+
+    def own(tensor: Tensor) -> Tensor:
+        if not tensor.requires_grad or not (tensor._is_view() or tensor._backward_hooks):
+            return tensor
+        identity: Tensor = _Identity.apply(tensor)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        return identity
+
+    return map_tensors(own, outputs)
+
+
 def before_backward(outputs: Any, callback: Callable[[], None]) -> bool:
     """Calls `callback` whenever a gradient arrives at one of the tensors in `outputs`.
 

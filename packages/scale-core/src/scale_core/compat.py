@@ -1,7 +1,7 @@
 """What differs between torch versions, and what torch keeps private: one function each.
 
-This is the only file that asks for a version or reaches behind torch's public names, so that a new torch breaks
-nothing else.
+No other file asks for a version. Where another one uses a name with an underscore, it is one that has been the same over
+many versions: an attribute of tensors or modules (`_version`, `_parameters`), a `_foreach` operator, a dispatch mode.
 """
 
 from __future__ import annotations

@@ -14,35 +14,30 @@ events and compares it with the others':
 
 from __future__ import annotations
 
-import hashlib
 import json
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import NamedTuple
 
 from scale_core import compat
-from scale_core.collectives import UNIT_TAGS, TransferError, exchange, exchange_text
+from scale_core.events import END, Event, PassKind, identity
+from scale_core.exchange import exchange, exchange_text
 from scale_core.group import Group
+from scale_core.last_words import LastWords
+from scale_core.pending import TransferError
 
 # Where the group's own limit is longer: torch's default of half an hour is longer than anybody wants to look at a
 # machine that stands still.
 _LIMIT_SECONDS = 600.0
-# How long a rank that has failed waits for the others to say what they did.
-_GRACE_SECONDS = 5.0
 _CHECKED_PASSES = 2
-# What a rank tells of its past: the last few events where somebody waits in vain, and for the first difference all
-# since the ranks were last found equal, unless gradients are accumulated over very many passes.
-_LAST_EVENTS = 12
-_TOLD_EVENTS = 4
+# For the first difference all is kept since the ranks were last found equal, unless gradients are accumulated over very
+# many passes.
 _KEPT_EVENTS = 10_000
 # Ranks may meet at different places, and gloo can't take a message of another length: all their records have one.
 _NOTES = 3
 _LONGEST_REASON = 300
-_MASK = (1 << 62) - 1
 
 _SAME_MODEL = (
     "Build the same model on every rank, and wrap it in the same order: nothing before the first step may depend on "
@@ -72,27 +67,6 @@ class ContractError(ScaleDistributedError):
     """The ranks have done, or are about to do, different things."""
 
 
-class Event(NamedTuple):
-    """One thing that a rank does: a phase of one unit."""
-
-    phase: str
-    unit: str
-
-    def __str__(self) -> str:
-        return f"{self.phase} of {unit_title(self.unit)}" if self != END else "the end of the pass"
-
-
-END = Event("the end", "")
-
-
-class PassKind(NamedTuple):
-    """Passes of one kind are expected to run the same events in the same order."""
-
-    phase: str
-    grad: bool
-    training: bool
-
-
 @dataclass
 class _Record:
     events: list[Event] = field(default_factory=list)
@@ -107,28 +81,12 @@ class _Here(NamedTuple):
     came_by: Callable[[], Sequence[str]]
 
 
-class _Place(NamedTuple):
+class _Standing(NamedTuple):
     """Where some rank stands, as it tells the others."""
 
     name: str
     came_by: list[str]
     ran_last: list[str]
-
-
-def unit_title(name: str) -> str:
-    """How an error calls a unit."""
-    return f"unit '{name}'" if name else "the root unit"
-
-
-def identity(*words: object) -> int:
-    """A number of 62 bits for these words, equal in every process (Python's own hash is salted)."""
-    digest = hashlib.blake2b("\0".join(map(str, words)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") & _MASK
-
-
-def message_tag(event: Event) -> int:
-    """The tag of the messages that an event sends: two ranks at different events never read each other's data."""
-    return UNIT_TAGS[identity(*event) % len(UNIT_TAGS)]
 
 
 class Contract:
@@ -149,11 +107,9 @@ class Contract:
         self._checking = False
         self._on_course = False
         self._chain = 0  # what the fingerprint of the next `close` starts from
-        self._history: deque[str] = deque(maxlen=_LAST_EVENTS)
         self._unsettled: deque[tuple[int, Event]] = deque(maxlen=_KEPT_EVENTS)  # since the ranks were last found equal
         self._broken: str | None = None
-        # Ranks create the contracts of a group in one order, so its number is a name that all of them know.
-        self._name = f"scale/{'.'.join(map(str, group.ranks))}/{_next_number(group)}"
+        self._words = LastWords(group)
 
     @property
     def alone(self) -> bool:
@@ -213,7 +169,7 @@ class Contract:
         self._on_course = self._on_course and event == expected
         if self.alone:
             return
-        self._history.append(f"step {self.step}: {event}")
+        self._words.add(f"step {self.step}: {event}")
         self._unsettled.append((self.step, event))
         self._checking = self._checking or not self._on_course
         if self._checking:
@@ -260,8 +216,8 @@ class Contract:
         """Leaves word for the others that this rank failed by itself; they find it when their wait ends."""
         if not self.alone:
             reason = next(iter(str(error).splitlines()), "")
-            self._history.append(f"step {self.step}: raised {type(error).__name__}: {reason[:_LONGEST_REASON]}")
-            self._publish()
+            self._words.add(f"step {self.step}: raised {type(error).__name__}: {reason[:_LONGEST_REASON]}")
+            self._words.publish()
 
     @property
     def _record(self) -> _Record:
@@ -292,7 +248,9 @@ class Contract:
             raise self._fail(ContractError(message, step=self.step, unit=here.unit))
         return rows
 
-    def _meet(self, here: _Here, fingerprint: int, notes: Sequence[int] = ()) -> tuple[list[list[int]], list[_Place]]:
+    def _meet(
+        self, here: _Here, fingerprint: int, notes: Sequence[int] = ()
+    ) -> tuple[list[list[int]], list[_Standing]]:
         """All ranks tell each other their fingerprints and notes.
 
         Returns:
@@ -305,57 +263,26 @@ class Contract:
             told = [row[1 : 1 + len(notes)] for row in rows]
             if all(row[0] == fingerprint for row in rows):
                 return told, []
-            words = json.dumps([here.place, here.came_by(), list(self._history)[-_TOLD_EVENTS:]])
+            words = json.dumps([here.place, here.came_by(), self._words.recent])
             texts = exchange_text(words, self.group, limit_seconds=self.limit_seconds)
         except TransferError as error:
             raise self._fail(self._explain(here, error)) from error
-        return told, [_Place(*json.loads(text)) for text in texts]
+        return told, [_Standing(*json.loads(text)) for text in texts]
 
     def _fail(self, error: ScaleDistributedError) -> ScaleDistributedError:
         self._broken = str(error)
         return error
 
     def _explain(self, here: _Here, error: TransferError) -> ScaleDistributedError:
-        self._history.append(f"step {self.step}: waited in vain in {here.place} ({error})")
-        self._publish()
+        self._words.add(f"step {self.step}: waited in vain in {here.place} ({error})")
+        self._words.publish()
         lines = [f"step {self.step}: {here.place}: {error}", "What each rank did last:"]
-        lines += [f"  rank {rank}: {history}" for rank, history in self._last_words().items()]
+        lines += [f"  rank {rank}: {history}" for rank, history in self._words.of_all().items()]
         lines.append(
             f"{_SAME_ORDER}. A rank that skips a batch, an evaluation or a checkpoint, or that has died, leaves the "
             "others waiting"
         )
         return ScaleDistributedError("\n".join(lines), step=self.step, unit=here.unit)
-
-    def _publish(self) -> None:
-        store = compat.default_store()
-        if store is not None:
-            try:
-                store.set(f"{self._name}/{self.group.rank}", json.dumps(list(self._history)))
-            except Exception:  # The store may have died with the rank that hosts it; the error at hand matters more.
-                return
-
-    def _last_words(self) -> dict[int, str]:
-        store = compat.default_store()
-        deadline = time.monotonic() + _GRACE_SECONDS
-        words = {}
-        for rank in range(self.group.size):
-            words[rank] = "left no word: it has died, or is busy with something else"
-            if store is None:
-                continue
-            try:
-                store.wait([f"{self._name}/{rank}"], timedelta(seconds=max(0.05, deadline - time.monotonic())))
-                words[rank] = "; then ".join(json.loads(store.get(f"{self._name}/{rank}"))[-_TOLD_EVENTS:])
-            except Exception:  # As above: no word from this rank.
-                continue
-        return words
-
-
-_numbers: dict[tuple[int, ...], int] = {}
-
-
-def _next_number(group: Group) -> int:
-    _numbers[group.ranks] = _numbers.get(group.ranks, -1) + 1
-    return _numbers[group.ranks]
 
 
 def _limit_of(group: Group) -> float:
@@ -373,7 +300,7 @@ def _by_rank(texts: Sequence[str]) -> str:
     )
 
 
-def _disagreement(places: Sequence[_Place], what: str) -> str:
+def _disagreement(places: Sequence[_Standing], what: str) -> str:
     here = [place.name for place in places]
     if len(set(here)) == 1:
         return _first_difference(what, [place.came_by for place in places])

@@ -10,22 +10,19 @@ in when they call them.
 from __future__ import annotations
 
 import enum
-import functools
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from scale_core.backward import local_grads_wanted, report_local_grads
 from scale_core.collectives import Pending, all_gather, reduce_scatter
 from scale_core.group import Group
 from scale_core.layout import FlatLayout
-from scale_core.shard import Axis, Held, Shard, mark, shard_of
+from scale_core.shard import Axis, Held, Shard, mark
+from scale_core.stepping import refuse_steps, watch_optimizers
 
 
 class State(enum.Enum):
@@ -54,18 +51,6 @@ class Dtypes:
 _HELD_FROM_BYTES = 256 * 2**20
 
 _live: weakref.WeakSet[FlatBuffer] = weakref.WeakSet()
-
-
-def _count_fused_writes(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Fused optimizers change parameters without a new version, by which a gathered copy is known to be stale."""
-    for group in optimizer.param_groups:
-        if group.get("fused"):
-            increment_version([param for param in group["params"] if shard_of(param) is not None])
-
-
-@functools.cache
-def _watch_fused_optimizers() -> None:
-    register_optimizer_step_post_hook(_count_fused_writes)
 
 
 def live_buffers() -> Iterator[tuple[str, Tensor]]:
@@ -140,7 +125,8 @@ class FlatBuffer:
         self.rename(names)
         self.release()
         _live.add(self)
-        _watch_fused_optimizers()
+        refuse_steps(self)
+        watch_optimizers()
 
     # What it is.
 
@@ -168,6 +154,8 @@ class FlatBuffer:
             wanted = self.exposed_of(index).requires_grad
             if whole.requires_grad != wanted:
                 whole.requires_grad_(wanted)
+        if self.has_gradient and not self.trains:
+            self.drop_gradient()  # Of what is frozen now; it must not come back when it is unfrozen.
 
     def exposed_of(self, index: int) -> nn.Parameter:
         """What an optimizer has of a parameter: its own piece, or the one flat parameter that holds it."""
@@ -334,15 +322,18 @@ class FlatBuffer:
             if param.requires_grad:
                 _add_to_grad(param, reduced.narrow(0, span.shard_offset, span.numel).view(span.shape))
 
+    def drop_gradient(self) -> None:
+        """Forgets the gradients that were not reduced yet."""
+        self.gradient, self._has_gradient, self._held = None, [False] * len(self.wholes), {}
+        for whole in self.wholes:
+            whole.grad = None
+
     def discard(self) -> None:
-        """After an error: gives up every transfer, gradient and gathered parameter, and is sharded again."""
+        """After an error: gives up every transfer and what was gathered; gradients not reduced yet stay."""
         for pending in (self._gathering, self._reducing):
             if pending is not None:
                 pending.abandon()
         self._gathering = self._reducing = None
-        self.gradient, self._has_gradient, self._held = None, [False] * len(self.wholes), {}
-        for whole in self.wholes:
-            whole.grad = None
         self.release()
 
     # Whole tensors, for checkpoints and for people.

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from scale_core.boxes import Box
-from scale_core.state import SavedTensor
+from scale_core.state_match import SavedTensor
 from scale_core.tensorfile import DTYPES, NAMES
 
 JSON: TypeAlias = bool | int | float | str | list["JSON"] | dict[str, "JSON"] | None

@@ -25,7 +25,7 @@ _PIECE = 256
 
 
 @torch.no_grad()
-def grad_norm(params: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
+def grad_norm(params: Iterable[Tensor], norm_type: float = 2.0, limit_seconds: float | None = None) -> Tensor:
     """Returns the p-norm of all gradients together, as one number that is equal on all ranks.
 
     All ranks of every group that shards one of the parameters must call it together, with the same parameters in the
@@ -35,11 +35,13 @@ def grad_norm(params: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
         params: Parameters, whole or local shards (`shard_of` tells), or one such; one without a gradient counts as
             zeros.
         norm_type: p > 0; `math.inf` is the largest magnitude.
+        limit_seconds: How long to wait for another rank; None is its group's own limit.
 
     Returns:
         Scalar, fp32 (fp64 where all gradients are), on the device of the gradients.
 
     Raises:
+        TransferError: Another rank did not take part.
         ValueError: `norm_type` is not above 0, or a gradient is still a partial sum over a mesh axis.
     """
     if not norm_type > 0:
@@ -58,7 +60,7 @@ def grad_norm(params: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     for groups, members in classes.items():
         share = _share(members, norm_type, device)
         for group in groups:
-            share = _over_group(share, norm_type, group)
+            share = _over_group(share, norm_type, group, limit_seconds)
         total = torch.maximum(total, share) if math.isinf(norm_type) else total + share
     if not math.isinf(norm_type):
         total = total ** (1.0 / norm_type)
@@ -67,7 +69,9 @@ def grad_norm(params: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
 
 
 @torch.no_grad()
-def clip_grad_norm(params: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+def clip_grad_norm(
+    params: Iterable[Tensor], max_norm: float, norm_type: float = 2.0, limit_seconds: float | None = None
+) -> Tensor:
     """Scales all gradients in place so that their norm is at most `max_norm`; returns the norm before.
 
     The factor is torch's, min(1, max_norm / (norm + 1e-6)), so that the result is torch's too.
@@ -76,12 +80,14 @@ def clip_grad_norm(params: Iterable[Tensor], max_norm: float, norm_type: float =
         params: As in `grad_norm`.
         max_norm: The largest norm allowed.
         norm_type: As in `grad_norm`.
+        limit_seconds: As in `grad_norm`.
 
     Raises:
+        TransferError: As in `grad_norm`.
         ValueError: As in `grad_norm`.
     """
     params = [params] if isinstance(params, Tensor) else list(params)
-    norm = grad_norm(params, norm_type)
+    norm = grad_norm(params, norm_type, limit_seconds)
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for param in params:
@@ -131,10 +137,10 @@ def _norms_of_pieces(grad: Tensor, norm_type: float) -> list[Tensor]:
     return [torch.linalg.vector_norm(piece, norm_type, dim=1, dtype=dtype) for piece in pieces if piece.numel()]
 
 
-def _over_group(share: Tensor, norm_type: float, group: Group) -> Tensor:
+def _over_group(share: Tensor, norm_type: float, group: Group, limit_seconds: float | None) -> Tensor:
     if not math.isinf(norm_type):
-        return all_reduce(share, group).wait()
+        return all_reduce(share, group).wait(limit_seconds)
     # No maximum of a transport is sure to keep a NaN, and one that only some ranks see must reach them all.
     largest = torch.stack([share.nan_to_num(nan=0.0, posinf=math.inf), share.isnan().to(share.dtype)])
-    all_reduce(largest, group, op="max").wait()
+    all_reduce(largest, group, op="max").wait(limit_seconds)
     return torch.where(largest[1] > 0, math.nan, largest[0])

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem
 from scale_core.boxes import Box, LocalShard
 from scale_core.group import Group
 from scale_core.manifest import JSON, Manifest, SavedBox, check_coverage
-from scale_core.state import SavedTensor
+from scale_core.state_match import SavedTensor
 from scale_core.tensorfile import Entry, read_rows, write_tensors
 
 State: TypeAlias = Mapping[str, Any]

@@ -23,7 +23,7 @@ from typing import Any
 from scale_core.group import Group, group_of
 from scale_core.manifest import JSON, Manifest, read_manifest, write_manifest
 from scale_core.pieces import Everyones, Own, State, is_tensor, read_parts, write_part
-from scale_core.state import StateMismatch, check_alike, check_keys
+from scale_core.state_match import StateMismatch, check_alike, check_keys
 from scale_core.together import Together
 
 _FINISHED = re.compile(r"step-(\d{8,})")

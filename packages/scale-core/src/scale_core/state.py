@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch.optim import Optimizer
 
 from scale_core.boxes import Box, LocalShard, boxes
 from scale_core.shard import Held, full_shape, shard_of
+from scale_core.state_match import SavedTensor, StateMismatch, check_alike, check_keys
 
 __all__ = [
     "GROUPS",
@@ -26,8 +26,6 @@ __all__ = [
     "SavedTensor",
     "StateMismatch",
     "boxes",
-    "check_alike",
-    "check_keys",
     "load_sharded_state_dict",
     "sharded_state_dict",
     "target_state_dict",
@@ -36,18 +34,6 @@ __all__ = [
 GROUPS = "optim.groups"
 # The numbers that torch's optimizers keep per parameter: for a 0-dim parameter no shape could tell them.
 _COUNTS = frozenset({"step", "mu_product", "mu", "eta"})
-
-
-@dataclass(frozen=True)
-class SavedTensor:
-    """What a saved state says of a tensor before it is read: the whole tensor's shape, and its dtype."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-class StateMismatch(ValueError):
-    """A saved state is that of another model or optimizer; the message names the first entry that differs."""
 
 
 def sharded_state_dict(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any]:
@@ -151,36 +137,6 @@ def load_sharded_state_dict(
             optimizer.state[param] = {
                 key: value.clone() if copy and isinstance(value, Tensor) else value for key, value in values.items()
             }
-
-
-def check_keys(own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Compares the names of two states.
-
-    Raises:
-        StateMismatch: They differ; the first name that is missing, or else unexpected, stands in the message.
-    """
-    missing, unexpected = [key for key in own if key not in given], [key for key in given if key not in own]
-    if missing or unexpected:
-        first = f"{missing[0]} is missing" if missing else f"{unexpected[0]} is unexpected"
-        raise StateMismatch(
-            f"the state is that of another model or optimizer: {first} in it "
-            f"(missing: {_some(missing)}; unexpected: {_some(unexpected)})"
-        )
-
-
-def check_alike(key: str, saved: SavedTensor, piece: LocalShard | Tensor) -> None:
-    """Compares a saved tensor with the place it goes to.
-
-    Raises:
-        StateMismatch: Its shape or dtype differs.
-    """
-    if saved.shape != tuple(piece.size()):
-        raise StateMismatch(f"{key}: the saved shape is {saved.shape}, expected {tuple(piece.size())}")
-    if saved.dtype != piece.dtype:
-        raise StateMismatch(
-            f"{key}: the saved dtype is {saved.dtype}, expected {piece.dtype}: build the model in {saved.dtype}, "
-            "load, and convert it then"
-        )
 
 
 def named_shards(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -365,8 +321,3 @@ def _fill_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
                 live.fill_(value)
             else:
                 group[key] = tuple(value) if isinstance(live, tuple) else value
-
-
-def _some(keys: list[str], limit: int = 10) -> str:
-    more = f" and {len(keys) - limit} more" if len(keys) > limit else ""
-    return (", ".join(keys[:limit]) or "none") + more

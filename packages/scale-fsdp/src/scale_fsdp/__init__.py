@@ -4,20 +4,17 @@ The path of one step reads from top to bottom in four files: `unit` (the step), 
 `scale_core.flat` (the buffers and their states) and `scale_core.collectives` (the messages).
 """
 
-from scale_fsdp.precision import MixedPrecision
-from scale_fsdp.sharding import fully_shard
-from scale_fsdp.wrapper import FullyShardedDataParallel
-from scale_fsdp.wrapping import (
-    auto_wrap,
+from scale_fsdp.policy import (
     class_policy,
     config_auto_wrap_policy,
     default_auto_wrap_policy,
-    enable_wrap,
-    fully_shard_modules,
     name_policy,
     size_policy,
-    wrap,
 )
+from scale_fsdp.precision import MixedPrecision
+from scale_fsdp.sharding import fully_shard
+from scale_fsdp.wrapper import FullyShardedDataParallel
+from scale_fsdp.wrapping import auto_wrap, enable_wrap, fully_shard_modules, plan_units, wrap
 
 __version__ = "2026.11.0"
 __all__ = [
@@ -31,6 +28,7 @@ __all__ = [
     "fully_shard",
     "fully_shard_modules",
     "name_policy",
+    "plan_units",
     "size_policy",
     "wrap",
 ]

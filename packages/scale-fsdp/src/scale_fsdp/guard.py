@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from scale_core.contract import unit_title
+from scale_core.events import unit_title
 from scale_fsdp.unit import Unit, unit_of
 
 

@@ -9,6 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from scale_core.events import Event
 from scale_core.norms import clip_grad_norm
 from scale_fsdp.guard import refuse_conversion, refuse_copy
 from scale_fsdp.root import Root
@@ -33,7 +34,18 @@ class ShardedModule(nn.Module):
         Raises:
             ValueError: `norm_type` is not above 0.
         """
-        return clip_grad_norm(self.parameters(), float(max_norm), float(norm_type))
+        contract = outermost_root(self).contract
+        with contract.waiting(Event("gradient norm", "")):
+            return clip_grad_norm(self.parameters(), float(max_norm), float(norm_type), contract.limit_seconds)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears all gradients, those that wait under `no_sync` for their reduction included.
+
+        An optimizer's own `zero_grad` can't see these: where a micro-batch is thrown away under `no_sync`, call this.
+        """
+        for unit in units_in(self):
+            unit.drop_gradients()
+        super().zero_grad(set_to_none)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -67,6 +79,8 @@ class ShardedModule(nn.Module):
         """
         units = units_in(self) if recurse else [unit for unit in (unit_of(self),) if unit is not None]
         for unit in units:
+            if unit.root is not None:
+                unit.root.recover()
             if unit.uses or unit.in_backward or unit.summoned:
                 raise RuntimeError(
                     "summon_full_params: the parameters are in use, by a forward or backward pass or by another "

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from scale_core.backward import once_after_backward
-from scale_core.collectives import exchange_text
-from scale_core.contract import Contract, Event, PassKind, message_tag
+from scale_core.backward import in_backward, once_after_backward
+from scale_core.contract import Contract
+from scale_core.events import Event, PassKind, message_tag, unit_title
+from scale_core.exchange import exchange_text
 from scale_core.group import Group
 
 if TYPE_CHECKING:
@@ -57,17 +58,15 @@ class Root:
         self._reduced: set[int] = set()
         self._unused: set[_Place] = set()
         self._new_gradients: set[_Place] = set()
+        self._check_groups()
+        self.contract.agree("how the model is built and wrapped", self._describe())
         for unit in self.units:
             unit.root = self
-        self.contract.agree("how the model is built and wrapped", self._describe())
 
     @property
     def group(self) -> Group:
         """The ranks that share the parameters."""
-        for unit in self.units:
-            for buffer in unit.buffers:
-                return buffer.group
-        return Group()
+        return max((buffer.group for unit in self.units for buffer in unit.buffers), key=_size, default=Group())
 
     # Forward.
 
@@ -78,7 +77,9 @@ class Root:
         self.contract.begin(kind, new_step=True)
         for member in self.units:
             member.follow_trainable()
-            if any(buffer.is_stale() for buffer in member.buffers):
+            stale = any(buffer.is_stale() for buffer in member.buffers)
+            # What an earlier pass has left is gathered again: `param.data` can be written to without a trace.
+            if stale or not (self.keeps_after_backward(member) or member.hidden):
                 member.release()
 
     def left(self, unit: Unit) -> None:
@@ -98,7 +99,14 @@ class Root:
             raise
 
     def abort(self, error: BaseException) -> None:
-        """The pass has failed on this rank: be as before it, and leave word for the others."""
+        """The pass has failed on this rank: be as before it, and leave word for the others.
+
+        Gradients of earlier passes that wait under `no_sync` stay, unless it was a backward pass: then part of its own
+        gradients has been added to them, and both are dropped.
+        """
+        if self.in_backward:
+            for unit in self.units:
+                unit.drop_gradients()
         self.entry = None
         self.in_backward = False
         self._forget_backward()
@@ -106,12 +114,23 @@ class Root:
             unit.discard()
         self.contract.report_failure(error)
 
+    def recover(self) -> None:
+        """Ends a backward pass that has failed; autograd tells nobody when one does."""
+        if self.in_backward and not in_backward():
+            self.abort(RuntimeError("the backward pass before this one did not come to its end"))
+
     # Backward.
 
     def begin_backward(self) -> None:
         """A gradient has arrived at one of the units; does nothing after the first."""
         if self.in_backward:
             return
+        if self.entry is not None:
+            raise RuntimeError(
+                f"a backward pass has begun inside the forward of {unit_title(self.entry.name)}: take gradients after "
+                "the outermost sharded module has returned, or shard only modules that are not differentiated inside "
+                "of one that is called"
+            )
         self.in_backward = True
         self._forget_backward()
         self.contract.begin(
@@ -172,6 +191,10 @@ class Root:
 
     def _close_backward(self) -> None:
         """Compares the pass with the other ranks', and agrees on what only some of them have used."""
+        for unit in self.units:
+            for buffer in unit.buffers:
+                if buffer.has_gradient and not buffer.trains:
+                    buffer.drop_gradient()  # Frozen since the forward.
         late = [number for number, unit in enumerate(self.units) if any(b.has_gradient for b in unit.buffers)]
         notes = self.contract.close(len(late), len(self._unused))
         if any(row[0] for row in notes):
@@ -225,6 +248,8 @@ class Root:
         order, position = self.contract.order, self.contract.position
         if self.contract.on_course and position < len(order) and order[position] == Event("forward", unit.name):
             return True  # It runs again at once.
+        if unit.hidden:
+            return True
         if not torch.is_grad_enabled():
             return False
         # The entry's backward comes first: releasing it would only mean to gather it again.
@@ -254,7 +279,7 @@ class Root:
 
     def _release_idle(self) -> None:
         for unit in self.units:
-            if not self.keeps_after_backward(unit):
+            if not (self.keeps_after_backward(unit) or unit.hidden):
                 unit.release()
 
     def _describe(self) -> list[str]:
@@ -268,6 +293,32 @@ class Root:
                 ]
                 lines.append(
                     f"{unit.name or 'root'}: computes in {buffer.compute_dtype}, reduces in {buffer.reduce_dtype}, "
-                    f"flatten={buffer.flatten}, layout {buffer.layout.digest()}"
+                    f"flatten={buffer.flatten}, layout {buffer.layout.digest()}, "
+                    f"reshard_after_forward={unit.reshard_after_forward}, shares with "
+                    f"{[lender.name for lender in unit.lenders]}"
                 )
         return lines
+
+    def _check_groups(self) -> None:
+        """What must hold among the units before any of them runs.
+
+        Raises:
+            ValueError: A unit shares a parameter with one outside of the model, or they are sharded over other ranks.
+        """
+        for unit in self.units:
+            for lender in unit.lenders:
+                if lender not in self.units:
+                    raise ValueError(
+                        f"a {type(unit.module).__name__} shares a parameter with a {type(lender.module).__name__} that "
+                        "is sharded too, but no sharded module holds both: call fully_shard on the module around them"
+                    )
+            for buffer in unit.buffers:
+                if buffer.group.size > 1 and buffer.group.ranks != self.group.ranks:
+                    raise ValueError(
+                        f"{unit_title(unit.name)} is sharded over ranks {list(buffer.group.ranks)} and the rest over "
+                        f"{list(self.group.ranks)}: pass one process_group to every fully_shard of a model"
+                    )
+
+
+def _size(group: Group) -> int:
+    return group.size

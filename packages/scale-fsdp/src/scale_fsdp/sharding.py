@@ -19,6 +19,7 @@ from scale_core.contract import Contract
 from scale_core.flat import Dtypes, FlatBuffer
 from scale_core.group import Group, GroupLike, group_of
 from scale_core.layout import Atom, FlatLayout
+from scale_core.stepping import mark_replaced
 from scale_fsdp.guard import guard_modules, guarded_forward
 from scale_fsdp.module import ShardedModule
 from scale_fsdp.precision import MixedPrecision, resolve_precision
@@ -199,9 +200,10 @@ def _broadcast(module: nn.Module, group: Group, own: Sequence[_ParamPlace]) -> N
     tensors += [b.data for _, child in _outside_units(module, "") for b in child._buffers.values() if b is not None]
     for tensor in dict.fromkeys(tensors):
         if tensor.numel():
-            whole = tensor if tensor.is_contiguous() else tensor.contiguous()
-            broadcast(whole, group).wait()
-            if whole is not tensor:
+            whole = tensor.contiguous()
+            # As bytes: transports know few dtypes, and a copy needs none.
+            broadcast(whole.reshape(-1).view(torch.uint8), group).wait()
+            if not whole.is_set_to(tensor):
                 tensor.copy_(whole)
 
 
@@ -233,6 +235,7 @@ def _make_buffers(
 def _remember(unit: Unit, own: Sequence[_ParamPlace]) -> None:
     numbers = {id(buffer): number for number, buffer in enumerate(unit.buffers)}
     for place, slot in zip(own, unit.slots, strict=False):
+        mark_replaced(place.param, place.name)
         home = _Home(unit, numbers[id(slot.buffer)], slot.number)
         _homes[place.param] = home
         if not slot.buffer.flatten:

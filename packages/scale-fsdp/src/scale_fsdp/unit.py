@@ -8,6 +8,7 @@ a model share is in `root.py`; the buffers and their states are in `scale_core.f
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -15,8 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from scale_core.backward import after_backward, after_gradient, before_backward, in_backward
-from scale_core.contract import Contract, Event, message_tag, unit_title
+from scale_core.backward import after_backward, after_gradient, before_backward, own_outputs
+from scale_core.contract import Contract
+from scale_core.events import Event, message_tag, unit_title
 from scale_core.flat import FlatBuffer, State
 from scale_core.nested import map_tensors
 from scale_fsdp.precision import MixedPrecision
@@ -74,6 +76,7 @@ class Unit:
         uses: Reasons to be gathered right now: its own forward, its own backward, a borrower's.
         in_backward: Between the first gradient at its outputs and the last at its inputs.
         lends: Another unit shares one of its parameters.
+        hidden: It has run and returned nothing through which its backward could be seen to come.
         summoned: Inside `summon_full_params`.
     """
 
@@ -98,9 +101,9 @@ class Unit:
         self.uses = 0
         self.in_backward = False
         self.lends = False
+        self.hidden = False
         self.summoned = False
         self._error_at_entry: BaseException | None = None
-        self._versions_at_forward: list[int] = []
         self._hooked: set[tuple[int, int]] = set()
         self.show_shards()
         module.__dict__[_UNIT] = self
@@ -115,8 +118,6 @@ class Unit:
         root = self._enter()
         recomputing = root.in_backward
         root.announce("recomputation" if recomputing else "forward", self)
-        if not recomputing:
-            self._versions_at_forward = [buffer.shard._version for buffer in self.buffers]
         if not (recomputing and self.in_backward):
             self._open()
         args, kwargs = self._cast_inputs((args, kwargs))
@@ -127,9 +128,9 @@ class Unit:
 
     def after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """The module has run, or failed: release, and be told when its backward comes."""
-        if self.summoned:
+        if self.summoned or self.root is None:  # Without a root it has failed before it began.
             return output
-        root = self._the_root
+        root = self.root
         error = sys.exc_info()[1]
         if error is not None and error is not self._error_at_entry:
             return self._after_failed_forward(root, error)
@@ -138,20 +139,25 @@ class Unit:
         if self._recomputed_for_its_backward:
             root.recomputed()
             return output  # Recomputed for its own backward, which needs the parameters now.
-        output = _own(output)
-        differentiable = torch.is_grad_enabled() and before_backward(output, self.before_backward)
-        # Where no output could be found, nobody will say when the backward comes: nothing is released before its end.
-        hidden = torch.is_grad_enabled() and not differentiable and any(buffer.trains for buffer in self.buffers)
-        self._close(keep=hidden or root.keeps_after_forward(self))
+        if torch.is_grad_enabled():
+            output = own_outputs(output)
+            seen = before_backward(output, functools.partial(self.before_backward, self._versions()))
+            # Where no output could be found, nobody will say when the backward comes: nothing is released until then.
+            self.hidden = self.hidden or (not seen and self.trains)
+        self._close(keep=root.keeps_after_forward(self))
         root.left(self)
         return output
 
-    def before_backward(self) -> None:
-        """A gradient has arrived at the module's outputs: gather, and fetch the unit before it ahead."""
+    def before_backward(self, versions: Sequence[int]) -> None:
+        """A gradient has arrived at the module's outputs: gather, and fetch the unit before it ahead.
+
+        Args:
+            versions: Those of the shards when the module ran.
+        """
         root = self._the_root
         root.begin_backward()
+        self._check_unchanged(versions)
         if not self.in_backward:
-            self._check_unchanged()
             self.in_backward = True
             root.announce("backward", self)
             self._open()
@@ -166,8 +172,8 @@ class Unit:
         """The whole backward pass has ended: do now what no gradient at an input has told us to do."""
         if self.in_backward:
             self._end_backward()
-        self.calls = 0
-        self.uses = 0
+        self.calls = self.uses = 0
+        self.hidden = False
 
     # What the step is made of.
 
@@ -191,6 +197,8 @@ class Unit:
         Raises:
             ScaleDistributedError: A rank did something else.
         """
+        if self.root is not None:
+            self.root.recover()
         event = Event("whole parameters", self.name)
         contract = self.root.contract if self.root is not None else Contract(buffer.group, self.limit_seconds)
         with contract.waiting(event):
@@ -216,17 +224,23 @@ class Unit:
                 buffer.settle(root.contract.limit_seconds)
 
     def discard(self) -> None:
-        """After an error: back to the shards, whatever was under way."""
+        """After an error: back to the shards, whatever was under way; gradients not reduced yet stay."""
         for buffer in self.buffers:
             buffer.discard()
         self.calls = self.uses = 0
-        self.in_backward = False
+        self.in_backward = self.hidden = False
         self.show_shards()
+
+    def drop_gradients(self) -> None:
+        """Forgets the gradients that were not reduced yet."""
+        for buffer in self.buffers:
+            buffer.drop_gradient()
 
     def follow_trainable(self) -> None:
         """Takes over what the user has frozen or unfrozen, and listens to what trains."""
         for place, buffer in enumerate(self.buffers):
             buffer.follow_trainable()
+            self._refuse_hooks(buffer)
             for index, whole in enumerate(buffer.wholes):
                 if whole.requires_grad and (place, index) not in self._hooked:
                     self._hooked.add((place, index))
@@ -254,8 +268,9 @@ class Unit:
     def _enter(self) -> Root:
         self._error_at_entry = sys.exc_info()[1]
         root = root_of(self)
-        if root.in_backward and not in_backward():
-            root.abort(RuntimeError("the backward pass before this one did not come to its end"))
+        root.recover()
+        if root.entry is self:
+            root.abort(RuntimeError(f"the forward pass of {unit_title(self.name)} before this one was cut off"))
         if root.entry is None and not root.in_backward:
             root.enter(self)
         return root
@@ -304,9 +319,21 @@ class Unit:
                 "are copies that no optimizer knows: call it under torch.no_grad(), or outside"
             )
 
-    def _check_unchanged(self) -> None:
+    def _refuse_hooks(self, buffer: FlatBuffer) -> None:
+        for index, param in enumerate(buffer.exposed):
+            if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
+                raise RuntimeError(
+                    f"a hook is registered on the local shard of '{buffer.names[index]}', where no gradient ever "
+                    "arrives by itself: see the gradients before they are reduced by scale_core.on_local_grads(...), "
+                    "and those after it in param.grad when backward() has returned"
+                )
+
+    def _versions(self) -> list[int]:
+        return [buffer.shard._version for unit in (self, *self.lenders) for buffer in unit.buffers]
+
+    def _check_unchanged(self, versions: Sequence[int]) -> None:
         """Autograd's own rule: what a forward has used must not change before its backward."""
-        if self._versions_at_forward != [buffer.shard._version for buffer in self.buffers]:
+        if versions != self._versions():
             raise RuntimeError(
                 f"the parameters of {unit_title(self.name)} were changed between its forward and its backward, by an "
                 "optimizer step, load_state_dict or another in-place operation, so its gradients would be wrong: "
@@ -367,11 +394,6 @@ def _put(module: nn.Module, attribute: str, param: nn.Parameter | None) -> None:
         module._parameters.pop(attribute, None)
     else:
         module._parameters[attribute] = param
-
-
-def _own(output: Any) -> Any:
-    """Replaces what a unit inside has returned already by a view: the outer unit's backward always comes first."""
-    return map_tensors(lambda t: t.view_as(t) if t.requires_grad and t._backward_hooks else t, output)
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:

@@ -103,6 +103,10 @@ class FullyShardedDataParallel(nn.Module):
         """See `ShardedModule.clip_grad_norm_`."""
         return self._sharded.clip_grad_norm_(max_norm, norm_type)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """See `ShardedModule.zero_grad`."""
+        self._sharded.zero_grad(set_to_none)
+
     def no_sync(self) -> AbstractContextManager[None]:
         """See `ShardedModule.no_sync`."""
         return self._sharded.no_sync()

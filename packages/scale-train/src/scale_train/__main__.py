@@ -1,8 +1,38 @@
-"""`python -m scale_train ...` is `scale-train ...`."""
+"""`python -m scale_train ...` is `scale-train ...`.
 
+Both begin here, because torch takes a while to load, and a Ctrl-C meanwhile is no error to be shown in full.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
 import sys
+from collections.abc import Callable
+from types import FrameType
 
-from scale_train.cli import main
+
+def run() -> int:
+    """Runs the command and returns its exit code."""
+    try:
+        return _load()()
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+def _load() -> Callable[[], int]:
+    # Nothing is there yet that would have to be ended well; and an exception inside of an import may come out as another.
+    before = signal.signal(signal.SIGINT, _leave)
+    try:
+        from scale_train.cli import main
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return main
+
+
+def _leave(number: int, _frame: FrameType | None) -> None:
+    os._exit(128 + number)
+
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run())

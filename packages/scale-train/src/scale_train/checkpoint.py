@@ -10,7 +10,6 @@ few numbers: the step, from which the learning rate and the random state follow,
 
 from __future__ import annotations
 
-import errno
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -22,7 +21,7 @@ from torch import nn
 from scale_core.shard import full_shape
 from scale_core.snapshot import SnapshotError, latest_snapshot, load_snapshot, save_snapshot
 from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
-from scale_train.errors import InputError
+from scale_train.errors import InputError, reason_of
 from scale_train.options import RunOptions
 from scale_train.training import Training
 
@@ -30,6 +29,8 @@ CHECKPOINTS = "checkpoints"
 METRICS = "metrics.jsonl"
 DEFAULT_FOLDER = Path("scale-runs")
 PROGRAM = "scale-train lm"
+# What makes a model, beside the shapes of its parameters; dropout and ways to save memory may change.
+MODEL_FIELDS = ("layers", "width", "heads", "vocabulary", "tied")
 
 
 def save(training: Training, folder: Path) -> Path:
@@ -44,8 +45,7 @@ def save(training: Training, folder: Path) -> Path:
     except SnapshotError as error:
         cause = error.__cause__
         last = training.checkpoint or "none yet"
-        full = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        reason = "the disk is full" if full else str(cause or error)
+        reason = reason_of(cause) if isinstance(cause, OSError) else str(cause or error)
         raise InputError(
             f"cannot save step {training.step} in {folder}: {reason}; the last whole checkpoint stays: {last}"
         ) from error
@@ -90,15 +90,15 @@ def load(training: Training, point: Path) -> None:
         return target_state_dict(model, optimizer, saved)
 
     try:
-        step = int(point.name.removeprefix("step-"))
-        snapshot = load_snapshot(point.parent, target, training.group, step=step)
+        snapshot = load_snapshot(point.parent, target, training.group, step=_step_of(point))
     except SnapshotError as error:
         cause = error.__cause__ or error
         raise cause if isinstance(cause, InputError) else InputError(f"--resume {point}: {cause}") from error
     extra = snapshot.extra
     if not isinstance(extra, dict) or extra.get("program") != PROGRAM:
         raise InputError(f"--resume {point}: a checkpoint of another program than {PROGRAM}")
-    if extra["text"] != training.text.fingerprint():
+    check_same_fields(extra.get("model"), asdict(model.config), point)
+    if extra.get("text") != training.text.fingerprint():
         raise InputError(f"--resume {point}: it was trained on another text than {training.text.source}")
     load_sharded_state_dict(snapshot.state, model, optimizer, copy=False)
     for group, options in zip(optimizer.param_groups, asked, strict=True):
@@ -106,6 +106,10 @@ def load(training: Training, point: Path) -> None:
     training.sampler.load_state(_data_position(extra))
     training.step = training.saved_step = snapshot.step
     training.checkpoint = snapshot.path
+
+
+def _step_of(point: Path) -> int:
+    return int(point.name.removeprefix("step-"))
 
 
 def _data_position(extra: Mapping[str, Any]) -> dict[str, int]:
@@ -133,6 +137,20 @@ def check_same_model(saved: dict[str, list[int]], mine: dict[str, list[int]], pa
             )
 
 
+def check_same_fields(saved: Any, mine: Mapping[str, Any], path: Path) -> None:
+    """Compares what parameters do not show: with another number of heads they have the same shapes.
+
+    Raises:
+        InputError: They differ; it names the first field that does.
+    """
+    saved = saved if isinstance(saved, dict) else {}
+    for name in MODEL_FIELDS:
+        if saved.get(name) != mine[name]:
+            raise InputError(
+                f"--resume {path}: a checkpoint of another model: {name} is {saved.get(name)} there, {mine[name]} here"
+            )
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a run reads and writes.
@@ -145,6 +163,11 @@ class Place:
     folder: Path
     point: Path | None
 
+    @property
+    def step(self) -> int:
+        """Steps done before this run."""
+        return 0 if self.point is None else _step_of(self.point)
+
 
 def choose_place(run: RunOptions) -> Place:
     """Finds the checkpoint to go on from and the folder of this run, which is made if it was not there.
@@ -153,11 +176,14 @@ def choose_place(run: RunOptions) -> Place:
         InputError: There is no such checkpoint; or the folder holds something that is not to be continued, holds
             newer checkpoints than that one, or cannot be made.
     """
-    point = _resume_point(run.resume) if run.resume is not None else None
+    try:
+        point = _resume_point(run.resume) if run.resume is not None else None
+    except OSError as error:
+        raise InputError(f"--resume {run.resume}: cannot be read ({error.strerror})") from error
     try:
         return Place(_choose_folder(run, point), point)
     except OSError as error:
-        raise InputError(f"--out {run.out or DEFAULT_FOLDER}: cannot be written ({error.strerror})") from error
+        raise InputError(f"--out {run.out or DEFAULT_FOLDER}: cannot be written ({reason_of(error)})") from error
 
 
 def _choose_folder(run: RunOptions, point: Path | None) -> Path:

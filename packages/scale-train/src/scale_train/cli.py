@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import tyro
 
 from scale_train.errors import InputError
+from scale_train.memory import check_fits
 from scale_train.options import Options, check, num_local_ranks
 from scale_train.start import is_under_torchrun, join, start
 from scale_train.text import check_length, read_text
@@ -67,5 +68,6 @@ def language_model(options: Options) -> int:
         return join(options)
     num_ranks = num_local_ranks(options)
     check(options, num_ranks)
+    check_fits(options, num_ranks)
     check_length(read_text(options.data.text), options.data.sequence)
     return join(options) if num_ranks == 1 else start(options, num_ranks)

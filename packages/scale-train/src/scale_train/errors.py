@@ -5,10 +5,13 @@ One exception per exit code, so that the command line maps them in one place and
     Exception
     +-- InputError          2    what was asked for cannot be done; its text is one line that says what to change
     +-- Interrupted       128+n  a signal asked to stop; everything worth keeping was saved
-    +-- TrainingDiverged    1    the loss is no number any more
+    +-- TrainingDiverged    1    the loss or the weights are no numbers any more
+    +-- RanksLost           1    another rank ended, or cannot be reached
 """
 
 from __future__ import annotations
+
+import errno
 
 
 class InputError(ValueError):
@@ -38,6 +41,19 @@ class Interrupted(Exception):
 
 
 class TrainingDiverged(ArithmeticError):
-    """The loss became infinite or no number."""
+    """The loss or the weights became infinite or no numbers."""
 
     exit_code = 1
+
+
+class RanksLost(RuntimeError):
+    """Another rank ended or cannot be reached; this one did nothing wrong."""
+
+    exit_code = 1
+
+
+def reason_of(error: OSError) -> str:
+    """Why something could not be written, in words; limits on files and on users count as a full disk."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return "the disk is full"
+    return error.strerror or str(error)

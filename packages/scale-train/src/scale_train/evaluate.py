@@ -11,7 +11,7 @@ import struct
 import torch
 from torch import Tensor
 
-from scale_core.collectives import exchange
+from scale_core.exchange import exchange
 from scale_core.group import Group
 from scale_train.model import IGNORED
 from scale_train.parallel import Engine

@@ -12,7 +12,7 @@ import time
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from scale_core.collectives import exchange
+from scale_core.exchange import exchange
 from scale_core.group import Group
 
 # A terminal signals every process in it, and a launcher hands its own signal on: one key press may come twice.

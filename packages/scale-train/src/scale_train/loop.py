@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
-from scale_core.collectives import exchange
+from scale_core.exchange import exchange
 from scale_train.errors import Interrupted, TrainingDiverged
 from scale_train.evaluate import bits_per_byte, held_out_starts
 from scale_train.interrupt import StopSignal
-from scale_train.memory import held_bytes, peak_bytes, replicated_bytes
+from scale_train.memory import peak_bytes
 from scale_train.progress import EvaluationRecord, StepRecord
 from scale_train.sampler import slice_of_rank, windows_at
 from scale_train.training import Clock, Training
@@ -27,7 +27,7 @@ def train(training: Training, save: Callable[[Training], object]) -> float:
 
     Raises:
         Interrupted: A rank was asked to stop; the state was saved.
-        TrainingDiverged: The loss is no finite number.
+        TrainingDiverged: The loss or the weights are no finite numbers; such a state is never saved.
     """
     run, steps = training.options.run, training.options.optimizer.steps
     training.clock = Clock()
@@ -37,12 +37,11 @@ def train(training: Training, save: Callable[[Training], object]) -> float:
             done = training.step
             with training.clock.paused():
                 if run.save_every and done % run.save_every == 0 and done < steps:
-                    save(training)
+                    keep(training, save)
                 if run.evaluate_every and done % run.evaluate_every == 0 and done < steps:
                     evaluate(training)
             _stop_if_asked(training, stop, save)
-        if training.saved_step != training.step:
-            save(training)
+        keep(training, save)
         return evaluate(training)
 
 
@@ -54,10 +53,8 @@ def one_step(training: Training) -> None:
     norm = engine.clip(options.optimizer.clip) if options.optimizer.clip else None
     rate = training.schedule.apply(optimizer, training.step)
     optimizer.step()
-    if training.memory == (0, 0):
-        params = list(engine.plain.parameters())
-        training.memory = (held_bytes(params, optimizer), replicated_bytes(params, optimizer))
     optimizer.zero_grad(set_to_none=True)
+    training.loss, training.norm = loss, norm
     training.step += 1
     training.clock.steps += 1
     training.reporter.advance(training.step)
@@ -93,10 +90,7 @@ def log_step(training: Training, loss: torch.Tensor, rate: float, norm: torch.Te
     mean = math.fsum(struct.unpack("<d", struct.pack("<q", row[0]))[0] for row in rows) / group.size
     tokens = options.data.batch * options.data.sequence
     if not math.isfinite(mean):
-        raise TrainingDiverged(
-            f"the loss is {mean} at step {training.step}: take a smaller --lr, a longer --warmup or --clip 1, "
-            f"and resume from the last checkpoint"
-        )
+        raise _diverged(training, f"the loss is {mean}")
     training.reporter.step(
         StepRecord(
             step=training.step,
@@ -108,6 +102,35 @@ def log_step(training: Training, loss: torch.Tensor, rate: float, norm: torch.Te
             peak_memory_bytes=tuple(row[1] for row in rows),
             seconds_left=training.clock.seconds_for(options.optimizer.steps - training.step),
         )
+    )
+
+
+def keep(training: Training, save: Callable[[Training], object]) -> None:
+    """Saves what is not saved yet, if it is worth keeping; all ranks have to call this.
+
+    Raises:
+        TrainingDiverged: It is not: a number on some rank is not finite. On all ranks.
+    """
+    if training.saved_step == training.step:
+        return
+    finite = all(bool(torch.isfinite(tensor).all()) for tensor in _what_must_be_finite(training))
+    if not all(row[0] for row in exchange([int(finite)], training.group)):
+        raise _diverged(training, "the loss or a weight is no finite number")
+    save(training)
+
+
+def _what_must_be_finite(training: Training) -> Iterator[torch.Tensor]:
+    # The loss is that of the weights before the last step; so the weights themselves are looked at too.
+    yield from (number for number in (training.loss, training.norm) if number is not None)
+    for param in training.engine.plain.parameters():
+        yield param
+        yield from (value for value in training.optimizer.state.get(param, {}).values() if torch.is_tensor(value))
+
+
+def _diverged(training: Training, what: str) -> TrainingDiverged:
+    return TrainingDiverged(
+        f"{what} at step {training.step}, which is not saved: take a smaller --lr, a longer --warmup or --clip 1; "
+        f"{training.way_on()}"
     )
 
 
@@ -139,6 +162,5 @@ def _stop_if_asked(training: Training, stop: StopSignal, save: Callable[[Trainin
         return
     number = stop.agreed(training.group)
     if number:
-        if training.saved_step != training.step:
-            save(training)
-        raise Interrupted(number, f"stopped after step {training.step}, which is saved; go on with --resume")
+        keep(training, save)
+        raise Interrupted(number, f"stopped after step {training.step}, which is saved; {training.way_on()}")

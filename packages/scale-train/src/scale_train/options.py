@@ -26,7 +26,7 @@ class DataOptions:
     """What is read, and how much of it in a step."""
 
     text: tuple[Path, ...] = ()
-    """Files or folders to learn from; by default the sources of Python's own standard library."""
+    """Files or folders to learn from, without subfolders named test or tests; by default the sources of Python's own standard library."""
     sequence: int = 128
     """Tokens (bytes) in a sequence."""
     batch: int = 32
@@ -195,12 +195,12 @@ def check(options: Options, num_ranks: int) -> None:
     Raises:
         InputError: If the numbers make no training on `num_ranks` ranks.
     """
+    _check_numbers(options)
     model_config(options)
     if options.parallel.parallel == "none" and num_ranks > 1:
         raise InputError(
             f"--parallel none is one process, but there are {num_ranks} ranks; take fsdp, ddp, or --ranks 1"
         )
-    _check_numbers(options)
     batch, accumulate = options.data.batch, options.parallel.accumulate
     parts = num_ranks * accumulate
     if batch % parts:
@@ -220,6 +220,7 @@ def _check_numbers(options: Options) -> None:
         "--log-every": options.run.log_every,
     }
     at_least_zero = {
+        "--loss-chunk": options.model.loss_chunk,
         "--warmup": options.optimizer.warmup,
         "--weight-decay": options.optimizer.weight_decay,
         "--clip": options.optimizer.clip,
@@ -237,3 +238,17 @@ def _check_numbers(options: Options) -> None:
             raise InputError(f"{flag} {quantity}: 0 or more is needed")
     if not 0 < options.optimizer.lr < math.inf:
         raise InputError(f"--lr {options.optimizer.lr}: a number above 0 is needed")
+    if not 0 <= options.model.dropout < 1:
+        raise InputError(f"--dropout {options.model.dropout}: a number from 0 to below 1 is needed")
+
+
+def without_effect(options: Options) -> list[str]:
+    """What was asked for and changes nothing, a line for each."""
+    lines, parallel = [], options.parallel
+    if parallel.no_sync and parallel.parallel != "fsdp":
+        lines.append(f"--no-sync has no effect with --parallel {parallel.parallel}")
+    elif parallel.no_sync and parallel.accumulate == 1:
+        lines.append("--no-sync has no effect without --accumulate 2 or more")
+    if not parallel.reshard_after_forward and parallel.parallel != "fsdp":
+        lines.append(f"--no-reshard-after-forward has no effect with --parallel {parallel.parallel}")
+    return lines

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
+from contextlib import suppress
 from pathlib import Path
 
-from scale_train.progress import read_metrics
+from scale_train.metrics import read_metrics
 
 
 def plot_loss(metrics: Path, picture: Path) -> None:
@@ -13,7 +15,10 @@ def plot_loss(metrics: Path, picture: Path) -> None:
 
     Args:
         metrics: A `metrics.jsonl`.
-        picture: Where the PNG goes; replaced if it is there.
+        picture: Where the PNG goes; replaced, as a whole, if it is there.
+
+    Raises:
+        OSError: It cannot be written; what was there stays.
     """
     # Here, because only rank 0 draws, once: every other rank would carry the library for nothing.
     from matplotlib.figure import Figure
@@ -35,4 +40,11 @@ def plot_loss(metrics: Path, picture: Path) -> None:
     if train or held_out:
         axes.legend()
     axes.grid(alpha=0.3)
-    figure.savefig(picture, dpi=120)
+    partial = picture.with_name(f"{picture.name}.partial")
+    try:
+        figure.savefig(partial, dpi=120, format="png")
+        os.replace(partial, picture)
+    except OSError:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise

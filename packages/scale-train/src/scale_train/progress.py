@@ -1,7 +1,7 @@
 """What a person, or a program, sees of a training while it runs.
 
 Rank 0 speaks; the others are silent. On a terminal that is a bar; in a log file plain lines; for machines one JSON
-object per line. All say the same things, and `Metrics` keeps them on disk for the plot and for a resumed run.
+object per line. All say the same things, and `Metrics` keeps them on disk.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from scale_train.memory import in_words
+from scale_train.metrics import MetricsFile
 
 
 @dataclass(frozen=True)
@@ -166,25 +167,16 @@ class Bar(Silent):
 
 
 class Metrics(Silent):
-    """Keeps the records in `metrics.jsonl`, one JSON object per line.
+    """Keeps the records in `metrics.jsonl`."""
 
-    A resumed run cuts off what lies beyond its first step: those steps are done again.
-    """
-
-    def __init__(self, path: Path, first_step: int) -> None:
-        kept = [entry for entry in read_metrics(path) if entry["step"] <= first_step]
-        path.write_text("".join(json.dumps(entry) + "\n" for entry in kept))
-        self._path = path
+    def __init__(self, file: MetricsFile) -> None:
+        self._file = file
 
     def step(self, record: StepRecord) -> None:
-        self._append(asdict(record))
+        self._file.append(asdict(record))
 
     def evaluation(self, record: EvaluationRecord) -> None:
-        self._append(asdict(record))
-
-    def _append(self, entry: Mapping[str, Any]) -> None:
-        with self._path.open("a") as file:
-            file.write(json.dumps(entry) + "\n")
+        self._file.append(asdict(record))
 
 
 class TensorBoard(Silent):
@@ -251,24 +243,10 @@ def make_reporter(log_format: str, steps: int, first_step: int, folder: Path) ->
         screen = Bar(steps, first_step)
     else:
         screen = Json() if log_format == "json" else Plain()
-    kept: list[Reporter] = [Metrics(folder / "metrics.jsonl", first_step)]
+    kept: list[Reporter] = [Metrics(MetricsFile(folder / "metrics.jsonl", screen.note))]
     if TensorBoard.is_installed():
         kept.append(TensorBoard(folder / "tensorboard"))
     return Several(screen, *kept)
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The entries of a metrics file, oldest first; none where there is no file.
-
-    A line that is cut off (the run was killed while writing it) is left out.
-    """
-    entries = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            entries.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return entries
 
 
 def _words(record: StepRecord) -> str:

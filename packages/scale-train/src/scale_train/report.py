@@ -22,7 +22,7 @@ class Report:
         device: "cpu" or "cuda".
         sample: Text that the model wrote; empty if none was asked for.
         checkpoint: The last one.
-        plot: The picture.
+        plot: The picture; empty if it could not be written.
     """
 
     steps: int
@@ -53,8 +53,8 @@ class Report:
         lines.append(f"               DDP   {in_words(self.ddp_memory_bytes):>34}  would be needed on each rank")
         if self.sample:
             lines += ["", "a sample of generated text:", *(f"  | {line}" for line in self.sample.splitlines())]
-        lines += ["", f"checkpoint     {self.checkpoint}", f"plot           {self.plot}"]
-        return lines
+        lines += ["", f"checkpoint     {self.checkpoint}"]
+        return [*lines, f"plot           {self.plot}"] if self.plot else lines
 
 
 def readable(tokens: bytes) -> str:

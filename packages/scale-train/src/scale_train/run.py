@@ -6,15 +6,16 @@ from pathlib import Path
 
 import torch
 
-from scale_core.collectives import exchange, exchange_text
+from scale_core.exchange import exchange, exchange_text
 from scale_core.group import Group
 from scale_core.shard import full_shape
 from scale_train.checkpoint import CHECKPOINTS, METRICS, Place, choose_place, load, save
-from scale_train.errors import InputError
+from scale_train.errors import InputError, RanksLost, reason_of
 from scale_train.loop import train
-from scale_train.memory import peak_bytes
+from scale_train.memory import held_bytes, peak_bytes, replicated_bytes
+from scale_train.metrics import begin_metrics
 from scale_train.model import generate
-from scale_train.options import Options, check
+from scale_train.options import Options, check, without_effect
 from scale_train.plot import plot_loss
 from scale_train.progress import make_reporter
 from scale_train.report import Report, readable
@@ -31,11 +32,10 @@ def language_model(options: Options, group: Group) -> Report:
         InputError: What was asked for cannot be done, or the disk is full.
         TrainingDiverged: The loss became no number.
         Interrupted: A signal asked to stop; the state was saved.
+        RanksLost: Another rank ended, or cannot be reached.
     """
     check(options, group.size)
-    text = read_text(options.data.text)
-    check_length(text, options.data.sequence)
-    _check_same_text(text, group)
+    text = _read_together(options, group)
     place = _agree_on_place(options, group)
     training = build(options, text, group)
     if place.point is not None:
@@ -47,6 +47,11 @@ def language_model(options: Options, group: Group) -> Report:
         held_out = train(training, lambda now: save(now, place.folder / CHECKPOINTS))
         report = conclude(training, held_out, place.folder)
         training.reporter.end(report.lines(), report.facts())
+    except ContractError:
+        raise  # the ranks are there and do different things: a fault of the program, to be seen whole
+    except (ScaleDistributedError, TransferError) as error:
+        cause = str(error).partition("\n")[0]
+        raise RanksLost(f"lost the other ranks after step {training.step} ({cause}); {training.way_on()}") from error
     finally:
         training.reporter.close()
     return report
@@ -55,9 +60,9 @@ def language_model(options: Options, group: Group) -> Report:
 def conclude(training: Training, held_out: float, folder: Path) -> Report:
     """The end of a training: a sample, the picture, and the memory of all ranks."""
     options, group = training.options, training.group
-    held, replicated = training.memory
-    rows = exchange([held, peak_bytes(training.engine.device)], group)
-    prompt = options.run.prompt.encode() or SEPARATOR
+    params = list(training.engine.plain.parameters())
+    rows = exchange([held_bytes(params, training.optimizer), peak_bytes(training.engine.device)], group)
+    prompt = os.fsencode(options.run.prompt) or SEPARATOR
     sample = b""
     if options.run.sample_length:
         tokens = torch.tensor(list(prompt), device=training.engine.device)
@@ -71,20 +76,24 @@ def conclude(training: Training, held_out: float, folder: Path) -> Report:
                 temperature=GENERATION_TEMPERATURE,
             )
         sample = bytes(written.tolist())
-    picture = folder / "loss.png"
+    picture = str(folder / "loss.png")
     if group.rank == 0:
-        plot_loss(folder / METRICS, picture)
+        try:
+            plot_loss(folder / METRICS, Path(picture))
+        except OSError as error:
+            training.reporter.note(f"cannot write {picture}: {reason_of(error)}; the training itself is saved")
+            picture = ""
     return Report(
         steps=training.step,
         held_out_bits_per_byte=held_out,
         parallel=options.parallel.parallel,
         held_memory_bytes=tuple(row[0] for row in rows),
-        ddp_memory_bytes=replicated,
+        ddp_memory_bytes=replicated_bytes(params, training.optimizer),
         peak_memory_bytes=tuple(row[1] for row in rows),
         device=training.engine.device.type,
         sample=readable(sample),
         checkpoint=str(training.checkpoint),
-        plot=str(picture),
+        plot=picture,
     )
 
 
@@ -103,17 +112,30 @@ def _introduce(training: Training, place: Place) -> None:
         f"({training.engine.device.type}), into {place.folder}: "
         f"{options.data.batch} x {options.data.sequence} tokens a step, {options.optimizer.steps} steps"
     )
+    for line in without_effect(options):
+        reporter.note(f"warning: {line}")
     if place.point is not None:
         reporter.note(f"resumed from {place.point}, after step {training.step}")
 
 
-def _check_same_text(text: Text, group: Group) -> None:
+def _read_together(options: Options, group: Group) -> Text:
+    """The text, if all ranks can read it and it is the same; otherwise all say what one of them found."""
+    text, problem = None, ""
+    try:
+        text = read_text(options.data.text)
+        check_length(text, options.data.sequence)
+    except InputError as error:
+        problem = str(error)
+    problem = next(filter(None, exchange_text(problem, group)), "")
+    if problem or text is None:
+        raise InputError(problem)
     prints = exchange_text(text.fingerprint(), group)
     for rank, other in enumerate(prints):
         if other != prints[0]:
             raise InputError(
                 f"--text {text.source}: rank {rank} reads another text than rank 0; every machine needs the same files"
             )
+    return text
 
 
 def _agree_on_place(options: Options, group: Group) -> Place:
@@ -123,8 +145,11 @@ def _agree_on_place(options: Options, group: Group) -> Place:
         try:
             place = choose_place(options.run)
             found, point = str(place.folder), str(place.point or "")
+            begin_metrics(place.folder / METRICS, place.step)
         except InputError as error:
             problem = str(error)
+        except OSError as error:
+            problem = f"cannot write {Path(found) / METRICS}: {reason_of(error)}"
     problem, found, point = (exchange_text(words, group)[0] for words in (problem, found, point))
     if problem:
         raise InputError(problem)

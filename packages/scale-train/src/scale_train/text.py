@@ -68,38 +68,48 @@ def read_text(paths: Sequence[Path] = ()) -> Text:
         InputError: If a path does not exist or cannot be read, or if there is no text in it.
     """
     if paths:
-        files = [file for path in paths for file in _files_of(path)]
+        # Each file once, by its real path, over all paths: read twice it could stand in both parts.
+        seen: set[Path] = set()
+        files = [file for path in paths for file in _files_of(path, seen)]
         source = ", ".join(str(path) for path in paths)
     else:
         folder = Path(sysconfig.get_paths()["stdlib"])
-        files = [file for file in _walk(folder) if file.suffix == ".py"] if folder.is_dir() else []
+        files = [file for file in _walk(folder, set()) if file.suffix == ".py"] if folder.is_dir() else []
         source = "the standard library of Python"
         if not files:
             raise InputError(f"no source files of the standard library in {folder}: name a text with --text PATH")
-    contents = [content for file in files if (content := _read(file, named=file in paths))]
+    named = {path.resolve() for path in paths}
+    contents = [content for file in files if (content := _read(file, named=file.resolve() in named))]
     if not contents:
         raise InputError(f"--text {source}: expected text, but found 0 bytes in {len(files)} files")
     return _split(contents, source)
 
 
-def _files_of(path: Path) -> list[Path]:
-    if path.is_file():
-        return [path]
-    if path.is_dir():
-        return list(_walk(path))
+def _files_of(path: Path, seen: set[Path]) -> list[Path]:
+    try:
+        if path.is_dir():
+            return list(_walk(path, seen))
+        if path.is_file():
+            return [path] if _is_new(path, seen) else []
+    except OSError as error:  # a name too long, a folder that may not be entered
+        raise InputError(f"--text {path}: cannot be read ({error.strerror})") from error
     raise InputError(f"--text {path}: no such file or folder")
 
 
-def _walk(folder: Path) -> Iterator[Path]:
-    # Each file once, by its real path: a link could put training text into the held-out part.
-    seen: set[Path] = set()
+def _is_new(path: Path, seen: set[Path]) -> bool:
+    """Whether no path before led to this file; remembers it."""
+    real = path.resolve()
+    is_new = real not in seen
+    seen.add(real)
+    return is_new
+
+
+def _walk(folder: Path, seen: set[Path]) -> Iterator[Path]:
     for root, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if name not in SKIPPED_FOLDERS and not name.startswith("."))
         for name in sorted(names):
             path = Path(root, name)
-            real = path.resolve()
-            if not name.startswith(".") and path.is_file() and real not in seen:
-                seen.add(real)
+            if not name.startswith(".") and path.is_file() and _is_new(path, seen):
                 yield path
 
 
@@ -120,7 +130,7 @@ def _split(contents: list[bytes], source: str) -> Text:
         held = [c for index, c in enumerate(contents) if index % HELD_OUT_EVERY == HELD_OUT_EVERY - 1]
         kept = [c for index, c in enumerate(contents) if index % HELD_OUT_EVERY != HELD_OUT_EVERY - 1]
         train, held_out = _join(kept), _join(held)
-        split = f"every {HELD_OUT_EVERY}th file, {len(held)} files"
+        split = f"every {HELD_OUT_EVERY}th file, {len(held)} file{'s' if len(held) > 1 else ''}"
     else:
         joined = _join(contents)
         cut = len(joined) - len(joined) // HELD_OUT_EVERY

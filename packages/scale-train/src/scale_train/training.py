@@ -62,7 +62,8 @@ class Training:
         saved_step: Steps done when it was last saved; -1 for never.
         checkpoint: The last one, written or read.
         clock: Of this run, from its first step on.
-        memory: (this rank's bytes of parameters, gradients and optimizer state, those of a DDP rank), after a step.
+        loss: This rank's part of the last step's loss, a scalar; None before the first step.
+        norm: Of the last step's gradient before clipping, a scalar; None without clipping.
     """
 
     options: Options
@@ -76,8 +77,15 @@ class Training:
     step: int = 0
     saved_step: int = -1
     checkpoint: Path | None = None
-    memory: tuple[int, int] = (0, 0)
     clock: Clock = field(default_factory=Clock)
+    loss: torch.Tensor | None = None
+    norm: torch.Tensor | None = None
+
+    def way_on(self) -> str:
+        """How to go on from here after an end before its time, in words."""
+        if self.checkpoint is None:
+            return "there is no checkpoint to go on from"
+        return f"go on with --resume {self.checkpoint.parent.parent}, from {self.checkpoint.name}"
 
 
 def build(options: Options, text: Text, group: Group) -> Training:

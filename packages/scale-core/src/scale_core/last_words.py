@@ -1,0 +1,79 @@
+"""The last words of ranks: what each did last, told through the store by which the ranks found each other.
+
+Where a wait fails, the group may be dead, and nothing can be learned through it any more. The store needs only the rank
+that hosts it. So each rank keeps the end of its history at hand, leaves it there when it fails, and reads there why
+the others did not come.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from datetime import timedelta
+
+from scale_core import compat
+from scale_core.group import Group
+
+# How long a rank that has failed waits for the others to say what they did.
+_GRACE_SECONDS = 5.0
+# What a rank keeps for the others, and what of it an error quotes.
+_LAST_EVENTS = 12
+_TOLD_EVENTS = 4
+
+
+class LastWords:
+    """What the ranks of a group tell each other when they can't meet.
+
+    Ranks create these in one order, so the number of each is a name that all of them know.
+
+    Args:
+        group: The ranks.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._words: deque[str] = deque(maxlen=_LAST_EVENTS)
+        self._name = f"scale/{'.'.join(map(str, group.ranks))}/{_next_number(group)}"
+
+    @property
+    def recent(self) -> list[str]:
+        """The last few of this rank's words."""
+        return list(self._words)[-_TOLD_EVENTS:]
+
+    def add(self, words: str) -> None:
+        """Keeps what this rank does, for the case that it is the last."""
+        self._words.append(words)
+
+    def publish(self) -> None:
+        """Leaves this rank's words in the store, if there is one and it can be reached."""
+        store = compat.default_store()
+        if store is not None:
+            try:
+                store.set(f"{self._name}/{self._group.rank}", json.dumps(list(self._words)))
+            except Exception:  # The store may have died with the rank that hosts it; the error at hand matters more.
+                return
+
+    def of_all(self) -> dict[int, str]:
+        """Every rank's last few words, by rank; waits some seconds for those that have left none yet."""
+        store = compat.default_store()
+        deadline = time.monotonic() + _GRACE_SECONDS
+        words = {}
+        for rank in range(self._group.size):
+            words[rank] = "left no word: it has died, or is busy with something else"
+            if store is None:
+                continue
+            try:
+                store.wait([f"{self._name}/{rank}"], timedelta(seconds=max(0.05, deadline - time.monotonic())))
+                words[rank] = "; then ".join(json.loads(store.get(f"{self._name}/{rank}"))[-_TOLD_EVENTS:])
+            except Exception:  # As above: no word from this rank.
+                continue
+        return words
+
+
+_numbers: dict[tuple[int, ...], int] = {}
+
+
+def _next_number(group: Group) -> int:
+    _numbers[group.ranks] = _numbers.get(group.ranks, -1) + 1
+    return _numbers[group.ranks]

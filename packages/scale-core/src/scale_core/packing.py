@@ -1,0 +1,147 @@
+"""The placement of atoms in even shards: integers in, integers out.
+
+A `Piece` is all that the arithmetic needs to know of a parameter: how many elements it has, and how many stay together.
+
+A parameter is contiguous, so padding stands between parameters and at the end only. One with atoms of a elements at
+offset o that crosses the cut r·S needs a | r·S - o, and a | S as well where it crosses a second cut. Parameters are
+placed one after another, longest atom first; before one that would be cut inside an atom, a gap of fewer than a
+elements is left, which later parameters fill where they fit. Each cut costs one gap at most, hence the bound. With W
+ranks and N elements in all, and counting no atom as longer than its parameter:
+
+    A   the longest atom                            P   the longest parameter that is one single atom, 0 if none
+    M   the longest parameter                       g   ALIGN from ALIGN_FROM·W elements on, 1 below
+    L   the least common multiple of g and the atoms of the divisible parameters longer than an even shard ⌈N/W⌉
+
+    padding <= min(max((W-1)·A, W·P - N) + W·(L-1),      parameters may run over several cuts
+                   max((W-1)·A, W·M - N) + W·(g-1))      no parameter is longer than a shard
+
+and no padding at all where W is 1. veScale-FSDP (arXiv 2602.22437) plans the same problem.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import NamedTuple
+
+ALIGN = 8
+"""Shards of large plans are multiples of this many elements: 16 bytes of bf16, which matrix kernels and NCCL want."""
+
+ALIGN_FROM = 1000 * ALIGN
+"""Elements per rank from which shards are aligned: less than 0.1 % of padding."""
+
+TRIES = 4
+"""Shard sizes that are tried per step size, before the size that is known to fit is taken."""
+
+
+class Piece(NamedTuple):
+    """What the packing knows of a parameter.
+
+    Attributes:
+        numel: Its elements.
+        atom: The elements that stay together, 1 at least and no more than the parameter has, or 1 where it has none.
+    """
+
+    numel: int
+    atom: int
+
+    @property
+    def divisible(self) -> bool:
+        """Whether it has a place where it may be cut."""
+        return self.numel > self.atom
+
+
+def pack(pieces: Sequence[Piece], world_size: int) -> tuple[int, list[int]]:
+    """Places the pieces: in the smallest of a few shard sizes that fit, else in the size that is known to fit.
+
+    Args:
+        pieces: In the order in which they are placed: the longest atom first.
+        world_size: The number of shards.
+
+    Returns:
+        The shard size, and each piece's offset in the full buffer.
+    """
+    total = sum(piece.numel for piece in pieces)
+    align = ALIGN if world_size > 1 and total >= ALIGN_FROM * world_size else 1
+    least = max([-(-total // world_size), *(piece.numel for piece in pieces if not piece.divisible)])
+    crossing = {piece.atom for piece in pieces if piece.divisible and piece.numel > -(-total // world_size)}
+    sure = _sure_size(pieces, world_size, align, math.lcm(align, *crossing))
+    best, placed = sure, _offsets(pieces, sure)[1]
+    # A multiple of the atoms that run over several shards, and one of all atoms, need the fewest gaps.
+    for step in sorted({align, math.lcm(align, *crossing), _capped_lcm(align, pieces, total)}):
+        size = _round_up(least, step)
+        for _ in range(TRIES):
+            if size >= best:
+                break
+            end, offsets = _offsets(pieces, size)
+            if end is not None and end <= size * world_size:
+                best, placed = size, offsets
+                break
+            short = 1 if end is None else end - size * world_size
+            size += _round_up(-(-short // world_size), step)
+    return best, placed
+
+
+def _sure_size(pieces: Sequence[Piece], world_size: int, align: int, common: int) -> int:
+    """A shard size that holds every plan of these pieces: the bound of the module's docstring, per rank."""
+    total = sum(piece.numel for piece in pieces)
+    longest_atom = max((piece.atom for piece in pieces), default=1)
+    with_gaps = -(-(total + (world_size - 1) * (longest_atom - 1)) // world_size)
+    longest_whole = max((piece.numel for piece in pieces if not piece.divisible), default=0)
+    longest = max((piece.numel for piece in pieces), default=0)
+    return min(_round_up(max(with_gaps, longest_whole), common), _round_up(max(with_gaps, longest), align))
+
+
+def _offsets(pieces: Sequence[Piece], size: int) -> tuple[int | None, list[int]]:
+    """Place the pieces in order, into as many shards of `size` as it takes.
+
+    Returns:
+        The end of the last piece and all offsets; None for the end where a piece would reach over two cuts and `size`
+        is no multiple of its atom.
+    """
+    offsets = [-1] * len(pieces)
+    waiting: list[tuple[int, int]] | None = None
+    cursor = 0
+    for i, (numel, atom) in enumerate(pieces):
+        if offsets[i] >= 0:
+            continue
+        cut = (cursor // size + 1) * size if size else 0
+        if cursor + numel > cut:
+            gap = (cut - cursor) % atom
+            if size % atom and cursor + gap + numel > cut + size:
+                return None, offsets
+            if gap:
+                if waiting is None:
+                    waiting = sorted((piece.numel, j) for j, piece in enumerate(pieces))
+                _fill(waiting, offsets, cursor, gap)
+            cursor += gap
+        offsets[i] = cursor
+        cursor += numel
+    return cursor, offsets
+
+
+def _fill(waiting: list[tuple[int, int]], offsets: list[int], cursor: int, gap: int) -> None:
+    """Put pieces that still wait into a gap, the longest that fits first; `waiting` is sorted by size.
+
+    The piece that the gap stands before is longer than the gap, so it never lands there itself.
+    """
+    while gap and (fitting := bisect_right(waiting, gap, key=lambda entry: entry[0])):
+        numel, i = waiting.pop(fitting - 1)
+        if offsets[i] < 0:  # those placed before this gap are still listed
+            offsets[i] = cursor
+            cursor, gap = cursor + numel, gap - numel
+
+
+def _capped_lcm(align: int, pieces: Sequence[Piece], most: int) -> int:
+    """The least common multiple of `align` and all atoms, or `align` alone where it is larger than `most`."""
+    common = align
+    for atom in {piece.atom for piece in pieces if piece.divisible}:
+        common = math.lcm(common, atom)
+        if common > most:
+            return align
+    return common
+
+
+def _round_up(number: int, step: int) -> int:
+    return -(-number // step) * step

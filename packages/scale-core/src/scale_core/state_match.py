@@ -1,0 +1,63 @@
+"""Whether a saved state is that of this model and optimizer, and which entry says that it is not.
+
+A state of another model must be refused before anything is written, with the first entry that differs in the message.
+What a snapshot holds is compared before it is read, so only shapes and dtypes are looked at here, never elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scale_core.boxes import LocalShard
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """What a saved state says of a tensor before it is read: the whole tensor's shape, and its dtype."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class StateMismatch(ValueError):
+    """A saved state is that of another model or optimizer; the message names the first entry that differs."""
+
+
+def check_keys(own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Compares the names of two states.
+
+    Raises:
+        StateMismatch: They differ; the first name that is missing, or else unexpected, stands in the message.
+    """
+    missing, unexpected = [key for key in own if key not in given], [key for key in given if key not in own]
+    if missing or unexpected:
+        first = f"{missing[0]} is missing" if missing else f"{unexpected[0]} is unexpected"
+        raise StateMismatch(
+            f"the state is that of another model or optimizer: {first} in it "
+            f"(missing: {_some(missing)}; unexpected: {_some(unexpected)})"
+        )
+
+
+def check_alike(key: str, saved: SavedTensor, piece: LocalShard | Tensor) -> None:
+    """Compares a saved tensor with the place it goes to.
+
+    Raises:
+        StateMismatch: Its shape or dtype differs.
+    """
+    if saved.shape != tuple(piece.size()):
+        raise StateMismatch(f"{key}: the saved shape is {saved.shape}, expected {tuple(piece.size())}")
+    if saved.dtype != piece.dtype:
+        raise StateMismatch(
+            f"{key}: the saved dtype is {saved.dtype}, expected {piece.dtype}: build the model in {saved.dtype}, "
+            "load, and convert it then"
+        )
+
+
+def _some(keys: list[str], limit: int = 10) -> str:
+    more = f" and {len(keys) - limit} more" if len(keys) > limit else ""
+    return (", ".join(keys[:limit]) or "none") + more

@@ -1,0 +1,41 @@
+"""messages.py: ranks that are at different places never read each other's data."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from scale_core.collectives import all_gather
+from scale_core.group import group_of
+from scale_core.messages import LONGEST_RECORD, UNIT_TAGS, UNTAGGED
+from scale_core.pending import TransferError
+from scale_core.testing import run_ranks
+
+
+def differ_in_their_tags() -> str:
+    group = group_of()
+    output = torch.full((4,), -1.0)
+    pending = all_gather(output, torch.full((2,), float(group.rank)), group, tag=5 + group.rank)
+    began = time.monotonic()
+    with pytest.raises(TransferError) as caught:
+        pending.wait(1.0)
+    assert time.monotonic() - began < 20
+    other = 1 - group.rank
+    assert output[2 * other : 2 * other + 2].tolist() == [-1, -1]  # Nothing of the other's arrived.
+    with pytest.raises(TransferError, match="has failed before"):
+        pending.wait()
+    assert caught.value.op == "all_gather" and caught.value.peer == other
+    return str(caught.value)
+
+
+def test_ranks_with_different_tags_time_out_and_get_no_wrong_data() -> None:
+    for rank, message in enumerate(run_ranks(differ_in_their_tags, 2, timeout=30.0)):
+        assert message.startswith(f"all_gather with rank {1 - rank} failed: ")
+
+
+def test_the_tags_of_data_records_and_units_have_nothing_in_common() -> None:
+    records = range(1, LONGEST_RECORD + 2)  # One more than the length: a record may be empty.
+    assert records[0] > UNTAGGED and records[-1] < UNIT_TAGS[0]
+    assert UNIT_TAGS[-1] == (1 << 31) - 1  # Gloo's tags are signed, of 32 bits.

@@ -1,0 +1,241 @@
+"""Which modules become units: policies, in a form of our own and in FairScale's.
+
+A unit is what is gathered and released together: too small, and the collectives' latency shows; too large, and the
+memory does. So the choice stands apart from the sharding. A policy is asked about one module at a time, changes
+nothing, and can be read, printed and tested without any rank; `scale_fsdp.wrapping` walks the model and does what it
+says.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from torch import nn
+
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+"""Modules that are never called, so that nothing would gather them."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A module that a policy is asked about.
+
+    Attributes:
+        name: Qualified name below the module that planning started from, which is "" itself.
+        module: The module.
+        num_params: Elements of the parameters below it that no unit holds yet.
+        is_root: Planning started from it.
+    """
+
+    name: str
+    module: nn.Module
+    num_params: int
+    is_root: bool
+
+
+class Policy(ABC):
+    """Chooses units; asked about a module before and after its children.
+
+    Attributes:
+        wraps_leaves: A module that `enters` refuses may still be a unit.
+    """
+
+    wraps_leaves = True
+
+    @abstractmethod
+    def selects(self, candidate: Candidate) -> bool:
+        """Whether the module becomes a unit, given what its children left over."""
+
+    def enters(self, candidate: Candidate) -> bool:
+        """Whether modules inside it may become units: not where they are used without being called."""
+        return not isinstance(candidate.module, tuple(default_auto_wrap_policy.FORCE_LEAF_MODULES))
+
+    def check(self, root: nn.Module) -> None:  # noqa: B027  most policies fit every model
+        """Raise ValueError where the policy can't mean this model."""
+
+
+KeywordPolicy: TypeAlias = Callable[..., bool]
+"""FairScale's form: called with `module=`, `recurse=`, `unwrapped_params=` and `module_is_root=`."""
+
+
+class _DefaultPolicy:
+    """The type of `default_auto_wrap_policy`, whose two sets of classes may be changed in place.
+
+    Attributes:
+        EXCLUDE_WRAP_MODULES: Classes that are entered, but never wrapped.
+        FORCE_LEAF_MODULES: Classes that are never entered: their children are used without being called.
+    """
+
+    EXCLUDE_WRAP_MODULES: set[type[nn.Module]] = {nn.ModuleList, nn.ModuleDict}  # noqa: RUF012  FairScale's surface
+    FORCE_LEAF_MODULES: set[type[nn.Module]] = {nn.MultiheadAttention}  # noqa: RUF012
+
+    def __call__(
+        self,
+        module: nn.Module,
+        recurse: bool,
+        unwrapped_params: int,
+        module_is_root: bool,
+        min_num_params: float = int(1e8),
+        force_leaf_modules: Iterable[type[nn.Module]] | None = None,
+        exclude_wrap_modules: Iterable[type[nn.Module]] | None = None,
+        skip_params_check_for_root: bool = False,
+    ) -> bool:
+        leaves = self.FORCE_LEAF_MODULES if force_leaf_modules is None else force_leaf_modules
+        excluded = self.EXCLUDE_WRAP_MODULES if exclude_wrap_modules is None else exclude_wrap_modules
+        large = unwrapped_params >= min_num_params or (module_is_root and skip_params_check_for_root)
+        return large and not isinstance(module, tuple(leaves if recurse else excluded))
+
+
+default_auto_wrap_policy = _DefaultPolicy()
+"""FairScale's default: modules of at least `min_num_params` elements that no unit inside them holds."""
+
+
+def config_auto_wrap_policy(module: nn.Module, recurse: bool, unwrapped_params: int, module_is_root: bool) -> bool:
+    """FairScale's policy by tag: modules that have a `wrapper_config`, whose entries are the wrapper's arguments."""
+    return recurse or hasattr(module, "wrapper_config")
+
+
+@dataclass(frozen=True)
+class _ByKeywords(Policy):
+    """A policy in FairScale's form, which never wraps what it doesn't enter."""
+
+    policy: KeywordPolicy
+    wraps_leaves = False
+
+    def selects(self, candidate: Candidate) -> bool:
+        return self._ask(candidate, recurse=False)
+
+    def enters(self, candidate: Candidate) -> bool:
+        return self._ask(candidate, recurse=True)
+
+    def _ask(self, candidate: Candidate, recurse: bool) -> bool:
+        return self.policy(
+            module=candidate.module,
+            recurse=recurse,
+            unwrapped_params=candidate.num_params,
+            module_is_root=candidate.is_root,
+        )
+
+
+def size_policy(min_num_params: float) -> Policy:
+    """Units of at least `min_num_params` elements each, counted without the units inside them.
+
+    Raises:
+        ValueError: `min_num_params` is negative.
+    """
+    if min_num_params < 0:
+        raise ValueError(f"a unit has 0 elements or more, but min_num_params is {min_num_params}")
+    return _ByKeywords(functools.partial(default_auto_wrap_policy, min_num_params=min_num_params))
+
+
+@dataclass(frozen=True)
+class _ByClass(Policy):
+    classes: tuple[type[nn.Module] | str, ...]
+
+    def selects(self, candidate: Candidate) -> bool:
+        return candidate.num_params > 0 and self._matches(candidate.module)
+
+    def check(self, root: nn.Module) -> None:
+        if not any(self._matches(module) for module in root.modules()):
+            present = sorted({type(module).__name__ for module in root.modules()})
+            wanted = [wanted if isinstance(wanted, str) else wanted.__name__ for wanted in self.classes]
+            raise ValueError(f"class_policy: no module is a {' or '.join(wanted)}; {_near(wanted, present)}")
+
+    def _matches(self, module: nn.Module) -> bool:
+        names = {cls.__name__ for cls in type(module).__mro__}
+        return any(
+            wanted in names if isinstance(wanted, str) else isinstance(module, wanted) for wanted in self.classes
+        )
+
+
+def class_policy(*classes: type[nn.Module] | str) -> Policy:
+    """Units are the modules of these classes or of subclasses of them.
+
+    Args:
+        classes: Classes, or their names as transformers lists them: `class_policy(*model._no_split_modules)`. At least
+            one of them has to occur, not all: such a list serves several models.
+
+    Raises:
+        TypeError: An argument is neither a class nor a name.
+        ValueError: There are no arguments; or, once it meets the model, no module is of any of the classes.
+    """
+    for wanted in classes:
+        if not isinstance(wanted, (str, type)):
+            raise TypeError(
+                f"class_policy takes classes or their names, but got {wanted!r}; write class_policy(*names)"
+            )
+    if not classes:
+        raise ValueError("class_policy needs at least one class; write class_policy(nn.TransformerEncoderLayer)")
+    return _ByClass(classes)
+
+
+@dataclass(frozen=True)
+class _ByName(Policy):
+    patterns: tuple[re.Pattern[str], ...]
+
+    def selects(self, candidate: Candidate) -> bool:
+        if candidate.num_params == 0 or isinstance(candidate.module, CONTAINERS):
+            return False
+        return any(pattern.fullmatch(candidate.name) for pattern in self.patterns)
+
+    def check(self, root: nn.Module) -> None:
+        modules = dict(root.named_modules())
+        for pattern in self.patterns:
+            matched = [name for name in modules if pattern.fullmatch(name)]
+            if not matched:
+                plain = re.sub(r"\\d\+|\[[^]]*\][+*]?", "0", pattern.pattern).replace("\\", "")
+                raise ValueError(
+                    f"name_policy: {pattern.pattern!r} matches the name of no module; {_near([plain], list(modules))}"
+                )
+            if all(isinstance(modules[name], CONTAINERS) for name in matched):
+                held, inside = type(modules[matched[0]]).__name__, re.escape(matched[0]) + r"\.[^.]+"
+                raise ValueError(
+                    f"name_policy: {pattern.pattern!r} matches only {matched[0]!r}, a {held}, which is never called; "
+                    f"select what it holds: name_policy(r'{inside}')"
+                )
+
+
+def name_policy(*patterns: str) -> Policy:
+    r"""Units are the modules whose whole qualified name matches a regular expression, as `r"layers\.\d+"`.
+
+    Lists and dicts of modules are passed over, since they are never called, and so are modules without parameters.
+
+    Raises:
+        ValueError: There are no patterns, or one is no regular expression; or, once it meets the model, one of them
+            matches nothing that could be a unit.
+    """
+    if not patterns:
+        raise ValueError(r'name_policy needs at least one pattern; write name_policy(r"layers\.\d+")')
+    compiled = []
+    for pattern in patterns:
+        try:
+            compiled.append(re.compile(pattern))
+        except re.error as error:
+            raise ValueError(f"name_policy: {pattern!r} is no regular expression: {error}") from error
+    return _ByName(tuple(compiled))
+
+
+def as_policy(policy: Policy | KeywordPolicy) -> Policy:
+    """Returns a policy in either form as a Policy.
+
+    Raises:
+        TypeError: It is neither a Policy nor callable.
+    """
+    if isinstance(policy, Policy):
+        return policy
+    if not callable(policy):
+        raise TypeError(f"a policy is a Policy or a function of module=, recurse=, ..., but got {policy!r}")
+    return _ByKeywords(policy)
+
+
+def _near(wanted: Iterable[str], present: list[str]) -> str:
+    """Names that are there, the nearest to the wanted ones first."""
+    found = [name for want in wanted for name in difflib.get_close_matches(want, present, n=3)]
+    names = ", ".join(repr(name) for name in dict.fromkeys(found or present[:8]))
+    return f"near names in the model: {names}" if found else f"the model has {names}"

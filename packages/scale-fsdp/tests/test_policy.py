@@ -1,0 +1,107 @@
+"""Which modules a policy makes units, and what it says where it can't mean the model."""
+
+import functools
+import re
+
+import pytest
+from torch import nn
+from wrapping_models import Block, Model, linears
+
+from scale_fsdp.policy import class_policy, default_auto_wrap_policy, name_policy, size_policy
+from scale_fsdp.wrapping import plan_units
+
+
+def test_the_default_policy_wraps_what_is_large_and_counts_without_the_units_inside():
+    policy = functools.partial(default_auto_wrap_policy, min_num_params=40)
+    assert plan_units(linears(7, 7), policy) == ["0", "1"]
+    assert plan_units(linears(5, 5), policy) == [""]
+    assert plan_units(linears(7, 5, 5), policy) == ["0", ""]
+    assert plan_units(linears(3, 3), policy) == []
+    assert plan_units(linears(3), functools.partial(policy, skip_params_check_for_root=True)) == [""]
+
+
+def test_lists_of_modules_are_entered_but_not_wrapped_and_attention_is_neither():
+    model = nn.ModuleDict({"list": nn.ModuleList(linears(7, 7)), "attention": nn.MultiheadAttention(10, 1)})
+    assert plan_units(model, size_policy(40)) == ["list.0", "list.1"]
+    policy = functools.partial(default_auto_wrap_policy, min_num_params=40)
+    assert "attention.out_proj" in plan_units(model, functools.partial(policy, force_leaf_modules=()))
+    assert plan_units(model, functools.partial(policy, exclude_wrap_modules={nn.Linear})) == ["list", ""]
+
+
+def test_the_default_policys_sets_may_be_changed_in_place():
+    default_auto_wrap_policy.EXCLUDE_WRAP_MODULES.add(nn.Linear)
+    try:
+        assert plan_units(linears(7, 7), size_policy(40)) == [""]
+    finally:
+        default_auto_wrap_policy.EXCLUDE_WRAP_MODULES.remove(nn.Linear)
+
+
+def test_a_policy_is_called_with_keywords_only_as_in_fairscale():
+    calls = []
+
+    def policy(*, module: nn.Module, recurse: bool, unwrapped_params: int, module_is_root: bool) -> bool:
+        calls.append((type(module).__name__, recurse, unwrapped_params, module_is_root))
+        return recurse or isinstance(module, nn.Linear)
+
+    assert plan_units(linears(2), policy) == ["0"]
+    assert calls == [
+        ("Sequential", True, 4, True),
+        ("Linear", True, 4, False),
+        ("Linear", False, 4, False),
+        ("Sequential", False, 0, True),
+    ]
+
+
+def test_a_class_is_chosen_by_type_by_subclass_or_by_name():
+    class Wide(Block): ...
+
+    model = nn.Sequential(Block(), Wide(), nn.Linear(2, 2))
+    assert plan_units(model, class_policy(Block)) == ["0", "1"]
+    assert plan_units(model, class_policy("Block", "OfAnotherModel")) == ["0", "1"]
+    assert plan_units(model, class_policy("Wide", nn.Linear)) == [
+        *("0.mlp.0", "0.mlp.2", "1.mlp.0", "1.mlp.2", "1", "2"),
+    ]
+    assert plan_units(model, class_policy("Wide")) == ["1"]
+
+
+def test_children_of_attention_are_never_units_of_their_own_since_nothing_calls_them():
+    model = nn.Sequential(Block())
+    assert plan_units(model, class_policy(nn.Linear)) == ["0.mlp.0", "0.mlp.2"]
+    assert plan_units(model, name_policy(r".*attn.*")) == ["0.attn"]
+
+
+def test_names_are_matched_whole_and_lists_and_empty_modules_passed_over():
+    model = Model()
+    assert plan_units(model, name_policy(r"layers\.\d+")) == ["layers.0", "layers.1"]
+    assert plan_units(model, name_policy(r"layers\.1", "embed")) == ["embed", "layers.1"]
+    assert plan_units(model, name_policy(r"layers.*")) == [
+        f"layers.{i}.{part}" for i in range(2) for part in ("attn", "mlp.0", "mlp.2")
+    ]
+
+
+def test_a_pattern_or_class_that_matches_nothing_is_an_error_with_near_names():
+    model = Model()
+    with pytest.raises(ValueError, match=r"'layer\\\\.\\\\d\+' matches the name of no module; near.*'layers.0'"):
+        plan_units(model, name_policy(r"layers\.\d+", r"layer\.\d+"))
+    with pytest.raises(ValueError, match="no module is a Blok; near names in the model: 'Block'"):
+        plan_units(model, class_policy("Blok"))
+    with pytest.raises(
+        ValueError,
+        match=re.escape(r"a ModuleList, which is never called; select what it holds: name_policy(r'layers\.[^.]+')"),
+    ):
+        plan_units(model, name_policy("layers"))
+
+
+def test_bad_policies_say_what_was_expected():
+    with pytest.raises(ValueError, match="at least one pattern"):
+        name_policy()
+    with pytest.raises(ValueError, match=r"'\(' is no regular expression"):
+        name_policy("(")
+    with pytest.raises(ValueError, match="at least one class"):
+        class_policy()
+    with pytest.raises(TypeError, match=r"class_policy\(\*names\)"):
+        class_policy(["Block"])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="min_num_params is -1"):
+        size_policy(-1)
+    with pytest.raises(TypeError, match="got 'Block'"):
+        plan_units(Model(), "Block")  # type: ignore[arg-type]
