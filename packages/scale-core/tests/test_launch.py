@@ -54,6 +54,19 @@ if __name__ == "__main__":
 """
 
 
+# Its ranks load this file too, before they are told what to do.
+INTERRUPTED_PROGRAM = """
+import os, signal, sys
+from scale_core.launch import launch_local
+if "RANK" in os.environ:
+    os.kill(os.getpid(), signal.SIGINT)
+def nothing():
+    pass
+if __name__ == "__main__":
+    sys.exit(launch_local(nothing, 1))
+"""
+
+
 def start_program(folder: Path, kind: str) -> tuple["subprocess.Popen[bytes]", list[int]]:
     """A program that starts two ranks, once they are up, and their process ids."""
     script = folder / "program.py"
@@ -137,6 +150,15 @@ def test_ranks_end_when_the_program_is_killed(tmp_path: Path) -> None:
     process.kill()
     process.wait(60)
     assert have_ended(pids)
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_sigmask"), reason="the system cannot hold signals back")
+def test_ctrl_c_while_a_rank_is_loading_ends_it_when_it_has_loaded(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(INTERRUPTED_PROGRAM)
+    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 130
+    assert ended.stderr == "rank 0 exited with code 130; the others are ended\n"
 
 
 def test_no_ranks_and_more_ranks_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,5 @@ def test_another_shape_or_dtype_is_refused_with_both() -> None:
     check_alike("w", saved, LocalShard(torch.zeros(3), (4, 2), 0, 3))
     with pytest.raises(StateMismatch, match=r"w: the saved shape is \(4, 2\), expected \(2, 4\)"):
         check_alike("w", saved, torch.zeros(2, 4))
-    with pytest.raises(
-        StateMismatch, match="w: the saved dtype is torch.float32, expected torch.float16: build the model in"
-    ):
+    with pytest.raises(StateMismatch, match=r"w: the saved dtype is torch\.float32, expected torch\.float16"):
         check_alike("w", saved, torch.zeros(4, 2, dtype=torch.float16))

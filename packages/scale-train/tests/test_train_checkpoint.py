@@ -104,12 +104,24 @@ def test_a_checkpoint_says_what_it_is_in_plain_json(text):
     [
         ({"width": 32}, r"embedding.weight is \[256, 16\] there, \[256, 32\] here"),
         ({"layers": 2}, r"it has no blocks.1.attention_norm.weight, which is \[16\] here"),
+        ({"heads": 4}, "heads is 2 there, 4 here"),
         ({"tied": False}, r"it has no head.weight, which is \[256, 16\] here"),
     ],
 )
 def test_a_checkpoint_of_another_model_names_the_first_parameter_that_differs(text, point, changes, message):
     with pytest.raises(InputError, match=f"a checkpoint of another model: {message}"):
         load(start(options_for(text, **changes), Group()), point)
+
+
+def test_what_does_not_make_another_model_may_differ(text, point):
+    training = start(options_for(text, dropout=0.1, loss_chunk=7), Group())
+    load(training, point)
+    assert training.step == 3
+
+
+def test_a_path_that_is_too_long_is_one_line():
+    with pytest.raises(InputError, match=r"--resume x+: cannot be read \(File name too long\)"):
+        choose_place(RunOptions(resume=Path("x" * 300)))
 
 
 def test_a_parameter_that_only_the_checkpoint_has_is_named_too():

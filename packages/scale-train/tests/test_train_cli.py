@@ -58,6 +58,10 @@ TOO_MANY = (os.cpu_count() or 1) * MAX_RANKS_PER_CORE + 1
         ("--text text --sequence 2000", "too few tokens for --sequence 2000"),
         ("--text text --batch 7 --ranks 2", "--batch 7 does not divide into 2 ranks"),
         (f"--text text --batch {TOO_MANY} --device cpu --ranks {TOO_MANY}", "more ranks than this machine's devices"),
+        ("--text text --size gpt3-175b --ranks 2 --layers 96 --width 122880 --heads 96", "and this machine has"),
+        (f"--text {'x' * 300}", "cannot be read (File name too long)"),
+        (f"--text text --parallel none --resume {'x' * 300}", "cannot be read (File name too long)"),
+        ("--text text --dropout 2", "--dropout 2.0: a number from 0"),
         ("--text text --size huge", "--size huge: no such size"),
         ("--text text --parallel none --ranks 2", "--parallel none is one process"),
         ("--text text --resume nowhere --parallel none", "--resume nowhere: no such folder"),
@@ -118,6 +122,37 @@ def test_a_run_leaves_checkpoints_metrics_and_a_picture_and_ends_with_its_report
     assert end["held_memory_bytes"] == [end["ddp_memory_bytes"]]
     assert sorted(path.name for path in Path("run/checkpoints").iterdir()) == ["step-00000002", "step-00000003"]
     assert Path("run/loss.png").stat().st_size > 1000
+
+
+def test_a_finished_run_that_is_resumed_reports_its_memory_and_writes_no_second_judgement(capsys):
+    assert lm("--text", "text", "--out", "run", "--log-format", "json", *ALONE) == 0
+    first = json.loads(capsys.readouterr().out.splitlines()[-1])
+    before = Path("run/metrics.jsonl").read_text()
+    assert lm("--text", "text", "--resume", "run", "--log-format", "json", *ALONE) == 0
+    again = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert again["held_memory_bytes"] == first["held_memory_bytes"] == [first["ddp_memory_bytes"]]
+    assert Path("run/metrics.jsonl").read_text() == before
+
+
+def test_a_prompt_of_any_bytes_is_continued_and_what_has_no_effect_is_said(capsys):
+    odd = os.fsdecode(b"\xff\xfe")
+    assert lm("--text", "text", "--out", "run", "--prompt", odd, "--no-sync", *ALONE) == 0
+    assert "warning: --no-sync has no effect with --parallel none\n" in capsys.readouterr().out
+
+
+def test_a_checkpoint_of_a_model_with_other_heads_is_refused(capsys):
+    assert lm("--text", "text", "--out", "run", *ALONE) == 0
+    capsys.readouterr()
+    assert lm("--text", "text", "--resume", "run", "--heads", "4", *ALONE) == 2
+    assert "a checkpoint of another model: heads is 2 there, 4 here" in capsys.readouterr().err
+
+
+def test_a_model_of_no_numbers_is_no_checkpoint(capsys):
+    arguments = "--text text --out run --lr 1e30 --clip 0 --warmup 0 --save-every 1 --steps 9".split()
+    assert lm(*arguments, *ALONE, "--log-every", "100") == 1
+    assert "which is not saved: take a smaller --lr" in capsys.readouterr().err
+    steps = sorted(path.name for path in Path("run/checkpoints").glob("*"))
+    assert "step-00000009" not in steps
 
 
 def test_a_second_run_never_writes_into_the_first_ones_folder(capsys):

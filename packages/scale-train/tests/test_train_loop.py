@@ -1,13 +1,17 @@
+import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from scale_core.group import Group
+from scale_core.group import Group, group_of
+from scale_core.testing import run_ranks
+from scale_train import loop
 from scale_train.errors import Interrupted, TrainingDiverged
 from scale_train.interrupt import StopSignal
-from scale_train.loop import forward_backward, seed_step, train
+from scale_train.loop import forward_backward, keep, seed_step, train
 from scale_train.options import DataOptions, ModelOptions, OptimizerOptions, Options, ParallelOptions, RunOptions
 from scale_train.progress import EvaluationRecord, Silent, StepRecord
 from scale_train.text import read_text
@@ -83,6 +87,54 @@ def test_a_loss_that_is_no_number_stops_the_training(options):
         training.engine.plain.norm.weight.fill_(float("nan"))
     with pytest.raises(TrainingDiverged, match="the loss is nan at step 2: take a smaller --lr"):
         train(training, lambda now: None)
+
+
+@pytest.mark.parametrize("where", ["loss", "weight", "moment"])
+def test_a_state_with_a_number_that_is_not_finite_is_never_saved(options, monkeypatch, where):
+    options = replace(options, run=replace(options.run, save_every=1, log_every=100, evaluate_every=0))
+    training, _ = start(options)
+    saved: list[int] = []
+
+    def save(now: Training) -> None:
+        now.saved_step = now.step
+        now.checkpoint = Path("runs/a/checkpoints", f"step-{now.step:08}")
+        saved.append(now.step)
+        weight = now.engine.plain.norm.weight
+        if now.step == 2:
+            monkeypatch.setattr(loop, "one_step", lambda now: spoil(now, weight))
+
+    def spoil(now: Training, weight: torch.Tensor) -> None:
+        now.step += 1
+        if where == "loss":
+            now.loss = torch.tensor(float("nan"))
+        elif where == "weight":
+            weight.data[0] = float("inf")
+        else:
+            now.optimizer.state[weight]["exp_avg"][0] = float("nan")
+
+    message = "at step 3, which is not saved: .*; go on with --resume runs/a, from step-00000002$"
+    with pytest.raises(TrainingDiverged, match=message):
+        train(training, save)
+    assert saved == [1, 2]
+
+
+def spoil_rank_1() -> str:
+    training = SimpleNamespace(
+        group=group_of(), loss=torch.tensor(math.nan if group_of().rank else 1.0), norm=None, step=2, saved_step=-1
+    )
+    training.engine = SimpleNamespace(plain=torch.nn.Linear(1, 1))
+    training.optimizer = torch.optim.SGD(training.engine.plain.parameters())
+    training.way_on = lambda: ""
+    try:
+        keep(training, lambda now: None)
+    except TrainingDiverged as error:
+        return str(error)
+    return ""
+
+
+def test_all_ranks_refuse_to_save_what_one_has_lost():
+    for message in run_ranks(spoil_rank_1, 2):
+        assert "the loss or a weight is no finite number at step 2" in message
 
 
 def test_the_random_state_is_that_of_seed_step_and_rank():

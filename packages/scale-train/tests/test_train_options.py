@@ -16,6 +16,7 @@ from scale_train.options import (
     check,
     model_config,
     num_local_ranks,
+    without_effect,
 )
 
 CPU = Options(parallel=ParallelOptions(device="cpu"))
@@ -93,8 +94,28 @@ def test_cuda_without_a_gpu_is_refused(monkeypatch):
         (Options(parallel=ParallelOptions(accumulate=0)), "--accumulate 0"),
         (Options(run=RunOptions(save_every=-2)), "--save-every -2"),
         (Options(run=RunOptions(log_every=0)), "--log-every 0"),
+        (Options(model=ModelOptions(dropout=2.0)), r"^--dropout 2.0: a number from 0 to below 1"),
+        (Options(model=ModelOptions(loss_chunk=-5)), r"^--loss-chunk -5: 0 or more"),
     ],
 )
 def test_numbers_out_of_range_are_named_with_their_flag(options, flag):
     with pytest.raises(InputError, match=flag):
         check(options, 1)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "lines"),
+    [
+        (ParallelOptions(no_sync=True, accumulate=2, reshard_after_forward=False), []),
+        (ParallelOptions(no_sync=True), ["--no-sync has no effect without --accumulate 2 or more"]),
+        (
+            ParallelOptions(parallel="ddp", no_sync=True, accumulate=2, reshard_after_forward=False),
+            [
+                "--no-sync has no effect with --parallel ddp",
+                "--no-reshard-after-forward has no effect with --parallel ddp",
+            ],
+        ),
+    ],
+)
+def test_what_has_no_effect_is_said(parallel, lines):
+    assert without_effect(Options(parallel=parallel)) == lines

@@ -4,6 +4,7 @@ import json
 import pytest
 from rich.console import Console
 
+from scale_train.metrics import MetricsFile, begin_metrics, read_metrics
 from scale_train.progress import (
     Bar,
     EvaluationRecord,
@@ -15,7 +16,6 @@ from scale_train.progress import (
     StepRecord,
     TensorBoard,
     make_reporter,
-    read_metrics,
 )
 
 
@@ -72,21 +72,14 @@ def test_the_bar_shows_the_numbers_of_the_last_step_and_lets_notes_scroll_by():
         assert words in shown
 
 
-def test_metrics_are_kept_and_cut_back_to_where_a_run_resumes(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    first = Metrics(path, 0)
-    for step in (10, 20, 30):
-        first.step(record(step))
-    first.evaluation(EvaluationRecord(30, 2.5))
-    Metrics(path, 20).step(record(25))
-    assert [entry["step"] for entry in read_metrics(path)] == [10, 20, 25]
-
-
-def test_a_line_that_was_cut_off_is_left_out(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2, "lo')
-    assert read_metrics(path) == [{"step": 1}]
-    assert read_metrics(tmp_path / "nothing") == []
+def test_metrics_keep_steps_and_judgements(tmp_path):
+    begin_metrics(tmp_path / "metrics.jsonl", 0)
+    metrics = Metrics(MetricsFile(tmp_path / "metrics.jsonl", pytest.fail))
+    metrics.step(record(10))
+    metrics.evaluation(EvaluationRecord(10, 2.5))
+    first, second = read_metrics(tmp_path / "metrics.jsonl")
+    assert (first["step"], first["loss"]) == (10, 1.25)
+    assert second == {"step": 10, "held_out_bits_per_byte": 2.5}
 
 
 @pytest.mark.parametrize(
@@ -94,6 +87,7 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path):
 )
 def test_outside_a_terminal_lines_are_plain_unless_json_is_asked_for(tmp_path, capsys, monkeypatch, log_format, begins):
     monkeypatch.setattr(TensorBoard, "is_installed", staticmethod(lambda: False))
+    begin_metrics(tmp_path / "metrics.jsonl", 0)
     make_reporter(log_format, 400, 0, tmp_path).step(record())
     assert capsys.readouterr().out.startswith(begins)
     assert read_metrics(tmp_path / "metrics.jsonl")[0]["loss"] == 1.25

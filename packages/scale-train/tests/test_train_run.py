@@ -1,13 +1,17 @@
+import errno
 from pathlib import Path
 
 import pytest
 
+from scale_core.contract import ScaleDistributedError
 from scale_core.group import Group, group_of
 from scale_core.testing import run_ranks
-from scale_train.errors import InputError
+from scale_train import run
+from scale_train.errors import InputError, RanksLost
 from scale_train.options import DataOptions, ModelOptions, OptimizerOptions, Options, ParallelOptions, RunOptions
 from scale_train.report import Report
 from scale_train.run import language_model
+from scale_train.training import Training
 
 
 def options_for(folder: Path, text: Path, parallel: str) -> Options:
@@ -48,6 +52,43 @@ def test_one_process_and_two_shards_judge_the_held_out_text_alike(text, tmp_path
     assert "none on 1 rank (cpu)" in capsys.readouterr().out
 
 
+def begin_on_a_full_disk(folder: Path, text: Path) -> str:
+    def full(*_args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(InputError) as caught:
+        patch.setattr(run, "begin_metrics", full)
+        run_here(folder, text)
+    return str(caught.value)
+
+
+def test_a_disk_that_is_full_at_the_start_is_told_to_all_ranks(text, tmp_path):
+    message = f"cannot write {tmp_path / 'run' / 'metrics.jsonl'}: the disk is full"
+    assert run_ranks(begin_on_a_full_disk, 2, tmp_path / "run", text) == [message] * 2
+
+
+def test_a_picture_that_cannot_be_drawn_costs_one_note(text, tmp_path, monkeypatch, capsys):
+    def full(*_args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(run, "plot_loss", full)
+    report = language_model(options_for(tmp_path / "run", text, "none"), Group())
+    assert report.plot == ""
+    out = capsys.readouterr().out
+    assert out.count(f"cannot write {tmp_path / 'run' / 'loss.png'}: the disk is full") == 1 and "plot  " not in out
+
+
+def test_a_run_that_loses_the_others_names_the_way_on(text, tmp_path, monkeypatch):
+    def lose(training: Training, save: object) -> float:
+        training.step, training.checkpoint = 7, Path("runs/a/checkpoints/step-00000004")
+        raise ScaleDistributedError("rank 1 is gone\nmore", step=7, unit="")
+
+    monkeypatch.setattr(run, "train", lose)
+    message = r"^lost the other ranks after step 7 \(rank 1 is gone\); go on with --resume runs/a, from step-00000004$"
+    with pytest.raises(RanksLost, match=message):
+        language_model(options_for(tmp_path / "run", text, "none"), Group())
+
+
 def read_another_text_on_rank_1(folder: Path, text: Path) -> str:
     if group_of().rank == 1:
         text = text.with_name("other")
@@ -57,6 +98,17 @@ def read_another_text_on_rank_1(folder: Path, text: Path) -> str:
     except InputError as error:
         return str(error)
     return ""
+
+
+def read_no_text_on_rank_1(folder: Path, text: Path) -> str:
+    with pytest.raises(InputError) as caught:
+        run_here(folder, text if group_of().rank == 0 else text.with_name("nowhere"))
+    return str(caught.value)
+
+
+def test_what_one_rank_cannot_read_all_ranks_say(text, tmp_path):
+    first, second = run_ranks(read_no_text_on_rank_1, 2, tmp_path / "run", text)
+    assert first == second and "nowhere: no such file or folder" in first
 
 
 def test_ranks_that_read_different_texts_are_named(text, tmp_path):

@@ -12,10 +12,10 @@ import pytest
 from scale_train.cli import main
 from scale_train.errors import InputError
 from scale_train.options import Options, ParallelOptions
-from scale_train.progress import read_metrics
-from scale_train.start import _check_environment, is_under_torchrun
+from scale_train.metrics import read_metrics
+from scale_train.start import Outcome, _check_environment, is_under_torchrun
 
-STEPS = 12
+STEPS = 8
 ARGUMENTS = (
     "lm --text text --layers 1 --width 16 --heads 2 --sequence 16 --batch 4 --save-every 2 --evaluate-every 0 "
     f"--steps {STEPS} --warmup 2 --sample-length 0 --device cpu --ranks 2 --log-every 1 --log-format json"
@@ -31,6 +31,13 @@ def program(*arguments: str) -> Iterator[subprocess.Popen[str]]:
     finally:
         process.kill()
         process.communicate()
+
+
+def pid_of_rank(rank: int, process: subprocess.Popen[str]) -> int:
+    for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+        if f"RANK={rank}".encode() in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
+            return int(child)
+    raise AssertionError(f"there is no rank {rank}")
 
 
 def wait_for_step(process: subprocess.Popen[str], step: int) -> None:
@@ -57,17 +64,24 @@ def _in_a_folder_of_its_own(tmp_path, monkeypatch):
     Path("text").write_bytes(bytes((7 * index * index) % 26 + 97 for index in range(3_000)))
 
 
-def test_a_run_that_is_killed_and_then_interrupted_goes_on_to_the_same_curve(capfd):
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for a rank among the processes")
+def test_a_run_that_loses_a_rank_and_is_then_interrupted_goes_on_to_the_same_curve(capfd):
     assert main([*ARGUMENTS, "--out", "whole"]) == 0
     with program("--out", "broken") as killed:
-        wait_for_step(killed, 5)
-        killed.kill()
+        wait_for_step(killed, 3)
+        os.kill(pid_of_rank(1, killed), signal.SIGKILL)
+        _, err = killed.communicate(timeout=60)
+    assert killed.returncode == 1, err
+    first, second = err.splitlines()
+    assert first == "rank 1 was killed by SIGKILL; the others are ended"
+    assert second.startswith("scale-train, rank 0: lost the other ranks after step")
+    assert "; go on with --resume broken, from step-0000000" in second
     with program("--resume", "broken") as interrupted:
-        wait_for_step(interrupted, 7)
+        wait_for_step(interrupted, STEPS - 3)
         interrupted.send_signal(signal.SIGINT)
         _, err = interrupted.communicate(timeout=60)
     assert interrupted.returncode == 130, err
-    assert "which is saved; go on with --resume" in err and err.count("\n") == 1
+    assert "which is saved; go on with --resume broken, from step-" in err and err.count("\n") == 1
     assert main([*ARGUMENTS, "--resume", "broken"]) == 0
     assert losses("broken") == losses("whole")
     assert len(losses("whole")) == STEPS
@@ -88,3 +102,29 @@ def test_ranks_that_somebody_else_started_are_joined(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(InputError, match="--ranks 2: torchrun started 4 ranks"):
         _check_environment(Options(parallel=ParallelOptions(ranks=2)))
+
+
+def test_what_one_rank_alone_finds_it_says_and_what_all_find_rank_0_says():
+    for found_by, speakers in (("all", [0]), ("machine", [0, 2]), ("rank", [0, 1, 2, 3])):
+        outcome = Outcome(2, "what", found_by)
+        said = [rank for rank in range(4) if outcome.is_to_be_said({"RANK": str(rank), "LOCAL_RANK": str(rank % 2)})]
+        assert said == speakers
+
+
+@pytest.mark.parametrize(
+    "variables, words",
+    [
+        ({"RANK": "0", "WORLD_SIZE": "x"}, "WORLD_SIZE=x: a number is needed"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": ""}, "LOCAL_WORLD_SIZE=: a number is needed"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "rank 1: MASTER_ADDR is not set"),
+        ({"RANK": "y", "WORLD_SIZE": "2"}, "expected a number in RANK, got 'y'"),
+    ],
+)
+def test_variables_that_are_wrong_are_one_line_and_code_2_on_any_rank(monkeypatch, capsys, variables, words):
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert main(["lm", "--text", "text", "--device", "cpu"]) == 2
+    err = capsys.readouterr().err
+    assert words in err and err.count("\n") == 1

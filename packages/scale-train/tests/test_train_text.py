@@ -52,6 +52,17 @@ def test_a_link_to_a_file_in_the_same_folder_is_not_read_twice(tmp_path):
     assert bytes(read_text([tmp_path]).train.tolist()) == b"\0once"
 
 
+def test_paths_that_overlap_are_read_once(tmp_path):
+    folder_with(tmp_path, **{f"f{number:02}": f"<{number}>".encode() for number in range(20)})
+    link = tmp_path.parent / f"{tmp_path.name}-link"
+    link.symlink_to(tmp_path)
+    once = read_text([tmp_path])
+    for paths in ([tmp_path, tmp_path / "f03"], [tmp_path, link], [tmp_path / "f00", tmp_path / "f00", tmp_path]):
+        again = read_text(paths)
+        assert again.num_files == 20 and again.fingerprint() == once.fingerprint()
+    assert "(every 20th file, 1 file)" in once.describe()
+
+
 def test_the_fingerprint_is_that_of_the_text_and_not_of_its_place(tmp_path):
     one = read_text([folder_with(tmp_path / "one", a=b"text")])
     two = read_text([folder_with(tmp_path / "two", b=b"text")])
@@ -62,6 +73,11 @@ def test_the_fingerprint_is_that_of_the_text_and_not_of_its_place(tmp_path):
 def test_a_missing_path_is_named(tmp_path):
     with pytest.raises(InputError, match="nowhere: no such file or folder"):
         read_text([tmp_path / "nowhere"])
+
+
+def test_a_path_that_is_too_long_is_named():
+    with pytest.raises(InputError, match=r"--text x+: cannot be read \(File name too long\)"):
+        read_text([Path("x" * 300)])
 
 
 @pytest.mark.parametrize("make", [lambda path: path.mkdir(), lambda path: path.write_bytes(b"")])

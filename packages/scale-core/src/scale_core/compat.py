@@ -1,7 +1,8 @@
 """What differs between torch versions, and what torch keeps private: one function each.
 
-No other file asks for a version. Where another one uses a name with an underscore, it is one that has been the same over
-many versions: an attribute of tensors or modules (`_version`, `_parameters`), a `_foreach` operator, a dispatch mode.
+No other file asks for a version. Where another one uses a name with an underscore, it is one that has been the same
+over many versions: an attribute of tensors or modules (`_version`, `_parameters`), a `_foreach` operator, a dispatch
+mode.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from multiprocessing import resource_tracker
 from multiprocessing.connection import wait as wait_for_any
 from multiprocessing.process import BaseProcess
 from types import FrameType
@@ -67,7 +68,7 @@ def launch_local(
     try:
         with _signals_to(ranks, received):
             for rank in range(num_ranks):
-                with _environment(_variables(rank, num_ranks, store.port, device)):
+                with _environment(_variables(rank, num_ranks, store.port, device)), _interrupts_held_back():
                     process = context.Process(target=_live, args=(os.getpid(), fn, args), name=f"rank {rank}")
                     process.start()
                     ranks.append(process)
@@ -139,6 +140,23 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextmanager
+def _interrupts_held_back() -> Iterator[None]:
+    """Around the start of a process: it inherits this, and a Ctrl-C waits until `_live` can take it.
+
+    Held back and not ignored: one that came while the process was loading still ends it.
+    """
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    resource_tracker.ensure_running()  # multiprocessing starts it with the first process, and lets signals in then
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
 def _signals_to(ranks: Sequence[BaseProcess], received: list[int]) -> Iterator[None]:
     """Passes SIGINT and SIGTERM on to the ranks, and writes them down."""
 
@@ -199,6 +217,8 @@ def _live(parent: int, fn: Callable[..., object], args: tuple[Any, ...]) -> NoRe
         os.setpgid(0, 0)  # A terminal's Ctrl-C then reaches the program alone, which passes it on once.
     code = 1
     try:
+        if hasattr(signal, "pthread_sigmask"):
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         fn(*args)
         code = 0
         if dist.is_initialized():

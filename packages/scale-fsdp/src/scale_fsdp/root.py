@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,17 +17,11 @@ from scale_core.contract import Contract
 from scale_core.events import Event, PassKind, message_tag, unit_title
 from scale_core.exchange import exchange_text
 from scale_core.group import Group
+from scale_fsdp.agreement import check_units, describe_units
+from scale_fsdp.unused import ParamKey, Unused
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # unit.py stands on this file.
     from scale_fsdp.unit import Unit
-
-
-class _Place(NamedTuple):
-    """A parameter, as a number that is equal on all ranks."""
-
-    unit: int
-    buffer: int
-    number: int
 
 
 class Root:
@@ -41,6 +35,7 @@ class Root:
         entry: The unit by which the forward pass that runs now was entered; None outside of one.
         in_backward: A backward pass runs now.
         synchronizes: Gradients are reduced at the end of a backward pass; False inside `no_sync`.
+        unused: What was reduced as zeros in the backward pass that runs now.
     """
 
     def __init__(self, outermost: Unit, units: Sequence[Unit]) -> None:
@@ -53,13 +48,10 @@ class Root:
         self.synchronizes = True
         dtypes = {(unit.precision.param_dtype, unit.precision.output_dtype) for unit in self.units}
         self._computes_in_one_dtype = len(dtypes) == 1 and dtypes.pop()[1] is None
-        self._numbers = {id(unit): number for number, unit in enumerate(self.units)}
+        self.unused = Unused(self.units)
         self._reducing: Unit | None = None
-        self._reduced: set[int] = set()
-        self._unused: set[_Place] = set()
-        self._new_gradients: set[_Place] = set()
-        self._check_groups()
-        self.contract.agree("how the model is built and wrapped", self._describe())
+        check_units(self.units, self.group)
+        self.contract.agree("how the model is built and wrapped", describe_units(self.units))
         for unit in self.units:
             unit.root = self
 
@@ -149,8 +141,8 @@ class Root:
         self.announce("reduction", unit)
         self.make_room()
         self._reducing = unit
+        self.unused.note_reduction(unit)
         unit.reduce()
-        self._reduced.add(self._numbers[id(unit)])
 
     def make_room(self) -> None:
         """Takes the results of the reduction under way, so that its flat gradient is free before the next is filled.
@@ -177,7 +169,7 @@ class Root:
                 unit.finish()
             if self.synchronizes:
                 for unit in self.units:
-                    if unit.lends and self._numbers[id(unit)] not in self._reduced:
+                    if unit.lends and not self.unused.is_reduced(unit):
                         self.reduce(unit)
                 self.make_room()
                 self._close_backward()
@@ -196,28 +188,23 @@ class Root:
                 if buffer.has_gradient and not buffer.trains:
                     buffer.drop_gradient()  # Frozen since the forward.
         late = [number for number, unit in enumerate(self.units) if any(b.has_gradient for b in unit.buffers)]
-        notes = self.contract.close(len(late), len(self._unused))
+        notes = self.contract.close(len(late), len(self.unused.keys))
         if any(row[0] for row in notes):
             for number in sorted({number for numbers in self._tell(late) for number in numbers}):
                 self.units[number].reduce()
                 self.units[number].settle()
         if all(row[1] for row in notes):
-            lists = self._tell(sorted(self._unused))
-            nobody = set.intersection(*({_Place(*place) for place in places} for places in lists))
-            for place in nobody & self._new_gradients:
-                buffer = self.units[place.unit].buffers[place.buffer]
-                if not buffer.flatten:
-                    buffer.exposed[place.number].grad = None
+            self.unused.restore(self._tell(sorted(self.unused.keys)))
         self._forget_backward()
 
-    def _tell(self, mine: list[int] | list[_Place]) -> list[list[Any]]:
+    def _tell(self, mine: list[int] | list[ParamKey]) -> list[list[Any]]:
         with self.contract.waiting(Event("the end", "")):
             limit = self.contract.limit_seconds
             return [json.loads(text) for text in exchange_text(json.dumps(mine), self.group, limit_seconds=limit)]
 
     def _forget_backward(self) -> None:
         self._reducing = None
-        self._reduced, self._unused, self._new_gradients = set(), set(), set()
+        self.unused.forget()
 
     # What a unit asks.
 
@@ -229,9 +216,9 @@ class Root:
         """
         self.contract.announce(Event(phase, unit.name))
 
-    def tag(self, phase: str, unit: Unit, place: int) -> int:
+    def tag(self, phase: str, unit: Unit, number: int) -> int:
         """The tag of the messages of one buffer."""
-        return message_tag(Event(phase, f"{unit.name}#{place}"))
+        return message_tag(Event(phase, f"{unit.name}#{number}"))
 
     def fetch_ahead(self) -> None:
         """Starts the gather that the last pass of this kind had next; none where that unit is gathered already."""
@@ -263,61 +250,10 @@ class Root:
         """Whether floating-point inputs take the unit's dtype: at the entry, and at every unit if dtypes vary."""
         return unit is self.entry or unit is self.outermost or not self._computes_in_one_dtype
 
-    def note_unused(self, unit: Unit, place: int) -> None:
-        """Remembers what a buffer's reduction counts as zeros."""
-        number, buffer = self._numbers[id(unit)], unit.buffers[place]
-        if number in self._reduced:
-            return
-        for index in buffer.unused():
-            self._unused.add(_Place(number, place, index))
-            if buffer.exposed_of(index).grad is None:
-                self._new_gradients.add(_Place(number, place, index))
-
-    def note_used(self, unit: Unit, place: int, index: int) -> None:
-        """A gradient has come after all, later than its unit's reduction."""
-        self._unused.discard(_Place(self._numbers[id(unit)], place, index))
-
     def _release_idle(self) -> None:
         for unit in self.units:
             if not (self.keeps_after_backward(unit) or unit.hidden):
                 unit.release()
-
-    def _describe(self) -> list[str]:
-        lines = []
-        for unit in self.units:
-            for buffer in unit.buffers:
-                lines += [
-                    f"{unit.name or 'root'}: {name} {entry.shape} {buffer.dtype} "
-                    f"trains={buffer.exposed_of(index).requires_grad} cut at {entry.cut}"
-                    for index, (name, entry) in enumerate(zip(buffer.names, buffer.layout.entries, strict=True))
-                ]
-                lines.append(
-                    f"{unit.name or 'root'}: computes in {buffer.compute_dtype}, reduces in {buffer.reduce_dtype}, "
-                    f"flatten={buffer.flatten}, layout {buffer.layout.digest()}, "
-                    f"reshard_after_forward={unit.reshard_after_forward}, shares with "
-                    f"{[lender.name for lender in unit.lenders]}"
-                )
-        return lines
-
-    def _check_groups(self) -> None:
-        """What must hold among the units before any of them runs.
-
-        Raises:
-            ValueError: A unit shares a parameter with one outside of the model, or they are sharded over other ranks.
-        """
-        for unit in self.units:
-            for lender in unit.lenders:
-                if lender not in self.units:
-                    raise ValueError(
-                        f"a {type(unit.module).__name__} shares a parameter with a {type(lender.module).__name__} that "
-                        "is sharded too, but no sharded module holds both: call fully_shard on the module around them"
-                    )
-            for buffer in unit.buffers:
-                if buffer.group.size > 1 and buffer.group.ranks != self.group.ranks:
-                    raise ValueError(
-                        f"{unit_title(unit.name)} is sharded over ranks {list(buffer.group.ranks)} and the rest over "
-                        f"{list(self.group.ranks)}: pass one process_group to every fully_shard of a model"
-                    )
 
 
 def _size(group: Group) -> int:

@@ -179,8 +179,8 @@ class Unit:
 
     def gather(self) -> None:
         """Starts to gather all buffers that are not gathered yet."""
-        for place, buffer in enumerate(self.buffers):
-            buffer.gather(self._the_root.tag("gather", self, place))
+        for number, buffer in enumerate(self.buffers):
+            buffer.gather(self._the_root.tag("gather", self, number))
 
     def release(self) -> None:
         """Frees what was gathered; waits for what was fetched ahead and is not used."""
@@ -206,10 +206,9 @@ class Unit:
 
     def reduce(self) -> None:
         """Starts to reduce the gradients of all buffers that train."""
-        for place, buffer in enumerate(self.buffers):
+        for number, buffer in enumerate(self.buffers):
             if buffer.trains:
-                self._the_root.note_unused(self, place)
-                buffer.reduce(self._the_root.tag("reduction", self, place))
+                buffer.reduce(self._the_root.tag("reduction", self, number))
 
     def pack(self) -> None:
         """Keeps the gradients of this pass for the reduction at the end of a later one."""
@@ -238,13 +237,13 @@ class Unit:
 
     def follow_trainable(self) -> None:
         """Takes over what the user has frozen or unfrozen, and listens to what trains."""
-        for place, buffer in enumerate(self.buffers):
+        for number, buffer in enumerate(self.buffers):
             buffer.follow_trainable()
             self._refuse_hooks(buffer)
             for index, whole in enumerate(buffer.wholes):
-                if whole.requires_grad and (place, index) not in self._hooked:
-                    self._hooked.add((place, index))
-                    after_gradient(whole, self._packer(place, index))
+                if whole.requires_grad and (number, index) not in self._hooked:
+                    self._hooked.add((number, index))
+                    after_gradient(whole, self._packer(number, index))
 
     def show_shards(self) -> None:
         """Puts the local shards into the module: what everybody sees outside of its forward and backward."""
@@ -348,14 +347,14 @@ class Unit:
         if root.entry is self:
             root.abort(error)
 
-    def _packer(self, place: int, index: int) -> Callable[[Tensor], None]:
+    def _packer(self, number: int, index: int) -> Callable[[Tensor], None]:
         def pack(_: Tensor) -> None:
             root = self._the_root
             root.begin_backward()
-            if not self.buffers[place].has_gradient:
+            if not self.buffers[number].has_gradient:
                 root.make_room()
-            self.buffers[place].hold(index, accumulate=not root.synchronizes)
-            root.note_used(self, place, index)
+            self.buffers[number].hold(index, accumulate=not root.synchronizes)
+            root.unused.note_gradient(self, number, index)
 
         return pack
 

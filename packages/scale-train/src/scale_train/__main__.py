@@ -21,7 +21,7 @@ def run() -> int:
 
 
 def _load() -> Callable[[], int]:
-    # Nothing is there yet that would have to be ended well; and an exception inside of an import may come out as another.
+    # There is nothing yet to be ended well, and an exception inside of an import may come out as another one.
     before = signal.signal(signal.SIGINT, _leave)
     try:
         from scale_train.cli import main

@@ -26,7 +26,8 @@ class DataOptions:
     """What is read, and how much of it in a step."""
 
     text: tuple[Path, ...] = ()
-    """Files or folders to learn from, without subfolders named test or tests; by default the sources of Python's own standard library."""
+    """Files or folders to learn from (folders in them named test or tests are skipped); by default
+    the sources of Python's own standard library."""
     sequence: int = 128
     """Tokens (bytes) in a sequence."""
     batch: int = 32

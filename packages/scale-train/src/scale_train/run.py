@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
 
+from scale_core.contract import ContractError, ScaleDistributedError
 from scale_core.exchange import exchange, exchange_text
 from scale_core.group import Group
+from scale_core.pending import TransferError
 from scale_core.shard import full_shape
 from scale_train.checkpoint import CHECKPOINTS, METRICS, Place, choose_place, load, save
 from scale_train.errors import InputError, RanksLost, reason_of

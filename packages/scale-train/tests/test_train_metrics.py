@@ -1,0 +1,68 @@
+import errno
+import json
+import os
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from scale_train.metrics import MetricsFile, begin_metrics, read_metrics
+
+
+def full(*_args: object, **_more: object) -> NoReturn:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.fixture
+def path(tmp_path) -> Path:
+    """A file with the steps 10, 20, 30 and a judgement after 20."""
+    path = tmp_path / "metrics.jsonl"
+    entries = [{"step": 10}, {"step": 20}, {"step": 20, "held_out_bits_per_byte": 2.5}, {"step": 30}]
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    return path
+
+
+def test_a_run_that_resumes_cuts_off_what_it_will_do_again(path):
+    begin_metrics(path, 20)
+    MetricsFile(path, pytest.fail).append({"step": 25})
+    assert [entry["step"] for entry in read_metrics(path)] == [10, 20, 20, 25]
+
+
+def test_an_entry_that_is_there_is_not_written_again(path):
+    file = MetricsFile(path, pytest.fail)
+    for _ in range(2):
+        file.append({"step": 20, "held_out_bits_per_byte": 2.5})
+        file.append({"step": 30, "held_out_bits_per_byte": 2.4})
+    assert [entry["step"] for entry in read_metrics(path)] == [10, 20, 20, 30, 30]
+
+
+@pytest.mark.parametrize("step_that_fails", ["write_text", "replace"])
+def test_a_file_that_cannot_be_made_anew_stays_as_it_was(path, monkeypatch, step_that_fails):
+    before = path.read_text()
+    monkeypatch.setattr(Path if step_that_fails == "write_text" else os, step_that_fails, full)
+    with pytest.raises(OSError, match="No space left"):
+        begin_metrics(path, 10)
+    assert path.read_text() == before
+    assert os.listdir(path.parent) == [path.name]
+
+
+def test_a_disk_that_fills_up_is_one_note_and_what_fits_later_is_kept(path, monkeypatch):
+    notes: list[str] = []
+    file = MetricsFile(path, notes.append)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", full)
+        file.append({"step": 40})
+        file.append({"step": 50})
+    assert notes == [f"cannot write {path}: the disk is full; training goes on"]
+    with path.open("a") as torn:
+        torn.write('{"step": 5')
+    file.append({"step": 60})
+    file.append({"step": 70})
+    assert [entry["step"] for entry in read_metrics(path)] == [10, 20, 20, 30, 60, 70]
+
+
+def test_a_line_that_was_cut_off_is_left_out(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "lo')
+    assert read_metrics(path) == [{"step": 1}]
+    assert read_metrics(tmp_path / "nothing") == []
