@@ -17,6 +17,7 @@ from scale_core.backward import (
     local_grads_wanted,
     on_local_grads,
     once_after_backward,
+    own_outputs,
     report_local_grads,
 )
 
@@ -96,6 +97,38 @@ def test_an_output_that_is_changed_in_place_afterwards_is_still_watched() -> Non
     out.mul_(2).relu_()
     out.sum().backward()
     assert module.log == ["before", "weight", "after"]
+
+
+@pytest.mark.parametrize("change", ["relu_", "mul_ of a part", "a part set"])
+def test_an_output_that_is_a_view_is_still_watched_when_it_is_changed_in_place(change: str) -> None:
+    def run(output: Tensor) -> None:
+        if change == "relu_":
+            output.relu_()
+        elif change == "mul_ of a part":
+            output[0].mul_(3)
+        else:
+            output[0] = 0
+        output.sum().backward()
+
+    weight, log = nn.Parameter(torch.tensor([2.0, -3.0])), list[str]()
+    output = own_outputs({"out": (weight * 2).view(2, 1)})
+    before_backward(output, lambda: log.append("before"))
+    run(output["out"])
+    plain = nn.Parameter(weight.detach().clone())
+    run((plain * 2).view(2, 1))
+    assert log == ["before"]
+    assert weight.grad is not None and plain.grad is not None and torch.equal(weight.grad, plain.grad)
+
+
+def test_outputs_are_made_one_s_own_only_where_somebody_could_interfere() -> None:
+    fresh, plain = source() * 2, torch.ones(4).view(2, 2)
+    hooked = source() * 2
+    hooked.register_hook(lambda grad: grad)
+    kept = own_outputs([fresh, plain, None, 3])
+    assert kept[0] is fresh and kept[1] is plain and kept[2:] == [None, 3]
+    own = own_outputs(hooked)
+    assert own is not hooked and not own._is_view() and torch.equal(own, hooked)
+    own.sum().backward()
 
 
 def test_a_first_operation_in_place_keeps_the_gradients_right_and_is_not_waited_for() -> None:

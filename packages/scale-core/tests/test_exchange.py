@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from scale_core.exchange import exchange, exchange_text
 from scale_core.group import Group, group_of
@@ -25,6 +26,22 @@ def differ_in_their_records() -> str:
     with pytest.raises(TransferError) as caught:
         exchange([1] if group.rank == 0 else [1, 2, 3], group, limit_seconds=1.0)
     return str(caught.value)
+
+
+def exchange_under_another_default_device() -> None:
+    """As around a model that is built without memory: records are for the host, whatever the default is."""
+    group = group_of()
+    with torch.device("meta"):
+        assert exchange([group.rank, 7], group) == [[rank, 7] for rank in range(group.size)]
+    torch.set_default_device("meta")
+    try:
+        assert exchange_text("a word", group) == ["a word"] * group.size
+    finally:
+        torch.set_default_device(None)
+
+
+def test_the_default_device_does_not_matter() -> None:
+    run_ranks(exchange_under_another_default_device, 2)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])

@@ -46,33 +46,37 @@ def check(pieces: list[Piece], world_size: int) -> None:
 
 @PROPERTY
 @given(PIECES, st.integers(1, 9))
-def test_padding_stays_below_the_stated_bound_and_no_atom_is_cut(pieces, world_size):
+def test_padding_stays_below_the_stated_bound_and_no_atom_is_cut(
+    pieces: list[tuple[int, int]], world_size: int
+) -> None:
     check(in_order(pieces), world_size)
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(MATRICES, st.integers(2, 70))
-def test_the_bound_holds_for_matrices_whose_row_lengths_have_nothing_in_common(matrices, world_size):
+def test_the_bound_holds_for_matrices_whose_row_lengths_have_nothing_in_common(
+    matrices: list[tuple[int, int, bool]], world_size: int
+) -> None:
     pieces = [(rows * length, rows * length if whole else length) for rows, length, whole in matrices]
     check(in_order(pieces), world_size)
 
 
-def test_atoms_without_a_common_multiple_do_not_blow_the_shards_up():
+def test_atoms_without_a_common_multiple_do_not_blow_the_shards_up() -> None:
     primes = [97, 89, 83, 79, 73, 71, 67, 61]
     pieces = [Piece(64 * prime, prime) for prime in primes]
     size, _ = pack(pieces, 8)
     assert 8 * size < 2 * sum(piece.numel for piece in pieces)
 
 
-def test_a_piece_that_fits_into_a_gap_fills_it():
+def test_a_piece_that_fits_into_a_gap_fills_it() -> None:
     assert pack([Piece(30, 6), Piece(6, 1), Piece(1, 1)], 2) == (19, [1, 31, 0])
 
 
-def test_large_plans_have_aligned_shards_and_small_ones_do_not():
+def test_large_plans_have_aligned_shards_and_small_ones_do_not() -> None:
     assert pack([Piece(2 * ALIGN_FROM + 2, 1)], 2)[0] == ALIGN_FROM + ALIGN
     assert pack([Piece(102, 1)], 2)[0] == 51
 
 
-def test_nothing_needs_no_shard():
+def test_nothing_needs_no_shard() -> None:
     assert pack([], 3) == (0, [])
     assert pack([Piece(0, 1)], 3) == (0, [0])

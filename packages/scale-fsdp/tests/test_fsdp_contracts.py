@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from scale_core.contract import ContractError, ScaleDistributedError
 from scale_core.testing import run_ranks
-from scale_fsdp import fully_shard
+from scale_fsdp import MixedPrecision, fully_shard
 
 
 def impatient() -> dist.ProcessGroup:
@@ -133,6 +133,72 @@ def wrap_differently() -> str:
 def test_another_wrapping_is_refused():
     for message in run_ranks(wrap_differently, 2, timeout=20):
         assert "rank 0" in message and "rank 1" in message
+
+
+SETTINGS = {
+    "compute": ({"mixed_precision": MixedPrecision(torch.bfloat16)}, {}, "computes in torch.bfloat16"),
+    "reduction": (
+        {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)},
+        {"mixed_precision": MixedPrecision(torch.bfloat16)},
+        "reduces in torch.float32",
+    ),
+    "atom": ({"atom": "row"}, {"atom": "element"}, "cut at"),
+    "flatten": ({"flatten_parameters": True}, {}, "flatten=True"),
+    "reshard": ({"reshard_after_forward": False}, {}, "reshard_after_forward=False"),
+}
+
+
+def set_up_differently() -> dict[str, str]:
+    messages = {}
+    for kind, kwargs in SETTINGS.items():
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3))
+        fully_shard(model[0], **kwargs[dist.get_rank()])
+        fully_shard(model)
+        errors = []
+        for _ in range(2):  # What was refused once is not let through the second time.
+            with pytest.raises(ContractError) as caught:
+                model(noise(2, 3))
+            errors.append(str(caught.value))
+        assert errors[0] == errors[1]
+        messages[kind] = errors[0]
+    return messages
+
+
+def test_units_that_are_set_up_differently_are_refused_at_every_forward():
+    first, second = run_ranks(set_up_differently, 2, timeout=20)
+    assert first == second
+    for kind, (_, _, word) in SETTINGS.items():
+        assert word in first[kind], first[kind]
+        assert "rank 0: 0: " in first[kind] and "rank 1: 0: " in first[kind]
+
+
+def do_something_alone() -> list[str]:
+    """What takes all ranks, on rank 0 only; the other one is alive, and never comes."""
+    everyone = dist.new_group()
+    messages = []
+    for alone in (
+        lambda model: model.clip_grad_norm_(1.0),
+        lambda model: model.state_dict(),
+        lambda model: model.summon_full_params().__enter__(),
+    ):
+        group = dist.new_group()  # One that has failed can't be used again.
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        fully_shard(model[0], group, limit_seconds=0.5)
+        fully_shard(model, group, limit_seconds=0.5)
+        model(noise(2, 3)).sum().backward()
+        if dist.get_rank() == 0:
+            with pytest.raises(ScaleDistributedError) as caught:
+                alone(model)
+            messages.append(str(caught.value))
+        dist.barrier(everyone)
+    return messages
+
+
+def test_what_takes_all_ranks_ends_in_an_error_where_one_does_it_alone():
+    (clip, state, summon), _ = run_ranks(do_something_alone, 2, timeout=30)
+    assert "gradient norm" in clip
+    assert "whole parameters" in state and "whole parameters" in summon
 
 
 def train_in_and_out_of_order() -> int:

@@ -84,7 +84,7 @@ def test_in_a_world_of_one_nothing_is_in_the_way():
     assert torch.equal(model.forward(noise(2, 3)), plain(noise(2, 3)))
 
 
-@pytest.mark.parametrize("convert", [nn.Module.half, nn.Module.double, lambda module: module.to("meta")])
+@pytest.mark.parametrize("convert", [nn.Module.half, nn.Module.double, lambda module: module.to(torch.bfloat16), lambda module: module.to("meta")])
 @pytest.mark.parametrize("around", ["itself", "wrapper", "parent"])
 def test_a_conversion_of_shards_is_refused_and_changes_nothing(convert, around):
     model = FullyShardedDataParallel(Model()) if around == "wrapper" else fully_shard(Model())
@@ -96,7 +96,7 @@ def test_a_conversion_of_shards_is_refused_and_changes_nothing(convert, around):
 
 def test_a_conversion_to_what_the_shards_are_already_is_none():
     model = fully_shard(Model())
-    assert model.float().cpu() is model
+    assert model.float().cpu().to(torch.float32) is model
     model(noise(2, 3)).sum().backward()
 
 
@@ -104,3 +104,5 @@ def test_a_conversion_to_what_the_shards_are_already_is_none():
 def test_a_sharded_module_is_neither_copied_nor_pickled(copied):
     with pytest.raises(TypeError, match=r"a sharded Model can't be copied.*load_state_dict\(sharded.state_dict\(\)\)"):
         copied(fully_shard(Model()))
+    with pytest.raises(TypeError, match="a sharded Model can't be copied"):
+        copied(nn.Sequential(FullyShardedDataParallel(Model())))

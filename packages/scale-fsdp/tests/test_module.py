@@ -1,5 +1,7 @@
 """What a sharded module can do beyond the plain one: accumulate without sending, and be seen whole."""
 
+import contextlib
+
 import pytest
 import torch
 from fsdp_beside import noise, sharded
@@ -140,6 +142,81 @@ def accumulate_in_parts() -> list[str]:
 @pytest.mark.parametrize("world", [1, 2])
 def test_no_sync_keeps_gradients_until_the_next_backward_outside(world):
     assert_on_ranks(accumulate_in_parts, world)
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor | None]:
+    return [None if param.grad is None else param.grad.clone() for param in model.parameters()]
+
+
+def same(ours: list[torch.Tensor | None], theirs: list[torch.Tensor | None]) -> bool:
+    return all(
+        (a is None and b is None) or (a is not None and b is not None and torch.equal(a, b))
+        for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def drop_what_waits(how: str, reshard: bool) -> list[str]:
+    """A micro-batch under `no_sync` is given up, by `zero_grad` or by freezing; then one step as if it had not been."""
+    around = FullyShardedDataParallel if how == "zero_grad of the wrapper" else nn.Identity
+    units = ["0", "2"] if around is FullyShardedDataParallel else ["0", "2", ""]
+    model, fresh = (sharded(perceptron(), units, reshard_after_forward=reshard) for _ in range(2))
+    if around is FullyShardedDataParallel:
+        model, fresh = around(model), around(fresh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with model.no_sync():
+        model(noise(2, 5, seed=1)).sum().backward()
+    before = [param.detach().clone() for param in model.parameters()]
+    with pytest.raises(RuntimeError, match=r"SGD.step\(\): gradients of '0.weight' .*no_sync.*model.zero_grad\(\)"):
+        optimizer.step()
+    wrong = [] if same(before, list(model.parameters())) else ["the refused step moved the weights"]
+    if how.startswith("zero_grad"):
+        model.zero_grad()
+        optimizer.step()  # There is nothing to step on, and nothing that waits.
+    else:
+        for param in model.parameters():
+            param.requires_grad_(False)
+        model(noise(2, 5, seed=2))
+        optimizer.step()
+        for param in model.parameters():
+            param.requires_grad_(True)
+    for each in (model, fresh):
+        each(noise(2, 5, seed=3)).sum().backward()
+    return wrong if same(gradients(model), gradients(fresh)) else [*wrong, "what was dropped came back"]
+
+
+def drop_in_every_way() -> list[str]:
+    ways = ("zero_grad", "zero_grad of the wrapper", "freezing")
+    return [f"{how}: {line}" for how in ways for reshard in (True, False) for line in drop_what_waits(how, reshard)]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_gradients_that_wait_under_no_sync_are_not_stepped_over_and_can_be_dropped(world):
+    assert_on_ranks(drop_in_every_way, world)
+
+
+def freeze_a_part() -> list[str]:
+    """Frozen between two micro-batches, one layer loses what waited for it; the others keep theirs."""
+    model, plain = sharded(perceptron(), ["0", "2", ""]), perceptron()
+    for each in (model, plain):
+        with getattr(each, "no_sync", contextlib.nullcontext)():
+            each(noise(2, 5, seed=1)).sum().backward()
+        each[0].weight.requires_grad_(False)
+        each[2].requires_grad_(False)
+        each(noise(2, 5, seed=2)).sum().backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer.step()
+    wrong = [name for name in ("0.weight", "2.weight") if model.get_parameter(name).grad is not None]
+    optimizer.zero_grad()
+    model.requires_grad_(True)
+    fresh = sharded(perceptron(), ["0", "2", ""])
+    fresh.load_state_dict(model.state_dict())
+    for each in (model, fresh):
+        each(noise(2, 5, seed=3)).sum().backward()
+    return wrong if same(gradients(model), gradients(fresh)) else [*wrong, "what was dropped came back"]
+
+
+def test_freezing_drops_the_gradients_that_wait():
+    assert_on_ranks(freeze_a_part, 2)
 
 
 def step_after_no_sync(reshard: bool, fused: bool) -> list[str]:

@@ -129,6 +129,30 @@ def test_inputs_follow_a_unit_of_another_dtype_inside():
     assert model(noise(2, 3)).dtype == BF16
 
 
+def train_between_units_of_other_dtypes() -> list[str]:
+    """An fp32 unit among bf16 units, inside of a bf16 root and inside of a plain module."""
+    wrong = []
+    for around in (True, False):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
+        for number, dtype in enumerate((BF16, None, BF16)):
+            fully_shard(model[number], mixed_precision=MixedPrecision(dtype))
+        if around:
+            fully_shard(model, mixed_precision=MixedPrecision(BF16))
+        seen = []
+        model[1].register_forward_hook(lambda module, *_: seen.append(module.weight.dtype))  # noqa: B023  # runs here
+        for _ in range(2):
+            model(noise(2, 3)).sum().backward()
+        if seen != [FP32, FP32] or any(param.grad is None or param.grad.dtype != FP32 for param in model.parameters()):
+            wrong.append(f"around={around}: the middle computed in {seen}")
+    return wrong
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_unit_in_full_precision_may_stand_between_others(world):
+    assert not any(run_ranks(train_between_units_of_other_dtypes, world))
+
+
 def test_units_that_return_another_dtype_may_stand_one_after_another():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     policy = MixedPrecision(BF16, output_dtype=FP32)

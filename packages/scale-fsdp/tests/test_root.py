@@ -148,6 +148,57 @@ def test_a_failed_forward_leaves_nothing_gathered_and_the_next_one_is_right(posi
     assert run_ranks(fail_everywhere, 2, position) == [("", 0, True)] * 2
 
 
+def gradients(model: nn.Module) -> list[torch.Tensor | None]:
+    return [None if param.grad is None else param.grad.clone() for param in model.parameters()]
+
+
+def wait_through_a_failure(where: str) -> tuple[list[bool], bool]:
+    """A failed pass between two micro-batches; the gradients, in units of what one pass alone gives."""
+    alone, model = sharded(stack(), UNITS), sharded(stack(), UNITS)
+    alone(noise(2, 4)).sum().backward()
+    with model.no_sync():
+        model(noise(2, 4)).sum().backward()
+
+    def fail(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
+        if where == "forward":
+            raise KeyError(where)
+        output.register_hook(lambda _: {}[where])
+
+    handle = model[1].register_forward_hook(fail)
+    with pytest.raises(KeyError), model.no_sync():
+        model(noise(2, 4)).sum().backward()
+    handle.remove()
+    saved = model.state_dict()
+    with model.summon_full_params():
+        whole = all(torch.equal(param, saved[name]) for name, param in model.named_parameters())
+    model(noise(2, 4)).sum().backward()
+    times = 2 if where == "forward" else 1
+    pairs = zip(gradients(model), gradients(alone), strict=True)
+    same = [torch.allclose(ours, times * one) for ours, one in pairs]
+    return same, whole and all(torch.equal(saved[name], tensor) for name, tensor in stack().state_dict().items())
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_failed_forward_keeps_the_gradients_that_wait_and_a_failed_backward_drops_them(where, world):
+    assert run_ranks(wait_through_a_failure, world, where) == [([True] * 8, True)] * world
+
+
+def write_past_the_versions(reshard: bool) -> bool:
+    """Writes to `param.data`, which leaves no trace, after a forward whose backward never comes."""
+    model, fresh = (sharded(stack(), UNITS, reshard_after_forward=reshard) for _ in range(2))
+    model(noise(2, 4))
+    for each in (model, fresh):
+        for param in each.parameters():
+            param.data.mul_(2)
+    return torch.equal(model(noise(2, 4)), fresh(noise(2, 4)))
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_what_is_written_to_the_data_of_a_parameter_between_two_forwards_is_seen(reshard):
+    assert run_ranks(write_past_the_versions, 2, reshard) == [True, True]
+
+
 def enter_by_turns() -> list[bool]:
     """A unit may be called by itself, beside the model that holds it."""
     plain = stack()

@@ -10,6 +10,7 @@ from fsdp_cases import differing_weights
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from scale_core.backward import on_local_grads
 from scale_core.group import group_of
 from scale_core.shard import full_shape, shard_of
 from scale_core.testing import run_ranks
@@ -275,6 +276,73 @@ def start_from_rank_0() -> list[str]:
 
 def test_all_ranks_start_from_the_weights_and_buffers_of_rank_0():
     assert_on_ranks(start_from_rank_0, 3)
+
+
+def start_from_buffers_of_rank_0() -> list[str]:
+    """Buffers of dtypes that few transports know, contiguous and not."""
+    model, expected = nn.Linear(2, 2), {}
+    for dtype in (torch.int16, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.float64, torch.uint8):
+        for name, shape in (("whole", (3, 4)), ("scalar", ()), ("none", (0, 2))):
+            ours = torch.full(shape, 2.0 * dist.get_rank()).to(dtype)
+            expected[f"{name}_{dtype}".replace(".", "_")] = torch.zeros(shape).to(dtype)
+            model.register_buffer(f"{name}_{dtype}".replace(".", "_"), ours.t() if name == "whole" else ours)
+    fully_shard(model)
+    named = dict(model.named_buffers())
+    return [
+        f"{name}: {named[name]}"
+        for name, zeros in expected.items()
+        if named[name].dtype != zeros.dtype or named[name].to(torch.complex128).any()
+    ]
+
+
+def test_buffers_of_any_dtype_start_from_those_of_rank_0():
+    assert_on_ranks(start_from_buffers_of_rank_0, 2)
+
+
+def show_flat_parameters() -> list[str]:
+    """Two flat buffers in one unit; each has a name of its own, and its local gradient is reported."""
+    torch.manual_seed(dist.get_rank())
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).double(), nn.Linear(3, 3))
+    model[2].requires_grad_(False)
+    fully_shard(model[0], flatten_parameters=True)
+    fully_shard(model, flatten_parameters=True)
+    named = dict(model.named_parameters())
+    marks = {name: shard_of(param).name for name, param in named.items()}
+    return sorted(name if marks[name] == name else f"{name} is marked {marks[name]}" for name in named)
+
+
+def report_flat_gradients() -> list[str]:
+    """What `on_local_grads` tells of a flat unit: this rank's own gradient, unreduced, in the order of the buffer."""
+    plain = perceptron()
+    model = sharded(plain, ["0", ""], flatten_parameters=True)
+    heard: dict[str, Tensor] = {}
+
+    def listen(params, grads) -> None:
+        for param, grad in zip(params, grads, strict=True):
+            heard[shard_of(param).name] = grad.clone()
+            assert grad.numel() == full_shape(param).numel()
+
+    handle = on_local_grads(listen)
+    for each in (model, plain):
+        each(noise(2, 5, seed=dist.get_rank())).sum().backward()
+    handle.remove()
+    wrong = []
+    for unit in units_in(model):
+        for number, buffer in enumerate(unit.buffers):
+            flat = heard[f"{unit.name}.flat_param_{number}".lstrip(".")]
+            for name, entry in zip(buffer.names, buffer.layout.entries, strict=True):
+                mine = flat[entry.offset : entry.offset + entry.numel].view(entry.shape)
+                wrong += [] if torch.equal(mine, plain.get_parameter(name).grad) else [f"{name} differs"]
+    return wrong
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_local_gradients_of_flat_units_are_reported(world):
+    assert_on_ranks(report_flat_gradients, world)
+
+
+def test_each_flat_parameter_has_a_name_of_its_own():
+    assert run_ranks(show_flat_parameters, 2) == [["0.flat_param_0", "flat_param_0", "flat_param_1"]] * 2
 
 
 # Groups.

@@ -301,6 +301,96 @@ def test_a_unit_may_change_its_input_in_place():
     assert_on_ranks(train_in_place, 2)
 
 
+class Viewed(nn.Module):
+    """A unit whose output is a view of what it has computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.reshape(-1, 4)).view(x.shape)
+
+
+def write_into_the_output(model, rank, step):
+    out = model(noise(2, 3, 4, seed=10 * step + rank))
+    out[rank % 2] = 0
+    out.mul_(2)
+    yield out.square().mean()
+
+
+def train_views() -> list[str]:
+    torch.manual_seed(6)
+    linears = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4), nn.ReLU(inplace=True))
+    views = nn.Sequential(Viewed(), nn.ReLU(inplace=True), Viewed())
+    wrong = []
+    for plain in (linears, views):
+        for units in (["0", "2", ""], ["0", "2"], [""]):
+            for step in (mean_square(2, 3, 4), write_into_the_output):
+                wrong += Beside(plain, units, step, steps=3, both=[adam]).differences()
+                if bytes_of("gathered"):
+                    wrong.append(f"{units}: memory was left behind")
+    return wrong
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_outputs_that_are_views_may_be_changed_in_place(world):
+    assert_on_ranks(train_views, world)
+
+
+class Unknown:
+    """What nobody can look into."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.hidden = hidden
+
+
+class Secretive(nn.Module):
+    """A unit whose output can't be seen by who waits for its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Unknown:
+        return Unknown(torch.tanh(self.linear(x)))
+
+
+class Opener(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.first, self.secretive, self.last = nn.Linear(4, 4), Secretive(), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.secretive(self.first(x)).hidden)
+
+
+def look_in_between(model, rank, step):
+    loss = model(noise(2, 4, seed=step + rank)).square().mean()
+    with torch.no_grad():
+        model(noise(2, 4))
+    yield loss
+
+
+def open_the_output(model, rank, step):
+    yield model(noise(2, 4, seed=step + rank)).hidden.square().mean()
+
+
+def train_unknown_outputs() -> list[str]:
+    wrong = []
+    for step in (mean_square(2, 4), look_in_between, two_forwards_then_two_backwards, one_backward_of_two_forwards):
+        for units in (["first", "secretive", "last", ""], ["secretive", ""], ["secretive"]):
+            wrong += Beside(Opener(), units, step, both=[adam]).differences()
+    wrong += Beside(Secretive(), [""], open_the_output, both=[adam]).differences()
+    return wrong if not bytes_of("gathered") else [*wrong, "memory was left behind"]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_unit_may_return_an_unknown_object(world):
+    assert_on_ranks(train_unknown_outputs, world)
+
+
 class Parallel(nn.Module):
     """Nothing but the end of backward says that one of its units is done."""
 

@@ -66,6 +66,18 @@ def test_fairscales_own_tuning_arguments_warn_and_change_nothing():
     assert differing_weights(model, Model()) == []
 
 
+FAIRSCALES_OFFLOADING = ["cpu_offload", "move_params_to_cpu", "move_grads_to_cpu", "state_dict_on_rank_0_only"]
+
+
+@pytest.mark.parametrize("name", [*FAIRSCALES_OFFLOADING, "force_input_to_fp32", "state_dict_device"])
+def test_what_fairscale_offers_beyond_may_be_declined_and_not_asked_for(name):
+    model = FullyShardedDataParallel(Model(), **{name: None if name == "state_dict_device" else False})
+    assert differing_weights(model, Model()) == []
+    asked = torch.device("cpu") if name == "state_dict_device" else True
+    with pytest.raises(ValueError, match=f"{name}=.* is not supported in this version: leave {name} out"):
+        FullyShardedDataParallel(Model(), **{name: asked})
+
+
 def test_an_unknown_argument_names_the_nearest_known_one():
     with pytest.raises(TypeError, match=r"'mixed_precison'; did you mean 'mixed_precision'"):
         FullyShardedDataParallel(Model(), mixed_precison=True)

@@ -48,6 +48,125 @@ def test_a_step_between_forward_and_backward_is_refused():
         loss.backward()
 
 
+class Tied(nn.Module):
+    """Its head has no parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x):
+        return self.head(torch.relu(self.embed(x)))
+
+
+def change_between_forward_and_backward(reshard: bool) -> list[str]:
+    linears = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    messages = []
+    for plain, units in ((linears, ["0", "1", ""]), (Tied(), ["embed", "head", ""])):
+        for between in ("nothing", "evaluation", "forward", "load", "data"):
+            model = sharded(plain, units, reshard_after_forward=reshard)
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            model(noise(2, 3)).square().sum().backward()
+            loss = model(noise(2, 3)).square().sum()
+            if between == "load":
+                model.load_state_dict(plain.state_dict())
+            else:
+                optimizer.step()
+            if between == "evaluation":
+                with torch.no_grad():
+                    model(noise(2, 3))
+            elif between == "forward":
+                loss = loss + model(noise(2, 3)).square().sum()
+            with pytest.raises(RuntimeError, match="between its forward and its backward") as caught:
+                loss.backward()
+            messages.append(str(caught.value))
+            optimizer.zero_grad()
+            model(noise(2, 3)).sum().backward()
+            assert all(param.grad is not None for param in model.parameters())
+    return messages
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("world", [1, 2])
+def test_weights_that_a_forward_has_used_may_not_change_before_its_backward(world, reshard):
+    for messages in run_ranks(change_between_forward_and_backward, world, reshard):
+        half = len(messages) // 2
+        assert all("unit '1'" in message or "root" in message for message in messages[:half])
+        assert all("unit 'head'" in message or "root" in message for message in messages[half:])
+
+
+def test_an_optimizer_of_the_plain_parameters_is_refused_by_name():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    optimizer = torch.optim.AdamW([{"params": model[0].parameters()}, {"params": model[1].parameters()}])
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    model(noise(2, 3)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"AdamW was built before.*its '0.weight'.*AdamW\(model.parameters\(\)"):
+        optimizer.step()
+    torch.optim.AdamW(model.parameters()).step()
+
+
+def test_hooks_on_local_shards_are_refused_by_the_next_forward():
+    for register in ("register_hook", "register_post_accumulate_grad_hook"):
+        for flatten, name in ((False, "0.weight"), (True, "0.weight")):
+            model = sharded(nn.Sequential(nn.Linear(3, 3)), [""], flatten_parameters=flatten)
+            model(noise(2, 3)).sum().backward()
+            handle = getattr(next(model.parameters()), register)(lambda _: None)
+            with pytest.raises(RuntimeError, match=f"a hook .* shard of '{name}'.*on_local_grads"):
+                model(noise(2, 3))
+            handle.remove()
+            model(noise(2, 3)).sum().backward()
+
+
+class Differentiated(nn.Module):
+    """Takes a gradient inside of its forward, as energies' forces are taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.energy, self.inside = nn.Sequential(nn.Linear(3, 3), nn.Tanh()), True
+
+    def forward(self, x):
+        energy = self.energy(x).sum()
+        return torch.autograd.grad(energy, x)[0] if self.inside else energy
+
+
+def differentiate_inside() -> str:
+    plain = Differentiated()
+    messages = []
+    for units in (["energy", ""], [""], ["energy.0", "energy", ""]):
+        model = sharded(plain, units)
+        with pytest.raises(RuntimeError, match=r"inside the forward of .*after the outermost") as caught:
+            model(noise(2, 3).requires_grad_())
+        messages.append(str(caught.value))
+        model.inside = plain.inside = False
+        plain.zero_grad()
+        for each in (model, plain):
+            each(noise(2, 3)).backward()
+        norm = torch.nn.utils.get_total_norm([param.grad for param in plain.parameters()])
+        assert torch.allclose(model.clip_grad_norm_(1e9), norm)
+        plain.inside = True
+    return "\n".join(messages)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_gradients_taken_inside_a_forward_are_refused_and_training_goes_on(world):
+    assert all("root" in message for message in run_ranks(differentiate_inside, world))
+
+
+def test_units_that_share_a_parameter_need_a_unit_around_both():
+    model = Tied()
+    fully_shard(model.embed)
+    fully_shard(model.head)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"Linear shares a parameter with a Linear.*call fully_shard on the"):
+            model.head(noise(2, 3))
+    fully_shard(model)
+    model(noise(2, 3)).sum().backward()
+
+
 def test_second_order_gradients_are_refused_and_training_goes_on():
     model = sharded(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), ["0", ""])
     with pytest.raises(RuntimeError, match=r"'0\.\w+' has a gradient of its own.*create_graph"):

@@ -37,7 +37,8 @@ def exchange(record: Sequence[int], group: Group, *, limit_seconds: float | None
         return [list(record) for _ in range(group.size)]
     if not peer_to_peer(group, compat.control_device(torch_group(group))):
         return _native_exchange(record, group)
-    known = torch.tensor(record, dtype=torch.int64, device="cpu").repeat(group.size, 1)  # row i is the record of rank + i
+    # Row i is the record of rank + i.
+    known = torch.tensor(record, dtype=torch.int64, device="cpu").repeat(group.size, 1)
     have = 1
     while have < group.size:
         count = min(have, group.size - have)

@@ -106,6 +106,11 @@ def fully_shard(
             f"an {type(module).__name__} is never called, so it can't be gathered before it runs: "
             "shard its members, for member in container: fully_shard(member)"
         )
+    if flatten_parameters and flat_name_of(0) in module._parameters:
+        raise ValueError(
+            f"this {type(module).__name__} has a parameter named {flat_name_of(0)}, which flatten_parameters=True needs "
+            "for its own: rename it, or leave flatten_parameters out"
+        )
     group = group_of(process_group)
     precision = resolve_precision(
         mixed_precision, compute_dtype=compute_dtype, buffer_dtype=buffer_dtype, fp32_reduce_scatter=fp32_reduce_scatter

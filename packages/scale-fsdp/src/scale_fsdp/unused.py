@@ -1,8 +1,8 @@
 """Parameters that got no gradient in a backward pass.
 
 A parameter that no rank has used keeps the gradient it had, none as a rule, as in plain PyTorch: Adam's momentum and
-weight decay would move it on zeros. One that only some ranks have used counts as zeros on the others. Which is which, no
-rank can know alone; so each remembers what it reduced as zeros, and they compare at the end of the pass.
+weight decay would move it on zeros. One that only some ranks have used counts as zeros on the others. Which is which
+no rank can know alone; so each remembers what it reduced as zeros, and they compare at the end of the pass.
 """
 
 from __future__ import annotations
