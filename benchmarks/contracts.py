@@ -2,8 +2,8 @@
 
 Two ranks train the GPT of `data_parallel.py` under scale-fsdp. Every call into a `Contract` is timed by the CPU time of
 the thread that makes it; what the step takes is the CPU time of all threads. Steps in which each event is compared
-before its collective (the first two) are left out of "later steps", which is what training pays; the goal there is below
-1 %. Waiting for the other rank takes no CPU time and is not counted: a step has to wait for it somewhere.
+before its collective (the first two) are left out of "later steps", which is what training pays; the goal there is
+below 1 %. Waiting for the other rank takes no CPU time and is not counted: a step has to wait for it somewhere.
 
     python benchmarks/contracts.py --date 2026-11-21
 """

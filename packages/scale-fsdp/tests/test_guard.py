@@ -84,7 +84,10 @@ def test_in_a_world_of_one_nothing_is_in_the_way():
     assert torch.equal(model.forward(noise(2, 3)), plain(noise(2, 3)))
 
 
-@pytest.mark.parametrize("convert", [nn.Module.half, nn.Module.double, lambda module: module.to(torch.bfloat16), lambda module: module.to("meta")])
+@pytest.mark.parametrize(
+    "convert",
+    [nn.Module.half, nn.Module.double, lambda module: module.to(torch.bfloat16), lambda module: module.to("meta")],
+)
 @pytest.mark.parametrize("around", ["itself", "wrapper", "parent"])
 def test_a_conversion_of_shards_is_refused_and_changes_nothing(convert, around):
     model = FullyShardedDataParallel(Model()) if around == "wrapper" else fully_shard(Model())

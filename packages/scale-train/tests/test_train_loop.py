@@ -85,7 +85,7 @@ def test_a_loss_that_is_no_number_stops_the_training(options):
     training, _ = start(options)
     with torch.no_grad():
         training.engine.plain.norm.weight.fill_(float("nan"))
-    with pytest.raises(TrainingDiverged, match="the loss is nan at step 2: take a smaller --lr"):
+    with pytest.raises(TrainingDiverged, match="the loss is nan at step 2, which is not saved: take a smaller --lr"):
         train(training, lambda now: None)
 
 

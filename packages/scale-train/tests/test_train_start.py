@@ -11,8 +11,8 @@ import pytest
 
 from scale_train.cli import main
 from scale_train.errors import InputError
-from scale_train.options import Options, ParallelOptions
 from scale_train.metrics import read_metrics
+from scale_train.options import Options, ParallelOptions
 from scale_train.start import Outcome, _check_environment, is_under_torchrun
 
 STEPS = 8
@@ -72,10 +72,11 @@ def test_a_run_that_loses_a_rank_and_is_then_interrupted_goes_on_to_the_same_cur
         os.kill(pid_of_rank(1, killed), signal.SIGKILL)
         _, err = killed.communicate(timeout=60)
     assert killed.returncode == 1, err
-    first, second = err.splitlines()
+    first, *_, last = err.splitlines()  # torch may warn between them that the rank's last words never came
+    assert "Traceback" not in err
     assert first == "rank 1 was killed by SIGKILL; the others are ended"
-    assert second.startswith("scale-train, rank 0: lost the other ranks after step")
-    assert "; go on with --resume broken, from step-0000000" in second
+    assert last.startswith("scale-train, rank 0: lost the other ranks after step")
+    assert "; go on with --resume broken, from step-0000000" in last
     with program("--resume", "broken") as interrupted:
         wait_for_step(interrupted, STEPS - 3)
         interrupted.send_signal(signal.SIGINT)

@@ -26,14 +26,15 @@ _waiting: weakref.WeakSet[Any] = weakref.WeakSet()
 _seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 
 
-def mark_replaced(param: Tensor, name: str) -> None:
+def mark_replaced(param: Tensor, owner: Any, index: int) -> None:
     """Records that `param` is no longer a parameter of its model: a local shard has taken its place.
 
     Args:
         param: The whole parameter, as it was before it was sharded.
-        name: Its qualified name.
+        owner: What holds it now; has `names`, which may still change, as when a module around it is sharded later.
+        index: Its number there.
     """
-    _replaced[param] = name
+    _replaced[param] = owner, index
 
 
 def refuse_steps(owner: Any) -> None:
@@ -75,12 +76,12 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 def _refuse_replaced(optimizer: torch.optim.Optimizer) -> None:
     for param in _params(optimizer):
-        name = _replaced.get(param)
-        if name is not None:
+        if param in _replaced:
+            owner, index = _replaced[param]
             raise RuntimeError(
-                f"{type(optimizer).__name__} was built before the model was sharded: its '{name}' is not the model's "
-                f"parameter any more, and to step on it would train nothing. Build the optimizer afterwards: "
-                f"{type(optimizer).__name__}(model.parameters(), ...)"
+                f"{type(optimizer).__name__} was built before the model was sharded: its '{owner.names[index]}' is not "
+                f"the model's parameter any more, and to step on it would train nothing. Build the optimizer "
+                f"afterwards: {type(optimizer).__name__}(model.parameters(), ...)"
             )
 
 

@@ -108,8 +108,8 @@ def fully_shard(
         )
     if flatten_parameters and flat_name_of(0) in module._parameters:
         raise ValueError(
-            f"this {type(module).__name__} has a parameter named {flat_name_of(0)}, which flatten_parameters=True needs "
-            "for its own: rename it, or leave flatten_parameters out"
+            f"this {type(module).__name__} has a parameter named {flat_name_of(0)}, a name that flatten_parameters=True "
+            "needs for its own: rename it, or leave flatten_parameters out"
         )
     group = group_of(process_group)
     precision = resolve_precision(
@@ -240,7 +240,7 @@ def _make_buffers(
 def _remember(unit: Unit, own: Sequence[_ParamPlace]) -> None:
     numbers = {id(buffer): number for number, buffer in enumerate(unit.buffers)}
     for place, slot in zip(own, unit.slots, strict=False):
-        mark_replaced(place.param, place.name)
+        mark_replaced(place.param, slot.buffer, slot.number)
         home = _Home(unit, numbers[id(slot.buffer)], slot.number)
         _homes[place.param] = home
         if not slot.buffer.flatten:

@@ -33,7 +33,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def held_bytes(params: Iterable[Tensor], optimizer: Optimizer) -> int:
-    """Parameters, gradients and optimizer state of this rank in a step; where a gradient is released, its size counts."""
+    """Parameters, gradients and optimizer state of this rank in a step; a released gradient counts too."""
     total = 0
     for param in params:
         total += _bytes(param) + _bytes(param if param.grad is None else param.grad)

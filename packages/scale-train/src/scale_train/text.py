@@ -54,7 +54,7 @@ class Text:
         """One line: how much there is and how it is split."""
         total = len(self.train) + len(self.held_out)
         return (
-            f"{self.source}: {total / 1e6:.1f} MB in {self.num_files} files; "
+            f"{self.source}: {total / 1e6:.1f} MB in {self.num_files} file{'s' if self.num_files > 1 else ''}; "
             f"held out: {len(self.held_out) / 1e6:.2f} MB ({self.split})"
         )
 
