@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from scale_core.shard import shard_of
 
 _replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()
-_waiting: weakref.WeakSet[Any] = weakref.WeakSet()
+_waiting: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()  # in order, for the first to be named
 _seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 
 
@@ -43,7 +43,7 @@ def refuse_steps(owner: Any) -> None:
     Args:
         owner: Has `exposed`, a list of parameters, their `names`, and the property `has_gradient`; held weakly.
     """
-    _waiting.add(owner)
+    _waiting[owner] = None
 
 
 @functools.cache

@@ -108,8 +108,8 @@ def fully_shard(
         )
     if flatten_parameters and flat_name_of(0) in module._parameters:
         raise ValueError(
-            f"this {type(module).__name__} has a parameter named {flat_name_of(0)}, a name that flatten_parameters=True "
-            "needs for its own: rename it, or leave flatten_parameters out"
+            f"this {type(module).__name__} has a parameter named {flat_name_of(0)}, a name that "
+            "flatten_parameters=True needs for its own: rename it, or leave flatten_parameters out"
         )
     group = group_of(process_group)
     precision = resolve_precision(
