@@ -243,13 +243,15 @@ def staleness() -> list[str]:
 
 
 def discarded() -> None:
-    """After an error that all ranks have, the buffer is as before it and the group still works."""
+    """After an error that all ranks have, the buffer is as before it and the group still works; gradients stay."""
     group, params = group_of(), whole_params()
     buffer = make(group, params=params)
     backward(buffer, [0], group.rank)
     buffer.gather(tag=1 << 21)
     buffer.discard()
-    assert buffer.state is State.SHARDED and not buffer.has_gradient
+    assert buffer.state is State.SHARDED and buffer.has_gradient
+    buffer.drop_gradient()
+    assert not buffer.has_gradient
     if group.size > 1:
         assert buffer.full.untyped_storage().nbytes() == 0
     for whole, param in zip(gathered(buffer), params, strict=True):

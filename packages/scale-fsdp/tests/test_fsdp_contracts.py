@@ -8,6 +8,7 @@ import torch.distributed as dist
 from fsdp_beside import noise, sharded
 from torch import Tensor, nn
 
+from scale_core import last_words
 from scale_core.contract import ContractError, ScaleDistributedError
 from scale_core.testing import run_ranks
 from scale_fsdp import MixedPrecision, fully_shard
@@ -175,6 +176,7 @@ def test_units_that_are_set_up_differently_are_refused_at_every_forward():
 
 def do_something_alone() -> list[str]:
     """What takes all ranks, on rank 0 only; the other one is alive, and never comes."""
+    last_words._GRACE_SECONDS = 0.1  # The other rank leaves none.
     everyone = dist.new_group()
     messages = []
     for alone in (

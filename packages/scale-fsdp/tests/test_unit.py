@@ -321,7 +321,7 @@ def write_into_the_output(model, rank, step):
 
 def train_views() -> list[str]:
     torch.manual_seed(6)
-    linears = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4), nn.ReLU(inplace=True))
+    linears = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4))
     views = nn.Sequential(Viewed(), nn.ReLU(inplace=True), Viewed())
     wrong = []
     for plain in (linears, views):
@@ -380,7 +380,7 @@ def open_the_output(model, rank, step):
 def train_unknown_outputs() -> list[str]:
     wrong = []
     for step in (mean_square(2, 4), look_in_between, two_forwards_then_two_backwards, one_backward_of_two_forwards):
-        for units in (["first", "secretive", "last", ""], ["secretive", ""], ["secretive"]):
+        for units in (["first", "secretive", "last", ""], ["secretive", ""], ["first", "secretive", "last"]):
             wrong += Beside(Opener(), units, step, both=[adam]).differences()
     wrong += Beside(Secretive(), [""], open_the_output, both=[adam]).differences()
     return wrong if not bytes_of("gathered") else [*wrong, "memory was left behind"]

@@ -103,6 +103,7 @@ class Unit:
         self.lends = False
         self.hidden = False
         self.summoned = False
+        self._inputs_tell = False  # In this pass an input's gradient has said that a call's backward is over.
         self._error_at_entry: BaseException | None = None
         self._hooked: set[tuple[int, int]] = set()
         self.show_shards()
@@ -165,6 +166,7 @@ class Unit:
     def after_backward(self) -> None:
         """The gradients of one call's inputs are there; after the last call's, release and reduce."""
         self.calls -= 1
+        self._inputs_tell = True
         if self.in_backward and self.calls <= 0 and not self.lends:
             self._end_backward()
 
@@ -172,8 +174,11 @@ class Unit:
         """The whole backward pass has ended: do now what no gradient at an input has told us to do."""
         if self.in_backward:
             self._end_backward()
-        self.calls = self.uses = 0
-        self.hidden = False
+        # The backward of another call may come in a later pass; nobody would say so, so it stays gathered until then.
+        self.hidden = self.hidden and self._inputs_tell and self.calls > 0
+        self.calls = self.calls if self.hidden else 0
+        self.uses = 0
+        self._inputs_tell = False
 
     # What the step is made of.
 
