@@ -55,6 +55,15 @@ def test_a_group_that_is_added_between_two_steps_is_looked_at_too() -> None:
         optimizer.step()
 
 
+def test_an_optimizer_that_has_stepped_before_its_parameters_were_replaced_is_refused() -> None:
+    param = with_grad()
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    optimizer.step()
+    mark_replaced(param, Owner(), 0)
+    with pytest.raises(RuntimeError, match=r"'layer.weight' is not the model's"):
+        optimizer.step()
+
+
 def test_gradients_that_wait_refuse_the_steps_of_their_own_parameters_only() -> None:
     mine, other = with_grad(), with_grad()
     owner = Owner(mine)

@@ -35,6 +35,7 @@ def mark_replaced(param: Tensor, owner: Any, index: int) -> None:
         index: Its number there.
     """
     _replaced[param] = owner, index
+    _seen.clear()  # An optimizer that has stepped on it before must be looked at again.
 
 
 def refuse_steps(owner: Any) -> None:
