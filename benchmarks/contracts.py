@@ -58,8 +58,7 @@ def train(row: str, steps: int) -> list[tuple[float, float]]:
     for name in ("begin", "announce", "close", "leave", "agree"):
         setattr(Contract, name, clock.timed(getattr(Contract, name)))
     torch.manual_seed(0)
-    model = ENGINES["scale"].shard(ROWS[row].build())
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
+    model, optimizer = ENGINES["scale"].start(ROWS[row].build())
     generator = torch.Generator().manual_seed(dist.get_rank())
     spent = []
     for _ in range(steps):

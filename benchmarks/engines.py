@@ -1,7 +1,7 @@
 """The models that data parallel engines are compared on, and the engines: all train the same numbers.
 
-Each engine is a function from a plain model to one that averages its gradients over the ranks; the optimizer is
-fused Adam on whatever that model calls its parameters.
+Each engine makes of a plain model one that averages its gradients over the ranks, and its optimizer: fused Adam on
+whatever that model calls its parameters.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 import scale_fsdp
+import scale_oss
 
 VOCABULARY = 256
+LEARNING_RATE = 1e-3
 
 
 class Block(nn.Module):
@@ -148,23 +151,64 @@ def _scale(reshard: bool, flatten: bool = False) -> Callable[[nn.Module], nn.Mod
     return shard
 
 
+def fused_adam(model: nn.Module) -> Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=LEARNING_RATE, fused=True)
+
+
+def zero_redundancy_adam(model: nn.Module) -> Optimizer:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    return ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=LEARNING_RATE, fused=True)
+
+
+def _oss(model: nn.Module) -> scale_oss.OSS:
+    return scale_oss.OSS(model.parameters(), torch.optim.Adam, lr=LEARNING_RATE, fused=True)
+
+
+def oss_with_ddp(model: nn.Module) -> tuple[nn.Module, Optimizer]:
+    optimizer = _oss(model)
+    return ddp(model), optimizer
+
+
+def oss_with_sharded_ddp(model: nn.Module) -> tuple[nn.Module, Optimizer]:
+    optimizer = _oss(model)
+    return scale_oss.ShardedDataParallel(model, optimizer), optimizer
+
+
 @dataclass(frozen=True)
 class Engine:
     """One way to train a model on several ranks."""
 
     title: str
-    shard: Callable[[nn.Module], nn.Module]
+    start: Callable[[nn.Module], tuple[nn.Module, Optimizer]]
     by_default: bool = True
 
 
+def _engine(
+    title: str,
+    shard: Callable[[nn.Module], nn.Module],
+    optimize: Callable[[nn.Module], Optimizer] = fused_adam,
+    *,
+    by_default: bool = True,
+) -> Engine:
+    def start(model: nn.Module) -> tuple[nn.Module, Optimizer]:
+        sharded = shard(model)
+        return sharded, optimize(sharded)
+
+    return Engine(title, start, by_default)
+
+
 ENGINES = {
-    "ddp": Engine("torch DDP", ddp),
-    "ddp-views": Engine("torch DDP, gradients as bucket views", ddp_views, by_default=False),
-    "fsdp1": Engine("torch FSDP1, per block", fsdp1),
-    "fsdp2": Engine("torch FSDP2, per block", fsdp2),
-    "scale": Engine("scale-fsdp, reshard", _scale(reshard=True)),
-    "scale-keep": Engine("scale-fsdp, no reshard", _scale(reshard=False)),
-    "scale-flat": Engine("scale-fsdp, reshard, flat", _scale(True, flatten=True), by_default=False),
-    "scale-keep-flat": Engine("scale-fsdp, no reshard, flat", _scale(False, flatten=True), by_default=False),
+    "ddp": _engine("torch DDP", ddp),
+    "ddp-views": _engine("torch DDP, gradients as bucket views", ddp_views, by_default=False),
+    "zero": _engine("torch DDP + ZeroRedundancyOptimizer", ddp, zero_redundancy_adam),
+    "fsdp1": _engine("torch FSDP1, per block", fsdp1),
+    "fsdp2": _engine("torch FSDP2, per block", fsdp2),
+    "scale": _engine("scale-fsdp, reshard", _scale(reshard=True)),
+    "scale-keep": _engine("scale-fsdp, no reshard", _scale(reshard=False)),
+    "scale-flat": _engine("scale-fsdp, reshard, flat", _scale(True, flatten=True), by_default=False),
+    "scale-keep-flat": _engine("scale-fsdp, no reshard, flat", _scale(False, flatten=True), by_default=False),
+    "oss": Engine("scale-oss, OSS + DDP", oss_with_ddp),
+    "oss-sharded": Engine("scale-oss, OSS + ShardedDataParallel", oss_with_sharded_ddp),
 }
 REFERENCE = "ddp"

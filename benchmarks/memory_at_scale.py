@@ -1,6 +1,6 @@
 """Peak memory of one rank in large worlds: the real training step of each engine on tensors without memory.
 
-    python benchmarks/memory_at_scale.py                     # every configuration and engine, 12 minutes
+    python benchmarks/memory_at_scale.py                     # every configuration and engine, 15 minutes
     python benchmarks/memory_at_scale.py --config 13b-w8-bs1 --engine fsdp2
     python benchmarks/memory_at_scale.py --smoke             # a tiny model
     python benchmarks/memory_at_scale.py --date 2026-11-21   # also writes results/2026-11-21-memory_at_scale.*
@@ -9,7 +9,9 @@ All engines get the same model: a pre-norm GPT whose blocks are activation-check
 computation, gathers and reductions in bf16, fp32 master weights and AdamW without fused kernels. Each block is a unit,
 and so are the embeddings and the head, but for plain "fsdp2". In "-halves", attention and feed-forward are a unit each,
 inside the block's checkpoint: smaller buffers, but scale-fsdp releases attention after its recomputation and gathers it
-a third time, where FSDP2 keeps it. The second step is measured, since Adam's state exists only from the first step on.
+a third time, where FSDP2 keeps it. With "-offload", shards, gradients and Adam are on the host, and the model computes
+on a stand-in for a device, so that each has a peak of its own; all others keep everything in one memory. The second
+step is measured, since Adam's state exists only from the first step on.
 What the figures leave out stands in `scale_core.simulate`: add 5 to 10 % for what the device's allocator and the
 transport need.
 """
@@ -57,6 +59,7 @@ class Config:
         batch: Sequences per rank.
         loss_chunks: In how many pieces of the tokens the logits are computed, each anew in the backward pass.
         goal_gib: What scale-fsdp must not exceed.
+        host_goal_gib: Likewise on the host, where shards and optimizer state are kept there; None is no offload.
     """
 
     size: str
@@ -64,15 +67,23 @@ class Config:
     batch: int
     loss_chunks: int
     goal_gib: float
+    host_goal_gib: float | None = None
+
+    @property
+    def offloads(self) -> bool:
+        return self.host_goal_gib is not None
 
 
 CONFIGS = {
     "13b-w8-bs1": Config("13b", 8, 1, 8, 26.2),
     "13b-w8-bs8": Config("13b", 8, 8, 16, 29.3),
     "175b-w128-bs1": Config("175b", 128, 1, 8, 30.8),
+    "13b-w1-bs1-offload": Config("13b", 1, 1, 8, 3.93, host_goal_gib=198.9),
+    "13b-w1-bs8-offload": Config("13b", 1, 8, 16, 11.33, host_goal_gib=198.9),
     "tiny-w4-bs1": Config("tiny", 4, 1, 8, 1.0),
+    "tiny-w1-bs1-offload": Config("tiny", 1, 1, 8, 1.0, host_goal_gib=1.0),
 }
-SMOKE = "tiny-w4-bs1"
+SMOKE = [name for name in CONFIGS if name.startswith("tiny")]
 
 
 class Attention(nn.Module):
@@ -168,27 +179,26 @@ def halves_and_ends(model: GPT) -> list[nn.Module]:
     return [model.embed, *(half for block in model.blocks for half in block.children()), model.head]
 
 
-def fsdp2(model: GPT, units: list[nn.Module], simulation: Simulation) -> None:
+def fsdp2(model: GPT, units: list[nn.Module], simulation: Simulation, offload: bool) -> None:
     """torch's FSDP2; what no unit holds is the root's."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     with simulation.aside():
-        mesh = init_device_mesh("cpu", (simulation.world_size,))
+        mesh = init_device_mesh(simulation.device.type, (simulation.world_size,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    for unit in units:
-        fully_shard(unit, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    place = CPUOffloadPolicy(pin_memory=False) if offload else OffloadPolicy()  # Fake memory can't be pinned.
+    for unit in (*units, model):
+        fully_shard(unit, mesh=mesh, mp_policy=policy, offload_policy=place)
 
 
-def scale_fsdp(model: GPT, units: list[nn.Module], simulation: Simulation) -> None:
+def scale_fsdp(model: GPT, units: list[nn.Module], simulation: Simulation, offload: bool) -> None:
     """scale-fsdp, likewise."""
     from scale_fsdp import MixedPrecision, fully_shard
 
     policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    for unit in units:
-        fully_shard(unit, mixed_precision=policy)
-    fully_shard(model, mixed_precision=policy)
+    for unit in (*units, model):
+        fully_shard(unit, mixed_precision=policy, move_params_to_cpu=offload)
 
 
 @dataclass(frozen=True)
@@ -196,12 +206,12 @@ class Engine:
     """How a model is sharded.
 
     Attributes:
-        shard: Makes the units, and the whole model one more.
+        shard: Makes the units, and the whole model one more; with True, what is sharded goes to the host.
         units: Which modules they are.
         has_goal: Whether it is held to the goals.
     """
 
-    shard: Callable[[GPT, list[nn.Module], Simulation], None]
+    shard: Callable[[GPT, list[nn.Module], Simulation, bool], None]
     units: Callable[[GPT], list[nn.Module]]
     has_goal: bool = False
 
@@ -217,12 +227,16 @@ ENGINES = {
 
 @dataclass(frozen=True)
 class Row:
-    """What one engine needs in one configuration: bytes per rank in the second step, and seconds to find that out."""
+    """What one engine needs in one configuration: bytes per rank in the second step, and seconds to find that out.
+
+    Where nothing is offloaded there is one memory, and none on the host.
+    """
 
     config: str
     engine: str
     peak_bytes: int
     peak_by_kind: dict[str, int]
+    host_peak_by_kind: dict[str, int]
     bytes_sent: dict[str, int]
     collectives: int
     cpu_seconds: float
@@ -232,13 +246,14 @@ def measure(name: str, engine: str) -> Row:
     """Runs two steps of rank 0 and reads the books of the second."""
     config = CONFIGS[name]
     started = time.process_time()
-    with simulate(rank=0, world_size=config.world_size) as simulation:
-        model = GPT(SIZES[config.size], config.loss_chunks)
-        ENGINES[engine].shard(model, ENGINES[engine].units(model), simulation)
+    with simulate(rank=0, world_size=config.world_size, device="sim" if config.offloads else "cpu") as simulation:
+        with simulation.device:
+            model = GPT(SIZES[config.size], config.loss_chunks)
+        ENGINES[engine].shard(model, ENGINES[engine].units(model), simulation, config.offloads)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
         for _ in range(2):
             simulation.restart()
-            tokens = torch.zeros(config.batch, SEQUENCE + 1, dtype=torch.int64)
+            tokens = torch.zeros(config.batch, SEQUENCE + 1, dtype=torch.int64, device=simulation.device)
             loss = model(tokens[:, :-1], tokens[:, 1:])
             loss.backward()
             optimizer.step()
@@ -250,25 +265,46 @@ def measure(name: str, engine: str) -> Row:
             engine=engine,
             peak_bytes=simulation.peak_bytes,
             peak_by_kind=simulation.peak_by_kind,
+            host_peak_by_kind=simulation.on("cpu").peak_by_kind if config.offloads else {},
             bytes_sent=simulation.bytes_sent,
             collectives=len(simulation.collectives),
             cpu_seconds=round(time.process_time() - started, 1),
         )
 
 
-def table(rows: list[Row]) -> Table:
-    """The rows for people, in GiB."""
+def tables(rows: list[Row]) -> list[Table]:
+    """The rows for people, in GiB: first those with one memory, then those with two."""
+    return [
+        _table(title, [row for row in rows if CONFIGS[row.config].offloads == offloads])
+        for title, offloads in (
+            ("GiB of rank 0 in its second step", False),
+            ("The same with shards, gradients and Adam on the host", True),
+        )
+        if any(CONFIGS[row.config].offloads == offloads for row in rows)
+    ]
+
+
+def _table(title: str, rows: list[Row]) -> Table:
     kinds = sorted({kind for row in rows for kind in row.peak_by_kind})
-    heads = ["configuration", "engine", "peak", "goal", *kinds, "sent", "collectives", "CPU s"]
-    return Table("GiB of rank 0 in its second step", heads, [_cells(row, kinds) for row in rows])
+    host_kinds = sorted({kind for row in rows for kind in row.host_peak_by_kind})
+    host_heads = ["host", "goal", *(f"host: {kind}" for kind in host_kinds)] if host_kinds else []
+    heads = ["configuration", "engine", "peak", "goal", *kinds, *host_heads, "sent", "collectives", "CPU s"]
+    return Table(title, heads, [_cells(row, kinds, host_kinds) for row in rows])
 
 
-def _cells(row: Row, kinds: list[str]) -> list[str]:
-    goal = f"<= {CONFIGS[row.config].goal_gib}" if ENGINES[row.engine].has_goal else ""
-    sizes = [f"{row.peak_by_kind.get(kind, 0) / GIB:.2f}" for kind in kinds]
+def _cells(row: Row, kinds: list[str], host_kinds: list[str]) -> list[str]:
+    config, has_goal = CONFIGS[row.config], ENGINES[row.engine].has_goal
+    cells = [row.config, row.engine, *_sizes(row.peak_by_kind, kinds, config.goal_gib if has_goal else None)]
+    if host_kinds:
+        cells += _sizes(row.host_peak_by_kind, host_kinds, config.host_goal_gib if has_goal else None)
     sent = f"{sum(row.bytes_sent.values()) / GIB:.1f}"
-    name, peak = row.config, f"{row.peak_bytes / GIB:.2f}"
-    return [name, row.engine, peak, goal, *sizes, sent, str(row.collectives), f"{row.cpu_seconds:.0f}"]
+    return [*cells, sent, str(row.collectives), f"{row.cpu_seconds:.0f}"]
+
+
+def _sizes(by_kind: dict[str, int], kinds: list[str], goal_gib: float | None) -> list[str]:
+    """A peak, what it must not exceed, and what it is made of."""
+    goal = "" if goal_gib is None else f"<= {goal_gib}"
+    return [f"{sum(by_kind.values()) / GIB:.2f}", goal, *(f"{by_kind.get(kind, 0) / GIB:.2f}" for kind in kinds)]
 
 
 def main() -> int:
@@ -278,11 +314,12 @@ def main() -> int:
     parser.add_argument("--smoke", action="store_true", help="a tiny model: whether it runs")
     parser.add_argument("--date", help="also writes results/DATE-memory_at_scale.json and .md")
     options = parser.parse_args()
-    configs = [SMOKE] if options.smoke else options.config or [name for name in CONFIGS if name != SMOKE]
+    configs = SMOKE if options.smoke else options.config or [name for name in CONFIGS if name not in SMOKE]
     rows = [measure(config, engine) for config in configs for engine in options.engine or ENGINES]
-    print(table(rows).markdown())
+    for table in tables(rows):
+        print(table.markdown())
     if options.date:
-        save("memory_at_scale", options.date, __doc__ or "", [table(rows)], [asdict(row) for row in rows])
+        save("memory_at_scale", options.date, __doc__ or "", tables(rows), [asdict(row) for row in rows])
     return 0
 
 

@@ -88,10 +88,13 @@ def imported_modules(package: str) -> set[str]:
 
 
 def public_names(module: ModuleType) -> set[str]:
-    """Returns what a module offers without an underscore, submodules and `from __future__` names left out."""
+    """Returns what a module offers without an underscore, submodules and `from __future__` names left out.
+
+    What is loaded when it is asked for counts as well.
+    """
     return {
         name
-        for name, value in vars(module).items()
+        for name, value in ((name, getattr(module, name)) for name in dir(module))
         if not name.startswith("_") and not inspect.ismodule(value) and type(value).__module__ != "__future__"
     }
 

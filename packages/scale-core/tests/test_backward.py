@@ -16,9 +16,11 @@ from scale_core.backward import (
     in_backward,
     local_grads_wanted,
     on_local_grads,
+    on_reduced_grads,
     once_after_backward,
     own_outputs,
     report_local_grads,
+    report_reduced_grads,
 )
 
 
@@ -217,3 +219,33 @@ def test_who_listens_to_local_gradients_records_no_graph() -> None:
     report_local_grads([param], [torch.ones(2)])
     handle.remove()
     assert not products[0].requires_grad
+
+
+def test_reduced_gradients_are_told_of_to_all_who_asked_until_they_stop_asking() -> None:
+    heard: list[tuple[str, Sequence[Tensor]]] = []
+    param = nn.Parameter(torch.ones(2))
+    first = on_reduced_grads(lambda params: heard.append(("first", params)))
+    second = on_reduced_grads(lambda params: heard.append(("second", params)))
+    report_reduced_grads([param])
+    first.remove()
+    report_reduced_grads([param, param])
+    second.remove()
+    report_reduced_grads([param])
+    assert [(name, len(params)) for name, params in heard] == [("first", 1), ("second", 1), ("second", 2)]
+    assert heard[0][1][0] is param
+
+
+def test_who_hears_of_a_reduced_gradient_may_step_on_it_and_take_it_away() -> None:
+    param = nn.Parameter(torch.ones(2))
+    param.grad = torch.full((2,), 0.5)
+
+    def step(params: Sequence[Tensor]) -> None:
+        for each in params:
+            assert each.grad is not None
+            each.sub_(each.grad)  # In no graph, though the parameter requires a gradient.
+            each.grad = None
+
+    handle = on_reduced_grads(step)
+    report_reduced_grads([param])
+    handle.remove()
+    assert param.tolist() == [0.5, 0.5] and param.grad is None and param.is_leaf

@@ -1,6 +1,10 @@
+import copy
+import io
 import math
+from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -118,3 +122,55 @@ def test_an_empty_tensor_is_still_announced() -> None:
 def test_a_tensor_of_another_length_than_the_range_is_refused() -> None:
     with pytest.raises(ValueError, match=r"contiguous tensor of 8 elements for \[2, 10\), got shape \(7,\)"):
         LocalShard(torch.arange(7), (4, 3), 2, 10)
+
+
+def shard() -> LocalShard:
+    return LocalShard(torch.arange(2.0, 10.0), (4, 3), 2, 10)
+
+
+def test_to_torch_a_shard_is_a_tensor_of_the_whole_shape() -> None:
+    tensor = shard()
+    assert isinstance(tensor, torch.Tensor)
+    assert (tensor.shape, tensor.dtype, tensor.device) == ((4, 3), torch.float32, torch.device("cpu"))
+    assert repr(tensor).startswith("LocalShard([2, 10) of (4, 3), tensor([2., 3.,")
+
+
+def test_a_shard_can_be_detached_copied_and_moved() -> None:
+    tensor = shard()
+    assert tensor.detach().tensor.is_set_to(tensor.tensor)
+    for copied in (tensor.clone(), copy.deepcopy(tensor), tensor.to("cpu", copy=True)):
+        assert isinstance(copied, LocalShard)
+        assert (copied.start, copied.stop, tuple(copied.shape)) == (2, 10, (4, 3))
+        assert torch.equal(copied.tensor, tensor.tensor) and not copied.tensor.is_set_to(tensor.tensor)
+    assert tensor.to(torch.float64).tensor.dtype == tensor.to(torch.float64).dtype == torch.float64
+    for empty in (torch.empty_like(tensor), tensor.new_empty((4, 3))):
+        assert isinstance(empty, LocalShard) and empty.tensor.shape == tensor.tensor.shape
+
+
+def test_a_shard_takes_its_elements_out_of_the_whole_or_the_same_shard() -> None:
+    tensor, whole = shard(), torch.arange(12.0).view(4, 3) * 10
+    tensor.copy_(whole)
+    assert tensor.tensor.tolist() == [float(10 * number) for number in range(2, 10)]
+    tensor.copy_(shard())
+    assert torch.equal(tensor.tensor, shard().tensor)
+    with pytest.raises(ValueError, match=r"expected the elements \[2, 10\) to copy, got \[0, 8\)"):
+        tensor.copy_(LocalShard(torch.ones(8), (4, 3), 0, 8))
+    with pytest.raises(ValueError, match=r"expected a tensor of shape \(4, 3\) to copy, got \(3, 4\)"):
+        tensor.copy_(torch.ones(3, 4))
+
+
+@pytest.mark.parametrize(
+    "compute", [torch.sum, lambda tensor: tensor + 1, lambda tensor: torch.ones(4, 3).copy_(tensor)]
+)
+def test_what_would_need_all_elements_says_where_they_are(compute: Callable[[LocalShard], Any]) -> None:
+    with pytest.raises(
+        RuntimeError, match=r"got elements 2 to 10 of 12 of a tensor, .*: take shard.tensor .* or the whole"
+    ):
+        compute(shard())
+
+
+def test_a_shard_alone_is_not_pickled() -> None:
+    with pytest.raises(
+        TypeError, match=r"torch.distributed.checkpoint.save or .*model.local_state_dict\(\), or whole ones"
+    ):
+        torch.save({"w": shard()}, io.BytesIO())

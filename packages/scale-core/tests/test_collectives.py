@@ -49,9 +49,22 @@ def check_moves(group: Group, parts: list[Tensor], fulls: list[Tensor]) -> None:
     received = all_to_all(torch.empty_like(output), fulls[group.rank], group).wait()
     assert torch.equal(received, torch.cat([full.narrow(0, group.rank * size, size) for full in fulls]))
 
+    check_uneven_parts(group, parts[0].dtype, size)
+
     for source in range(group.size):
         spread = broadcast(parts[group.rank].clone(), group, source=source).wait()
         assert torch.equal(spread, parts[source])
+
+
+def check_uneven_parts(group: Group, dtype: torch.dtype, size: int) -> None:
+    """Rank r sends rank q `size` * r + q elements: none from rank 0 to itself, more to the last ones."""
+    sent = [[of_rank(10 * r + q, size * r + q, dtype) for q in range(group.size)] for r in range(group.size)]
+    mine, expected = torch.cat(sent[group.rank]), torch.cat([sent[r][group.rank] for r in range(group.size)])
+    output_sizes = [sent[r][group.rank].numel() for r in range(group.size)]
+    input_sizes = [part.numel() for part in sent[group.rank]]
+    output = torch.empty_like(expected)
+    pending = all_to_all(output, mine, group, output_sizes=output_sizes, input_sizes=input_sizes, tag=78)
+    assert pending.wait() is output and torch.equal(output, expected)
 
 
 def check_sums(group: Group, fulls: list[Tensor]) -> None:
@@ -95,6 +108,15 @@ def refuse_what_does_not_fit() -> None:
         ("average=False", lambda: reduce_scatter(four.long(), group)),
         ("equal sizes and dtypes", lambda: all_to_all(four, torch.zeros(3 * group.size), group)),
         ("one dimension", lambda: all_to_all(torch.zeros(2, group.size), torch.zeros(2, group.size), group)),
+        ("one dtype and device", lambda: all_to_all(four, four.double(), group)),
+        (
+            rf"an output of one dimension in {group.size} parts of \[1",
+            lambda: all_to_all(four, four, group, output_sizes=[1] * group.size, input_sizes=[2] * group.size),
+        ),
+        (
+            rf"an input of one dimension in {group.size} parts of \[{', '.join(['2'] * (group.size + 1))}\]",
+            lambda: all_to_all(four, torch.zeros(2 * group.size + 2), group, input_sizes=[2] * (group.size + 1)),
+        ),
         (rf"0 to {group.size - 1}, got {group.size}", lambda: broadcast(three, group, source=group.size)),
         ("'sum', 'max', 'min', got 'mean'", lambda: all_reduce(three, group, op="mean")),  # type: ignore[arg-type]
     ]

@@ -38,6 +38,23 @@ def test_control_messages_stand_on_the_host_where_the_group_reaches_it() -> None
         assert compat.control_device(default_group()) == torch.device("cpu")
 
 
+@needs_simulation
+def test_a_message_stays_on_a_device_that_the_group_reaches() -> None:
+    with compat.fake_default_group(rank=0, world_size=2):
+        for wished, found in (("cuda:0", "cuda:0"), ("cpu", "cpu"), ("meta", "cpu")):
+            assert compat.control_device(default_group(), torch.device(wished)) == torch.device(found)
+
+
+def test_values_are_the_tensor_s_own() -> None:
+    assert compat.values_of(torch.tensor([1.5, 2.0]), simulated=[0.0, 0.0]) == [1.5, 2.0]
+
+
+@needs_simulation
+def test_in_a_simulation_values_are_what_is_taken_for_them() -> None:
+    with compat.fake_tensors():
+        assert compat.values_of(torch.ones(2), simulated=[3.0, 4.0]) == [3.0, 4.0]
+
+
 def test_a_callback_runs_once_after_the_whole_backward() -> None:
     order: list[str] = []
     x = torch.ones(2, requires_grad=True)
@@ -89,6 +106,14 @@ def test_the_fake_group_ends_with_its_context_also_after_an_error() -> None:
         assert (dist.get_rank(), dist.get_world_size()) == (2, 5)
         raise KeyError
     assert not dist.is_initialized()
+
+
+@needs_simulation
+def test_the_fake_group_reaches_a_device_for_its_own_time_only() -> None:
+    devices = list(dist.Backend.backend_capability["fake"])
+    with compat.fake_default_group(rank=0, world_size=2, device="mps"):
+        assert dist.get_backend_config().endswith("mps:fake")
+    assert dist.Backend.backend_capability["fake"] == devices
 
 
 @needs_simulation
@@ -157,3 +182,15 @@ def test_a_group_tells_how_long_its_operations_may_take() -> None:
         assert compat.control_device(default_group()) == torch.device("cpu")
     finally:
         dist.destroy_process_group()
+
+
+def test_the_end_of_a_recomputation_is_told_from_a_failure() -> None:
+    from torch.utils.checkpoint import _StopRecomputationError
+
+    assert compat.ends_recomputation(_StopRecomputationError()) and not compat.ends_recomputation(ValueError())
+
+
+def test_a_mesh_of_all_ranks_is_the_default_group() -> None:
+    with compat.fake_default_group(0, 4):
+        assert compat.flatten_mesh(init_device_mesh("cpu", (2, 2))) is None
+        assert compat.flatten_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"]) is not None

@@ -88,7 +88,7 @@ def one_skips_a_unit_where_nobody_compares() -> tuple[str, str, int, str]:
     def unchecked() -> None:
         contract.begin(BACKWARD, new_step=True)
         for unit in units:
-            contract._events.append(Event("backward", unit))
+            contract.history.add(Event("backward", unit))
             contract._unsettled.append((contract.step, Event("backward", unit)))
         contract.close()
 
@@ -126,10 +126,10 @@ def order_is_known_from_the_second_pass() -> list[tuple[bool, list[str]]]:
     contract, seen = Contract(group_of(), LIMIT), []
     for units in ("ab", "ab", "ba", "ba"):
         contract.begin(EVALUATION, new_step=True)
-        order = ["".join(event.unit for event in contract.order)]
+        order = ["".join(event.unit for event in contract.history.order)]
         contract.announce(Event("forward", units[0]))
-        assert contract.position == 1
-        seen.append((contract.on_course, order))
+        assert contract.history.position == 1
+        seen.append((contract.history.on_course, order))
         contract.announce(Event("forward", units[1]))
         contract.close()
     return seen

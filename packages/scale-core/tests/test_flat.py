@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -10,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from scale_core.backward import on_local_grads
-from scale_core.flat import Dtypes, FlatBuffer, State, live_buffers
+from scale_core.flat import Dtypes, FlatBuffer, Groups, State, live_buffers
 from scale_core.group import Group, group_of
 from scale_core.layout import FlatLayout
 from scale_core.shard import Held, shard_of
@@ -53,7 +55,7 @@ def backward(buffer: FlatBuffer, used: Sequence[int], rank: int, *, accumulate: 
     for i in used:
         (buffer.wholes[i].float() * local_grad(rank, i, buffer.wholes[i].shape)).sum().backward()
     for index in used:
-        buffer.pack(index, accumulate=accumulate)
+        buffer.gradient.pack(index, accumulate=accumulate)
         assert buffer.wholes[index].grad is None
     buffer.release()
 
@@ -120,11 +122,12 @@ def reductions(used_by_rank: dict[int, list[int]], reduce_dtype: torch.dtype | N
     for step in (1, 2):
         backward(buffer, used, group.rank)
         assert buffer.has_gradient == bool(used)
-        assert buffer.unused() == [i for i in range(5) if i not in used]
+        assert buffer.gradient.missing() == [i for i in range(5) if i not in used]
         buffer.reduce(tag=1 << 22)
-        assert not buffer.has_gradient and buffer.unused() == list(range(5))
-        buffer.settle()
-        buffer.settle()  # Nothing to do.
+        assert not buffer.has_gradient and buffer.gradient.missing() == list(range(5))
+        buffer.wait_reduced()
+        buffer.wait_reduced()  # Nothing to do.
+        buffer.commit()
         wire = reduce_dtype or torch.float32
         for index, (param, span) in enumerate(zip(buffer.exposed, buffer.spans, strict=True)):
             total = torch.zeros(SHAPES[list(SHAPES)[index]])
@@ -143,14 +146,14 @@ def accumulation() -> None:
     rounded = [local_grad(group.rank, i, tuple(shape)).bfloat16() for i, shape in enumerate(SHAPES.values())]
     for last in (False, False, True):
         backward(buffer, [0, 1, 2, 3, 4], group.rank, accumulate=not last)
-        assert buffer.gradient is not None and buffer.gradient.dtype == torch.float32
-    assert buffer.gradient is not None
+        assert buffer.gradient.flat is not None and buffer.gradient.flat.dtype == torch.float32
+    assert buffer.gradient.flat is not None
     for index, grad in enumerate(rounded):
         entry = buffer.layout.entries[index]
-        held = buffer.gradient.narrow(0, entry.offset, entry.numel).view(entry.shape)
+        held = buffer.gradient.flat.narrow(0, entry.offset, entry.numel).view(entry.shape)
         assert torch.equal(held, grad.float() + grad.float() + grad.float())
     buffer.reduce()
-    buffer.settle()
+    buffer.commit()
     assert all(param.grad is not None and param.grad.dtype == torch.float32 for param in buffer.exposed)
 
 
@@ -171,7 +174,7 @@ def half_precision_parameters_reduced_in_fp32() -> None:
     buffer = make(group, Dtypes(reduce=torch.float32), params=params)
     backward(buffer, [0, 1, 2, 3, 4], group.rank)
     buffer.reduce()
-    buffer.settle()
+    buffer.commit()
     for index, (param, span) in enumerate(zip(buffer.exposed, buffer.spans, strict=True)):
         total = sum(local_grad(rank, index, params[index].shape).bfloat16().float() for rank in range(group.size))
         assert isinstance(total, Tensor) and param.grad is not None
@@ -187,9 +190,9 @@ def late_gradients() -> None:
     buffer.reduce(tag=1 << 22)
     backward(buffer, [1], group.rank)
     assert buffer.has_gradient
-    buffer.settle()
+    buffer.commit()
     buffer.reduce(tag=1 << 22)
-    buffer.settle()
+    buffer.commit()
     wholes = [average(group.size, i, shape) if i < 2 else torch.zeros(shape) for i, shape in enumerate(SHAPES.values())]
     for param, expected in zip(buffer.exposed, pieces_of(buffer, wholes), strict=True):
         assert param.grad is not None and torch.equal(param.grad, expected)
@@ -200,7 +203,7 @@ def flat_parameter() -> None:
     buffer = make(group, flatten=True)
     backward(buffer, [0, 2], group.rank)
     buffer.reduce()
-    buffer.settle()
+    buffer.commit()
     (param,) = buffer.exposed
     assert param.grad is not None and param.grad.shape == param.shape == (buffer.layout.shard_numel,)
     torch.optim.SGD([param], lr=1.0).step()
@@ -225,7 +228,7 @@ def staleness() -> list[str]:
             optimizer = build(buffer.exposed)
             backward(buffer, [0, 1, 2, 3, 4], group.rank)
             buffer.reduce()
-            buffer.settle()
+            buffer.commit()
             gathered(buffer)
             assert not buffer.is_stale()
             optimizer.step()
@@ -250,20 +253,20 @@ def discarded() -> None:
     buffer.gather(tag=1 << 21)
     buffer.discard()
     assert buffer.state is State.SHARDED and buffer.has_gradient
-    buffer.drop_gradient()
+    buffer.gradient.drop()
     assert not buffer.has_gradient
     if group.size > 1:
         assert buffer.full.untyped_storage().nbytes() == 0
     for whole, param in zip(gathered(buffer), params, strict=True):
         assert torch.equal(whole, param)
     (buffer.wholes[1] * 2).sum().backward()
-    buffer.pack(1)
+    buffer.gradient.pack(1)
     buffer.reduce(tag=1 << 22)
     buffer.discard()
     assert buffer.exposed[1].grad is None
     backward(buffer, [0, 1, 2, 3, 4], group.rank)
     buffer.reduce(tag=1 << 22)
-    buffer.settle()
+    buffer.commit()
     wholes = [average(group.size, i, shape) for i, shape in enumerate(SHAPES.values())]
     for param, expected in zip(buffer.exposed, pieces_of(buffer, wholes), strict=True):
         assert param.grad is not None and torch.equal(param.grad, expected)
@@ -281,60 +284,11 @@ def local_gradients_are_reported() -> None:
     backward(buffer, [0, 4], group.rank)
     buffer.reduce()
     handle.remove()
-    buffer.settle()
+    buffer.commit()
     ((params, grads),) = heard
     assert params == [id(buffer.exposed[0]), id(buffer.exposed[4])]
     assert torch.equal(grads[0], local_grad(group.rank, 0, (5, 3)))
     assert torch.equal(grads[1], local_grad(group.rank, 4, (7,)))
-
-
-def gradients_are_held(accumulate: bool) -> None:
-    """What is held takes no flat memory until it is packed; what comes twice, or to a flat gradient, is added."""
-    group = group_of()
-    held, packed = (make(group, Dtypes(compute=torch.bfloat16, reduce=torch.bfloat16)) for _ in range(2))
-    assert not held.holds  # It is small.
-    held.holds = True
-    for twice in (False, True):
-        for buffer in (held, packed):
-            gathered(buffer)
-            for index in (0, 4, 0) if twice else (1, 2, 3):
-                buffer.wholes[index].grad = local_grad(group.rank, index, buffer.wholes[index].shape).bfloat16()
-                if buffer is packed:
-                    buffer.pack(index, accumulate=accumulate)
-                    continue
-                buffer.hold(index, accumulate=accumulate)
-                assert buffer.wholes[index].grad is None and buffer.has_gradient
-                assert (buffer.gradient is None) == (not twice)
-            buffer.release()
-        assert held.unused() == packed.unused() == ([] if twice else [0, 4])
-        held.pack(accumulate=accumulate)
-        assert held.gradient is not None and packed.gradient is not None
-        assert held.gradient.dtype == packed.gradient.dtype
-    for buffer in (held, packed):
-        buffer.reduce(tag=1 << 22)
-        buffer.settle()
-        assert not buffer.has_gradient
-    for mine, expected in zip(held.exposed, packed.exposed, strict=True):
-        assert mine.grad is not None and expected.grad is not None and torch.equal(mine.grad, expected.grad)
-
-
-def a_single_gradient_is_taken_over() -> bool:
-    """One parameter that fills its buffer: autograd's own gradient becomes the flat one."""
-    group = group_of()
-    buffer = make(group, params=[nn.Parameter(torch.ones(4, 3))])
-    gathered(buffer)
-    (buffer.wholes[0] * 2).sum().backward()
-    grad = buffer.wholes[0].grad
-    assert grad is not None
-    buffer.pack(0)
-    assert buffer.gradient is not None
-    taken = buffer.gradient.data_ptr() == grad.data_ptr()
-    del grad
-    buffer.release()
-    buffer.reduce()
-    buffer.settle()
-    assert buffer.exposed[0].grad is not None and bool((buffer.exposed[0].grad == 2).all())
-    return taken
 
 
 def mixed_trainable() -> None:
@@ -343,9 +297,9 @@ def mixed_trainable() -> None:
     buffer = make(group, params=params)
     assert [whole.requires_grad for whole in buffer.wholes] == [True, False, True, True, True]
     backward(buffer, [0, 2, 3, 4], group.rank)
-    assert buffer.unused() == []
+    assert buffer.gradient.missing() == []
     buffer.reduce()
-    buffer.settle()
+    buffer.commit()
     assert buffer.exposed[1].grad is None and buffer.exposed[0].grad is not None
     buffer.exposed[1].requires_grad_(True)
     buffer.follow_trainable()
@@ -359,9 +313,9 @@ def everything_small() -> None:
         buffer = make(group, params=params)
         assert torch.equal(gathered(buffer)[0], params[0].detach())
         (buffer.wholes[0] * 2).sum().backward()
-        buffer.pack(0)
+        buffer.gradient.pack(0)
         buffer.reduce()
-        buffer.settle()
+        buffer.commit()
         grad = buffer.exposed[0].grad
         assert grad is not None and grad.shape == buffer.exposed[0].shape
         buffer.release()
@@ -420,10 +374,6 @@ def test_local_gradients_are_reported_whole_and_unreduced() -> None:
     run_ranks(local_gradients_are_reported, 2)
 
 
-def test_a_single_gradient_that_fills_the_buffer_is_taken_over_and_not_copied() -> None:
-    assert run_ranks(a_single_gradient_is_taken_over, 2) == [True, True]
-
-
 def test_frozen_parameters_among_trained_ones_get_no_gradient() -> None:
     run_ranks(mixed_trainable, 2)
 
@@ -437,17 +387,12 @@ def test_a_world_of_one_computes_with_the_shard_itself() -> None:
     assert buffer.is_aliased and buffer.wholes[0].data_ptr() == buffer.exposed[0].data_ptr()
 
 
-@pytest.mark.parametrize("accumulate", [False, True])
-def test_held_gradients_become_the_flat_gradient_when_they_are_packed(accumulate: bool) -> None:
-    run_ranks(gradients_are_held, 2, accumulate)
-
-
 def test_every_flat_tensor_that_lives_is_listed() -> None:
     buffer = make(Group(), Dtypes(compute=torch.bfloat16))
 
     def kinds() -> list[str]:
         mine = {buffer.shard.data_ptr(), buffer.full.data_ptr()} | (
-            {buffer.gradient.data_ptr()} if buffer.gradient is not None else set()
+            {buffer.gradient.flat.data_ptr()} if buffer.gradient.flat is not None else set()
         )
         return sorted(kind for kind, tensor in live_buffers() if tensor.data_ptr() in mine)
 
@@ -455,28 +400,76 @@ def test_every_flat_tensor_that_lives_is_listed() -> None:
     gathered(buffer)
     assert kinds() == ["gathered", "shard"]
     buffer.wholes[0].sum().backward()
-    buffer.pack(0)
+    buffer.gradient.pack(0)
     assert kinds() == ["gathered", "gradient", "shard"]
-
-
-def test_a_gradient_with_a_gradient_of_its_own_is_refused_by_name() -> None:
-    buffer = make(Group())
-    buffer.wholes[0].grad = torch.ones(5, 3, requires_grad=True) * 2  # As backward(create_graph=True) leaves it.
-    with pytest.raises(RuntimeError, match=r"'weight' has a gradient of its own.*without create_graph=True"):
-        buffer.pack(0)
-
-
-def test_a_sparse_gradient_is_packed_densely() -> None:
-    buffer = make(Group(), params=[nn.Parameter(torch.ones(4, 3))])
-    gathered(buffer)
-    nn.functional.embedding(torch.tensor([1, 1]), buffer.wholes[0], sparse=True).sum().backward()
-    buffer.pack(0)
-    buffer.reduce()
-    buffer.settle()
-    assert buffer.exposed[0].grad is not None and buffer.exposed[0].grad.sum(dim=1).tolist() == [0, 6, 0, 0]
 
 
 def test_parameters_that_are_not_contiguous_are_taken_in_row_major_order() -> None:
     param = nn.Parameter(torch.arange(12.0).view(3, 4).t())
     buffer = make(Group(), params=[param])
     assert torch.equal(gathered(buffer)[0], param.detach())
+
+
+def rehoused() -> None:
+    group = group_of()
+    for flatten in (False, True):
+        params = whole_params()
+        buffer = make(group, params=params, flatten=flatten)
+        buffer.exposed[0].requires_grad_(False)
+        gathered(buffer)
+        kept, version = list(buffer.exposed), buffer.version
+        buffer.rehouse(buffer.shard.to(torch.float64))
+        assert state_of(buffer) is State.SHARDED
+        assert buffer.version > version
+        assert all(now is then for now, then in zip(buffer.exposed, kept, strict=True))
+        assert not buffer.exposed[0].requires_grad
+        assert buffer.dtype == buffer.compute_dtype == buffer.exposed[0].dtype == torch.float64
+        assert all(torch.equal(a, b.double()) for a, b in zip(gathered(buffer), params, strict=True))
+        with torch.no_grad():
+            buffer.exposed[-1].add_(1.0)  # It has a version counter of its own now.
+        assert buffer.is_stale()
+        shard = shard_of(buffer.exposed[0])
+        assert shard is not None
+        layout = FlatLayout.plan(list(SHAPES), list(SHAPES.values()), 1)
+        buffer.rehouse(torch.ones(layout.shard_numel), layout=layout, groups=Groups(Group()))
+        assert buffer.is_aliased
+        assert [tuple(w.shape) for w in gathered(buffer)] == list(SHAPES.values())
+        assert shard_of(buffer.exposed[0]) != shard
+
+
+def test_a_buffer_moves_into_another_shard_and_its_parameters_stay_the_same_objects() -> None:
+    run_ranks(rehoused, 2)
+
+
+def test_a_buffer_on_meta_has_shapes_and_gets_values_by_moving() -> None:
+    params = [nn.Parameter(param.detach().to("meta")) for param in whole_params()]
+    buffer = make(Group(), params=params)
+    assert buffer.is_meta
+    assert all(whole.is_meta for whole in buffer.gather_whole())
+    before = list(buffer.exposed)
+    buffer.rehouse(torch.zeros(buffer.layout.shard_numel))
+    assert not buffer.is_meta
+    assert not any(now is then for now, then in zip(buffer.exposed, before, strict=True))  # torch can't do that.
+    for index, param in enumerate(whole_params()):
+        buffer.load(index, param)
+    assert all(torch.equal(a, b) for a, b in zip(gathered(buffer), whole_params(), strict=True))
+
+
+def copied() -> None:
+    for flatten in (False, True):
+        params = whole_params()
+        buffer = make(group_of(), Dtypes(compute=torch.bfloat16), params=params, flatten=flatten)
+        gathered(buffer)
+        for other in (copy.deepcopy(buffer), pickle.loads(pickle.dumps(buffer))):
+            assert state_of(other) is State.SHARDED
+            assert [shard_of(param) for param in other.exposed] == [shard_of(param) for param in buffer.exposed]
+            assert all(param.untyped_storage() is other.shard.untyped_storage() for param in other.exposed)
+            with torch.no_grad():
+                other.exposed[0].zero_()
+            wholes = gathered(buffer)
+            assert all(torch.equal(a, b.bfloat16()) for a, b in zip(wholes, params, strict=True))
+            assert not torch.equal(gathered(other)[0], wholes[0])
+
+
+def test_a_copy_of_a_buffer_holds_the_same_and_shares_nothing() -> None:
+    run_ranks(copied, 2)

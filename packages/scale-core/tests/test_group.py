@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -85,3 +88,31 @@ def test_groups_meshes_and_subgroups_tell_rank_size_and_members() -> None:
 
 def test_a_backend_named_per_device_is_told_by_its_transport() -> None:
     assert run_ranks(transport_of_a_group_for_both_devices, 1) == ["gloo"]
+
+
+def found_again() -> tuple[bytes, bytes]:
+    whole, me = group_of(), dist.get_rank()
+    part = group_of(dist.new_group([me], use_local_synchronization=True))
+    assert copy.deepcopy(whole) is whole
+    for group in (whole, part, Group()):
+        again = pickle.loads(pickle.dumps(group))
+        assert (again.rank, again.size, again.ranks) == (group.rank, group.size, group.ranks)
+    assert pickle.loads(pickle.dumps(whole)).process_group is dist.group.WORLD
+    return pickle.dumps(whole), pickle.dumps(part)
+
+
+def test_a_pickled_group_is_found_again_among_those_of_the_process() -> None:
+    written = run_ranks(found_again, 2)
+    for whole, part in written:
+        assert pickle.loads(part) == Group()
+        with pytest.raises(ValueError, match=r"over ranks \[0, 1\], but torch.distributed is not initialised"):
+            pickle.loads(whole)
+    assert run_ranks(read_of_another_rank, 2, [whole for whole, _ in written]) == [0, 1]
+
+
+def read_of_another_rank(written: list[bytes]) -> int:
+    me = dist.get_rank()
+    with pytest.raises(ValueError, match=f"rank {1 - me}'s part of 2, and this is rank {me}: save a file on each rank"):
+        pickle.loads(written[1 - me])
+    rank: int = pickle.loads(written[me]).rank
+    return rank

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.utils.checkpoint import checkpoint
 
@@ -64,6 +64,10 @@ class TinyGPT(nn.Module):
         return loss
 
 
+needs_stand_in = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the stand-in takes the place of no real accelerator"
+)
+
 Optimizers = Callable[[nn.Module], torch.optim.Optimizer]
 
 
@@ -75,17 +79,17 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, simulation: Simula
     """Two steps; the books are those of the second."""
     for _ in range(2):
         simulation.restart()
-        model(torch.ones(2, 16, dtype=torch.int64)).backward()
+        model(torch.ones(2, 16, dtype=torch.int64, device=simulation.device)).backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
-def shard_by_torch(model: TinyGPT, simulation: Simulation) -> None:
+def shard_by_torch(model: TinyGPT, simulation: Simulation, place: OffloadPolicy) -> None:
     with simulation.aside():
-        mesh = init_device_mesh("cpu", (simulation.world_size,))
+        mesh = init_device_mesh(simulation.device.type, (simulation.world_size,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for unit in (*model.blocks, model):
-        torch_fully_shard(unit, mesh=mesh, mp_policy=policy)
+        torch_fully_shard(unit, mesh=mesh, mp_policy=policy, offload_policy=place)
 
 
 def run_plain(fake: bool, optimizer: Optimizers = adamw) -> Simulation:
@@ -97,11 +101,12 @@ def run_plain(fake: bool, optimizer: Optimizers = adamw) -> Simulation:
     return simulation
 
 
-def run_sharded(fake: bool) -> Simulation:
+def run_sharded(fake: bool, device: str = "cpu", place: OffloadPolicy | None = None) -> Simulation:
     torch.manual_seed(0)
-    with simulate(rank=1, world_size=4, fake=fake) as simulation:
-        model = TinyGPT()
-        shard_by_torch(model, simulation)
+    with simulate(rank=1, world_size=4, fake=fake, device=device) as simulation:
+        with simulation.device:
+            model = TinyGPT()
+        shard_by_torch(model, simulation, place or OffloadPolicy())
         train(model, adamw(model), simulation)
     return simulation
 
@@ -312,6 +317,146 @@ def test_the_report_shows_kinds_peak_and_traffic() -> None:
         "sent                                     GiB   calls",
         "  all_reduce in forward                7.938       1",
     ]
+
+
+# Host and device apart.
+
+
+@needs_stand_in
+def test_a_device_of_its_own_holds_and_sends_what_the_one_memory_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The attentions of CPU and CUDA keep other statistics.
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda query, key, value, is_causal: query * key + value)
+    one, two = run_sharded(fake=True), run_sharded(fake=True, device="sim")
+    kind = "optimizer state"
+    counts_of_steps = two.on("cpu").peak_by_kind
+    assert set(counts_of_steps) == {kind}
+    expected = {**one.peak_by_kind, kind: one.peak_by_kind[kind] - counts_of_steps[kind]}
+    # Of each row in bf16, layer norm keeps mean and deviation in fp32 on devices and in bf16 on CPU.
+    num_norms, num_rows, num_statistics = 2, 2 * 16, 2
+    expected["temporaries"] += num_norms * num_rows * num_statistics * (4 - 2)
+    assert two.peak_by_kind == expected
+    assert two.collectives == one.collectives
+
+
+@needs_stand_in
+def test_what_is_offloaded_stands_on_the_host_and_the_rest_on_the_device() -> None:
+    simulation = run_sharded(fake=True, device="sim", place=CPUOffloadPolicy(pin_memory=False))
+    whole = run_sharded(fake=True)
+    host = simulation.on("cpu")
+    assert set(simulation.peak_by_kind) == {"gathered", "reduction", "activations", "temporaries"}
+    assert set(host.peak_by_kind) == {"parameters", "gradients", "optimizer state", "temporaries"}
+    for kind in ("parameters", "optimizer state"):
+        assert host.peak_by_kind[kind] == whole.peak_by_kind[kind]
+    assert simulation.collectives == whole.collectives
+
+
+@needs_stand_in
+def test_each_memory_has_a_peak_of_its_own() -> None:
+    with simulate(device="sim") as simulation:
+        host = simulation.on("cpu")
+        here = torch.zeros(1000, dtype=torch.uint8)
+        there = here.to(simulation.device, torch.float32)
+        assert (host.current_bytes, simulation.current_bytes) == (1000, 4000)
+        back = torch.empty(1000).copy_(there, non_blocking=True)
+        del there
+        assert (host.current_bytes, simulation.current_bytes) == (5000, 0)
+        del here, back
+        assert (host.peak_bytes, simulation.peak_bytes) == (5000, 4000)
+        assert simulation.on("sim:0").peak_bytes == simulation.peak_bytes
+        simulation.restart()
+        assert (host.peak_bytes, simulation.peak_bytes) == (0, 0)
+
+
+@needs_stand_in
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+def test_a_buffer_that_is_released_and_filled_again_stays_in_its_memory(device: str) -> None:
+    with simulate(device="sim") as simulation:
+        full = torch.zeros(8, device=device)
+        full.untyped_storage().resize_(0)
+        assert simulation.on(device).current_bytes == 0
+        full.untyped_storage().resize_(32)
+        assert simulation.on(device).current_by_kind == {"gathered": 32}
+        other = "sim" if device == "cpu" else "cpu"
+        assert simulation.on(other).peak_bytes == 0
+
+
+@needs_stand_in
+def test_a_released_buffer_is_caught_in_a_backward_on_the_device_too() -> None:
+    with simulate(device="sim") as simulation:
+        full = torch.zeros(8, device=simulation.device)
+        loss = (torch.ones(8, device=simulation.device, requires_grad=True) * full).sum()
+        full.untyped_storage().resize_(0)
+        with pytest.raises(UseAfterReleaseError, match=r"aten::mul\.Tensor in backward"):
+            loss.backward()
+
+
+@needs_stand_in
+def test_ranks_send_from_the_device_and_from_the_host() -> None:
+    with simulate(rank=1, world_size=4, device="sim") as simulation:
+        part = dist.new_group([1, 3])
+        for device in ("sim", "cpu"):
+            dist.all_reduce(torch.zeros(24, device=device))
+            dist.all_reduce(torch.zeros(24, device=device), group=part)
+            messages = [dist.P2POp(dist.isend, torch.zeros(6, device=device), 2)]
+            messages += [dist.P2POp(dist.irecv, torch.zeros(6, device=device), 0)]
+            for work in dist.batch_isend_irecv(messages):
+                work.wait()
+    assert [(each.op, each.bytes_sent) for each in simulation.collectives] == 2 * [
+        ("all_reduce", 2 * 3 * 24),
+        ("all_reduce", 2 * 24 * 4 // 2),
+        ("send", 24),
+        ("receive", 0),
+    ]
+
+
+@needs_stand_in
+def test_the_report_shows_each_memory() -> None:
+    with simulate(device="sim") as simulation:
+        weight = nn.Linear(2**15, 2**15, bias=False).weight
+        gathered = weight.detach().to(simulation.device, torch.bfloat16)
+        simulation.label(weight, "shards")
+        report = simulation.report()
+        assert gathered.device == simulation.device
+    assert report.splitlines() == [
+        "rank 0 of 1 on sim                       GiB",
+        "  activations                          2.000",
+        "  peak                                 2.000",
+        "rank 0 of 1 on cpu                       GiB",
+        "  shards                               4.000",
+        "  peak                                 4.000",
+        "sent                                     GiB   calls",
+    ]
+
+
+def test_without_a_device_of_its_own_the_host_is_the_device() -> None:
+    with simulate() as simulation:
+        weight = torch.zeros(10)
+        assert simulation.device == weight.device
+        assert simulation.on("cpu").current_by_kind == simulation.current_by_kind == {"activations": 40}
+        with pytest.raises(ValueError, match=r"no memory on 'sim', but on cpu: simulate\(\.\.\., device='sim'\)"):
+            simulation.on("sim")
+
+
+def test_a_device_that_nothing_stands_in_for_is_refused() -> None:
+    with pytest.raises(ValueError, match="expected device to be 'cpu' or 'sim', got 'cuda'"), simulate(device="cuda"):
+        pass
+
+
+def test_real_tensors_on_the_stand_in_are_refused() -> None:
+    with pytest.raises(ValueError, match="leave fake=False out"), simulate(device="sim", fake=False):
+        pass
+
+
+@pytest.mark.parametrize("fake", [True, False])
+def test_whether_two_tensors_are_the_same_memory_can_be_asked(fake: bool) -> None:
+    with simulate(fake=fake) as simulation:
+        full = torch.zeros(6)
+        assert full.is_set_to(full.view(6))
+        assert full[2:4].is_set_to(full[2:4])
+        assert not full[2:4].is_set_to(full[3:5])
+        assert not full.is_set_to(full.view(2, 3))
+        assert not full.is_set_to(torch.zeros(6))
+        assert simulation.peak_bytes == 48
 
 
 def test_a_rank_outside_of_the_world_is_refused() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from scale_core import compat
-from scale_core.simulated_memory import Evidence, Item, MemoryBooks
+from scale_core.simulated_memory import Evidence, Item, Memory, MemoryBooks
 
 
 def num_bytes(size: int) -> torch.Tensor:
@@ -115,6 +115,17 @@ def test_the_largest_at_the_peak_are_counted_together_where_they_are_alike() -> 
         Item("temporaries", "", 40, 1),
         Item("parameters", "aten::empty in forward", 10, 3),
     ]
+
+
+def test_a_memory_learns_what_has_become_known_before_it_tells_kinds() -> None:
+    books = MemoryBooks()
+    weight = num_bytes(10)
+    observe(books, weight)
+    memory = Memory(books, lambda: books.claim(weight.untyped_storage(), "parameters", Evidence.OPTIMIZER))
+    assert (memory.current_bytes, memory.peak_bytes) == (10, 10)
+    assert books.current_by_kind() == {"activations": 10}
+    assert memory.current_by_kind == memory.peak_by_kind == {"parameters": 10}
+    assert memory.largest_at_peak == [Item("parameters", "", 10, 1)]
 
 
 def test_closed_books_stay_as_they_are() -> None:

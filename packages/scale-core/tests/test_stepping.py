@@ -105,3 +105,66 @@ def test_watching_twice_is_watching_once() -> None:
     before = piece._version
     optimizer.step()
     assert piece._version == before + 1
+
+
+def piece_of(shape: tuple[int, ...], start: int, stop: int, ranks: int = 2) -> nn.Parameter:
+    """Elements `start` to `stop` of a parameter that this many ranks hold between them."""
+    param = nn.Parameter(torch.ones(stop - start, 1) if len(shape) == 2 else torch.ones(stop - start))
+    param.grad = torch.ones_like(param)
+    mark(param, Shard("layer.weight", shape, start, stop, (Axis(Group(size=ranks), Held.SHARD),)))
+    return param
+
+
+class Lamb(torch.optim.SGD):
+    """Known by its name, wherever it comes from."""
+
+
+class Derived(Lamb):
+    """Made of one that is known."""
+
+
+@pytest.mark.parametrize("cls", [torch.optim.Adafactor, torch.optim.Muon, Lamb, Derived])
+def test_an_optimizer_that_needs_whole_tensors_is_refused_on_a_piece_and_changes_nothing(cls: type) -> None:
+    piece = piece_of((4, 1), 0, 2)
+    optimizer = cls([piece], lr=1.0)
+    for _ in range(2):
+        with pytest.raises(
+            RuntimeError, match=rf"{cls.__name__}.step.*'layer.weight' this rank has elements 0 to 2 of 4"
+        ):
+            optimizer.step()
+    assert piece.tolist() == [[1], [1]]
+
+
+@pytest.mark.parametrize("held", [(0, 4), (0, 0)])
+def test_it_may_step_where_a_parameter_is_here_whole_or_not_at_all(held: tuple[int, int]) -> None:
+    Lamb([piece_of((4, 1), *held)], lr=1.0).step()
+
+
+def test_it_may_step_on_plain_parameters_and_in_a_world_of_one() -> None:
+    Lamb([with_grad(), piece_of((2,), 0, 1, ranks=1)], lr=1.0).step()
+
+
+@pytest.mark.parametrize(
+    "cls, reason", [(torch.optim.LBFGS, "all parameters together"), (torch.optim.SparseAdam, "dense")]
+)
+@pytest.mark.parametrize("held", [(0, 4), (0, 2)])
+def test_what_no_shard_can_be_trained_with_is_refused_on_all_ranks_alike(
+    cls: type, reason: str, held: tuple[int, int]
+) -> None:
+    optimizer = cls([piece_of((4,), *held)], lr=1.0)
+    with pytest.raises(RuntimeError, match=rf"{cls.__name__}.step\(\): .*{reason}"):
+        optimizer.step(lambda: torch.zeros(()))
+
+
+def test_a_group_of_pieces_that_is_added_later_is_refused_too() -> None:
+    optimizer = Lamb([with_grad()], lr=1.0)
+    optimizer.step()
+    optimizer.add_param_group({"params": [piece_of((4,), 0, 2)]})
+    with pytest.raises(RuntimeError, match=r"Lamb\.step"):
+        optimizer.step()
+
+
+def test_elementwise_optimizers_step_on_pieces() -> None:
+    piece = piece_of((4,), 0, 2)
+    torch.optim.SGD([piece], lr=1.0).step()
+    assert piece.tolist() == [0, 0]

@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from scale_core.streams import CudaStream, HostStream, copy_to, stream_for
+from scale_core.streams import (
+    CudaStream,
+    HostStream,
+    Inline,
+    copy_into,
+    copy_to,
+    host_memory,
+    on_host,
+    stream_for,
+    worker_for,
+)
 
 
 def use_every_verb(device: torch.device) -> torch.Tensor:
@@ -13,6 +23,8 @@ def use_every_verb(device: torch.device) -> torch.Tensor:
     source = torch.arange(1 << 16, dtype=torch.float32, device=device)
     with stream.run():
         doubled = source * 2
+    with stream.run(after_caller=False):
+        doubled = doubled * 1
     stream.record().synchronize()
     stream.join()
     return doubled
@@ -30,6 +42,55 @@ def test_a_copy_is_never_shared_with_its_source() -> None:
     stream.record().synchronize()
     source.zero_()
     assert copy.tolist() == [1, 1, 1] and copy.dtype == torch.bfloat16
+
+
+def test_the_host_s_worker_has_done_all_when_the_call_returns() -> None:
+    worker, done = worker_for(torch.device("cpu")), list[int]()
+    assert isinstance(worker, Inline)
+    future = worker.submit(done.append, 3)
+    assert done == [3] and future.done() and future.result() is None
+    assert worker.submit(lambda x, *, y: x + y, 1, y=2).result() == 3
+
+
+def test_what_the_host_s_worker_raises_comes_out_of_the_future() -> None:
+    future = Inline().submit(lambda: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        future.result()
+
+
+def test_the_host_reaches_what_is_on_it_and_gives_memory_for_copies() -> None:
+    assert on_host(torch.ones(2)) and not on_host(torch.ones(2, device="meta"))
+    memory = host_memory(5, torch.bfloat16, torch.device("cpu"))
+    assert on_host(memory) and memory.shape == (5,) and memory.dtype == torch.bfloat16 and not memory.is_pinned()
+
+
+def test_a_copy_into_memory_converts_as_it_goes() -> None:
+    memory = host_memory(3, torch.bfloat16, torch.device("cpu"))
+    copy_into(memory, torch.tensor([1.0, 2.0, 3.0]))
+    assert memory.tolist() == [1, 2, 3]
+
+
+@pytest.mark.gpu
+def test_copies_into_pinned_memory_and_back_are_whole_after_their_streams() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    source, stream = torch.arange(1 << 20, dtype=torch.float32, device=device), stream_for(device)
+    memory = host_memory(1 << 20, torch.float32, device)
+    with stream.run():
+        copy_into(memory, source)
+    stream.record().synchronize()
+    with stream.run(after_caller=False):
+        copy_into(source, memory.mul_(2))
+    stream.join()
+    assert source[-1].item() == 2 * ((1 << 20) - 1)
+
+
+@pytest.mark.gpu
+def test_memory_for_copies_from_cuda_is_pinned_and_its_worker_is_a_thread() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    assert host_memory(5, torch.float32, device).is_pinned() and not on_host(torch.ones(1, device=device))
+    worker = worker_for(device)
+    assert not isinstance(worker, Inline)
+    assert worker.submit(lambda: torch.ones(3, device=device).sum().item()).result() == 3
 
 
 @pytest.mark.gpu

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from scale_core.group import group_of
@@ -101,12 +102,14 @@ class Case:
         wrapping: "root", "blocks", "deep" (linears inside blocks inside the root) or "leaves".
         accumulate: Micro-batches per step; `no_sync` around all but the last.
         checkpointing: "", or "inside", "around" or "several" units, with " reentrant".
+        placement: Arguments of `fully_shard` that say what lives on the host.
+        replicas: Copies of the model, each sharded over its part of the ranks.
     """
 
     model: str = "gpt"
     optimizer: str = "adam"
     wrapping: str = "blocks"
-    reshard: bool = True
+    reshard: bool | int = True
     precision: str = "fp32"
     accumulate: int = 1
     no_sync: bool = False
@@ -114,6 +117,8 @@ class Case:
     clip: bool = False
     flatten: bool = False
     wrapper: bool = False
+    placement: tuple[tuple[str, bool], ...] = ()
+    replicas: int = 1
     steps: int = 5
 
     def build(self) -> Net:
@@ -128,7 +133,11 @@ def shard(model: nn.Module, case: Case, process_group: Any = None) -> nn.Module:
         "mixed_precision": PRECISIONS[case.precision],
         "flatten_parameters": case.flatten,
         "process_group": process_group,
+        **dict(case.placement),
     }
+    if case.replicas > 1:
+        shape = (case.replicas, group_of().size // case.replicas)
+        kwargs["process_group"] = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shard"))
     inner: list[nn.Module] = []
     if case.wrapping == "leaves":
         inner = [m for m in model.modules() if not list(m.children())]
@@ -162,11 +171,13 @@ class Reference:
 
     Attributes:
         world: The number of ranks it stands for.
+        replicas: Copies of the model among them; averages are taken in each, then of those.
     """
 
     model: nn.Module
     world: int
     precision: MixedPrecision = field(default_factory=MixedPrecision)
+    replicas: int = 1
 
     def gradients(self, batches: Sequence[Sequence[Tensor]], no_sync: bool = False) -> list[list[float]]:
         """Puts the gradients of one step into the model; returns the losses, by rank and micro-batch."""
@@ -202,10 +213,13 @@ class Reference:
             return
         wire = self.precision.reduce_dtype or self.precision.param_dtype or param.dtype
         summands = [torch.zeros_like(param) if g is None else g.to(wire).to(param.dtype) for g in grads]
-        mean = _sum(summands)
-        if self.world > 1:
-            mean = mean / self.world
+        size = self.world // self.replicas
+        mean = _mean([_mean(summands[first : first + size]) for first in range(0, self.world, size)])
         param.grad = mean if param.grad is None else param.grad + mean
+
+
+def _mean(tensors: Sequence[Tensor]) -> Tensor:
+    return _sum(tensors) / len(tensors) if len(tensors) > 1 else tensors[0]
 
 
 def _sum(tensors: Sequence[Tensor]) -> Tensor:
@@ -283,7 +297,7 @@ def train_beside_reference(case: Case, process_group: Any = None) -> list[str]:
     model = shard(model, case, process_group)
     cls, kwargs = OPTIMIZERS[case.optimizer]
     optimizer, plain_optimizer = cls(model.parameters(), **kwargs), cls(plain.parameters(), **kwargs)
-    reference = Reference(plain, group.size, PRECISIONS[case.precision])
+    reference = Reference(plain, group.size, PRECISIONS[case.precision], case.replicas)
     wrong: list[str] = []
     for step in range(case.steps):
         data = [[batch(case.model, step, rank, m) for m in range(case.accumulate)] for rank in range(group.size)]

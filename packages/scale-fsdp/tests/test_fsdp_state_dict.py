@@ -43,8 +43,9 @@ def go_both_ways() -> list[str]:
         for kwargs in ({}, {"flatten_parameters": True}, {"mixed_precision": True}):
             model = sharded(Model(0), units, **kwargs)
             wrong += differing_weights(model, Model(0))
-            if "flatten_parameters" not in kwargs and list(model.state_dict()) != list(Model(0).state_dict()):
+            if list(model.state_dict()) != list(Model(0).state_dict()):
                 wrong.append(f"order {list(model.state_dict())}")
+            wrong += check_tied(model.state_dict())
             result = model.load_state_dict(Model(3).state_dict())
             if result.missing_keys or result.unexpected_keys:
                 wrong.append(f"{way}: {result}")
@@ -53,6 +54,10 @@ def go_both_ways() -> list[str]:
             plain.load_state_dict(model.state_dict())
             wrong += differing_weights(model, plain)
     return wrong
+
+
+def check_tied(state: dict[str, Tensor]) -> list[str]:
+    return [] if state["head.weight"] is state["embed.weight"] else ["a tied parameter has become two"]
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -83,6 +88,32 @@ def wrap_at_several_levels() -> list[str]:
 
 def test_wrappers_at_several_levels_leave_no_trace_in_any_name():
     assert not any(run_ranks(wrap_at_several_levels, 2))
+
+
+def ask_past_the_unit() -> list[str]:
+    """`model.body` is no unit, but inside of one."""
+    wrong = []
+    for kwargs in ({}, {"flatten_parameters": True}):
+        model = sharded(Model(0), ["body.0", ""], **kwargs)
+        wrong += differing_weights(model.body, Model(0).body)
+        wrong += differing_weights(model.head, Model(0).head)
+        result = model.body.load_state_dict(Model(3).body.state_dict())
+        if result.missing_keys or result.unexpected_keys:
+            wrong.append(f"{result}")
+        wrong += differing_weights(model.body, Model(3).body)
+        wrong += differing_weights(model.embed, Model(0).embed)
+        try:
+            model.body.load_state_dict({**Model(3).body.state_dict(), "2.weight": torch.zeros(6, 5)})
+            wrong.append("another shape was loaded")
+        except RuntimeError as error:
+            if "2.weight" not in str(error):
+                wrong.append(str(error))
+    return wrong
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_module_inside_a_unit_has_the_plain_state_dict_too(world):
+    assert not any(run_ranks(ask_past_the_unit, world))
 
 
 def nest_in_a_plain_parent() -> list[str]:

@@ -1,7 +1,4 @@
-"""What holds a unit's parameters refuses to compute with shards, to convert them, and to be copied."""
-
-import copy
-import pickle
+"""What holds a unit's parameters refuses to compute with shards."""
 
 import pytest
 import torch
@@ -9,7 +6,7 @@ from fsdp_beside import noise, sharded
 from torch import nn
 
 from scale_core.testing import run_ranks
-from scale_fsdp import FullyShardedDataParallel, fully_shard
+from scale_fsdp import fully_shard
 
 
 class Model(nn.Module):
@@ -84,28 +81,7 @@ def test_in_a_world_of_one_nothing_is_in_the_way():
     assert torch.equal(model.forward(noise(2, 3)), plain(noise(2, 3)))
 
 
-@pytest.mark.parametrize(
-    "convert",
-    [nn.Module.half, nn.Module.double, lambda module: module.to(torch.bfloat16), lambda module: module.to("meta")],
-)
-@pytest.mark.parametrize("around", ["itself", "wrapper", "parent"])
-def test_a_conversion_of_shards_is_refused_and_changes_nothing(convert, around):
-    model = FullyShardedDataParallel(Model()) if around == "wrapper" else fully_shard(Model())
-    before = [param.detach().clone() for param in model.parameters()]
-    with pytest.raises(RuntimeError, match=r"torch.float32 on cpu and can't become torch.* before fully_shard"):
-        convert(nn.Sequential(nn.ReLU(), model) if around == "parent" else model)
-    assert all(torch.equal(now, then) for now, then in zip(model.parameters(), before, strict=True))
-
-
 def test_a_conversion_to_what_the_shards_are_already_is_none():
     model = fully_shard(Model())
     assert model.float().cpu().to(torch.float32) is model
     model(noise(2, 3)).sum().backward()
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
-def test_a_sharded_module_is_neither_copied_nor_pickled(copied):
-    with pytest.raises(TypeError, match=r"a sharded Model can't be copied.*load_state_dict\(sharded.state_dict\(\)\)"):
-        copied(fully_shard(Model()))
-    with pytest.raises(TypeError, match="a sharded Model can't be copied"):
-        copied(nn.Sequential(FullyShardedDataParallel(Model())))

@@ -7,7 +7,7 @@ import pytest
 from torch import nn
 from wrapping_models import Block, Model, linears
 
-from scale_fsdp.policy import class_policy, default_auto_wrap_policy, name_policy, size_policy
+from scale_fsdp.policy import class_policy, default_auto_wrap_policy, name_policy, no_split_policy, size_policy
 from scale_fsdp.wrapping import plan_units
 
 
@@ -105,3 +105,21 @@ def test_bad_policies_say_what_was_expected():
         size_policy(-1)
     with pytest.raises(TypeError, match="got 'Block'"):
         plan_units(Model(), "Block")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("listed", [{"Block"}, ["Block", "OfAnotherModel"], ("Block",)])
+def test_the_blocks_that_a_model_names_itself_are_units(listed):
+    model = Model()
+    model._no_split_modules = listed
+    assert plan_units(model, no_split_policy(model)) == ["layers.0", "layers.1"]
+    assert plan_units(nn.Sequential(model), no_split_policy(nn.Sequential(model))) == ["0.layers.0", "0.layers.1"]
+
+
+@pytest.mark.parametrize("listed", [None, [], set()])
+def test_a_model_that_names_no_blocks_is_told_which_it_has(listed):
+    model = Model()
+    model._no_split_modules = listed
+    with pytest.raises(ValueError, match=r"this Model has no _no_split_modules.*; write class_policy\('Block'\)"):
+        no_split_policy(model)
+    with pytest.raises(ValueError, match=r"this Linear has.*; write size_policy\(min_num_params=...\)"):
+        no_split_policy(nn.Linear(2, 2))

@@ -2,6 +2,8 @@
 
 import collections
 import dataclasses
+import gc
+import weakref
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from scale_core.flat import live_buffers
 from scale_core.testing import run_ranks
 from scale_fsdp import fully_shard
+from scale_fsdp.unit import units_in
 
 
 def assert_on_ranks(fn, world, *args):
@@ -575,3 +578,16 @@ def fail_and_go_on(where: str) -> list[str]:
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_training_goes_on_after_an_exception_on_all_ranks(where, world):
     assert_on_ranks(fail_and_go_on, world, where)
+
+
+def test_a_model_that_is_thrown_away_is_freed() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    fully_shard(model[0])
+    fully_shard(model)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    held = [weakref.ref(buffer) for unit in units_in(model) for buffer in unit.buffers]
+    del model, optimizer
+    gc.collect()
+    assert [buffer() for buffer in held] == [None, None]

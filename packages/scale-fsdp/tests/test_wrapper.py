@@ -66,16 +66,23 @@ def test_fairscales_own_tuning_arguments_warn_and_change_nothing():
     assert differing_weights(model, Model()) == []
 
 
-FAIRSCALES_OFFLOADING = ["cpu_offload", "move_params_to_cpu", "move_grads_to_cpu", "state_dict_on_rank_0_only"]
+@pytest.mark.parametrize("name", ["cpu_offload", "move_params_to_cpu", "move_grads_to_cpu"])
+def test_fairscales_arguments_for_offloading_are_taken(name):
+    for value in (False, True):
+        model = FullyShardedDataParallel(Model(), **{name: value})
+        assert differing_weights(model, Model()) == []
+        placement = unit_of(model.module).options.placement
+        assert (placement.params_on_host, placement.grads_on_host) == (
+            value and name != "move_grads_to_cpu",
+            value,
+        )
 
 
-@pytest.mark.parametrize("name", [*FAIRSCALES_OFFLOADING, "force_input_to_fp32", "state_dict_device"])
-def test_what_fairscale_offers_beyond_may_be_declined_and_not_asked_for(name):
-    model = FullyShardedDataParallel(Model(), **{name: None if name == "state_dict_device" else False})
+def test_what_fairscale_offers_beyond_may_be_declined_and_not_asked_for():
+    model = FullyShardedDataParallel(Model(), force_input_to_fp32=False)
     assert differing_weights(model, Model()) == []
-    asked = torch.device("cpu") if name == "state_dict_device" else True
-    with pytest.raises(ValueError, match=f"{name}=.* is not supported in this version: leave {name} out"):
-        FullyShardedDataParallel(Model(), **{name: asked})
+    with pytest.raises(ValueError, match=r"force_input_to_fp32=.* is not supported in this version: leave force_input"):
+        FullyShardedDataParallel(Model(), force_input_to_fp32=True)
 
 
 def test_an_unknown_argument_names_the_nearest_known_one():

@@ -31,13 +31,6 @@ def test_only_modules_are_sharded():
         fully_shard(nn.Linear(2, 2), "gloo")
 
 
-def test_parameters_without_values_are_refused_by_name():
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match=r"'0.weight' is on the meta device.*to_empty"):
-        fully_shard(model)
-
-
 class Tied(nn.Module):
     """Its head has no parameter of its own."""
 
@@ -198,12 +191,12 @@ def test_a_rank_outside_of_the_group_is_told_so():
     assert "new_group" in run_ranks(use_a_foreign_group, 2)[1]
 
 
-def test_a_mesh_of_two_dimensions_says_which_to_pass():
-    assert all("mesh['a']" in message for message in run_ranks(use_a_plane, 2))
+def test_a_mesh_of_three_dimensions_says_which_to_pass():
+    assert all("mesh['replicas', 'shard']" in message for message in run_ranks(use_a_cube, 2))
 
 
-def use_a_plane() -> str:
-    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
+def use_a_cube() -> str:
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("a", "b", "c"))
     with pytest.raises(ValueError, match="one dimension") as caught:
         fully_shard(nn.Linear(2, 2), mesh)
     return str(caught.value)

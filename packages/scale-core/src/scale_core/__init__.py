@@ -12,20 +12,30 @@ The files in reading order; each stands only on those above it:
 - `exchange`: what ranks tell each other in a few integers or words;
 - `events`: what ranks compare;
 - `last_words`: what ranks did last, told through the store;
+- `history`: what the passes of a model were like, so that the next one can be foretold;
 - `contract`: the promise that all ranks do the same, and the error that says who did not;
 - `packing`: the placement of atoms in even shards; integers only;
 - `layout`: where parameters stand in a flat buffer; pure arithmetic;
 - `shard`: what a local shard is a piece of;
+- `optimizer_kinds`: what an update of torch.optim depends on;
 - `backward`: when things happen in a backward pass;
+- `joining`: ranks that run out of data before the others;
+- `flat_gradient`: a rank's own gradients of one flat buffer;
+- `reduction`: what they become;
 - `stepping`: what must hold when an optimizer steps;
 - `flat`: a flat buffer's storage, its views, and gather, release, reduce;
-- `norms`: the norm of gradients that no rank holds alone.
+- `holdings`: which named parameters stand in each tensor that an optimizer steps on;
+- `optimizer_view`: what torch's functions for state see of an optimizer on shards;
+- `norms`: the norm of gradients that no rank holds alone;
+- `scaler`: one verdict on inf and NaN for the whole group.
 
 The others load more of torch, and are imported by their own names. State, and what is kept on disk:
 
 - `boxes`: the elements that a rank holds, as boxes of a tensor;
 - `state_match`: whether a saved state is that of this model;
+- `optimizer_state`: an optimizer's state by the names of parameters;
 - `state`: the state of a model and its optimizer, in pieces that outlive the number of ranks;
+- `dcp`: torch's own checkpoint format;
 - `tensorfile`: tensors in a safetensors file;
 - `manifest`: what a snapshot holds, as one JSON file;
 - `pieces`: which boxes each rank writes and reads;
@@ -38,6 +48,7 @@ Starting ranks, and doing without them:
 - `launch`: ranks on this machine, started by the program itself;
 - `testing_rank`: what runs inside a rank of a test;
 - `testing`: a function run on N ranks, and what each returned;
+- `stand_in`: an accelerator that is not there;
 - `simulated_memory`: the books of a simulation;
 - `simulated_traffic`: what a collective sends;
 - `simulate`: one process that plays one rank of a large world.
@@ -50,8 +61,10 @@ from scale_core.backward import (
     in_backward,
     local_grads_wanted,
     on_local_grads,
+    on_reduced_grads,
     once_after_backward,
     report_local_grads,
+    report_reduced_grads,
 )
 from scale_core.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
 from scale_core.contract import Contract, ContractError, ScaleDistributedError
@@ -59,10 +72,12 @@ from scale_core.events import Event, PassKind, message_tag
 from scale_core.exchange import exchange, exchange_text
 from scale_core.flat import Dtypes, FlatBuffer, State
 from scale_core.group import Group, GroupLike, group_of
+from scale_core.joining import Share, current_share, join
 from scale_core.layout import Atom, Block, Entry, FlatLayout, Span
 from scale_core.nested import map_tensors, tensors_in
 from scale_core.norms import clip_grad_norm, grad_norm
 from scale_core.pending import Pending, TransferError
+from scale_core.scaler import ShardedGradScaler
 from scale_core.shard import Axis, Held, Shard, full_shape, mark, shard_of
 from scale_core.streams import Stream, copy_to, stream_for
 
@@ -85,6 +100,8 @@ __all__ = [
     "Pending",
     "ScaleDistributedError",
     "Shard",
+    "ShardedGradScaler",
+    "Share",
     "Span",
     "State",
     "Stream",
@@ -98,20 +115,24 @@ __all__ = [
     "broadcast",
     "clip_grad_norm",
     "copy_to",
+    "current_share",
     "exchange",
     "exchange_text",
     "full_shape",
     "grad_norm",
     "group_of",
     "in_backward",
+    "join",
     "local_grads_wanted",
     "map_tensors",
     "mark",
     "message_tag",
     "on_local_grads",
+    "on_reduced_grads",
     "once_after_backward",
     "reduce_scatter",
     "report_local_grads",
+    "report_reduced_grads",
     "shard_of",
     "stream_for",
     "tensors_in",

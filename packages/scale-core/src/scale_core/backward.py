@@ -2,8 +2,8 @@
 
 Autograd calls nobody when it enters or leaves a module. These are the four places where it can be made to: a tensor's
 gradient arrives (the module's outputs: before its backward; its inputs: after it), a parameter's gradient is whole,
-and the whole pass has ended. Beside them stands `on_local_grads`, by which others see what a rank computed by itself
-before it is averaged away.
+and the whole pass has ended. Beside them stand `on_local_grads`, by which others see what a rank computed by itself
+before it is averaged away, and `on_reduced_grads`, by which they learn when what it was averaged into is there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from scale_core.nested import map_tensors, tensors_in
 
 LocalGradsCallback = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
 
+ReducedGradsCallback = Callable[[Sequence[Tensor]], None]
+
 _local_grads_callbacks: OrderedDict[int, LocalGradsCallback] = OrderedDict()  # a handle can't refer weakly to a dict
+_reduced_grads_callbacks: OrderedDict[int, ReducedGradsCallback] = OrderedDict()
 
 
 class _Identity(torch.autograd.Function):
@@ -138,6 +141,33 @@ def report_local_grads(params: Sequence[Tensor], grads: Sequence[Tensor]) -> Non
     with torch.no_grad():
         for callback in list(_local_grads_callbacks.values()):
             callback(params, grads)
+
+
+def on_reduced_grads(callback: ReducedGradsCallback) -> RemovableHandle:
+    """Calls `callback(params)` when the gradients of these local shards stand in `param.grad`, whole for this pass.
+
+    No hook of autograd tells of it: a shard's gradient comes from the other ranks, while the backward pass of other
+    modules still runs. It is summed up, added to the gradient of earlier passes, and its reduction waited for.
+
+    Args:
+        callback: Gets local shards as `parameters()` yields them. It may take a gradient away, by `param.grad = None`.
+
+    Returns:
+        A handle; `handle.remove()` ends the calls.
+    """
+    handle = RemovableHandle(_reduced_grads_callbacks)
+    _reduced_grads_callbacks[handle.id] = callback
+    return handle
+
+
+def report_reduced_grads(params: Sequence[Tensor]) -> None:
+    """Tells everybody who asked by `on_reduced_grads` that nothing more comes to these gradients in this pass.
+
+    Called inside the backward pass, once per pass and parameter, by whoever has reduced them.
+    """
+    with torch.no_grad():
+        for callback in list(_reduced_grads_callbacks.values()):
+            callback(params)
 
 
 def _ignoring_the_gradient(callback: Callable[[], None]) -> Callable[[Tensor], None]:

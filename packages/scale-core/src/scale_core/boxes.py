@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor
@@ -67,50 +66,61 @@ def _boxes(shape: tuple[int, ...], start: int, stop: int, fixed: tuple[int, ...]
         yield from _boxes(shape[1:], 0, stop - end_whole * row, (*fixed, end_whole))
 
 
-@dataclass
-class LocalShard:
+class LocalShard(Tensor):
     """The elements `[start, stop)` of a tensor of `shape`, as this rank holds them.
 
-    It speaks the protocol of torch's checkpoint planner; unlike a DTensor, it may consist of several boxes.
+    To torch it is a tensor of the whole shape whose elements are elsewhere, as a DTensor is; unlike one, it may consist
+    of several boxes. `torch.distributed.checkpoint` saves it and loads into it in place, at any number of ranks. It can
+    be copied and moved between devices; what would need all elements raises.
 
-    Attributes:
-        tensor: The elements, contiguous, `stop - start` of them, of any shape.
+    Args:
+        tensor: The elements, contiguous, `stop - start` of them, of any shape. It is kept, not copied.
         shape: The shape of the whole tensor.
         start: The first element held, in row-major order.
         stop: One past the last element held.
+
+    Attributes:
+        tensor: As given.
+        start: As given.
+        stop: As given.
+
+    Raises:
+        ValueError: The tensor has another number of elements, or is not contiguous.
     """
 
     tensor: Tensor
-    shape: tuple[int, ...]
     start: int
     stop: int
 
-    def __post_init__(self) -> None:
-        if self.tensor.numel() != self.stop - self.start or not self.tensor.is_contiguous():
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch's docs say
+
+    @staticmethod
+    def __new__(cls, tensor: Tensor, shape: Sequence[int], start: int, stop: int) -> Self:
+        if tensor.numel() != stop - start or not tensor.is_contiguous():
             raise ValueError(
-                f"expected a contiguous tensor of {self.stop - self.start} elements for [{self.start}, {self.stop}), "
-                f"got shape {tuple(self.tensor.shape)} with strides {self.tensor.stride()}: pass tensor.contiguous()"
+                f"expected a contiguous tensor of {stop - start} elements for [{start}, {stop}), "
+                f"got shape {tuple(tensor.shape)} with strides {tensor.stride()}: pass tensor.contiguous()"
             )
-
-    def size(self) -> torch.Size:
-        """The shape of the whole tensor: what the planner compares with the checkpoint's."""
-        return torch.Size(self.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.tensor.dtype
+        made: Self = cast(Any, Tensor)._make_wrapper_subclass(
+            cls, tuple(shape), dtype=tensor.dtype, device=tensor.device, requires_grad=False
+        )
+        made.tensor, made.start, made.stop = tensor, start, stop
+        return made
 
     @property
     def pieces(self) -> dict[Box, Tensor]:
         """Each box of the range with its elements: views of `tensor`, each of the box's sizes."""
-        if math.prod(self.shape) == 0:  # Nothing is held, but the tensor is there, and must be written by someone.
-            return {Box((0,) * len(self.shape), self.shape): self.tensor.view(self.shape)}
+        shape = tuple(self.shape)
+        if math.prod(shape) == 0:  # Nothing is held, but the tensor is there, and must be written by someone.
+            return {Box((0,) * len(shape), shape): self.tensor.detach().view(shape)}
         flat, position, found = self.tensor.detach().view(-1), 0, {}
-        for box in boxes(self.shape, self.start, self.stop):
+        for box in boxes(shape, self.start, self.stop):
             length = math.prod(box.sizes)
             found[box] = flat[position : position + length].view(box.sizes)
             position += length
         return found
+
+    # What torch's checkpoint planner asks.
 
     def __create_write_items__(self, fqn: str, _object: Any) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self.tensor)
@@ -133,3 +143,63 @@ class LocalShard:
             if index.offset is not None and tuple(index.offset) == box.offsets:
                 return piece
         raise ValueError(f"{index.fqn}: this rank holds [{self.start}, {self.stop}), no box at {index.offset}")
+
+    # What torch asks of a tensor.
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's own annotation lacks the first argument
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        first = args[0] if args else None
+        if func in _SAME_ELEMENTS and isinstance(first, LocalShard):
+            return first._with(func(first.tensor, *args[1:], **(kwargs or {})))
+        if func is torch.ops.aten.new_empty.default and isinstance(first, LocalShard) and first.shape == tuple(args[1]):
+            # What dcp.async_save makes, to copy the elements to before it returns.
+            return first._with(func(first.tensor, first.tensor.shape, **(kwargs or {})))
+        if func is torch.ops.aten.copy_.default and isinstance(first, LocalShard):
+            first.tensor.copy_(first._part_of(args[1]))
+            return first
+        shard = next((arg for arg in args if isinstance(arg, LocalShard)), None)
+        where = (
+            "one rank's shard" if shard is None else f"elements {shard.start:,} to {shard.stop:,} of {shard.numel():,}"
+        )
+        raise RuntimeError(
+            f"{func}: got {where} of a tensor, where the whole is needed: take shard.tensor for this rank's elements, "
+            "or the whole from model.state_dict() and model.gather_full_optim_state_dict(optimizer)"
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch has no types here
+        return f"LocalShard([{self.start}, {self.stop}) of {tuple(self.shape)}, {self.tensor})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LocalShard:
+        return cast(LocalShard, memo.setdefault(id(self), self._with(self.tensor.clone())))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "one rank's shard of a tensor can't be pickled, as by torch.save: save the state of all ranks by "
+            "torch.distributed.checkpoint.save or scale_core.snapshot.save_snapshot, this rank's tensors alone by "
+            "model.local_state_dict(), or whole ones from model.state_dict() and "
+            "model.gather_full_optim_state_dict(optimizer)"
+        )
+
+    def _with(self, tensor: Tensor) -> LocalShard:
+        """The same range, with these elements."""
+        return LocalShard(tensor, self.shape, self.start, self.stop)
+
+    def _part_of(self, source: Tensor) -> Tensor:
+        """What of `source`, the same shard or the whole tensor, belongs here; in the shape of `tensor`."""
+        if source.shape != self.shape:
+            raise ValueError(f"expected a tensor of shape {tuple(self.shape)} to copy, got {tuple(source.shape)}")
+        if not isinstance(source, LocalShard):
+            return source.detach().reshape(-1)[self.start : self.stop].view(self.tensor.shape)
+        if (source.start, source.stop) != (self.start, self.stop):
+            raise ValueError(
+                f"expected the elements [{self.start}, {self.stop}) to copy, got [{source.start}, {source.stop})"
+            )
+        return source.tensor.view(self.tensor.shape)
+
+
+_SAME_ELEMENTS = frozenset(
+    getattr(torch.ops.aten, name).default
+    for name in ("detach", "alias", "clone", "empty_like", "_to_copy", "lift_fresh")
+)

@@ -8,6 +8,7 @@ sends (W-1)/W of the full buffer, which is the least that any algorithm can do.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Literal
 
@@ -27,35 +28,49 @@ Op = Literal["sum", "max", "min"]
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
-def all_gather(output: Tensor, shard: Tensor, group: Group, *, tag: int = UNTAGGED) -> Pending:
+def all_gather(
+    output: Tensor, shard: Tensor, group: Group, *, sizes: Sequence[int] | None = None, tag: int = UNTAGGED
+) -> Pending:
     """Starts to fill `output` with every rank's shard, in rank order.
 
     Args:
         output: [W * S], any dtype. May hold `shard` already, as its own part.
         shard: [S], of the same dtype; must not change before `wait()`.
         group: The W ranks.
+        sizes: How many elements each rank gives, by rank; None is S each.
         tag: What this gather is for; ranks whose tags differ time out instead of mixing their data.
 
     Raises:
         ValueError: The sizes or dtypes do not fit each other.
     """
-    _check_sizes("all_gather", output, shard, group)
-    own = _part(output, group.rank, group)
+    _check_sizes("all_gather", output, shard, group, sizes)
+    parts = _parts(output, group, sizes)
+    own = parts[group.rank]
     if group.size == 1 or not peer_to_peer(group, output.device):
         if group.size == 1:
             _fill(own, shard)
             return Pending("all_gather", [], output)
-        works = [begin(None, lambda: compat.all_gather_single(output, shard, torch_group(group)))]
+        if sizes is not None:
+            works = [begin(None, lambda: dist.all_gather(parts, shard, group=torch_group(group), async_op=True))]
+        else:
+            works = [begin(None, lambda: compat.all_gather_single(output, shard, torch_group(group)))]
         return Pending("all_gather", works, output, keep=[shard])
-    wire, sent = _as_bytes(output), _as_bytes(shard)
-    works = receive_all(group, {peer: _part(wire, peer, group) for peer in peers(group)}, tag)
-    works += send_all(group, dict.fromkeys(peers(group), sent), tag)
+    wire, sent = [_as_bytes(part) for part in parts], _as_bytes(shard)
+    works = receive_all(group, {peer: wire[peer] for peer in peers(group) if wire[peer].numel()}, tag)
+    works += send_all(group, dict.fromkeys(peers(group), sent) if sent.numel() else {}, tag)
     _fill(own, shard)
-    return Pending("all_gather", works, output, keep=[shard, wire, sent])
+    return Pending("all_gather", works, output, keep=[shard, *wire, sent])
 
 
 def reduce_scatter(
-    full: Tensor, group: Group, *, dtype: torch.dtype | None = None, average: bool = True, tag: int = UNTAGGED
+    full: Tensor,
+    group: Group,
+    *,
+    dtype: torch.dtype | None = None,
+    average: bool = True,
+    divisor: int | None = None,
+    sizes: Sequence[int] | None = None,
+    tag: int = UNTAGGED,
 ) -> Pending:
     """Starts to sum every rank's `full`; each rank gets its own part of the sum.
 
@@ -67,6 +82,8 @@ def reduce_scatter(
         group: The W ranks.
         dtype: The dtype of the result; None is that of `full`.
         average: Divide by W, as data parallel training does; for floating-point numbers only.
+        divisor: What an average divides by instead of W, where some ranks have nothing but zeros to give.
+        sizes: How many elements each rank gets, by rank; None is S each.
         tag: As in `all_gather`.
 
     Returns:
@@ -75,29 +92,33 @@ def reduce_scatter(
     Raises:
         ValueError: `full` does not divide into W parts, or is to be averaged and has no fractions.
     """
-    if full.dim() != 1 or full.numel() % group.size or not full.is_contiguous():
+    fits = full.numel() % group.size == 0 if sizes is None else full.numel() == sum(sizes) and len(sizes) == group.size
+    if full.dim() != 1 or not fits or not full.is_contiguous():
         raise ValueError(
-            f"reduce_scatter: expected one contiguous dimension that divides into {group.size} parts, "
+            f"reduce_scatter: expected one contiguous dimension that divides into {group.size} parts"
+            f"{'' if sizes is None else f' of {list(sizes)}'}, "
             f"got {tuple(full.shape)} with strides {full.stride()}"
         )
     if average and not (full.is_floating_point() or full.is_complex()):
         raise ValueError(f"reduce_scatter: {full.dtype} has no fractions to average in: pass average=False for the sum")
     dtype = dtype or full.dtype
-    mine = _part(full, group.rank, group)
+    parts = _parts(full, group, sizes)
+    mine = parts[group.rank]
+    divisor = (divisor or group.size) if average else 1
     if group.size == 1:
         return Pending("reduce_scatter", [], mine.to(dtype))
     if not peer_to_peer(group, full.device):
-        return _native_reduce_scatter(full, group, dtype, average)
+        return _native_reduce_scatter(full, parts, group, dtype, divisor, even=sizes is None)
     total = torch.empty(mine.shape, dtype=torch.promote_types(dtype, full.dtype), device=full.device)
     received = {peer: torch.empty_like(mine) for peer in peers(group)}
     first = next(iter(received))
     if total.dtype == full.dtype:
         received[first] = total
-    works = receive_all(group, received, tag)
-    works += send_all(group, {peer: _part(full, peer, group) for peer in peers(group)}, tag)
+    works = receive_all(group, received if mine.numel() else {}, tag)
+    works += send_all(group, {peer: parts[peer] for peer in peers(group) if parts[peer].numel()}, tag)
 
     def add_up() -> Tensor:
-        return _sum_in_rank_order(total, {**received, group.rank: mine}, group.size if average else 1).to(dtype)
+        return _sum_in_rank_order(total, {**received, group.rank: mine}, divisor).to(dtype)
 
     return Pending("reduce_scatter", works, total, finish=add_up, keep=[full])
 
@@ -136,26 +157,69 @@ def broadcast(tensor: Tensor, group: Group, *, source: int = 0) -> Pending:
     return Pending("broadcast", [begin(source, start)], tensor)
 
 
-def all_to_all(output: Tensor, input: Tensor, group: Group) -> Pending:
-    """Starts to send part r of `input` [W * S] to rank r; part r of `output` [W * S] comes from rank r.
+def all_to_all(
+    output: Tensor,
+    input: Tensor,
+    group: Group,
+    *,
+    output_sizes: Sequence[int] | None = None,
+    input_sizes: Sequence[int] | None = None,
+    tag: int = UNTAGGED,
+) -> Pending:
+    """Starts to send part r of `input` to rank r; part r of `output` comes from rank r.
+
+    Args:
+        output: [W * S], or [sum of `output_sizes`].
+        input: [W * S], or [sum of `input_sizes`], of the same dtype; must not change before `wait()`.
+        group: The W ranks.
+        output_sizes: How many elements come from each rank; None is S each.
+        input_sizes: How many elements go to each rank; None is S each. What this rank sends to another one is what that
+            one expects from it.
+        tag: As in `all_gather`.
 
     Raises:
         ValueError: The sizes or dtypes do not fit each other.
     """
-    if output.shape != input.shape or output.dtype != input.dtype or input.dim() != 1 or input.numel() % group.size:
+    if output_sizes is None and input_sizes is None:
+        _check_even(output, input, group)
+    else:
+        _check_parts("output", output, output_sizes, group)
+        _check_parts("input", input, input_sizes, group)
+    if output.dtype != input.dtype or output.device != input.device:
         raise ValueError(
-            f"all_to_all: expected one dimension, equal sizes and dtypes that divide into {group.size} parts, got "
-            f"input {tuple(input.shape)} {input.dtype} and output {tuple(output.shape)} {output.dtype}"
+            f"all_to_all: expected output and input of one dtype and device, got {output.dtype} on {output.device} "
+            f"and {input.dtype} on {input.device}"
         )
+    sent, received = _parts(input, group, input_sizes), _parts(output, group, output_sizes)
     if group.size == 1:
-        return Pending("all_to_all", [], _fill(output, input))
-    start = partial(dist.all_to_all_single, output, input, group=torch_group(group), async_op=True)
-    return Pending("all_to_all", [begin(None, start)], output, keep=[input])
+        _fill(received[0], sent[0])
+        return Pending("all_to_all", [], output)
+    if not peer_to_peer(group, input.device):
+        start = partial(
+            dist.all_to_all_single,
+            output,
+            input,
+            output_split_sizes=None if output_sizes is None else list(output_sizes),
+            input_split_sizes=None if input_sizes is None else list(input_sizes),
+            group=torch_group(group),
+            async_op=True,
+        )
+        return Pending("all_to_all", [begin(None, start)], output, keep=[input])
+    targets = {peer: _as_bytes(received[peer]) for peer in peers(group)}
+    sources = {peer: _as_bytes(sent[peer]) for peer in peers(group)}
+    works = receive_all(group, targets, tag)
+    works += send_all(group, sources, tag)
+    _fill(received[group.rank], sent[group.rank])
+    return Pending("all_to_all", works, output, keep=[input, *targets.values(), *sources.values()])
 
 
-def _part(full: Tensor, rank: int, group: Group) -> Tensor:
-    size = full.numel() // group.size
-    return full.narrow(0, rank * size, size)
+def _parts(full: Tensor, group: Group, sizes: Sequence[int] | None) -> list[Tensor]:
+    """What each rank has of a full buffer [W * S], by rank."""
+    return (
+        list(full.split(full.numel() // group.size if sizes is None else list(sizes)))
+        if full.numel()
+        else ([full] * group.size)
+    )
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
@@ -181,13 +245,18 @@ def _sum_in_rank_order(result: Tensor, summands: dict[int, Tensor], divisor: int
     return result if divisor == 1 else result.div_(divisor)
 
 
-def _native_reduce_scatter(full: Tensor, group: Group, dtype: torch.dtype, average: bool) -> Pending:
-    result = torch.empty(full.numel() // group.size, dtype=full.dtype, device=full.device)
-    before = _divisor_before(full.dtype, group.size) if average else 1
-    after = group.size / before if average else 1
+def _native_reduce_scatter(
+    full: Tensor, parts: list[Tensor], group: Group, dtype: torch.dtype, divisor: int, *, even: bool
+) -> Pending:
+    result = torch.empty_like(parts[group.rank])
+    before = _divisor_before(full.dtype, divisor)
+    after = divisor / before
     if before != 1:
         full.div_(before)
-    work = begin(None, lambda: compat.reduce_scatter_single(result, full, torch_group(group)))
+    if even:
+        work = begin(None, lambda: compat.reduce_scatter_single(result, full, torch_group(group)))
+    else:
+        work = begin(None, lambda: dist.reduce_scatter(result, parts, group=torch_group(group), async_op=True))
     wider = torch.promote_types(dtype, full.dtype)
 
     def finish() -> Tensor:  # Must not refer to `full`, which is free by now.
@@ -206,11 +275,28 @@ def _divisor_before(dtype: torch.dtype, size: int) -> int:
     return 1 << (size.bit_length() // 2) if dtype == torch.float16 else 1
 
 
-def _check_sizes(op: str, output: Tensor, shard: Tensor, group: Group) -> None:
-    if output.dim() != 1 or shard.dim() != 1 or output.numel() != shard.numel() * group.size:
+def _check_even(output: Tensor, input: Tensor, group: Group) -> None:
+    if output.shape != input.shape or input.dim() != 1 or input.numel() % group.size:
         raise ValueError(
-            f"{op}: expected an output of {group.size} x {shard.numel()} elements in one dimension, "
-            f"got output {tuple(output.shape)} and shard {tuple(shard.shape)}"
+            f"all_to_all: expected one dimension, equal sizes and dtypes that divide into {group.size} parts, got "
+            f"input {tuple(input.shape)} {input.dtype} and output {tuple(output.shape)} {output.dtype}"
+        )
+
+
+def _check_parts(which: str, tensor: Tensor, sizes: Sequence[int] | None, group: Group) -> None:
+    fits = tensor.numel() % group.size == 0 if sizes is None else tensor.numel() == sum(sizes)
+    if tensor.dim() != 1 or not fits or (sizes is not None and len(sizes) != group.size):
+        parts = f"{group.size} equal parts" if sizes is None else f"{group.size} parts of {list(sizes)} elements"
+        raise ValueError(f"all_to_all: expected an {which} of one dimension in {parts}, got {tuple(tensor.shape)}")
+
+
+def _check_sizes(op: str, output: Tensor, shard: Tensor, group: Group, sizes: Sequence[int] | None) -> None:
+    expected = [shard.numel()] * group.size if sizes is None else list(sizes)
+    fits = output.numel() == sum(expected) and shard.numel() == expected[group.rank]
+    if output.dim() != 1 or shard.dim() != 1 or not fits:
+        raise ValueError(
+            f"{op}: expected an output of {f'{group.size} x {shard.numel()}' if sizes is None else expected} elements "
+            f"in one dimension, got output {tuple(output.shape)} and shard {tuple(shard.shape)}"
         )
     if not (output.is_contiguous() and shard.is_contiguous()):
         raise ValueError(

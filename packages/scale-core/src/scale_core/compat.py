@@ -2,7 +2,7 @@
 
 No other file asks for a version. Where another one uses a name with an underscore, it is one that has been the same
 over many versions: an attribute of tensors or modules (`_version`, `_parameters`), a `_foreach` operator, a dispatch
-mode.
+mode. Only the accelerator that is none takes a file of its own, `stand_in`, which asks here whether torch is right.
 """
 
 from __future__ import annotations
@@ -15,12 +15,18 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 DEFAULT_TORCH = "2.13"
 """The torch version, as major.minor, that the house is built and measured on."""
+
+STAND_IN = "sim"
+"""The type of the device that stands in for an accelerator in a simulation."""
+
+_HOST = torch.device("cpu")
 
 
 def all_gather_single(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Any:
@@ -35,11 +41,15 @@ def reduce_scatter_single(output: Tensor, full: Tensor, group: dist.ProcessGroup
     return scatter(output, full, group=group, async_op=True)
 
 
-def control_device(group: dist.ProcessGroup) -> torch.device:
-    """Where small control messages go: the host where the group can reach it, else the group's accelerator."""
-    devices = [torch.device(device) for device in cast(Any, group)._device_types]
-    host = torch.device("cpu")
-    return host if host in devices else torch.device(devices[0].type, torch.cuda.current_device())
+def control_device(group: dist.ProcessGroup, wished: torch.device = _HOST) -> torch.device:
+    """Where small control messages go: the wished device, such as the host, if the group can reach it.
+
+    Else it is the host or, where the group can't reach that either, the group's accelerator.
+    """
+    types = [torch.device(device).type for device in cast(Any, group)._device_types]
+    if wished.type in types:
+        return wished
+    return _HOST if _HOST.type in types else torch.device(types[0], torch.cuda.current_device())
 
 
 def time_limit(group: dist.ProcessGroup) -> timedelta:
@@ -67,6 +77,39 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def accelerator() -> torch.device | None:
+    """This process's current accelerator, or what stands in for one in a simulation; None where there is none."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    stand_in = getattr(torch, STAND_IN, None)
+    return torch.device(STAND_IN, 0) if stand_in is not None and stand_in.is_available() else None
+
+
+def process_groups() -> list[dist.ProcessGroup]:
+    """The process groups that this rank is a member of, the default one first."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return []
+    return list(dist.distributed_c10d._world.pg_map)
+
+
+def takes_data_of(param: Tensor, memory: Tensor) -> bool:
+    """Whether `param.data = memory` is possible: torch's own question when it converts a module's parameters."""
+    return bool(torch._has_compatible_shallow_copy_type(param, memory))
+
+
+def flatten_mesh(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """The group of all ranks of a mesh; None is the default group, where it holds all of them."""
+    if mesh.size() == dist.get_world_size():
+        return None
+    flat: DeviceMesh = mesh._flatten()
+    return flat.get_group()
+
+
+def ends_recomputation(error: BaseException) -> bool:
+    """Whether this is no failure: torch ends a checkpoint's recomputation by it, once it has all that is needed."""
+    return type(error).__name__ == "_StopRecomputationError"
+
+
 def simulation_supported() -> bool:
     """Whether the private parts of torch that a simulation stands on are those of the default version."""
     return torch.__version__.split(".")[:2] == DEFAULT_TORCH.split(".")
@@ -86,8 +129,13 @@ def require_simulation() -> None:
 
 
 @contextmanager
-def fake_default_group(rank: int, world_size: int) -> Iterator[None]:
+def fake_default_group(rank: int, world_size: int, device: str = "cpu") -> Iterator[None]:
     """The default group of a world of which only this rank exists: its collectives return at once and move nothing.
+
+    Args:
+        rank: The rank that exists.
+        world_size: How many there are said to be.
+        device: Where their tensors are, beside the host.
 
     Raises:
         RuntimeError: There is a default group already, or torch is not of the default version.
@@ -100,11 +148,16 @@ def fake_default_group(rank: int, world_size: int) -> Iterator[None]:
         )
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    devices = dist.Backend.backend_capability["fake"]
+    dist.Backend.backend_capability["fake"] = list(dict.fromkeys((*devices, device)))
     try:
-        yield
+        dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
     finally:
-        dist.destroy_process_group()
+        dist.Backend.backend_capability["fake"] = devices
 
 
 def fake_tensors() -> AbstractContextManager[object]:
@@ -149,6 +202,19 @@ def inner_tensors(tensor: Tensor) -> list[Tensor]:
     names, _ = tensor.__tensor_flatten__()
     parts = [getattr(tensor, name) for name in names]
     return [inner for part in parts if isinstance(part, Tensor) for inner in inner_tensors(part)]
+
+
+def values_of(tensor: Tensor, *, simulated: list[float]) -> list[float]:
+    """The values of a tensor [n] as numbers: the one place where a step waits for what a device has computed.
+
+    Args:
+        tensor: One dimension, floating point.
+        simulated: [n] what to take for its values in a simulation, whose tensors have none.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    values: list[float] = list(simulated) if isinstance(tensor, FakeTensor) else tensor.tolist()
+    return values
 
 
 def ranks_of_operation(group: Any) -> tuple[int, ...]:

@@ -18,13 +18,13 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from scale_core import compat
 from scale_core.events import END, Event, PassKind, identity
 from scale_core.exchange import exchange, exchange_text
 from scale_core.group import Group
+from scale_core.history import History
 from scale_core.last_words import LastWords
 from scale_core.pending import TransferError
 
@@ -67,12 +67,6 @@ class ContractError(ScaleDistributedError):
     """The ranks have done, or are about to do, different things."""
 
 
-@dataclass
-class _Record:
-    events: list[Event] = field(default_factory=list)
-    times_seen: int = 0
-
-
 class _Here(NamedTuple):
     """Where this rank stands when it meets the others; how it came there is put into words only if they differ."""
 
@@ -101,11 +95,8 @@ class Contract:
         self.group = group
         self.limit_seconds = limit_seconds or _limit_of(group)
         self.step = 0
-        self._kind: PassKind | None = None
-        self._events: list[Event] = []
-        self._records: dict[PassKind, _Record] = {}
+        self.history = History()
         self._checking = False
-        self._on_course = False
         self._chain = 0  # what the fingerprint of the next `close` starts from
         self._unsettled: deque[tuple[int, Event]] = deque(maxlen=_KEPT_EVENTS)  # since the ranks were last found equal
         self._broken: str | None = None
@@ -137,25 +128,8 @@ class Contract:
         """
         self._check_usable()
         self.step += new_step
-        self._kind = kind
-        self._events = []
-        self._checking = self._record.times_seen < _CHECKED_PASSES
-        self._on_course = self._record.times_seen > 0
-
-    @property
-    def order(self) -> list[Event]:
-        """The events of the last whole pass of this kind; empty before the first."""
-        return self._record.events
-
-    @property
-    def position(self) -> int:
-        """How many events this pass has had."""
-        return len(self._events)
-
-    @property
-    def on_course(self) -> bool:
-        """Whether this pass has kept to the order of the last one, so that its next event can be foretold."""
-        return self._on_course
+        self.history.begin(kind, new_step)
+        self._checking = self.history.times_seen < _CHECKED_PASSES
 
     def announce(self, event: Event) -> None:
         """This rank is about to do `event`.
@@ -163,15 +137,12 @@ class Contract:
         Raises:
             ContractError: The ranks are compared here, and another one is about to do something else.
         """
-        place = self.position
-        expected = self.order[place] if place < len(self.order) else None
-        self._events.append(event)
-        self._on_course = self._on_course and event == expected
+        self.history.add(event)
         if self.alone:
             return
         self._words.add(f"step {self.step}: {event}")
         self._unsettled.append((self.step, event))
-        self._checking = self._checking or not self._on_course
+        self._checking = self._checking or not self.history.on_course
         if self._checking:
             self._compare(_Here(str(event), event.unit, self._ran), identity(*event))
 
@@ -187,7 +158,7 @@ class Contract:
         Raises:
             ContractError: The events differ; names the first one that does, by rank.
         """
-        fingerprint = self._end_pass()
+        fingerprint = self._end_pass(closes=True)
         self._chain = 0
         if self.alone:
             return [list(notes)]
@@ -198,7 +169,7 @@ class Contract:
     def leave(self) -> None:
         """Ends the pass without comparing yet: the next `close` covers it."""
         self.announce(END)
-        self._chain = self._end_pass()
+        self._chain = self._end_pass(closes=False)
 
     @contextmanager
     def waiting(self, event: Event) -> Iterator[None]:
@@ -220,14 +191,13 @@ class Contract:
             self._words.publish()
 
     @property
-    def _record(self) -> _Record:
-        assert self._kind is not None, "announced an event outside a pass"
-        return self._records.setdefault(self._kind, _Record())
+    def is_broken(self) -> bool:
+        """Whether the ranks have lost each other."""
+        return self._broken is not None
 
-    def _end_pass(self) -> int:
-        self._record.events = self._events
-        self._record.times_seen += 1
-        return identity(self._chain, self._kind, *self._events)
+    def _end_pass(self, *, closes: bool) -> int:
+        ended = self.history.end(closes=closes)
+        return identity(self._chain, ended.kind, *ended.events)
 
     def _ran(self) -> list[str]:
         return [f"step {step}: {event}" for step, event in self._unsettled]

@@ -6,6 +6,7 @@ compared in eight bytes and tell messages apart; its words are what an error say
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from typing import NamedTuple
 
@@ -46,6 +47,7 @@ def identity(*words: object) -> int:
     return int.from_bytes(digest, "little") & _MASK
 
 
+@functools.cache
 def message_tag(event: Event) -> int:
     """The tag of the messages that an event sends: two ranks at different events never read each other's data."""
     return UNIT_TAGS[identity(*event) % len(UNIT_TAGS)]

@@ -10,25 +10,32 @@ in when they call them.
 from __future__ import annotations
 
 import enum
+import functools
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from scale_core import compat
 from scale_core.backward import local_grads_wanted, report_local_grads
-from scale_core.collectives import Pending, all_gather, reduce_scatter
+from scale_core.collectives import Pending, all_gather
+from scale_core.flat_gradient import FlatGradient
 from scale_core.group import Group
+from scale_core.joining import current_share
 from scale_core.layout import FlatLayout
+from scale_core.reduction import Reduction
 from scale_core.shard import Axis, Held, Shard, mark
-from scale_core.stepping import refuse_steps, watch_optimizers
+from scale_core.stepping import look_again, mark_copies, refuse_steps, watch_optimizers
+from scale_core.streams import HostStream, Stream, stream_for
 
 
 class State(enum.Enum):
     """Which memory a flat buffer takes, beside the shard of S elements that is always there."""
 
-    SHARDED = "nothing else: the full buffer has no memory"
+    SHARDED = "nothing else: the full buffer has no memory (but for a part of it, after `release(keep_part=True)`)"
     GATHERING = "the full buffer, W * S elements, being filled: nobody may read it yet"
     GATHERED = "the full buffer, W * S elements, readable"
 
@@ -46,11 +53,42 @@ class Dtypes:
     reduce: torch.dtype | None = None
 
 
-# From this size on, gradients wait outside of the flat one until the backward is over: they are far too large to be
-# packed while they are in a processor's cache, which is what smaller ones gain by being packed at once.
-_HELD_FROM_BYTES = 256 * 2**20
+@dataclass(frozen=True)
+class Devices:
+    """Where a flat buffer lives; None is the device of the parameters themselves.
+
+    Attributes:
+        shard: The shard, and so the gradients and the state that an optimizer sees.
+        compute: The gathered parameters, and gradients until they are reduced.
+        reduced: Reduced gradients until the backward pass is over; None is that of the shard.
+    """
+
+    shard: torch.device | None = None
+    compute: torch.device | None = None
+    reduced: torch.device | None = None
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Who shares a flat buffer.
+
+    Attributes:
+        shard: The W ranks between which it is cut.
+        replicas: The ranks that hold the same shard, one for each copy of the model: hybrid sharding.
+        part: Some of the ranks of `shard`, neighbours in it, between which `release(keep_part=True)` leaves the full
+            buffer, so that the next gather stays among them. Its size divides W.
+    """
+
+    shard: Group = field(default_factory=Group)
+    replicas: Group = field(default_factory=Group)
+    part: Group | None = None
+
+
+_KEPT = ("names", "layout", "dtypes", "devices", "flatten", "shard", "exposed", "_unit", "_flat_name")
 
 _live: weakref.WeakSet[FlatBuffer] = weakref.WeakSet()
+
+_copy_stream = functools.cache(stream_for)
 
 
 def live_buffers() -> Iterator[tuple[str, Tensor]]:
@@ -59,8 +97,10 @@ def live_buffers() -> Iterator[tuple[str, Tensor]]:
         yield "shard", buffer.shard
         if buffer.state is not State.SHARDED and not buffer.is_aliased:
             yield "gathered", buffer.full
-        if buffer.gradient is not None:
-            yield "gradient", buffer.gradient
+        if buffer.part is not None:
+            yield "gathered", buffer.part
+        if buffer.gradient.flat is not None:
+            yield "gradient", buffer.gradient.flat
 
 
 class FlatBuffer:
@@ -70,63 +110,49 @@ class FlatBuffer:
         names: The parameters' names, for errors and for `shard_of`.
         params: The whole parameters, equal on all ranks, of one dtype and device. They are copied, not kept.
         layout: Where each of them stands; planned for the group's size.
-        group: The ranks that share them.
+        groups: The ranks that share them; a `Group` is that of the ranks between which they are cut.
         dtypes: In which dtypes they are computed with and reduced.
         flatten: Expose one flat parameter [S] in place of one local shard per parameter.
+        devices: Where shard, full buffer and reduced gradients live.
 
     Attributes:
+        group: The W ranks between which it is cut.
         shard: [S] in the parameters' own dtype: this rank's elements of all of them.
         pieces: Per parameter, the view of `shard` that belongs to it, in its local shape.
         exposed: What an optimizer gets: the pieces as parameters, or the one flat parameter.
         wholes: What the module computes with: per parameter, a view of the full buffer in the full shape.
         state: Whether the wholes can be read.
-        holds: Whether `hold` lets gradients stand alone; only large buffers do.
-        gradient: [W * S], this rank's own gradients of the wholes, before they are reduced; None while there are none.
+        part: [W * S / size of the part's group], what `release(keep_part=True)` has left of the full buffer, or None.
+        gradient: This rank's own gradients of the wholes, before they are reduced.
+        reduction: What they have become, until `commit`.
     """
+
+    state: State
+    part: Tensor | None
+    _gathering: Pending | None
 
     def __init__(
         self,
         names: Sequence[str],
         params: Sequence[Tensor],
         layout: FlatLayout,
-        group: Group,
+        groups: Group | Groups,
         dtypes: Dtypes = Dtypes(),
         flatten: bool = False,
+        devices: Devices = Devices(),
     ) -> None:
-        self.layout, self.group = layout, group
-        self.dtype = params[0].dtype
-        self.compute_dtype = dtypes.compute or self.dtype
-        self.reduce_dtype = dtypes.reduce or self.compute_dtype
-        self.flatten = flatten
-        self.spans = layout.spans(group.rank)
-        self.shard = torch.zeros(layout.shard_numel, dtype=self.dtype, device=params[0].device)
-        # Empty ones, too, are views, so that a write to a parameter counts in the shard's version on every rank alike.
-        self.pieces = [self.shard.narrow(0, span.shard_offset, span.numel).view(span.shape) for span in self.spans]
+        self.dtypes, self.flatten = dtypes, flatten
+        self.names, self._unit, self._flat_name = list(names), "", "flat_param"
+        self._past = 0  # What makes `version` grow over all the shards that there were.
+        device = params[0].device
+        self._plan(layout, groups if isinstance(groups, Groups) else Groups(groups), _resolved(devices, device))
+        self._house(self._new_shard(params[0].dtype))
         for index, param in enumerate(params):
             self.load(index, param)
         trainable = [param.requires_grad for param in params]
         self.exposed = self._expose(trainable)
-        self.is_aliased = group.size == 1 and self.compute_dtype == self.dtype
-        full = self.shard.data if self.is_aliased else self.shard.new_empty(layout.full_numel, dtype=self.compute_dtype)
-        self.wholes = [nn.Parameter(view, requires_grad=False) for view in self._views(full)]
-        # Written to through `.data`, which counts no versions: a gather only brings back what autograd has saved.
-        self.full = full.data
-        for whole, wanted in zip(self.wholes, trainable, strict=True):
-            whole.requires_grad_(wanted)
-        self.state = State.GATHERED
-        self.gradient: Tensor | None = None
-        self._has_gradient = [False] * len(params)
-        gradient_bytes = layout.full_numel * self.reduce_dtype.itemsize
-        self.holds = gradient_bytes >= _HELD_FROM_BYTES and not self.is_aliased
-        self._held: dict[int, Tensor] = {}
-        self._gathering: Pending | None = None
-        self._reducing: Pending | None = None
-        self._shard_version = self.shard._version
-        self.rename(names)
-        self.release()
-        _live.add(self)
-        refuse_steps(self)
-        watch_optimizers()
+        self._written: list[Tensor] = [self.shard]
+        self._furnish(trainable)
 
     # What it is.
 
@@ -138,8 +164,11 @@ class FlatBuffer:
             unit: Of the unit that gathers them.
             flat_name: Of the one flat parameter, where they are exposed as that.
         """
-        self.names = list(names)
-        axes = (Axis(self.group, Held.SHARD),)
+        self.names = self.gradient.names = list(names)
+        self._unit, self._flat_name = unit, flat_name
+        axes: tuple[Axis, ...] = (Axis(self.group, Held.SHARD),)
+        if self.groups.replicas.size > 1:
+            axes += (Axis(self.groups.replicas, Held.REPLICATE),)
         if self.flatten:
             start = self.group.rank * self.layout.shard_numel
             stop = start + self.layout.shard_numel
@@ -154,8 +183,8 @@ class FlatBuffer:
             wanted = self.exposed_of(index).requires_grad
             if whole.requires_grad != wanted:
                 whole.requires_grad_(wanted)
-        if self.has_gradient and not self.trains:
-            self.drop_gradient()  # Of what is frozen now; it must not come back when it is unfrozen.
+        if self.gradient and not self.trains:
+            self.gradient.drop()  # Of what is frozen now; it must not come back when it is unfrozen.
 
     def exposed_of(self, index: int) -> nn.Parameter:
         """What an optimizer has of a parameter: its own piece, or the one flat parameter that holds it."""
@@ -166,13 +195,31 @@ class FlatBuffer:
         """Whether any of the parameters wants a gradient."""
         return any(param.requires_grad for param in self.exposed)
 
+    @property
+    def has_gradient(self) -> bool:
+        """Whether there is a gradient that was not reduced yet."""
+        return bool(self.gradient)
+
+    @property
+    def is_meta(self) -> bool:
+        """Whether the shard has no values yet, as that of a model that is built on the meta device."""
+        return self.shard.is_meta
+
+    @property
+    def version(self) -> int:
+        """Grows whenever the shard is written to, directly or through an exposed parameter, and when it is replaced."""
+        return self._past + sum(tensor._version for tensor in self._written)
+
     # Gather and release.
 
     def gather(self, tag: int = 0) -> None:
         """Starts to fill the full buffer with every rank's shard; does nothing where it is filled or on its way."""
         if self.state is not State.SHARDED:
             return
-        self._shard_version = self.shard._version
+        if self.is_stale():
+            self.part = None
+        if self.part is None:
+            self._gathered_version = self.version
         if self.is_aliased:
             self.state = State.GATHERED
             return
@@ -180,11 +227,11 @@ class FlatBuffer:
         if not self.layout.full_numel:
             return
         self.full.untyped_storage().resize_(self.full.numel() * self.full.itemsize)
-        source = self.shard.data
-        if self.compute_dtype != self.dtype:
-            size = self.layout.shard_numel
-            source = self.full.narrow(0, self.group.rank * size, size).copy_(source)
-        self._gathering = all_gather(self.full, source, self.group, tag=tag)
+        if self.part is not None and self.groups.part is not None:
+            self._gathering = all_gather(self.full, self.part, self.groups.part, tag=tag)
+            return
+        with self._stream.run():  # The collective starts there, when the shard has arrived.
+            self._gathering = all_gather(self.full, self._sent_shard(self.full), self.group, tag=tag)
 
     def wait_gathered(self, limit_seconds: float | None = None) -> None:
         """Returns when the wholes can be read.
@@ -196,165 +243,249 @@ class FlatBuffer:
         if self._gathering is not None:
             pending, self._gathering = self._gathering, None
             pending.wait(limit_seconds)
+            self._stream.join()
+        self.part = None
         self.state = State.GATHERED
 
-    def release(self, limit_seconds: float | None = None) -> None:
+    def release(self, limit_seconds: float | None = None, *, keep_part: bool = False) -> None:
         """Frees the full buffer; the wholes keep their places in it and can't be read until the next gather.
+
+        Args:
+            limit_seconds: As in `Pending.wait`.
+            keep_part: Keep this rank's part of it, for a gather among the ranks of `Groups.part`.
 
         Raises:
             TransferError: It was still being filled, and that has failed; see `Pending.wait`.
         """
         if self._gathering is not None:
             self.wait_gathered(limit_seconds)
+        few = self.groups.part
+        if keep_part and few is not None and self.state is State.GATHERED and not self.is_aliased:
+            self.part = self._part(self.full, few).clone()
+        elif not keep_part:
+            self.part = None
         if not self.is_aliased:
             self.full.untyped_storage().resize_(0)
         self.state = State.SHARDED
 
     def is_stale(self) -> bool:
-        """Whether the shard was written to, as by an optimizer, since it was gathered."""
-        return self.state is not State.SHARDED and self.shard._version != self._shard_version
+        """Whether the shard was written to, as by an optimizer, since what there is of the full buffer was gathered."""
+        gathered = self.state is not State.SHARDED or self.part is not None
+        return gathered and self.version != self._gathered_version
 
-    # Gradients.
-
-    def hold(self, index: int, *, accumulate: bool = False) -> None:
-        """Takes the gradient of a whole, and lets it stand alone until the next `pack` or `reduce`.
-
-        So the flat gradient takes its W * S elements after the backward, when the full buffer and what the backward
-        computes with are free, not beside them. In a small buffer the gradient is packed at once.
-
-        Args:
-            index: Which parameter.
-            accumulate: As in `pack`.
-
-        Raises:
-            RuntimeError: As in `pack`.
-        """
-        grad = self._take(index)
-        if grad is None:
-            return
-        if not self.holds or self.gradient is not None or index in self._held:
-            self.pack(accumulate=accumulate)
-            self._pack(index, grad, accumulate)
-        else:
-            self._held[index] = grad
-
-    def pack(self, index: int | None = None, *, accumulate: bool = False) -> None:
-        """Moves gradients into the flat gradient, where each adds to one that is there already.
-
-        Args:
-            index: Which parameter's, and all that are held; None is only those.
-            accumulate: More backward passes will follow before the reduction: sum them in a dtype that is wide enough.
-
-        Raises:
-            RuntimeError: The gradient has a gradient of its own (`create_graph=True`).
-        """
-        while self._held:  # Each is free as soon as it is copied.
-            self._pack(*self._held.popitem(), accumulate)
-        grad = None if index is None else self._take(index)
-        if index is not None and grad is not None:
-            self._pack(index, grad, accumulate)
-
-    def _take(self, index: int) -> Tensor | None:
-        whole = self.wholes[index]
-        grad, whole.grad = whole.grad, None
-        if grad is None:
-            return None
-        if grad.requires_grad:
-            raise RuntimeError(
-                f"the gradient of '{self.names[index]}' has a gradient of its own, which can't follow it into a shard: "
-                "call backward() without create_graph=True, or compute the penalty from outputs and inputs instead"
-            )
-        return grad if grad.layout is torch.strided else grad.to_dense()
-
-    def _pack(self, index: int, grad: Tensor, accumulate: bool) -> None:
-        if self.gradient is None:
-            dtype = torch.promote_types(self.reduce_dtype, self.dtype) if accumulate else self.reduce_dtype
-            fills_it = len(self.wholes) == 1 and grad.numel() == self.layout.full_numel
-            if fills_it and grad.dtype == dtype and grad.is_contiguous():
-                self.gradient = grad.view(-1)  # It is laid out as the buffer is: taken over, not copied.
-                self._has_gradient[index] = True
-                return
-            self.gradient = torch.empty(self.layout.full_numel, dtype=dtype, device=grad.device)
-        target = self._view(self.gradient, index)
-        if self._has_gradient[index]:
-            target.add_(grad)
-        else:
-            target.copy_(grad)
-            self._has_gradient[index] = True
-
-    @property
-    def has_gradient(self) -> bool:
-        """Whether there is a gradient that was not reduced yet."""
-        return self.gradient is not None or bool(self._held)
-
-    def unused(self) -> list[int]:
-        """The trainable parameters that have got no gradient since the last reduction."""
-        got = [has or index in self._held for index, has in enumerate(self._has_gradient)]
-        return [index for index, whole in enumerate(self.wholes) if whole.requires_grad and not got[index]]
+    # Reduce.
 
     def reduce(self, tag: int = 0) -> None:
-        """Starts to average the flat gradient over the ranks, in `reduce_dtype`; what has none counts as zeros."""
-        assert self._reducing is None, "a reduction is under way already"
-        self.pack()
-        gradient = self.gradient
-        if gradient is None:
-            gradient = torch.zeros(self.layout.full_numel, dtype=self.reduce_dtype, device=self.shard.device)
-        elif not all(self._has_gradient) or self.layout.padding:
-            self._fill_gaps(gradient)
+        """Starts to average the own gradients over the ranks, in `reduce_dtype`; what has none counts as zeros.
+
+        So does all of it on a rank that has run out of data (see `join`).
+        """
+        share = current_share()
+        if share is not None and not share.weight:
+            self.gradient.drop()
+        given = self.gradient.given()
+        gradient = self.gradient.take(self.compute_device)
         if local_grads_wanted() and self.flatten:
             report_local_grads(self.exposed, [gradient])
         elif local_grads_wanted():
-            used = [i for i, has in enumerate(self._has_gradient) if has]
-            report_local_grads([self.exposed[i] for i in used], [self._view(gradient, i) for i in used])
-        self.gradient, self._has_gradient = None, [False] * len(self.wholes)
-        self._reducing = reduce_scatter(gradient.to(self.reduce_dtype), self.group, dtype=self.dtype, tag=tag)
+            report_local_grads([self.exposed[i] for i in given], [self._view(gradient, i) for i in given])
+        if share is not None and share.weight not in (0, 1):
+            gradient.mul_(share.weight)
+        self.reduction.start(gradient.to(self.reduce_dtype), tag, None if share is None else share.divisor)
 
-    def settle(self, limit_seconds: float | None = None) -> None:
-        """Waits for the reduction, if there is one, and adds its result to the exposed parameters' gradients."""
-        if self._reducing is None:
-            return
-        pending, self._reducing = self._reducing, None
-        reduced = pending.wait(limit_seconds)
-        if self.flatten:
-            _add_to_grad(self.exposed[0], reduced)
-            return
-        for param, span in zip(self.exposed, self.spans, strict=True):
-            if param.requires_grad:
-                _add_to_grad(param, reduced.narrow(0, span.shard_offset, span.numel).view(span.shape))
+    def wait_reduced(self, limit_seconds: float | None = None) -> None:
+        """Waits for the reduction, if there is one; its result waits for `commit`.
 
-    def drop_gradient(self) -> None:
-        """Forgets the gradients that were not reduced yet."""
-        self.gradient, self._has_gradient, self._held = None, [False] * len(self.wholes), {}
-        for whole in self.wholes:
-            whole.grad = None
+        Raises:
+            TransferError: See `Pending.wait`.
+        """
+        self.reduction.wait(limit_seconds)
+
+    def commit(self, limit_seconds: float | None = None) -> None:
+        """Adds all that was reduced since the last commit to the gradients of the exposed parameters.
+
+        Raises:
+            TransferError: See `Pending.wait`.
+        """
+        for reduced in self.reduction.results(limit_seconds):
+            self._add_to_grads(reduced.to(self.shard.device))
 
     def discard(self) -> None:
-        """After an error: gives up every transfer and what was gathered; gradients not reduced yet stay."""
-        for pending in (self._gathering, self._reducing):
-            if pending is not None:
-                pending.abandon()
-        self._gathering = self._reducing = None
+        """After an error: gives up every transfer, what was gathered and what was not committed.
+
+        Gradients that were not reduced yet stay.
+        """
+        if self._gathering is not None:
+            self._gathering.abandon()
+            self._gathering = None
+        self.reduction.abandon()
         self.release()
 
     # Whole tensors, for checkpoints and for people.
 
     def load(self, index: int, whole: Tensor) -> None:
-        """Takes this rank's piece out of a whole tensor of the parameter's full shape."""
+        """Takes this rank's piece out of a whole tensor of the parameter's full shape; of one on meta, nothing."""
+        if whole.is_meta:
+            return
         span, piece = self.spans[index], self.pieces[index]
         with torch.no_grad():
             piece.copy_(whole.detach().reshape(-1)[span.start : span.stop].view(span.shape))
 
     def gather_whole(self, tag: int = 0, limit_seconds: float | None = None) -> list[Tensor]:
         """Returns every parameter whole, in its own dtype; they share one new buffer of W * S elements."""
-        buffer = torch.empty(self.layout.full_numel, dtype=self.dtype, device=self.shard.device)
-        if buffer.numel():
-            all_gather(buffer, self.shard.data, self.group, tag=tag).wait(limit_seconds)
+        buffer = self._new_full(self.dtype)
+        if buffer.numel() and not self.is_meta:
+            with self._stream.run():
+                pending = all_gather(buffer, self._sent_shard(buffer), self.group, tag=tag)
+            pending.wait(limit_seconds)
+            self._stream.join()
         return self._views(buffer)
+
+    # Another shard in the place of this one.
+
+    def rehouse(
+        self,
+        shard: Tensor,
+        *,
+        layout: FlatLayout | None = None,
+        groups: Groups | None = None,
+        devices: Devices | None = None,
+    ) -> None:
+        """Moves into another shard: of another dtype, on another device, or another part of the parameters.
+
+        What was gathered is freed, and gradients are forgotten. The exposed parameters stay the same objects where
+        torch can give them other memory, as between two devices that both have some; otherwise they are new ones.
+
+        Args:
+            shard: [S] of the new layout; belongs to the buffer from now on.
+            layout: Where each parameter stands; None as before.
+            groups: The ranks that share them; None as before.
+            devices: Where it lives from now on; None is where the shard is, for all of it.
+        """
+        version, trainable = self.version, [self.exposed_of(i).requires_grad for i in range(len(self.names))]
+        self.discard()
+        self._plan(layout or self.layout, groups or self.groups, _resolved(devices or Devices(), shard.device))
+        self._house(shard)
+        self._take_in(self.exposed)
+        self._past += version + 1 - self.version
+        self._furnish(trainable)
+        look_again()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What deepcopy and pickle take along: the shard and what it is of; nothing gathered, under way or reduced."""
+        return {name: getattr(self, name) for name in _KEPT} | {"groups": replace(self.groups, part=None)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.names, self._unit, self._flat_name = state["names"], state["_unit"], state["_flat_name"]
+        self.dtypes, self.flatten = state["dtypes"], state["flatten"]
+        self._past = 0
+        shard, devices = state["shard"], state["devices"]
+        if shard.device != devices.shard:  # torch.load has mapped it elsewhere.
+            devices = devices if devices.shard != devices.compute else _resolved(Devices(), shard.device)
+            devices = replace(devices, shard=shard.device)
+        self._plan(state["layout"], state["groups"], devices)
+        self._house(shard)
+        trainable = [param.requires_grad for param in state["exposed"]]
+        self._take_in(state["exposed"])
+        self._furnish(trainable * len(self.names) if self.flatten else trainable)
+
+    # What these are made of.
+
+    def _plan(self, layout: FlatLayout, groups: Groups, devices: Devices) -> None:
+        """Who shares what, and where."""
+        assert devices.shard is not None and devices.compute is not None
+        self.layout, self.groups, self.devices = layout, groups, devices
+        self.group = groups.shard
+        self.compute_device = devices.compute
+        self._moves = devices.shard != devices.compute
+        self._stream: Stream = _copy_stream(self.compute_device) if self._moves else HostStream()
+        self.spans = layout.spans(self.group.rank)
+
+    def _house(self, shard: Tensor) -> None:
+        """The shard, the views of it, and what its dtype decides."""
+        assert shard.shape == (self.layout.shard_numel,), "a shard has as many elements as the layout says"
+        self.shard = shard.pin_memory() if self._pins and not shard.is_pinned() else shard
+        self.dtype = shard.dtype
+        self.compute_dtype = self.dtypes.compute or self.dtype
+        self.reduce_dtype = self.dtypes.reduce or self.compute_dtype
+        # Empty ones, too, are views, so that a write to a parameter counts in the shard's version on every rank alike.
+        self.pieces = [self.shard.narrow(0, span.shard_offset, span.numel).view(span.shape) for span in self.spans]
 
     def _expose(self, trainable: Sequence[bool]) -> list[nn.Parameter]:
         if self.flatten:
             return [nn.Parameter(self.shard, requires_grad=any(trainable))]
         return [nn.Parameter(piece, requires_grad=wanted) for piece, wanted in zip(self.pieces, trainable, strict=True)]
+
+    def _take_in(self, exposed: Sequence[nn.Parameter]) -> None:
+        """Exposes the shard through parameters that there are already, the same objects where torch can do that."""
+        self.exposed = []
+        for param, memory in zip(exposed, [self.shard] if self.flatten else self.pieces, strict=True):
+            if compat.takes_data_of(param, memory):
+                param.grad = None
+                param.data = memory
+                self.exposed.append(param)
+            else:
+                self.exposed.append(nn.Parameter(memory, requires_grad=param.requires_grad))
+        # They keep version counters of their own, where those that are made from the shard share that of the shard.
+        self._written = [self.shard, *self.exposed]
+
+    def _furnish(self, trainable: Sequence[bool]) -> None:
+        """The full buffer with its views, released; and whatever works between it and the shard."""
+        self.is_aliased = self.group.size == 1 and self.compute_dtype == self.dtype and not self._moves
+        full = self.shard.data if self.is_aliased else self._new_full(self.compute_dtype)
+        self.wholes = [nn.Parameter(view, requires_grad=False) for view in self._views(full)]
+        # Written to through `.data`, which counts no versions: a gather only brings back what autograd has saved.
+        self.full = full.data
+        for whole, wanted in zip(self.wholes, trainable, strict=True):
+            whole.requires_grad_(wanted)
+        self.state = State.GATHERED
+        self.part = None
+        wide = torch.promote_types(self.reduce_dtype, self.dtype)
+        self.gradient = FlatGradient(self.wholes, self.layout, self.reduce_dtype, wide)
+        self.gradient.holds = self.gradient.holds and not self.is_aliased
+        self._gathering = None
+        assert self.devices.reduced is not None
+        self.reduction = Reduction(self.group, self.groups.replicas, self.dtype, self.devices.reduced, self._stream)
+        self._gathered_version = self.version
+        self.rename(self.names, self._unit, self._flat_name)
+        self.release()
+        _live.add(self)
+        mark_copies(self.wholes, self)
+        refuse_steps(self)
+        watch_optimizers()
+
+    def _new_shard(self, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(self.layout.shard_numel, dtype=dtype, device=self.devices.shard, pin_memory=self._pins)
+
+    @property
+    def _pins(self) -> bool:
+        """Whether the host's side of a copy is pinned, so that the copy runs beside the computation."""
+        return self._moves and self.compute_device.type == "cuda"
+
+    def _new_full(self, dtype: torch.dtype) -> Tensor:
+        return torch.empty(self.layout.full_numel, dtype=dtype, device=self.compute_device)
+
+    def _sent_shard(self, full: Tensor) -> Tensor:
+        """The shard as it is sent: in the dtype and on the device of `full`, in its own part of it if it must move."""
+        shard = self.shard.data
+        if shard.dtype == full.dtype and not self._moves:
+            return shard
+        if self._moves and shard.dtype != full.dtype:  # Cast before it is copied: the way between devices is narrow.
+            shard = torch.empty_like(shard, dtype=full.dtype, pin_memory=self._pins).copy_(shard)
+        return self._part(full, self.group).copy_(shard, non_blocking=True)
+
+    def _add_to_grads(self, gradient: Tensor) -> None:
+        if self.flatten:
+            _add_to_grad(self.exposed[0], gradient)
+            return
+        for param, span in zip(self.exposed, self.spans, strict=True):
+            if param.requires_grad:
+                _add_to_grad(param, gradient.narrow(0, span.shard_offset, span.numel).view(span.shape))
+
+    def _part(self, full: Tensor, group: Group) -> Tensor:
+        """What one rank of `group` has of a full buffer that is cut evenly between its ranks."""
+        size = full.numel() // group.size
+        return full.narrow(0, group.rank * size, size)
 
     def _views(self, buffer: Tensor) -> list[Tensor]:
         return [self._view(buffer, index) for index in range(len(self.layout.entries))]
@@ -363,14 +494,11 @@ class FlatBuffer:
         entry = self.layout.entries[index]
         return buffer.narrow(0, entry.offset, entry.numel).view(entry.shape)
 
-    def _fill_gaps(self, gradient: Tensor) -> None:
-        """Zeroes what holds no gradient: padding, and parameters that were not used."""
-        place = 0
-        filled = zip(self.layout.entries, self._has_gradient, strict=True)
-        for entry in sorted((e for e, has in filled if has and e.numel), key=lambda e: e.offset):
-            gradient[place : entry.offset].zero_()
-            place = entry.offset + entry.numel
-        gradient[place:].zero_()
+
+def _resolved(devices: Devices, here: torch.device) -> Devices:
+    """The same with every device named, given that of the parameters."""
+    shard = devices.shard or here
+    return Devices(shard, devices.compute or here, devices.reduced or shard)
 
 
 def _add_to_grad(param: nn.Parameter, grad: Tensor) -> None:

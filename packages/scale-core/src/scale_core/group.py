@@ -8,10 +8,12 @@ whether there are others at all. `Group` answers them once, so that a world of o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias, cast
+from typing import Any, Protocol, TypeAlias, cast
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+
+from scale_core import compat
 
 
 class RanksOnly(Protocol):
@@ -45,6 +47,14 @@ class Group:
 
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.size} ({self.backend})"
+
+    def __deepcopy__(self, memo: object) -> Group:
+        """Stays what it is: ranks are not copied."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What pickle takes along: which ranks, and which of them this is. The process group is found again."""
+        return _found_again, (self.rank, self.size, self.ranks)
 
 
 def group_of(process_group: GroupLike = None) -> Group:
@@ -91,6 +101,33 @@ def group_of(process_group: GroupLike = None) -> Group:
         f"expected a ProcessGroup, a DeviceMesh or None, got {type(process_group).__name__}: "
         "pass the result of torch.distributed.new_group(), or nothing for the default group"
     )
+
+
+def _found_again(rank: int, size: int, ranks: tuple[int, ...]) -> Group:
+    """The group of these ranks, among those that there are now; the default one where it fits.
+
+    Raises:
+        ValueError: There is none, or this is another rank of it.
+    """
+    found = [_from_torch(group) for group in compat.process_groups()]
+    group = next((group for group in found if group.ranks == ranks), None)
+    if group is None and size == 1:
+        return Group()
+    if group is None:
+        here = (
+            f"the default group has ranks {list(found[0].ranks)}" if found else "torch.distributed is not initialised"
+        )
+        raise ValueError(
+            f"what is being read was sharded over ranks {list(ranks)}, but {here}: read it on as many ranks, after "
+            "torch.distributed.init_process_group(...) and, where those are a part of all ranks, "
+            f"torch.distributed.new_group({list(ranks)}); at another number of ranks, load a snapshot or a state_dict()"
+        )
+    if group.rank != rank:
+        raise ValueError(
+            f"what is being read was rank {rank}'s part of {size}, and this is rank {group.rank}: save a file on each "
+            "rank, and let each read its own"
+        )
+    return group
 
 
 def _from_torch(process_group: dist.ProcessGroup | None) -> Group:

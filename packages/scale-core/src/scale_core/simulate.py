@@ -3,9 +3,12 @@
 Whether 175 billion parameters fit on 128 devices is a question about code, and it can be put to the code: the real
 training step runs on tensors that have sizes but no memory, among ranks that do not exist, and the books say what one
 rank would have held and sent. A change that keeps a buffer alive too long, or gathers twice, shows as other numbers.
+Where shards or optimizer state live on the host, a stand-in for the accelerator keeps the two memories apart.
 
 What the books do not show: the transport's own buffers, the fragmentation of the device's allocator (1.5 to 4 GiB, or 5
-to 10 %), memory that is held until a side stream has caught up, and values.
+to 10 %), the rounding of pinned host memory (up to the next power of two, unless PYTORCH_ALLOC_CONF sets its
+`pinned_max_round_threshold_mb`), memory that is held until a side stream has caught up, and values. What they show too
+much: gradients of one tensor that torch adds up in place are added beside each other while operators are watched.
 """
 
 from __future__ import annotations
@@ -21,10 +24,10 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scale_core import compat
+from scale_core import compat, stand_in
 from scale_core.flat import live_buffers
 from scale_core.nested import tensors_in
-from scale_core.simulated_memory import Evidence, Item, MemoryBooks
+from scale_core.simulated_memory import Block, Evidence, Item, Memory, MemoryBooks
 from scale_core.simulated_traffic import Collective, read_collective
 
 _GIB = 2**30
@@ -66,6 +69,9 @@ class UseAfterReleaseError(RuntimeError):
 class Simulation:
     """What one rank holds and sends, filled while `simulate()` runs.
 
+    Sizes are those of the memory of `device`; `on("cpu")` gives those of the host's, which is another one where the
+    device is the stand-in for an accelerator.
+
     Kinds of memory are "parameters", "gradients" and "optimizer state" (what an optimizer holds when it steps; on a
     sharded model these are the local shards), "gathered" (outputs of all-gathers, and storages that are released and
     filled again), "reduction" (inputs of reduce-scatters), "buffers" (of modules), "activations" (anything else that
@@ -75,46 +81,61 @@ class Simulation:
     Attributes:
         rank: The global rank that this process plays.
         world_size: The number of ranks of the world.
+        device: Where the model computes: the host, or the stand-in for an accelerator.
         collectives: The collectives so far, in order.
     """
 
-    def __init__(self, rank: int, world_size: int, check: bool) -> None:
+    def __init__(self, rank: int, world_size: int, check: bool, device: torch.device) -> None:
         self.rank = rank
         self.world_size = world_size
+        self.device = device
         self.collectives: list[Collective] = []
         self._check = check
-        self._books = MemoryBooks()
+        self._device_books = MemoryBooks()
+        self._host_books = self._device_books if device.type == "cpu" else MemoryBooks()
+        self._books = tuple(dict.fromkeys((self._device_books, self._host_books)))
         self._stepping = 0
         self._aside = 0
         self._fake_mode = compat.active_fake_mode()
 
+    def on(self, device: torch.device | str) -> Memory:
+        """Returns the memory of the host, "cpu", or of `device`.
+
+        Raises:
+            ValueError: This simulation has no such device.
+        """
+        kind = str(device).split(":")[0]
+        if kind not in ("cpu", self.device.type):
+            raise ValueError(
+                f"this simulation has no memory on '{device}', but on {' and '.join(self._memories)}: "
+                f"simulate(..., device='{compat.STAND_IN}') has one on '{compat.STAND_IN}' beside the host's"
+            )
+        return Memory(self._books_on(kind), self._claim_flat_buffers)
+
     @property
     def current_bytes(self) -> int:
-        """The bytes that this rank holds now."""
-        return self._books.current_bytes
+        """The bytes that this rank holds now, on `device`."""
+        return self.on(self.device).current_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes that this rank held at any one time."""
-        return self._books.peak_bytes
+        """The most bytes that this rank held at any one time, on `device`."""
+        return self.on(self.device).peak_bytes
 
     @property
     def current_by_kind(self) -> dict[str, int]:
-        """The bytes that this rank holds now, by kind."""
-        self._claim_flat_buffers()
-        return self._books.current_by_kind()
+        """The bytes that this rank holds now, on `device`, by kind."""
+        return self.on(self.device).current_by_kind
 
     @property
     def peak_by_kind(self) -> dict[str, int]:
-        """The bytes that this rank held at the peak, by kind; they add up to `peak_bytes`."""
-        self._claim_flat_buffers()
-        return self._books.peak_by_kind()
+        """The bytes that this rank held at the peak, on `device`, by kind; they add up to `peak_bytes`."""
+        return self.on(self.device).peak_by_kind
 
     @property
     def largest_at_peak(self) -> list[Item]:
-        """What this rank held at the peak, storage by storage: where to look when a peak is too high."""
-        self._claim_flat_buffers()
-        return self._books.largest_at_peak()
+        """What this rank held at the peak, on `device`, storage by storage: where to look when a peak is too high."""
+        return self.on(self.device).largest_at_peak
 
     @property
     def bytes_sent(self) -> dict[str, int]:
@@ -135,7 +156,8 @@ class Simulation:
         """
         self._claim_flat_buffers()
         self.collectives.clear()
-        self._books.restart()
+        for books in self._books:
+            books.restart()
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -148,10 +170,15 @@ class Simulation:
             self._aside -= 1
 
     def report(self) -> str:
-        """A table of the peak by kind and of what was sent, by collective and phase."""
-        lines = [f"{f'rank {self.rank} of {self.world_size}':<32}{'GiB':>12}"]
-        lines += [f"  {kind:<30}{size / _GIB:12.3f}" for kind, size in self.peak_by_kind.items()]
-        lines += [f"  {'peak':<30}{self.peak_bytes / _GIB:12.3f}", f"{'sent':<32}{'GiB':>12}{'calls':>8}"]
+        """A table of the peak by kind, for each memory, and of what was sent, by collective and phase."""
+        lines = []
+        for name in self._memories:
+            memory = self.on(name)
+            where = f" on {name}" if len(self._memories) > 1 else ""
+            lines += [f"{f'rank {self.rank} of {self.world_size}{where}':<32}{'GiB':>12}"]
+            lines += [f"  {kind:<30}{size / _GIB:12.3f}" for kind, size in memory.peak_by_kind.items()]
+            lines += [f"  {'peak':<30}{memory.peak_bytes / _GIB:12.3f}"]
+        lines += [f"{'sent':<32}{'GiB':>12}{'calls':>8}"]
         sent: Counter[str] = Counter()
         calls: Counter[str] = Counter()
         for collective in self.collectives:
@@ -161,7 +188,23 @@ class Simulation:
         lines += [f"  {row:<30}{sent[row] / _GIB:12.3f}{count:8}" for row, count in calls.items()]
         return "\n".join(lines)
 
+    @property
+    def _memories(self) -> list[str]:
+        """The devices that have one, the device itself first."""
+        return list(dict.fromkeys((self.device.type, "cpu")))
+
+    def _books_on(self, kind: str) -> MemoryBooks:
+        """The books of a device by its type."""
+        return self._host_books if kind == "cpu" else self._device_books
+
     # From here on: what the hooks of `simulate` call.
+
+    def _close(self) -> None:
+        for books in self._books:
+            books.close()
+
+    def _observe(self, tensor: Tensor, guess: str, made_by: str = "") -> Block:
+        return self._books_on(tensor.device.type).observe(tensor.untyped_storage(), guess, made_by)
 
     def _phase(self) -> str:
         if self._stepping:
@@ -173,6 +216,8 @@ class Simulation:
         name = operator.name()
         if self._aside or name.startswith("prim::") or compat.active_fake_mode() is not self._fake_mode:
             return operator(*args, **kwargs)
+        if name == "aten::is_set_to":  # Of fake tensors torch does not know it.
+            return _is_set_to(*args)
         phase = self._phase()
         self._look_at_inputs(operator, (*args, *kwargs.values()), _GUESSES[phase])
         sends = name.startswith(("c10d::", "_c10d_functional::"))
@@ -184,7 +229,7 @@ class Simulation:
             self.collectives.append(collective)
         result = operator(*args, **kwargs)
         for tensor in _plain_tensors(result):
-            self._books.observe(tensor.untyped_storage(), _GUESSES[phase], f"{name} in {phase}")
+            self._observe(tensor, _GUESSES[phase], f"{name} in {phase}")
         if sends:
             self._claim_buffers(name, args, result)
         return result
@@ -192,7 +237,7 @@ class Simulation:
     def _look_at_inputs(self, operator: Any, arguments: Iterable[Any], guess: str) -> None:
         uses_memory = self._check and not operator.is_view and operator.name() not in _NEED_NO_MEMORY
         for tensor in _plain_tensors(arguments):
-            block = self._books.observe(tensor.untyped_storage(), guess)
+            block = self._observe(tensor, guess)
             if block.released and uses_memory and tensor.numel():
                 raise UseAfterReleaseError(
                     f"{operator.name()} in {self._phase()} got a tensor {tuple(tensor.shape)} of {tensor.dtype} whose "
@@ -212,17 +257,20 @@ class Simulation:
                 continue
             for inner in compat.inner_tensors(tensor):
                 if inner.device.type != "meta":
-                    self._books.claim(inner.untyped_storage(), kind, evidence)
+                    self._books_on(inner.device.type).claim(inner.untyped_storage(), kind, evidence)
 
     def _claim_flat_buffers(self) -> None:
         # What an optimizer never sees, such as the shards of frozen units, only scale_core.flat can tell. A buffer that
         # was made outside of this simulation is none of its business.
         for kind, tensor in live_buffers():
-            if self._books.knows(tensor.untyped_storage()):
+            if self._books_on(tensor.device.type).knows(tensor.untyped_storage()):
                 self._claim([tensor], _FLAT_KINDS[kind], Evidence.OPTIMIZER)
 
     def _resized(self, storage: torch.UntypedStorage, bytes_before: int) -> None:
-        self._books.resized(storage, bytes_before, _GUESSES[self._phase()])
+        # A fake storage does not say where it is, but one that was made here is in the books.
+        known = (books for books in self._books if books.knows(storage))
+        books = next(known, None) or self._books_on(storage.device.type)
+        books.resized(storage, bytes_before, _GUESSES[self._phase()])
 
     def _before_forward(self, module: nn.Module, _: Any) -> None:
         self._claim(module._parameters.values(), "parameters", Evidence.MODULE)
@@ -241,7 +289,9 @@ class Simulation:
 
 
 @contextmanager
-def simulate(rank: int = 0, world_size: int = 1, *, fake: bool = True, check: bool = True) -> Iterator[Simulation]:
+def simulate(
+    rank: int = 0, world_size: int = 1, *, fake: bool = True, check: bool = True, device: str = "cpu"
+) -> Iterator[Simulation]:
     """Inside, this process is one rank of a world of which no other rank exists.
 
     The default process group is torch's "fake" one: collectives return at once and move nothing. Build the model, run
@@ -261,20 +311,33 @@ def simulate(rank: int = 0, world_size: int = 1, *, fake: bool = True, check: bo
         fake: Tensors have sizes but no memory. With False they are real, as large as they look; the books are the same
             to the byte, but the values are wrong wherever they depend on other ranks.
         check: Raise where an operation uses memory that was released, or a collective's buffers do not fit.
+        device: Where the model computes. "cpu" is the host, and all is in one memory. "sim" stands in for an
+            accelerator, which has a memory of its own: tensors come there by `device="sim"`, as they would by
+            `device="cuda"`. The process keeps this device type, but has no such accelerator outside.
 
     Raises:
-        ValueError: The rank is none of the world's. Inside: buffers that do not fit a collective.
-        RuntimeError: There is a default process group already, or torch is not of the version that this stands on.
+        ValueError: The rank is none of the world's, or there is no such device; real tensors on the stand-in. Inside:
+            buffers that do not fit a collective.
+        RuntimeError: There is a default process group already, or torch is not of the version that this stands on. For
+            the stand-in: there is a real accelerator, whose place it would take.
         UseAfterReleaseError: Inside: an operation was given released memory.
     """
     if not 0 <= rank < world_size:
         raise ValueError(f"expected a rank from 0 to {world_size - 1} in a world of {world_size}, got rank {rank}")
+    if device not in ("cpu", compat.STAND_IN):
+        raise ValueError(f"simulate: expected device to be 'cpu' or '{compat.STAND_IN}', got {device!r}")
+    if device == compat.STAND_IN and not fake:
+        raise ValueError(
+            f"simulate: '{device}' is no real device, so its tensors can't be real: leave fake=False out, "
+            "or simulate on device='cpu'"
+        )
     with ExitStack() as stack:
-        stack.enter_context(compat.fake_default_group(rank, world_size))
+        here = torch.device("cpu") if device == "cpu" else stack.enter_context(stand_in.available())
+        stack.enter_context(compat.fake_default_group(rank, world_size, device))
         if fake:
             stack.enter_context(compat.fake_tensors())
-        simulation = Simulation(rank, world_size, check)
-        stack.callback(simulation._books.close)
+        simulation = Simulation(rank, world_size, check, here)
+        stack.callback(simulation._close)
         stack.enter_context(compat.watching_resizes(simulation._resized))
         # Backward passes run on this thread, in one order, and an error in them keeps its traceback.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
@@ -297,6 +360,13 @@ class _Watch(TorchDispatchMode):
         if not self._plain.issuperset(types):
             return NotImplemented  # a wrapper such as DTensor: its own operators on plain tensors come by afterwards
         return self._simulation._run(func, args, kwargs or {})
+
+
+def _is_set_to(tensor: Tensor, other: Tensor) -> bool:
+    def place(tensor: Tensor) -> tuple[object, ...]:
+        return id(tensor.untyped_storage()), tensor.storage_offset(), tensor.shape, tensor.stride()
+
+    return place(tensor) == place(other)
 
 
 def _plain_tensors(argument: Any) -> Iterator[Tensor]:

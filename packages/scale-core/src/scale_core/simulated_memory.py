@@ -11,7 +11,7 @@ import enum
 import weakref
 from array import array
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -167,6 +167,46 @@ class MemoryBooks:
         if self.current_bytes > self.peak_bytes:
             self.peak_bytes = self.current_bytes
             self._changes_at_peak = len(self._deltas)
+
+
+class Memory:
+    """One memory of a simulation, such as the host's: what it holds, and what it held when it held the most.
+
+    Args:
+        books: Its books.
+        learn: Called before they are read by kind, to enter what has become known since.
+    """
+
+    def __init__(self, books: MemoryBooks, learn: Callable[[], None]) -> None:
+        self._books, self._learn = books, learn
+
+    @property
+    def current_bytes(self) -> int:
+        """The bytes that it holds now."""
+        return self._books.current_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that it held at any one time."""
+        return self._books.peak_bytes
+
+    @property
+    def current_by_kind(self) -> dict[str, int]:
+        """The bytes that it holds now, by kind, largest first."""
+        self._learn()
+        return self._books.current_by_kind()
+
+    @property
+    def peak_by_kind(self) -> dict[str, int]:
+        """The bytes that it held at its peak, by kind, largest first; they add up to `peak_bytes`."""
+        self._learn()
+        return self._books.peak_by_kind()
+
+    @property
+    def largest_at_peak(self) -> list[Item]:
+        """What it held at its peak, storage by storage: where to look when a peak is too high."""
+        self._learn()
+        return self._books.largest_at_peak()
 
 
 def _claim(block: Block, kind: str, evidence: Evidence) -> None:

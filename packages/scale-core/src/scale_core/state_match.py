@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scale_core.boxes import LocalShard
-
 
 @dataclass(frozen=True)
 class SavedTensor:
@@ -43,14 +41,14 @@ def check_keys(own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
         )
 
 
-def check_alike(key: str, saved: SavedTensor, piece: LocalShard | Tensor) -> None:
+def check_alike(key: str, saved: SavedTensor, piece: SavedTensor | Tensor) -> None:
     """Compares a saved tensor with the place it goes to.
 
     Raises:
         StateMismatch: Its shape or dtype differs.
     """
-    if saved.shape != tuple(piece.size()):
-        raise StateMismatch(f"{key}: the saved shape is {saved.shape}, expected {tuple(piece.size())}")
+    if saved.shape != tuple(piece.shape):
+        raise StateMismatch(f"{key}: the saved shape is {saved.shape}, expected {tuple(piece.shape)}")
     if saved.dtype != piece.dtype:
         raise StateMismatch(
             f"{key}: the saved dtype is {saved.dtype}, expected {piece.dtype}: build the model in {saved.dtype}, "

@@ -1,9 +1,9 @@
 """What must hold when an optimizer steps.
 
 An optimizer sees tensors and knows nothing of shards: it steps without a word on parameters that are no longer the
-model's, or before gradients have been reduced, and the training goes silently wrong. torch tells who asks about every
-step, so three questions are asked here: are these the model's parameters, is nothing left to be reduced, and, after it,
-have the parameters changed?
+model's, on pieces of what it would have to see whole, or before gradients have been reduced, and the training goes
+silently wrong. torch tells who asks about every step, so four questions are asked here: are these the parameters of
+the model, can this optimizer work on pieces, is nothing left to be reduced, and, after it, have the parameters changed?
 """
 
 from __future__ import annotations
@@ -19,9 +19,32 @@ from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from scale_core.shard import shard_of
+from scale_core.shard import Held, Shard, shard_of
+
+# What the update of an element depends on, in optimizers that are known not to be elementwise: by the name of a class
+# among the optimizer's own and those that it is made of, since the same ones come from many packages. One that is not
+# listed is taken for elementwise, as SGD, Adam and all others of torch.optim are.
+_NEEDS_WHOLE_TENSOR = {
+    "Adafactor": "rows and columns of its second moment, and the norm of its update",
+    "AdafactorBigVision": "rows and columns of its second moment, and the norm of its update",
+    "CAME": "rows and columns of its second moment, and the norm of its update",
+    "DistributedShampoo": "a preconditioner of rows and columns",
+    "GaLore": "a projection of the whole gradient",
+    "GaLoreAdamW": "a projection of the whole gradient",
+    "LAMB": "the norms of the parameter and of its update",
+    "LARS": "the norms of the parameter and of its gradient",
+    "Lamb": "the norms of the parameter and of its update",
+    "Lars": "the norms of the parameter and of its gradient",
+    "Muon": "an orthogonal matrix near its momentum",
+    "NovoGrad": "the norm of its gradient",
+    "Novograd": "the norm of its gradient",
+    "SM3": "the largest element of each row and column",
+    "SOAP": "a preconditioner of rows and columns",
+    "Shampoo": "a preconditioner of rows and columns",
+}
 
 _replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_copies: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _waiting: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()  # in order, for the first to be named
 _seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 
@@ -36,6 +59,18 @@ def mark_replaced(param: Tensor, owner: Any, index: int) -> None:
     """
     _replaced[param] = owner, index
     _seen.clear()  # An optimizer that has stepped on it before must be looked at again.
+
+
+def mark_copies(params: Iterable[Tensor], owner: Any) -> None:
+    """Records that these are copies, for computing or for looking at, of what `owner` (see `mark_replaced`) holds."""
+    held = weakref.ref(owner)  # Which holds the copies itself, as a rule: they must not keep it alive.
+    for index, param in enumerate(params):
+        _copies[param] = held, index
+
+
+def look_again() -> None:
+    """Parameters have become other pieces: every optimizer is to be looked at again when it steps."""
+    _seen.clear()
 
 
 def refuse_steps(owner: Any) -> None:
@@ -62,6 +97,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     if _seen.get(optimizer) != count:  # Its parameters stay what they are until a group is added.
         _refuse_replaced(optimizer)
+        _refuse_pieces(optimizer)
         _seen[optimizer] = count
     unreduced = [owner for owner in _waiting if owner.has_gradient]
     if unreduced:
@@ -84,6 +120,50 @@ def _refuse_replaced(optimizer: torch.optim.Optimizer) -> None:
                 f"the model's parameter any more, and to step on it would train nothing. Build the optimizer "
                 f"afterwards: {type(optimizer).__name__}(model.parameters(), ...)"
             )
+        if param in _copies:
+            held, index = _copies[param]
+            owner = held()
+            name = f"'{owner.names[index]}'" if owner is not None else "parameter"
+            raise RuntimeError(
+                f"{type(optimizer).__name__} was built while the model's parameters were whole, by unshard() or "
+                f"summon_full_params(): its {name} is a copy, and to step on it would train nothing. "
+                f"Build the optimizer from the shards: {type(optimizer).__name__}(model.parameters(), ...) after "
+                "reshard(), or outside of summon_full_params()"
+            )
+
+
+def _refuse_pieces(optimizer: torch.optim.Optimizer) -> None:
+    """Refuses an optimizer that would compute something else with pieces than with whole tensors."""
+    kind = type(optimizer).__name__
+    bases = [cls.__name__ for cls in type(optimizer).__mro__]
+    needs = next((_NEEDS_WHOLE_TENSOR[name] for name in bases if name in _NEEDS_WHOLE_TENSOR), None)
+    shards = [shard for param in _params(optimizer) if (shard := shard_of(param)) is not None and _is_divided(shard)]
+    if not shards:
+        return
+    if "LBFGS" in bases:
+        raise RuntimeError(
+            f"{kind}.step(): it measures all parameters together, and this rank has only a part of them, as of "
+            f"'{shards[0].name}': every rank would take another direction. Train with an optimizer that works element "
+            "by element, such as AdamW, or leave the model unsharded"
+        )
+    if "SparseAdam" in bases:
+        raise RuntimeError(
+            f"{kind}.step(): it takes sparse gradients, and those of shards are dense, as that of '{shards[0].name}': "
+            "train with torch.optim.Adam(model.parameters(), ...)"
+        )
+    cut = next((shard for shard in shards if 0 < shard.stop - shard.start < shard.numel), None)
+    if needs is not None and cut is not None:
+        raise RuntimeError(
+            f"{kind}.step(): its update of a parameter needs {needs}, and of '{cut.name}' this rank has elements "
+            f"{cut.start:,} to {cut.stop:,} of {cut.numel:,} only. Let scale-oss hand each whole tensor to one rank "
+            f"for the step, OSS(model.parameters(), optim={kind}, ...); or keep every parameter whole on one rank, "
+            'fully_shard(module, atom="parameter"), and give it those that are here, '
+            "[p for p in model.parameters() if p.numel()]; or train with one that works element by element, as AdamW"
+        )
+
+
+def _is_divided(shard: Shard) -> bool:
+    return any(axis.held is Held.SHARD and axis.group.size > 1 for axis in shard.axes)
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -6,11 +6,17 @@ file asks which device it is on: it takes a stream here and uses it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
+
+_HOST = torch.device("cpu")
 
 
 class Event(Protocol):
@@ -22,8 +28,12 @@ class Event(Protocol):
 class Stream(Protocol):
     """An order of work on one device."""
 
-    def run(self) -> AbstractContextManager[object]:
-        """Work that is issued inside goes to this stream, after all that the caller's stream holds so far."""
+    def run(self, *, after_caller: bool = True) -> AbstractContextManager[object]:
+        """Work that is issued inside goes to this stream, after all that the caller's stream holds so far.
+
+        Args:
+            after_caller: False is for work that depends on nothing but this stream, and on what the host has seen done.
+        """
 
     def record(self) -> Event:
         """Marks all the work that this stream holds so far."""
@@ -42,7 +52,7 @@ class _Done:
 class HostStream:
     """The stand-in for a stream on a device without streams: all work is done at once, in order."""
 
-    def run(self) -> AbstractContextManager[object]:
+    def run(self, *, after_caller: bool = True) -> AbstractContextManager[object]:
         return nullcontext()
 
     def record(self) -> Event:
@@ -63,8 +73,9 @@ class CudaStream:
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
-    def run(self) -> AbstractContextManager[object]:
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+    def run(self, *, after_caller: bool = True) -> AbstractContextManager[object]:
+        if after_caller:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
         return torch.cuda.stream(self._stream)
 
     def record(self) -> Event:
@@ -78,6 +89,39 @@ class CudaStream:
 def stream_for(device: torch.device) -> Stream:
     """Returns a new side stream of `device`, or its stand-in where the device has none."""
     return CudaStream(device) if device.type == "cuda" else HostStream()
+
+
+class Inline(Executor):
+    """The stand-in for a thread on a device whose work leaves the host no time to spare: it does all at once."""
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        """Calls `fn(*args, **kwargs)`; what it raises comes out of the future."""
+        future: Future[T] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+def worker_for(device: torch.device) -> Executor:
+    """Returns what does the host's share of the work while `device` computes, one thing after the other."""
+    return ThreadPoolExecutor(1, "scale_core worker") if device.type == "cuda" else Inline()
+
+
+def on_host(tensor: Tensor) -> bool:
+    """Whether the host can read and write this tensor where it stands."""
+    return tensor.device == _HOST
+
+
+def host_memory(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns memory [num_elements] of the host for copies from and to `device`, such as run beside its computation."""
+    return torch.empty(num_elements, dtype=dtype, device=_HOST, pin_memory=device.type == "cuda")
+
+
+def copy_into(target: Tensor, source: Tensor) -> None:
+    """Starts a copy in the order of the current stream; on CUDA it runs beside the host if the host side is pinned."""
+    target.copy_(source, non_blocking=target.is_cuda or source.is_cuda)
 
 
 def copy_to(tensor: Tensor, device: torch.device, stream: Stream) -> Tensor:

@@ -4,31 +4,57 @@ The path of one step reads from top to bottom in four files: `unit` (the step), 
 `scale_core.flat` (the buffers and their states) and `scale_core.collectives` (the messages).
 """
 
+from scale_fsdp.batch_norm import auto_wrap_bn
+from scale_fsdp.config import FSDPConfig
+from scale_fsdp.consolidate import consolidate_shard_weights
+from scale_fsdp.describe import Description, describe
+from scale_fsdp.ema import ShardedEMA
+from scale_fsdp.forward_methods import register_forward_method
+from scale_fsdp.live import reshard_to
+from scale_fsdp.offload_optimizer import OffloadOptimizer
+from scale_fsdp.optim_state import full_optim_state_dict, shard_optim_state_dict
 from scale_fsdp.policy import (
     class_policy,
     config_auto_wrap_policy,
     default_auto_wrap_policy,
     name_policy,
+    no_split_policy,
     size_policy,
 )
 from scale_fsdp.precision import MixedPrecision
+from scale_fsdp.rescue import StepError
 from scale_fsdp.sharding import fully_shard
+from scale_fsdp.state_dict import full_state_dict
 from scale_fsdp.wrapper import FullyShardedDataParallel
 from scale_fsdp.wrapping import auto_wrap, enable_wrap, fully_shard_modules, plan_units, wrap
 
 __version__ = "2026.11.0"
 __all__ = [
+    "Description",
+    "FSDPConfig",
     "FullyShardedDataParallel",
     "MixedPrecision",
+    "OffloadOptimizer",
+    "ShardedEMA",
+    "StepError",
     "auto_wrap",
+    "auto_wrap_bn",
     "class_policy",
     "config_auto_wrap_policy",
+    "consolidate_shard_weights",
     "default_auto_wrap_policy",
+    "describe",
     "enable_wrap",
+    "full_optim_state_dict",
+    "full_state_dict",
     "fully_shard",
     "fully_shard_modules",
     "name_policy",
+    "no_split_policy",
     "plan_units",
+    "register_forward_method",
+    "reshard_to",
+    "shard_optim_state_dict",
     "size_policy",
     "wrap",
 ]

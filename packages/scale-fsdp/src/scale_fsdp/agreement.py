@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from scale_core.events import unit_title
 from scale_core.group import Group
+from scale_fsdp.blank import refuse_blank
 
 if TYPE_CHECKING:  # unit.py stands on this file's user, root.py.
     from scale_fsdp.unit import Unit
@@ -25,20 +26,22 @@ def check_units(units: Sequence[Unit], group: Group) -> None:
 
     Raises:
         ValueError: A unit shares a parameter with one outside of the model, or is sharded over other ranks.
+        RuntimeError: A parameter or a buffer has no values.
     """
     for unit in units:
+        refuse_blank(unit)
         for lender in unit.lenders:
             if lender not in units:
                 raise ValueError(
                     f"a {type(unit.module).__name__} shares a parameter with a {type(lender.module).__name__} that is "
                     "sharded too, but no sharded module holds both: call fully_shard on the module around them"
                 )
-        for buffer in unit.buffers:
-            if buffer.group.size > 1 and buffer.group.ranks != group.ranks:
-                raise ValueError(
-                    f"{unit_title(unit.name)} is sharded over ranks {list(buffer.group.ranks)} and the rest over "
-                    f"{list(group.ranks)}: pass one process_group to every fully_shard of a model"
-                )
+        ranks = unit.options.ranks.whole
+        if unit.buffers and ranks.size > 1 and ranks.ranks != group.ranks:
+            raise ValueError(
+                f"{unit_title(unit.name)} is sharded over ranks {list(ranks.ranks)} and the rest over "
+                f"{list(group.ranks)}: pass one process_group to every fully_shard of a model"
+            )
 
 
 def describe_units(units: Sequence[Unit]) -> list[str]:
@@ -57,7 +60,8 @@ def describe_units(units: Sequence[Unit]) -> list[str]:
                 f"flatten={buffer.flatten}, layout {buffer.layout.digest()}"
             )
         lines.append(
-            f"{title}: reshard_after_forward={unit.reshard_after_forward}, "
+            f"{title}: over {unit.options.ranks.replicas.size} x {unit.options.ranks.shard.size} ranks, "
+            f"reshard_after_forward={unit.options.reshard_after_forward}, "
             f"shares with {[lender.name for lender in unit.lenders]}"
         )
     return lines

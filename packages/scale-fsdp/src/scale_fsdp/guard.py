@@ -8,20 +8,47 @@ behind the back of their buffer. So whoever holds a unit's parameters asks, befo
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from scale_core.events import unit_title
+from scale_fsdp.assignments import refuse_assignments
 from scale_fsdp.unit import Unit, unit_of
 
 
 def guard_modules(unit: Unit) -> None:
-    """Makes each module in the unit, other than the unit's own, refuse to run on shards."""
+    """Makes each module in the unit, other than the unit's own, refuse to run on shards, and all refuse new ones."""
+    refuse_assignments(unit)
     guarded = {id(slot.module): slot.module for slot in unit.slots if slot.module is not unit.module}
     for module in guarded.values():
-        module.register_forward_pre_hook(lambda module, _: refuse_shards(unit, module), prepend=True)
+        module.register_forward_pre_hook(_Guard(unit), prepend=True)
+
+
+class _Guard:
+    """What runs before the forward of a module in a unit."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+
+    def __call__(self, module: nn.Module, _: object) -> None:
+        refuse_shards(self.unit, module)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Guard:
+        """Copies the guard with its unit, never the unit for the guard's sake.
+
+        Raises:
+            TypeError: A module is being copied out of its unit.
+        """
+        if id(self.unit) not in memo:
+            raise TypeError(
+                f"a module in {unit_title(self.unit.name)} can't be copied without that unit's "
+                f"{type(self.unit.module).__name__}, which gathers its parameters: copy that, or make the module a "
+                "unit of its own by fully_shard(module) before the modules around it"
+            )
+        return _Guard(memo[id(self.unit)])
 
 
 def guarded_forward(cls: type[nn.Module]) -> Callable[..., Any]:
@@ -43,41 +70,50 @@ def refuse_shards(unit: Unit, module: nn.Module) -> None:
     Raises:
         RuntimeError: They are, and this is not a world of one.
     """
-    if unit.uses or unit.in_backward or unit.summoned or all(buffer.group.size == 1 for buffer in unit.buffers):
+    if (
+        unit.uses
+        or unit.in_backward
+        or unit.summoned
+        or unit.pinned
+        or all(buffer.group.size == 1 for buffer in unit.buffers)
+    ):
         return
     attributes = ", ".join(slot.attribute for slot in unit.slots if slot.module is module)
     outermost = type(unit.root.outermost.module if unit.root else unit.module).__name__
+    method = _method_that_runs(unit)
+    register = f"register_forward_method(module, {method!r}) if that is to run as its forward does, " if method else ""
     raise RuntimeError(
-        f"a {type(module).__name__} of {unit_title(unit.name)} was called outside of the unit's forward, where its "
-        f"parameters ({attributes}) are sharded: call the {outermost} itself, model(...), make the part a unit of its "
-        "own by fully_shard(...) before the modules around it, or call it inside summon_full_params()"
+        f"a {type(module).__name__} of {unit_title(unit.name)} was called {f'by {method}() ' if method else ''}outside "
+        f"of the unit's forward, where its parameters ({attributes}) are sharded: {register}call the {outermost} "
+        "itself, model(...), make the part a unit of its own by fully_shard(...) before the modules around it, or call "
+        "it inside summon_full_params()"
     )
 
 
-def refuse_conversion(unit: Unit, convert: Callable[[Tensor], Tensor]) -> None:
-    """Refuses `half()`, `to()` and the like where they would change a unit's shards.
+def _method_that_runs(unit: Unit) -> str:
+    """The method of the unit's module, other than forward, in which this was called; the outermost, "" for none."""
+    found = ""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        name = frame.f_code.co_name
+        is_method = name.isidentifier() and getattr(type(unit.module), name, None) is not None
+        if is_method and frame.f_locals.get("self") is unit.module and not hasattr(nn.Module, name):
+            found = name
+    return found
+
+
+def refuse_in_use(units: Iterable[Unit], what: str) -> None:
+    """Refuses to change or copy parameters that somebody computes with, or looks at, as a whole.
 
     Raises:
-        RuntimeError: They would.
+        RuntimeError: That is so.
     """
-    for buffer in unit.buffers:
-        probe = buffer.shard.new_empty(0)
-        converted = convert(probe)
-        if converted.dtype != probe.dtype or converted.device != probe.device:
+    for unit in units:
+        if unit.root is not None:
+            unit.root.recover()
+        if unit.uses or unit.in_backward or unit.summoned or unit.pinned:
             raise RuntimeError(
-                f"the parameters of {unit_title(unit.name)} are sharded in {probe.dtype} on {probe.device} and can't "
-                f"become {converted.dtype} on {converted.device} now: convert the model before fully_shard(model), or "
-                "let it compute in another dtype by fully_shard(model, mixed_precision=MixedPrecision(param_dtype=...))"
+                f"{what}: the parameters of {unit_title(unit.name)} are in use, by a forward or backward pass, inside "
+                "summon_full_params or gathered by hand: call it between steps"
             )
-
-
-def refuse_copy(module: nn.Module) -> None:
-    """Refuses to deepcopy or pickle a sharded module.
-
-    Raises:
-        TypeError: Always.
-    """
-    raise TypeError(
-        f"a sharded {type(module).__name__} can't be copied or pickled: copy the plain module before fully_shard(...), "
-        "or load_state_dict(sharded.state_dict()) into a new one"
-    )

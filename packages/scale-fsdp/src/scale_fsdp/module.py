@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import Any, Self, cast
 
-import torch
 from torch import Tensor, nn
 
 from scale_core.events import Event
 from scale_core.norms import clip_grad_norm
-from scale_fsdp.guard import refuse_conversion, refuse_copy
+from scale_fsdp.assignments import watch_modules
+from scale_fsdp.by_hand import ByHand
+from scale_fsdp.converting import Converting
+from scale_fsdp.describe import one_line
+from scale_fsdp.guard import guarded_forward, refuse_in_use
+from scale_fsdp.places import remember
 from scale_fsdp.root import Root
-from scale_fsdp.unit import Unit, root_of, show_tensors, unit_of, units_in
+from scale_fsdp.summoning import applying, summoned
+from scale_fsdp.unit import root_of, unit_of, units_in
+from scale_fsdp.with_state import WithState
 
 
-class ShardedModule(nn.Module):
+class ShardedModule(WithState, ByHand, Converting):
     """The methods that `fully_shard` adds to a module. Call them on the outermost one."""
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -86,24 +93,69 @@ class ShardedModule(nn.Module):
                     "summon_full_params: the parameters are in use, by a forward or backward pass or by another "
                     "summon_full_params around this one: call it between steps"
                 )
-        wholes = [_summon(unit) for unit in units]
-        try:
+        with summoned(units, keep=not volatile):
             yield
-        finally:
-            for unit, tensors in zip(units, wholes, strict=True):
-                _dismiss(unit, tensors, keep=not volatile)
 
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
-        """What `to`, `half`, `float`, `cuda` and the like are made of."""
-        for unit in units_in(self):
-            refuse_conversion(unit, fn)
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        return self
+    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
+        """Calls `fn` with each module inside, children first, and with this one, as to initialise their weights.
 
-    def __getstate__(self) -> dict[str, Any]:
-        """What deepcopy and pickle ask for."""
-        refuse_copy(self)
-        return {}
+        The parameters of the unit that a module belongs to are whole, in the dtype that they are trained in, and what
+        `fn` makes of them is kept: on all ranks, what it makes of them on rank 0. No more is gathered at a time than
+        one unit and those around it. All ranks call it together.
+
+        Args:
+            fn: Called with each module; must not touch parameters of units inside that.
+
+        Raises:
+            RuntimeError: The parameters are in use.
+        """
+        unit = unit_of(self)
+        assert unit is not None
+        refuse_in_use([unit], "apply")
+        with applying(unit):
+            return super().apply(fn)
+
+    def extra_repr(self) -> str:
+        """What `print(model)` shows beside the class: the plain module's own words, and what is sharded."""
+        unit = unit_of(self)
+        assert unit is not None
+        return ", ".join(filter(None, [super().extra_repr(), one_line(unit)]))
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """What deepcopy and pickle ask for: the plain class, of which the copy's own class is made, and the state.
+
+        Raises:
+            RuntimeError: The parameters are in use, so that what is in the module is not what it keeps.
+        """
+        unit = unit_of(self)
+        assert unit is not None
+        refuse_in_use([unit], "deepcopy and pickle")
+        _, plain = type(self).__bases__
+        return _new, (plain,), super().__getstate__()  # type: ignore[no-untyped-call]  # typeshed leaves it untyped
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self._make_known()
+
+    def _make_known(self) -> None:
+        """Enters a copy, or what was read from a file, where the process looks for units; once it is whole."""
+        unit = unit_of(self)
+        if unit is not None and unit.is_whole and "_modules" in vars(self):
+            remember(unit)
+            watch_modules(unit)
+
+
+def _new(plain: type[nn.Module]) -> nn.Module:
+    """Returns a module of the class that one of class `plain` has as a unit, without any state yet."""
+    cls = sharded_class(cast(Hashable, plain))
+    return cls.__new__(cls)
+
+
+@functools.cache
+def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """Returns the class that a module of this class has as a unit, under the same name."""
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "forward": guarded_forward(cls)}
+    return type(cls.__name__, (ShardedModule, cls), names)
 
 
 def outermost_root(module: nn.Module) -> Root:
@@ -121,25 +173,3 @@ def outermost_root(module: nn.Module) -> Root:
             f"{type(root.outermost.module).__name__}"
         )
     return root
-
-
-def _summon(unit: Unit) -> list[list[nn.Parameter]]:
-    wholes = []
-    for buffer in unit.buffers:
-        trains = buffer.trains and buffer.dtype.is_floating_point
-        wholes.append([nn.Parameter(tensor, requires_grad=trains) for tensor in unit.gather_whole(buffer)])
-    unit.summoned = True
-    show_tensors(unit, {id(buffer): tensors for buffer, tensors in zip(unit.buffers, wholes, strict=True)})
-    return wholes
-
-
-@torch.no_grad()
-def _dismiss(unit: Unit, wholes: list[list[nn.Parameter]], *, keep: bool) -> None:
-    unit.summoned = False
-    unit.show_shards()
-    if not keep:
-        return
-    for buffer, tensors in zip(unit.buffers, wholes, strict=True):
-        buffer.release()
-        for index, tensor in enumerate(tensors):
-            buffer.load(index, tensor)

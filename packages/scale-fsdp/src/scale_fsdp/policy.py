@@ -175,6 +175,30 @@ def class_policy(*classes: type[nn.Module] | str) -> Policy:
     return _ByClass(classes)
 
 
+def no_split_policy(model: nn.Module) -> Policy:
+    """Units are the modules that a model of transformers says must not be divided: its blocks.
+
+    Reads `_no_split_modules`, a set or list of class names, of the model and of all models inside of it. Libraries
+    whose models carry the same attribute are served as well.
+
+    Raises:
+        ValueError: No model in it names any class; names those that stand several times in a list.
+    """
+    names: set[str] = set()
+    for module in model.modules():
+        listed = getattr(module, "_no_split_modules", None)
+        names.update(listed if isinstance(listed, (set, frozenset, list, tuple)) else ())
+    if names:
+        return class_policy(*sorted(names))
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    listed_blocks = [(type(child).__name__, len(module)) for module in lists for child in module]
+    blocks = {name for name, length in listed_blocks if length > 1} or {name for name, _ in listed_blocks}
+    write = f"class_policy({', '.join(map(repr, sorted(blocks)))})" if blocks else "size_policy(min_num_params=...)"
+    raise ValueError(
+        f"no_split_policy: this {type(model).__name__} has no _no_split_modules that name its blocks; write {write}"
+    )
+
+
 @dataclass(frozen=True)
 class _ByName(Policy):
     patterns: tuple[re.Pattern[str], ...]

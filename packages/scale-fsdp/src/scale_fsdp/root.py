@@ -8,20 +8,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import suppress
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from scale_core.backward import in_backward, once_after_backward
+from scale_core.backward import in_backward, once_after_backward, report_reduced_grads
 from scale_core.contract import Contract
 from scale_core.events import Event, PassKind, message_tag, unit_title
 from scale_core.exchange import exchange_text
 from scale_core.group import Group
+from scale_core.joining import current_share
 from scale_fsdp.agreement import check_units, describe_units
-from scale_fsdp.unused import ParamKey, Unused
+from scale_fsdp.rescue import give_up_together, raise_if_given_up
+from scale_fsdp.unused import Unused
 
 if TYPE_CHECKING:  # unit.py stands on this file.
     from scale_fsdp.unit import Unit
+
+
+T = TypeVar("T")
 
 
 class Root:
@@ -36,19 +42,23 @@ class Root:
         in_backward: A backward pass runs now.
         synchronizes: Gradients are reduced at the end of a backward pass; False inside `no_sync`.
         unused: What was reduced as zeros in the backward pass that runs now.
+        failure: What was raised in the recomputation of a unit in the backward pass that runs now.
+        outdated: Units have moved to another dtype, device or group since they agreed: a new root takes its place.
     """
 
     def __init__(self, outermost: Unit, units: Sequence[Unit]) -> None:
         self.outermost = outermost
         self.units = list(units)
         self.by_name = {unit.name: unit for unit in self.units}
-        self.contract = Contract(self.group, outermost.limit_seconds)
+        self.contract = Contract(self.group, outermost.options.limit_seconds)
         self.entry: Unit | None = None
         self.in_backward = False
         self.synchronizes = True
+        self.outdated = False
         dtypes = {(unit.precision.param_dtype, unit.precision.output_dtype) for unit in self.units}
         self._computes_in_one_dtype = len(dtypes) == 1 and dtypes.pop()[1] is None
         self.unused = Unused(self.units)
+        self.failure: BaseException | None = None
         self._reducing: Unit | None = None
         check_units(self.units, self.group)
         self.contract.agree("how the model is built and wrapped", describe_units(self.units))
@@ -57,8 +67,8 @@ class Root:
 
     @property
     def group(self) -> Group:
-        """The ranks that share the parameters."""
-        return max((buffer.group for unit in self.units for buffer in unit.buffers), key=_size, default=Group())
+        """The ranks that share the model."""
+        return max((unit.options.ranks.whole for unit in self.units), key=_size)
 
     # Forward.
 
@@ -74,7 +84,7 @@ class Root:
             if stale or not (self.keeps_after_backward(member) or member.hidden):
                 member.release()
 
-    def left(self, unit: Unit) -> None:
+    def leave(self, unit: Unit) -> None:
         """A unit's forward has ended; with the one that entered, so has the pass."""
         if self.entry is not unit:
             return
@@ -84,14 +94,15 @@ class Root:
                 self.contract.leave()
             else:
                 # Compared first: where the ranks differ, what was fetched ahead may never arrive.
-                self.contract.close()
+                rows = self.contract.close(0, 0, 0)
+                raise_if_given_up(self, [row[2] for row in rows])
                 self._release_idle()
         except BaseException as error:
             self.abort(error)
             raise
 
     def abort(self, error: BaseException) -> None:
-        """The pass has failed on this rank: be as before it, and leave word for the others.
+        """The pass has failed on this rank: give it up together with the others, or alone, and be as before it.
 
         Gradients of earlier passes that wait under `no_sync` stay, unless it was a backward pass: then part of its own
         gradients has been added to them, and both are dropped.
@@ -101,15 +112,27 @@ class Root:
                 unit.drop_gradients()
         self.entry = None
         self.in_backward = False
-        self._forget_backward()
-        for unit in self.units:
-            unit.discard()
-        self.contract.report_failure(error)
+        try:
+            if not give_up_together(self, error):
+                self.contract.report_failure(error)
+        finally:
+            self.contract.history.break_off()
+            self._forget_backward()
+            for unit in self.units:
+                unit.discard()
 
     def recover(self) -> None:
         """Ends a backward pass that has failed; autograd tells nobody when one does."""
         if self.in_backward and not in_backward():
             self.abort(RuntimeError("the backward pass before this one did not come to its end"))
+
+    def backward_has_failed(self) -> None:
+        """Autograd has dropped the backward pass that ran; whatever it was is being raised to the user."""
+        if self.in_backward:
+            last = self.contract.history.last_event
+            where = f" after the {last}" if last is not None else ""
+            unknown = RuntimeError(f"its backward pass failed{where}, with an error that is raised there")
+            self.abort(self.failure or unknown)
 
     # Backward.
 
@@ -123,22 +146,29 @@ class Root:
                 "the outermost sharded module has returned, or shard only modules that are not differentiated inside "
                 "of one that is called"
             )
+        if current_share() is not None and not self.synchronizes:
+            raise RuntimeError(
+                "join() counts whole steps, and this backward pass is one of several in a step, under no_sync(): let "
+                "join() yield all micro-batches of a step together, or leave no_sync() out"
+            )
         self.in_backward = True
         self._forget_backward()
-        self.contract.begin(
-            PassKind("backward with reduction" if self.synchronizes else "backward", grad=True, training=True),
-            new_step=False,
-        )
-        once_after_backward(self._finish_backward)
+        kind = "backward with reduction" if self._reduces_any else "backward"
+        self.contract.begin(PassKind(kind, grad=True, training=True), new_step=False)
+        once_after_backward(_EndOfBackward(self))
 
     def reduce(self, unit: Unit) -> None:
         """A unit's gradients are there: reduce them, and take the results of the unit before."""
-        if not self.synchronizes:
+        if not self.reduces(unit):
             unit.pack()
             return
         if not unit.trains:
             return
         self.announce("reduction", unit)
+        self.start_reduction(unit)
+
+    def start_reduction(self, unit: Unit) -> None:
+        """Starts to reduce a unit's gradients, after the one before it."""
         self.make_room()
         self._reducing = unit
         self.unused.note_reduction(unit)
@@ -151,7 +181,7 @@ class Root:
         recomputation where it is checkpointed.
         """
         if self._reducing is not None:
-            self._reducing.settle()
+            self._reducing.wait_reduced()
             self._reducing = None
 
     def recomputed(self) -> None:
@@ -163,11 +193,11 @@ class Root:
         self.make_room()
         self.fetch_ahead()
 
-    def _finish_backward(self) -> None:
+    def finish_backward(self) -> None:
         try:
             for unit in self.units:
                 unit.finish()
-            if self.synchronizes:
+            if self._reduces_any:
                 for unit in self.units:
                     if unit.lends and not self.unused.is_reduced(unit):
                         self.reduce(unit)
@@ -185,25 +215,33 @@ class Root:
         """Compares the pass with the other ranks', and agrees on what only some of them have used."""
         for unit in self.units:
             for buffer in unit.buffers:
-                if buffer.has_gradient and not buffer.trains:
-                    buffer.drop_gradient()  # Frozen since the forward.
-        late = [number for number, unit in enumerate(self.units) if any(b.has_gradient for b in unit.buffers)]
-        notes = self.contract.close(len(late), len(self.unused.keys))
+                if buffer.gradient and not buffer.trains:
+                    buffer.gradient.drop()  # Frozen since the forward.
+        late = [
+            number
+            for number, unit in enumerate(self.units)
+            if self.reduces(unit) and any(buffer.gradient for buffer in unit.buffers)
+        ]
+        notes = self.contract.close(len(late), len(self.unused.keys), 0)
+        raise_if_given_up(self, [row[2] for row in notes])
         if any(row[0] for row in notes):
-            for number in sorted({number for numbers in self._tell(late) for number in numbers}):
+            for number in sorted({number for numbers in self.tell(late) for number in numbers}):
                 self.units[number].reduce()
-                self.units[number].settle()
+        for unit in self.units:
+            unit.commit()
         if all(row[1] for row in notes):
-            self.unused.restore(self._tell(sorted(self.unused.keys)))
+            self.unused.restore(self.tell(sorted(self.unused.keys)))
+        report_reduced_grads([param for unit in self.units if self.reduces(unit) for param in unit.reduced_params()])
         self._forget_backward()
 
-    def _tell(self, mine: list[int] | list[ParamKey]) -> list[list[Any]]:
+    def tell(self, mine: T) -> list[T]:
+        """All ranks tell each other something that JSON can hold; returns what each said, by rank."""
         with self.contract.waiting(Event("the end", "")):
             limit = self.contract.limit_seconds
             return [json.loads(text) for text in exchange_text(json.dumps(mine), self.group, limit_seconds=limit)]
 
     def _forget_backward(self) -> None:
-        self._reducing = None
+        self._reducing = self.failure = None
         self.unused.forget()
 
     # What a unit asks.
@@ -222,21 +260,25 @@ class Root:
 
     def fetch_ahead(self) -> None:
         """Starts the gather that the last pass of this kind had next; none where that unit is gathered already."""
-        if not self.contract.on_course:
+        if not self.contract.history.on_course:
             return
-        for phase, name in self.contract.order[self.contract.position :]:
+        for phase, name in self.contract.history.order[self.contract.history.position :]:
             unit = self.by_name.get(name)
             if phase in ("forward", "recomputation", "backward") and unit is not None:
                 unit.gather()
                 return
 
+    def reduces(self, unit: Unit) -> bool:
+        """Whether a unit's gradients are reduced at the end of this backward pass."""
+        return self.synchronizes and unit.synchronizes
+
     def keeps_after_forward(self, unit: Unit) -> bool:
         """Whether a unit stays gathered when its forward has ended."""
-        order, position = self.contract.order, self.contract.position
-        if self.contract.on_course and position < len(order) and order[position] == Event("forward", unit.name):
-            return True  # It runs again at once.
-        if unit.hidden:
+        if unit.hidden or unit.pinned:
             return True
+        order, position = self.contract.history.order, self.contract.history.position
+        if self.contract.history.on_course and position < len(order) and order[position] == Event("forward", unit.name):
+            return True  # It runs again at once.
         if not torch.is_grad_enabled():
             return False
         # The entry's backward comes first: releasing it would only mean to gather it again.
@@ -244,7 +286,13 @@ class Root:
 
     def keeps_after_backward(self, unit: Unit) -> bool:
         """Whether a unit stays gathered for the next micro-batch: it was to be kept, and no optimizer step is due."""
-        return not self.synchronizes and not unit.reshard_after_forward
+        if unit.pinned or not unit.reshard_after_backward:
+            return True
+        return not self.reduces(unit) and not unit.reshard_after_forward
+
+    @property
+    def _reduces_any(self) -> bool:
+        return any(self.reduces(unit) for unit in self.units)
 
     def casts_inputs_of(self, unit: Unit) -> bool:
         """Whether floating-point inputs take the unit's dtype: at the entry, and at every unit if dtypes vary."""
@@ -254,6 +302,25 @@ class Root:
         for unit in self.units:
             if not (self.keeps_after_backward(unit) or unit.hidden):
                 unit.release()
+
+
+class _EndOfBackward:
+    """Called by autograd when a backward pass has ended, and dropped without a call where it has failed."""
+
+    def __init__(self, root: Root) -> None:
+        self._root: Root | None = root
+
+    def __call__(self) -> None:
+        root, self._root = self._root, None
+        if root is not None:
+            root.finish_backward()
+
+    def __del__(self) -> None:
+        if self._root is not None:
+            # What the user is about to see is the error of the pass; that the others can't be reached either, the next
+            # pass says.
+            with suppress(Exception):
+                self._root.backward_has_failed()
 
 
 def _size(group: Group) -> int:

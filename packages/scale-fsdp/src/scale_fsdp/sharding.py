@@ -6,52 +6,49 @@ The module keeps its class (a dynamic subclass adds the methods of `ShardedModul
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import NamedTuple, TypeVar, cast
+from collections.abc import Hashable, Sequence
+from typing import TypeVar, cast
 
 import torch
-from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
+from torch import Tensor, nn
 
-from scale_core.collectives import broadcast
+from scale_core import compat
 from scale_core.contract import Contract
-from scale_core.flat import Dtypes, FlatBuffer
-from scale_core.group import Group, GroupLike, group_of
-from scale_core.layout import Atom, FlatLayout
+from scale_core.flat import Devices, Dtypes, FlatBuffer, Groups
+from scale_core.group import Group, GroupLike
+from scale_core.layout import FlatLayout
 from scale_core.stepping import mark_replaced
-from scale_fsdp.guard import guard_modules, guarded_forward
-from scale_fsdp.module import ShardedModule
+from scale_fsdp.converting import convert_buffers
+from scale_fsdp.guard import guard_modules
+from scale_fsdp.materialise import Init, check_init, materialise, who_initialises
+from scale_fsdp.module import sharded_class
+from scale_fsdp.options import AtomChoice, UnitOptions, resolve_placement
+from scale_fsdp.places import ParamPlace, modules_of_unit, own_and_borrowed, param_places, remember
 from scale_fsdp.precision import MixedPrecision, resolve_precision
-from scale_fsdp.state_dict import hook_state_dict
-from scale_fsdp.unit import Slot, Unit, flat_name_of, paths_in, unit_of, units_in
+from scale_fsdp.ranks import ranks_of
+from scale_fsdp.slots import Slot, flat_name_of, paths_in
+from scale_fsdp.state_dict import hook_state_dict, resolve_form
+from scale_fsdp.unit import Unit, unit_of, units_in
 
 M = TypeVar("M", bound=nn.Module)
-
-
-class _Home(NamedTuple):
-    """Where a parameter that was sharded already lives."""
-
-    unit: Unit
-    buffer: int
-    number: int
-
-
-# Original parameters, and the local shards that took their place, to the unit that owns them: so that one which is
-# shared between units is found again, whatever object the other unit still holds.
-_homes: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def fully_shard(
     module: M,
     process_group: GroupLike = None,
     *,
-    reshard_after_forward: bool = True,
+    reshard_after_forward: bool | int = True,
     mixed_precision: bool | MixedPrecision = False,
     flatten_parameters: bool = False,
-    atom: Atom | Callable[[str, tuple[int, ...]], Atom] = "auto",
+    atom: AtomChoice = "auto",
+    move_params_to_cpu: bool = False,
+    move_grads_to_cpu: bool | None = None,
+    compute_device: torch.device | str | None = None,
+    init: Init = None,
     sync_module_states: bool = True,
     limit_seconds: float | None = None,
+    state_dict_device: torch.device | str | None = None,
+    state_dict_on_rank_0_only: bool = False,
     compute_dtype: torch.dtype | None = None,
     buffer_dtype: torch.dtype | None = None,
     fp32_reduce_scatter: bool | None = None,
@@ -75,18 +72,34 @@ def fully_shard(
     Args:
         module: The module; must not be a unit yet.
         process_group: The ranks to shard over: a process group or a one-dimensional DeviceMesh. None is the default
-            group, or a world of one where torch.distributed is not initialised.
+            group, or a world of one where torch.distributed is not initialised. A DeviceMesh of two dimensions is
+            hybrid sharding: the ranks along the second share one copy of the model, those along the first hold copies.
         reshard_after_forward: Release the parameters between forward and backward: less memory, half as much again
-            to send. The unit by which the model is entered stays gathered, since its backward comes first.
+            to send. The unit by which the model is entered stays gathered, since its backward comes first. An integer
+            leaves them cut among that many neighbouring ranks, as those of one node, between which the backward then
+            gathers.
         mixed_precision: A policy; True is fp16 parameters and reduction.
         flatten_parameters: Show the optimizer one flat tensor per dtype and kind (trained or frozen) in place of
             one local shard per parameter.
         atom: What must not be cut between two ranks: "auto", "element", "row", "parameter", `Block(k)`, or a
             function from a parameter's name and shape to one of them.
+        move_params_to_cpu: Keep the shards, and so the optimizer's state and its step, on the host: `torch.optim.Adam`
+            with `fused=True` is quick there.
+        move_grads_to_cpu: Bring each reduced gradient to the host at once, beside the backward pass; False lets all
+            wait on the device until the pass is over. None is as for the parameters. Either way `param.grad` stands
+            where the parameter is when `backward()` returns.
+        compute_device: Where to compute. None is where the parameters are or, for shards on the host, this rank's
+            accelerator.
+        init: What gives values to parameters and buffers on the meta device. They get memory where the unit computes,
+            values, and are freed again once they are sharded. None is each module's own `reset_parameters`; a function
+            is called with each module that directly has such parameters or buffers. False leaves the shards on meta
+            and sends nothing: then `model.to_empty(device=...)` gives them memory, and a checkpoint their values.
         sync_module_states: Begin with rank 0's parameters and buffers on all ranks. Where it is off, all ranks must
             have built equal ones.
         limit_seconds: The longest that a rank waits for another one before all of them raise. None is the process
             group's own time limit, at most ten minutes. The outermost unit's counts.
+        state_dict_device: Where the tensors of this module's `state_dict()` are to be; None is where the shards are.
+        state_dict_on_rank_0_only: Its `state_dict()` gives the tensors to rank 0 alone, and the others an empty dict.
         compute_dtype: FairScale's spelling of `MixedPrecision(param_dtype=...)`.
         buffer_dtype: FairScale's spelling of `MixedPrecision(buffer_dtype=...)`.
         fp32_reduce_scatter: FairScale's spelling of `MixedPrecision(reduce_dtype=torch.float32)`.
@@ -94,7 +107,7 @@ def fully_shard(
     Raises:
         TypeError: An argument of the wrong kind.
         ValueError: The module is a unit already, or a container that is never called; arguments that contradict
-            each other.
+            each other; nothing gives values to a parameter or buffer on meta.
         ContractError: The ranks are about to shard different modules.
     """
     if not isinstance(module, nn.Module):
@@ -111,167 +124,144 @@ def fully_shard(
             f"this {type(module).__name__} has a parameter named {flat_name_of(0)}, a name that "
             "flatten_parameters=True needs for its own: rename it, or leave flatten_parameters out"
         )
-    group = group_of(process_group)
+    ranks = ranks_of(process_group)
+    if not isinstance(reshard_after_forward, int):
+        raise TypeError(f"reshard_after_forward: expected a bool or a number of ranks, got {reshard_after_forward!r}")
     precision = resolve_precision(
         mixed_precision, compute_dtype=compute_dtype, buffer_dtype=buffer_dtype, fp32_reduce_scatter=fp32_reduce_scatter
     )
-    places = list(_places(module))
-    own, borrowed = _own_and_borrowed(places)
-    _check_not_meta(own)
-    if group.size > 1:
-        _agree(module, group, own, limit_seconds)
-        if sync_module_states:
-            _broadcast(module, group, own)
-    buffers, slots = _make_buffers(own, group, precision, flatten_parameters, atom)
+    form = resolve_form(state_dict_device, state_dict_on_rank_0_only)
+    placement = resolve_placement(move_params_to_cpu, move_grads_to_cpu, compute_device, ranks)
+    options = UnitOptions(
+        ranks, precision, placement, reshard_after_forward, flatten_parameters, atom, limit_seconds, form
+    )
+    check_init(init)
+    own, borrowed = own_and_borrowed(list(param_places(module)))
+    _check_plain(own)
+    if init is False:
+        _check_meta(own)
+        buffers, slots = _make_buffers(own, Groups(ranks.shard, ranks.replicas), options, on_meta=True)
+    else:
+        if ranks.whole.size > 1:
+            _agree(module, ranks.whole, own, limit_seconds)
+        fill = who_initialises([(module, own)], init, ranks.whole, limit_seconds, sync=sync_module_states)
+        buffers, slots = _make_buffers(own, ranks.with_part(reshard_after_forward), options)
+        _load(module, own, slots, options, init, fill=fill, sync=sync_module_states)
     lenders = list(dict.fromkeys(home.unit for _, home in borrowed))
     slots += [Slot(p.module, p.attribute, home.unit.buffers[home.buffer], home.number) for p, home in borrowed]
-    unit = Unit(module, slots, buffers, lenders, precision, reshard_after_forward, limit_seconds)
+    unit = Unit(module, slots, buffers, lenders, options)
     for lender in lenders:
         lender.lends = True
-    _remember(unit, own)
-    _cast_buffers(module, precision)
-    if flatten_parameters:
-        for number, buffer in enumerate(buffers):
-            module.register_parameter(flat_name_of(number), buffer.exposed[0])
-    object.__setattr__(module, "__class__", _sharded_class(cast(Hashable, type(module))))
-    module.register_forward_pre_hook(unit.before_forward, prepend=True, with_kwargs=True)
-    module.register_forward_hook(unit.after_forward, with_kwargs=True, always_call=True)
-    guard_modules(unit)
-    hook_state_dict(module)
+    for place, slot in zip(own, unit.slots, strict=False):
+        mark_replaced(place.param, slot.buffer, slot.number)
+    convert_buffers(unit)
+    _install(unit)
+    remember(unit, own)
     _name_units(module)
     return module
 
 
-class _ParamPlace(NamedTuple):
-    """One place in the module tree that holds a parameter."""
-
-    name: str
-    module: nn.Module
-    attribute: str
-    param: nn.Parameter
-
-
-def _places(module: nn.Module) -> Iterator[_ParamPlace]:
-    """Yields each place outside of nested units that holds a parameter; a shared one stands in several."""
-    for path, child in _outside_units(module, ""):
-        for attribute, param in child._parameters.items():
-            if param is not None:
-                yield _ParamPlace(f"{path}.{attribute}".lstrip("."), child, attribute, param)
-
-
-def _outside_units(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    seen = set()
-    stack = [(path, module)]
-    while stack:
-        here, current = stack.pop()
-        if id(current) in seen or (current is not module and unit_of(current) is not None):
-            continue
-        seen.add(id(current))
-        yield here, current
-        children = [
-            (f"{here}.{name}".lstrip("."), child) for name, child in current._modules.items() if child is not None
-        ]
-        stack.extend(reversed(children))
-
-
-def _own_and_borrowed(places: Sequence[_ParamPlace]) -> tuple[list[_ParamPlace], list[tuple[_ParamPlace, _Home]]]:
-    own, borrowed = [], []
-    for place in places:
-        home: _Home | None = _homes.get(place.param)
-        if home is None:
-            own.append(place)
-        else:
-            borrowed.append((place, home))
-    return own, borrowed
-
-
-def _check_not_meta(own: Sequence[_ParamPlace]) -> None:
+def _check_plain(own: Sequence[ParamPlace]) -> None:
+    """Only what is one piece of memory can stand in a flat buffer."""
     for place in own:
-        if place.param.is_meta:
+        kind = type(place.param.data)
+        if kind not in compat.plain_tensor_types():
+            hint = (
+                "shard it before parallelize_module(...) makes DTensors of its parameters, or leave the module that "
+                "holds it out"
+                if kind.__name__ == "DTensor"
+                else "leave the module that holds it out, or convert the parameter to a plain tensor first"
+            )
+            raise TypeError(f"'{place.name}' is a {kind.__name__}, which can't be cut into shards here: {hint}")
+
+
+def _check_meta(own: Sequence[ParamPlace]) -> None:
+    for place in own:
+        if not place.param.is_meta:
             raise ValueError(
-                f"'{place.name}' is on the meta device and has no values to shard: call module.to_empty(device=...) "
-                "and initialise it first"
+                f"init=False waits for a checkpoint, but '{place.name}' has values already: leave init out, or build "
+                "the model under torch.device('meta')"
             )
 
 
-def _agree(module: nn.Module, group: Group, own: Sequence[_ParamPlace], limit_seconds: float | None) -> None:
+def _agree(module: nn.Module, group: Group, own: Sequence[ParamPlace], limit_seconds: float | None) -> None:
     lines = [type(module).__name__]
     lines += [f"{p.name} {tuple(p.param.shape)} {p.param.dtype} trains={p.param.requires_grad}" for p in own]
     Contract(group, limit_seconds).agree(f"the module given to fully_shard ({type(module).__name__})", lines)
 
 
-def _broadcast(module: nn.Module, group: Group, own: Sequence[_ParamPlace]) -> None:
-    tensors = [place.param.data for place in own]
-    tensors += [b.data for _, child in _outside_units(module, "") for b in child._buffers.values() if b is not None]
-    for tensor in dict.fromkeys(tensors):
-        if tensor.numel():
-            whole = tensor.contiguous()
-            # As bytes: transports know few dtypes, and a copy needs none.
-            broadcast(whole.reshape(-1).view(torch.uint8), group).wait()
-            if not whole.is_set_to(tensor):
-                tensor.copy_(whole)
+def _load(
+    module: nn.Module,
+    own: Sequence[ParamPlace],
+    slots: Sequence[Slot],
+    options: UnitOptions,
+    init: Init,
+    *,
+    fill: bool,
+    sync: bool,
+) -> None:
+    """Brings the values into the shards: those that there are, those of an initialisation, or those of rank 0."""
+    values: dict[nn.Parameter, Tensor] = {place.param: place.param for place in own}
+    values |= materialise(module, own, options.device_for(torch.device("meta")), init, fill=fill)
+    if sync:
+        buffers = [b for _, child in modules_of_unit(module) for b in child._buffers.values() if b is not None]
+        options.ranks.share((*values.values(), *buffers))
+    for place, slot in zip(own, slots, strict=True):
+        if place.param in values:  # One that is tied comes again. What was made for this alone is freed here.
+            slot.buffer.load(slot.number, values.pop(place.param))
 
 
 def _make_buffers(
-    own: Sequence[_ParamPlace],
-    group: Group,
-    precision: MixedPrecision,
-    flatten: bool,
-    atom: Atom | Callable[[str, tuple[int, ...]], Atom],
+    own: Sequence[ParamPlace], groups: Groups, options: UnitOptions, *, on_meta: bool = False
 ) -> tuple[list[FlatBuffer], list[Slot]]:
-    """One buffer per dtype, device and kind (trained or frozen), so that what is frozen is never reduced."""
+    """One buffer per dtype, device and kind (trained or frozen), so that what is frozen is never reduced; all empty."""
     members: dict[tuple[torch.dtype, torch.device, bool], dict[nn.Parameter, str]] = {}
     for place in own:
         param = place.param
-        members.setdefault((param.dtype, param.device, param.requires_grad), {}).setdefault(param, place.name)
+        device = param.device if on_meta else options.device_for(param.device)
+        members.setdefault((param.dtype, device, param.requires_grad), {}).setdefault(param, place.name)
     buffers, where = [], {}
-    for (dtype, _, _), named in members.items():
-        params, names = list(named), list(named.values())
+    precision = options.precision
+    for (dtype, device, _), named in members.items():
+        # Only their shapes: the values come when the views of the full buffer are made, and it is free again.
+        params = [nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad) for param in named]
+        names = list(named.values())
         floating = dtype.is_floating_point
         dtypes = Dtypes(precision.param_dtype, precision.reduce_dtype) if floating else Dtypes()
-        layout = FlatLayout.plan(names, [tuple(param.shape) for param in params], group.size, atom)
-        buffer = FlatBuffer(names, params, layout, group, dtypes, flatten)
+        layout = FlatLayout.plan(names, [tuple(param.shape) for param in params], groups.shard.size, options.atom)
+        devices = Devices() if on_meta else options.placement.devices_for(device)
+        buffer = FlatBuffer(names, params, layout, groups, dtypes, options.flatten, devices)
         buffers.append(buffer)
-        where.update({param: (buffer, index) for index, param in enumerate(params)})
+        where.update({param: (buffer, index) for index, param in enumerate(named)})
     slots = [Slot(place.module, place.attribute, *where[place.param]) for place in own]
     return buffers, slots
 
 
-def _remember(unit: Unit, own: Sequence[_ParamPlace]) -> None:
-    numbers = {id(buffer): number for number, buffer in enumerate(unit.buffers)}
-    for place, slot in zip(own, unit.slots, strict=False):
-        mark_replaced(place.param, slot.buffer, slot.number)
-        home = _Home(unit, numbers[id(slot.buffer)], slot.number)
-        _homes[place.param] = home
-        if not slot.buffer.flatten:
-            _homes[slot.buffer.exposed[slot.number]] = home
-
-
-def _cast_buffers(module: nn.Module, precision: MixedPrecision) -> None:
-    if precision.buffer_dtype is None:
-        return
-    for _, child in _outside_units(module, ""):
-        for name, buffer in child._buffers.items():
-            if buffer is not None and buffer.is_floating_point():
-                child._buffers[name] = buffer.to(precision.buffer_dtype)
+def _install(unit: Unit) -> None:
+    """Gives the module its class, and makes torch call the unit."""
+    module = unit.module
+    if unit.options.flatten:
+        for number, buffer in enumerate(unit.buffers):
+            module.register_parameter(flat_name_of(number), buffer.exposed[0])
+    object.__setattr__(module, "__class__", sharded_class(cast(Hashable, type(module))))
+    module.register_forward_pre_hook(unit.before_forward, prepend=True, with_kwargs=True)
+    module.register_forward_hook(unit.after_forward, with_kwargs=True, always_call=True)
+    guard_modules(unit)
+    hook_state_dict(module)
 
 
 def _name_units(outermost: nn.Module) -> None:
     """Gives every unit inside, and each of its parameters, the qualified name that it has from here."""
     paths = paths_in(outermost)
+    place = {id(module): number for number, module in enumerate(outermost.modules())}
+    slots = sorted((s for unit in units_in(outermost) for s in unit.slots), key=lambda slot: place[id(slot.module)])
+    names: dict[tuple[int, int], str] = {}
+    for slot in slots:  # Of a tied parameter the plain model's first name, whichever unit owns it.
+        name = f"{paths[id(slot.module)]}.{slot.attribute}".lstrip(".")
+        names.setdefault((id(slot.buffer), slot.number), name)
     for unit in units_in(outermost):
         unit.name = paths[id(unit.module)]
         unit.root = None  # A new outermost module: its first forward makes a new root.
         for number, buffer in enumerate(unit.buffers):
-            names: dict[int, str] = {}
-            for slot in unit.slots:
-                if slot.buffer is buffer:
-                    names.setdefault(slot.number, f"{paths[id(slot.module)]}.{slot.attribute}".lstrip("."))
             flat_name = f"{unit.name}.{flat_name_of(number)}".lstrip(".")
-            buffer.rename([names[index] for index in range(len(buffer.names))], unit.name, flat_name)
-
-
-@functools.cache
-def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "forward": guarded_forward(cls)}
-    return type(cls.__name__, (ShardedModule, cls), names)
+            buffer.rename([names[id(buffer), index] for index in range(len(buffer.names))], unit.name, flat_name)

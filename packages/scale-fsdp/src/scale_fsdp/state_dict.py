@@ -1,88 +1,223 @@
 """Full tensors under plain names: what `state_dict()` gives and `load_state_dict()` takes.
 
 A sharded module's state dict is that of the plain module, and loads into it; the other way round each rank takes its
-own piece out of the full tensors and nothing is sent.
+own piece out of the full tensors and nothing is sent. The full tensors are made buffer by buffer: gathered, copied to
+where they are wanted, and freed again. So a device holds one unit beside the shards at most, and what it is to keep.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from scale_fsdp.unit import Slot, Unit, flat_name_of, paths_in, unit_of
+from scale_core.flat import FlatBuffer
+from scale_core.optimizer_view import is_asked_by_torch, view_all
+from scale_fsdp.loading import take_part, take_pieces
+from scale_fsdp.naming import names_in, plain_order, ranks_in
+from scale_fsdp.options import StateDictForm
+from scale_fsdp.slots import Slot, flat_name_of
+from scale_fsdp.unit import Unit, unit_of, units_in
+
+
+@dataclass
+class _Call:
+    """One call of `state_dict()`, through all modules that it visits.
+
+    Attributes:
+        form: What it is to give.
+        keeps: This rank gets tensors.
+        local: It is to give this rank's shards in place of whole tensors.
+        copies: The whole tensors so far, None on ranks that get none, by buffer and number: of a tied one only one.
+    """
+
+    form: StateDictForm
+    keeps: bool
+    local: bool = False
+    copies: dict[tuple[FlatBuffer, int], Tensor | None] = field(default_factory=dict)
+
+    def take(self, unit: Unit, buffer: FlatBuffer, numbers: Iterable[int]) -> None:
+        """Gathers a buffer, copies these parameters out of it and frees it; all ranks do it together."""
+        wanted = [number for number in dict.fromkeys(numbers) if (buffer, number) not in self.copies]
+        if not wanted:
+            return
+        wholes = unit.gather_whole(buffer)
+        device = self.form.device or buffer.shard.device
+        for number in wanted:
+            self.copies[buffer, number] = wholes[number].to(device, copy=True) if self.keeps else None
+
+    def finish(self, module: nn.Module, state: dict[str, Any], prefix: str) -> dict[str, Any]:
+        """What the whole call gives on this rank, in the order of the plain module."""
+        if not self.keeps:
+            return OrderedDict()
+        if self.form.device is not None:
+            for name, value in state.items():  # Buffers, and parameters that are not sharded.
+                state[name] = value.to(self.form.device) if isinstance(value, Tensor) else value
+        if isinstance(state, OrderedDict) and _is_flat(module):
+            for name in plain_order(module, prefix):
+                if name in state:
+                    state.move_to_end(name)
+        return state
+
+
+_call: ContextVar[_Call | None] = ContextVar("the state_dict() that runs now", default=None)
 
 
 def hook_state_dict(module: nn.Module) -> None:
     """Makes the state dict of `module` and of whatever holds it one of full tensors."""
+    unit = unit_of(module)
+    assert unit is not None
     module.register_state_dict_post_hook(_make_whole)
-    module.register_load_state_dict_pre_hook(_take_pieces)
+    module.register_load_state_dict_pre_hook(take_pieces)
+    for inside in {slot.module for slot in unit.slots} - {module}:
+        # `model.encoder.state_dict()` asks a module that is no unit, past the unit that its parameters belong to.
+        inside.register_state_dict_post_hook(partial(_make_part_whole, unit))
+        inside.register_load_state_dict_pre_hook(partial(take_part, unit))
+    view_all()
+
+
+def resolve_form(state_dict_device: torch.device | str | None, state_dict_on_rank_0_only: bool) -> StateDictForm:
+    """Returns the form behind the arguments of `fully_shard`.
+
+    Raises:
+        TypeError: The flag is not a bool.
+    """
+    if not isinstance(state_dict_on_rank_0_only, bool):
+        raise TypeError(f"state_dict_on_rank_0_only: expected True or False, got {state_dict_on_rank_0_only!r}")
+    device = None if state_dict_device is None else torch.device(state_dict_device)
+    return StateDictForm(device, state_dict_on_rank_0_only)
+
+
+def full_state_dict(
+    model: nn.Module, *, rank_0_only: bool = False, device: torch.device | str | None = None
+) -> dict[str, Any]:
+    """Returns the state dict of the plain model: full tensors under plain names. All ranks call it together.
+
+    One unit at a time is gathered, copied to `device` where it is wanted, and freed.
+
+        >>> import torch
+        >>> from scale_fsdp import full_state_dict, fully_shard
+        >>> model = fully_shard(torch.nn.Linear(3, 2))
+        >>> {name: tuple(tensor.shape) for name, tensor in full_state_dict(model, device="cpu").items()}
+        {'weight': (2, 3), 'bias': (2,)}
+
+    Args:
+        model: A sharded module, or one that holds such; how it was told to give its state does not count here.
+        rank_0_only: Rank 0 of the model's ranks alone gets the tensors, and the others an empty dict.
+        device: Where the tensors are to be; None is where the shards are.
+    """
+    form = resolve_form(device, rank_0_only)
+    with _calling(_Call(form, not rank_0_only or ranks_in(model).rank == 0)) as call:
+        state = model.state_dict()
+    return call.finish(model, state, "")
+
+
+def state_dict_of(module: nn.Module, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Gives `module.state_dict(*args, **kwargs)` in the module's own form, or as part of the call that runs already.
+
+    Args:
+        module: The sharded module.
+        plain: Its `state_dict` of `nn.Module`.
+        *args: As torch still takes them by position: destination, prefix, keep_vars.
+        **kwargs: The same by name.
+
+    Raises:
+        RuntimeError: torch's checkpoint functions ask, and parameters are flat.
+    """
+    if _call.get() is not None:
+        return plain(*args, **kwargs)
+    if _is_flat(module) and is_asked_by_torch():
+        raise RuntimeError(
+            "get_model_state_dict: with flatten_parameters=True the modules have no parameters under the plain names, "
+            "which torch's function looks for: call scale_fsdp.full_state_dict(model) for full tensors, or "
+            "scale_core.state.sharded_state_dict(model) for torch.distributed.checkpoint.save"
+        )
+    unit = unit_of(module)
+    assert unit is not None
+    form = unit.options.form
+    call = _Call(form, not form.rank_0_only or ranks_in(module).rank == 0)
+    return _give(call, module, plain, *args, **kwargs)
+
+
+def local_state_dict_of(module: nn.Module, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Gives the same with this rank's shards in place of whole tensors; nothing is sent."""
+    return _give(_Call(StateDictForm(), True, local=True), module, plain, *args, **kwargs)
+
+
+def _give(
+    call: _Call,
+    module: nn.Module,
+    plain: Callable[..., Any],
+    destination: Any = None,
+    prefix: str = "",
+    keep_vars: bool = False,
+) -> Any:
+    with _calling(call):
+        state = plain(prefix=prefix, keep_vars=keep_vars)
+    given = call.finish(module, state, prefix)
+    if destination is None:
+        return given
+    destination.update(given)
+    if hasattr(destination, "_metadata"):
+        destination._metadata.update(getattr(given, "_metadata", {}))
+    return destination
+
+
+def _is_flat(module: nn.Module) -> bool:
+    return any(buffer.flatten for unit in units_in(module) for buffer in unit.buffers)
+
+
+@contextmanager
+def _calling(call: _Call) -> Iterator[_Call]:
+    token = _call.set(call)
+    try:
+        yield call
+    finally:
+        _call.reset(token)
 
 
 def _make_whole(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
-    unit = unit_of(module)
-    assert unit is not None
-    places = _names_in(module, unit, prefix)
+    unit, call = unit_of(module), _call.get()
+    assert unit is not None and call is not None, "a sharded module's state_dict() was gone around"
+    named = names_in(module, unit, prefix)
+    if call.local:
+        _show_local(state_dict, named)
+        return
+    # All ranks gather every buffer, whichever of its names this caller keeps.
     for number, buffer in enumerate(unit.buffers):
-        # All ranks gather every buffer, whichever of its names this caller keeps.
-        wholes = unit.gather_whole(buffer)
-        for name, slot in places:
-            if slot.buffer is buffer and (name in state_dict or buffer.flatten):
-                state_dict[name] = wholes[slot.number].clone()
+        call.take(unit, buffer, range(len(buffer.names)))
         if buffer.flatten:
             state_dict.pop(prefix + flat_name_of(number), None)
-    for name, slot in places:
-        if slot.buffer not in unit.buffers and (name in state_dict or slot.buffer.flatten):
-            state_dict[name] = unit.gather_whole(slot.buffer)[slot.number].clone()
+    for name, slot in named:
+        call.take(unit, slot.buffer, [slot.number])
+        copied = call.copies[slot.buffer, slot.number]
+        if copied is not None and (name in state_dict or slot.buffer.flatten):
+            state_dict[name] = copied
 
 
-def _take_pieces(
-    module: nn.Module,
-    state_dict: dict[str, Any],
-    prefix: str,
-    local_metadata: dict[str, Any],
-    strict: bool,
-    missing_keys: list[str],
-    unexpected_keys: list[str],
-    error_msgs: list[str],
-) -> None:
-    unit = unit_of(module)
-    assert unit is not None
-    if local_metadata.get("assign_to_params_buffers", False):
-        raise ValueError(
-            "load_state_dict(assign=True) would replace the local shards: call load_state_dict(state_dict)"
-        )
-    for buffer in unit.buffers:
-        buffer.release()  # What was gathered before is not true any more.
-    for name, slot in _names_in(module, unit, prefix):
-        entry, span = slot.buffer.layout.entries[slot.number], slot.buffer.spans[slot.number]
-        whole = state_dict.get(name)
-        if whole is None:
-            if slot.buffer.flatten:
-                missing_keys.append(name)
-            continue
-        if not isinstance(whole, Tensor):
-            error_msgs.append(f"'{name}': expected a tensor of shape {entry.shape}, got {type(whole).__name__}")
-            state_dict[name] = slot.buffer.pieces[slot.number]
-        elif tuple(whole.shape) != entry.shape:
-            error_msgs.append(
-                f"size mismatch for {name}: expected the full shape {entry.shape}, got {tuple(whole.shape)}"
-            )
-            state_dict[name] = slot.buffer.pieces[slot.number]
-        elif slot.buffer.flatten:
-            slot.buffer.load(slot.number, state_dict.pop(name))
-        else:
-            state_dict[name] = whole.detach().reshape(-1)[span.start : span.stop].view(span.shape)
-    for number, buffer in enumerate(unit.buffers):
-        if buffer.flatten:
-            state_dict[prefix + flat_name_of(number)] = buffer.exposed[0]  # Its pieces are loaded already.
-
-
-def _names_in(module: nn.Module, unit: Unit, prefix: str) -> list[tuple[str, Slot]]:
-    """The unit's parameters by their names in a state dict in which `module` stands under `prefix`."""
-    paths = paths_in(module)
-    named = []
+def _make_part_whole(unit: Unit, module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+    """The same for a module inside a unit, where it was not the unit's module, nor one around it, that was asked."""
+    if _call.get() is not None:
+        return
+    call = _Call(StateDictForm(), keeps=True)
     for slot in unit.slots:
-        path = paths[id(slot.module)]
-        named.append((prefix + (f"{path}.{slot.attribute}" if path else slot.attribute), slot))
-    return named
+        if slot.module is module:
+            call.take(unit, slot.buffer, [slot.number])
+            state_dict[prefix + slot.attribute] = call.copies[slot.buffer, slot.number]
+
+
+def _show_local(state_dict: dict[str, Any], named: Iterable[tuple[str, Slot]]) -> None:
+    """What stands in the module may be whole right now; what this rank keeps is not."""
+    for name, slot in named:
+        if slot.buffer.flatten:
+            state_dict.pop(name, None)
+        elif name in state_dict:
+            shard = slot.buffer.exposed[slot.number]
+            state_dict[name] = shard if isinstance(state_dict[name], nn.Parameter) else shard.detach()

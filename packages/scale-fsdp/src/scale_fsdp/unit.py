@@ -10,21 +10,39 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
+from scale_core import compat
 from scale_core.backward import after_backward, after_gradient, before_backward, own_outputs
 from scale_core.contract import Contract
 from scale_core.events import Event, message_tag, unit_title
 from scale_core.flat import FlatBuffer, State
 from scale_core.nested import map_tensors
-from scale_fsdp.precision import MixedPrecision
+from scale_fsdp.checks import check_no_gradients, check_unchanged, refuse_hooks
+from scale_fsdp.options import UnitOptions
 from scale_fsdp.root import Root
+from scale_fsdp.slots import Slot, show_shards, show_wholes
 
 _UNIT = "_scale_unit"
+_LASTING = (
+    "module",
+    "slots",
+    "buffers",
+    "lenders",
+    "options",
+    "name",
+    "lends",
+    "reshard_after_forward",
+    "reshard_after_backward",
+    "synchronizes",
+    "fetches",
+)
 
 
 def unit_of(module: nn.Module) -> Unit | None:
@@ -38,25 +56,6 @@ def units_in(module: nn.Module) -> list[Unit]:
     return [unit for child in module.modules() if (unit := unit_of(child)) is not None]
 
 
-def paths_in(module: nn.Module) -> dict[int, str]:
-    """Returns the qualified name of every module in `module`, by its id; that of `module` itself is ""."""
-    return {id(child): path for path, child in module.named_modules()}
-
-
-def flat_name_of(number: int) -> str:
-    """Returns the name under which a module holds the flat parameter of one buffer."""
-    return f"flat_param_{number}"
-
-
-class Slot(NamedTuple):
-    """A place in the module tree where a parameter stands: `module.attribute`."""
-
-    module: nn.Module
-    attribute: str
-    buffer: FlatBuffer
-    number: int
-
-
 class Unit:
     """The sharded life of one module.
 
@@ -65,9 +64,7 @@ class Unit:
         slots: Every place in it that holds a parameter of this unit, or of a unit that it shares one with.
         buffers: This unit's own parameters, one flat buffer per dtype and kind.
         lenders: The units that own the parameters which this one shares.
-        precision: In which dtypes it computes.
-        reshard_after_forward: Release between forward and backward.
-        limit_seconds: As the outermost unit, the longest wait for another rank; None is the group's own limit.
+        options: How it was sharded.
 
     Attributes:
         name: Its module's qualified name in the outermost unit.
@@ -78,6 +75,11 @@ class Unit:
         lends: Another unit shares one of its parameters.
         hidden: It has run and returned nothing through which its backward could be seen to come.
         summoned: Inside `summon_full_params`.
+        reshard_after_forward: Release between forward and backward, all of it or all but a part.
+        reshard_after_backward: Release after the backward.
+        synchronizes: Its gradients are reduced at the end of a backward pass, unless the root says otherwise.
+        pinned: Gathered by hand, until `reshard`.
+        fetches: What the user wants to be gathered ahead when it is opened in a "forward" and in a "backward".
     """
 
     def __init__(
@@ -86,15 +88,13 @@ class Unit:
         slots: Sequence[Slot],
         buffers: Sequence[FlatBuffer],
         lenders: Sequence[Unit],
-        precision: MixedPrecision,
-        reshard_after_forward: bool,
-        limit_seconds: float | None = None,
+        options: UnitOptions,
     ) -> None:
         self.module = module
         self.slots, self.buffers, self.lenders = list(slots), list(buffers), list(lenders)
-        self.precision = precision
-        self.reshard_after_forward = reshard_after_forward
-        self.limit_seconds = limit_seconds
+        self.options = options
+        self.precision = options.precision
+        self.reshard_after_forward = options.ranks.releases(options.reshard_after_forward)
         self.name = ""
         self.root: Root | None = None
         self.calls = 0
@@ -103,18 +103,43 @@ class Unit:
         self.lends = False
         self.hidden = False
         self.summoned = False
+        self.reshard_after_backward = True
+        self.synchronizes = True
+        self.pinned = False
+        self.fetches: dict[str, list[Unit]] = {}
         self._inputs_tell = False  # In this pass an input's gradient has said that a call's backward is over.
         self._error_at_entry: BaseException | None = None
         self._hooked: set[tuple[int, int]] = set()
-        self.show_shards()
+        show_shards(self.slots)
         module.__dict__[_UNIT] = self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What deepcopy and pickle take along: how it was made and set, and nothing of a pass or of other ranks."""
+        # Numbers of hooks are counted in each process: those that are added later must not be given the same.
+        return {name: getattr(self, name) for name in _LASTING} | {"next hook": RemovableHandle.next_id}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["module"], (), state["buffers"], state["lenders"], state["options"])  # type: ignore[misc]
+        for name in _LASTING:
+            setattr(self, name, state[name])
+        if not any(buffer.is_meta for buffer in self.buffers):
+            groups = self.options.ranks.with_part(self.options.reshard_after_forward)
+            for buffer in self.buffers:
+                buffer.groups = groups
+        RemovableHandle.next_id = max(RemovableHandle.next_id, state["next hook"])
+        cast(Any, self.module)._make_known()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has its state: a copy, or what is read from a file, is first made and then filled."""
+        return "fetches" in vars(self)
 
     # The step, in the order of time.
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """The module is about to run: gather, and fetch the next unit ahead."""
         if self.summoned:
-            self._check_no_gradients()
+            check_no_gradients(self)
             return args, kwargs
         root = self._enter()
         recomputing = root.in_backward
@@ -146,7 +171,7 @@ class Unit:
             # Where no output could be found, nobody will say when the backward comes: nothing is released until then.
             self.hidden = self.hidden or (not seen and self.trains)
         self._close(keep=root.keeps_after_forward(self))
-        root.left(self)
+        root.leave(self)
         return output
 
     def before_backward(self, versions: Sequence[int]) -> None:
@@ -157,7 +182,7 @@ class Unit:
         """
         root = self._the_root
         root.begin_backward()
-        self._check_unchanged(versions)
+        check_unchanged(self, versions, self._versions())
         if not self.in_backward:
             self.in_backward = True
             root.announce("backward", self)
@@ -184,17 +209,19 @@ class Unit:
 
     def gather(self) -> None:
         """Starts to gather all buffers that are not gathered yet."""
+        if not self.gathered:
+            self._the_root.contract.history.add_transfer(Event("gather", self.name))
         for number, buffer in enumerate(self.buffers):
             buffer.gather(self._the_root.tag("gather", self, number))
 
-    def release(self) -> None:
-        """Frees what was gathered; waits for what was fetched ahead and is not used."""
-        if not self.gathered:
+    def release(self, *, keep_part: bool = False) -> None:
+        """Frees what was gathered, but for a part of it; waits for what was fetched ahead and is not used."""
+        if not self.gathered and (keep_part or not any(buffer.part is not None for buffer in self.buffers)):
             return
         contract = self._the_root.contract
         with contract.waiting(Event("gather", self.name)):
             for buffer in self.buffers:
-                buffer.release(contract.limit_seconds)
+                buffer.release(contract.limit_seconds, keep_part=keep_part)
 
     def gather_whole(self, buffer: FlatBuffer) -> list[Tensor]:
         """Returns a buffer's parameters whole, in the dtype that they are trained in; all ranks call it together.
@@ -205,12 +232,17 @@ class Unit:
         if self.root is not None:
             self.root.recover()
         event = Event("whole parameters", self.name)
-        contract = self.root.contract if self.root is not None else Contract(buffer.group, self.limit_seconds)
+        contract = (
+            self.root.contract
+            if self.root is not None and not self.root.outdated
+            else Contract(self.options.ranks.whole, self.options.limit_seconds)
+        )
         with contract.waiting(event):
             return buffer.gather_whole(message_tag(event), contract.limit_seconds)
 
     def reduce(self) -> None:
         """Starts to reduce the gradients of all buffers that train."""
+        self._the_root.contract.history.add_transfer(Event("reduction", self.name))
         for number, buffer in enumerate(self.buffers):
             if buffer.trains:
                 buffer.reduce(self._the_root.tag("reduction", self, number))
@@ -218,42 +250,91 @@ class Unit:
     def pack(self) -> None:
         """Keeps the gradients of this pass for the reduction at the end of a later one."""
         for buffer in self.buffers:
-            buffer.pack(accumulate=True)
+            buffer.gradient.pack(accumulate=True)
 
-    def settle(self) -> None:
-        """Waits for the reductions; the gradients then stand in the shards' `grad`."""
+    def pack_one(self, number: int, index: int) -> None:
+        """A gradient is there: moves it to where it waits for the reduction."""
         root = self._the_root
-        with root.contract.waiting(Event("reduction", self.name)):
+        root.begin_backward()
+        gradient = self.buffers[number].gradient
+        if not gradient:
+            root.make_room()
+        gradient.hold(index, accumulate=not root.reduces(self))
+        root.unused.note_gradient(self, number, index)
+
+    def wait_reduced(self) -> None:
+        """Waits for the reductions, so that their flat gradients are free."""
+        contract = self._the_root.contract
+        with contract.waiting(Event("reduction", self.name)):
             for buffer in self.buffers:
-                buffer.settle(root.contract.limit_seconds)
+                buffer.wait_reduced(contract.limit_seconds)
+
+    def commit(self) -> None:
+        """The pass has gone well on every rank: what was reduced in it now stands in the shards' `grad`."""
+        contract = self._the_root.contract
+        with contract.waiting(Event("reduction", self.name)):
+            for buffer in self.buffers:
+                buffer.commit(contract.limit_seconds)
+
+    def reduced_params(self) -> list[nn.Parameter]:
+        """Its local shards that have a gradient."""
+        return [param for buffer in self.buffers for param in buffer.exposed if param.grad is not None]
+
+    def end_transfers(self) -> None:
+        """Waits for whatever is under way, since the others send it, and keeps no more than the part that they need."""
+        self.wait_reduced()
+        self.release(keep_part=True)
 
     def discard(self) -> None:
         """After an error: back to the shards, whatever was under way; gradients not reduced yet stay."""
         for buffer in self.buffers:
             buffer.discard()
         self.calls = self.uses = 0
-        self.in_backward = self.hidden = False
-        self.show_shards()
+        self.in_backward = self.hidden = self.pinned = False
+        show_shards(self.slots)
+
+    def move(self) -> None:
+        """Its buffers have moved: there are other wholes to listen to, and all ranks have to agree on it anew."""
+        self._hooked.clear()
+        self.calls = 0
+        if self.root is not None:
+            self.root.outdated = True
 
     def drop_gradients(self) -> None:
         """Forgets the gradients that were not reduced yet."""
         for buffer in self.buffers:
-            buffer.drop_gradient()
+            buffer.gradient.drop()
+
+    def pin(self) -> None:
+        """By hand: starts to gather, and stays gathered until `unpin`; `wait_pinned` shows the whole parameters."""
+        root_of(self).recover()
+        self.pinned = True
+        for unit in (*self.lenders, self):
+            unit.gather()
+
+    def wait_pinned(self) -> None:
+        """Waits for what `pin` has started, and puts the whole parameters into the module."""
+        if self.pinned:
+            self._wait_gathered()
+            self.follow_trainable()
+            show_wholes(self.slots)
+
+    def unpin(self) -> None:
+        """By hand: back to the shards, unless a forward or a backward is under way."""
+        self.pinned = False
+        if self.root is not None and not self.uses and not self.in_backward:
+            self.release()
+            show_shards(self.slots)
 
     def follow_trainable(self) -> None:
         """Takes over what the user has frozen or unfrozen, and listens to what trains."""
         for number, buffer in enumerate(self.buffers):
             buffer.follow_trainable()
-            self._refuse_hooks(buffer)
+            refuse_hooks(buffer)
             for index, whole in enumerate(buffer.wholes):
                 if whole.requires_grad and (number, index) not in self._hooked:
                     self._hooked.add((number, index))
                     after_gradient(whole, self._packer(number, index))
-
-    def show_shards(self) -> None:
-        """Puts the local shards into the module: what everybody sees outside of its forward and backward."""
-        for module, attribute, buffer, index in self.slots:
-            _put(module, attribute, None if buffer.flatten else buffer.exposed[index])
 
     @property
     def gathered(self) -> bool:
@@ -291,75 +372,58 @@ class Unit:
             unit.gather()
             unit.uses += 1
         root.fetch_ahead()
-        with root.contract.waiting(Event("gather", self.name)):
+        for unit in self.fetches.get("backward" if root.in_backward else "forward", ()):
+            unit.gather()
+        self._wait_gathered()
+        show_wholes(self.slots)
+
+    def _wait_gathered(self) -> None:
+        contract = self._the_root.contract
+        with contract.waiting(Event("gather", self.name)):
             for unit in (*self.lenders, self):
                 for buffer in unit.buffers:
-                    buffer.wait_gathered(root.contract.limit_seconds)
-        self._show_wholes()
+                    buffer.wait_gathered(contract.limit_seconds)
 
     def _close(self, *, keep: bool) -> None:
         """Puts the shards back into the module, and releases what nobody uses any more."""
-        self._let_go(lambda unit: keep or self._the_root.keeps_after_forward(unit))
-        if not self.uses:
-            self.show_shards()
+        self._let_go(lambda unit: keep or self._the_root.keeps_after_forward(unit), keep_part=torch.is_grad_enabled())
+        if not self.uses and not self.pinned:
+            show_shards(self.slots)
 
     def _end_backward(self) -> None:
         root = self._the_root
         self.in_backward = False
         self._let_go(root.keeps_after_backward)
-        self.show_shards()
+        if not self.pinned:
+            show_shards(self.slots)
         root.reduce(self)
 
-    def _let_go(self, keeps: Callable[[Unit], bool]) -> None:
+    def _let_go(self, keeps: Callable[[Unit], bool], *, keep_part: bool = False) -> None:
         for unit in (self, *self.lenders):
             unit.uses = max(0, unit.uses - 1)  # A forward that failed before it was gathered had no use yet.
             if not unit.uses and not keeps(unit):
-                unit.release()
-
-    def _check_no_gradients(self) -> None:
-        if torch.is_grad_enabled() and self.trains:
-            raise RuntimeError(
-                f"{unit_title(self.name)} was called with gradients enabled inside summon_full_params, whose tensors "
-                "are copies that no optimizer knows: call it under torch.no_grad(), or outside"
-            )
-
-    def _refuse_hooks(self, buffer: FlatBuffer) -> None:
-        for index, param in enumerate(buffer.exposed):
-            if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
-                raise RuntimeError(
-                    f"a hook is registered on the local shard of '{buffer.names[index]}', where no gradient ever "
-                    "arrives by itself: see the gradients before they are reduced by scale_core.on_local_grads(...), "
-                    "and those after it in param.grad when backward() has returned"
-                )
+                unit.release(keep_part=keep_part)
 
     def _versions(self) -> list[int]:
-        return [buffer.shard._version for unit in (self, *self.lenders) for buffer in unit.buffers]
-
-    def _check_unchanged(self, versions: Sequence[int]) -> None:
-        """Autograd's own rule: what a forward has used must not change before its backward."""
-        if versions != self._versions():
-            raise RuntimeError(
-                f"the parameters of {unit_title(self.name)} were changed between its forward and its backward, by an "
-                "optimizer step, load_state_dict or another in-place operation, so its gradients would be wrong: "
-                "call loss.backward() first"
-            )
+        return [buffer.version for unit in (self, *self.lenders) for buffer in unit.buffers]
 
     def _after_failed_forward(self, root: Root, error: BaseException) -> None:
-        if self._recomputed_for_its_backward:
-            root.recomputed()  # torch ends a recomputation by an error, once it has all that the backward needs.
+        if self._recomputed_for_its_backward and compat.ends_recomputation(error):
+            root.recomputed()
+        elif self._recomputed_for_its_backward:
+            root.failure = error  # Autograd will tell nobody what it was.
         else:
             self._close(keep=False)
         if root.entry is self:
             root.abort(error)
 
     def _packer(self, number: int, index: int) -> Callable[[Tensor], None]:
+        held = weakref.ref(self)  # Autograd holds the hook, and shows nobody what its hooks hold.
+
         def pack(_: Tensor) -> None:
-            root = self._the_root
-            root.begin_backward()
-            if not self.buffers[number].has_gradient:
-                root.make_room()
-            self.buffers[number].hold(index, accumulate=not root.synchronizes)
-            root.unused.note_gradient(self, number, index)
+            unit = held()
+            assert unit is not None, "a gradient has come to a unit that is gone"
+            unit.pack_one(number, index)
 
         return pack
 
@@ -370,34 +434,16 @@ class Unit:
         cast: tuple[Any, Any] = _cast(inputs, dtype)
         return cast
 
-    def _show_wholes(self) -> None:
-        for module, attribute, buffer, index in self.slots:
-            _put(module, attribute, buffer.wholes[index])
-
 
 def root_of(unit: Unit) -> Root:
     """Returns what a unit shares with the others of its model; one that has no root yet becomes the outermost."""
+    if unit.root is not None and unit.root.outdated:
+        unit.root.recover()
+        for member in unit.root.units:
+            member.root = None
     if unit.root is None:
         unit.root = Root(unit, units_in(unit.module))
     return unit.root
-
-
-def show_tensors(unit: Unit, tensors: dict[int, list[nn.Parameter]]) -> None:
-    """Puts other tensors into the module: those of each buffer, by the buffer's id."""
-    for module, attribute, buffer, index in unit.slots:
-        if id(buffer) in tensors:
-            _put(module, attribute, tensors[id(buffer)][index])
-
-
-def _put(module: nn.Module, attribute: str, param: nn.Parameter | None) -> None:
-    """Sets `module.attribute`; None takes it away, as in a module whose parameters are shown as one flat tensor."""
-    if type(module).__setattr__ is not nn.Module.__setattr__:
-        # Modules such as nn.LSTM keep a second list of their weights, which their own __setattr__ maintains.
-        setattr(module, attribute, param)
-    elif param is None:
-        module._parameters.pop(attribute, None)
-    else:
-        module._parameters[attribute] = param
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:

@@ -51,7 +51,7 @@ class Unused:
             return
         self.reduced.add(number)
         for buffer_number, buffer in enumerate(unit.buffers):
-            for index in buffer.unused() if buffer.trains else ():
+            for index in buffer.gradient.missing() if buffer.trains else ():
                 key = ParamKey(number, buffer_number, index)
                 self.keys.add(key)
                 if buffer.exposed_of(index).grad is None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import difflib
 import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
 
 from scale_core.group import GroupLike
+from scale_fsdp.consolidate import consolidate_shard_weights
 from scale_fsdp.module import ShardedModule
+from scale_fsdp.optim_state import HasState
 from scale_fsdp.precision import MixedPrecision
 from scale_fsdp.sharding import fully_shard
 
@@ -22,7 +24,6 @@ _WITHOUT_EFFECT = frozenset(
         "process_group_reduce_scatter",
         "disable_reshard_on_root",
         "bucket_cap_mb",
-        "compute_device",
         "no_broadcast_optim_state",
         "clear_autocast_cache",
         "verbose",
@@ -34,11 +35,6 @@ _WITHOUT_EFFECT = frozenset(
 # FairScale's arguments for what is not there yet; their defaults ask for nothing.
 _NOT_YET = frozenset(
     {
-        "cpu_offload",
-        "move_params_to_cpu",
-        "move_grads_to_cpu",
-        "state_dict_device",
-        "state_dict_on_rank_0_only",
         "force_input_to_fp32",
     }
 )
@@ -92,7 +88,7 @@ class FullyShardedDataParallel(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "module":
+            if name == "module" or name.startswith("__"):  # Those are asked for by name only to copy or pickle this.
                 raise
             return getattr(self.module, name)
 
@@ -128,8 +124,48 @@ class FullyShardedDataParallel(nn.Module):
         yield from self.module.named_modules(memo, prefix, remove_duplicate)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns full tensors under plain names; all ranks call it together."""
-        return self.module.state_dict(*args, **kwargs)
+        """See `ShardedModule.state_dict`."""
+        return self._sharded.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """See `ShardedModule.load_state_dict`."""
+        return self._sharded.load_state_dict(state_dict, strict, assign)
+
+    def local_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """See `ShardedModule.local_state_dict`."""
+        return self._sharded.local_state_dict(*args, **kwargs)
+
+    def local_metadata_dict(self) -> dict[str, Any]:
+        """See `ShardedModule.local_metadata_dict`."""
+        return self._sharded.local_metadata_dict()
+
+    def load_local_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
+        """See `ShardedModule.load_local_state_dict`."""
+        return self._sharded.load_local_state_dict(state_dict, strict)
+
+    @staticmethod
+    def consolidate_shard_weights(
+        shard_weights: Sequence[Mapping[str, Any]],
+        shard_metadata: Sequence[Mapping[str, Any]],
+        with_module_buffers: bool = True,
+        strict: bool = True,
+    ) -> dict[str, Any]:
+        """See `scale_fsdp.consolidate_shard_weights`."""
+        return consolidate_shard_weights(shard_weights, shard_metadata, with_module_buffers, strict)
+
+    def gather_full_optim_state_dict(self, optim: HasState, recipient_rank: int | None = 0) -> dict[str, Any] | None:
+        """See `ShardedModule.gather_full_optim_state_dict`."""
+        return self._sharded.gather_full_optim_state_dict(optim, recipient_rank)
+
+    def get_shard_from_optim_state_dict(
+        self, full_optim_state_dict: Mapping[str, Any], optim: HasState | None = None
+    ) -> dict[str, Any]:
+        """See `ShardedModule.get_shard_from_optim_state_dict`."""
+        return self._sharded.get_shard_from_optim_state_dict(full_optim_state_dict, optim)
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """What torch.distributed.checkpoint asks: `module` is no part of the names."""
+        return {"": "module"}
 
     @property
     def _sharded(self) -> ShardedModule:
@@ -146,6 +182,8 @@ def _into_module(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_:
 
 def _known(kwargs: dict[str, Any]) -> dict[str, Any]:
     known = set(inspect.signature(fully_shard).parameters)
+    if kwargs.pop("cpu_offload", False):  # FairScale's first name for it, which fairseq still uses.
+        kwargs["move_params_to_cpu"] = True
     ignored = sorted(_WITHOUT_EFFECT & kwargs.keys())
     unknown = sorted(kwargs.keys() - known - _WITHOUT_EFFECT - _NOT_YET)
     for name in sorted(_NOT_YET & kwargs.keys()):

@@ -19,18 +19,23 @@ an inner context replaces the outer one until it ends; shared modules and parame
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import nn
 
 from scale_core.shard import shard_of
+from scale_fsdp.materialise import check_init, who_initialises
+from scale_fsdp.places import param_places
 from scale_fsdp.policy import Candidate, KeywordPolicy, Policy, as_policy, default_auto_wrap_policy, size_policy
+from scale_fsdp.ranks import ranks_of
 from scale_fsdp.sharding import fully_shard
 from scale_fsdp.wrapper import FullyShardedDataParallel
+
+Progress: TypeAlias = Callable[[int, int, str], object]
 
 
 def plan_units(
@@ -138,6 +143,7 @@ def auto_wrap(
     auto_wrap_policy: Policy | KeywordPolicy | None = None,
     *,
     min_num_params: float | None = None,
+    progress: Progress | None = None,
     **kwargs: Any,
 ) -> nn.Module:
     """Wrap those modules below and including `module` that a policy selects, children first.
@@ -149,6 +155,7 @@ def auto_wrap(
         module: Changed in place below the root.
         auto_wrap_policy: By default that of `enable_wrap`, else `default_auto_wrap_policy`.
         min_num_params: Short for `size_policy(min_num_params)`.
+        progress: Called after each module that was wrapped, as in `fully_shard_modules`.
         kwargs: Arguments for every wrapper, which override those of the context and of `wrapper_config`.
 
     Returns:
@@ -168,39 +175,74 @@ def auto_wrap(
     if context is None:
         return module
     policy = auto_wrap_policy or context.policy or default_auto_wrap_policy
-    units = [module.get_submodule(name) for name in plan_units(module, policy, context.wrapper)]
+    names = plan_units(module, policy, context.wrapper)
+    units = [module.get_submodule(name) for name in names]
+    _check_initialisable(units, {**context.kwargs, **kwargs})
     places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
     for parent in module.modules():
         for key, child in parent._modules.items():  # named_children() skips a second place of a shared child
             if child is not None:
                 places.setdefault(child, []).append((parent, key))
     root = module
-    for unit in units:
+    for done, (name, unit) in enumerate(zip(names, units, strict=True), start=1):
         wrapped = wrap(unit, **kwargs)
         for parent, key in places.get(unit, ()):
             parent.register_module(key, wrapped)
         root = wrapped if unit is module else root
+        if progress is not None:
+            progress(done, len(units), name)
     return root
 
 
-def fully_shard_modules(module: nn.Module, policy: Policy | KeywordPolicy, **kwargs: Any) -> nn.Module:
+def fully_shard_modules(
+    module: nn.Module, policy: Policy | KeywordPolicy, *, progress: Progress | None = None, **kwargs: Any
+) -> nn.Module:
     """Shard in place those modules that a policy selects, children first, and at last `module` around the rest.
+
+    A model on the meta device is given values unit by unit, so that no more than one unit is ever whole:
+
+        >>> import torch
+        >>> from scale_fsdp import fully_shard_modules, size_policy
+        >>> with torch.device("meta"):
+        ...     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2), nn.LayerNorm(2))
+        >>> show = lambda done, total, name: print(f"{done} of {total}: {name or 'the rest'}")
+        >>> model = fully_shard_modules(model, size_policy(min_num_params=16), progress=show)
+        1 of 3: 0
+        2 of 3: 1
+        3 of 3: the rest
 
     Args:
         module: The model; its classes' names, its qualified names and its methods stay.
         policy: Which modules become units of their own.
+        progress: Called after each unit with the number of units done, that of all, and the unit's name, "" for
+            `module` itself: for a progress bar.
         kwargs: Arguments of `fully_shard` for every unit; a module's `wrapper_config` overrides them.
 
     Returns:
         `module` itself.
 
     Raises:
-        ValueError: The policy doesn't fit the model.
+        ValueError: The policy doesn't fit the model; or nothing gives values to a parameter or buffer on the meta
+            device, in whichever unit it is. No unit is made then.
     """
-    units = [module.get_submodule(name) for name in plan_units(module, policy) if name]
-    for unit in [*units, module]:
+    names = [*(name for name in plan_units(module, policy) if name), ""]
+    units = [module.get_submodule(name) for name in names]
+    _check_initialisable(units, kwargs)
+    for done, (name, unit) in enumerate(zip(names, units, strict=True), start=1):
         fully_shard(unit, **{**kwargs, **_configured(unit)})
+        if progress is not None:
+            progress(done, len(units), name)
     return module
+
+
+def _check_initialisable(units: Sequence[nn.Module], kwargs: Mapping[str, Any]) -> None:
+    """Looks at all units before the first is made; all ranks do it together."""
+    init = kwargs.get("init")
+    check_init(init)
+    if init is not False and not any("init" in _configured(unit) for unit in units):
+        group = ranks_of(kwargs.get("process_group")).whole
+        places = [list(param_places(unit)) for unit in units]
+        who_initialises(zip(units, places, strict=True), init, group, sync=kwargs.get("sync_module_states", True))
 
 
 def _configured(module: nn.Module) -> Mapping[str, Any]:

@@ -1,4 +1,29 @@
-"""Optimizer state sharding and ShardedDataParallel (ZeRO-1 and ZeRO-2) for PyTorch."""
+"""Optimizer state sharding and ShardedDataParallel (ZeRO-1 and ZeRO-2) for PyTorch.
+
+The files in reading order; each stands only on those above it:
+
+- `kinds`: which optimizers may be cut;
+- `partition`: who updates what; numbers only;
+- `places`: where the state of each parameter is kept;
+- `bucket`: parameters that are whole everywhere and updated in parts;
+- `in_place`: shards that are stepped on where they are;
+- `whole`: shards that are put together for the step;
+- `sorting`: which parameter is updated in which of these ways;
+- `gathering`: the state of all ranks, on the host of one;
+- `state`: the state in the plain optimizer's form;
+- `with_state`: what an `OSS` saves and loads;
+- `optimizer`: `OSS`;
+- `split_by`: two optimizers for one model, as one;
+- `data_parallel`: `ShardedDataParallel`.
+"""
+
+from scale_oss.data_parallel import ShardedDataParallel
+from scale_oss.optimizer import OSS
+from scale_oss.split_by import SplitOptimizer, split_by
 
 __version__ = "2026.11.0"
-__all__: list[str] = []
+__all__ = ["OSS", "ShardedDataParallel", "SplitOptimizer", "split_by"]
+
+for _name in __all__:  # Tracebacks and documentation show the path by which people import.
+    globals()[_name].__module__ = __name__
+del _name

@@ -1,4 +1,25 @@
 """The training program of scale: every technique behind one command."""
 
+import typing
+
+if typing.TYPE_CHECKING:
+    from scale_train.wrapped_modules import with_wrapped_modules
+
 __version__ = "2026.11.0"
-__all__: list[str] = []
+__all__ = ["with_wrapped_modules"]
+
+
+def __getattr__(name: str) -> typing.Any:
+    """Loads what is public when it is asked for: torch takes a while, and the command may be stopped meanwhile."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from scale_train import wrapped_modules
+
+    value = getattr(wrapped_modules, name)
+    value.__module__ = __name__  # Tracebacks and documentation show the path by which people import.
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,178 @@
+"""This rank's own gradients of one flat buffer, from the moment autograd has them until their reduction takes them.
+
+They stand in one flat tensor of W * S elements, as the collective wants them. It exists only while there are any, and
+each gradient moves into it as soon as it is whole, while it is in the processor's cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from scale_core.layout import Entry
+
+# From this size on, gradients wait outside of the flat one until the backward is over: they are far too large to be
+# packed while they are in a processor's cache, which is what smaller ones gain by being packed at once.
+_HELD_FROM_BYTES = 256 * 2**20
+
+
+class Places(Protocol):
+    """Where parameters stand in a full buffer: a `FlatLayout`, or one of another making."""
+
+    @property
+    def entries(self) -> Sequence[Entry]: ...
+
+    @property
+    def full_numel(self) -> int: ...
+
+    @property
+    def padding(self) -> int: ...
+
+
+class FlatGradient:
+    """The gradients of the wholes of one flat buffer, before they are reduced.
+
+    Args:
+        wholes: The parameters that a module computes with, in their full shapes.
+        layout: Where each of them stands.
+        dtype: Of the flat gradient.
+        wide_dtype: The same, where gradients of several backward passes are summed.
+
+    Attributes:
+        flat: [W * S], the gradients; None while there are none, or while all are held.
+        holds: Whether `hold` lets gradients stand alone; only large buffers do.
+        names: The parameters' names, for errors.
+    """
+
+    def __init__(
+        self, wholes: Sequence[nn.Parameter], layout: Places, dtype: torch.dtype, wide_dtype: torch.dtype
+    ) -> None:
+        self.flat: Tensor | None = None
+        self.holds = layout.full_numel * dtype.itemsize >= _HELD_FROM_BYTES
+        self.names: Sequence[str] = ()
+        self._wholes, self._layout = wholes, layout
+        self._dtype, self._wide_dtype = dtype, wide_dtype
+        self._held: dict[int, Tensor] = {}
+        self._packed = [False] * len(wholes)
+
+    def __bool__(self) -> bool:
+        """Whether there is a gradient that was not reduced yet."""
+        return self.flat is not None or bool(self._held)
+
+    def hold(self, index: int, *, accumulate: bool = False) -> None:
+        """Takes the gradient of a whole, and lets it stand alone until the next `pack` or `take`.
+
+        So the flat gradient takes its W * S elements after the backward, when the full buffer and what the backward
+        computes with are free, not beside them. In a small buffer the gradient is packed at once.
+
+        Args:
+            index: Which parameter.
+            accumulate: As in `pack`.
+
+        Raises:
+            RuntimeError: As in `pack`.
+        """
+        grad = self._grad_of(index)
+        if grad is None:
+            return
+        if not self.holds or self.flat is not None or index in self._held:
+            self.pack(accumulate=accumulate)
+            self._pack(index, grad, accumulate)
+        else:
+            self._held[index] = grad
+
+    def pack(self, index: int | None = None, *, accumulate: bool = False) -> None:
+        """Moves gradients into the flat one, where each adds to one that is there already.
+
+        Args:
+            index: Which parameter's, and all that are held; None is only those.
+            accumulate: More backward passes will follow before the reduction: sum them in a dtype that is wide enough.
+
+        Raises:
+            RuntimeError: The gradient has a gradient of its own (`create_graph=True`).
+        """
+        while self._held:  # Each is free as soon as it is copied.
+            self._pack(*self._held.popitem(), accumulate)
+        grad = None if index is None else self._grad_of(index)
+        if index is not None and grad is not None:
+            self._pack(index, grad, accumulate)
+
+    def given(self) -> list[int]:
+        """The parameters that have got a gradient since the last `take`."""
+        return [index for index, packed in enumerate(self._packed) if packed or index in self._held]
+
+    def missing(self) -> list[int]:
+        """The trainable parameters that have got none since the last `take`."""
+        given = set(self.given())
+        return [index for index, whole in enumerate(self._wholes) if whole.requires_grad and index not in given]
+
+    def take(self, device: torch.device) -> Tensor:
+        """Returns the flat gradient [W * S], narrow or wide, and forgets it; what was not used is zero.
+
+        Args:
+            device: Where the zeros stand, if it is all zeros.
+        """
+        self.pack()
+        flat = self.flat
+        if flat is None:
+            flat = torch.zeros(self._layout.full_numel, dtype=self._dtype, device=device)
+        elif not all(self._packed) or self._layout.padding:
+            self._fill_gaps(flat)
+        self.flat, self._packed = None, [False] * len(self._wholes)
+        return flat
+
+    def take_over(self, other: FlatGradient, device: torch.device) -> None:
+        """Takes the gradients of the same parameters from before they were moved to `device`, or to another dtype."""
+        other.pack()
+        if other.flat is not None:
+            self.flat, self._packed = other.flat.to(device, self._wide_dtype), list(other._packed)
+
+    def drop(self) -> None:
+        """Forgets all gradients."""
+        self.flat, self._packed, self._held = None, [False] * len(self._wholes), {}
+        for whole in self._wholes:
+            whole.grad = None
+
+    def _grad_of(self, index: int) -> Tensor | None:
+        whole = self._wholes[index]
+        grad, whole.grad = whole.grad, None
+        if grad is None:
+            return None
+        if grad.requires_grad:
+            raise RuntimeError(
+                f"the gradient of '{self.names[index]}' has a gradient of its own, which can't follow it into a shard: "
+                "call backward() without create_graph=True, or compute the penalty from outputs and inputs instead"
+            )
+        return grad if grad.layout is torch.strided else grad.to_dense()
+
+    def _pack(self, index: int, grad: Tensor, accumulate: bool) -> None:
+        if self.flat is None:
+            dtype = self._wide_dtype if accumulate else self._dtype
+            fills_it = len(self._wholes) == 1 and grad.numel() == self._layout.full_numel
+            if fills_it and grad.dtype == dtype and grad.is_contiguous():
+                self.flat = grad.view(-1)  # It is laid out as the buffer is: taken over, not copied.
+                self._packed[index] = True
+                return
+            self.flat = torch.empty(self._layout.full_numel, dtype=dtype, device=grad.device)
+        target = self._view(self.flat, index)
+        if self._packed[index]:
+            target.add_(grad)
+        else:
+            target.copy_(grad)
+            self._packed[index] = True
+
+    def _view(self, flat: Tensor, index: int) -> Tensor:
+        entry = self._layout.entries[index]
+        return flat.narrow(0, entry.offset, entry.numel).view(entry.shape)
+
+    def _fill_gaps(self, flat: Tensor) -> None:
+        """Zeroes what holds no gradient: padding, and parameters that were not used."""
+        place = 0
+        packed = zip(self._layout.entries, self._packed, strict=True)
+        for entry in sorted((e for e, has in packed if has and e.numel), key=lambda e: e.offset):
+            flat[place : entry.offset].zero_()
+            place = entry.offset + entry.numel
+        flat[place:].zero_()

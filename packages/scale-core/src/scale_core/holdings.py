@@ -1,0 +1,113 @@
+"""Which named parameters, or which of their elements, stand in each tensor that an optimizer steps on.
+
+Mostly it is one: the parameter itself, or this rank's shard of it. A flat parameter holds many, one behind the other,
+and is itself none that the plain model has. State is saved by the names of the plain model, so it is asked here, for
+parameters and for all state of their shape, which name's elements stand where.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from scale_core.flat import FlatBuffer
+from scale_core.shard import Held, shard_of
+
+# The numbers that torch's optimizers keep per parameter: for a 0-dim parameter no shape could tell them.
+_COUNTS = frozenset({"step", "mu_product", "mu", "eta"})
+
+_flat: WeakIdKeyDictionary = WeakIdKeyDictionary()  # each flat parameter, to a weak reference to its buffer
+
+
+@dataclass(frozen=True, eq=False)
+class Holding:
+    """One parameter of the plain model, as this rank holds it.
+
+    Attributes:
+        name: Its qualified name in the plain model.
+        owner: What an optimizer steps on: the parameter, a shard of it, or a flat parameter.
+        shape: The shape of the whole parameter.
+        start: The first element held, in row-major order.
+        stop: One past the last element held.
+        offset: Where the held elements begin in the flattened `owner`.
+        local_shape: The shape of what is held.
+        is_shard: Other ranks may hold other elements.
+        shares_owner: The owner is a flat parameter, which holds others, too.
+        state: What this rank has of the optimizer's state: that of the elements held; all of it, of any shape, where
+            one rank steps on the whole parameter; or nothing, where others do.
+    """
+
+    name: str
+    owner: Tensor
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    offset: int = 0
+    local_shape: tuple[int, ...] = ()
+    is_shard: bool = True
+    shares_owner: bool = False
+    state: Literal["elements", "all", "nothing"] = "elements"
+
+    def view(self, tensor: Tensor) -> Tensor:
+        """What belongs to it of a tensor of the owner's shape: the owner, or a state of it."""
+        if not self.shares_owner:
+            return tensor.detach()
+        return tensor.detach().view(-1).narrow(0, self.offset, self.stop - self.start).view(self.local_shape)
+
+
+def tell_flat(buffer: FlatBuffer) -> None:
+    """Records which parameters the flat parameter of `buffer` holds; later changes of their names count."""
+    assert buffer.flatten, "a buffer that exposes its parameters one by one has no flat one"
+    _flat[buffer.exposed[0]] = weakref.ref(buffer)
+
+
+def flat_buffer_of(param: Tensor) -> FlatBuffer | None:
+    """The buffer of a flat parameter; None for any other tensor, and where the buffer is gone."""
+    reference = _flat.get(param)
+    buffer: FlatBuffer | None = None if reference is None else reference()
+    return buffer
+
+
+def holdings_of(param: Tensor, listed: str) -> Iterator[Holding]:
+    """Yields what `param`, listed under this name, holds.
+
+    Raises:
+        ValueError: The ranks hold summands of it.
+    """
+    buffer, shard = flat_buffer_of(param), shard_of(param)
+    if shard is not None and any(axis.held is Held.PARTIAL for axis in shard.axes):
+        raise ValueError(f"{shard.name}: each rank holds a summand of it: reduce it before its state is taken")
+    if buffer is not None:
+        for name, entry, span in zip(buffer.names, buffer.layout.entries, buffer.spans, strict=True):
+            place = (entry.shape, span.start, span.stop, span.shard_offset, span.shape)
+            yield Holding(name, param, *place, shares_owner=True)
+    elif shard is not None:
+        yield Holding(shard.name, param, shard.shape, shard.start, shard.stop, 0, tuple(param.shape))
+    else:
+        shape = tuple(param.shape)
+        yield Holding(listed, param, shape, 0, param.numel(), 0, shape, is_shard=False)
+
+
+def named_holdings(model: nn.Module) -> dict[str, Holding]:
+    """Returns what a model holds, by the names of the plain model; a tied parameter stands once.
+
+    Raises:
+        ValueError: Two parameters claim one name, or the ranks hold summands of one.
+    """
+    found: dict[str, Holding] = {}
+    for listed, param in model.named_parameters():
+        for holding in holdings_of(param, listed):
+            if holding.name in found:
+                raise ValueError(f"two parameters are named {holding.name}: the second is listed as {listed}")
+            found[holding.name] = holding
+    return found
+
+
+def is_number(key: str, shape: Sequence[int], param_shape: Sequence[int]) -> bool:
+    """Whether a state is one number for the whole parameter, and not the state of its one element."""
+    return len(shape) == 0 and (key in _COUNTS or len(param_shape) > 0)

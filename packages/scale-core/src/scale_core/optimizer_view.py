@@ -1,0 +1,139 @@
+"""What torch's own functions for state see of an optimizer that steps on shards.
+
+`torch.distributed.checkpoint.state_dict` takes every tensor of an optimizer for a whole one, or for a DTensor, and a
+shard's state is neither: that of one rank would be saved under the parameter's name and all others lost, without a
+word. So an optimizer that is seen to work on shards is given two hooks of torch's: asked by those functions it says of
+each tensor which elements it has, and whatever it loads it cuts to its own. To everybody else its `state_dict()` is
+what it always was. A flat parameter is none that the functions could name, so for such it raises.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from scale_core.holdings import flat_buffer_of, is_number
+from scale_core.shard import Shard, shard_of
+
+_ASKS = "torch.distributed.checkpoint.state_dict"
+_BETWEEN = ("torch.optim", "torch.nn", "torch._dynamo", "torch._compile", "torch.utils", "scale_core", "scale_fsdp")
+
+# How many parameters each optimizer had when it was looked at; it may be given more.
+_seen: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+
+
+def view(optimizer: Any) -> None:
+    """Gives an optimizer the hooks, if it works on shards and has none yet; what is no optimizer is left alone."""
+    if not isinstance(optimizer, Optimizer):
+        return
+    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    if _seen.get(optimizer) == count or _with_ranges in optimizer._optimizer_state_dict_post_hooks.values():
+        return
+    _seen[optimizer] = count
+    if any(shard_of(param) is not None for group in optimizer.param_groups for param in group["params"]):
+        optimizer.register_state_dict_post_hook(_with_ranges)
+        optimizer.register_load_state_dict_pre_hook(_with_own_elements)
+
+
+@functools.cache
+def view_all() -> None:
+    """Gives the hooks to every optimizer at its first step on shards; once is enough.
+
+    torch's functions let an optimizer step, with gradients of zero, before they ask for its state or load it.
+    """
+    register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: view(optimizer))
+
+
+def is_asked_by_torch() -> bool:
+    """Whether torch's checkpoint functions have called the `state_dict()` that runs now; nobody tells it who did."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith(_BETWEEN):
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__") == _ASKS
+
+
+def _with_ranges(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+    """Says of each tensor which elements it has, where torch's checkpoint functions ask for the state.
+
+    Raises:
+        RuntimeError: They do, and a flat parameter is among those that the optimizer steps on.
+    """
+    if not is_asked_by_torch():
+        return None
+    for _, param in _numbered(optimizer, state_dict):
+        shard = shard_of(param)
+        if shard is not None and flat_buffer_of(param) is not None:
+            raise RuntimeError(
+                f"'{shard.name}' is a flat parameter, which holds several, and torch's checkpoint functions know one "
+                "tensor for each: call model.gather_full_optim_state_dict(optimizer) and "
+                "model.get_shard_from_optim_state_dict(full, optimizer), or scale_core.state.sharded_state_dict(model, "
+                "optimizer) for torch.distributed.checkpoint.save"
+            )
+    from scale_core.boxes import LocalShard  # Loads torch's checkpoint package, which is there by now.
+
+    def label(key: str, value: Tensor, param: Tensor, shard: Shard) -> Tensor:
+        if is_number(key, value.shape, shard.shape):
+            return value
+        if value.shape != param.shape:
+            raise RuntimeError(
+                f"optimizer state {shard.name}.{key} has shape {tuple(value.shape)}, expected the shard's "
+                f"{tuple(param.shape)} or a number: this optimizer needs whole parameters, so it can't step on shards"
+            )
+        return LocalShard(value.detach().contiguous(), shard.shape, shard.start, shard.stop)
+
+    return _changed(optimizer, state_dict, label)
+
+
+def _with_own_elements(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+    """Takes this rank's elements out of what knows its range, and out of whole tensors.
+
+    Raises:
+        ValueError: A tensor has other elements than this rank needs.
+    """
+    boxes = sys.modules.get("scale_core.boxes")  # Without it nobody can have made such a thing.
+
+    def cut(key: str, value: Tensor, param: Tensor, shard: Shard) -> Tensor:
+        if boxes is not None and isinstance(value, boxes.LocalShard):
+            if (value.start, value.stop) != (shard.start, shard.stop) or tuple(value.shape) != shard.shape:
+                raise ValueError(
+                    f"optimizer state {shard.name}.{key}: expected the elements [{shard.start}, {shard.stop}) of "
+                    f"{shard.shape}, got [{value.start}, {value.stop}) of {tuple(value.shape)}: load it by "
+                    "torch.distributed.checkpoint.load, which exchanges them"
+                )
+            local: Tensor = value.tensor
+            return local.view(param.shape)
+        if tuple(value.shape) == shard.shape != tuple(param.shape) and not is_number(key, value.shape, shard.shape):
+            return value.detach().reshape(-1)[shard.start : shard.stop].view(param.shape)
+        return value
+
+    return _changed(optimizer, state_dict, cut)
+
+
+def _changed(
+    optimizer: Optimizer, state_dict: Mapping[str, Any], change: Callable[[str, Tensor, Tensor, Shard], Tensor]
+) -> dict[str, Any]:
+    """The state with each tensor of a shard changed, of flat ones none; the given one stays as it is."""
+    state = dict(state_dict["state"])
+    for number, param in _numbered(optimizer, state_dict):
+        shard = shard_of(param)
+        if number not in state or shard is None or flat_buffer_of(param) is not None:
+            continue
+        state[number] = {
+            key: change(key, value, param, shard) if isinstance(value, Tensor) else value
+            for key, value in state[number].items()
+        }
+    return {**state_dict, "state": state}
+
+
+def _numbered(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> Iterator[tuple[Any, Tensor]]:
+    """Yields each parameter with what stands for it in the state dict: a number, or a name."""
+    for saved, group in zip(state_dict["param_groups"], optimizer.param_groups, strict=False):
+        yield from zip(saved["params"], group["params"], strict=False)

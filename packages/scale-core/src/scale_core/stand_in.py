@@ -1,0 +1,225 @@
+"""An accelerator that is not there, so that a simulation can tell the device's memory from the host's.
+
+torch leaves one device type open, to vendors of hardware and, in parts that are private, to Python: here it is called
+"sim". Its tensors must be fake, since no operator has a kernel for it.
+
+Three things need care. The type is given to a process once and for good; between simulations it is there and says
+that it is not available. In a backward pass torch asks it for its device while an error of Python is on its way
+out of C++, which no Python code may be entered with: the process would abort, so the error is taken out there, and
+raised again where the backward pass was called. And attention falls back to the implementation that makes a T x T
+matrix, as no real accelerator would: it is given the fused ones.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from scale_core import compat
+
+_UNNAMED = "privateuseone"  # what torch calls the type while nobody has taken it
+
+# The error that was on its way out of a backward pass: one at most, since it is on its way to the same handler.
+_taken_out: list[BaseException] = []
+_DO_NOTHING = functools.partial(int)
+
+
+@contextmanager
+def available() -> Iterator[torch.device]:
+    """Inside, the stand-in is this process's accelerator.
+
+    Raises:
+        RuntimeError: torch is not of the default version; or there is a real accelerator, whose place the stand-in
+            would take for good.
+    """
+    compat.require_simulation()
+    _register()
+    from torch.utils.checkpoint import DefaultDeviceType
+
+    checkpoint_default = DefaultDeviceType._default_device_type
+    run_backward = cast(Any, torch.autograd)._engine_run_backward
+    attention = torch.library.Library("aten", "IMPL")
+    attention.impl("scaled_dot_product_attention", _attention, "AutogradPrivateUse1")
+    _module.is_there = True
+    cast(Any, torch.autograd)._engine_run_backward = functools.partial(_run_backward, run_backward)
+    try:
+        yield torch.device(compat.STAND_IN, 0)
+    finally:
+        cast(Any, torch.autograd)._engine_run_backward = run_backward
+        _module.is_there = False
+        attention._destroy()
+        DefaultDeviceType._default_device_type = checkpoint_default
+        _taken_out.clear()
+
+
+class _NoStream:
+    """A stream and an event of a device whose work is done when the call returns."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def record_event(self, event: Any = None) -> _NoStream:
+        return self
+
+    def record(self, stream: Any = None) -> None: ...
+
+    def wait(self, stream: Any = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+class _Module:
+    """What torch wants to find as `torch.sim`: the counterpart of `torch.cuda`."""
+
+    Stream = Event = _NoStream
+
+    def __init__(self) -> None:
+        self.is_there = False
+        self._initialized = False  # A checkpoint would ask for its random state, of which there is none.
+
+    def is_available(self) -> bool:
+        return self.is_there
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def device_count(self) -> int:
+        return 1
+
+    def current_device(self) -> int:
+        return 0
+
+    def set_device(self, device: Any) -> None: ...
+
+    def synchronize(self, device: Any = None) -> None: ...
+
+    def current_stream(self, device: Any = None) -> _NoStream:
+        return _NoStream()
+
+    def stream(self, stream: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.float16, torch.bfloat16]
+
+    def get_rng_state(self, device: Any = None) -> Tensor:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def set_rng_state(self, state: Tensor, device: Any = None) -> None: ...
+
+    def manual_seed(self, seed: int) -> None: ...
+
+    def manual_seed_all(self, seed: int) -> None: ...
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+
+_module = _Module()
+
+
+@functools.cache
+def _register() -> None:
+    """Gives the type that torch leaves open to this stand-in; a process can do so once."""
+    taken = torch._C._get_privateuse1_backend_name()
+    if taken != _UNNAMED:
+        raise RuntimeError(
+            f"a simulation with a device of its own needs the one device type that torch leaves open, and this process "
+            f"has given it to '{taken}': simulate in a process that does not load it"
+        )
+    if torch.cuda.is_available():
+        raise RuntimeError(
+            "a simulation with a device of its own would take CUDA's place in this process's backward passes for good: "
+            "simulate in another process that sees no GPU, started with CUDA_VISIBLE_DEVICES= in its environment"
+        )
+    # The first backward of a process starts a thread for each device that is known by then; the stand-in needs none,
+    # and a process that has such threads can't be forked.
+    torch.ones((), device="cpu", requires_grad=True).backward()
+    parts: Any = cast(Any, torch._C)._acc
+    base_of_guards, base_of_hooks = parts.DeviceGuard, parts.PrivateUse1Hooks
+    device_type = cast(Any, torch._C)._autograd.DeviceType.PrivateUse1
+
+    class Guard(base_of_guards):  # type: ignore[misc, valid-type]
+        @staticmethod
+        def type_() -> Any:
+            _take_out_error()
+            return device_type
+
+    class Hooks(base_of_hooks):  # type: ignore[misc, valid-type]
+        def is_available(self) -> bool:
+            return _module.is_available()
+
+        def is_built(self) -> bool:
+            return True
+
+        def has_primary_context(self, device_index: int) -> bool:
+            return True
+
+    torch.utils.backend_registration.rename_privateuse1_backend(compat.STAND_IN)
+    torch._register_device_module(compat.STAND_IN, _module)
+    parts.register_python_privateuseone_hook(Hooks())
+    parts.register_python_privateuseone_device_guard(Guard())
+
+
+def _take_out_error() -> None:
+    """Takes out an error that is on its way through C++, if there is one.
+
+    No statement of Python sees it, but a call does that goes through C: it finds an error beside its result, which
+    is an error of its own, with the one that it found as its cause.
+    """
+    try:
+        _DO_NOTHING()
+    except SystemError as error:
+        if error.__cause__ is not None:
+            _taken_out[:] = [error.__cause__]
+
+
+def _run_backward(run: Any, *args: Any, **kwargs: Any) -> Any:
+    """Runs a backward pass, and raises what it has failed by."""
+    try:
+        return run(*args, **kwargs)
+    except SystemError:  # It has failed, and the error that it would say is gone.
+        if not _taken_out:
+            raise
+        error = _taken_out.pop()
+    raise error
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attention as CUDA would choose it, [B, H, T, D] each: flash in half precision, else the one that takes masks."""
+    operators = torch.ops.aten
+    if attn_mask is None and query.dtype in (torch.float16, torch.bfloat16):
+        flash = operators._scaled_dot_product_flash_attention
+        return cast(Tensor, flash(query, key, value, dropout_p, is_causal, scale=scale)[0])
+    if enable_gqa:
+        heads = query.shape[-3]
+        key, value = (each.repeat_interleave(heads // each.shape[-3], -3) for each in (key, value))
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, float("-inf"))
+        attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
+    trains = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
+    efficient = operators._scaled_dot_product_efficient_attention
+    return cast(Tensor, efficient(query, key, value, attn_mask, trains, dropout_p, is_causal, scale=scale)[0])

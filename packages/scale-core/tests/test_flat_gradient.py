@@ -1,0 +1,111 @@
+"""flat_gradient.py: a rank's own gradients, held, packed and taken."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_flat import gathered, local_grad, make
+from torch import nn
+
+from scale_core.flat import Dtypes
+from scale_core.group import Group, group_of
+from scale_core.testing import run_ranks
+
+
+def gradients_are_held(accumulate: bool) -> None:
+    """What is held takes no flat memory until it is packed; what comes twice, or to a flat gradient, is added."""
+    group = group_of()
+    held, packed = (make(group, Dtypes(compute=torch.bfloat16, reduce=torch.bfloat16)) for _ in range(2))
+    assert not held.gradient.holds  # It is small.
+    held.gradient.holds = True
+    for twice in (False, True):
+        for buffer in (held, packed):
+            gathered(buffer)
+            for index in (0, 4, 0) if twice else (1, 2, 3):
+                buffer.wholes[index].grad = local_grad(group.rank, index, buffer.wholes[index].shape).bfloat16()
+                if buffer is packed:
+                    buffer.gradient.pack(index, accumulate=accumulate)
+                    continue
+                buffer.gradient.hold(index, accumulate=accumulate)
+                assert buffer.wholes[index].grad is None and buffer.has_gradient
+                assert (buffer.gradient.flat is None) == (not twice)
+            buffer.release()
+        assert held.gradient.missing() == packed.gradient.missing() == ([] if twice else [0, 4])
+        held.gradient.pack(accumulate=accumulate)
+        assert held.gradient.flat is not None and packed.gradient.flat is not None
+        assert held.gradient.flat.dtype == packed.gradient.flat.dtype
+    for buffer in (held, packed):
+        buffer.reduce(tag=1 << 22)
+        buffer.commit()
+        assert not buffer.has_gradient
+    for mine, expected in zip(held.exposed, packed.exposed, strict=True):
+        assert mine.grad is not None and expected.grad is not None and torch.equal(mine.grad, expected.grad)
+
+
+def a_single_gradient_is_taken_over() -> bool:
+    """One parameter that fills its buffer: autograd's own gradient becomes the flat one."""
+    group = group_of()
+    buffer = make(group, params=[nn.Parameter(torch.ones(4, 3))])
+    gathered(buffer)
+    (buffer.wholes[0] * 2).sum().backward()
+    grad = buffer.wholes[0].grad
+    assert grad is not None
+    buffer.gradient.pack(0)
+    assert buffer.gradient.flat is not None
+    taken = buffer.gradient.flat.data_ptr() == grad.data_ptr()
+    del grad
+    buffer.release()
+    buffer.reduce()
+    buffer.commit()
+    assert buffer.exposed[0].grad is not None and bool((buffer.exposed[0].grad == 2).all())
+    return taken
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_held_gradients_become_the_flat_gradient_when_they_are_packed(accumulate: bool) -> None:
+    run_ranks(gradients_are_held, 2, accumulate)
+
+
+def test_a_single_gradient_that_fills_the_buffer_is_taken_over_and_not_copied() -> None:
+    assert run_ranks(a_single_gradient_is_taken_over, 2) == [True, True]
+
+
+def test_a_gradient_with_a_gradient_of_its_own_is_refused_by_name() -> None:
+    buffer = make(Group())
+    buffer.wholes[0].grad = torch.ones(5, 3, requires_grad=True) * 2  # As backward(create_graph=True) leaves it.
+    with pytest.raises(RuntimeError, match=r"'weight' has a gradient of its own.*without create_graph=True"):
+        buffer.gradient.pack(0)
+
+
+def test_a_sparse_gradient_is_packed_densely() -> None:
+    buffer = make(Group(), params=[nn.Parameter(torch.ones(4, 3))])
+    gathered(buffer)
+    nn.functional.embedding(torch.tensor([1, 1]), buffer.wholes[0], sparse=True).sum().backward()
+    buffer.gradient.pack(0)
+    buffer.reduce()
+    buffer.commit()
+    assert buffer.exposed[0].grad is not None and buffer.exposed[0].grad.sum(dim=1).tolist() == [0, 6, 0, 0]
+
+
+def test_what_was_not_used_is_zero_and_named_until_it_is_taken() -> None:
+    buffer = make(Group())
+    gathered(buffer)
+    (buffer.wholes[0].sum() + buffer.wholes[4].sum()).backward()
+    assert not buffer.gradient
+    for index in (0, 4, 1):
+        buffer.gradient.pack(index)  # Of 1 there is none.
+    assert buffer.gradient and buffer.gradient.given() == [0, 4] and buffer.gradient.missing() == [1, 2, 3]
+    flat = buffer.gradient.take(torch.device("cpu"))
+    used = sum(buffer.layout.entries[index].numel for index in (0, 4))
+    assert flat.sum() == used and flat.numel() == buffer.layout.full_numel
+    assert not buffer.gradient and buffer.gradient.given() == []
+    assert not buffer.gradient.take(torch.device("cpu")).any()
+
+
+def test_what_is_dropped_is_gone_wherever_it_stood() -> None:
+    buffer = make(Group())
+    gathered(buffer)
+    (buffer.wholes[0].sum() + buffer.wholes[4].sum()).backward()
+    buffer.gradient.pack(0)
+    buffer.gradient.drop()
+    assert not buffer.gradient and buffer.wholes[4].grad is None

@@ -1,0 +1,84 @@
+"""reduction.py: from flat gradients to this rank's part of their average, kept aside until it is asked for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from scale_core.group import Group, group_of
+from scale_core.reduction import Reduction
+from scale_core.streams import HostStream
+from scale_core.testing import run_ranks
+
+CPU = torch.device("cpu")
+
+
+def make(group: Group, replicas: Group | None = None, dtype: torch.dtype = torch.float32) -> Reduction:
+    return Reduction(group, replicas or Group(), dtype, CPU, HostStream())
+
+
+def flat(rank: int, size: int) -> Tensor:
+    return torch.arange(3.0 * size) + 100 * rank
+
+
+def part(group: Group, summed_over: list[int], divisor: int) -> Tensor:
+    total = sum((flat(rank, group.size) for rank in summed_over), torch.zeros(3 * group.size))
+    return total[3 * group.rank : 3 * (group.rank + 1)] / divisor
+
+
+def averages() -> None:
+    group = group_of()
+    reduction = make(group)
+    assert reduction.results() == []
+    everyone = list(range(group.size))
+    for tag in (1 << 21, 1 << 22):
+        reduction.start(flat(group.rank, group.size), tag)
+        reduction.wait()
+    reduction.start(flat(group.rank, group.size), divisor=1)
+    first, second, third = reduction.results()
+    assert torch.equal(first, part(group, everyone, group.size)) and torch.equal(first, second)
+    assert torch.equal(third, part(group, everyone, 1))
+    assert reduction.results() == []
+    reduction.start(flat(group.rank, group.size))
+    with pytest.raises(AssertionError, match="under way already"):
+        reduction.start(flat(group.rank, group.size))
+    reduction.abandon()
+    assert reduction.results() == []
+
+
+def over_replicas() -> None:
+    """Ranks 0 and 1 share a copy, as do 2 and 3."""
+    world = group_of()
+    everyone = [torch.distributed.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    group = group_of(everyone[world.rank // 2])
+    reduction = make(group, group_of(everyone[2 + world.rank % 2]))
+    for divisor in (None, 3):
+        reduction.start(torch.arange(6.0) + 100 * world.rank, divisor=divisor)
+        reduction.wait()
+        (reduced,) = reduction.results()
+        total = (4 * torch.arange(6.0) + 600)[3 * group.rank : 3 * (group.rank + 1)]
+        assert torch.allclose(reduced, total / (divisor or 4), rtol=1e-6)
+
+
+def test_results_wait_in_the_order_in_which_they_were_started() -> None:
+    for num_ranks in (1, 3):
+        run_ranks(averages, num_ranks)
+
+
+def test_averages_of_a_copy_are_averaged_over_the_copies() -> None:
+    run_ranks(over_replicas, 4)
+
+
+def test_results_are_rounded_to_the_dtype_of_the_shard_once() -> None:
+    reduction = make(Group(), dtype=torch.bfloat16)
+    reduction.start(torch.tensor([1.0 + 2**-12]))
+    (reduced,) = reduction.results()
+    assert reduced.dtype == torch.bfloat16
+
+
+def test_results_are_brought_to_where_they_wait() -> None:
+    reduction = Reduction(Group(), Group(), torch.float32, torch.device("meta"), HostStream())
+    reduction.start(torch.ones(3))
+    (reduced,) = reduction.results()
+    assert reduced.device.type == "meta"

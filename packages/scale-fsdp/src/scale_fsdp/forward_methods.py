@@ -1,0 +1,174 @@
+"""Methods other than `forward` that compute with a unit's parameters.
+
+A unit is gathered when it is called, and `model.encode(x)` is no call of the model. Once a method is registered, it
+runs as the forward does: gathered before, released after, with a backward of its own. While it runs, calls of the
+module itself are a part of it: `generate` gathers its outermost unit once, not for every token.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, cast
+
+from torch import nn
+
+from scale_fsdp.unit import Unit, unit_of
+from scale_fsdp.wrapper import FullyShardedDataParallel
+
+
+def register_forward_method(module: nn.Module, method_name: str) -> None:
+    """Makes a method of a unit run with the unit's parameters gathered, as its forward does.
+
+        >>> import torch
+        >>> from scale_fsdp import fully_shard
+        >>> class Autoencoder(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.inward, self.outward = nn.Linear(4, 2), nn.Linear(2, 4)
+        ...     def encode(self, x):
+        ...         return self.inward(x)
+        ...     def forward(self, x):
+        ...         return self.outward(self.encode(x))
+        >>> model = fully_shard(Autoencoder())
+        >>> register_forward_method(model, "encode")
+        >>> model.encode(torch.ones(3, 4)).sum().backward()
+
+    All ranks call the method together, as they do the module. Registered twice, it runs as if registered once.
+
+    Args:
+        module: A unit, or the `FullyShardedDataParallel` around one.
+        method_name: The method's name.
+
+    Raises:
+        ValueError: The module is no unit; or the name is "forward", which runs gathered anyhow.
+        AttributeError: The module has no such method.
+        TypeError: What has that name can't be called.
+    """
+    module = module.module if isinstance(module, FullyShardedDataParallel) else module
+    unit = unit_of(module)
+    title = type(module).__name__
+    if unit is None:
+        raise ValueError(
+            f"register_forward_method: this {title} is no unit, so there is nothing to gather for it: "
+            f"call fully_shard(module) first, then register_forward_method(module, {method_name!r})"
+        )
+    if method_name == "forward":
+        raise ValueError(f"the forward of a unit runs gathered when the {title} is called: write module(...)")
+    method = getattr(module, method_name, None)
+    if method is None:
+        raise AttributeError(f"register_forward_method: a {title} has no method {method_name!r}")
+    if not callable(method):
+        raise TypeError(
+            f"register_forward_method: {method_name!r} of a {title} is a {type(method).__name__}, not a method"
+        )
+    if isinstance(module.__dict__.get(method_name), _Gathered):
+        return
+    if _INSIDE not in module.__dict__:
+        module.__dict__[_INSIDE] = _notice(unit)
+    object.__setattr__(module, method_name, _Gathered(module, method_name, unit, module.__dict__[_INSIDE]))
+
+
+_INSIDE = "_scale_inside"
+
+
+class _Inside:
+    """Whether the forward, or a registered method, of one module runs now: its own calls then go past the unit's hooks.
+
+    Args:
+        unit: The module's.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit, self._depth = unit, 0
+
+    def __bool__(self) -> bool:
+        return self._depth > 0
+
+    def __enter__(self) -> None:
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+
+    def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return (args, kwargs) if self else self._unit.before_forward(module, args, kwargs)
+
+    def after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        return output if self else self._unit.after_forward(module, args, kwargs, output)
+
+
+class _InPlace:
+    """What is called in the place of a module's method; it is copied and pickled with the module.
+
+    Args:
+        module: The unit's module.
+        name: The method's name.
+        unit: What is gathered.
+        inside: Of the module, shared by all its methods.
+    """
+
+    def __init__(self, module: nn.Module, name: str, unit: Unit, inside: _Inside) -> None:
+        self._module, self._name, self._unit, self._inside = module, name, unit, inside
+        # The module's own, as other libraries patch methods in; otherwise it is found in the class.
+        self._patched = None if hasattr(type(module), name) and name not in vars(module) else getattr(module, name)
+        functools.update_wrapper(cast(Any, self), self._method)
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self._module, self._name, self._unit, self._inside, self._patched
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self._module, self._name, self._unit, self._inside, self._patched = state
+        functools.update_wrapper(cast(Any, self), self._method)
+
+    @property
+    def _method(self) -> Callable[..., Any]:
+        """The plain method, bound."""
+        if self._patched is not None:
+            return cast(Callable[..., Any], self._patched)
+        found = inspect.getattr_static(type(self._module), self._name)
+        return cast(Callable[..., Any], found.__get__(self._module, type(self._module)))
+
+
+class _Forward(_InPlace):
+    """A module's forward, which is noticed to run."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._inside:
+            return self._method(*args, **kwargs)
+
+
+class _Gathered(_InPlace):
+    """A method of a unit's module that runs gathered."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        unit, module = self._unit, self._module
+        if self._inside:  # Called by the forward, or by another registered method: gathered already.
+            return self._method(*args, **kwargs)
+        try:
+            args, kwargs = unit.before_forward(module, args, kwargs)
+            with self._inside:
+                output = self._method(*args, **kwargs)
+        except BaseException:
+            unit.after_forward(module, args, kwargs, None)  # It sees the error, and ends the pass.
+            raise
+        return unit.after_forward(module, args, kwargs, output)
+
+
+def _notice(unit: Unit) -> _Inside:
+    """Begins to notice whether the forward of the unit's module runs."""
+    module, inside = unit.module, _Inside(unit)
+    replaced = 0
+    hooks: Any
+    for hooks, own, other in (
+        (module._forward_pre_hooks, unit.before_forward, inside.before_forward),
+        (module._forward_hooks, unit.after_forward, inside.after_forward),
+    ):
+        for key, hook in hooks.items():
+            if hook == own:
+                hooks[key] = other
+                replaced += 1
+    assert replaced == 2, "a unit has one hook before and one after its module's forward"
+    object.__setattr__(module, "forward", _Forward(module, "forward", unit, inside))
+    return inside

@@ -1,0 +1,155 @@
+"""What happens to gradients during the backward pass, as each of them is there.
+
+By default they are copied to the host, so that the step begins with what it needs. With `overlap_step=True` they are
+used at once, bucket by bucket, and no gradient is left for later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor, Future
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from scale_core.backward import once_after_backward
+from scale_core.streams import on_host, worker_for
+from scale_fsdp.host_step import PIECE_ELEMENTS
+from scale_fsdp.offload_copies import EarlyCopy, still_copies
+from scale_fsdp.offload_parts import Part, name_of
+from scale_fsdp.offload_update import OffloadUpdate, buckets
+from scale_fsdp.used_gradient import UsedGradient, used_up
+
+
+class EarlyCopies:
+    """Gradients that go to the host as soon as they are there; the update comes in the step.
+
+    Where somebody changes gradients after the backward pass, as clipping in place or a gradient scaler does, copies
+    that were made before are of no use: from the first such step on there are none.
+
+    Args:
+        update: By whose ferries they go.
+    """
+
+    def __init__(self, update: OffloadUpdate) -> None:
+        self._update = update
+        self._copies: dict[Part, EarlyCopy] = {}
+        self._useful = True
+
+    def arrived(self, parts: Sequence[Part]) -> None:
+        """A parameter's gradient of this pass is there."""
+        for part in parts:
+            grad = part.param.grad
+            if self._useful and part.on_host and grad is not None and not on_host(grad) and not grad.is_sparse:
+                if part not in self._copies:
+                    self._copies[part] = EarlyCopy(part)
+                self._copies[part].start(grad, self._update.ferry(grad.device))
+
+    def take(self, parts: Sequence[Part]) -> dict[Part, Tensor]:
+        """Returns the gradients of these parts that are on the host, as they are now."""
+        mine = [(part, self._copies[part]) for part in parts if part in self._copies]
+        valid = still_copies([(copy, part.grad) for part, copy in mine])
+        if not all(valid):
+            self._useful = False
+            self._copies.clear()
+        return {part: copy.wait() for (part, copy), is_valid in zip(mine, valid, strict=True) if is_valid}
+
+
+class UpdateInBackward:
+    """Updates that begin as soon as a bucket of gradients is there, and have ended when `backward()` returns.
+
+    Args:
+        update: What does them.
+    """
+
+    def __init__(self, update: OffloadUpdate) -> None:
+        self._update = update
+        self._waiting: list[Part] = []
+        self._used: dict[Tensor, None] = {}
+        self._options: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
+        self._worker: Executor | None = None
+        self._futures: list[Future[None]] = []
+
+    def arrived(self, parts: Sequence[Part]) -> None:
+        """A parameter's gradient of this pass is there.
+
+        Raises:
+            RuntimeError: It has had one since the last step.
+        """
+        param = parts[0].param
+        if param.grad is None:
+            return
+        if param in self._used:
+            raise used_up(name_of(param))
+        # After a pass that failed, some may be waiting already.
+        self._waiting += [part for part in parts if part.has_gradient() and part not in self._waiting]
+        once_after_backward(self._end_backward)
+        if sum(part.numel for part in self._waiting) >= PIECE_ELEMENTS:
+            self._begin()
+
+    def settle(self) -> None:
+        """Waits for updates that have begun, and lets go of what stands in place of gradients.
+
+        Raises:
+            RuntimeError: The options of a group have changed since, or there is a second gradient.
+        """
+        self._end_backward()
+        used, self._used = self._used, {}
+        options, self._options = self._options, {}
+        for param in used:
+            if isinstance(param.grad, UsedGradient):
+                param.grad = None
+            elif param.grad is not None:
+                raise used_up(name_of(param))
+        for live, then in options.values():
+            for key in sorted(then.keys() | live.keys() - {"params"}):
+                if not _equal(live.get(key), then.get(key)):
+                    raise RuntimeError(
+                        f"the option {key!r} of a parameter group was changed from {then.get(key)} to {live.get(key)} "
+                        "between backward() and step(), but with overlap_step=True the update is made during the "
+                        "backward pass: change options after step(), as scheduler.step() after it does"
+                    )
+
+    def forget(self) -> None:
+        """Drops gradients that wait for their update, as after a backward pass that has failed."""
+        self._waiting.clear()
+
+    def _begin(self) -> None:
+        """Begins the update of what waits."""
+        parts, self._waiting = [part for part in self._waiting if part.param.grad is not None], []
+        for part in parts:
+            self._options.setdefault(id(part.group), (part.group, _options_of(part.group)))
+        on_the_host = [part for part in parts if part.on_host]
+        if on_the_host and self._worker is None:
+            self._worker = worker_for(on_the_host[0].param.device)
+        # Whoever still needs one of these values in this pass learns at once that it is no longer there.
+        increment_version({part.param for part in parts})
+        with torch.no_grad():
+            for bucket in buckets(on_the_host):
+                assert self._worker is not None, "there is a bucket, so there is a worker"
+                self._futures.append(self._worker.submit(self._update.finish, self._update.fetch(bucket, {})))
+            self._update.on_device([part for part in parts if not part.on_host])
+        for part in parts:
+            self._used[part.param] = None
+            part.param.grad = UsedGradient(part.param)
+
+    def _end_backward(self) -> None:
+        if self._waiting:
+            self._begin()
+        futures, self._futures = self._futures, []
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        if errors:
+            raise errors[0]
+        self._update.join()
+
+
+def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return bool(one == other)

@@ -1,0 +1,57 @@
+"""Clipping that waits for the step: what gradients are to be multiplied by, and that they are still the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.weak import TensorWeakRef
+
+from scale_core import compat
+from scale_core.norms import grad_norm
+
+
+class PendingClipping:
+    """The factor by which the next update multiplies its gradients."""
+
+    def __init__(self) -> None:
+        self._factor = 1.0
+        self._marks: list[tuple[TensorWeakRef, int] | None] | None = None
+
+    def measure(self, params: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
+        """Takes the norm of all gradients, and keeps what clipping multiplies them by; returns the norm.
+
+        Raises:
+            RuntimeError: They were measured before, and have changed since.
+            TransferError: As `scale_core.grad_norm`.
+            ValueError: As `scale_core.grad_norm`.
+        """
+        before = self.factor(params)
+        norm = grad_norm(params, norm_type) * before
+        (factor,) = compat.values_of(torch.clamp(max_norm / (norm + 1e-6), max=1.0).reshape(1), simulated=[0.5])
+        self._factor = factor * before
+        self._marks = [None if grad is None else (TensorWeakRef(grad), grad._version) for grad in _grads(params)]
+        return norm
+
+    def factor(self, params: Iterable[Tensor]) -> float:
+        """What gradients are to be multiplied by.
+
+        Raises:
+            RuntimeError: They are others than those whose norm was taken.
+        """
+        for grad, mark in zip(_grads(params), self._marks or [], strict=self._marks is not None):
+            if (grad is None) != (mark is None) or (mark and (mark[0]() is not grad or grad._version != mark[1])):
+                raise RuntimeError(
+                    "gradients have changed since OffloadOptimizer.clip_grad_norm_ has measured them: call it last, "
+                    "after all backward passes and after scaler.unscale_(optimizer), right before step()"
+                )
+        return self._factor
+
+    def forget(self) -> None:
+        """The gradients were used, or are gone."""
+        self._factor, self._marks = 1.0, None
+
+
+def _grads(params: Iterable[Tensor]) -> list[Tensor | None]:
+    return [param.grad for param in params]

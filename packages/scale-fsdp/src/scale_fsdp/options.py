@@ -1,0 +1,115 @@
+"""How one unit is to be sharded: what the user has asked for, checked before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from scale_core import compat
+from scale_core.flat import Devices
+from scale_core.layout import Atom
+from scale_fsdp.precision import MixedPrecision
+from scale_fsdp.ranks import Ranks
+
+AtomChoice = Atom | Callable[[str, tuple[int, ...]], Atom]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """On which devices a unit lives.
+
+    Attributes:
+        compute: Where it computes; None is where its parameters are.
+        params_on_host: The shards, and so the optimizer's state, are on the host.
+        grads_on_host: Reduced gradients are brought to the host at once, or only when the backward pass is over.
+    """
+
+    compute: torch.device | None = None
+    params_on_host: bool = False
+    grads_on_host: bool = False
+
+    def devices_for(self, params: torch.device) -> Devices:
+        """Returns where the buffers of parameters live that are on this device now."""
+        compute = self.compute or params
+        host = torch.device("cpu")
+        return Devices(
+            shard=host if self.params_on_host else compute,
+            compute=compute,
+            reduced=host if self.grads_on_host else compute,
+        )
+
+
+@dataclass(frozen=True)
+class StateDictForm:
+    """What `state_dict()` of a sharded module gives, and to whom.
+
+    Attributes:
+        device: Where its tensors are; None is where the shards are.
+        rank_0_only: Rank 0 of the module's ranks alone gets them, and the others an empty dict.
+    """
+
+    device: torch.device | None = None
+    rank_0_only: bool = False
+
+
+@dataclass(frozen=True)
+class UnitOptions:
+    """How one unit is sharded.
+
+    Attributes:
+        ranks: Over which ranks.
+        precision: In which dtypes it computes and communicates.
+        placement: On which devices it lives.
+        reshard_after_forward: Release between forward and backward; an integer leaves it cut among that many ranks.
+        flatten: One flat parameter per buffer in place of one local shard per parameter.
+        atom: What must not be cut between two ranks.
+        limit_seconds: As the outermost unit, the longest wait for another rank; None is the group's own limit.
+        form: What its module's `state_dict()` gives.
+    """
+
+    ranks: Ranks
+    precision: MixedPrecision
+    placement: Placement
+    reshard_after_forward: bool | int = True
+    flatten: bool = False
+    atom: AtomChoice = "auto"
+    limit_seconds: float | None = None
+    form: StateDictForm = StateDictForm()
+
+    def device_for(self, params: torch.device) -> torch.device:
+        """Returns where parameters are to be that are on this device now: those on meta get memory where they compute.
+
+        That is this rank's accelerator, if there is one that the ranks communicate by.
+        """
+        if params.type != "meta":
+            return params
+        accelerator = compat.accelerator() if self.ranks.whole.backend != "gloo" else None
+        return self.placement.compute or accelerator or torch.device("cpu")
+
+
+def resolve_placement(
+    move_params_to_cpu: bool, move_grads_to_cpu: bool | None, compute_device: torch.device | str | None, ranks: Ranks
+) -> Placement:
+    """Returns where a unit lives, from the arguments of `fully_shard`.
+
+    Args:
+        move_params_to_cpu: Keep the shards on the host.
+        move_grads_to_cpu: Bring each reduced gradient to the host at once; None is as for the parameters.
+        compute_device: Where to compute; None is the parameters' own device or, for shards on the host, this rank's
+            accelerator where the ranks communicate by one.
+        ranks: The unit's ranks.
+
+    Raises:
+        TypeError: A flag is not a bool.
+    """
+    for name, value in (("move_params_to_cpu", move_params_to_cpu), ("move_grads_to_cpu", move_grads_to_cpu)):
+        if not isinstance(value, bool | None):
+            raise TypeError(f"{name}: expected True or False, got {value!r}")
+    compute = torch.device(compute_device) if compute_device is not None else None
+    if compute is None and move_params_to_cpu and ranks.whole.backend != "gloo":
+        compute = compat.accelerator()
+    return Placement(
+        compute, move_params_to_cpu, move_params_to_cpu if move_grads_to_cpu is None else move_grads_to_cpu
+    )

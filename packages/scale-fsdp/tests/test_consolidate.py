@@ -1,0 +1,150 @@
+"""Whole weights from the shards of all ranks: offline, in any order, and never from what does not belong together."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from state_cases import Awkward, Differences, Layout
+
+from scale_core.testing import run_ranks
+from scale_fsdp import FullyShardedDataParallel, consolidate_shard_weights
+
+Shards = tuple[list[dict[str, Any]], list[dict[str, Any]]]
+
+LAYOUTS = {
+    "units": Layout(wrapping="units"),
+    "flat": Layout(wrapping="head first", atom="element", flatten=True),
+}
+WORLD = 3
+
+
+def save() -> dict[str, tuple[Any, Any]]:
+    models = {name: layout.shard(Awkward(4)) for name, layout in LAYOUTS.items()}
+    return {name: (model.local_state_dict(), model.local_metadata_dict()) for name, model in models.items()}
+
+
+@pytest.fixture(scope="module")
+def saved() -> dict[str, Shards]:
+    """What three ranks have saved; in this process there is no process group."""
+    ranks = run_ranks(save, WORLD)
+    return {name: ([rank[name][0] for rank in ranks], [rank[name][1] for rank in ranks]) for name in LAYOUTS}
+
+
+@pytest.fixture(params=LAYOUTS)
+def shards(request: pytest.FixtureRequest, saved: dict[str, Shards]) -> Shards:
+    return copy.deepcopy(saved[request.param])
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1]])
+def test_shards_in_any_order_are_the_plain_weights(shards: Shards, order: list[int]) -> None:
+    weights, metadata = ([each[rank] for rank in order] for each in shards)
+    whole = FullyShardedDataParallel.consolidate_shard_weights(weights, metadata)
+    plain = Awkward(4)
+    found = Differences()
+    found.compare("weights", whole, dict(plain.state_dict()))
+    assert not found.found
+    assert list(whole) == list(plain.state_dict())
+    assert whole["head.weight"] is whole["embed.weight"]
+    Awkward(0).load_state_dict(whole)
+
+
+def test_the_weights_share_no_memory_with_the_shards(shards: Shards) -> None:
+    whole = consolidate_shard_weights(*shards)
+    for rank in shards[0]:
+        for tensor in rank.values():
+            tensor.zero_()
+    assert torch.equal(whole["scale"], Awkward(4).scale)
+    assert torch.equal(whole["count"], torch.full((2,), 4.0))
+
+
+def test_buffers_may_be_left_out(shards: Shards) -> None:
+    whole = consolidate_shard_weights(*shards, with_module_buffers=False)
+    assert list(whole) == [name for name in Awkward().state_dict() if name != "count"]
+
+
+def without(shards: Shards, rank: int) -> Shards:
+    weights, metadata = shards
+    return weights[:rank] + weights[rank + 1 :], metadata[:rank] + metadata[rank + 1 :]
+
+
+def other_world(metadata: dict[str, Any]) -> None:
+    metadata["world_size"] = 4
+
+
+def other_shape(metadata: dict[str, Any]) -> None:
+    metadata["parameters"]["body.0.weight"]["shape"] = [5, 6]
+
+
+def other_cut(metadata: dict[str, Any]) -> None:
+    metadata["parameters"]["embed.weight"]["start"] += 1
+
+
+def other_end(metadata: dict[str, Any]) -> None:
+    metadata["parameters"]["embed.weight"]["stop"] -= 1
+
+
+MISFITS: dict[str, Callable[[Shards], Shards]] = {
+    "Require metadata for each shard and non-empty shards: got 3 shards and 2 metadata": lambda s: (s[0], s[1][:2]),
+    "Require metadata for each shard and non-empty shards: got 0": lambda s: ([], []),
+    "expected one shard of each of 3 ranks, but missing: rank 1": lambda s: without(s, 1),
+    "of 3 ranks, but missing: ranks 1, 2": lambda s: without(without(s, 2), 1),
+    "of 3 ranks, but given twice: rank 0; missing: rank 2": lambda s: (
+        [*s[0][:2], s[0][0]],
+        [*s[1][:2], dict(s[1][0])],
+    ),
+    "metadata 0 is not what local_metadata_dict": lambda s: (s[0], [{}, *s[1][1:]]),
+    "metadata 1 is not what local_metadata_dict": lambda s: (s[0], [s[1][0], None, s[1][2]]),
+}
+
+DAMAGES: dict[str, tuple[int, Callable[[dict[str, Any]], None]]] = {
+    "the shards of one run, got some of 3 and some of 4 ranks": (2, other_world),
+    r"different models; first, 'body.0.weight': \(6, 5\) torch.float32 on rank 0, \(5, 6\) torch.float32 on rank 1": (
+        1,
+        other_shape,
+    ),
+    "'embed.weight': rank 1 holds elements .*, expected it to go on from": (1, other_cut),
+    "'embed.weight': (the ranks hold 34 of 35 elements|rank 2 holds)": (2, other_end),
+}
+
+
+@pytest.mark.parametrize("message", MISFITS)
+def test_shards_that_are_not_one_for_each_rank_are_refused(saved: dict[str, Shards], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        consolidate_shard_weights(*MISFITS[message](saved["units"]))
+
+
+@pytest.mark.parametrize("message", DAMAGES)
+def test_shards_that_do_not_belong_together_are_refused(saved: dict[str, Shards], message: str) -> None:
+    weights, metadata = copy.deepcopy(saved["flat"])
+    rank, damage = DAMAGES[message]
+    damage(metadata[rank])
+    with pytest.raises(ValueError, match=message):
+        consolidate_shard_weights(weights, metadata)
+
+
+def test_a_tensor_that_is_missing_or_of_another_size_is_named_with_its_rank(saved: dict[str, Shards]) -> None:
+    weights, metadata = copy.deepcopy(saved["units"])
+    del weights[1]["body.0.bias"]
+    with pytest.raises(ValueError, match=r"'body.0.bias' is missing in the shard of rank 1$"):
+        consolidate_shard_weights(weights, metadata)
+    assert "body.0.bias" not in consolidate_shard_weights(weights, metadata, strict=False)
+    weights[0]["body.2.weight"] = torch.ones(100)
+    with pytest.raises(
+        ValueError, match=r"'body.2.weight' of rank 0: expected \d+ elements in 'body.2.weight', got 100"
+    ):
+        consolidate_shard_weights(weights, metadata, strict=False)
+    flat, metadata = copy.deepcopy(saved["flat"])
+    flat[2]["body.flat_param_0"] = torch.ones(1)
+    with pytest.raises(ValueError, match=r"of rank 2: expected \d+ elements in 'body.flat_param_0', got 1"):
+        consolidate_shard_weights(flat, metadata)
+
+
+def test_of_several_copies_of_the_model_one_will_do(saved: dict[str, Shards]) -> None:
+    weights, metadata = copy.deepcopy(saved["units"])
+    copies = [{**each, "replica": 1} for each in metadata]
+    whole = consolidate_shard_weights([*weights, *weights], [*copies, *metadata])
+    assert torch.equal(whole["embed.weight"], Awkward(4).embed.weight)

@@ -1,0 +1,168 @@
+"""Methods other than forward run gathered once they are registered, and are refused by name until then."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from fsdp_beside import Beside, noise, sharded
+from torch import Tensor, nn
+
+from scale_core.testing import run_ranks
+from scale_fsdp import FullyShardedDataParallel, fully_shard, register_forward_method
+from scale_fsdp.unit import unit_of
+
+
+class Autoencoder(nn.Module):
+    """Two halves that can be run by themselves; `encode` uses a parameter of the module's own as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.inward, self.outward = nn.Linear(5, 3), nn.Linear(3, 5)
+        self.scale = nn.Parameter(torch.rand(3))
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.inward(x) * self.scale
+
+    def decode(self, hidden: Tensor, *, fail: bool = False) -> dict[str, Tensor]:
+        if fail:
+            raise KeyError("as the method says")
+        return {"x": self.outward(torch.tanh(hidden))}
+
+    def generate(self, x: Tensor, steps: int) -> Tensor:
+        for _ in range(steps):
+            x = self(x)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decode(self.encode(x))["x"]
+
+
+def registered(plain: nn.Module, units: list[str], names: tuple[str, ...] = ("encode", "decode", "generate")):
+    model = sharded(plain, units)
+    for name in names:
+        register_forward_method(model, name)
+    return model
+
+
+def by_methods(model: nn.Module, rank: int, number: int) -> Iterator[Tensor]:
+    x = noise(2, 5, seed=10 * number + rank)
+    yield model.decode(model.encode(x))["x"].square().mean()
+    yield model(x).square().mean() + model.encode(x).square().mean()
+    yield model.generate(x, 2).square().mean()
+
+
+class Registered(Beside):
+    """Beside the plain model, a sharded one whose methods are registered."""
+
+    def __init__(self, plain: nn.Module, units: list[str]) -> None:
+        def before(model: nn.Module, step: int) -> None:
+            if unit_of(model) is not None and step == 0:
+                for name in ("encode", "decode", "generate"):
+                    register_forward_method(model, name)
+
+        super().__init__(plain, units, by_methods, before=before)
+
+
+def train() -> list[str]:
+    return Registered(Autoencoder(), [""]).differences() + Registered(Autoencoder(), ["inward", ""]).differences()
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_methods_and_forward_train_as_in_the_plain_model(world):
+    assert not any(run_ranks(train, world))
+
+
+def gathers_of_a_generation() -> list[int]:
+    """How often the outermost unit is gathered while its module is called four times: by hand, and registered."""
+    counts = []
+    for names in ((), ("generate",)):
+        model = registered(Autoencoder(), [""], names)
+        unit, count = unit_of(model), 0
+        gather = unit.buffers[0].gather
+
+        def counted(*args, gather=gather) -> None:
+            nonlocal count
+            count += 1
+            gather(*args)
+
+        unit.buffers[0].gather = counted
+        with torch.no_grad():
+            if not torch.equal(model.generate(noise(2, 5), 4), Autoencoder().generate(noise(2, 5), 4)):
+                count = -1
+        counts.append(count)
+    return counts
+
+
+def test_a_registered_method_gathers_its_unit_once_whatever_it_calls():
+    assert run_ranks(gathers_of_a_generation, 2) == [[4, 1]] * 2
+
+
+def refuse_then_go_on() -> list[str]:
+    messages = []
+    model = sharded(Autoencoder(), [""])
+    for call in (lambda: model.encode(noise(2, 5)), lambda: model.decode(noise(2, 3))):
+        with pytest.raises(RuntimeError, match="outside of the unit's forward") as caught:
+            call()
+        messages.append(str(caught.value))
+    model(noise(2, 5)).sum().backward()
+    register_forward_method(model, "decode")
+    with pytest.raises(KeyError, match="as the method says"):
+        model.decode(noise(2, 3), fail=True)
+    assert not unit_of(model).gathered and unit_of(model).root.entry is None
+    with pytest.raises(RuntimeError, match="outside of the unit's forward"):
+        model.outward(noise(2, 3))
+    model(noise(2, 5)).sum().backward()
+    model.decode(noise(2, 3))["x"].sum().backward()
+    return messages
+
+
+def test_an_unregistered_method_is_refused_with_the_line_that_registers_it_and_a_failing_one_ends_its_pass():
+    for encode, decode in run_ranks(refuse_then_go_on, 2):
+        assert "a Linear of the root unit was called by encode() outside of the unit's forward" in encode
+        assert "register_forward_method(module, 'encode')" in encode
+        assert "register_forward_method(module, 'decode')" in decode
+
+
+def under_a_wrapper() -> bool:
+    model = FullyShardedDataParallel(Autoencoder())
+    register_forward_method(model, "encode")
+    register_forward_method(model.module, "encode")
+    with torch.no_grad():
+        return torch.equal(model.encode(noise(2, 5)), Autoencoder().encode(noise(2, 5)))
+
+
+def test_a_method_is_found_through_the_wrapper_and_may_be_registered_twice():
+    assert all(run_ranks(under_a_wrapper, 2))
+
+
+def test_an_interrupted_method_leaves_nothing_open():
+    model = registered(Autoencoder(), [""], ("generate",))
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    handle = model.inward.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(noise(2, 5), 2)
+    handle.remove()
+    model.generate(noise(2, 5), 2).sum().backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
+def test_what_cannot_be_registered_is_said():
+    with pytest.raises(ValueError, match=r"this Autoencoder is no unit.*fully_shard\(module\) first"):
+        register_forward_method(Autoencoder(), "encode")
+    model = fully_shard(Autoencoder())
+    with pytest.raises(ValueError, match=r"write module\(...\)"):
+        register_forward_method(model, "forward")
+    with pytest.raises(AttributeError, match=r"a Autoencoder has no method 'encoder'"):
+        register_forward_method(model, "encoder")
+    with pytest.raises(TypeError, match="'training' of a Autoencoder is a bool, not a method"):
+        register_forward_method(model, "training")
+
+
+def test_names_and_signatures_stay():
+    model = registered(Autoencoder(), [""])
+    assert model.decode.__name__ == "decode" and model.decode.__doc__ == Autoencoder.decode.__doc__
+    assert list(model.state_dict()) == list(Autoencoder().state_dict())

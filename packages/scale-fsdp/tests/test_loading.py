@@ -1,0 +1,117 @@
+"""A state that does not fit changes nothing, and says what does not; what may fit in the end is left to the module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from state_cases import TOKENS, Awkward, Layout
+from torch import Tensor, nn
+
+from scale_core.testing import run_ranks
+from scale_fsdp import FullyShardedDataParallel, fully_shard
+from scale_fsdp.loading import load_whole
+
+CHANGES = {
+    'Missing key(s) in state_dict: "body.2.weight".': lambda state: state.pop("body.2.weight"),
+    'Unexpected key(s) in state_dict: "extra".': lambda state: state.update(extra=torch.ones(1)),
+    "size mismatch for body.2.weight: expected the full shape (5, 6), got (6, 5)": lambda state: state.update(
+        {"body.2.weight": torch.ones(6, 5)}
+    ),
+    "size mismatch for count: expected the full shape (2,), got (3,)": lambda state: state.update(count=torch.ones(3)),
+    "'body.2.weight': expected a tensor of shape (5, 6), got str": lambda state: state.update(
+        {"body.2.weight": "text"}
+    ),
+}
+
+
+def load_what_does_not_fit() -> list[str]:
+    wrong = []
+    for flatten in (False, True):
+        model = Layout(wrapping="units", flatten=flatten).shard(Awkward(0))
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        for message, change in CHANGES.items():
+            state = Awkward(1).state_dict()
+            change(state)
+            try:
+                model.load_state_dict(state)
+                wrong.append(f"took it: {message}")
+            except RuntimeError as error:
+                if message not in str(error) or "nothing was loaded" not in str(error):
+                    wrong.append(f"{error} instead of {message}")
+            if not all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items()):
+                wrong.append(f"something was written: {message}")
+    return wrong
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_state_that_does_not_fit_changes_nothing(world: int) -> None:
+    assert not [line for wrong in run_ranks(load_what_does_not_fit, world) for line in wrong]
+
+
+def test_a_loose_load_takes_what_is_there() -> None:
+    model = Layout(flatten=True).shard(Awkward(0))
+    state = Awkward(1).state_dict()
+    del state["scale"]
+    state["extra"] = torch.ones(1)
+    result = model.load_state_dict(state, strict=False)
+    assert (result.missing_keys, result.unexpected_keys) == (["scale"], ["extra"])
+    assert torch.equal(model.state_dict()["embed.weight"], state["embed.weight"])
+    assert torch.equal(model.state_dict()["scale"], Awkward(0).scale)
+    with pytest.raises(RuntimeError, match="size mismatch for scale"):
+        model.load_state_dict({"scale": torch.ones(2)}, strict=False)
+
+
+class Renaming(nn.Linear):
+    """A module that still reads what its older version wrote."""
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        if prefix + "old" in state_dict:
+            state_dict[prefix + "weight"] = state_dict.pop(prefix + "old")
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def test_a_module_that_changes_what_it_is_given_is_not_judged_beforehand() -> None:
+    model = nn.Sequential(fully_shard(Renaming(2, 2, bias=False)))
+    model.load_state_dict({"0.old": torch.full((2, 2), 7.0)})
+    assert torch.equal(model.state_dict()["0.weight"], torch.full((2, 2), 7.0))
+    hooked = fully_shard(nn.Linear(2, 2, bias=False))
+    hooked.register_load_state_dict_pre_hook(lambda module, state, *_: state.update(weight=state.pop("old")))
+    hooked.load_state_dict({"old": torch.full((2, 2), 7.0)})
+    assert torch.equal(hooked.state_dict()["weight"], torch.full((2, 2), 7.0))
+
+
+def test_an_old_batch_norm_may_lack_its_counter() -> None:
+    plain = nn.Sequential(nn.BatchNorm1d(3))
+    state = plain.state_dict()
+    del state["0.num_batches_tracked"]
+    state._metadata["0"]["version"] = 1
+    fully_shard(nn.Sequential(nn.BatchNorm1d(3))).load_state_dict(state)
+
+
+def test_parameters_in_use_are_not_loaded() -> None:
+    model = fully_shard(Awkward())
+    with model.summon_full_params(), pytest.raises(RuntimeError, match=r"load_state_dict: .* in use, .* between steps"):
+        model.load_state_dict(Awkward(1).state_dict())
+    model.unshard()
+    with pytest.raises(RuntimeError, match="gathered by hand"):
+        model.load_state_dict(Awkward(1).state_dict())
+    model.reshard()
+    model(TOKENS)
+    model.load_state_dict(Awkward(1).state_dict())
+    assert torch.equal(model.state_dict()["scale"], Awkward(1).scale)
+
+
+def test_what_one_rank_alone_has_saved_is_no_full_state() -> None:
+    model = FullyShardedDataParallel(Awkward())
+    with pytest.raises(ValueError, match=r"one rank alone: call load_local_state_dict\(state_dict\), or consolidate"):
+        model.load_state_dict(model.local_state_dict())
+
+
+def test_assign_is_refused_before_anything_is_looked_at() -> None:
+    def never(*_: Any) -> Tensor:
+        raise AssertionError
+
+    with pytest.raises(ValueError, match="assign=True"):
+        load_whole(fully_shard(nn.Linear(2, 2)), never, {}, True, True)

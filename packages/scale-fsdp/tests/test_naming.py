@@ -1,0 +1,90 @@
+"""Every parameter of the plain model is found by its name there, however it was wrapped, flattened or tied."""
+
+import pytest
+import torch
+from state_cases import WRAPPINGS, Awkward, Layout
+from torch import nn
+
+from scale_core.shard import Axis, Held, Shard, mark
+from scale_fsdp import FullyShardedDataParallel, fully_shard
+from scale_fsdp.naming import all_names, holdings_in, names_by_buffer, places_in, plain_order, ranks_in, tied_in
+from scale_fsdp.unit import unit_of
+
+LAYOUTS = [Layout(wrapping=wrapping, flatten=flatten) for wrapping in WRAPPINGS for flatten in (False, True)]
+
+each_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+
+
+@each_layout
+def test_parameters_stand_under_the_plain_names_in_the_plain_order(layout: Layout) -> None:
+    plain = Awkward()
+    model = layout.shard(Awkward())
+    assert list(places_in(model)) == [name for name, _ in plain.named_parameters()]
+    assert list(all_names(model)) == [name for name, _ in plain.named_parameters(remove_duplicate=False)]
+    assert tied_in(model) == {"head.weight": "embed.weight"}
+
+
+@each_layout
+def test_the_plain_order_is_that_of_the_plain_state_dict(layout: Layout) -> None:
+    plain = Awkward().state_dict()
+    order = plain_order(layout.shard(Awkward()), prefix="a.")
+    assert sorted((f"a.{name}" for name in plain), key=order.__getitem__) == [f"a.{name}" for name in plain]
+
+
+@each_layout
+def test_a_place_knows_the_parameter_s_elements(layout: Layout) -> None:
+    plain = Awkward()
+    for name, place in places_in(layout.shard(Awkward())).items():
+        assert place.entry.shape == tuple(plain.get_parameter(name).shape)
+        piece = place.buffer.pieces[place.number]
+        assert torch.equal(
+            piece, plain.get_parameter(name).reshape(-1)[place.span.start : place.span.stop].view_as(piece)
+        )
+        assert place.buffer in place.unit.buffers
+
+
+@each_layout
+def test_what_an_optimizer_steps_on_comes_in_its_order_with_all_that_it_holds(layout: Layout) -> None:
+    plain = Awkward()
+    model = layout.shard(Awkward())
+    holdings = holdings_in(model)
+    assert list(map(id, holdings)) == list(map(id, model.parameters()))
+    held = {holding.name: holding.view(owner) for owner, each in holdings.items() for holding in each}
+    assert held.keys() == dict(plain.named_parameters()).keys()
+    assert all(torch.equal(tensor, plain.get_parameter(name)) for name, tensor in held.items())
+    assert all(holding.shares_owner == layout.flatten for each in holdings.values() for holding in each)
+
+
+def test_names_are_those_of_the_state_dict_also_in_a_plain_parent_and_a_wrapper() -> None:
+    parent = nn.ModuleDict({"model": FullyShardedDataParallel(nn.Linear(3, 2)), "other": nn.Linear(2, 2)})
+    assert list(places_in(parent)) == ["model.weight", "model.bias"]
+    names = [holding.name for each in holdings_in(parent).values() for holding in each]
+    assert names == list(parent.state_dict())
+    assert not [holding for each in holdings_in(nn.Linear(2, 2)).values() for holding in each if holding.is_shard]
+
+
+def test_a_module_in_two_places_has_two_names() -> None:
+    shared = nn.Linear(2, 2, bias=False)
+    plain = nn.ModuleDict({"a": shared, "b": nn.Sequential(shared)})
+    model = nn.Sequential(plain)
+    fully_shard(model)
+    assert list(all_names(model)) == ["0.a.weight", "0.b.0.weight"]
+    assert tied_in(model) == {"0.b.0.weight": "0.a.weight"}
+    assert torch.equal(model.state_dict()["0.b.0.weight"], shared.weight)
+
+
+def test_each_buffer_comes_with_its_unit_and_the_numbers_in_it() -> None:
+    model = Layout(wrapping="units").shard(Awkward())
+    found = {unit.name: names for unit, _, names in names_by_buffer(model) if names}
+    assert found["embed"] == {"embed.weight": 0}
+    assert found["body.0"] == {"body.0.weight": 0, "body.0.bias": 1}
+    assert ranks_in(model).size == ranks_in(nn.Linear(1, 1)).size == 1
+
+
+def test_summands_of_a_plain_parameter_have_no_holding() -> None:
+    model = nn.ModuleList([fully_shard(nn.Linear(2, 2)), nn.Linear(2, 2, bias=False)])
+    unit = unit_of(model[0])
+    assert unit is not None
+    mark(model[1].weight, Shard("weight", (2, 2), 0, 4, (Axis(unit.buffers[0].group, Held.PARTIAL),)))
+    with pytest.raises(ValueError, match="weight: each rank holds a summand"):
+        holdings_in(model)

@@ -1,0 +1,134 @@
+"""offload_copies.py: to the host and back, in slots that are used again."""
+
+from __future__ import annotations
+
+import offload_cases as cases
+import pytest
+import torch
+from torch import Tensor, nn
+
+from scale_fsdp.offload_copies import EarlyCopy, Ferry, Slot, Stretch, still_copies
+from scale_fsdp.offload_parts import Part
+
+HOST = torch.device("cpu")
+
+
+def part_of(param: nn.Parameter, start: int = 0, stop: int | None = None) -> Part:
+    return Part(param, {}, start, param.numel() if stop is None else stop, on_host=True, divisible=True)
+
+
+def with_grad(numel: int = 12) -> nn.Parameter:
+    param = nn.Parameter(torch.arange(float(numel)))
+    param.grad = torch.full((numel,), 0.5)
+    return param
+
+
+def test_what_is_on_the_host_is_used_where_it_is() -> None:
+    param = with_grad()
+    load = Ferry(HOST).fetch([Stretch(part_of(param), 0, 12)], {})
+    assert load.pieces[0].param is param and load.pieces[0].grad is param.grad and load.slot is None
+    assert not load.returns
+
+
+@torch.no_grad()
+def test_what_is_away_is_copied_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases.let_parameters_be_away(monkeypatch)
+    param, ferry = with_grad(), Ferry(HOST)
+    part = part_of(param, 2, 12)
+    part.target = torch.zeros(12, dtype=torch.bfloat16)
+    load = ferry.fetch([Stretch(part, 1, 4)], {})
+    load.arrived.synchronize()
+    (piece,) = load.pieces
+    assert piece.param.tolist() == [3, 4, 5] and piece.grad.tolist() == [0.5] * 3
+    piece.param.mul_(-1)
+    assert piece.target is not None
+    piece.target.copy_(piece.param)
+    assert param[3] == 3
+    ferry.bring_back(load)
+    ferry.give_back(load)
+    ferry.join()
+    assert param.tolist() == [0, 1, 2, -3, -4, -5, 6, 7, 8, 9, 10, 11]
+    assert part.target.tolist() == [0, 0, 0, -3, -4, -5, 0, 0, 0, 0, 0, 0]
+
+
+def test_a_gradient_that_came_early_is_not_copied_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases.let_parameters_be_away(monkeypatch)
+    param = with_grad()
+    part, early = part_of(param), torch.full((12,), 7.0)
+    load = Ferry(HOST).fetch([Stretch(part, 0, 12)], {part: early})
+    assert load.pieces[0].param.tolist() == param.tolist() and len(load.returns) == 1
+
+
+def test_a_slot_holds_several_dtypes_and_is_used_again() -> None:
+    slot = Slot(HOST)
+    tensors = [torch.ones(3), torch.ones(2, 2, dtype=torch.bfloat16), torch.ones(4)]
+    slot.clear(tensors)
+    first = [slot.take(tensor) for tensor in tensors]
+    assert [place.shape for place in first] == [tensor.shape for tensor in tensors]
+    assert first[0].untyped_storage().data_ptr() == first[2].untyped_storage().data_ptr()
+    assert first[2].storage_offset() == 3 and first[1].dtype == torch.bfloat16
+    slot.clear(tensors[:1])
+    assert slot.take(tensors[0]).is_set_to(first[0])
+    slot.clear([torch.ones(100)])
+    assert slot.take(torch.ones(100)).shape == (100,)
+
+
+def test_a_place_has_the_strides_of_what_it_is_for() -> None:
+    slot, tensor = Slot(HOST), torch.ones(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
+    slot.clear([tensor])
+    assert slot.take(tensor).stride() == tensor.stride()
+
+
+def early_copy(grad: Tensor, param: nn.Parameter) -> EarlyCopy:
+    param.grad = grad
+    copy = EarlyCopy(part_of(param))
+    copy.start(grad, Ferry(HOST))
+    return copy
+
+
+def test_a_copy_is_one_as_long_as_the_gradient_stays_what_it_was() -> None:
+    changes = {
+        "nothing": lambda grad: None,
+        "multiplied": lambda grad: grad.mul_(0.5),
+        "without a version": lambda grad: grad.data.mul_(0.5),
+        "negated": lambda grad: grad.data.neg_(),
+        "clamped": lambda grad: grad.data.clamp_(-1, 1),
+        "one element": lambda grad: grad.data[3:4].add_(1e-3),
+        "unscaled by torch": lambda grad: torch._amp_foreach_non_finite_check_and_unscale_(
+            [grad], torch.zeros(()), torch.tensor(2.0**-16)
+        ),
+    }
+    copies = []
+    for change in changes.values():
+        param = nn.Parameter(torch.zeros(100))
+        grad = torch.randn(100, generator=torch.Generator().manual_seed(0))
+        copies.append((early_copy(grad, param), grad))
+        change(grad)
+    assert dict(zip(changes, still_copies(copies), strict=True)) == {name: name == "nothing" for name in changes}
+
+
+def test_a_copy_of_another_tensor_is_none_though_it_is_equal() -> None:
+    param, grad = nn.Parameter(torch.zeros(5)), torch.ones(5)
+    copy = early_copy(grad, param)
+    assert still_copies([(copy, torch.ones(5)), (copy, grad)]) == [False, True]
+    assert still_copies([]) == []
+
+
+def test_a_copy_does_not_keep_the_gradient_alive() -> None:
+    param = nn.Parameter(torch.zeros(5))
+    copy = early_copy(torch.ones(5), param)
+    param.grad = None
+    assert copy._of is not None and copy._of() is None
+
+
+def test_a_copy_is_used_once() -> None:
+    param, grad = nn.Parameter(torch.zeros(5)), torch.arange(5.0)
+    copy = early_copy(grad, param)
+    assert still_copies([(copy, grad)]) == [True]
+    assert copy.wait().tolist() == grad.tolist()
+    assert still_copies([(copy, grad)]) == [False]
+
+
+def test_a_gradient_that_is_no_number_is_copied_again() -> None:
+    param, grad = nn.Parameter(torch.zeros(5)), torch.full((5,), float("nan"))
+    assert still_copies([(early_copy(grad, param), grad)]) == [False]

@@ -1,0 +1,171 @@
+"""An OffloadOptimizer on the local shards of a sharded model: the numbers, the norm and the state of the plain one."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import offload_cases as cases
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from scale_core.group import group_of
+from scale_core.norms import clip_grad_norm
+from scale_core.scaler import ShardedGradScaler
+from scale_core.state import load_sharded_state_dict, sharded_state_dict
+from scale_core.testing import run_ranks
+from scale_fsdp import OffloadOptimizer, fully_shard
+from scale_fsdp.used_gradient import UsedGradient
+
+STEPS = 4
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(9, 17), nn.ReLU(), nn.Linear(17, 5), nn.LayerNorm(5))
+
+
+def sharded(flatten: bool = False) -> nn.Module:
+    built = model()
+    for layer in (built[0], built[2]):
+        fully_shard(layer, flatten_parameters=flatten)
+    return fully_shard(built, flatten_parameters=flatten)
+
+
+def backward(each: nn.Module, step: int) -> None:
+    """A batch for each rank, and one step in which the last layer is not used."""
+    generator = torch.Generator().manual_seed(10 * step + group_of().rank)
+    x = torch.randn(6, 9, generator=generator)
+    each(x).square().mean().backward()
+
+
+def adam(each: nn.Module, fused: bool) -> torch.optim.Optimizer:
+    return torch.optim.Adam(each.parameters(), lr=0.01, fused=fused)
+
+
+def offloaded(each: nn.Module, fused: bool, **kwargs: Any) -> OffloadOptimizer:
+    return OffloadOptimizer(torch.optim.Adam, each.parameters(), lr=0.01, fused=fused, **kwargs)
+
+
+def assert_alike(one: nn.Module, other: nn.Module) -> None:
+    for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def steps_as_without_offload() -> None:
+    for flatten in (False, True):
+        for fraction in (0.4, 1.0):
+            for overlap_step in (False, True):
+                mine, theirs = sharded(flatten), sharded(flatten)
+                ours = offloaded(mine, not flatten, host_fraction=fraction, overlap_step=overlap_step)
+                other = adam(theirs, not flatten)
+                for step in range(STEPS):
+                    for each, optimizer in ((mine, ours), (theirs, other)):
+                        backward(each, step)
+                        optimizer.step()
+                        optimizer.zero_grad()
+                assert_alike(mine, theirs)
+
+
+def clips_and_scales_over_all_ranks() -> None:
+    mine, theirs = sharded(), sharded()
+    ours, other = offloaded(mine, True, host_fraction=0.5), adam(theirs, True)
+    scalers = [ShardedGradScaler(init_scale=64.0), ShardedGradScaler(init_scale=64.0)]
+    for step in range(STEPS):
+        norms = []
+        for each, optimizer, scaler in ((mine, ours, scalers[0]), (theirs, other, scalers[1])):
+            x = torch.randn(6, 9, generator=torch.Generator().manual_seed(step))
+            scaler.scale(each(x).square().mean()).backward()
+            scaler.unscale_(optimizer)
+            if optimizer is ours:
+                norms.append(ours.clip_grad_norm_(0.05))
+            else:
+                norms.append(clip_grad_norm(theirs.parameters(), 0.05))
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert torch.equal(*norms)
+    assert_alike(mine, theirs)
+
+
+def is_updated_when_its_reduction_is_reported() -> None:
+    """The engine tells when reductions have ended: the update has been made when the backward pass returns."""
+    mine, theirs = sharded(), sharded()
+    ours, other = offloaded(mine, True, host_fraction=0.5, overlap_step=True), adam(theirs, True)
+    for step in range(STEPS):
+        backward(mine, step)
+        backward(theirs, step)
+        other.step()
+        other.zero_grad()
+        assert_alike(mine, theirs)
+        assert all(isinstance(shard.grad, UsedGradient) for shard in mine.parameters())
+        ours.step()
+        assert_alike(mine, theirs)
+
+
+def keeps_its_state_by_name() -> None:
+    mine, theirs = sharded(), sharded()
+    ours, other = offloaded(mine, False, host_fraction=0.5), adam(theirs, False)
+    for step in range(2):
+        for each, optimizer in ((mine, ours), (theirs, other)):
+            backward(each, step)
+            optimizer.step()
+            optimizer.zero_grad()
+    saved, plain = sharded_state_dict(mine, ours), sharded_state_dict(theirs, other)
+    assert saved.keys() == plain.keys()
+    for key in saved:
+        one, two = (getattr(state[key], "tensor", state[key]) for state in (saved, plain))
+        assert torch.equal(one, two) if isinstance(one, torch.Tensor) else one == two
+    again = sharded()
+    its = offloaded(again, False, host_fraction=0.8)
+    load_sharded_state_dict(copy.deepcopy(plain), again, its)
+    for step in range(2, STEPS):
+        for each, optimizer in ((again, its), (theirs, other)):
+            backward(each, step)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_alike(again, theirs)
+
+
+def is_one_with_data_parallel_or_says_why_not() -> None:
+    """DDP reduces gradients after autograd has told of them: early copies are seen to be none."""
+    mine, theirs = DistributedDataParallel(model()), DistributedDataParallel(model())
+    ours, other = offloaded(mine, True, host_fraction=0.5), adam(theirs, True)
+    for step in range(STEPS):
+        for each, optimizer in ((mine, ours), (theirs, other)):
+            backward(each, step)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_alike(mine, theirs)
+    overlapped = offloaded(mine, True, host_fraction=0.5, overlap_step=True)
+    with pytest.raises(RuntimeError, match="was used for its update during the backward pass"):
+        backward(mine, 0)
+    del overlapped
+
+
+def as_if_parameters_were_away() -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        cases.let_parameters_be_away(monkeypatch)
+        is_one_with_data_parallel_or_says_why_not()
+
+
+def everything() -> None:
+    steps_as_without_offload()
+    clips_and_scales_over_all_ranks()
+    is_updated_when_its_reduction_is_reported()
+    keeps_its_state_by_name()
+
+
+def test_on_the_shards_of_two_ranks_it_is_the_plain_optimizer() -> None:
+    run_ranks(everything, 2)
+
+
+def test_beside_data_parallel_gradients_are_those_of_all_ranks() -> None:
+    run_ranks(is_one_with_data_parallel_or_says_why_not, 2)
+    run_ranks(as_if_parameters_were_away, 2)
+
+
+def test_so_it_is_in_a_world_of_one() -> None:
+    everything()

@@ -1,0 +1,263 @@
+"""An optimizer's state is gathered as that of an optimizer of the plain model, and cut for whoever loads it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from state_cases import WRAPPINGS, Awkward, Differences, Layout, train, two_groups
+from torch import nn
+from torch.optim import Optimizer
+
+from scale_core.testing import run_ranks
+from scale_fsdp import FullyShardedDataParallel, full_optim_state_dict, fully_shard, shard_optim_state_dict
+
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "Adadelta": torch.optim.Adadelta,
+    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1),
+    "Adam amsgrad": lambda params: torch.optim.Adam(params, lr=0.1, amsgrad=True),
+    "Adam fused": lambda params: torch.optim.Adam(params, lr=0.1, fused=True),
+    "AdamW tensor rate": lambda params: torch.optim.AdamW(params, lr=torch.tensor(0.1), foreach=False),
+    "Adamax": torch.optim.Adamax,
+    "ASGD": torch.optim.ASGD,
+    "NAdam": torch.optim.NAdam,
+    "RAdam": torch.optim.RAdam,
+    "RMSprop": lambda params: torch.optim.RMSprop(params, momentum=0.5, centered=True),
+    "Rprop": torch.optim.Rprop,
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1),
+    "SGD momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+}
+
+
+def whole_or_two(model: nn.Module, flatten: bool) -> Any:
+    """One group where the model is compared with a flat one, else two."""
+    return [p for group in two_groups(model) for p in group["params"]] if flatten else two_groups(model)
+
+
+def by_name(full: dict[str, Any]) -> dict[str, Any]:
+    """The state in an order that does not depend on that of the optimizer's parameters."""
+    groups = [{**group, "params": sorted(group["params"])} for group in full["param_groups"]]
+    return {**full, "param_groups": groups}
+
+
+def with_other_options(optimizer: Optimizer) -> Optimizer:
+    for group in optimizer.param_groups:
+        group["betas" if "betas" in group else "weight_decay"] = (0.5, 0.5) if "betas" in group else 0.25
+    return optimizer
+
+
+def gather_and_load() -> list[str]:
+    found = Differences()
+    for number, (name, make) in enumerate(OPTIMIZERS.items()):
+        flatten = number % 3 == 0
+        wrapping = list(WRAPPINGS)[number % len(WRAPPINGS)]
+        plain, model = Awkward(), Layout(wrapping=wrapping, flatten=flatten).shard(Awkward())
+        plain_optimizer, optimizer = (make(whole_or_two(each, flatten)) for each in (plain, model))
+        for each in ((plain, plain_optimizer), (model, optimizer)):
+            train(*each, steps=2)
+        expected = full_optim_state_dict(plain, plain_optimizer)
+        full = full_optim_state_dict(model, optimizer, recipient_rank=None)
+        assert expected is not None and full is not None
+        # A fused kernel rounds the last elements of a range, which fill no vector, in another way.
+        if "fused" not in name:
+            found.compare(f"{name}: gathered", by_name(full), by_name(expected))
+        before = copy.deepcopy(full)
+        into_plain = make(whole_or_two(plain, flatten))
+        into_plain.load_state_dict(shard_optim_state_dict(full, plain, into_plain))
+        found.compare(f"{name}: in a plain one", by_name(full_optim_state_dict(plain, into_plain) or {}), by_name(full))
+        other = Layout(wrapping="units", atom="element").shard(Awkward())
+        into_other = with_other_options(make(whole_or_two(other, flatten)))
+        into_other.load_state_dict(shard_optim_state_dict(full, other, into_other))
+        again = full_optim_state_dict(other, into_other, recipient_rank=None)
+        found.compare(f"{name}: under another wrapping", by_name(again or {}), by_name(full))
+        train(other, into_other, steps=1)
+        found.compare(f"{name}: what was given", full, before)
+    return found.found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_every_optimizer_is_gathered_as_the_plain_one_and_loaded_anywhere(world: int) -> None:
+    assert not [line for wrong in run_ranks(gather_and_load, world) for line in wrong]
+
+
+class Wrapper:
+    """An optimizer of a framework's own, which has the names that are asked for and no more."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> Any:
+        return self.optimizer.param_groups
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self.optimizer.state_dict(), "loss_scale": 128.0}
+
+
+def ask_as_fairscale_does() -> list[Any]:
+    model = FullyShardedDataParallel(Awkward(), flatten_parameters=dist.get_world_size() == 2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    train(model, optimizer)
+    on_one = model.gather_full_optim_state_dict(Wrapper(optimizer), recipient_rank=1)
+    full = model.gather_full_optim_state_dict(Wrapper(optimizer), None)
+    assert full is not None
+    loaded = model.get_shard_from_optim_state_dict(full)
+    assert loaded.pop("loss_scale") == 128.0
+    fresh = torch.optim.Adam(model.parameters(), lr=0.5)
+    fresh.load_state_dict(loaded)
+    found = Differences()
+    for param, values in optimizer.state.items():
+        found.compare("state", fresh.state[param], values)
+    found.compare("groups", fresh.state_dict()["param_groups"], optimizer.state_dict()["param_groups"])
+    optimizer.step()  # without gradients; what was gathered stays as it was
+    messages = []
+    for attempt in (
+        lambda: model.get_shard_from_optim_state_dict(on_one),
+        lambda: model.gather_full_optim_state_dict(optimizer, recipient_rank=2),
+    ):
+        try:
+            attempt()
+        except (TypeError, ValueError) as error:
+            messages.append(str(error))
+    return [None if on_one is None else sorted(on_one), messages, found.found]
+
+
+def test_fairscale_s_calls_work_on_a_framework_s_own_optimizer() -> None:
+    first, second = run_ranks(ask_as_fairscale_does, 2)
+    assert first[0] is None and second[0] == ["loss_scale", "param_groups", "state"]
+    assert "load the saved file on every rank, or gather it with recipient_rank=None" in first[1][0]
+    assert second[1] == ["recipient_rank: expected one of the model's ranks, 0 to 1, or None for all of them, got 2"]
+    assert not first[2] and not second[2]
+
+
+def trained(flatten: bool = False, **options: Any) -> tuple[nn.Module, Optimizer, dict[str, Any]]:
+    model = Layout(flatten=flatten).shard(Awkward())
+    optimizer = torch.optim.Adam(two_groups(model, **options), lr=0.1)
+    train(model, optimizer)
+    full = full_optim_state_dict(model, optimizer)
+    assert full is not None
+    return model, optimizer, full
+
+
+def test_without_an_optimizer_parameters_come_in_the_order_in_which_they_were_saved() -> None:
+    model, optimizer, full = trained()
+    loaded = shard_optim_state_dict(full, model)
+    expected = optimizer.state_dict()
+    found = Differences()
+    found.compare("numbers", [group["params"] for group in loaded["param_groups"]], [[0, 1, 2, 3], [4, 5, 6, 7, 8]])
+    found.compare("state", loaded["state"], expected["state"])
+    assert not found.found
+    flat, flat_optimizer, full = trained(flatten=True)
+    found.compare("flat", shard_optim_state_dict(full, flat)["state"], flat_optimizer.state_dict()["state"])
+    assert not found.found
+    assert full["param_groups"][0]["params"] == [n for n, p in Awkward().named_parameters() if p.requires_grad]
+
+
+def test_a_loaded_optimizer_shares_no_memory_with_the_state() -> None:
+    model, optimizer, full = trained()
+    before = copy.deepcopy(full)
+    optimizer.load_state_dict(shard_optim_state_dict(full, model, optimizer))
+    train(model, optimizer, steps=1)
+    found = Differences()
+    found.compare("full", full, before)
+    assert not found.found
+
+
+def test_frozen_parameters_are_in_the_groups_and_have_no_state() -> None:
+    model = fully_shard(Awkward())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    train(model, optimizer)
+    full = full_optim_state_dict(model, optimizer)
+    assert full is not None
+    assert full["param_groups"][0]["params"] == [name for name, _ in Awkward().named_parameters()]
+    assert "frozen.weight" not in full["state"]
+    assert full["state"]["nothing"]["exp_avg"].shape == (0, 4)
+    assert full["state"]["scale"]["exp_avg"].shape == ()
+
+
+def no_group(full: dict[str, Any]) -> None:
+    full["param_groups"].pop()
+
+
+def other_group(full: dict[str, Any]) -> None:
+    full["param_groups"][0]["params"].remove("embed.weight")
+
+
+def other_shape(full: dict[str, Any]) -> None:
+    full["state"]["embed.weight"]["exp_avg"] = torch.zeros(5, 7)
+
+
+def other_name(full: dict[str, Any]) -> None:
+    full["param_groups"][0]["params"][0] = "other"
+
+
+MISFITS: dict[str, Callable[[dict[str, Any]], None]] = {
+    "the saved optimizer has 1 parameter groups, this one 2: group the parameters as then": no_group,
+    "'embed.weight' is only in the optimizer's .1 differ.: group the parameters as then": other_group,
+    r"embed.weight.exp_avg: the saved shape is \(5, 7\), expected \(7, 5\)": other_shape,
+    "'nothing' is only in the optimizer's .2 differ": other_name,
+}
+
+
+@pytest.mark.parametrize("message", MISFITS)
+def test_a_state_that_does_not_fit_is_refused_by_name(message: str) -> None:
+    model, optimizer, full = trained()
+    MISFITS[message](full)
+    with pytest.raises(ValueError, match=message):
+        shard_optim_state_dict(full, model, optimizer)
+
+
+def test_what_is_no_state_by_name_is_refused_with_the_way_to_make_it_one() -> None:
+    model, optimizer, full = trained()
+    with pytest.raises(ValueError, match=r"by numbers, .*full_optim_state_dict\(plain_model, plain_optimizer\)"):
+        shard_optim_state_dict(optimizer.state_dict(), model, optimizer)
+    with pytest.raises(ValueError, match=r"expected the state of an optimizer, .*, got dict"):
+        shard_optim_state_dict({"state": {}}, model, optimizer)
+    other_name(full)
+    with pytest.raises(ValueError, match="the model has no parameter 'other', which is in group 0"):
+        shard_optim_state_dict(full, model)
+    stranger = torch.optim.Adam(nn.Linear(2, 2).parameters())
+    for attempt in (
+        lambda: shard_optim_state_dict(full, model, stranger),
+        lambda: full_optim_state_dict(model, stranger),
+    ):
+        with pytest.raises(
+            ValueError, match=r"parameter 0 of the optimizer's group 0, of shape .*, is none of the model"
+        ):
+            attempt()
+
+
+def test_what_one_flat_parameter_shares_must_be_alike() -> None:
+    model, optimizer, full = trained(flatten=True)
+    counted = copy.deepcopy(full)
+    counted["state"]["body.0.bias"]["step"] += 1
+    with pytest.raises(
+        ValueError, match=r"body.0.bias.step is 4.0 and that of .* is 3.0, but one flat parameter holds"
+    ):
+        shard_optim_state_dict(counted, model, optimizer)
+    lacking = copy.deepcopy(full)
+    del lacking["state"]["body.0.bias"]["exp_avg"]
+    with pytest.raises(ValueError, match=r"body.0.bias.exp_avg is missing in the state, but .* has one, and one flat"):
+        shard_optim_state_dict(lacking, model, optimizer)
+    full["param_groups"][0]["params"].remove("body.0.bias")
+    with pytest.raises(
+        ValueError, match=r"one flat parameter holds 'body.0.bias' and others of group 0, in which it was"
+    ):
+        shard_optim_state_dict(full, model)
+
+
+def test_groups_of_named_parameters_keep_their_own_names() -> None:
+    model = fully_shard(Awkward(), flatten_parameters=True)
+    optimizer = torch.optim.Adam(model.named_parameters(), lr=0.1)
+    train(model, optimizer)
+    full = full_optim_state_dict(model, optimizer)
+    assert full is not None
+    assert "param_names" not in full["param_groups"][0]
+    plain = Awkward()
+    into_plain = torch.optim.Adam(plain.named_parameters(), lr=0.1)
+    into_plain.load_state_dict(shard_optim_state_dict(full, plain, into_plain))
+    assert into_plain.param_groups[0]["param_names"] == [name for name, _ in plain.named_parameters()]

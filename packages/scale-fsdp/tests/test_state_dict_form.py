@@ -1,0 +1,112 @@
+"""A state dict goes to the ranks and the device that were asked for, and holds one unit at a time on the way there."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp_beside import sharded
+from fsdp_cases import differing_weights
+from test_fsdp_state_dict import Model
+from torch import Tensor, nn
+
+from scale_core.simulate import simulate
+from scale_core.testing import run_ranks
+from scale_fsdp import FullyShardedDataParallel, full_optim_state_dict, full_state_dict, fully_shard
+
+
+def choose_who_gets_it() -> list[str]:
+    """In a world of three, whose ranks 1 and 2 share the model."""
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return []
+    wrong, plain, first = [], Model(0), dist.get_rank() == 1
+    form = {"state_dict_on_rank_0_only": True, "state_dict_device": "meta"}
+    for kwargs in ({}, {"flatten_parameters": True}):
+        model = sharded(plain, ["body.0", "embed"], group, **kwargs)
+        model = FullyShardedDataParallel(model, group, **kwargs, **form)
+        state = model.state_dict()
+        if list(state) != (list(plain.state_dict()) if first else []):
+            wrong.append(f"names {list(state)}")
+        if not all(tensor.is_meta for tensor in state.values()):
+            wrong.append("on another device")
+        # A unit inside has its own form, and the call's comes before that of the module.
+        wrong += differing_weights(model.body, plain.body)
+        whole = full_state_dict(model, rank_0_only=True, device="cpu")
+        if not first and whole:
+            wrong.append(f"{list(whole)} on the second rank")
+        wrong += differing_weights(_Given(whole), plain if first else {})
+        wrong += differing_weights(_Given(full_state_dict(model)), plain)
+        parent = nn.ModuleDict({"model": model, "other": nn.Linear(2, 2)})
+        expected = [f"model.{name}" for name in plain.state_dict()] if first else []
+        around = list(parent.state_dict())
+        if around != [*expected, "other.weight", "other.bias"]:
+            wrong.append(f"in a plain parent: {around}")
+        if list(full_state_dict(parent, rank_0_only=True)) != (around if first else []):
+            wrong.append("of a plain parent on one rank alone")
+        filled = {"before": torch.zeros(1)}
+        model.state_dict(destination=filled, prefix="a.")
+        if list(filled) != ["before", *(f"a.{name}" for name in state)]:
+            wrong.append(f"a given destination: {list(filled)}")
+    return wrong
+
+
+class _Given:
+    """A state dict that was made already."""
+
+    def __init__(self, state: dict[str, Tensor]) -> None:
+        self.state_dict = lambda: state
+
+
+def test_a_state_dict_goes_where_it_was_asked_to_be():
+    assert not any(run_ranks(choose_who_gets_it, 3))
+
+
+def test_what_is_wrong_with_its_form_is_said_when_the_module_is_sharded():
+    with pytest.raises(TypeError, match="state_dict_on_rank_0_only: expected True or False, got 'yes'"):
+        fully_shard(nn.Linear(2, 2), state_dict_on_rank_0_only="yes")
+    with pytest.raises(RuntimeError, match="nowhere"):
+        fully_shard(nn.Linear(2, 2), state_dict_device="nowhere")
+
+
+SIZE, LAYERS, WORLD = 64, 5, 4
+BYTES = SIZE * SIZE * 4
+
+
+def layers_on_the_stand_in() -> nn.Module:
+    """A unit for each layer, and a larger one around them."""
+    with torch.device("sim"):
+        model = nn.Sequential(*(nn.Linear(SIZE, SIZE, bias=False) for _ in range(LAYERS)))
+        model.register_parameter("own", nn.Parameter(torch.ones(2 * SIZE, SIZE)))
+    for layer in model:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_unit_at_a_time_is_whole_and_only_rank_0_keeps_copies(rank):
+    with simulate(rank, WORLD, device="sim") as simulation:
+        model = layers_on_the_stand_in()
+        shards = (LAYERS + 2) * BYTES // WORLD
+        simulation.restart()
+        assert simulation.current_bytes == shards
+        state = full_state_dict(model, rank_0_only=True, device="cpu")
+        assert len(state) == (LAYERS + 1 if rank == 0 else 0)
+        assert simulation.peak_bytes == shards + 2 * BYTES  # the largest unit
+        assert simulation.current_bytes == shards
+        assert simulation.on("cpu").peak_bytes == (0 if rank else (LAYERS + 2) * BYTES)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_kind_of_state_of_one_unit_is_whole_at_a_time(rank):
+    with simulate(rank, WORLD, device="sim") as simulation:
+        model = layers_on_the_stand_in()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for param in model.parameters():
+            optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param)
+        shards = 2 * (LAYERS + 2) * BYTES // WORLD
+        simulation.restart()
+        assert simulation.current_bytes == shards
+        state = full_optim_state_dict(model, optimizer)
+        assert (state is None) == (rank == 1)
+        assert simulation.peak_bytes == shards + 2 * BYTES + 2 * BYTES // WORLD  # a unit, and what is sent of it
+        assert simulation.current_bytes == shards
+        assert simulation.on("cpu").peak_bytes == (0 if rank else (LAYERS + 2) * BYTES)

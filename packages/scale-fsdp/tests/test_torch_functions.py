@@ -1,0 +1,204 @@
+"""torch.distributed.checkpoint and its functions for state do right by a sharded model, or say what to call instead."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from state_cases import Awkward, Differences, Layout, train, two_groups
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.optim import Optimizer
+
+from scale_core.boxes import LocalShard
+from scale_core.testing import run_ranks
+from scale_fsdp import FullyShardedDataParallel, full_optim_state_dict, fully_shard, shard_optim_state_dict
+
+FULL = StateDictOptions(full_state_dict=True)
+ON_RANK_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)
+FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+
+Pair = tuple[nn.Module, Optimizer]
+
+
+def make(layout: Layout, seed: int = 0, *, wrapper: bool = False) -> Pair:
+    """A sharded model and its optimizer, which has not stepped."""
+    model = Awkward(seed)
+    if wrapper:
+        model.body = FullyShardedDataParallel(model.body)
+        model = FullyShardedDataParallel(model)
+    else:
+        layout.shard(model)
+    return model, torch.optim.Adam(two_groups(model), lr=0.1 + seed)
+
+
+def plain() -> Pair:
+    model = Awkward()
+    optimizer = torch.optim.Adam(two_groups(model), lr=0.1)
+    train(model, optimizer)
+    return model, optimizer
+
+
+def in_lists(full: dict[str, Any]) -> dict[str, Any]:
+    """torch's functions make lists of tuples on their way, of plain optimizers as well."""
+    return {**full, "param_groups": json.loads(json.dumps(full["param_groups"]))}
+
+
+def full_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    full = full_optim_state_dict(model, optimizer, recipient_rank=None)
+    assert full is not None
+    return in_lists(full)
+
+
+def trained(layout: Layout, *, wrapper: bool = False) -> Pair:
+    pair = make(layout, wrapper=wrapper)
+    train(*pair)
+    return pair
+
+
+def get_and_set_models() -> list[str]:
+    found, first = Differences(), dist.get_rank() == 0
+    expected, other = dict(Awkward().state_dict()), dict(Awkward(3).state_dict())
+    for wrapper in (False, True):
+        model, _ = make(Layout(wrapping="units"), wrapper=wrapper)
+        found.compare("get", dict(get_model_state_dict(model)), expected)
+        found.compare("get full", dict(get_model_state_dict(model, options=FULL)), expected)
+        found.compare("get on rank 0", dict(get_model_state_dict(model, options=ON_RANK_0)), expected if first else {})
+        for options in (None, FULL, FROM_RANK_0):
+            given = copy.deepcopy(other) if first or options is not FROM_RANK_0 else {}
+            result = set_model_state_dict(model, given, options=options)
+            found.compare("missing", result.missing_keys + result.unexpected_keys, [])
+            found.compare(f"set {options}", dict(model.state_dict()), other)
+            model.load_state_dict(expected)
+        lacking = copy.deepcopy(other)
+        del lacking["body.0.weight"]
+        with pytest.raises(RuntimeError, match=r'Missing key.*"body.0.weight"'):
+            set_model_state_dict(model, lacking, options=FULL)
+    flat, _ = make(Layout(flatten=True))
+    for options in (None, FULL, ON_RANK_0):
+        with pytest.raises(
+            RuntimeError, match=r"call scale_fsdp.full_state_dict\(model\) for full tensors, or scale_core"
+        ):
+            get_model_state_dict(flat, options=options)
+    for options in (None, FULL):
+        set_model_state_dict(flat, copy.deepcopy(other), options=options)
+        found.compare(f"set flat {options}", dict(flat.state_dict()), other)
+        flat.load_state_dict(expected)
+    model = fully_shard(Awkward(), state_dict_on_rank_0_only=True)
+    found.compare("form", dict(get_model_state_dict(model, options=ON_RANK_0)), expected if first else {})
+    return found.found
+
+
+def test_of_models_torch_s_functions_get_and_set_the_plain_state() -> None:
+    assert not [line for wrong in run_ranks(get_and_set_models, 2) for line in wrong]
+
+
+def refuse_another_range(model: nn.Module, optimizer: Optimizer) -> tuple[str, str]:
+    state = optimizer.state_dict()
+    shard = get_optimizer_state_dict(model, optimizer)["state"]["body.2.weight"]["exp_avg"]
+    number = [id(p) for group in optimizer.param_groups for p in group["params"]].index(id(model.body[2].weight))
+    state["state"][number]["exp_avg"] = LocalShard(shard.tensor, (40,), shard.start + 5, shard.stop + 5)
+    try:
+        optimizer.load_state_dict(state)
+    except ValueError as error:
+        return str(error).partition(":")[0], "optimizer state body.2.weight.exp_avg"
+    return "it was taken", ""
+
+
+def get_and_set_optimizers() -> list[str]:
+    found, first = Differences(), dist.get_rank() == 0
+    expected = full_of(*plain())
+    for wrapper in (False, True):
+        model, optimizer = trained(Layout(wrapping="units"), wrapper=wrapper)
+        before = copy.deepcopy(optimizer.state_dict())
+        state = get_optimizer_state_dict(model, optimizer)
+        found.compare("names", list(state["state"]), list(expected["state"]))
+        for name, values in state["state"].items():
+            shard, whole = values["exp_avg"], expected["state"][name]["exp_avg"]
+            assert isinstance(shard, LocalShard)
+            found.compare(name, shard.tensor.view(-1), whole.view(-1)[shard.start : shard.stop])
+        found.compare("to everybody else", optimizer.state_dict(), before)
+        for options in (None, FULL, FROM_RANK_0):
+            fresh = torch.optim.Adam(two_groups(model), lr=0.7)
+            given = copy.deepcopy(expected) if first or options is not FROM_RANK_0 else {}
+            set_optimizer_state_dict(model, fresh, given, options=options)
+            found.compare(f"set {options}", full_of(model, fresh), expected)
+        # Whole tensors are not made of it, but nobody can take the shards for them.
+        not_whole = get_optimizer_state_dict(model, optimizer, options=FULL)
+        with pytest.raises(TypeError, match=r"model.gather_full_optim_state_dict\(optimizer\)"):
+            torch.save(not_whole, io.BytesIO())
+        with pytest.raises(RuntimeError, match=r"model.gather_full_optim_state_dict\(optimizer\)"):
+            not_whole["state"]["scale"]["exp_avg"].sum()
+        found.compare("of another range", *refuse_another_range(model, optimizer))
+    return found.found
+
+
+def test_of_optimizers_torch_s_functions_get_ranges_and_set_whole_tensors() -> None:
+    assert not [line for wrong in run_ranks(get_and_set_optimizers, 2) for line in wrong]
+
+
+def test_flat_parameters_are_refused_with_what_to_call() -> None:
+    model, optimizer = trained(Layout(flatten=True))
+    with pytest.raises(
+        RuntimeError, match=r"'flat_param_0' is a flat parameter, .*gather_full_optim_state_dict\(optimizer"
+    ):
+        get_optimizer_state_dict(model, optimizer)
+    with pytest.raises(RuntimeError, match="'flat_param_0'"):
+        set_optimizer_state_dict(model, optimizer, full_of(*plain()))
+
+
+def test_a_plain_optimizer_takes_the_gathered_state_by_torch_s_function() -> None:
+    model, optimizer = plain()
+    full = full_of(*trained(Layout(flatten=False)))
+    fresh = torch.optim.Adam(two_groups(model), lr=0.7)
+    set_optimizer_state_dict(model, fresh, full)
+    found = Differences()
+    found.compare("state", full_of(model, fresh), full_of(model, optimizer))
+    assert not found.found
+
+
+def test_whoever_steps_on_no_shards_gets_no_hooks() -> None:
+    _, optimizer = plain()
+    assert not optimizer._optimizer_state_dict_post_hooks
+    assert not optimizer._optimizer_load_state_dict_pre_hooks
+
+
+def save(folder: str) -> None:
+    model, optimizer = make(Layout(wrapping="units", atom="element"), seed=2)
+    expected = plain()
+    model.load_state_dict(expected[0].state_dict())
+    optimizer.load_state_dict(shard_optim_state_dict(full_of(*expected), model, optimizer))  # It has never stepped.
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
+
+
+def load(folder: str) -> list[str]:
+    model, optimizer = make(Layout(), seed=5)
+    weights, state = get_state_dict(model, optimizer)
+    target = {"model": weights, "optimizer": state}
+    dcp.load(target, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=target["model"], optim_state_dict=target["optimizer"])
+    found = Differences()
+    found.compare("model", dict(model.state_dict()), dict(plain()[0].state_dict()))
+    found.compare("optimizer", full_of(model, optimizer), full_of(*plain()))
+    return found.found
+
+
+def test_torch_s_own_recipe_saves_and_loads_at_another_world_size(tmp_path: Path) -> None:
+    run_ranks(save, 2, str(tmp_path))
+    assert not [line for wrong in run_ranks(load, 3, str(tmp_path)) for line in wrong]

@@ -1,0 +1,190 @@
+"""One bucket: parameters that are whole on every rank, of which each rank updates its own part.
+
+They stand in one flat buffer, and the user's parameters are views of it. So after a step the updated parts travel
+straight from one rank's parameters into the others'; and a reduced gradient is a shard, from which an optimizer steps
+on the part that is this rank's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+
+from scale_core.backward import local_grads_wanted, report_local_grads
+from scale_core.collectives import Pending, all_gather
+from scale_core.flat_gradient import FlatGradient
+from scale_core.group import Group
+from scale_core.joining import current_share
+from scale_core.reduction import Reduction
+from scale_core.shard import Axis, Held, Shard, mark
+from scale_core.streams import HostStream
+from scale_oss.partition import Partition
+from scale_oss.places import Place, Range
+
+
+class Bucket:
+    """Parameters of one dtype and device, replicated; each rank of the group updates its part of them.
+
+    Args:
+        params: The user's own parameters, equal on all ranks; their data become views of the bucket's buffer.
+        partition: Where each of them stands, and whose it is.
+        group: The W ranks.
+
+    Attributes:
+        params: As given.
+        names: What errors call them.
+        full: [partition.full_numel], all of them.
+        pieces: Per parameter, what this rank updates of it, as a parameter in its local shape; a view of its part.
+        places: Per parameter, where its state is kept.
+        gradient: This rank's own gradients, where they are reduced here.
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter], partition: Partition, group: Group) -> None:
+        self.params, self.partition, self.group = list(params), partition, group
+        self.names = [entry.name for entry in partition.entries]
+        self.dtype, self.device = params[0].dtype, params[0].device
+        self.full = torch.zeros(partition.full_numel, dtype=self.dtype, device=self.device)
+        self.adopt(range(len(self.params)))
+        self.spans = partition.spans_by_rank[group.rank]
+        self._mine = self.full.narrow(0, partition.start(group.rank), partition.sizes[group.rank])
+        self._master: Tensor | None = None
+        axes = (Axis(group, Held.SHARD),)
+        self.pieces = [nn.Parameter(view) for view in self._pieces_of(self._mine)]
+        for piece, span, entry in zip(self.pieces, self.spans, partition.entries, strict=True):
+            mark(piece, Shard(entry.name, entry.shape, span.start, span.stop, axes))
+        self.places = [self._place(index) for index in range(len(self.params))]
+        self.gradient = FlatGradient(self.params, partition, self.dtype, self.dtype)
+        self.gradient.names = self.names
+        sizes = None if partition.is_even else partition.sizes
+        self._sizes = sizes
+        self.reduction = Reduction(group, Group(), self.dtype, self.device, HostStream(), sizes)
+        self._gathering: Pending | None = None
+        self._wire: Tensor | None = None
+
+    # The parameters.
+
+    def adopt(self, indices: Sequence[int] | range) -> None:
+        """Copies the values of these parameters into the buffer, and makes their data views of it."""
+        with torch.no_grad():
+            for index in indices:
+                view = self.view(index)
+                view.copy_(self.params[index].detach())
+                self.params[index].data = view
+
+    def strayed(self) -> list[int]:
+        """The parameters whose data somebody has replaced, as `model.to(...)` does."""
+        mine = self.full.untyped_storage()._cdata
+        return [i for i, param in enumerate(self.params) if param.data.untyped_storage()._cdata != mine]
+
+    def view(self, index: int, flat: Tensor | None = None) -> Tensor:
+        """One parameter's place in the buffer, or in another one like it, in its full shape."""
+        entry = self.partition.entries[index]
+        buffer = self.full if flat is None else flat
+        return buffer.narrow(0, entry.offset, entry.numel).view(entry.shape)
+
+    @property
+    def trains(self) -> bool:
+        """Whether any of the parameters wants a gradient."""
+        return any(param.requires_grad for param in self.params)
+
+    @property
+    def stepped(self) -> list[nn.Parameter]:
+        """What this rank's optimizer steps on."""
+        return [place.stepped for place in self.places if place.stepped is not None]
+
+    # From gradients to the pieces' gradients.
+
+    def take_whole_gradients(self) -> None:
+        """Gives each piece its part of the parameter's own gradient, which somebody has averaged already."""
+        for param, piece, span, place in zip(self.params, self.pieces, self.spans, self.places, strict=True):
+            piece.grad = None
+            if param.grad is not None and place.stepped is not None:
+                grad = param.grad if param.grad.layout is torch.strided else param.grad.to_dense()
+                piece.grad = grad.reshape(-1)[span.start : span.stop].view(span.shape).to(piece.dtype)
+
+    def reduce(self, tag: int, wire_dtype: torch.dtype | None = None) -> None:
+        """Starts to average the gradients that were packed; what has none counts as zeros.
+
+        Args:
+            tag: What the messages are for.
+            wire_dtype: In which dtype they travel; None is the parameters' own.
+        """
+        share = current_share()
+        if share is not None and not share.weight:
+            self.gradient.drop()
+        given = self.gradient.given()
+        flat = self.gradient.take(self.device)
+        if local_grads_wanted():
+            report_local_grads([self.params[i] for i in given], [self.view(i, flat) for i in given])
+        if share is not None and share.weight not in (0, 1):
+            flat.mul_(share.weight)
+        self.reduction.start(flat.to(wire_dtype or self.dtype), tag, None if share is None else share.divisor)
+
+    def commit(self, limit_seconds: float | None = None) -> None:
+        """Adds what was reduced to the gradients of the pieces.
+
+        Raises:
+            TransferError: See `Pending.wait`.
+        """
+        for reduced in self.reduction.results(limit_seconds):
+            views = self._pieces_of(reduced)
+            for param, piece, view, place in zip(self.params, self.pieces, views, self.places, strict=True):
+                if param.requires_grad and place.stepped is not None:
+                    piece.grad = view if piece.grad is None else piece.grad.add_(view)
+
+    # From updated pieces to whole parameters.
+
+    def publish(self, tag: int, wire_dtype: torch.dtype | None = None) -> None:
+        """Starts to give all ranks the part that this one has updated.
+
+        Args:
+            tag: What the messages are for.
+            wire_dtype: In which dtype they travel; None is the parameters' own. With another one every rank, this
+                one too, computes with rounded parameters, and keeps its own part unrounded beside them.
+        """
+        self.wait()
+        if wire_dtype is None or wire_dtype == self.dtype:
+            if self._master is not None:
+                self._mine.copy_(self._master)
+            self._gathering = all_gather(self.full, self._mine, self.group, sizes=self._sizes, tag=tag)
+            return
+        self._wire = self.full.new_empty(self.full.shape, dtype=wire_dtype)
+        sent = self._keep_master().to(wire_dtype)
+        self._gathering = all_gather(self._wire, sent, self.group, sizes=self._sizes, tag=tag)
+
+    def wait(self, limit_seconds: float | None = None) -> None:
+        """Returns when the parameters are whole and up to date.
+
+        Raises:
+            TransferError: See `Pending.wait`.
+        """
+        if self._gathering is None:
+            return
+        pending, self._gathering = self._gathering, None
+        pending.wait(limit_seconds)
+        if self._wire is not None:
+            self.full.copy_(self._wire)
+            self._wire = None
+        increment_version(self.params)  # What autograd has saved of them is no longer what was computed with.
+
+    def _place(self, index: int) -> Place:
+        entry, rank = self.partition.entries[index], self.group.rank
+        ranges = tuple(Range(spans[index].start, spans[index].stop) for spans in self.partition.spans_by_rank)
+        owner = self.partition.owners[index] if self.partition.owners else None
+        # A parameter without elements has its state, too: where tensors are cut, on every rank.
+        steps = rank == owner if owner is not None else bool(ranges[rank].numel) or not entry.numel
+        piece = self.pieces[index] if steps else None
+        return Place(self.params[index], entry.name, entry.shape, ranges, owner, self.group, piece)
+
+    def _keep_master(self) -> Tensor:
+        if self._master is None:
+            self._master = self._mine.clone()
+            for piece, view in zip(self.pieces, self._pieces_of(self._master), strict=True):
+                piece.data = view
+        return self._master
+
+    def _pieces_of(self, part: Tensor) -> list[Tensor]:
+        return [part.narrow(0, span.shard_offset, span.numel).view(span.shape) for span in self.spans]

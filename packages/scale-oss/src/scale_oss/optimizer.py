@@ -1,0 +1,348 @@
+"""`OSS`: any optimizer, with its state sharded between the ranks (ZeRO-1).
+
+The model stays whole on every rank, and so do its gradients; each rank updates its part of the parameters, with an
+optimizer that holds the state of that part alone, and the ranks then give each other what they have updated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from scale_core.contract import Contract
+from scale_core.events import Event, message_tag
+from scale_core.group import Group, GroupLike, group_of
+from scale_core.norms import grad_norm
+from scale_core.shard import shard_of
+from scale_oss.kinds import works_by_element
+from scale_oss.places import sharding_group
+from scale_oss.sorting import Sorter, name_of
+from scale_oss.with_state import WithState
+
+BUCKET_NUMEL = 2**23
+"""Elements of a bucket: some tens of megabytes, enough for full speed and little beside a model."""
+
+
+class OSS(WithState):
+    """Optimizer state sharding: wraps any optimizer, and is one to schedulers, scalers and loops.
+
+        >>> import torch
+        >>> from scale_oss import OSS
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = OSS(model.parameters(), torch.optim.AdamW, lr=1e-3)
+        >>> model(torch.ones(1, 4)).sum().backward()
+        >>> optimizer.step()
+
+    Gradients must be averaged over the ranks when it steps, by DistributedDataParallel, or by `ShardedDataParallel`,
+    which leaves each rank its part of them alone.
+
+    Parameters may be shards already, as those of a model under `fully_shard` (scale-fsdp). An optimizer that updates
+    each element by itself then steps on the shards as they are, as it would without OSS. One that needs whole tensors,
+    such as Muon, Adafactor or LAMB, gets each tensor whole on one rank for the time of the step, and keeps its state
+    there: see `whole`. In a hybrid mesh each copy of the model does so by itself. One OSS may hold both kinds of
+    parameters.
+
+    Args:
+        params: Parameters, named parameters or parameter groups, equal on all ranks. Their data become views of flat
+            buffers, but for those of shards.
+        optim: The class of the optimizer.
+        group: The ranks. None is those between which shards are divided, if all parameters are shards, or else the
+            default group.
+        broadcast_buffer_size: FairScale's; without effect.
+        broadcast_fp16: Send updated parameters in half precision: less to send, and every rank computes with rounded
+            parameters. May be set later as an attribute. Pieces of shards travel as they are.
+        force_broadcast_object: FairScale's; without effect.
+        elementwise: Whether `optim` updates each element by itself, so that tensors may be cut. None is what is known
+            of torch.optim's own classes; of any other class, False, which is always right.
+        bucket_numel: Elements that travel together; of shards that are put together for the step, elements that each
+            rank gets at a time.
+        limit_seconds: The longest wait for another rank; None is the group's own limit, at most ten minutes.
+        **defaults: Arguments of `optim`.
+
+    Attributes:
+        optim: The optimizer of this rank's part; its parameters are pieces of the user's.
+        group: The ranks.
+        buckets: The parameters that are whole on every rank, in the order in which they were given.
+        in_place_buckets: The shards that are stepped on where they are.
+        whole_buckets: The shards that are put together for the step.
+        waits_by_itself: `step` returns with whole parameters; otherwise whoever uses them next calls `wait`.
+        gets_reduced_gradients: Gradients are averaged into the pieces, bucket by bucket, by somebody else.
+
+    Raises:
+        TypeError: `optim` is no optimizer class.
+        ValueError: An optimizer that can't be sharded, or shards that can't be put together; ranks with different
+            parameters are a `ContractError`.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optim: type[Optimizer] = SGD,
+        group: GroupLike = None,
+        broadcast_buffer_size: int = -1,
+        broadcast_fp16: bool = False,
+        force_broadcast_object: bool = False,
+        *,
+        elementwise: bool | None = None,
+        bucket_numel: int = BUCKET_NUMEL,
+        limit_seconds: float | None = None,
+        **defaults: Any,
+    ) -> None:
+        known = works_by_element(optim)
+        self.elementwise = known if elementwise is None else elementwise
+        self.broadcast_fp16 = broadcast_fp16
+        self._bucket_numel = bucket_numel
+        self._optim_class = optim
+        self._built = False
+        self._consolidated = None
+        self.waits_by_itself = True
+        self.gets_reduced_gradients = False
+        super().__init__(params, dict(defaults))
+        self.group = self._ranks_of_shards() if group is None else group_of(group)
+        self.contract = Contract(self.group, limit_seconds)
+        self.contract.agree("the parameters given to OSS", list(self._lines(self.param_groups)))
+        self._sorter = Sorter(
+            self.group, self.contract, optim.__name__, elementwise=self.elementwise, bucket_numel=bucket_numel
+        )
+        self.buckets = self._sorter.replicated
+        self.in_place_buckets = self._sorter.in_place
+        self.whole_buckets = self._sorter.whole
+        self.optim = optim(self._sorter.add(self.param_groups), **defaults)
+        self.defaults = self.optim.defaults
+        self._copy_options(self.optim.param_groups, self.param_groups)
+        self.state = self.optim.state
+        self._built = True
+
+    # The step.
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Updates this rank's part of the parameters, and gives all ranks all parts.
+
+        Args:
+            closure: Computes the loss anew and returns it; its gradients must be averaged, too.
+            **kwargs: For the step of `optim`.
+
+        Returns:
+            What the closure has returned.
+
+        Raises:
+            RuntimeError: Gradients have not been reduced, or the ranks have lost each other.
+        """
+        self.wait()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._consolidated = None
+        self._follow_parameters()
+        self._take_gradients()
+        for bucket in self.whole_buckets:
+            bucket.prepare()
+        self._copy_options(self.param_groups, self.optim.param_groups)
+        self._update(kwargs)
+        self._copy_options(self.optim.param_groups, self.param_groups)
+        self._drop_piece_gradients()
+        self._publish()
+        if self.waits_by_itself:
+            self.wait()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients of the parameters, and of this rank's pieces of them."""
+        super().zero_grad(set_to_none)
+        self._drop_piece_gradients()
+
+    def clip_grad_norm(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        filter_params_fn: Callable[[Iterator[nn.Parameter]], Iterable[nn.Parameter]] | None = None,
+    ) -> Tensor:
+        """Scales the gradients in place so that their norm is at most `max_norm`; all ranks call it together.
+
+        Each rank measures its own part, so that each element counts once and is measured once.
+
+        Args:
+            max_norm: The largest norm allowed.
+            norm_type: p of the p-norm; `math.inf` is the largest magnitude.
+            filter_params_fn: Gets an iterator over the parameters and returns those whose norm is meant.
+
+        Returns:
+            The norm before, scalar; equal on all ranks.
+
+        Raises:
+            ValueError: `norm_type` is not above 0.
+        """
+        return clip_together([self], max_norm, norm_type, filter_params_fn)
+
+    def wait(self) -> None:
+        """Returns when the parameters are whole again after a step that runs beside the next forward pass."""
+        for number, bucket in enumerate(self.buckets):
+            with self.contract.waiting(self._event("parameters", number)):
+                bucket.wait(self.contract.limit_seconds)
+
+    def refresh_trainable(self) -> None:
+        """FairScale's name; what trains is looked up in every step."""
+
+    # Parameter groups.
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, as of layers that begin to train; all ranks together."""
+        super().add_param_group(param_group)
+        if not self._built:
+            return
+        number = len(self.param_groups) - 1
+        group = self.param_groups[number]
+        self.contract.agree("a parameter group added to OSS", list(self._lines([group], number)))
+        self._consolidated = None
+        self.optim.add_param_group(self._sorter.add([group], number)[0])
+        self._copy_options(self.optim.param_groups[-1:], [group])
+
+    def partition_parameters(self) -> list[list[dict[str, Any]]]:
+        """Returns, by rank, the parameter groups with those parameters of which the rank updates some part."""
+        everyones = self._sorter.updated_by()
+        return [
+            [{**group, "params": [p for p in group["params"] if id(p) in updated]} for group in self.param_groups]
+            for updated in everyones
+        ]
+
+    @property
+    def local_params(self) -> list[nn.Parameter]:
+        """What this rank has of the parameters' gradients when they are averaged: pieces, and shards as they are."""
+        pieces = [piece for bucket in self.buckets for piece in bucket.stepped]
+        return pieces + [param for bucket in self._sorter.of_shards for param in bucket.params]
+
+    def measured(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+        """Yields each parameter and what has its averaged gradient on this rank, in an order that all ranks have."""
+        for bucket in self.buckets:
+            yield from zip(bucket.params, bucket.pieces, strict=True)
+        for shards in self._sorter.of_shards:
+            yield from zip(shards.params, shards.params, strict=True)
+
+    def _ranks_of_shards(self) -> Group:
+        shards = [shard_of(param) for param in self._all_params()]
+        groups = {None if shard is None else sharding_group(shard, None) for shard in shards}
+        found = groups.pop() if len(groups) == 1 else None
+        return group_of() if found is None else found
+
+    def _lines(self, groups: Sequence[Mapping[str, Any]], first: int = 0) -> Iterator[str]:
+        yield f"{self._optim_class.__name__}, elementwise={self.elementwise}, {self._bucket_numel} elements per bucket"
+        for number, group in enumerate(groups, first):
+            for index, param in enumerate(group["params"]):
+                shard = shard_of(param)
+                shape = f"{tuple(param.shape)}" if shard is None else f"shard of {shard.shape}"
+                yield f"{name_of(group, number, index)} {shape} {param.dtype} trains={param.requires_grad}"
+
+    # What the step is made of.
+
+    def _update(self, kwargs: Mapping[str, Any]) -> None:
+        """Steps on this rank's parts: on all that are here at once, then on the whole tensors, bucket by bucket."""
+        if not self.whole_buckets:
+            self.optim.step(**kwargs)
+            return
+        groups = stepped = self.optim.param_groups
+        here = [param for bucket in self.buckets for param in bucket.stepped]
+        here += [param for bucket in self.in_place_buckets for param in bucket.stepped]
+        try:
+            if self.buckets or self.in_place_buckets:
+                stepped = self._step_on(here, kwargs)
+            for bucket in self.whole_buckets:
+                if bucket.fetch():
+                    stepped = self._step_on([whole for whole in bucket.stepped if whole.grad is not None], kwargs)
+                    bucket.give_back()
+        except BaseException as error:
+            for bucket in self.whole_buckets:
+                bucket.release()
+            self.contract.report_failure(error)
+            raise
+        self._copy_options(stepped, groups)
+
+    def _step_on(self, params: Sequence[nn.Parameter], kwargs: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Lets the optimizer step on these alone; returns its groups as it has left them.
+
+        What it counts in its groups, and not for each parameter, begins from the same number in each bucket.
+        """
+        chosen = {id(param) for param in params}
+        groups = self.optim.param_groups
+        self.optim.param_groups = [
+            {**group, "params": [p for p in group["params"] if id(p) in chosen]} for group in groups
+        ]
+        try:
+            self.optim.step(**kwargs)
+            return self.optim.param_groups
+        finally:
+            self.optim.param_groups = groups
+
+    def _follow_parameters(self) -> None:
+        """Takes back what somebody has put elsewhere, as `model.load_state_dict(..., assign=True)` does."""
+        for bucket in self.buckets:
+            strayed = bucket.strayed()
+            for index in strayed:
+                param = bucket.params[index]
+                if param.dtype != bucket.dtype or param.device != bucket.device:
+                    raise RuntimeError(
+                        f"'{bucket.names[index]}' was {bucket.dtype} on {bucket.device} when OSS was built, and is "
+                        f"{param.dtype} on {param.device} now: convert or move the model first, "
+                        "then build OSS(model.parameters(), ...)"
+                    )
+            bucket.adopt(strayed)
+
+    def _take_gradients(self) -> None:
+        if self.gets_reduced_gradients:
+            for bucket in self.buckets:
+                for index, param in enumerate(bucket.params):
+                    if param.grad is not None:
+                        raise RuntimeError(
+                            f"the gradient of '{bucket.names[index]}', accumulated under no_sync(), has not been "
+                            "reduced: call model.reduce(), or run the last backward() before the step outside of "
+                            "no_sync()"
+                        )
+            return
+        for bucket in self.buckets:
+            bucket.take_whole_gradients()
+
+    def _drop_piece_gradients(self) -> None:
+        for bucket in self.buckets:
+            for piece in bucket.pieces:
+                piece.grad = None
+
+    def _publish(self) -> None:
+        for shards in self.in_place_buckets:
+            shards.publish()
+        wire = torch.float16 if self.broadcast_fp16 else None
+        for number, bucket in enumerate(self.buckets):
+            if bucket.trains:
+                half = wire if bucket.dtype == torch.float32 else None
+                bucket.publish(message_tag(self._event("parameters", number)), half)
+
+    def _event(self, phase: str, number: int) -> Event:
+        return Event(phase, f"bucket {number}")
+
+
+def clip_together(
+    optimizers: Sequence[OSS],
+    max_norm: float,
+    norm_type: float = 2.0,
+    filter_params_fn: Callable[[Iterator[nn.Parameter]], Iterable[nn.Parameter]] | None = None,
+) -> Tensor:
+    """Scales the gradients of several optimizers by one norm: see `OSS.clip_grad_norm`."""
+    params = [param for optimizer in optimizers for param in optimizer._all_params()]
+    wanted = {id(param) for param in (params if filter_params_fn is None else filter_params_fn(iter(params)))}
+    chosen: list[tuple[nn.Parameter, nn.Parameter]] = []  # whose gradient is measured, and whose is scaled
+    for optimizer in optimizers:
+        optimizer._take_gradients()
+        reduced = optimizer.gets_reduced_gradients
+        # Of whole gradients all is scaled, so that every rank sees the same ones.
+        chosen += [(piece, piece if reduced else p) for p, piece in optimizer.measured() if id(p) in wanted]
+    contract = optimizers[0].contract
+    with contract.waiting(Event("gradient norm", "")):
+        norm = grad_norm([piece for piece, _ in chosen], norm_type, contract.limit_seconds)
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for _, scaled in chosen:
+        if scaled.grad is not None:
+            scaled.grad.mul_(factor.to(scaled.grad.device))
+    return norm

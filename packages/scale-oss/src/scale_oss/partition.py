@@ -1,0 +1,154 @@
+"""Who updates what: which elements of a bucket of parameters belong to which rank. Numbers in, numbers out.
+
+Optimizers that work element by element are cut at rows or elements, so that all ranks hold the same amount, however the
+tensors are made: torch's ZeroRedundancyOptimizer and FairScale's OSS give each tensor to one rank, and where one tensor
+is larger than all others together, one rank does all the work. Optimizers that need whole tensors get whole tensors:
+the largest first, each to the rank that has least. No rank then holds more than an even share and the largest tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from scale_core.layout import Entry, FlatLayout, Span
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Where the parameters of a bucket stand in one flat buffer, and how it is cut between the ranks.
+
+    Attributes:
+        entries: Each parameter's place in the full buffer.
+        sizes: How many consecutive elements of the full buffer each rank updates, by rank.
+        spans_by_rank: Which elements of each parameter these are, by rank.
+        owners: The rank that updates each parameter, where each is given whole to one; else empty.
+    """
+
+    entries: tuple[Entry, ...]
+    sizes: tuple[int, ...]
+    spans_by_rank: tuple[tuple[Span, ...], ...]
+    owners: tuple[int, ...] = ()
+
+    @property
+    def full_numel(self) -> int:
+        """Elements of the full buffer, with padding."""
+        return sum(self.sizes)
+
+    @property
+    def padding(self) -> int:
+        """Elements that belong to no parameter."""
+        return self.full_numel - sum(entry.numel for entry in self.entries)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all ranks have the same number of elements."""
+        return len(set(self.sizes)) == 1
+
+    def start(self, rank: int) -> int:
+        """The first element of a rank's part."""
+        return sum(self.sizes[:rank])
+
+
+def cut_evenly(names: Sequence[str], shapes: Sequence[tuple[int, ...]], world_size: int) -> Partition:
+    """Cuts the parameters at rows, where that costs little padding, or else at elements.
+
+    >>> partition = cut_evenly(["giant", "tiny"], [(1000, 10), (3,)], world_size=2)
+    >>> partition.sizes
+    (5003, 5003)
+    >>> [span.shape for span in partition.spans_by_rank[0]]
+    [(500, 10), (3,)]
+    """
+    layout = FlatLayout.plan(names, shapes, world_size)
+    spans = tuple(tuple(layout.spans(rank)) for rank in range(world_size))
+    return Partition(tuple(layout.entries), (layout.shard_numel,) * world_size, spans)
+
+
+def give_whole(
+    names: Sequence[str], shapes: Sequence[tuple[int, ...]], owners: Sequence[int], world_size: int
+) -> Partition:
+    """Gives each parameter whole to its owner; those of one owner stand together.
+
+    >>> partition = give_whole(["a", "b", "c"], [(2, 2), (3,), (5,)], owners=[1, 0, 1], world_size=2)
+    >>> partition.sizes, [entry.offset for entry in partition.entries]
+    ((3, 9), [3, 0, 7])
+    """
+    numels = [math.prod(shape) for shape in shapes]
+    offsets, place = [0] * len(names), 0
+    for rank in range(world_size):
+        for index, owner in enumerate(owners):
+            if owner == rank:
+                offsets[index] = place
+                place += numels[index]
+    sizes = tuple(
+        sum(n for n, owner in zip(numels, owners, strict=True) if owner == rank) for rank in range(world_size)
+    )
+    entries = tuple(
+        Entry(name, shape, max(1, numel), "parameter", offset)
+        for name, shape, numel, offset in zip(names, shapes, numels, offsets, strict=True)
+    )
+    spans = tuple(
+        tuple(
+            Span(0, numel, offset - sum(sizes[:rank]), shape) if owner == rank else Span(0, 0, 0, (0, *shape[1:]))
+            for shape, numel, owner, offset in zip(shapes, numels, owners, offsets, strict=True)
+        )
+        for rank in range(world_size)
+    )
+    return Partition(entries, sizes, spans, tuple(owners))
+
+
+def choose_owners(numels: Sequence[int], world_size: int, loads: Sequence[int] = ()) -> list[int]:
+    """Gives whole parameters to ranks: the largest first, each to the rank that has least (Graham, 1969).
+
+    A rank ends with at most an even share of all and the largest parameter; of equals the first rank is taken.
+
+    >>> choose_owners([7, 3, 2, 2], world_size=2)
+    [0, 1, 1, 1]
+
+    Args:
+        numels: Elements of each parameter; one without any counts as one, so that it, too, has its owner.
+        world_size: The number of ranks.
+        loads: What each rank has already, by rank.
+    """
+    held = list(loads) or [0] * world_size
+    owners = [0] * len(numels)
+    for index in sorted(range(len(numels)), key=lambda index: -numels[index]):
+        owners[index] = min(range(world_size), key=lambda rank: held[rank])
+        held[owners[index]] += max(1, numels[index])
+    return owners
+
+
+def group_in_buckets(numels: Sequence[int], bucket_numel: int) -> list[list[int]]:
+    """Puts neighbouring parameters together until a bucket is full; a larger one has a bucket of its own.
+
+    >>> group_in_buckets([4, 4, 4, 20, 1], bucket_numel=10)
+    [[0, 1], [2], [3], [4]]
+    """
+    buckets: list[list[int]] = []
+    held = 0
+    for index, numel in enumerate(numels):
+        if not buckets or held + numel > bucket_numel:
+            buckets.append([])
+            held = 0
+        buckets[-1].append(index)
+        held += numel
+    return buckets
+
+
+def group_in_rounds(numels: Sequence[int], owners: Sequence[int], bucket_numel: int) -> list[list[int]]:
+    """Puts parameters together so that in each round every owner has its own to do, up to a bucket full.
+
+    An owner's parameters are taken in order; a larger one has a round of its own there.
+
+    >>> group_in_rounds([4, 4, 4, 20, 1], owners=[0, 1, 0, 1, 0], bucket_numel=8)
+    [[0, 1, 2], [3, 4]]
+    """
+    rounds: list[list[int]] = []
+    for owner in sorted(set(owners)):
+        own = [index for index, its_owner in enumerate(owners) if its_owner == owner]
+        for number, run in enumerate(group_in_buckets([numels[index] for index in own], bucket_numel)):
+            if number == len(rounds):
+                rounds.append([])
+            rounds[number] += [own[place] for place in run]
+    return [sorted(members) for members in rounds]

@@ -1,0 +1,173 @@
+"""How each parameter is updated: in which kind of bucket it stands.
+
+parameter                      the optimizer works by element    it needs whole tensors
+whole on every rank            `Bucket`, cut evenly              `Bucket`, each given to one rank
+a shard, divided               `InPlaceBucket`                   `WholeBucket`
+a shard, all on one rank       `InPlaceBucket`                   `InPlaceBucket`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from scale_core.contract import Contract
+from scale_core.events import Event
+from scale_core.group import Group
+from scale_core.shard import shard_of
+from scale_oss.bucket import Bucket
+from scale_oss.in_place import InPlaceBucket
+from scale_oss.partition import choose_owners, cut_evenly, give_whole, group_in_buckets, group_in_rounds
+from scale_oss.places import Place, Sharded, refuse_flat, whole_shards
+from scale_oss.whole import WholeBucket
+
+
+class Sorter:
+    """Puts parameters into buckets.
+
+    Args:
+        group: The ranks.
+        contract: What they have promised each other.
+        optim_name: What errors call the optimizer.
+        elementwise: Whether the optimizer updates each element by itself.
+        bucket_numel: Elements of a bucket; of one whose tensors go whole to their owners, elements of each owner.
+
+    Attributes:
+        replicated: Parameters that are whole on every rank, in the order in which they were given.
+        in_place: Shards that are stepped on where they are.
+        whole: Shards that are put together for the step.
+        places: Where the state of each parameter is kept, by the parameter's `id`, in the order of the optimizer.
+    """
+
+    def __init__(
+        self, group: Group, contract: Contract, optim_name: str, *, elementwise: bool, bucket_numel: int
+    ) -> None:
+        self._group, self._contract, self._optim_name = group, contract, optim_name
+        self._elementwise, self._bucket_numel = elementwise, bucket_numel
+        # Elements that each rank owns. What is frozen has no state, so it must not count beside what trains.
+        self._loads: dict[tuple[tuple[int, ...], bool], list[int]] = {}
+        self.replicated: list[Bucket] = []
+        self.in_place: list[InPlaceBucket] = []
+        self.whole: list[WholeBucket] = []
+        self.places: dict[int, Place] = {}
+
+    @property
+    def of_shards(self) -> list[InPlaceBucket | WholeBucket]:
+        """The buckets of shards."""
+        return [*self.in_place, *self.whole]
+
+    def add(self, groups: Sequence[Mapping[str, Any]], first: int = 0) -> list[dict[str, Any]]:
+        """Puts the parameters of these groups into buckets.
+
+        Args:
+            groups: As in an optimizer.
+            first: The number of the first one.
+
+        Returns:
+            The groups with what this rank's optimizer steps on.
+
+        Raises:
+            ValueError: A shard can't be put together, or its ranks are not all in the group.
+        """
+        places: dict[int, Place] = {}
+        for number, group in enumerate(groups, first):
+            for index, param in enumerate(group["params"] if not self._elementwise else ()):
+                refuse_flat(param, name_of(group, number, index), self._optim_name)
+        with self._contract.waiting(Event("the shards given to OSS", "")):
+            shards = [param for group in groups for param in group["params"] if shard_of(param) is not None]
+            known = whole_shards(shards, self._group, self._contract.limit_seconds)
+        for number, group in enumerate(groups, first):
+            places.update(self._add_replicated(group, number))
+        places.update(self._add_shards(known))
+        for group in groups:
+            self.places.update((id(param), places[id(param)]) for param in group["params"])
+        return [
+            {
+                **{key: value for key, value in group.items() if key not in ("params", "param_names")},
+                "params": [stepped for p in group["params"] if (stepped := places[id(p)].stepped) is not None],
+            }
+            for group in groups
+        ]
+
+    def updated_by(self) -> list[set[int]]:
+        """Returns, by rank, the `id`s of the parameters of which the rank updates some part."""
+        found: list[set[int]] = []
+        for rank in self._group.ranks:
+            updated = set()
+            for key, place in self.places.items():
+                ranks = place.group.ranks
+                member = ranks.index(rank) if place.group.size > 1 and rank in ranks else None
+                if place.group.size == 1 or (member is not None and place.ranges[member].numel):
+                    updated.add(key)
+            found.append(updated)
+        return found
+
+    def _add_replicated(self, group: Mapping[str, Any], number: int) -> dict[int, Place]:
+        """Those of a group that are whole on every rank, neighbours of one kind together."""
+        places: dict[int, Place] = {}
+        alike: dict[tuple[torch.dtype, torch.device, bool], list[int]] = {}
+        for index, param in enumerate(group["params"]):
+            if shard_of(param) is None:
+                alike.setdefault((param.dtype, param.device, param.requires_grad), []).append(index)
+        for indices in alike.values():
+            for run in group_in_buckets([group["params"][index].numel() for index in indices], self._bucket_numel):
+                members = [indices[place] for place in run]
+                names = [name_of(group, number, index) for index in members]
+                bucket = self._bucket([group["params"][index] for index in members], names)
+                self.replicated.append(bucket)
+                places.update((id(place.param), place) for place in bucket.places)
+        return places
+
+    def _bucket(self, params: Sequence[nn.Parameter], names: Sequence[str]) -> Bucket:
+        shapes = [tuple(param.shape) for param in params]
+        if self._elementwise:
+            return Bucket(params, cut_evenly(names, shapes, self._group.size), self._group)
+        owners = self._choose_owners([param.numel() for param in params], self._group, params[0].requires_grad)
+        return Bucket(params, give_whole(names, shapes, owners, self._group.size), self._group)
+
+    def _add_shards(self, shards: Sequence[Sharded]) -> dict[int, Place]:
+        in_place: dict[Group, list[Sharded]] = {}
+        divided: dict[tuple[Group, torch.dtype, torch.device, bool], list[Sharded]] = {}
+        for shard in shards:
+            if self._elementwise or shard.holder is not None:
+                in_place.setdefault(shard.group, []).append(shard)
+                if shard.holder is not None:
+                    self._loads_of(shard.group, shard.param.requires_grad)[shard.holder] += max(1, shard.numel)
+            else:
+                kind = (shard.group, shard.param.dtype, shard.param.device, shard.param.requires_grad)
+                divided.setdefault(kind, []).append(shard)
+        buckets: list[InPlaceBucket | WholeBucket] = []
+        for members in in_place.values():
+            self.in_place.append(InPlaceBucket(members, self._elementwise))
+            buckets.append(self.in_place[-1])
+        for (group, _, _, trains), members in divided.items():
+            numels = [shard.numel for shard in members]
+            owners = self._choose_owners(numels, group, trains)
+            for run in group_in_rounds(numels, owners, self._bucket_numel):
+                title = f"bucket {len(self.whole)} of whole tensors"
+                its_owners = [owners[index] for index in run]
+                self.whole.append(WholeBucket([members[index] for index in run], its_owners, title, self._contract))
+                buckets.append(self.whole[-1])
+        return {id(place.param): place for bucket in buckets for place in bucket.places}
+
+    def _choose_owners(self, numels: Sequence[int], group: Group, trains: bool) -> list[int]:
+        loads = self._loads_of(group, trains)
+        owners = choose_owners(numels, group.size, loads)
+        for numel, owner in zip(numels, owners, strict=True):
+            loads[owner] += max(1, numel)
+        return owners
+
+    def _loads_of(self, group: Group, trains: bool) -> list[int]:
+        return self._loads.setdefault((group.ranks, trains), [0] * group.size)
+
+
+def name_of(group: Mapping[str, Any], number: int, index: int) -> str:
+    """What errors call a parameter that is whole: its name, where it was given one."""
+    names = group.get("param_names")
+    if names:
+        return str(names[index])
+    shard = shard_of(group["params"][index])
+    return shard.name if shard is not None else f"parameter {index} of group {number}"

@@ -1,0 +1,186 @@
+"""What a sharded optimizer saves and loads: its whole state, in the form of the plain one, or what each rank has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from scale_core.contract import Contract
+from scale_core.events import Event
+from scale_core.exchange import exchange_text
+from scale_core.group import Group
+from scale_core.holdings import Holding
+from scale_core.state_match import StateMismatch
+from scale_oss.gathering import Recipient, gather_states
+from scale_oss.places import Place, refuse_to_gather
+from scale_oss.sorting import Sorter, name_of
+from scale_oss.state import lines_of, local_state_dict, plain_state_dict
+
+
+class WithState(Optimizer):
+    """An optimizer whose state is with another one, which steps on this rank's part of the parameters.
+
+    Attributes:
+        optim: That optimizer.
+        group: The ranks.
+        contract: What they have promised each other.
+    """
+
+    optim: Optimizer
+    group: Group
+    contract: Contract
+    _sorter: Sorter
+    _bucket_numel: int
+    _consolidated: dict[str, Any] | None
+
+    def consolidate_state_dict(self, recipient_rank: int = 0) -> None:
+        """Gathers the state of all ranks on the host of one of them, for its `state_dict()`; all ranks together.
+
+        It goes bucket by bucket: the recipient holds the whole state on its host, and one bucket of it on its device.
+        The next step forgets it.
+
+        Args:
+            recipient_rank: Which rank of the group gets it; -1 is all of them.
+
+        Raises:
+            ValueError: There is no such rank; or the ranks have not stepped alike, or a state can't be put together.
+            ContractError: The ranks name different recipients.
+        """
+        if not -1 <= recipient_rank < self.group.size:
+            raise ValueError(
+                f"recipient_rank: expected a rank of the group, 0 to {self.group.size - 1}, or -1 for all of them, "
+                f"got {recipient_rank}"
+            )
+        for group in self.param_groups:
+            for index, param in enumerate(group["params"]):
+                refuse_to_gather(param, name_of(group, 0, index))
+        self._consolidated = None
+        self.contract.agree("the arguments of consolidate_state_dict", [f"recipient_rank={recipient_rank}"])
+        to_all = recipient_rank == -1
+        recipient = Recipient(
+            None if to_all else self.group.ranks[recipient_rank], to_all or recipient_rank == self.group.rank
+        )
+        states = gather_states(self._places(), self.optim.state, recipient, self.contract, self._bucket_numel)
+        if recipient.is_me:
+            self._consolidated = plain_state_dict(self.param_groups, states)
+
+    def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
+        """Returns the whole state in the form of the plain optimizer, which loads it, as OSS does at any world size.
+
+        Args:
+            all_ranks: Gather it on all ranks now; all ranks together.
+
+        Raises:
+            RuntimeError: It was not gathered on this rank since the last step.
+        """
+        if all_ranks:
+            self.consolidate_state_dict(recipient_rank=-1)
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        if self._consolidated is None:
+            raise RuntimeError(
+                "the optimizer's state is shared between the ranks, and was not gathered on this one since the last "
+                "step: call optimizer.consolidate_state_dict() on all ranks, then optimizer.state_dict() on the "
+                "recipient, rank 0 if no other was named"
+            )
+        found = dict(self._consolidated)
+        for after in self._optimizer_state_dict_post_hooks.values():
+            found = after(self, found) or found
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes this rank's part of a whole state; all ranks together, each with the same state dict.
+
+        Values are cast by torch's rules, as in the plain optimizer. All is compared before anything is written.
+
+        Args:
+            state_dict: Of the plain optimizer, or of an OSS at any number of ranks; it is not changed, nor kept.
+
+        Raises:
+            TypeError: It is no state dict, as on ranks that did not receive it.
+            ValueError: It is that of other parameters, or of another optimizer.
+            ContractError: The ranks have different ones.
+        """
+        self.take_state(self.checked_state(state_dict))
+
+    def checked_state(self, state_dict: Any) -> dict[str, Any]:
+        """Compares a whole state with this optimizer, and with what the other ranks were given; changes nothing.
+
+        Returns:
+            This rank's part of it, for `take_state`.
+
+        Raises:
+            TypeError: As in `load_state_dict`.
+            ValueError: As in `load_state_dict`; on all ranks if on one.
+            ContractError: As in `load_state_dict`.
+        """
+        refusal: TypeError | ValueError | None = None
+        local: dict[str, Any] = {}
+        try:
+            for before in self._optimizer_load_state_dict_pre_hooks.values():
+                state_dict = before(self, state_dict) or state_dict
+            local = local_state_dict(state_dict, self.param_groups, self._places(), self.optim.state)
+        except (TypeError, ValueError) as error:
+            refusal = error
+        with self.contract.waiting(Event("a state dict", "")):
+            texts = exchange_text(str(refusal or ""), self.group, limit_seconds=self.contract.limit_seconds)
+        if refusal is not None:
+            raise refusal
+        if refused := [f"{text} (on rank {rank})" for rank, text in enumerate(texts) if text]:
+            raise StateMismatch(refused[0])
+        self.contract.agree("the state dict given to OSS", list(lines_of(state_dict)))
+        return local
+
+    def take_state(self, local: dict[str, Any]) -> None:
+        """Takes what `checked_state` has returned."""
+        self._consolidated = None
+        self.optim.load_state_dict(local)
+        self.state = self.optim.state
+        for mine, theirs in zip(self.param_groups, self.optim.param_groups, strict=True):
+            for key in mine.keys() - theirs.keys() - {"params", "param_names"}:
+                del mine[key]
+        self._copy_options(self.optim.param_groups, self.param_groups)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def state_holding(self, holding: Holding) -> Holding:
+        """What `scale_core.state.sharded_state_dict` asks: what this rank has of the state of a parameter."""
+        self.wait()
+        self._consolidated = None  # Who asks may be about to load another state.
+        place = self._sorter.places[id(holding.owner)]
+        if holding.shares_owner:  # A flat parameter is stepped on as it is.
+            return holding
+        if place.stepped is None:
+            return replace(holding, start=0, stop=0, is_shard=True, state="nothing")
+        return replace(
+            holding,
+            owner=place.stepped,
+            start=place.mine.start,
+            stop=place.mine.stop,
+            local_shape=tuple(place.stepped.shape),
+            is_shard=True,
+            state="elements" if place.owner is None else "all",
+        )
+
+    def has(self, param: Tensor) -> bool:
+        """Whether this is one of its parameters."""
+        return id(param) in self._sorter.places
+
+    def _places(self) -> list[Place]:
+        return [self._sorter.places[id(param)] for param in self._all_params()]
+
+    def _copy_options(self, source: Sequence[Mapping[str, Any]], target: Sequence[dict[str, Any]]) -> None:
+        """Hyperparameters, which schedulers change on one side and some optimizers on the other."""
+        for mine, theirs in zip(source, target, strict=True):
+            theirs.update({key: value for key, value in mine.items() if key not in ("params", "param_names")})
+
+    def _all_params(self) -> list[nn.Parameter]:
+        return [param for group in self.param_groups for param in group["params"]]
+
+    def wait(self) -> None:
+        """Returns when the parameters are up to date."""
+        raise NotImplementedError

@@ -1,0 +1,123 @@
+"""bucket.py: the user's parameters are views of one buffer, and pieces of it are updated."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from scale_core.group import Group, group_of
+from scale_core.shard import Held, shard_of
+from scale_core.testing import run_ranks
+from scale_oss.bucket import Bucket
+from scale_oss.partition import Partition, cut_evenly, give_whole
+
+SHAPES: list[tuple[int, ...]] = [(5, 3), (4,), (), (2, 2)]
+
+
+def params(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+
+
+def partition(world_size: int, whole: bool) -> Partition:
+    names = ["weight", "bias", "scale", "matrix"]
+    if whole:
+        return give_whole(names, SHAPES, [index % world_size for index in range(4)], world_size)
+    return cut_evenly(names, SHAPES, world_size)
+
+
+def update_and_publish(whole: bool, wire_dtype: torch.dtype | None) -> None:
+    group, mine, before = group_of(), params(), params()
+    bucket = Bucket(mine, partition(group.size, whole), group)
+    for step in (1, 2):
+        with torch.no_grad():
+            for piece in bucket.pieces:
+                piece.add_(1 / 3)
+        versions = [param._version for param in mine]
+        bucket.publish(1 << 21, wire_dtype)
+        bucket.wait()
+        bucket.wait()  # Nothing to do.
+        assert all(param._version > version for param, version in zip(mine, versions, strict=True))
+        for param, old in zip(mine, before, strict=True):
+            expected = old.detach()
+            for _ in range(step):
+                expected = expected + 1 / 3
+            assert torch.equal(param, expected if wire_dtype is None else expected.to(wire_dtype).float())
+    bucket.publish(1 << 21)  # Unrounded again: what was sent rounded was kept as it is.
+    bucket.wait()
+    for param, old in zip(mine, before, strict=True):
+        assert torch.equal(param, old.detach() + 1 / 3 + 1 / 3)
+
+
+def reduce_and_commit(whole: bool) -> None:
+    group, mine = group_of(), params()
+    bucket = Bucket(mine, partition(group.size, whole), group)
+    for times in (1, 2):
+        for index, param in enumerate(mine):
+            if index != 2:
+                param.grad = torch.full_like(param, float(group.rank + index))
+                bucket.gradient.pack(index)
+                assert param.grad is None
+        bucket.reduce(1 << 22)
+        bucket.commit()
+        for index, piece in enumerate(bucket.pieces):
+            if piece.numel():
+                mean = 0.0 if index == 2 else sum(rank + index for rank in range(group.size)) / group.size
+                assert piece.grad is not None and bool((piece.grad == times * mean).all())
+            else:
+                assert piece.grad is None
+
+
+def storages(tensors: list[Tensor]) -> set[int]:
+    return {tensor.untyped_storage()._cdata for tensor in tensors}
+
+
+def test_parameters_and_pieces_are_views_of_one_buffer_and_marked() -> None:
+    mine, before = params(), params()
+    group = Group(rank=1, size=2)
+    bucket = Bucket(mine, partition(2, False), group)
+    assert storages([param.data for param in mine]) == storages([*bucket.pieces]) == storages([bucket.full])
+    for param, old, piece, span in zip(mine, before, bucket.pieces, bucket.spans, strict=True):
+        assert torch.equal(param, old)
+        assert torch.equal(piece.reshape(-1), old.reshape(-1)[span.start : span.stop])
+        shard = shard_of(piece)
+        assert shard is not None and (shard.start, shard.stop, shard.shape) == (span.start, span.stop, tuple(old.shape))
+        assert [(axis.held, axis.group) for axis in shard.axes] == [(Held.SHARD, group)]
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_updated_parts_reach_all_ranks(whole: bool) -> None:
+    run_ranks(update_and_publish, 3, whole, None)
+
+
+def test_parts_that_travel_rounded_are_kept_unrounded_by_who_updates_them() -> None:
+    run_ranks(update_and_publish, 2, False, torch.float16)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_gradients_are_averaged_into_the_pieces(whole: bool) -> None:
+    run_ranks(reduce_and_commit, 3, whole)
+
+
+def test_pieces_take_their_part_of_a_whole_gradient_sparse_ones_too() -> None:
+    mine = params()
+    bucket = Bucket(mine, partition(2, False), Group(rank=0, size=2))
+    mine[0].grad = torch.arange(15.0).view(5, 3).to_sparse()
+    mine[3].grad = torch.ones(2, 2).t()
+    bucket.take_whole_gradients()
+    span = bucket.spans[0]
+    piece = bucket.pieces[0]
+    assert piece.grad is not None
+    assert torch.equal(piece.grad.reshape(-1), torch.arange(float(span.start), float(span.stop)))
+    assert bucket.pieces[1].grad is None
+
+
+def test_a_parameter_whose_data_was_replaced_is_found_and_taken_back() -> None:
+    mine = params()
+    bucket = Bucket(mine, partition(1, False), Group())
+    assert bucket.strayed() == []
+    mine[1].data = torch.zeros(4)
+    assert bucket.strayed() == [1]
+    bucket.adopt([1])
+    assert bucket.strayed() == [] and not bucket.pieces[1].any()

@@ -1,0 +1,194 @@
+"""optimizer.py: OSS is an optimizer to whoever uses it, and refuses what would go wrong without a word."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from scale_core.contract import ContractError
+from scale_core.group import Group, group_of
+from scale_core.testing import run_ranks
+from scale_oss import OSS
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def data(step: int, rank: int = 0) -> Tensor:
+    return torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def state_numel(optimizer: OSS) -> int:
+    state = optimizer.optim.state.values()
+    return sum(value.numel() for entry in state for value in entry.values() if isinstance(value, Tensor) and value.ndim)
+
+
+def one_giant_tensor() -> int:
+    model = nn.Sequential(nn.Linear(200, 200, bias=False), nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = OSS(model.parameters(), torch.optim.Adam)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    return state_numel(optimizer)
+
+
+def other_ranks_have_other_parameters() -> str:
+    width = 3 + group_of().rank
+    with pytest.raises(ContractError) as caught:
+        OSS(nn.Linear(3, width).parameters(), torch.optim.SGD, lr=0.1)
+    return str(caught.value)
+
+
+def layers_added_later() -> None:
+    """A group that is added later is clipped and stepped like the others."""
+    plain = layers()
+    model = copy.deepcopy(plain)
+    ours = OSS(model[0].parameters(), torch.optim.Adam, lr=0.01, bucket_numel=8)
+    theirs = torch.optim.Adam(plain[0].parameters(), lr=0.01)
+    rank, size = group_of().rank, group_of().size
+    for step in range(3):
+        if step == 1:
+            ours.add_param_group({"params": list(model[2].parameters()), "lr": 0.1})
+            theirs.add_param_group({"params": list(plain[2].parameters()), "lr": 0.1})
+        grads = []
+        for each in range(size):
+            plain.zero_grad()
+            plain(data(step, each)).square().mean().backward()
+            grads.append([param.grad for param in plain.parameters()])
+        for param, mine, *summands in zip(plain.parameters(), model.parameters(), *grads, strict=True):
+            mean = sum(summands[1:], summands[0]) / size
+            param.grad, mine.grad = mean, mean.clone()
+        stepped = [param for group in theirs.param_groups for param in group["params"]]
+        expected = torch.nn.utils.get_total_norm([param.grad for param in stepped])
+        assert torch.allclose(ours.clip_grad_norm(1e6), expected, rtol=1e-6)
+        ours.step()
+        theirs.step()
+        for param, mine in zip(plain.parameters(), model.parameters(), strict=True):
+            assert torch.equal(param, mine), (rank, step)
+    assert [group["lr"] for group in ours.param_groups] == [0.01, 0.1]
+
+
+def test_the_state_is_shared_evenly_however_the_tensors_are_made() -> None:
+    sizes = run_ranks(one_giant_tensor, 2)
+    assert max(sizes) - min(sizes) <= 2 * 210 and sum(sizes) == 2 * (200 * 200 + 12)
+
+
+def test_ranks_with_other_parameters_are_named() -> None:
+    for message in run_ranks(other_ranks_have_other_parameters, 2):
+        assert "the ranks differ in the parameters given to OSS" in message
+        assert "rank 1: parameter 0 of group 0 (4, 3)" in message
+
+
+def test_groups_that_are_added_later_train_and_are_clipped() -> None:
+    run_ranks(layers_added_later, 3)
+
+
+def test_a_scheduler_changes_the_rate_and_a_closure_is_called() -> None:
+    model = layers()
+    plain = copy.deepcopy(model)
+    ours, theirs = OSS(model.parameters(), torch.optim.SGD, lr=0.1), torch.optim.SGD(plain.parameters(), lr=0.1)
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in (ours, theirs)]
+    for step in range(3):
+
+        def closure(net: nn.Module, step: int, optimizer: Any) -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = net(data(step)).square().mean()
+            loss.backward()
+            return loss
+
+        losses = [
+            each.step(lambda net=net, each=each, step=step: closure(net, step, each))
+            for net, each in ((model, ours), (plain, theirs))
+        ]
+        assert torch.equal(*losses)
+        for schedule in schedules:
+            schedule.step()
+    assert ours.param_groups[0]["lr"] == theirs.param_groups[0]["lr"] == 0.0125
+    for mine, param in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine, param)
+
+
+def test_named_parameters_are_called_by_their_names() -> None:
+    optimizer = OSS(layers().named_parameters(), torch.optim.SGD, lr=0.1)
+    assert [name for bucket in optimizer.buckets for name in bucket.names] == [
+        "0.weight",
+        "0.bias",
+        "2.weight",
+        "2.bias",
+    ]
+
+
+def test_groups_dtypes_and_frozen_parameters_have_buckets_of_their_own() -> None:
+    model = layers()
+    model[0].bfloat16()
+    model[2].bias.requires_grad_(False)
+    optimizer = OSS([{"params": model[0].parameters(), "lr": 0.5}, {"params": model[2].parameters()}], lr=0.1)
+    assert [(bucket.dtype, bucket.trains, len(bucket.params)) for bucket in optimizer.buckets] == [
+        (torch.bfloat16, True, 2),
+        (torch.float32, True, 1),
+        (torch.float32, False, 1),
+    ]
+    assert [group["lr"] for group in optimizer.optim.param_groups] == [0.5, 0.1]
+
+
+def test_who_updates_what_can_be_asked() -> None:
+    model = layers()
+    optimizer = OSS(model.parameters(), torch.optim.Adafactor, Group(rank=0, size=1))
+    ((group,),) = optimizer.partition_parameters()
+    assert [id(param) for param in group["params"]] == [id(param) for param in model.parameters()]
+
+
+def test_a_parameter_that_was_moved_to_another_dtype_is_refused_and_one_that_was_replaced_is_taken_back() -> None:
+    model = layers()
+    optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.1)
+    model.load_state_dict({name: torch.ones_like(value) for name, value in model.state_dict().items()}, assign=False)
+    model[0].weight.data = torch.full((8, 3), 2.0)
+    model(data(0)).sum().backward()
+    assert model[0].weight.grad is not None
+    expected = torch.full((8, 3), 2.0).add(model[0].weight.grad, alpha=-0.1)
+    optimizer.step()
+    assert torch.equal(model[0].weight, expected)
+    model.to(torch.float64)
+    with pytest.raises(
+        RuntimeError, match=r"was torch.float32 on cpu when OSS was built.*convert or move the model first"
+    ):
+        optimizer.step()
+
+
+def test_only_an_optimizer_class_is_taken() -> None:
+    with pytest.raises(TypeError, match=r"expected optim to be a class of optimizers"):
+        OSS(layers().parameters(), torch.optim.SGD(layers().parameters(), lr=0.1))  # type: ignore[arg-type]
+
+
+def test_a_filter_chooses_whose_norm_is_meant() -> None:
+    model = layers()
+    optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.1)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    first = {id(param) for param in model[0].parameters()}
+    norm = optimizer.clip_grad_norm(1.0, filter_params_fn=lambda params: [p for p in params if id(p) in first])
+    assert norm.item() == pytest.approx(32**0.5)
+    assert model[0].weight.grad is not None and model[0].weight.grad.max() < 0.2
+    assert bool((model[2].weight.grad == 1).all())
+
+
+def ddp_with_unused() -> None:
+    """A parameter without a gradient is not stepped: weight decay would move it."""
+    model = layers()
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.1, weight_decay=0.5)
+    before = model[2].weight.detach().clone()
+    ddp.module[0](data(0)).sum().backward()
+    optimizer.step()
+    assert torch.equal(model[2].weight, before)
+
+
+def test_what_has_no_gradient_is_left_alone() -> None:
+    run_ranks(ddp_with_unused, 2)

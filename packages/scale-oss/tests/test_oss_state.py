@@ -1,0 +1,306 @@
+"""The state of OSS: that of the plain optimizer on one process, whoever keeps which part of it."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from oss_cases import (
+    ELEMENTWISE,
+    WHOLE,
+    Shards,
+    differing,
+    model_of,
+    plain_params,
+    shapes_for,
+    train,
+)
+from torch import Tensor, nn
+
+from scale_core.contract import ContractError
+from scale_core.dcp import dcp_target
+from scale_core.group import Group, group_of
+from scale_core.snapshot import SnapshotError, load_snapshot, save_snapshot
+from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
+from scale_core.testing import run_ranks
+from scale_oss import OSS
+
+OPTIMIZERS = {**ELEMENTWISE, **WHOLE}
+CASES = [*itertools.product(OPTIMIZERS, (False, True))]
+BUCKET_NUMEL = 50
+
+
+def plain_side(name: str) -> tuple[dict[str, nn.Parameter], Any]:
+    params = plain_params(shapes_for(name))
+    cls, kwargs = OPTIMIZERS[name]
+    return params, cls(params.values(), **kwargs)
+
+
+def our_side(name: str, sharded: bool, params: dict[str, nn.Parameter] | None = None) -> tuple[Any, OSS, Shards | None]:
+    """Parameters and an OSS over them, whole on each rank or in shards."""
+    params = plain_params(shapes_for(name)) if params is None else params
+    cls, kwargs = OPTIMIZERS[name]
+    shards = Shards(params) if sharded else None
+    mine = shards.params if shards is not None else params
+    return mine, OSS(mine.values(), cls, bucket_numel=BUCKET_NUMEL, **kwargs), shards
+
+
+def weights(params: Any, shards: Shards | None) -> dict[str, Tensor]:
+    return {name: param.detach() for name, param in params.items()} if shards is None else shards.wholes()
+
+
+def gather_and_go_on(name: str, sharded: bool, recipient: int) -> list[str]:
+    """The gathered state is the plain one; the plain optimizer and a fresh OSS train on from it."""
+    theirs, plain = plain_side(name)
+    params, ours, _ = our_side(name, sharded)
+    train(plain, theirs.values(), range(3))
+    train(ours, params.values(), range(3))
+    ours.consolidate_state_dict(recipient)
+    if recipient in (-1, group_of().rank):
+        gathered = ours.state_dict()
+        wrong = differing(gathered, plain.state_dict(), "gathered")
+        fresh_params, fresh = plain_side(name)
+        for param, value in zip(fresh_params.values(), theirs.values(), strict=True):
+            param.data.copy_(value.detach())
+        fresh.load_state_dict(copy.deepcopy(gathered))
+        train(fresh, fresh_params.values(), range(3, 5))
+    else:
+        with pytest.raises(RuntimeError, match=r"call optimizer\.consolidate_state_dict\(\) on all ranks"):
+            ours.state_dict()
+        wrong, fresh_params = [], None
+    saved = plain.state_dict()
+    before = copy.deepcopy(saved)
+    start = {n: nn.Parameter(param.detach().clone()) for n, param in theirs.items()}
+    params, ours, shards = our_side(name, sharded, start)
+    ours.load_state_dict(saved)
+    train(ours, params.values(), range(3, 5))
+    wrong += differing(saved, before, "the argument")
+    train(plain, theirs.values(), range(3, 5))
+    expected = {n: param.detach() for n, param in theirs.items()}
+    wrong += differing(weights(params, shards), expected, "weights")
+    if fresh_params is not None:
+        wrong += differing({n: param.detach() for n, param in fresh_params.items()}, expected, "plain weights")
+    with pytest.raises(RuntimeError, match="since the last step"):  # What was gathered is older than the parameters.
+        ours.state_dict()
+    wrong += differing(ours.state_dict(all_ranks=True), plain.state_dict(), "after loading")
+    return [f"{name}, sharded={sharded}: {line}" for line in wrong]
+
+
+def gather_all(cases: list[tuple[str, bool]]) -> list[str]:
+    size = group_of().size
+    recipients = itertools.cycle([0, size - 1, -1])
+    return [
+        line
+        for (name, sharded), r in zip(cases, recipients, strict=False)
+        for line in gather_and_go_on(name, sharded, r)
+    ]
+
+
+def test_the_gathered_state_of_a_world_of_one_is_the_plain_one() -> None:
+    assert gather_all(CASES) == []
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_gathered_state_is_the_plain_one_and_loads_both_ways(world: int) -> None:
+    assert run_ranks(gather_all, world, CASES, timeout=120.0) == [[]] * world
+
+
+# State as each rank has it, saved and loaded at other world sizes.
+
+
+def mixed(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, OSS]:
+    """A model of which one half is in shards, and one optimizer for all of it."""
+    params = plain_params(shapes_for("adafactor"), dtype)
+    names = list(params)
+    shards = Shards({name: params[name] for name in names[:3]})
+    model = model_of({**shards.params, **{name: params[name] for name in names[3:]}})
+    model.shards = shards  # type: ignore[assignment]  # what holds the shards must live as long as they do
+    return model, OSS(model.parameters(), torch.optim.Adafactor, lr=0.01, bucket_numel=BUCKET_NUMEL)
+
+
+def built(name: str, sharded: bool) -> tuple[nn.Module, OSS]:
+    if name == "mixed":
+        return mixed()
+    params, optimizer, shards = our_side(name, sharded)
+    model = model_of(params)
+    model.shards = shards  # type: ignore[assignment]
+    return model, optimizer
+
+
+WAYS = [("adamw", False), ("adamw", True), ("adafactor", False), ("mixed", True)]
+
+
+def save_all(folder: Path) -> None:
+    for number, (name, sharded) in enumerate(WAYS):
+        model, optimizer = built(name, sharded)
+        train(optimizer, model.parameters(), range(3))
+        state = sharded_state_dict(model, optimizer)
+        save_snapshot(folder / f"{number}", 3, state)
+        dcp.save({"train": state}, checkpoint_id=folder / f"dcp-{number}")
+
+
+def load_all(folder: Path) -> list[str]:
+    """A fresh optimizer, at another world size, trains on as the one that was saved."""
+    wrong = []
+    for number, (name, sharded) in enumerate(WAYS):
+        model, optimizer = built(name, sharded)
+        read = load_snapshot(folder / f"{number}", lambda saved, m=model, o=optimizer: target_state_dict(m, o, saved))
+        load_sharded_state_dict(read.state, model, optimizer, copy=False)
+        other, its = built(name, sharded)
+        path = folder / f"dcp-{number}"
+        target = dcp_target(path, other, its, key="train")
+        dcp.load({"train": target}, checkpoint_id=path)
+        load_sharded_state_dict(target, other, its, copy=False)
+        straight, third = built(name, sharded)
+        train(third, straight.parameters(), range(5))
+        for trained, by, how in ((model, optimizer, "snapshot"), (other, its, "dcp")):
+            train(by, trained.parameters(), range(3, 5))
+            found = differing(dict(trained.named_parameters()), dict(straight.named_parameters()), how)
+            found += differing(by.state_dict(all_ranks=True), third.state_dict(all_ranks=True), how)
+            wrong += [f"{name}, sharded={sharded}: {line}" for line in found]
+    model, optimizer = built("sgd", False)
+    with pytest.raises(SnapshotError, match="that of another optimizer"):
+        load_snapshot(folder / "0", lambda saved: target_state_dict(model, optimizer, saved))
+    return wrong
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # What DCP says in a world of one.
+def test_what_each_rank_has_is_saved_and_loads_at_another_world_size(tmp_path: Path) -> None:
+    run_ranks(save_all, 3, tmp_path)
+    assert run_ranks(load_all, 2, tmp_path) == [[], []]
+    assert load_all(tmp_path) == []
+
+
+# What changes on the way, and what must not.
+
+
+def grow_and_freeze() -> list[str]:
+    """Groups that are added, parameters that are frozen and unfrozen or have another dtype; fewer than ranks."""
+    theirs = plain_params({"first": (3, 2), "second": (2,)}) | plain_params({"half": (5,)}, torch.bfloat16)
+    mine = {name: nn.Parameter(param.detach().clone()) for name, param in theirs.items()}
+    pairs = [(list(theirs.values()), torch.optim.Adam), (list(mine.values()), OSS)]
+    wrong: list[str] = []
+    made = []
+    for params, cls in pairs:
+        params[0].requires_grad_(False)
+        named = [("first", params[0]), ("half", params[2])]
+        kwargs = {"optim": torch.optim.Adam} if cls is OSS else {}
+        made.append(cls([{"params": named, "lr": 0.1}], lr=0.01, **kwargs))
+    for step in range(4):
+        for optimizer, (params, _) in zip(made, pairs, strict=True):
+            if step == 1:
+                optimizer.add_param_group({"params": [("second", params[1])]})
+            params[0].requires_grad_(step == 2)
+            train(optimizer, [p for p in params if step or p is not params[1]], [step])
+        plain, ours = made
+        wrong += differing(ours.state_dict(all_ranks=True), plain.state_dict(), f"step {step}")
+        wrong += differing(dict(enumerate(pairs[1][0])), dict(enumerate(pairs[0][0])), f"weights, step {step}")
+    fresh = OSS([{"params": list(p)} for p in ([mine["first"], mine["half"]], [mine["second"]])], torch.optim.Adam)
+    fresh.load_state_dict(made[0].state_dict())
+    wrong += differing([g["lr"] for g in fresh.param_groups], [0.1, 0.01], "rates")
+    saved, its = made[0].state_dict()["state"], fresh.state_dict(all_ranks=True)["state"]
+    wrong += differing(its, saved, "loaded")
+    return wrong
+
+
+def test_added_groups_frozen_parameters_and_dtypes_have_the_plain_state() -> None:
+    for world in (2, 4):  # At 4 some ranks hold nothing at all.
+        assert run_ranks(grow_and_freeze, world) == [[]] * world
+
+
+def refuse_and_change_nothing() -> list[str]:
+    """Everything that does not fit is refused, and leaves parameters, state and options as they were."""
+    messages = []
+    params, plain = plain_side("adamw")
+    train(plain, params.values(), range(2))
+    good = plain.state_dict()
+    _, ours, _ = our_side("adamw", False)
+    ours.load_state_dict(good)
+    before = ours.state_dict(all_ranks=True)
+    for spoil in ("groups", "params", "shape", "option", "stranger", "none"):
+        bad: Any = copy.deepcopy(good)
+        if spoil == "groups":
+            bad["param_groups"].append({**bad["param_groups"][0], "params": []})
+        elif spoil == "params":
+            bad["param_groups"][0]["params"].pop()
+            del bad["state"][6]
+        elif spoil == "shape":
+            bad["state"][6]["exp_avg"] = torch.zeros(2, 2)
+        elif spoil == "option":
+            bad["param_groups"][0]["momentum"] = bad["param_groups"][0].pop("betas")
+        elif spoil == "stranger":
+            bad["state"][99] = {}
+        else:
+            bad = None
+        with pytest.raises((ValueError, TypeError)) as caught:
+            ours.load_state_dict(bad)
+        messages.append(str(caught.value))
+        assert not differing(ours.state_dict(all_ranks=True), before), spoil
+    other = copy.deepcopy(good)
+    other["state"][0]["step"] += group_of().rank
+    with pytest.raises(ContractError, match=r"the ranks differ in the state dict given to OSS.*parameter 0"):
+        ours.load_state_dict(other)
+    assert not differing(ours.state_dict(all_ranks=True), before)
+    with pytest.raises(ContractError, match=r"rank 0: recipient_rank=0; rank 1: recipient_rank=1"):
+        ours.consolidate_state_dict(group_of().rank)
+    with pytest.raises(ValueError, match=r"0 to 1, or -1 for all of them, got 2"):
+        ours.consolidate_state_dict(2)
+    ours.optim.state[ours.local_params[0]]["step"] += group_of().rank
+    with pytest.raises(ValueError, match=r"of 'parameter 0 of group 0' is not the same on all ranks.*step together"):
+        ours.consolidate_state_dict()
+    return messages
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_written() -> None:
+    for messages in run_ranks(refuse_and_change_nothing, 2):
+        for message, words in zip(
+            messages,
+            (
+                "has 2 parameter groups, the optimizer 1",
+                "group 0 has 6 parameters in the state dict, and 7 in the optimizer",
+                "'exp_avg' of 'parameter 6 of group 0' has shape (2, 2), expected (5, 13) or a number",
+                "doesn't know its option 'momentum', and it has no 'betas'",
+                "a state of parameter 99, which is in none of its groups",
+                "got NoneType: load the saved file on every rank, or call consolidate_state_dict(recipient_rank=-1)",
+            ),
+            strict=True,
+        ):
+            assert words in message
+
+
+def largest_transfer() -> int:
+    """The most elements that are put together on the recipient's device at a time."""
+    from scale_oss import gathering
+
+    largest = 0
+    original = gathering.all_to_all
+
+    def watched(output: Tensor, *args: Any, **kwargs: Any) -> Any:
+        nonlocal largest
+        largest = max(largest, output.numel())
+        return original(output, *args, **kwargs)
+
+    gathering.all_to_all = watched
+    for name, sharded in (("adamw", False), ("adamw", True), ("lamb", True), ("muon", False)):
+        params, ours, _ = our_side(name, sharded) if name in OPTIMIZERS else our_side("lamb", False)
+        train(ours, params.values(), range(1))
+        ours.consolidate_state_dict()
+    return largest
+
+
+def test_the_state_goes_to_the_host_bucket_by_bucket() -> None:
+    recipient, other = run_ranks(largest_transfer, 2)
+    assert recipient <= max(66, BUCKET_NUMEL) and other == 0  # The largest tensor has 66 elements.
+
+
+def test_flat_parameters_are_sent_to_where_their_state_is_gathered_by_names() -> None:
+    params = plain_params()
+    shards = Shards(params, Group(), flatten=True)
+    optimizer = OSS(shards.params.values(), torch.optim.AdamW)
+    with pytest.raises(ValueError, match=r"gather_full_optim_state_dict\(optimizer\.optim\)"):
+        optimizer.consolidate_state_dict()

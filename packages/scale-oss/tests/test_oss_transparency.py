@@ -1,0 +1,231 @@
+"""The promise: the same numbers as DistributedDataParallel with the plain optimizer, whatever is sharded."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from scale_core.group import group_of
+from scale_core.testing import run_ranks
+from scale_oss import OSS, ShardedDataParallel
+
+OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
+    "adam": (torch.optim.Adam, {"lr": 0.01}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+    "adafactor": (torch.optim.Adafactor, {"lr": 0.01}),
+}
+
+
+class Net(nn.Module):
+    """Odd sizes, a scalar, batch statistics, and a branch that not every pass takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(5, 7), nn.BatchNorm1d(7)
+        self.branch, self.last = nn.Linear(7, 7), nn.Linear(7, 3, bias=False)
+        self.scale = nn.Parameter(torch.tensor(1.3))
+        self.frozen = nn.Parameter(torch.ones(2, 3), requires_grad=False)
+
+    def forward(self, x: Tensor, branch: bool = True) -> Tensor:
+        x = torch.tanh(self.norm(self.first(x)))
+        if branch:
+            x = self.branch(x)
+        return self.last(x) * self.scale
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train.
+
+    Attributes:
+        accumulate: Micro-batches per step; `no_sync` around all but the last.
+        manual: All of them under `no_sync`, then `reduce()`.
+        forwards: Forward passes before the backward.
+        freeze: Freezes a layer for the middle steps.
+        skip_branch: No rank uses the branch in every other step.
+    """
+
+    optimizer: str = "adam"
+    sharded: bool = True
+    accumulate: int = 1
+    manual: bool = False
+    forwards: int = 1
+    freeze: bool = False
+    clip: float | None = None
+    buffers: bool = True
+    skip_branch: bool = False
+    bucket_numel: int = 40
+    overlap: bool = True
+    groups: bool = False
+    steps: int = 5
+
+
+def data(step: int, rank: int, micro: int) -> Tensor:
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(1000 * step + 10 * micro + rank))
+
+
+def param_groups(model: nn.Module, case: Case) -> Any:
+    if not case.groups:
+        return list(model.parameters())
+    wide = [param for param in model.parameters() if param.ndim > 1]
+    return [{"params": wide, "lr": 0.02}, {"params": [p for p in model.parameters() if p.ndim < 2]}]
+
+
+@dataclass
+class Side:
+    """One of the two that are compared: the plain one, or ours."""
+
+    model: nn.Module
+    wrapped: Any
+    optimizer: Any
+    ours: bool
+    norms: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+
+    def step(self, case: Case, step: int, rank: int) -> None:
+        freeze = case.freeze and step in (1, 2)
+        self.model.first.requires_grad_(not freeze)
+        for micro in range(case.accumulate):
+            last = micro == case.accumulate - 1 and not (case.manual and self.ours and case.sharded)
+            if last:
+                self._pass(case, step, rank, micro)
+            else:
+                with self.wrapped.no_sync():
+                    self._pass(case, step, rank, micro)
+        if case.manual and self.ours and case.sharded:
+            self.wrapped.reduce()
+        if case.clip is not None:
+            clip = self.optimizer.clip_grad_norm if self.ours else self._clip
+            self.norms.append(float(clip(case.clip)))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def _pass(self, case: Case, step: int, rank: int, micro: int) -> None:
+        branch = not (case.skip_branch and step % 2)
+        batches = [data(step, rank, 10 * micro + number) for number in range(case.forwards)]
+        loss = sum((self.wrapped(x, branch).square().mean() for x in batches), torch.zeros(()))
+        self.losses.append(loss.item())
+        loss.backward()
+
+    def _clip(self, max_norm: float) -> Tensor:
+        return torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+
+
+def sides(case: Case, group: Any = None) -> tuple[Side, Side]:
+    torch.manual_seed(0)
+    model = Net()
+    cls, kwargs = OPTIMIZERS[case.optimizer]
+    plain = copy.deepcopy(model)
+    ddp_kwargs: dict[str, Any] = {"process_group": group, "find_unused_parameters": case.skip_branch or case.freeze}
+    if not case.buffers:
+        ddp_kwargs["forward_sync_buffers"] = False
+    ddp = DistributedDataParallel(plain, **ddp_kwargs)
+    oss = OSS(param_groups(model, case), cls, group, bucket_numel=case.bucket_numel, **kwargs)
+    wrapped: nn.Module
+    if case.sharded:
+        wrapped = ShardedDataParallel(model, oss, group, broadcast_buffers=case.buffers, overlap_gather=case.overlap)
+    else:
+        wrapped = DistributedDataParallel(model, **ddp_kwargs)
+    return Side(plain, ddp, cls(param_groups(plain, case), **kwargs), False), Side(model, wrapped, oss, True)
+
+
+def differences(case: Case, group: Any = None) -> list[str]:
+    """Trains both; returns whatever is not bitwise equal on this rank, but for norms, which may differ by 2 ulp."""
+    plain, ours = sides(case, group)
+    found: list[str] = []
+    for step in range(case.steps):
+        for side in (plain, ours):
+            side.step(case, step, group_of(group).rank)
+        ours.optimizer.wait()
+        wrong = [
+            f"{name}: off by up to {(mine - theirs).abs().max().item():.3g}"
+            for (name, theirs), mine in zip(
+                plain.model.state_dict().items(), ours.model.state_dict().values(), strict=True
+            )
+            if not torch.equal(mine, theirs)
+        ]
+        if plain.losses != ours.losses:
+            wrong.append(f"losses {ours.losses} instead of {plain.losses}")
+        wrong += [
+            f"norm {mine} instead of {theirs}"
+            for mine, theirs in zip(ours.norms, plain.norms, strict=True)
+            if abs(mine - theirs) > 2 * torch.finfo(torch.float32).eps * theirs
+        ]
+        found += [f"step {step}, {case}: {line}" for line in wrong]
+    return found[:3]
+
+
+def run_cases(cases: Sequence[Case], in_subgroups: bool = False) -> list[str]:
+    group = None
+    if in_subgroups:
+        both = [torch.distributed.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+        group = both[torch.distributed.get_rank() // 2]
+    # All of them on every rank: one that stopped at its first difference would leave the others waiting.
+    return [line for case in cases for line in differences(case, group)]
+
+
+# Every value of every setting beside every optimizer once, and those pairs that touch the same code.
+CASES = [
+    *(Case(optimizer=name, sharded=sharded) for name, sharded in itertools.product(OPTIMIZERS, (True, False))),
+    Case(accumulate=3),
+    Case(accumulate=2, sharded=False, optimizer="adamw"),
+    Case(accumulate=2, manual=True),
+    Case(accumulate=1, manual=True, optimizer="sgd", freeze=True),
+    Case(forwards=2),
+    Case(forwards=2, accumulate=2, overlap=False),
+    Case(freeze=True),
+    Case(freeze=True, sharded=False, optimizer="adafactor"),
+    Case(buffers=False, groups=True),
+    Case(skip_branch=True, optimizer="adamw"),
+    Case(skip_branch=True, accumulate=2, optimizer="sgd"),
+    Case(groups=True, sharded=False, bucket_numel=1),
+    Case(bucket_numel=10_000, groups=True, optimizer="sgd"),
+]
+# Clipping by a norm that differs in the last place would differ in the weights: a norm below the limit changes nothing.
+CLIPPED = [Case(clip=1e6), Case(clip=1e6, sharded=False, groups=True), Case(clip=1e6, accumulate=2, skip_branch=True)]
+
+
+def clipped_weights(sharded: bool) -> float:
+    """Clips in earnest; returns the largest distance of a weight from the plain model's."""
+    case = Case(clip=0.05, sharded=sharded, optimizer="sgd")
+    plain, ours = sides(case)
+    for step in range(3):
+        for side in (plain, ours):
+            side.step(case, step, group_of().rank)
+    ours.optimizer.wait()
+    assert max(plain.norms) > 0.05
+    pairs = zip(plain.model.parameters(), ours.model.parameters(), strict=True)
+    return max(float((mine - theirs).detach().abs().max()) for theirs, mine in pairs)
+
+
+def test_at_two_ranks_all_is_equal_to_ddp_to_the_bit() -> None:
+    assert run_ranks(run_cases, 2, CASES, timeout=120.0) == [[], []]
+
+
+def test_norms_are_those_of_the_whole_gradients() -> None:
+    assert run_ranks(run_cases, 2, CLIPPED) == [[], []]
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_clipped_gradients_give_the_plain_weights(sharded: bool) -> None:
+    assert max(run_ranks(clipped_weights, 2, sharded)) < 1e-7  # A factor that is one unit in the last place off.
+
+
+def test_each_subgroup_trains_by_itself() -> None:
+    cases = [Case(), Case(optimizer="adafactor", sharded=False), Case(accumulate=2, manual=True)]
+    assert run_ranks(run_cases, 4, cases, True, timeout=120.0) == [[]] * 4
+
+
+def test_a_world_of_one_is_plain_pytorch() -> None:
+    cases = [Case(), Case(sharded=False, optimizer="adafactor"), Case(skip_branch=True, freeze=True)]
+    assert run_ranks(run_cases, 1, cases) == [[]]

@@ -1,0 +1,216 @@
+"""data_parallel.py: what each rank keeps, when parameters are waited for, and what is refused."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import scale_oss
+from scale_core.backward import on_local_grads
+from scale_core.group import group_of
+from scale_core.joining import join
+from scale_core.testing import run_ranks
+from scale_oss import OSS, ShardedDataParallel
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(group_of().rank)  # Rank 0's are taken over.
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def sharded(model: nn.Module, **kwargs: bool) -> tuple[ShardedDataParallel, OSS]:
+    optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.1, bucket_numel=60)
+    return ShardedDataParallel(model, optimizer, **kwargs), optimizer
+
+
+def data(rank: int, step: int = 0) -> Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def what_a_rank_keeps() -> list[int]:
+    model, optimizer = sharded(layers())
+    model(data(group_of().rank)).square().mean().backward()
+    assert all(param.grad is None for param in model.parameters())
+    gc.collect()
+    mine = {id(bucket.gradient.flat) for bucket in optimizer.buckets if bucket.gradient.flat is not None}
+    assert not mine
+    return [sum(piece.grad.numel() for piece in optimizer.local_params if piece.grad is not None)]
+
+
+def parameters_are_waited_for_where_they_are_used() -> None:
+    """The gathers of a step are still under way when it returns; each way to the parameters waits for them."""
+    ways = {
+        "forward": lambda model: model(data(0)),
+        "module's forward": lambda model: model.module(data(0)),
+        "parameters": lambda model: list(model.parameters()),
+        "state_dict": lambda model: model.state_dict(),
+    }
+    model, optimizer = sharded(layers())
+    for way in ways.values():
+        model(data(group_of().rank)).square().mean().backward()
+        optimizer.step()
+        assert all(bucket._gathering is not None for bucket in optimizer.buckets)
+        with torch.no_grad():
+            way(model)
+        assert all(bucket._gathering is None for bucket in optimizer.buckets)
+    model, optimizer = sharded(layers(), overlap_gather=False)
+    model(data(group_of().rank)).square().mean().backward()
+    optimizer.step()
+    assert all(bucket._gathering is None for bucket in optimizer.buckets)
+
+
+def unused_on_some_ranks() -> None:
+    """Zeros count where a rank has not used a parameter; what nobody used has no gradient."""
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.branches = nn.ModuleList(nn.Linear(6, 2, bias=False) for _ in range(3))
+
+        def forward(self, x: Tensor, branch: int) -> Tensor:
+            y: Tensor = self.branches[branch](x)
+            return y
+
+    model, optimizer = sharded(Branches())
+    grads: list[Tensor] = []
+    for step in range(3):
+        optimizer.zero_grad()
+        model(data(group_of().rank, step), group_of().rank % 2).sum().backward()
+        pieces = {bucket.names[i]: piece for bucket in optimizer.buckets for i, piece in enumerate(bucket.pieces)}
+        assert all(piece.grad is None for name, piece in pieces.items() if name == "parameter 2 of group 0")
+        for branch in (0, 1):
+            whole = torch.zeros(2, 6)
+            for rank in range(group_of().size):
+                if rank % 2 == branch:
+                    whole += data(rank, step).sum(0).expand(2, 6)
+            for bucket in optimizer.buckets:
+                for name, piece, span in zip(bucket.names, bucket.pieces, bucket.spans, strict=True):
+                    if name == f"parameter {branch} of group 0" and piece.numel():
+                        mine = (whole / group_of().size).reshape(-1)[span.start : span.stop].view(span.shape)
+                        assert piece.grad is not None and torch.allclose(piece.grad, mine, rtol=1e-6)
+                        grads.append(piece.grad)
+
+
+def refusals() -> list[str]:
+    messages = []
+    model, optimizer = sharded(layers())
+    with model.no_sync():
+        model(data(0)).sum().backward()
+    for call in (optimizer.step, lambda: model.to(torch.float64)):
+        with pytest.raises(RuntimeError) as caught:
+            call()
+        messages.append(str(caught.value))
+    model.reduce()
+    with pytest.raises(RuntimeError) as caught:
+        model.reduce()
+    messages.append(str(caught.value))
+    half = layers()
+    first = OSS(half[0].parameters(), torch.optim.SGD, lr=0.1)
+    whole = layers()
+    both = [OSS(whole.parameters(), torch.optim.SGD, lr=0.1), OSS(whole[2].parameters(), torch.optim.SGD, lr=0.1)]
+    for module, optimizers in ((half, first), (whole, both), (whole, [])):
+        with pytest.raises(ValueError, match=r"optimizer|OSS") as wrong:
+            ShardedDataParallel(module, optimizers)
+        messages.append(str(wrong.value))
+    plain = torch.optim.SGD(half.parameters(), lr=0.1)
+    with pytest.raises(TypeError) as kind:
+        ShardedDataParallel(half, plain)  # type: ignore[arg-type]  # what a user may write
+    messages.append(str(kind.value))
+    return messages
+
+
+def half_precision_reduction() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(6, 4, bias=False)
+    optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.1)
+    wrapped = ShardedDataParallel(model, optimizer, reduce_fp16=True)
+    wrapped(data(group_of().rank)).sum().backward()
+    summands = [data(rank).sum(0).expand(4, 6).half().float() for rank in range(group_of().size)]
+    mean = (sum(summands[1:], summands[0]) / group_of().size).reshape(-1)
+    (bucket,) = optimizer.buckets
+    span, piece = bucket.spans[0], bucket.pieces[0]
+    assert piece.grad is not None and piece.grad.dtype == torch.float32
+    assert torch.equal(piece.grad.reshape(-1), mean[span.start : span.stop])
+
+
+def uneven_inputs() -> list[float]:
+    """Two batches here, one there: the second step is that of the rank that has one."""
+    model, optimizer = sharded(layers())
+    plain = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+    plain.load_state_dict({name.removeprefix("module."): value.clone() for name, value in model.state_dict().items()})
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    rank = group_of().rank
+    for batch in join([data(rank, step) for step in range(2 if rank else 1)]):
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for step, ranks in enumerate(([0, 1], [1])):
+        reference.zero_grad()
+        for each in ranks:
+            (plain(data(each, step)).square().mean() / len(ranks)).backward()
+        reference.step()
+    return [float((a - b).detach().abs().max()) for a, b in zip(model.parameters(), plain.parameters(), strict=True)]
+
+
+def local_gradients() -> None:
+    heard: list[Tensor] = []
+    handle = on_local_grads(lambda params, grads: heard.extend(grad.clone() for grad in grads))
+    model, _ = sharded(nn.Sequential(nn.Linear(6, 2, bias=False)))
+    model(data(group_of().rank)).sum().backward()
+    handle.remove()
+    (grad,) = heard
+    assert torch.allclose(grad, data(group_of().rank).sum(0).expand(2, 6), rtol=1e-6)
+
+
+def test_a_rank_keeps_its_part_of_the_gradients_and_no_more() -> None:
+    kept = [sum(each) for each in run_ranks(what_a_rank_keeps, 2)]
+    assert sum(kept) == 6 * 8 + 8 + 8 * 2 + 2 and max(kept) - min(kept) <= 8
+
+
+def test_updated_parameters_are_waited_for_where_they_are_first_used() -> None:
+    run_ranks(parameters_are_waited_for_where_they_are_used, 2)
+
+
+def test_parameters_that_only_some_ranks_use_count_as_zeros_there() -> None:
+    run_ranks(unused_on_some_ranks, 2)
+
+
+def test_gradients_can_travel_in_half_precision() -> None:
+    run_ranks(half_precision_reduction, 2)
+
+
+def test_a_rank_that_runs_out_of_data_counts_nothing() -> None:
+    assert max(max(each) for each in run_ranks(uneven_inputs, 2)) < 1e-6
+
+
+def test_others_can_see_each_ranks_own_gradients() -> None:
+    run_ranks(local_gradients, 2)
+
+
+def test_what_would_go_wrong_without_a_word_is_refused() -> None:
+    for messages in run_ranks(refusals, 2):
+        patterns = [
+            "accumulated under no_sync(), has not been reduced: call model.reduce()",
+            "convert or move the model first",
+            "no gradient waits for it",
+            "'2.weight' trains, but no optimizer holds it",
+            "is in two of the optimizers",
+            "expected an OSS or several, got none",
+            "expected sharded_optimizer to be an OSS, got SGD",
+        ]
+        for message, pattern in zip(messages, patterns, strict=True):
+            assert pattern in message
+
+
+def test_importing_the_package_starts_nothing() -> None:
+    assert scale_oss.__all__ == sorted(scale_oss.__all__)
+    code = (
+        "import scale_oss, threading, multiprocessing as m; print(threading.active_count(), len(m.active_children()))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert run.stdout.split() == ["1", "0"]

@@ -1,0 +1,154 @@
+"""Modules of a model, chosen by their names, each checkpointed and sharded: one call for a configuration file to make.
+
+The name and the arguments are those by which users of Tango know it. Patterns come as a set, which has no order, and
+may match modules inside of each other: here children always come before their parents, so that the units are the same
+whatever the order of the set.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from scale_fsdp import FSDPConfig, fully_shard
+from scale_fsdp.unit import unit_of
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def with_wrapped_modules(
+    model: M,
+    modules_to_wrap: Collection[str],
+    fsdp_config: FSDPConfig | None = None,
+    activation_checkpointing: bool = False,
+) -> M:
+    r"""Checkpoints and shards those modules in a model whose qualified names match; names and classes stay.
+
+    The model itself has no name and is not matched: shard it at last, around the rest, with the same configuration.
+
+        >>> blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        >>> model = with_wrapped_modules(nn.Sequential(*blocks), {r"\d+"}, FSDPConfig(), activation_checkpointing=True)
+        >>> model = fully_shard(model, **FSDPConfig().as_kwargs())
+
+    Args:
+        model: Changed in place.
+        modules_to_wrap: Regular expressions for whole names, as `named_modules` gives them: `r"layers\.\d+"`.
+        fsdp_config: How each of them is sharded, as a unit; None shards none.
+        activation_checkpointing: Recompute their activations in the backward pass, inside of the unit: with the
+            parameters that the backward has gathered.
+
+    Returns:
+        `model` itself.
+
+    Raises:
+        TypeError: `modules_to_wrap` is one string.
+        ValueError: A pattern is no regular expression, or matches nothing (the error lists near names) or nothing but a
+            list of modules, which is never called; a module is sharded or checkpointed already; neither is asked for.
+    """
+    if isinstance(modules_to_wrap, str):
+        raise TypeError(
+            f"modules_to_wrap holds several patterns, but got one string, {modules_to_wrap!r}: "
+            f"write {{{modules_to_wrap!r}}}"
+        )
+    if fsdp_config is None and not activation_checkpointing:
+        raise ValueError(
+            "with_wrapped_modules: neither fsdp_config nor activation_checkpointing is given, so nothing would be "
+            "done: write fsdp_config=FSDPConfig(), activation_checkpointing=True, or both"
+        )
+    chosen = _matching(model, sorted(modules_to_wrap))
+    for module in chosen:
+        _check_is_plain(module, fsdp_config is not None, activation_checkpointing)
+    for module in chosen:
+        if activation_checkpointing:
+            object.__setattr__(module, "forward", _CheckpointedForward(module))
+        if fsdp_config is not None:
+            fully_shard(module, **fsdp_config.as_kwargs())
+    return model
+
+
+def _matching(model: nn.Module, patterns: Collection[str]) -> list[nn.Module]:
+    """The modules that a pattern matches, each once, children before parents."""
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if name:
+            names.setdefault(module, []).append(name)
+    chosen: set[nn.Module] = set()
+    for pattern in patterns:
+        try:
+            whole = re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"modules_to_wrap: {pattern!r} is no regular expression: {error}") from error
+        matched = {module for module, called in names.items() if any(map(whole.fullmatch, called))}
+        runs = {module for module in matched if not isinstance(module, nn.ModuleList | nn.ModuleDict)}
+        if not runs:
+            raise ValueError(f"modules_to_wrap: {pattern!r} {_why_nothing(pattern, matched, names)}")
+        chosen |= runs
+    return [module for module in _children_first(model, set()) if module in chosen]
+
+
+def _why_nothing(pattern: str, matched: set[nn.Module], names: dict[nn.Module, list[str]]) -> str:
+    if matched:
+        module = next(iter(matched))
+        name = names[module][0]
+        inside = re.escape(name) + r"\.[^.]+"
+        return (
+            f"matches only '{name}', a {type(module).__name__}, which is never called: match what it holds, r'{inside}'"
+        )
+    every = [name for called in names.values() for name in called]
+    plain = re.sub(r"\\d[+*]?|\[[^]]*\][+*]?", "0", pattern).replace("\\", "")
+    near = difflib.get_close_matches(plain, every, n=5)
+    listed = ", ".join(map(repr, near or every[:8]))
+    return f"matches the name of no module; {'near names in the model' if near else 'the model has'}: {listed}"
+
+
+def _children_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
+    if module not in seen:
+        seen.add(module)
+        for child in module.children():
+            yield from _children_first(child, seen)
+        yield module
+
+
+def _check_is_plain(module: nn.Module, shards: bool, checkpoints: bool) -> None:
+    title = type(module).__name__
+    if shards and unit_of(module) is not None:
+        raise ValueError(f"with_wrapped_modules: a {title} that matches is sharded already: name each module once")
+    if checkpoints and isinstance(vars(module).get("forward"), _CheckpointedForward):
+        raise ValueError(f"with_wrapped_modules: a {title} that matches is checkpointed already: name each module once")
+
+
+class _CheckpointedForward:
+    """What is called in the place of a module's forward, so that names and keys stay; copied and pickled with it.
+
+    Args:
+        module: The module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        # The module's own, as other libraries patch it in; otherwise it is found in the class.
+        self.__setstate__((module, vars(module).get("forward")))
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self._module, self._patched
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self._module, self._patched = state
+        functools.update_wrapper(cast(Any, self), self._forward)
+
+    @property
+    def _forward(self) -> Callable[..., Any]:
+        found: Callable[..., Any] = self._patched or functools.partial(type(self._module).forward, self._module)
+        return found
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._forward(*args, **kwargs)
+        # Keyword arguments are bound: checkpoint has some of its own.
+        return checkpoint(functools.partial(self._forward, **kwargs), *args, use_reentrant=False)
