@@ -115,11 +115,6 @@ def test_one_graph_serves_all_blocks_and_all_steps_and_one_more_the_evaluation()
     assert run_ranks(graphs_of, 2, "wrapped") == [[1, 1, 1, 2]] * 2
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=torch._dynamo.exc.InternalTorchDynamoError,
-    reason="the compiler traces the hooks of a unit: they are to be decorated by torch._disable_dynamo",
-)
 def test_blocks_compiled_in_place_and_whole_models_train_as_plain_ones() -> None:
     assert not any(run_ranks(train_all, 2, "in place, before", "in place, after", "around"))
 

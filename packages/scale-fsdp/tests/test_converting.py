@@ -134,6 +134,17 @@ def test_a_model_converted_after_it_was_sharded_trains_as_one_converted_before(w
     assert not any(run_ranks(on_ranks, world))
 
 
+def test_modules_that_keep_a_second_list_of_their_weights_are_converted():
+    torch.manual_seed(2)
+    plain = nn.LSTM(3, 4)
+    model = fully_shard(copy.deepcopy(plain))
+    for each in (plain, model):
+        each.double()
+    x = noise(5, 2, 3).double()
+    assert torch.equal(model(x)[0], plain(x)[0])
+    assert model.weight_hh_l0 is model._flat_weights[1]
+
+
 def test_a_policy_and_a_conversion_go_together():
     policy = MixedPrecision(param_dtype=torch.bfloat16, output_dtype=torch.float32)
     model = fully_shard(nn.Linear(3, 3), mixed_precision=policy)

@@ -85,6 +85,12 @@ def unlike(one: nn.Module, other: nn.Module) -> Iterator[str]:
         yield "classes"
     if storages(one) & storages(other):
         yield "memory is shared"
+    for mine, its in zip(units_in(one), units_in(other), strict=True):
+        for name, value in vars(mine).items():
+            if isinstance(value, bool | int | str | None) and getattr(its, name) != value:
+                yield f"unit {mine.name}: {name} is {getattr(its, name)!r} in place of {value!r}"
+        if [unit.name for unit in mine.fetches.get("forward", ())] != [u.name for u in its.fetches.get("forward", ())]:
+            yield f"unit {mine.name}: what it fetches"
     if set(units_in(one)) & set(units_in(other)) or any(unit_of(unit.module) is not unit for unit in units_in(other)):
         yield "units are shared"
 
@@ -168,8 +174,20 @@ def coder() -> nn.Module:
     return model
 
 
-def methods_hooks_and_guards() -> list[str]:
+def settings() -> list[str]:
+    """What the user has set on units goes along."""
     wrong = []
+    model = built(Case())
+    model.set_reshard_after_forward(False).set_reshard_after_backward(False, recurse=False)
+    model.set_requires_gradient_sync(False)
+    model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1]])
+    for copied in COPIES.values():
+        wrong += list(unlike(model, copied(model)))
+    return wrong
+
+
+def methods_hooks_and_guards() -> list[str]:
+    wrong = settings()
     for way, copied in COPIES.items():
         model = coder()
         model(noise(2, 5, 3)).sum().backward()

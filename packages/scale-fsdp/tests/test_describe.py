@@ -194,9 +194,6 @@ def shown_on_two() -> str:
     return fully_shard(module).extra_repr()
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AttributeError, reason="slots._put removes the attribute, and Linear.extra_repr reads self.bias"
-)
 @pytest.mark.parametrize("around", [False, True])
 def test_printing_works_where_parameters_are_flat(around):
     plain = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))

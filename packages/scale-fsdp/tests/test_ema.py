@@ -37,9 +37,10 @@ def change(model: nn.Module, step: int) -> None:
     """What an optimizer does, the same on any number of ranks; and what a batch norm does."""
     if isinstance(model, AveragedModel):
         return
-    whole = {name: noise(*tensor.shape, seed=step).abs() for name, tensor in Model().state_dict().items() if tensor.ndim}
+    state = Model().state_dict()
+    whole = {name: noise(*tensor.shape, seed=step).abs() for name, tensor in state.items() if tensor.ndim}
     count = {"norm.num_batches_tracked": torch.tensor(step)}
-    model.load_state_dict({name: whole.get(name, count.get(name)) for name in Model().state_dict()})
+    model.load_state_dict({name: whole.get(name, count.get(name)) for name in state})
 
 
 def followed(model: nn.Module, average: AveragedModel, ema: ShardedEMA, plain: nn.Module, steps: int = 5) -> None:

@@ -95,7 +95,8 @@ def differences(model: nn.Module, ema: ShardedEMA, plain: Plain, title: str) -> 
             yield f"{title}, average: {line}"
     if not torch.equal(model.scale, plain.model.scale):
         yield f"{title}: buffer"
-    if len(list(model.parameters())) != len(list(plain.model.parameters())) and hasattr(model.embed, "weight"):
+    counts = [len(list(each.parameters())) for each in (model, plain.model)]
+    if counts[0] != counts[1] and getattr(model.embed, "weight", None) is not None:
         yield f"{title}: tie"
 
 

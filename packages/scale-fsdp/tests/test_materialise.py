@@ -3,6 +3,7 @@
 import pytest
 import torch
 from fsdp_cases import Net, batch, loss_of
+from gpt_at_scale import GPT, Block, Embed, Head
 from torch import nn
 
 from scale_core.group import group_of
@@ -205,6 +206,16 @@ def test_shards_on_the_host_are_initialised_on_the_device_one_unit_at_a_time():
         assert units_in(empty)[0].buffers[0].compute_device.type == "sim"
     assert unit <= simulation.peak_bytes <= 1.01 * unit, simulation.report()
     assert simulation.on("cpu").peak_bytes < 1.1 * (BLOCKS + 1) * unit / WORLD, simulation.report()
+
+
+def test_13_billion_parameters_are_built_in_an_eighth_and_a_block():
+    with simulate(rank=3, world_size=8) as simulation:
+        model = on_meta(GPT)
+        fully_shard_modules(model, class_policy(Block, Embed, Head))
+        shards = sum(param.numel() * param.itemsize for param in model.parameters())
+    largest = 12 * 5120**2 * 4 * 1.001  # A block, and its padding.
+    assert 13e9 * 4 / 8 < shards < 13.2e9 * 4 / 8
+    assert simulation.peak_bytes <= 1.001 * shards + largest, simulation.report()
 
 
 def trained(model: nn.Module, rank: int) -> dict:

@@ -149,8 +149,11 @@ def load_all(folder: Path) -> list[str]:
     wrong = []
     for number, (name, sharded) in enumerate(WAYS):
         model, optimizer = built(name, sharded)
+        optimizer.consolidate_state_dict(-1)
         read = load_snapshot(folder / f"{number}", lambda saved, m=model, o=optimizer: target_state_dict(m, o, saved))
         load_sharded_state_dict(read.state, model, optimizer, copy=False)
+        with pytest.raises(RuntimeError, match="was not gathered"):  # What was gathered is none of what was loaded.
+            optimizer.state_dict()
         other, its = built(name, sharded)
         path = folder / f"dcp-{number}"
         target = dcp_target(path, other, its, key="train")
@@ -241,6 +244,9 @@ def refuse_and_change_nothing() -> list[str]:
             ours.load_state_dict(bad)
         messages.append(str(caught.value))
         assert not differing(ours.state_dict(all_ranks=True), before), spoil
+    with pytest.raises((TypeError, ValueError), match=r"got NoneType") as caught:
+        ours.load_state_dict(None if group_of().rank else good)
+    assert isinstance(caught.value, TypeError) == bool(group_of().rank)
     other = copy.deepcopy(good)
     other["state"][0]["step"] += group_of().rank
     with pytest.raises(ContractError, match=r"the ranks differ in the state dict given to OSS.*parameter 0"):

@@ -156,18 +156,31 @@ def stepped_where_they_are() -> None:
         assert not ours.whole_buckets and not ours.buckets
         held = [param for param in shards.params.values() if param.numel() or not math.prod(shard_of(param).shape)]
         assert list(map(id, ours.optim.param_groups[0]["params"])) == list(map(id, held))
-        before = [(unit.version, unit.gather(), unit.wait_gathered()) for unit in shards.units]
         train(plain, theirs.values(), range(2))
         train(ours, shards.params.values(), range(2))
-        # A rank that holds nothing of a unit must gather it again, too.
-        assert all(unit.is_stale() and unit.version > old[0] for unit, old in zip(shards.units, before, strict=True))
-        for unit in shards.units:
-            unit.release()
         assert not differing(shards.wholes(), {n: p.detach() for n, p in theirs.items()})
 
 
 def test_what_needs_no_journey_stays_where_it_is() -> None:
     run_ranks(stepped_where_they_are, 3)
+
+
+def gathered_before_the_step() -> None:
+    """What was gathered is stale after a step, on all ranks alike: also where a rank has nothing of a unit."""
+    for cls, shapes in ((torch.optim.Adam, {"wide": (4, 4), "only": (1,)}), (Lamb, MATRICES)):
+        shards = Shards(plain_params(shapes))
+        ours = OSS(shards.params.values(), cls)
+        for unit in shards.units:
+            unit.gather()
+            unit.wait_gathered()
+        train(ours, shards.params.values(), range(1))
+        assert all(unit.is_stale() for unit in shards.units)
+        for unit in shards.units:
+            unit.release()
+
+
+def test_what_was_gathered_before_a_step_is_gathered_again_by_every_rank() -> None:
+    run_ranks(gathered_before_the_step, 3)
 
 
 def copies_of_the_model() -> list[str]:
@@ -231,15 +244,27 @@ def test_shards_and_whole_parameters_may_stand_in_one_optimizer() -> None:
 # What is refused.
 
 
+class Picky(Lamb):
+    """Takes matrices only, as Muon does, and looks at what it is given on this rank."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        for param in self.param_groups[0]["params"]:
+            if param.ndim != 2:
+                raise ArithmeticError(f"no matrix: {tuple(param.shape)}")
+
+
 def refuse() -> list[str]:
     messages = []
     group = group_of()
 
-    def refused(error: type[Exception], call: Callable[[], Any]) -> None:
+    def refused(error: type[Exception] | tuple[type[Exception], ...], call: Callable[[], Any]) -> None:
         with pytest.raises(error) as caught:
             call()
         messages.append(str(caught.value))
 
+    mixed = Shards(plain_params({"matrix": (4, 4), "vector": (9,)}))
+    refused((ArithmeticError, ValueError), lambda: OSS(mixed.params.values(), Picky))
     flat = Shards(plain_params(), flatten=True)
     refused(ValueError, lambda: OSS(flat.params.values(), torch.optim.Adafactor))
     assert OSS(flat.params.values(), torch.optim.AdamW).in_place_buckets  # Its elements are updated one by one.
@@ -270,8 +295,11 @@ def refuse() -> list[str]:
 
 
 def test_what_can_not_be_put_together_is_refused_by_name() -> None:
-    for messages in run_ranks(refuse, 2):
-        flat, torn, summand, twice, other, moved = messages
+    by_rank = run_ranks(refuse, 2)
+    told, raised = sorted(messages[0] for messages in by_rank)
+    assert raised == "no matrix: (9,)" and told.startswith(f"ArithmeticError: {raised} (on rank ")
+    for messages in by_rank:
+        _, flat, torn, summand, twice, other, moved = messages
         assert (
             "Adafactor needs each parameter as a whole, but 'flat_param' is one flat parameter that holds 3, " in flat
         )

@@ -73,11 +73,8 @@ class LocalShard(Tensor):
     of several boxes. `torch.distributed.checkpoint` saves it and loads into it in place, at any number of ranks. It can
     be copied and moved between devices; what would need all elements raises.
 
-    Args:
-        tensor: The elements, contiguous, `stop - start` of them, of any shape. It is kept, not copied.
-        shape: The shape of the whole tensor.
-        start: The first element held, in row-major order.
-        stop: One past the last element held.
+    `LocalShard(tensor, shape, start, stop)` keeps `tensor`, which is contiguous, has `stop - start` elements in any
+    shape, and is not copied.
 
     Attributes:
         tensor: As given.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 DEFAULT_TORCH = "2.13"
 """The torch version, as major.minor, that the house is built and measured on."""
@@ -103,6 +106,12 @@ def flatten_mesh(mesh: DeviceMesh) -> dist.ProcessGroup | None:
         return None
     flat: DeviceMesh = mesh._flatten()
     return flat.get_group()
+
+
+def untraced(function: Callable[P, R]) -> Callable[P, R]:
+    """Keeps torch.compile out of a function; what is compiled around it goes on without a graph there."""
+    kept_out: Callable[P, R] = cast(Any, torch)._disable_dynamo(function)
+    return kept_out
 
 
 def ends_recomputation(error: BaseException) -> bool:

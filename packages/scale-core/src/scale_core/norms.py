@@ -124,7 +124,7 @@ def _share(grads: list[Tensor], norm_type: float, device: torch.device) -> Tenso
     norms += [torch.stack(torch._foreach_norm(alike, norm_type, torch.float64)) for alike in short.values()]
     if not norms:
         return torch.zeros((), dtype=torch.float64, device=device)
-    joined = torch.cat([norm.to(device, torch.float64) for norm in norms])
+    joined = torch.cat([norm.to(device) for norm in norms]).to(torch.float64)
     return joined.max() if math.isinf(norm_type) else (joined**norm_type).sum()
 
 
@@ -132,9 +132,10 @@ def _norms_of_pieces(grad: Tensor, norm_type: float) -> list[Tensor]:
     """The norms of pieces of a long gradient that are short enough to be added up in fp32; each tensor is 1-D."""
     dtype = torch.promote_types(grad.dtype, torch.float32)
     flat = grad.detach().reshape(-1)
-    cut = flat.numel() - flat.numel() % _PIECE
-    pieces = [flat[:cut].view(-1, _PIECE), flat[cut:].view(1, -1)]
-    return [torch.linalg.vector_norm(piece, norm_type, dim=1, dtype=dtype) for piece in pieces if piece.numel()]
+    rest = flat.numel() % _PIECE
+    # Where there are many gradients, what is done to each of them counts; most have no rest.
+    pieces = [flat[:-rest].view(-1, _PIECE), flat[-rest:].view(1, -1)] if rest else [flat.view(-1, _PIECE)]
+    return [torch.linalg.vector_norm(piece, norm_type, dim=1, dtype=dtype) for piece in pieces]
 
 
 def _over_group(share: Tensor, norm_type: float, group: Group, limit_seconds: float | None) -> Tensor:

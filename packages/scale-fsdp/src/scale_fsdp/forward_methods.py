@@ -22,6 +22,7 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
     """Makes a method of a unit run with the unit's parameters gathered, as its forward does.
 
         >>> import torch
+        >>> from torch import nn
         >>> from scale_fsdp import fully_shard
         >>> class Autoencoder(nn.Module):
         ...     def __init__(self):

@@ -49,11 +49,9 @@ def flat_name_of(number: int) -> str:
 
 
 def put(module: nn.Module, attribute: str, param: nn.Parameter | None) -> None:
-    """Sets `module.attribute`; None takes it away, as in a module whose parameters are shown as one flat tensor."""
+    """Sets `module.attribute`; None stands for one that is shown as a part of a flat tensor."""
     if type(module).__setattr__ is not nn.Module.__setattr__:
         # Modules such as nn.LSTM keep a second list of their weights, which their own __setattr__ maintains.
         setattr(module, attribute, param)
-    elif param is None:
-        module._parameters.pop(attribute, None)
     else:
         module._parameters[attribute] = param

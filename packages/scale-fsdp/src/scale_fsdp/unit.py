@@ -136,6 +136,7 @@ class Unit:
 
     # The step, in the order of time.
 
+    @compat.untraced
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """The module is about to run: gather, and fetch the next unit ahead."""
         if self.summoned:
@@ -152,6 +153,7 @@ class Unit:
             self.calls += 1
         return args, kwargs
 
+    @compat.untraced
     def after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """The module has run, or failed: release, and be told when its backward comes."""
         if self.summoned or self.root is None:  # Without a root it has failed before it began.

@@ -177,7 +177,7 @@ def auto_wrap(
     policy = auto_wrap_policy or context.policy or default_auto_wrap_policy
     names = plan_units(module, policy, context.wrapper)
     units = [module.get_submodule(name) for name in names]
-    _check_initialisable(units, {**context.kwargs, **kwargs})
+    _check_initialisable(units, units, {**context.kwargs, **kwargs})
     places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
     for parent in module.modules():
         for key, child in parent._modules.items():  # named_children() skips a second place of a shared child
@@ -202,6 +202,7 @@ def fully_shard_modules(
     A model on the meta device is given values unit by unit, so that no more than one unit is ever whole:
 
         >>> import torch
+        >>> from torch import nn
         >>> from scale_fsdp import fully_shard_modules, size_policy
         >>> with torch.device("meta"):
         ...     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2), nn.LayerNorm(2))
@@ -227,7 +228,7 @@ def fully_shard_modules(
     """
     names = [*(name for name in plan_units(module, policy) if name), ""]
     units = [module.get_submodule(name) for name in names]
-    _check_initialisable(units, kwargs)
+    _check_initialisable([module], units, kwargs)
     for done, (name, unit) in enumerate(zip(names, units, strict=True), start=1):
         fully_shard(unit, **{**kwargs, **_configured(unit)})
         if progress is not None:
@@ -235,14 +236,14 @@ def fully_shard_modules(
     return module
 
 
-def _check_initialisable(units: Sequence[nn.Module], kwargs: Mapping[str, Any]) -> None:
-    """Looks at all units before the first is made; all ranks do it together."""
+def _check_initialisable(parts: Sequence[nn.Module], units: Sequence[nn.Module], kwargs: Mapping[str, Any]) -> None:
+    """Looks at all parts of a model before the first of its units is made; all ranks do it together."""
     init = kwargs.get("init")
     check_init(init)
     if init is not False and not any("init" in _configured(unit) for unit in units):
         group = ranks_of(kwargs.get("process_group")).whole
-        places = [list(param_places(unit)) for unit in units]
-        who_initialises(zip(units, places, strict=True), init, group, sync=kwargs.get("sync_module_states", True))
+        places = [list(param_places(part)) for part in parts]
+        who_initialises(zip(parts, places, strict=True), init, group, sync=kwargs.get("sync_module_states", True))
 
 
 def _configured(module: nn.Module) -> Mapping[str, Any]:

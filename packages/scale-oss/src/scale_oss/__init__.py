@@ -4,6 +4,7 @@ The files in reading order; each stands only on those above it:
 
 - `kinds`: which optimizers may be cut;
 - `partition`: who updates what; numbers only;
+- `alike`: what one rank refuses, all refuse;
 - `places`: where the state of each parameter is kept;
 - `bucket`: parameters that are whole everywhere and updated in parts;
 - `in_place`: shards that are stepped on where they are;

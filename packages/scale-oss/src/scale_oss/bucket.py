@@ -150,7 +150,12 @@ class Bucket:
             if self._master is not None:
                 self._mine.copy_(self._master)
             self._gathering = all_gather(self.full, self._mine, self.group, sizes=self._sizes, tag=tag)
-            return
+        else:
+            self._send_rounded(tag, wire_dtype)
+        if self.group.size == 1:
+            self.wait()  # Nothing travels.
+
+    def _send_rounded(self, tag: int, wire_dtype: torch.dtype) -> None:
         self._wire = self.full.new_empty(self.full.shape, dtype=wire_dtype)
         sent = self._keep_master().to(wire_dtype)
         self._gathering = all_gather(self._wire, sent, self.group, sizes=self._sizes, tag=tag)

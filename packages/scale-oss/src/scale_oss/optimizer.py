@@ -18,6 +18,7 @@ from scale_core.events import Event, message_tag
 from scale_core.group import Group, GroupLike, group_of
 from scale_core.norms import grad_norm
 from scale_core.shard import shard_of
+from scale_oss.alike import refuse_alike
 from scale_oss.kinds import works_by_element
 from scale_oss.places import sharding_group
 from scale_oss.sorting import Sorter, name_of
@@ -111,11 +112,22 @@ class OSS(WithState):
         self.buckets = self._sorter.replicated
         self.in_place_buckets = self._sorter.in_place
         self.whole_buckets = self._sorter.whole
-        self.optim = optim(self._sorter.add(self.param_groups), **defaults)
+        self.optim = self._build(self._sorter.add(self.param_groups), defaults)
         self.defaults = self.optim.defaults
         self._copy_options(self.optim.param_groups, self.param_groups)
         self.state = self.optim.state
         self._built = True
+
+    def _build(self, groups: list[dict[str, Any]], defaults: dict[str, Any]) -> Optimizer:
+        """The optimizer of this rank's part, which may refuse it, as Muon refuses what is no matrix."""
+        made, refusal = None, None
+        try:
+            made = self._optim_class(groups, **defaults)
+        except Exception as error:
+            refusal = error
+        refuse_alike(refusal, f"the start of {self._optim_class.__name__}", self.contract)
+        assert made is not None, "what did not fail was made"
+        return made
 
     # The step.
 

@@ -8,7 +8,8 @@ times for each matrix in Muon.)
 
 An owner could keep its parameters whole between the steps and save the first third of what is sent. It would hold as
 many elements again as its shard, for good, and a stale copy after anybody has loaded or changed the parameters. So it
-keeps the state alone, and its whole tensors have memory only while it steps.
+keeps the state alone, and its whole tensors have memory only while it steps: beside what a rank has anyway, there are
+at most four times the elements of a bucket, its parameters and gradients as they are sent and as they arrive.
 """
 
 from __future__ import annotations

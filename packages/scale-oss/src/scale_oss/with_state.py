@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from scale_core.contract import Contract
-from scale_core.events import Event
-from scale_core.exchange import exchange_text
 from scale_core.group import Group
 from scale_core.holdings import Holding
 from scale_core.state_match import StateMismatch
+from scale_oss.alike import refuse_alike
 from scale_oss.gathering import Recipient, gather_states
 from scale_oss.places import Place, refuse_to_gather
 from scale_oss.sorting import Sorter, name_of
@@ -126,12 +125,7 @@ class WithState(Optimizer):
             local = local_state_dict(state_dict, self.param_groups, self._places(), self.optim.state)
         except (TypeError, ValueError) as error:
             refusal = error
-        with self.contract.waiting(Event("a state dict", "")):
-            texts = exchange_text(str(refusal or ""), self.group, limit_seconds=self.contract.limit_seconds)
-        if refusal is not None:
-            raise refusal
-        if refused := [f"{text} (on rank {rank})" for rank, text in enumerate(texts) if text]:
-            raise StateMismatch(refused[0])
+        refuse_alike(refusal, "the check of a state dict", self.contract, StateMismatch)
         self.contract.agree("the state dict given to OSS", list(lines_of(state_dict)))
         return local
 

@@ -33,6 +33,8 @@ def with_wrapped_modules(
 
     The model itself has no name and is not matched: shard it at last, around the rest, with the same configuration.
 
+        >>> from torch import nn
+        >>> from scale_fsdp import FSDPConfig, fully_shard
         >>> blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
         >>> model = with_wrapped_modules(nn.Sequential(*blocks), {r"\d+"}, FSDPConfig(), activation_checkpointing=True)
         >>> model = fully_shard(model, **FSDPConfig().as_kwargs())

@@ -14,7 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
 
+from scale_core import compat
 from scale_core.group import group_of
+from scale_core.simulate import simulate
 from scale_core.snapshot import load_snapshot, save_snapshot
 from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
 from scale_core.testing import run_ranks
@@ -152,8 +154,8 @@ def beside_plain(name: str, mesh: Any = None, copies: int = 1, **kwargs: Any) ->
     return wrong
 
 
-def every_optimizer() -> list[str]:
-    return [line for name in OPTIMIZERS for line in beside_plain(name)]
+def these_optimizers(names: list[str]) -> list[str]:
+    return [line for name in names for line in beside_plain(name)]
 
 
 def in_a_hybrid_mesh() -> list[str]:
@@ -161,13 +163,16 @@ def in_a_hybrid_mesh() -> list[str]:
     return [line for name in ("Adafactor", "AdamW") for line in beside_plain(name, mesh, copies=2)]
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_every_optimizer_of_torch_is_the_plain_one_to_the_bit(world: int) -> None:
-    assert run_ranks(every_optimizer, world, timeout=120.0) == [[]] * world
+A_FEW = [name for name in ("Adafactor", "Muon", "AdamW") if name in OPTIMIZERS]
 
 
-def test_in_a_world_of_one_too() -> None:
-    assert [line for name in ("Adafactor", "Muon", "Adam") if name in OPTIMIZERS for line in beside_plain(name)] == []
+def test_every_optimizer_of_torch_is_the_plain_one_to_the_bit() -> None:
+    assert run_ranks(these_optimizers, 2, list(OPTIMIZERS), timeout=120.0) == [[], []]
+
+
+def test_so_it_is_where_shards_are_uneven_and_in_a_world_of_one() -> None:
+    assert run_ranks(these_optimizers, 3, A_FEW) == [[]] * 3
+    assert these_optimizers(A_FEW) == []
 
 
 def test_in_a_hybrid_mesh_each_copy_does_the_same() -> None:
@@ -270,3 +275,30 @@ def flat_parameters() -> None:
 
 def test_flat_parameters_are_stepped_on_where_they_are_or_refused() -> None:
     run_ranks(flat_parameters, 2)
+
+
+@pytest.mark.skipif(not compat.simulation_supported(), reason="simulates on the default torch alone")
+@pytest.mark.parametrize("numel", [64 * 64, 4 * 64 * 64])
+def test_a_step_takes_two_collectives_and_the_memory_of_one_bucket(numel: int) -> None:
+    """On rank 3 of 8: 32 matrices, of which each rank owns 4, in rounds of one or in one of all."""
+    with simulate(rank=3, world_size=8) as simulation:
+        model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(32)))
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+        optimizer = OSS(
+            model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9, elementwise=False, bucket_numel=numel
+        )
+        for _ in range(2):
+            for param in model.parameters():
+                param.grad = torch.zeros_like(param)
+            before = simulation.current_bytes
+            simulation.restart()
+            optimizer.step()
+        rounds = 4 * 64 * 64 // numel
+        assert [call.op for call in simulation.collectives] == ["all_to_all"] * 2 * rounds
+        # Seven eighths of its own pieces go to others: parameters and gradients out, and what it owns back.
+        assert sum(call.bytes_sent for call in simulation.collectives) == 3 * (4 * 64 * 64) * 4 * 7 // 8
+        assert simulation.peak_bytes - before <= 4 * numel * 4
+        state = sum(entry["momentum_buffer"].numel() for entry in optimizer.optim.state.values())
+        assert state == 4 * 64 * 64 and simulation.current_bytes == before
