@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from scale_core.shard import shard_of
 from scale_core.testing import run_ranks
-from scale_fsdp import OffloadOptimizer, ShardedEMA, fully_shard, live, reshard_to
+from scale_fsdp import FullyShardedDataParallel, OffloadOptimizer, ShardedEMA, fully_shard, live, reshard_to
 from scale_fsdp.unit import units_in
 
 DIM, VOCABULARY = 6, 11
@@ -185,7 +185,8 @@ def from_one_to_two() -> list[str]:
     if rank:
         for param in model.parameters():
             param.data.add_(1.0)
-    sharded(model, process_group=alone)
+    fully_shard(model.up, alone)
+    model = FullyShardedDataParallel(model, alone)
     optimizer = adam(model.parameters())
     reshard_to(model, None, optimizer=optimizer)
     wrong += differing_weights(model, plain.model)
