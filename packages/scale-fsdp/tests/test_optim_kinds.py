@@ -103,7 +103,7 @@ def test_ranks_that_differ_all_raise_the_same() -> None:
         "it went wrong (on rank 1)",
         "optimizer state w.step differs between the ranks",
         "optimizer state w.exp_avg is there on rank 0, but not on rank 1, which holds a part of the parameter, too",
-        "optimizer state w.step is there on rank 1, but not on rank 0, which holds a part of the parameter, too",
+        "optimizer state w.exp_avg is there on rank 1, but not on rank 0, which holds a part of the parameter, too",
         "optimizer state w.x differs between the ranks",
     ]
     assert "3.0 on rank 0, 4.0 on rank 1: all ranks must step together" in first[6]

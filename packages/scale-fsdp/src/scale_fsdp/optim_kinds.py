@@ -134,8 +134,8 @@ def _merged(told: Sequence[tuple[str, Mapping[str, Mapping[str, Sequence[Any]]]]
                         f"{_in_words(kind)} on rank {rank}: all ranks must step together"
                     )
     for rank, (_, kinds) in enumerate(told):
-        for name in kinds.keys() & merged.keys():
-            for key in merged[name].keys() - kinds[name].keys():
+        for name in sorted(kinds.keys() & merged.keys()):  # In an order that is the same on all ranks.
+            for key in sorted(merged[name].keys() - kinds[name].keys()):
                 raise ValueError(
                     f"optimizer state {name}.{key} is there on rank {merged[name][key][0]}, but not on rank {rank}, "
                     "which holds a part of the parameter, too: all ranks must step together"

@@ -158,7 +158,7 @@ class _Gathering:
                     f"the optimizer's state of '{self._places[number].name}' is not the same on all ranks that hold a "
                     "part of it: all ranks must step together"
                 )
-        for number in found.keys() - self._mine.keys():
+        for number in sorted(found.keys() - self._mine.keys()):
             place = self._places[number]
             if place.owner is None and place.stepped is not None:
                 yield f"this rank has no optimizer state of '{place.name}', others have: all ranks must step together"

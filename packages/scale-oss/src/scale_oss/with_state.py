@@ -135,7 +135,7 @@ class WithState(Optimizer):
         self.optim.load_state_dict(local)
         self.state = self.optim.state
         for mine, theirs in zip(self.param_groups, self.optim.param_groups, strict=True):
-            for key in mine.keys() - theirs.keys() - {"params", "param_names"}:
+            for key in sorted(mine.keys() - theirs.keys() - {"params", "param_names"}):
                 del mine[key]
         self._copy_options(self.optim.param_groups, self.param_groups)
         for after in self._optimizer_load_state_dict_post_hooks.values():
