@@ -87,6 +87,14 @@ def unsharded() -> None:
         assert torch.equal(model(x), plain(x))  # What was whole before the step was gathered anew.
     first.reshard()
     assert first.weight.numel() <= 15
+    first.set_reshard_after_backward(False)
+    model(data(1, group_of().rank)).square().mean().backward()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    first.unshard()  # It is gathered still, from before the step.
+    with torch.no_grad():
+        shown = first.weight.clone()
+    first.reshard()
+    assert torch.equal(shown, model.state_dict()["0.weight"])
 
 
 def gradients_left_unreduced() -> None:
@@ -167,6 +175,13 @@ def test_release_after_forward_and_backward_can_be_switched_between_passes() -> 
 
 def test_modules_named_by_hand_are_fetched_ahead() -> None:
     run_ranks(fetched_by_hand, 2)
+
+
+def test_a_unit_of_another_model_is_not_fetched() -> None:
+    model, other = sharded(layers()), sharded(layers())
+    model[0].set_modules_to_forward_prefetch([other[2]])
+    with pytest.raises(ValueError, match=r"unit '0' was told to fetch a Linear ahead that is no unit of this model"):
+        model(data(0, 0))
 
 
 def test_a_module_that_is_no_unit_is_refused() -> None:

@@ -207,3 +207,16 @@ def test_a_plain_model_can_be_copied_before_and_its_copies_sharded_by_themselves
     first, second = (fully_shard(copy.deepcopy(plain)) for _ in range(2))
     first(noise(1, 2)).sum().backward()
     assert all(param.grad is None for param in second.parameters())
+
+
+def take_second_derivatives() -> None:
+    model = sharded(nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)), ["0", ""])
+    inputs = noise(2, 2).requires_grad_()
+    with pytest.raises(RuntimeError, match=r"create_graph=True has come to .*no second derivative"):
+        torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
+    model(inputs).sum().backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
+def test_a_gradient_penalty_through_released_parameters_is_refused():
+    run_ranks(take_second_derivatives, 2)

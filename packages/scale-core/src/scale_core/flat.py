@@ -318,6 +318,7 @@ class FlatBuffer:
         if self._gathering is not None:
             self._gathering.abandon()
             self._gathering = None
+            self._stream.join()
         self.reduction.abandon()
         self.release()
 

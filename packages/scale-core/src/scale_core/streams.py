@@ -127,10 +127,14 @@ def copy_into(target: Tensor, source: Tensor) -> None:
 def copy_to(tensor: Tensor, device: torch.device, stream: Stream) -> Tensor:
     """Starts a copy of `tensor` to `device` on `stream`; it is whole after `stream.record().synchronize()`.
 
-    The host side is pinned where the source is on CUDA, so that the copy does not stop the computation. The caller
-    keeps `tensor` alive until then. A tensor that is on `device` already is cloned: the result is never shared.
+    The host side is pinned where the source is on CUDA, so that the copy does not stop the computation. The caller may
+    forget `tensor`, but not write to it until then. A tensor that is on `device` already is cloned: the result is never
+    shared.
     """
     with stream.run():
         pin = tensor.device.type == "cuda" and device.type == "cpu"
         target = torch.empty(tensor.shape, dtype=tensor.dtype, device=device, pin_memory=pin)
-        return target.copy_(tensor, non_blocking=pin)
+        target.copy_(tensor, non_blocking=pin)
+        if tensor.is_cuda:  # Its memory goes to nobody else before this stream has read it.
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        return target

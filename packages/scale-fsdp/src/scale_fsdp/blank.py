@@ -86,11 +86,12 @@ def refuse_blank(unit: Unit) -> None:
                 f"'{buffer.names[0]}' of {unit_title(unit.name)} is on the meta device and has no values to compute "
                 "with: call model.to_empty(device=...) and load a checkpoint, or shard the model without init=False"
             )
-        if _blank_shards.pop(buffer, -1) == buffer.version:
+        if _blank_shards.get(buffer, -1) == buffer.version:
             raise RuntimeError(
                 f"nothing was written to '{buffer.names[0]}' of {unit_title(unit.name)} since it was on the meta "
                 "device: load a checkpoint first, model.load_state_dict(...) or load_snapshot(...)"
             )
+        _blank_shards.pop(buffer, None)
     for path, module in unit.module.named_modules(prefix=unit.name):
         for attribute, blank in list(_blank_buffers.get(module, {}).items()):
             if not blank.is_filled(module._buffers.get(attribute)):

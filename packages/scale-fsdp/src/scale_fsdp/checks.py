@@ -62,3 +62,31 @@ def refuse_hooks(buffer: FlatBuffer) -> None:
                 "arrives by itself: see the gradients before they are reduced by scale_core.on_local_grads(...), "
                 "and those after it in param.grad when backward() has returned"
             )
+
+
+def refuse_second_derivatives(unit: Unit) -> None:
+    """A graph through a backward pass would need parameters that are released after it.
+
+    Raises:
+        RuntimeError: The backward pass that runs now keeps a graph of itself, `create_graph=True`.
+    """
+    if torch.is_grad_enabled() and not all(buffer.is_aliased for buffer in unit.buffers):
+        raise RuntimeError(
+            f"a backward pass with create_graph=True has come to {unit_title(unit.name)}, whose parameters are "
+            "released after it, so that no second derivative can be taken through it: call backward() and autograd.grad() "
+            "without create_graph=True, or leave the module that the penalty is on unsharded"
+        )
+
+
+def check_same_model(unit: Unit, other: Unit) -> None:
+    """What one unit fetches ahead must be a unit of the same model.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if other.root is not unit.root:
+        raise ValueError(
+            f"{unit_title(unit.name)} was told to fetch a {type(other.module).__name__} ahead that is no unit of this "
+            "model: pass modules of the same model to set_modules_to_forward_prefetch(...) and "
+            "set_modules_to_backward_prefetch(...)"
+        )

@@ -110,6 +110,8 @@ def resolve_placement(
     compute = torch.device(compute_device) if compute_device is not None else None
     if compute is None and move_params_to_cpu and ranks.whole.backend != "gloo":
         compute = compat.accelerator()
+    if compute is not None and str(compute) == "cuda":
+        compute = compat.accelerator() or compute  # Tensors say which one they are on, and are compared with this.
     return Placement(
         compute, move_params_to_cpu, move_params_to_cpu if move_grads_to_cpu is None else move_grads_to_cpu
     )

@@ -45,7 +45,8 @@ def give_up_together(root: Root, error: BaseException) -> bool:
     if rest is None or contract.alone or contract.is_broken or isinstance(error, ScaleDistributedError):
         return False
     for unit in root.units:
-        unit.drop_gradients()
+        if rest[-1].kind.grad:  # The others keep what they have when an evaluation is given up.
+            unit.drop_gradients()
         unit.end_transfers()
     for number, left in enumerate(rest):
         if number:

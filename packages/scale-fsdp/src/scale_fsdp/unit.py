@@ -24,7 +24,13 @@ from scale_core.contract import Contract
 from scale_core.events import Event, message_tag, unit_title
 from scale_core.flat import FlatBuffer, State
 from scale_core.nested import map_tensors
-from scale_fsdp.checks import check_no_gradients, check_unchanged, refuse_hooks
+from scale_fsdp.checks import (
+    check_no_gradients,
+    check_same_model,
+    check_unchanged,
+    refuse_hooks,
+    refuse_second_derivatives,
+)
 from scale_fsdp.options import UnitOptions
 from scale_fsdp.root import Root
 from scale_fsdp.slots import Slot, show_shards, show_wholes
@@ -183,6 +189,7 @@ class Unit:
             versions: Those of the shards when the module ran.
         """
         root = self._the_root
+        refuse_second_derivatives(self)
         root.begin_backward()
         check_unchanged(self, versions, self._versions())
         if not self.in_backward:
@@ -312,6 +319,8 @@ class Unit:
         root_of(self).recover()
         self.pinned = True
         for unit in (*self.lenders, self):
+            if not unit.uses and any(buffer.is_stale() for buffer in unit.buffers):
+                unit.release()  # An optimizer has stepped since it was gathered.
             unit.gather()
 
     def wait_pinned(self) -> None:
@@ -375,6 +384,7 @@ class Unit:
             unit.uses += 1
         root.fetch_ahead()
         for unit in self.fetches.get("backward" if root.in_backward else "forward", ()):
+            check_same_model(self, unit)
             unit.gather()
         self._wait_gathered()
         show_wholes(self.slots)
