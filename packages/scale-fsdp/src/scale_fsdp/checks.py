@@ -73,8 +73,8 @@ def refuse_second_derivatives(unit: Unit) -> None:
     if torch.is_grad_enabled() and not all(buffer.is_aliased for buffer in unit.buffers):
         raise RuntimeError(
             f"a backward pass with create_graph=True has come to {unit_title(unit.name)}, whose parameters are "
-            "released after it, so that no second derivative can be taken through it: call backward() and autograd.grad() "
-            "without create_graph=True, or leave the module that the penalty is on unsharded"
+            "released after it, so that no second derivative can be taken through it: call backward() and "
+            "autograd.grad() without create_graph=True, or leave the module that the penalty is on unsharded"
         )
 
 
