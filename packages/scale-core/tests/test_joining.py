@@ -70,6 +70,25 @@ def test_a_batch_without_samples_is_refused_on_all_ranks() -> None:
         assert "expected every batch to have a sample, got [0, 0], by rank" in message
 
 
+def loader_fails() -> str:
+    def batches():  # type: ignore[no-untyped-def]
+        yield 1
+        if group_of().rank == 1:
+            raise OSError("no such file")
+        yield 2
+
+    with pytest.raises(OSError if group_of().rank == 1 else RuntimeError) as caught:
+        for _ in join(batches()):
+            pass
+    assert current_share() is None
+    return str(caught.value)
+
+
+def test_a_loader_that_fails_on_one_rank_ends_the_loop_on_all() -> None:
+    first, second = run_ranks(loader_fails, 2)
+    assert "rank 1 could not get its next batch" in first and second == "no such file"
+
+
 def test_in_a_world_of_one_it_is_the_loop_itself() -> None:
     joined = join(iter("abc"), Group())
     assert [(batch, joined.active, current_share()) for batch in joined] == [(c, True, None) for c in "abc"]

@@ -16,6 +16,7 @@ from scale_core.state import sharded_state_dict
 from scale_core.state_match import StateMismatch
 from scale_core.testing import run_ranks
 from scale_fsdp import FullyShardedDataParallel, ShardedEMA, fully_shard
+from scale_fsdp import ema as ema_module
 
 
 class Model(nn.Module):
@@ -225,3 +226,25 @@ def test_what_cannot_be_right_is_refused():
     model.to_empty(device="cpu")
     with pytest.raises(RuntimeError, match=r"parameters are no longer those that are averaged.*reshard_to"):
         ema.update()
+
+
+def test_a_swap_that_fails_half_way_is_taken_back(monkeypatch):
+    model = fully_shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    ema = ShardedEMA(model)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(1.0)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    swap, calls = ema_module._swap, []
+
+    def fails_at_the_third(pair):
+        calls.append(pair)
+        if len(calls) == 3:
+            raise MemoryError
+        return swap(pair)
+
+    monkeypatch.setattr(ema_module, "_swap", fails_at_the_third)
+    with pytest.raises(MemoryError), ema.swapped():
+        pass
+    assert not ema.is_swapped
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

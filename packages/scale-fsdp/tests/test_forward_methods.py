@@ -166,3 +166,13 @@ def test_names_and_signatures_stay():
     model = registered(Autoencoder(), [""])
     assert model.decode.__name__ == "decode" and model.decode.__doc__ == Autoencoder.decode.__doc__
     assert list(model.state_dict()) == list(Autoencoder().state_dict())
+
+
+def test_a_method_that_runs_later_is_refused() -> None:
+    class Streams(nn.Linear):
+        def tokens(self, x):
+            yield self(x)
+
+    model = fully_shard(Streams(2, 2))
+    with pytest.raises(TypeError, match=r"'tokens' of a Streams runs when what it returns is asked"):
+        register_forward_method(model, "tokens")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import scale_oss
 from scale_core.backward import on_local_grads
 from scale_core.group import group_of
 from scale_core.joining import join
+from scale_core.scaler import ShardedGradScaler
 from scale_core.testing import run_ranks
 from scale_oss import OSS, ShardedDataParallel
 
@@ -165,6 +167,37 @@ def local_gradients() -> None:
     handle.remove()
     (grad,) = heard
     assert torch.allclose(grad, data(group_of().rank).sum(0).expand(2, 6), rtol=1e-6)
+
+
+def scaled_losses(overflows: bool) -> None:
+    """A power of two changes no digit, so scaled training equals unscaled; where one rank overflows, all skip."""
+    torch.manual_seed(0)
+    start = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+    models = [sharded(copy.deepcopy(start)) for _ in range(2)]
+    scaler = ShardedGradScaler(init_scale=1024.0)
+    for step in range(3):
+        for scaled, (model, optimizer) in zip((True, False), models, strict=True):
+            batch = data(group_of().rank, step)
+            if scaled and overflows and step == 1 and group_of().rank == 1:
+                batch = batch * torch.inf
+            if overflows and step == 1 and not scaled:
+                continue
+            loss = model(batch).square().mean()
+            (scaler.scale(loss) if scaled else loss).backward()
+            if scaled:
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                optimizer.step()
+            optimizer.zero_grad()
+    assert scaler.get_scale() == (512.0 if overflows else 1024.0)
+    for mine, theirs in zip(models[0][0].parameters(), models[1][0].parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("overflows", [False, True])
+def test_a_scaler_divides_the_gradients_where_they_stand_and_all_ranks_skip_together(overflows: bool) -> None:
+    run_ranks(scaled_losses, 2, overflows)
 
 
 def test_a_rank_keeps_its_part_of_the_gradients_and_no_more() -> None:

@@ -32,6 +32,7 @@ class Share:
 
 
 _share: Share | None = None
+_FAILED = -1
 
 
 def current_share() -> Share | None:
@@ -61,6 +62,7 @@ class join(Generic[T]):  # noqa: N801  # it reads as a verb, `for batch in join(
 
     Raises:
         ValueError: A rank has no batch at all, or one of 0 samples; on every rank, when the first batch is asked for.
+        RuntimeError: Another rank has failed to get its next batch.
     """
 
     def __init__(
@@ -84,7 +86,11 @@ class join(Generic[T]):  # noqa: N801  # it reads as a verb, `for batch in join(
         first = True
         try:
             while True:
-                new = list(islice(mine, 1))
+                try:
+                    new = list(islice(mine, 1))
+                except Exception:
+                    self._tell([_FAILED, 0])  # The others would wait for this rank's number.
+                    raise
                 self.active, last = bool(new), new or last
                 counts = self._counts_of_all(new)
                 if not any(counts):
@@ -100,10 +106,18 @@ class join(Generic[T]):  # noqa: N801  # it reads as a verb, `for batch in join(
     def _counts_of_all(self, new: list[T]) -> list[int]:
         """How many samples each rank has in its next batch, by rank; 0 where it has no more."""
         count = sum(1 if self._samples is None else int(self._samples(batch)) for batch in new)
-        rows = exchange([count, len(new)], self._group, limit_seconds=self._limit_seconds)
+        rows = self._tell([count, len(new)])
+        if failed := [rank for rank, (count, _) in enumerate(rows) if count == _FAILED]:
+            raise RuntimeError(
+                f"join: rank {', '.join(map(str, failed))} could not get its next batch, and has raised why; all ranks "
+                "leave the loop"
+            )
         if any(here and count < 1 for count, here in rows):
             raise ValueError(f"join: expected every batch to have a sample, got {[row[0] for row in rows]}, by rank")
         return [count for count, _ in rows]
+
+    def _tell(self, row: list[int]) -> list[list[int]]:
+        return exchange(row, self._group, limit_seconds=self._limit_seconds)
 
     def _share_of(self, counts: Sequence[int]) -> Share | None:
         mine = counts[self._group.rank]

@@ -162,7 +162,7 @@ class ShardedGradScaler(GradScaler):
         """torch's, for fp16 too, followed by the verdict of all ranks in the place of the devices' own."""
         group = group_of(self._process_group)
         self._check_covers(optimizer, group)
-        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
+        found = super()._unscale_grads_(_with_gradients(optimizer), inv_scale, found_inf, True)
         scale, state = cast(Tensor, self._scale), self._per_optimizer_states[id(optimizer)]
         mine = torch.stack(
             [
@@ -210,7 +210,7 @@ class ShardedGradScaler(GradScaler):
 
     def _check_covers(self, optimizer: Optimizer, group: Group) -> None:
         """Whether all who hold a part of a parameter are asked for its gradient."""
-        params = [param for param_group in optimizer.param_groups for param in param_group["params"]]
+        params = [param for param_group in _with_gradients(optimizer).param_groups for param in param_group["params"]]
         if self._covered.get(optimizer) == len(params):
             return
         for param in params:
@@ -223,6 +223,22 @@ class ShardedGradScaler(GradScaler):
                         "ShardedGradScaler a group of all ranks that share a parameter"
                     )
         self._covered[optimizer] = len(params)
+
+
+class _Parameters:
+    """What torch's methods ask of an optimizer: whose gradients are meant."""
+
+    def __init__(self, params: list[Tensor]) -> None:
+        self.param_groups: list[dict[str, Any]] = [{"params": params}]
+
+
+def _with_gradients(optimizer: Any) -> Any:
+    """The optimizer; or, where gradients stand elsewhere than in its groups' parameters, those that have them.
+
+    Whoever keeps reduced gradients in parts of the parameters says so by an attribute `params_with_gradients`.
+    """
+    params = getattr(optimizer, "params_with_gradients", None)
+    return optimizer if params is None else _Parameters(list(params))
 
 
 def _check(name: str, value: float, expected: str, holds: Callable[[float], bool]) -> None:

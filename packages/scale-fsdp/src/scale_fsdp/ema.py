@@ -120,13 +120,16 @@ class ShardedEMA:
             raise RuntimeError("ShardedEMA.swapped() inside another one: the model has the averages already")
         self._check_same()
         pairs = [*self._params, *self._current_buffers().values()]
-        self._held = [_swap(pair) for pair in pairs]
-        versions = [pair.live._version for pair in self._params]
+        changed = False
+        self._held = []
         try:
+            for pair in pairs:  # One by one: where memory runs out, those that were swapped are swapped back.
+                self._held.append(_swap(pair))
+            versions = [pair.live._version for pair in self._params]
             yield
-        finally:
             changed = versions != [pair.live._version for pair in self._params]
-            for pair, held in zip(pairs, self._held, strict=True):
+        finally:
+            for pair, held in zip(pairs, self._held, strict=False):
                 _swap_back(pair, held)
             self._held = None
         if changed:

@@ -45,7 +45,7 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
     Raises:
         ValueError: The module is no unit; or the name is "forward", which runs gathered anyhow.
         AttributeError: The module has no such method.
-        TypeError: What has that name can't be called.
+        TypeError: What has that name can't be called, or is a generator or a coroutine.
     """
     module = module.module if isinstance(module, FullyShardedDataParallel) else module
     unit = unit_of(module)
@@ -63,6 +63,11 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
     if not callable(method):
         raise TypeError(
             f"register_forward_method: {method_name!r} of a {title} is a {type(method).__name__}, not a method"
+        )
+    if inspect.isgeneratorfunction(method) or inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method):
+        raise TypeError(
+            f"register_forward_method: {method_name!r} of a {title} runs when what it returns is asked, and by then "
+            "its parameters are released: let it return its results at once, or call it inside summon_full_params()"
         )
     if isinstance(module.__dict__.get(method_name), _Gathered):
         return

@@ -44,7 +44,8 @@ class PendingClipping:
             if (grad is None) != (mark is None) or (mark and (mark[0]() is not grad or grad._version != mark[1])):
                 raise RuntimeError(
                     "gradients have changed since OffloadOptimizer.clip_grad_norm_ has measured them: call it last, "
-                    "after all backward passes and after scaler.unscale_(optimizer), right before step()"
+                    "after all backward passes and after scaler.unscale_(optimizer), right before step(); where they "
+                    "were thrown away, throw them away by optimizer.zero_grad()"
                 )
         return self._factor
 

@@ -207,6 +207,7 @@ class EarlyCopy:
         self._arrived: Event | None = None
         self._of: TensorWeakRef | None = None
         self._print: Tensor | None = None
+        self._version = -1
 
     @torch.no_grad()
     def start(self, grad: Tensor, ferry: Ferry) -> None:
@@ -214,13 +215,15 @@ class EarlyCopy:
         mine = self._part.of(grad)
         if self._memory is None or self._memory.dtype != mine.dtype:
             self._memory = host_memory(mine.numel(), mine.dtype, mine.device).view(mine.shape)
-        self._of, self._print = TensorWeakRef(grad), _fingerprint(mine)
+        self._of, self._print, self._version = TensorWeakRef(grad), _fingerprint(mine), grad._version
         self._arrived = ferry.copy_out([(self._memory, mine)])
         self._source = None if grad.is_contiguous() else mine  # Made for the copy, and to be kept until its end.
 
     def differs(self, grad: Tensor) -> Tensor | None:
         """Returns a number that is 0 where it is a copy of this gradient as it is now; None: it is none at all."""
         if self._of is None or self._print is None or self._of() is not grad:
+            return None
+        if grad._version != self._version:  # Of what leaves none, only the fingerprint tells.
             return None
         return (self._print != _fingerprint(self._part.of(grad))).sum()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -59,15 +59,7 @@ class WithState(nn.Module):
         """
         return load_local_state_dict(self, super().state_dict, super().load_state_dict, state_dict, strict)
 
-    @staticmethod
-    def consolidate_shard_weights(
-        shard_weights: Sequence[Mapping[str, Any]],
-        shard_metadata: Sequence[Mapping[str, Any]],
-        with_module_buffers: bool = True,
-        strict: bool = True,
-    ) -> dict[str, Any]:
-        """See `scale_fsdp.consolidate_shard_weights`."""
-        return consolidate_shard_weights(shard_weights, shard_metadata, with_module_buffers, strict)
+    consolidate_shard_weights = staticmethod(consolidate_shard_weights)
 
     def gather_full_optim_state_dict(self, optim: HasState, recipient_rank: int | None = 0) -> dict[str, Any] | None:
         """Gathers the optimizer's whole state by name, on the CPU of one rank: see `full_optim_state_dict`."""

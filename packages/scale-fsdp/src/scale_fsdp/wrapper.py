@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -143,15 +143,7 @@ class FullyShardedDataParallel(nn.Module):
         """See `ShardedModule.load_local_state_dict`."""
         return self._sharded.load_local_state_dict(state_dict, strict)
 
-    @staticmethod
-    def consolidate_shard_weights(
-        shard_weights: Sequence[Mapping[str, Any]],
-        shard_metadata: Sequence[Mapping[str, Any]],
-        with_module_buffers: bool = True,
-        strict: bool = True,
-    ) -> dict[str, Any]:
-        """See `scale_fsdp.consolidate_shard_weights`."""
-        return consolidate_shard_weights(shard_weights, shard_metadata, with_module_buffers, strict)
+    consolidate_shard_weights = staticmethod(consolidate_shard_weights)
 
     def gather_full_optim_state_dict(self, optim: HasState, recipient_rank: int | None = 0) -> dict[str, Any] | None:
         """See `ShardedModule.gather_full_optim_state_dict`."""

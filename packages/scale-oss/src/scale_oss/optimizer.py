@@ -223,6 +223,11 @@ class OSS(WithState):
         ]
 
     @property
+    def params_with_gradients(self) -> list[nn.Parameter]:
+        """Where averaged gradients stand before a step, which is what `ShardedGradScaler` divides."""
+        return self.local_params if self.gets_reduced_gradients else self._all_params()
+
+    @property
     def local_params(self) -> list[nn.Parameter]:
         """What this rank has of the parameters' gradients when they are averaged: pieces, and shards as they are."""
         pieces = [piece for bucket in self.buckets for piece in bucket.stepped]
