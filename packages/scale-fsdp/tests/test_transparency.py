@@ -20,7 +20,6 @@ from fsdp_cases import (
     shard,
     ulps,
 )
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from scale_core.testing import run_ranks
@@ -135,42 +134,6 @@ def train_beside_one_process() -> list[str]:
 @pytest.mark.parametrize("world", [2, 3])
 def test_it_equals_one_process_with_the_whole_batch_within_a_hundred_thousandth(world):
     assert not any(run_ranks(train_beside_one_process, world))
-
-
-FUSED = {
-    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=True),
-    "adam": lambda params: torch.optim.Adam(params, lr=0.01, fused=True),
-    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
-    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.01, fused=True),
-}
-
-
-def step_fused_optimizers() -> list[str]:
-    """Gives both optimizers the same gradients, and compares every state and weight after each step."""
-    wrong = []
-    for name, make in FUSED.items():
-        # A bias of one element leaves empty shards on most ranks.
-        plain = nn.Sequential(nn.Linear(7, 13), nn.Linear(13, 1))
-        model = shard(copy.deepcopy(plain), Case(wrapping="leaves"))
-        optimizer, plain_optimizer = make(model.parameters()), make(plain.parameters())
-        for step in range(5):
-            with model.summon_full_params():
-                before = {key: p.detach().clone() for key, p in model.named_parameters()}
-            plain.load_state_dict(before)
-            for each in (model, plain):
-                each(torch.randn(4, 7, generator=torch.Generator().manual_seed(step))).square().mean().backward()
-            for each in (optimizer, plain_optimizer):
-                each.step()
-                each.zero_grad()
-            ours, theirs = model.state_dict(), plain.state_dict()
-            distances = {key: ulps(ours[key], theirs[key], summand=before[key]) for key in theirs}
-            wrong += [f"{name}: {key} by {distance}" for key, distance in distances.items() if distance > 2]
-    return wrong
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_fused_optimizers_on_shards_are_within_two_ulp(world):
-    assert not any(run_ranks(step_fused_optimizers, world))
 
 
 def measure_norms() -> list[str]:
