@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from scale_fsdp.bare_optimizer import BareOptimizer
+from scale_fsdp.offload.bare_optimizer import BareOptimizer
 
 
 @pytest.mark.parametrize("name", cases.ELEMENTWISE)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from scale_core.backward import report_reduced_grads
 from scale_core.shard import Shard, mark
-from scale_fsdp.gradient_arrivals import GradientArrivals
+from scale_fsdp.offload.gradient_arrivals import GradientArrivals
 
 
 class Listener:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from scale_fsdp import host_step
-from scale_fsdp.host_step import FUSED_MULTIPLE, HostPiece, HostStep, host_options, laid_out_as
+from scale_fsdp.offload import host_step
+from scale_fsdp.offload.host_step import FUSED_MULTIPLE, HostPiece, HostStep, host_options, laid_out_as
 
 SIZES = (64, 1, 3 * FUSED_MULTIPLE + 5, 7, 40, 1000)
 

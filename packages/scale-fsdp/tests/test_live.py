@@ -15,7 +15,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from scale_core.shard import shard_of
 from scale_core.testing import run_ranks
-from scale_fsdp import FullyShardedDataParallel, OffloadOptimizer, ShardedEMA, fully_shard, live, reshard_to
+from scale_fsdp import FullyShardedDataParallel, OffloadOptimizer, ShardedEMA, fully_shard, reshard_to
+from scale_fsdp.moving import live
 from scale_fsdp.unit import units_in
 
 DIM, VOCABULARY = 6, 11

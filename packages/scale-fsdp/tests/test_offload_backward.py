@@ -15,14 +15,14 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
-import scale_fsdp.offload_backward
+import scale_fsdp.offload.backward
 from scale_core.backward import report_reduced_grads
 from scale_core.norms import clip_grad_norm
 from scale_core.scaler import ShardedGradScaler
 from scale_core.shard import Shard, mark
 from scale_fsdp import OffloadOptimizer
-from scale_fsdp.offload_update import OffloadUpdate
-from scale_fsdp.used_gradient import UsedGradient
+from scale_fsdp.offload.update import OffloadUpdate
+from scale_fsdp.offload.used_gradient import UsedGradient
 
 
 @pytest.fixture(params=["here", "away", "away, by a thread"], autouse=True)
@@ -32,7 +32,7 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     if request.param != "here":
         cases.let_parameters_be_away(monkeypatch)
     if "thread" in request.param:
-        monkeypatch.setattr(scale_fsdp.offload_backward, "worker_for", lambda device: ThreadPoolExecutor(1))
+        monkeypatch.setattr(scale_fsdp.offload.backward, "worker_for", lambda device: ThreadPoolExecutor(1))
 
 
 def overlapped(model: nn.Module, fraction: float = 0.6, **kwargs: Any) -> OffloadOptimizer:
@@ -83,7 +83,7 @@ def test_a_bucket_is_used_before_the_next_gradients_are_there(monkeypatch: pytes
     monkeypatch.setattr(OffloadUpdate, "finish", finish)
     optimizer = overlapped(model, 1.0)
     model[0].weight.register_hook(lambda _: log.append("gradient of the first weight"))
-    monkeypatch.setattr(scale_fsdp.offload_backward, "PIECE_ELEMENTS", 500)
+    monkeypatch.setattr(scale_fsdp.offload.backward, "PIECE_ELEMENTS", 500)
     cases.loss_of(model, 0).backward()
     if "thread" not in str(optimizer._in_backward._worker):  # type: ignore[union-attr]
         assert log.index("update") < log.index("gradient of the first weight")
@@ -209,7 +209,7 @@ def test_modules_that_are_recomputed_may_be_updated_on_the_way(use_reentrant: bo
 def test_a_parameter_that_the_rest_of_the_backward_needs_is_refused_by_autograd(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(scale_fsdp.offload_backward, "PIECE_ELEMENTS", 4)
+    monkeypatch.setattr(scale_fsdp.offload.backward, "PIECE_ELEMENTS", 4)
     for fraction in (0.0, 1.0):
         weight, x = nn.Parameter(torch.ones(4)), torch.ones(4, requires_grad=True)
         optimizer = OffloadOptimizer(torch.optim.SGD, [weight], host_fraction=fraction, overlap_step=True, lr=0.1)
@@ -265,7 +265,7 @@ def test_an_error_of_the_update_comes_out_of_the_backward(monkeypatch: pytest.Mo
 def test_no_more_is_on_its_way_than_there_are_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host that is slower than the device holds up the backward pass instead of taking memory without end."""
     cases.let_parameters_be_away(monkeypatch)
-    monkeypatch.setattr(scale_fsdp.offload_backward, "worker_for", lambda device: ThreadPoolExecutor(1))
+    monkeypatch.setattr(scale_fsdp.offload.backward, "worker_for", lambda device: ThreadPoolExecutor(1))
     model = cases.network()
     under_way, most, lock = [0], [0], threading.Lock()
     fetch, finish = OffloadUpdate.fetch, OffloadUpdate.finish

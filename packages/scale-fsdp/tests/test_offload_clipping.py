@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from scale_core.norms import clip_grad_norm
-from scale_fsdp.offload_clipping import PendingClipping
+from scale_fsdp.offload.clipping import PendingClipping
 
 
 def params() -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""offload_optimizer.py: a fraction of the state on the host, and the optimizer's own numbers."""
+"""offload/optimizer.py: a fraction of the state on the host, and the optimizer's own numbers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from scale_core.norms import clip_grad_norm
 from scale_core.scaler import ShardedGradScaler
 from scale_core.simulate import simulate
 from scale_fsdp import OffloadOptimizer
-from scale_fsdp.offload_copies import Ferry
+from scale_fsdp.offload.copies import Ferry
 
 FUSED_ADAM: dict[str, Any] = {"lr": 0.01, "fused": True}
 

@@ -17,7 +17,7 @@ from scale_core.scaler import ShardedGradScaler
 from scale_core.state import load_sharded_state_dict, sharded_state_dict
 from scale_core.testing import run_ranks
 from scale_fsdp import OffloadOptimizer, fully_shard
-from scale_fsdp.used_gradient import UsedGradient
+from scale_fsdp.offload.used_gradient import UsedGradient
 
 STEPS = 4
 

@@ -11,7 +11,7 @@ from torch import nn
 from scale_core.norms import clip_grad_norm
 from scale_core.scaler import ShardedGradScaler
 from scale_core.shard import Shard, mark
-from scale_fsdp.used_gradient import UsedGradient
+from scale_fsdp.offload.used_gradient import UsedGradient
 
 
 def used() -> nn.Parameter:

@@ -13,14 +13,14 @@ from scale_core.events import Event
 from scale_core.norms import clip_grad_norm
 from scale_fsdp.assignments import watch_modules
 from scale_fsdp.by_hand import ByHand
-from scale_fsdp.converting import Converting
 from scale_fsdp.describe import one_line
 from scale_fsdp.guard import guarded_forward, refuse_in_use
+from scale_fsdp.moving.converting import Converting
 from scale_fsdp.places import remember
 from scale_fsdp.root import Root
+from scale_fsdp.state.methods import WithState
 from scale_fsdp.summoning import applying, summoned
 from scale_fsdp.unit import root_of, unit_of, units_in
-from scale_fsdp.with_state import WithState
 
 
 class ShardedModule(WithState, ByHand, Converting):

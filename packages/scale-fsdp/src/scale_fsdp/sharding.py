@@ -18,16 +18,16 @@ from scale_core.flat import Devices, Dtypes, FlatBuffer, Groups
 from scale_core.group import Group, GroupLike
 from scale_core.layout import FlatLayout
 from scale_core.stepping import mark_replaced
-from scale_fsdp.converting import convert_buffers
 from scale_fsdp.guard import guard_modules
-from scale_fsdp.materialise import Init, check_init, materialise, who_initialises
 from scale_fsdp.module import sharded_class
+from scale_fsdp.moving.converting import convert_buffers
+from scale_fsdp.moving.materialise import Init, check_init, materialise, who_initialises
 from scale_fsdp.options import AtomChoice, UnitOptions, resolve_placement
 from scale_fsdp.places import ParamPlace, modules_of_unit, own_and_borrowed, param_places, remember
 from scale_fsdp.precision import MixedPrecision, resolve_precision
 from scale_fsdp.ranks import ranks_of
 from scale_fsdp.slots import Slot, flat_name_of, paths_in
-from scale_fsdp.state_dict import hook_state_dict, resolve_form
+from scale_fsdp.state.full import hook_state_dict, resolve_form
 from scale_fsdp.unit import Unit, unit_of, units_in
 
 M = TypeVar("M", bound=nn.Module)

@@ -12,11 +12,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from scale_core.group import GroupLike
-from scale_fsdp.consolidate import consolidate_shard_weights
 from scale_fsdp.module import ShardedModule
-from scale_fsdp.optim_state import HasState
 from scale_fsdp.precision import MixedPrecision
 from scale_fsdp.sharding import fully_shard
+from scale_fsdp.state.consolidate import consolidate_shard_weights
+from scale_fsdp.state.optimizer import HasState
 
 # FairScale's arguments that tuned its own machinery: nothing here corresponds to them, and no result depends on them.
 _WITHOUT_EFFECT = frozenset(

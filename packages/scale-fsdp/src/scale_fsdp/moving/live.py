@@ -21,12 +21,12 @@ from scale_core.flat import Devices, FlatBuffer
 from scale_core.group import Group, GroupLike, group_of
 from scale_core.layout import FlatLayout
 from scale_core.together import Together
-from scale_fsdp.beside import Beside, Inventory
-from scale_fsdp.converting import show_moved
 from scale_fsdp.ema import ShardedEMA
+from scale_fsdp.moving.beside import Beside, Inventory
+from scale_fsdp.moving.converting import show_moved
+from scale_fsdp.moving.standing import NewGroup, Standing, check_at_rest, compare, new_ranks, strategy_of
 from scale_fsdp.places import modules_of_unit, remember
 from scale_fsdp.ranks import Ranks
-from scale_fsdp.standing import NewGroup, Standing, check_at_rest, compare, new_ranks, strategy_of
 from scale_fsdp.unit import Unit, units_in
 
 

@@ -3,7 +3,7 @@ r"""The way from a policy to units.
 `plan_units` turns a policy into a list of names that can be printed; then either `auto_wrap` puts a wrapper around
 each, or `fully_shard_modules` shards each in place.
 
-    >>> from scale_fsdp.policy import class_policy, name_policy, size_policy
+    >>> from scale_fsdp.wrapping.policy import class_policy, name_policy, size_policy
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
     >>> plan_units(model, class_policy(nn.Linear))
     ['0', '2.0', '2.1']
@@ -28,12 +28,19 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from scale_core.shard import shard_of
-from scale_fsdp.materialise import check_init, who_initialises
+from scale_fsdp.moving.materialise import check_init, who_initialises
 from scale_fsdp.places import param_places
-from scale_fsdp.policy import Candidate, KeywordPolicy, Policy, as_policy, default_auto_wrap_policy, size_policy
 from scale_fsdp.ranks import ranks_of
 from scale_fsdp.sharding import fully_shard
 from scale_fsdp.wrapper import FullyShardedDataParallel
+from scale_fsdp.wrapping.policy import (
+    Candidate,
+    KeywordPolicy,
+    Policy,
+    as_policy,
+    default_auto_wrap_policy,
+    size_policy,
+)
 
 Progress: TypeAlias = Callable[[int, int, str], object]
 

@@ -13,10 +13,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from scale_core.group import Group
-from scale_fsdp.loading import LOCAL, loading_local, refuse_in_use
-from scale_fsdp.naming import Place, all_names, places_in, plain_order, tied_in
 from scale_fsdp.slots import flat_name_of, paths_in
-from scale_fsdp.state_dict import local_state_dict_of
+from scale_fsdp.state.full import local_state_dict_of
+from scale_fsdp.state.loading import LOCAL, loading_local, refuse_in_use
+from scale_fsdp.state.naming import Place, all_names, places_in, plain_order, tied_in
 from scale_fsdp.unit import units_in
 
 FORMAT = 1

@@ -16,11 +16,11 @@ from torch.autograd.graph import increment_version
 
 from scale_core.backward import once_after_backward
 from scale_core.streams import on_host, worker_for
-from scale_fsdp.host_step import PIECE_ELEMENTS
-from scale_fsdp.offload_copies import EarlyCopy, still_copies
-from scale_fsdp.offload_parts import Part, name_of
-from scale_fsdp.offload_update import OffloadUpdate, buckets
-from scale_fsdp.used_gradient import UsedGradient, used_up
+from scale_fsdp.offload.copies import EarlyCopy, still_copies
+from scale_fsdp.offload.host_step import PIECE_ELEMENTS
+from scale_fsdp.offload.parts import Part, name_of
+from scale_fsdp.offload.update import OffloadUpdate, buckets
+from scale_fsdp.offload.used_gradient import UsedGradient, used_up
 
 
 class EarlyCopies:

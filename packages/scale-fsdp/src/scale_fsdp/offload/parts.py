@@ -10,7 +10,7 @@ from torch import Tensor
 
 from scale_core.shard import shard_of
 from scale_core.streams import on_host
-from scale_fsdp.host_step import laid_out_as
+from scale_fsdp.offload.host_step import laid_out_as
 
 _HOST = torch.device("cpu")
 

@@ -27,8 +27,8 @@ from scale_core.events import Event, message_tag
 from scale_core.flat import FlatBuffer
 from scale_core.holdings import Holding
 from scale_core.optimizer_view import view
-from scale_fsdp.naming import holdings_in, names_by_buffer, plain_order, ranks_in
-from scale_fsdp.optim_kinds import Kind, Kinds, agree_on_kinds, kinds_of
+from scale_fsdp.state.naming import holdings_in, names_by_buffer, plain_order, ranks_in
+from scale_fsdp.state.optimizer_kinds import Kind, Kinds, agree_on_kinds, kinds_of
 from scale_fsdp.unit import Unit, units_in
 
 _NAMES = ("params", "param_names")

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from scale_core.flat import FlatBuffer
 from scale_core.optimizer_view import is_asked_by_torch, view_all
-from scale_fsdp.loading import take_part, take_pieces
-from scale_fsdp.naming import names_in, plain_order, ranks_in
 from scale_fsdp.options import StateDictForm
 from scale_fsdp.slots import Slot, flat_name_of
+from scale_fsdp.state.loading import take_part, take_pieces
+from scale_fsdp.state.naming import names_in, plain_order, ranks_in
 from scale_fsdp.unit import Unit, unit_of, units_in
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from scale_fsdp.bare_optimizer import BareOptimizer
+from scale_fsdp.offload.bare_optimizer import BareOptimizer
 
 PIECE_ELEMENTS = 1 << 22
 """How many elements are updated at once: 16 MiB of fp32, so large that Python's share of the time is small."""

@@ -16,8 +16,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from scale_core.events import unit_title
 from scale_fsdp import guard
-from scale_fsdp.naming import all_names, names_in, plain_order
 from scale_fsdp.slots import Slot, flat_name_of
+from scale_fsdp.state.naming import all_names, names_in, plain_order
 from scale_fsdp.unit import Unit, unit_of, units_in
 
 LOCAL = "scale_fsdp.local"

@@ -18,15 +18,15 @@ from torch.optim import Optimizer
 
 from scale_core.shard import shard_of
 from scale_core.streams import on_host
-from scale_fsdp.gradient_arrivals import GradientArrivals
-from scale_fsdp.host_step import FUSED_MULTIPLE, host_options
-from scale_fsdp.offload_backward import EarlyCopies, UpdateInBackward
-from scale_fsdp.offload_clipping import PendingClipping
-from scale_fsdp.offload_parts import Part, PlacedState, Placement, name_of
-from scale_fsdp.offload_plan import host_counts
-from scale_fsdp.offload_update import OffloadUpdate
-from scale_fsdp.optimizer_kinds import Split, split_of
-from scale_fsdp.used_gradient import UsedGradient
+from scale_fsdp.offload.backward import EarlyCopies, UpdateInBackward
+from scale_fsdp.offload.clipping import PendingClipping
+from scale_fsdp.offload.gradient_arrivals import GradientArrivals
+from scale_fsdp.offload.host_step import FUSED_MULTIPLE, host_options
+from scale_fsdp.offload.kinds import Split, split_of
+from scale_fsdp.offload.parts import Part, PlacedState, Placement, name_of
+from scale_fsdp.offload.plan import host_counts
+from scale_fsdp.offload.update import OffloadUpdate
+from scale_fsdp.offload.used_gradient import UsedGradient
 
 
 class OffloadOptimizer(Optimizer):

@@ -13,7 +13,7 @@ from scale_core.contract import Contract
 from scale_core.group import Group, group_of
 from scale_core.holdings import Holding
 from scale_core.testing import run_ranks
-from scale_fsdp.optim_kinds import Kind, Kinds, agree_on_kinds, kinds_of
+from scale_fsdp.state.optimizer_kinds import Kind, Kinds, agree_on_kinds, kinds_of
 
 WIDE = Kind("torch.float32", True)
 

@@ -2,8 +2,8 @@
 
 A unit is what is gathered and released together: too small, and the collectives' latency shows; too large, and the
 memory does. So the choice stands apart from the sharding. A policy is asked about one module at a time, changes
-nothing, and can be read, printed and tested without any rank; `scale_fsdp.wrapping` walks the model and does what it
-says.
+nothing, and can be read, printed and tested without any rank; `scale_fsdp.wrapping.units` walks the model and does
+what it says.
 """
 
 from __future__ import annotations

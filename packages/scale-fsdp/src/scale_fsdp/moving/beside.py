@@ -20,7 +20,7 @@ from scale_core.flat import FlatBuffer
 from scale_core.holdings import is_number
 from scale_core.optimizer_state import as_json, fill_groups, owners_of
 from scale_fsdp.ema import ShardedEMA
-from scale_fsdp.offload_optimizer import OffloadOptimizer
+from scale_fsdp.offload.optimizer import OffloadOptimizer
 
 _NOT_OPTIONS = frozenset({"params", "param_names"})
 

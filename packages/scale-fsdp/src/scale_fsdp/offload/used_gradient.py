@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from scale_fsdp.offload_parts import name_of
+from scale_fsdp.offload.parts import name_of
 
 
 class UsedGradient(Tensor):

@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import nn
 
-from scale_fsdp.consolidate import consolidate_shard_weights
-from scale_fsdp.loading import load_whole
-from scale_fsdp.local_state import load_local_state_dict, local_metadata_dict, local_state_dict
-from scale_fsdp.optim_state import HasState, full_optim_state_dict, shard_optim_state_dict
-from scale_fsdp.state_dict import state_dict_of
+from scale_fsdp.state.consolidate import consolidate_shard_weights
+from scale_fsdp.state.full import state_dict_of
+from scale_fsdp.state.loading import load_whole
+from scale_fsdp.state.local import load_local_state_dict, local_metadata_dict, local_state_dict
+from scale_fsdp.state.optimizer import HasState, full_optim_state_dict, shard_optim_state_dict
 
 
 class WithState(nn.Module):

@@ -17,8 +17,8 @@ from torch.utils.weak import TensorWeakRef
 
 from scale_core import compat
 from scale_core.streams import Event, copy_into, host_memory, on_host, stream_for
-from scale_fsdp.host_step import HostPiece
-from scale_fsdp.offload_parts import Part, dense_strides, is_dense
+from scale_fsdp.offload.host_step import HostPiece
+from scale_fsdp.offload.parts import Part, dense_strides, is_dense
 
 # One bucket arrives, one is updated, one leaves.
 _NUM_SLOTS = 3

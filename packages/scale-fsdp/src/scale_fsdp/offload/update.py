@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
-from scale_fsdp.bare_optimizer import BareOptimizer
-from scale_fsdp.host_step import PIECE_ELEMENTS, HostPiece, HostStep
-from scale_fsdp.offload_copies import Ferry, Load, Stretch
-from scale_fsdp.offload_parts import Part
-from scale_fsdp.offload_plan import ranges
+from scale_fsdp.offload.bare_optimizer import BareOptimizer
+from scale_fsdp.offload.copies import Ferry, Load, Stretch
+from scale_fsdp.offload.host_step import PIECE_ELEMENTS, HostPiece, HostStep
+from scale_fsdp.offload.parts import Part
+from scale_fsdp.offload.plan import ranges
 
 
 class OffloadUpdate:

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from scale_core.events import unit_title
 from scale_core.group import Group, GroupLike
 from scale_core.layout import FlatLayout
-from scale_fsdp.beside import Inventory
 from scale_fsdp.guard import refuse_in_use
+from scale_fsdp.moving.beside import Inventory
 from scale_fsdp.places import modules_of_unit
 from scale_fsdp.ranks import Ranks, ranks_of
 from scale_fsdp.slots import paths_in

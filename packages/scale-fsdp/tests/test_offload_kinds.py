@@ -7,7 +7,7 @@ import torch
 from torch import nn, optim
 from torch.optim import Optimizer
 
-from scale_fsdp.optimizer_kinds import ELEMENTWISE, PER_PARAMETER, split_of
+from scale_fsdp.offload.kinds import ELEMENTWISE, PER_PARAMETER, split_of
 
 
 class Own(optim.SGD):

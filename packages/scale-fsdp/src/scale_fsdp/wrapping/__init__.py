@@ -1,0 +1,1 @@
+"""Which modules become units (`policy`), and how they are made so (`units`)."""
