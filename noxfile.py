@@ -23,7 +23,7 @@ nox.needs_version = ">=2025.2.9"
 nox.options.default_venv_backend = "uv|virtualenv"
 nox.options.reuse_existing_virtualenvs = True
 nox.options.error_on_missing_interpreters = True
-nox.options.sessions = ["house", "lint", "typecheck", "docs", "build", "tests", "compositions"]
+nox.options.sessions = ["house", "lint", "typecheck", "docs", "build", "tests"]
 
 ROOT = Path(__file__).parent
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
@@ -90,13 +90,6 @@ def tests(session: nox.Session, package: str, torch: str) -> None:
     session.install(f"torch=={torch}", *editable(edges(package)), *test_group([package]))
     where = session.posargs or [f"{home}/tests", f"{home}/README.md", f"{home}/src"]
     session.run("pytest", "--doctest-modules", "--doctest-glob=README.md", *where, env=ONE_THREAD)
-
-
-@nox.session
-def compositions(session: nox.Session) -> None:
-    """Test packages together, where all of them are installed."""
-    install_everything(session, *test_group(PACKAGES))
-    session.run("pytest", "packages/scale-train/tests/compositions", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session

@@ -12,15 +12,19 @@ from torch.utils.checkpoint import checkpoint
 from scale_core.backward import (
     after_backward,
     after_gradient,
+    arriving_grads_wanted,
     before_backward,
     in_backward,
     local_grads_wanted,
+    on_arriving_grads,
     on_local_grads,
     on_reduced_grads,
     once_after_backward,
     own_outputs,
+    report_arriving_grads,
     report_local_grads,
     report_reduced_grads,
+    used_at_once,
 )
 
 
@@ -249,3 +253,27 @@ def test_who_hears_of_a_reduced_gradient_may_step_on_it_and_take_it_away() -> No
     report_reduced_grads([param])
     handle.remove()
     assert param.tolist() == [0.5, 0.5] and param.grad is None and param.is_leaf
+
+
+def test_arriving_gradients_are_told_of_in_no_graph_until_nobody_asks() -> None:
+    param, grad = nn.Parameter(torch.ones(2)), torch.full((2,), 0.5)
+    heard: list[tuple[Tensor, Tensor, Tensor]] = []
+    handle = on_arriving_grads(lambda params, grads: heard.append((params[0], grads[0], params[0] * grads[0])))
+    assert arriving_grads_wanted()
+    report_arriving_grads([param], [grad])
+    handle.remove()
+    report_arriving_grads([param], [grad])
+    ((told, given, product),) = heard
+    assert told is param and given is grad and not product.requires_grad and param.grad is None
+
+
+def test_whose_gradient_is_used_at_once_is_asked_of_all_who_listen() -> None:
+    params = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+    growing = {params[0]}
+    handles = [on_reduced_grads(lambda _: None, each) for each in (growing, (), {params[1]})]
+    assert [used_at_once(param) for param in params] == [True, True, False]
+    growing.add(params[2])
+    assert [used_at_once(param) for param in params] == [True, True, True] and arriving_grads_wanted()
+    for handle in handles:
+        handle.remove()
+    assert not any(used_at_once(param) for param in params)

@@ -7,6 +7,7 @@ import pickle
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -186,7 +187,7 @@ def one_dies(folder: str) -> None:
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_different_models_are_told_apart_before_the_first_pass(num_ranks: int) -> None:
-    for line, shorter, other in run_ranks(different_models, num_ranks, timeout=40.0):
+    for line, shorter, other in run_ranks(different_models, num_ranks):
         others = "rank 0" if num_ranks == 2 else "ranks 0, 2"
         assert line[0] == "ContractError"
         assert line[1].startswith(
@@ -200,9 +201,7 @@ def test_different_models_are_told_apart_before_the_first_pass(num_ranks: int) -
 @pytest.mark.parametrize("step", [1, 2])
 def test_in_the_first_two_steps_another_order_is_seen_before_its_collective(step: int, num_ranks: int) -> None:
     others = "rank 0" if num_ranks == 2 else "ranks 0, 2, 3"
-    for rank, (kind, message, where, unit) in enumerate(
-        run_ranks(differ_in_order_at_step, num_ranks, step, timeout=40.0)
-    ):
+    for rank, (kind, message, where, unit) in enumerate(run_ranks(differ_in_order_at_step, num_ranks, step)):
         assert (kind, where, unit) == ("ContractError", step, "c" if rank == 1 else "b")
         assert message.startswith(f"step {step}: the ranks are about to run different things: {others}: ")
         assert f"{others}: forward of unit 'b'; rank 1: forward of unit 'c'" in message
@@ -210,20 +209,20 @@ def test_in_the_first_two_steps_another_order_is_seen_before_its_collective(step
 
 
 def test_a_later_step_that_leaves_the_recorded_order_is_an_error_on_every_rank() -> None:
-    for _, message, where, _ in run_ranks(differ_in_order_at_step, 2, 4, timeout=40.0):
+    for _, message, where, _ in run_ranks(differ_in_order_at_step, 2, 4):
         assert where == 4
         assert "unit 'b'" in message and "unit 'c'" in message and "rank 0" in message and "rank 1" in message
 
 
 @pytest.mark.parametrize("step", [1, 2])
 def test_a_rank_that_runs_fewer_units_is_named_at_once(step: int) -> None:
-    for kind, message, where, _ in run_ranks(one_ends_early_at_step, 3, step, timeout=40.0):
+    for kind, message, where, _ in run_ranks(one_ends_early_at_step, 3, step):
         assert (kind, where) == ("ContractError", step)
         assert "ranks 0, 2: forward of unit 'c'; rank 1: the end of the pass" in message
 
 
 def test_the_end_of_a_pass_compares_all_of_it() -> None:
-    for kind, message, where, _ in run_ranks(one_skips_a_unit_where_nobody_compares, 2, timeout=40.0):
+    for kind, message, where, _ in run_ranks(one_skips_a_unit_where_nobody_compares, 2):
         assert (kind, where) == ("ContractError", 4)
         assert "first at place 3: rank 0: step 4: backward of unit 'c'; rank 1: nothing more" in message
 
@@ -233,7 +232,7 @@ def test_ranks_at_places_of_different_kinds_are_named(what: str) -> None:
     mine = (
         "the check of another model" if what == "agree" else "rank 0: step 1: the end of the pass; rank 1: nothing more"
     )
-    for kind, message, _, _ in run_ranks(one_does_something_else, 2, what, timeout=40.0):
+    for kind, message, _, _ in run_ranks(one_does_something_else, 2, what):
         assert kind == "ContractError"
         assert mine in message
 
@@ -249,13 +248,13 @@ def test_from_the_second_pass_on_the_order_is_known_until_it_is_left() -> None:
 
 
 def test_the_others_learn_why_a_rank_does_not_come() -> None:
-    message = (run_ranks(one_raises, 2, timeout=40.0)[0] or ("", "", 0, ""))[1]
+    message = (run_ranks(one_raises, 2)[0] or ("", "", 0, ""))[1]
     assert "rank 1: " in message and "step 3: raised ValueError: bad batch" in message
     assert "details" not in message
 
 
 def test_a_wait_in_vain_is_explained_and_ends_the_contract() -> None:
-    for messages in run_ranks(one_waits_in_vain_for_data, 2, timeout=40.0):
+    for messages in run_ranks(one_waits_in_vain_for_data, 2):
         first, *later = messages
         assert first.startswith("step 2: gather of unit 'a': exchange with rank ")
         assert "rank 0: " in first and "rank 1: " in first and "waited in vain" in first
@@ -264,12 +263,34 @@ def test_a_wait_in_vain_is_explained_and_ends_the_contract() -> None:
 
 def test_survivors_of_a_dead_rank_are_told_who_left_no_word(tmp_path: Path) -> None:
     with pytest.raises(RankError, match="rank 1 of 3 was killed by SIGKILL"):
-        run_ranks(one_dies, 3, str(tmp_path), timeout=40.0)
+        run_ranks(one_dies, 3, str(tmp_path))
     errors = {path.name: pickle.loads(path.read_bytes()) for path in tmp_path.iterdir()}
     assert sorted(errors) == ["0", "2"]
     for kind, message, where, _ in errors.values():
         assert (kind, where) == ("ScaleDistributedError", 3)
         assert "rank 1: left no word" in message
+
+
+def meet_where_nothing_tells_messages_apart() -> tuple[str, str]:
+    """What a transport without tags would mix up; here its messages go over gloo like any others."""
+    group = replace(group_of(), backend="nccl")
+    Contract(group).meet(Event("whole parameters", "a"))
+    messages = []
+    for other in (
+        lambda contract: contract.meet(Event("whole parameters", "b")),
+        lambda contract: run_step(contract, "a"),
+    ):
+        contract = Contract(group)
+        with pytest.raises(ContractError) as caught:
+            contract.meet(Event("whole parameters", "a")) if group.rank == 0 else other(contract)
+        messages.append(str(caught.value))
+    return messages[0], messages[1]
+
+
+def test_what_all_ranks_do_together_is_compared_where_the_transport_would_mix_it_up() -> None:
+    for other_unit, other_thing in run_ranks(meet_where_nothing_tells_messages_apart, 2):
+        assert "rank 0: whole parameters of unit 'a'; rank 1: whole parameters of unit 'b'" in other_unit
+        assert "rank 0: whole parameters of unit 'a'; rank 1: forward of unit 'a'" in other_thing
 
 
 def test_alone_there_is_nobody_to_disagree_with() -> None:

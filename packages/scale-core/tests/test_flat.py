@@ -246,13 +246,18 @@ def staleness() -> list[str]:
 
 
 def discarded() -> None:
-    """After an error that all ranks have, the buffer is as before it and the group still works; gradients stay."""
+    """After an error that all ranks have, the buffer is as before it and the group still works.
+
+    Gradients that waited stay, and those of the pass that failed go.
+    """
     group, params = group_of(), whole_params()
     buffer = make(group, params=params)
     backward(buffer, [0], group.rank)
+    buffer.commit()
+    backward(buffer, [0, 1], group.rank)
     buffer.gather(tag=1 << 21)
     buffer.discard()
-    assert buffer.state is State.SHARDED and buffer.has_gradient
+    assert buffer.state is State.SHARDED and buffer.has_gradient and buffer.gradient.given() == [0]
     buffer.gradient.drop()
     assert not buffer.has_gradient
     if group.size > 1:
@@ -473,3 +478,38 @@ def copied() -> None:
 
 def test_a_copy_of_a_buffer_holds_the_same_and_shares_nothing() -> None:
     run_ranks(copied, 2)
+
+
+def test_what_was_reduced_stands_aside_and_is_handed_out_once_to_some_or_at_last_to_all() -> None:
+    for flatten in (False, True):
+        buffer = make(Group(), flatten=flatten)
+        for used in (range(5), (1, 4)):
+            backward(buffer, used, rank=0)
+            buffer.reduce()
+            buffer.wait_reduced()
+        first = buffer.set_aside()
+        assert [param for param, _ in first] == list(buffer.exposed) * 2 and buffer.set_aside() == []
+        assert all(param.grad is None for param in buffer.exposed)
+        buffer.hand_out({buffer.exposed[0]})
+        assert [param.grad is not None for param in buffer.exposed] == [True] + [False] * (len(buffer.exposed) - 1)
+        handed_out = copy.deepcopy(buffer.exposed[0].grad)
+        buffer.commit()
+        assert torch.equal(buffer.exposed[0].grad, handed_out)  # type: ignore[arg-type]
+        if not flatten:
+            assert buffer.exposed[1].grad is first[1][1], "the very tensor that was told of"
+            assert torch.equal(buffer.exposed[1].grad, 2 * local_grad(0, 1, (5,)))
+            assert torch.equal(buffer.exposed[4].grad, 2 * local_grad(0, 4, (7,)))  # type: ignore[arg-type]
+        buffer.commit()
+        buffer.set_aside()
+        buffer.discard()
+        assert torch.equal(buffer.exposed[0].grad, handed_out)  # type: ignore[arg-type]
+
+
+def test_what_stands_aside_is_dropped_with_the_pass() -> None:
+    buffer = make(Group())
+    backward(buffer, range(5), rank=0)
+    buffer.reduce()
+    assert len(buffer.set_aside()) == 5
+    buffer.discard()
+    buffer.commit()
+    assert all(param.grad is None for param in buffer.exposed)

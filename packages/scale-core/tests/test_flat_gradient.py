@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from test_flat import gathered, local_grad, make
 from torch import nn
 
-from scale_core.flat import Dtypes
+from scale_core.flat import Dtypes, FlatBuffer
 from scale_core.group import Group, group_of
 from scale_core.testing import run_ranks
 
@@ -61,6 +63,78 @@ def a_single_gradient_is_taken_over() -> bool:
     return taken
 
 
+def one_pass(buffer: FlatBuffer, indices: Sequence[int], number: int) -> None:
+    """Packs bfloat16 gradients as one pass of several brings them."""
+    for index in indices:
+        grad = local_grad(number, index, buffer.wholes[index].shape).bfloat16()
+        buffer.wholes[index].grad = grad / (3 + number)
+        buffer.gradient.pack(index, accumulate=True)
+
+
+def summed(dtypes: Dtypes, passes: Sequence[Sequence[int]]) -> FlatBuffer:
+    """A buffer after these passes, each of which has gone well and brought gradients of these parameters."""
+    buffer = make(Group(), dtypes)
+    gathered(buffer)
+    for number, indices in enumerate(passes):
+        one_pass(buffer, indices, number)
+        buffer.gradient.settle()
+    return buffer
+
+
+HALF = Dtypes(compute=torch.bfloat16, reduce=torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtypes", [HALF, Dtypes(compute=torch.bfloat16, reduce=torch.float32)])
+def test_a_pass_that_is_revoked_leaves_the_sum_of_those_before_it_untouched(dtypes: Dtypes) -> None:
+    good = [[0, 1, 4], [0, 2]]
+    buffer, expected = summed(dtypes, good), summed(dtypes, good)
+    one_pass(buffer, [0, 3, 4, 0], 7)
+    assert buffer.gradient.flat is not None
+    assert buffer.gradient.flat.dtype == torch.float32  # 0 has come twice, and the sum of both is to be exact enough.
+    buffer.gradient.revoke()
+    assert buffer.gradient.flat is None and buffer.gradient.given() == [0, 1, 2, 4] and buffer.gradient.missing() == [3]
+    here = torch.device("cpu")
+    assert torch.equal(buffer.gradient.take(here), expected.gradient.take(here))
+
+
+@pytest.mark.parametrize("dtypes", [HALF, Dtypes(compute=torch.bfloat16, reduce=torch.float32)])
+def test_the_sum_is_that_of_all_passes_in_the_wide_dtype_wherever_they_stood(dtypes: Dtypes) -> None:
+    buffer = summed(dtypes, [[0, 1], [1, 2]])
+    one_pass(buffer, [1, 3], 2)
+    assert buffer.gradient.flat is not None
+    assert buffer.gradient.flat.dtype == torch.bfloat16  # Beside the sum, a pass takes no more than it computes in.
+    flat = buffer.gradient.take(torch.device("cpu"))
+    assert flat.dtype == torch.float32
+    for index, numbers in enumerate([[0], [0, 1, 2], [1], [2], []]):
+        entry = buffer.layout.entries[index]
+        total = torch.zeros(entry.numel)
+        for number in numbers:
+            total += (local_grad(number, index, entry.shape).bfloat16() / (3 + number)).reshape(-1)
+        assert torch.equal(flat.narrow(0, entry.offset, entry.numel), total)
+
+
+def test_a_sum_is_taken_once_and_comes_back_if_the_pass_is_revoked() -> None:
+    here = torch.device("cpu")
+    buffer = summed(HALF, [[0, 4]])
+    first = buffer.gradient.take(here)
+    assert first.any() and not buffer.gradient and buffer.gradient.given() == []
+    assert not buffer.gradient.take(here).any()  # What comes late in a pass comes without the sum.
+    buffer.gradient.revoke()
+    assert buffer.gradient and torch.equal(buffer.gradient.take(here), first)
+    buffer.gradient.settle()  # The pass that took it has gone well.
+    assert not buffer.gradient and buffer.gradient.waiting is None
+
+
+def test_what_is_withheld_is_zero_until_the_pass_is_revoked() -> None:
+    here = torch.device("cpu")
+    buffer = summed(HALF, [[0, 4]])
+    one_pass(buffer, [1], 1)
+    buffer.gradient.withhold()
+    assert not buffer.gradient.take(here).any()
+    buffer.gradient.revoke()
+    assert buffer.gradient.given() == [0, 4] and buffer.gradient.take(here).any()
+
+
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_held_gradients_become_the_flat_gradient_when_they_are_packed(accumulate: bool) -> None:
     run_ranks(gradients_are_held, 2, accumulate)
@@ -107,5 +181,7 @@ def test_what_is_dropped_is_gone_wherever_it_stood() -> None:
     gathered(buffer)
     (buffer.wholes[0].sum() + buffer.wholes[4].sum()).backward()
     buffer.gradient.pack(0)
+    buffer.gradient.settle()
+    buffer.gradient.pack(0)
     buffer.gradient.drop()
-    assert not buffer.gradient and buffer.wholes[4].grad is None
+    assert not buffer.gradient and buffer.wholes[4].grad is None and buffer.gradient.waiting is None

@@ -31,7 +31,7 @@ def differ_in_their_tags() -> str:
 
 
 def test_ranks_with_different_tags_time_out_and_get_no_wrong_data() -> None:
-    for rank, message in enumerate(run_ranks(differ_in_their_tags, 2, timeout=30.0)):
+    for rank, message in enumerate(run_ranks(differ_in_their_tags, 2)):
         assert message.startswith(f"all_gather with rank {1 - rank} failed: ")
 
 

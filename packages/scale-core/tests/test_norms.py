@@ -197,3 +197,15 @@ def test_no_gradient_is_a_norm_of_zero() -> None:
 def test_a_norm_that_is_none_is_refused(norm_type: float) -> None:
     with pytest.raises(ValueError, match="norm_type > 0"):
         grad_norm([with_grad(torch.ones(2))], norm_type)
+
+
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+def test_of_complex_gradients_the_magnitudes_count(norm_type: float) -> None:
+    generator = torch.Generator().manual_seed(5)
+    grads = [torch.randn(300, 2, dtype=torch.complex64, generator=generator), torch.randn(4, generator=generator)]
+    plain, ours = ([with_grad(grad.clone()) for grad in grads] for _ in range(2))
+    norm = clip_grad_norm(ours, 0.5, norm_type)
+    assert units_apart(norm, clip_grad_norm_(plain, 0.5, norm_type)) <= 8
+    for one, other in zip(ours, plain, strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+    assert grad_norm(with_grad(grads[0].to(torch.complex128))).dtype == torch.float64

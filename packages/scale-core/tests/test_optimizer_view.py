@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.optim import Optimizer
 
 from scale_core.boxes import LocalShard
-from scale_core.optimizer_view import is_asked_by_torch, view, view_all
+from scale_core.optimizer_view import asked_by_torch, view, view_all
 from scale_core.shard import shard_of
 
 
@@ -124,4 +124,4 @@ def test_what_is_no_state_of_a_shard_is_refused_where_torch_asks() -> None:
 
 
 def test_nobody_here_is_torch() -> None:
-    assert not is_asked_by_torch()
+    assert asked_by_torch() is None

@@ -62,7 +62,7 @@ def given_up() -> None:
 
 
 def test_on_a_dead_group_every_operation_fails_when_it_is_waited_for() -> None:
-    for messages in run_ranks(begin_on_a_group_whose_peer_has_left, 2, timeout=30.0):
+    for messages in run_ranks(begin_on_a_group_whose_peer_has_left, 2):
         assert len(messages) == 5
 
 

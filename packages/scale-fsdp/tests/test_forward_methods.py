@@ -4,9 +4,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 from fsdp_beside import Beside, noise, sharded
 from torch import Tensor, nn
 
+from scale_core.contract import ContractError
 from scale_core.testing import run_ranks
 from scale_fsdp import FullyShardedDataParallel, fully_shard, register_forward_method
 from scale_fsdp.unit import unit_of
@@ -28,6 +30,9 @@ class Autoencoder(nn.Module):
         if fail:
             raise KeyError("as the method says")
         return {"x": self.outward(torch.tanh(hidden))}
+
+    def reconstruct(self, x: Tensor) -> Tensor:
+        return self.outward(torch.tanh(self.inward(x) * self.scale)).square()
 
     def generate(self, x: Tensor, steps: int) -> Tensor:
         for _ in range(steps):
@@ -122,6 +127,24 @@ def test_an_unregistered_method_is_refused_with_the_line_that_registers_it_and_a
         assert "a Linear of the root unit was called by encode() outside of the unit's forward" in encode
         assert "register_forward_method(module, 'encode')" in encode
         assert "register_forward_method(module, 'decode')" in decode
+
+
+def forward_on_one_and_a_method_on_another() -> str:
+    """The two run the same units; what is averaged would be gradients of two different things."""
+    model = registered(Autoencoder(), ["inward", "outward", ""], ("reconstruct",))
+    for _ in range(3):
+        model(noise(2, 5)).sum().backward()
+        model.reconstruct(noise(2, 5)).sum().backward()
+    kinds = [kind.phase for kind in unit_of(model).root.contract.history.orders]
+    assert kinds == ["forward of ", "backward with reduction", "forward of  by reconstruct"]
+    with pytest.raises(ContractError) as caught:
+        (model if dist.get_rank() else model.reconstruct)(noise(2, 5)).sum().backward()
+    return str(caught.value)
+
+
+def test_a_method_on_one_rank_and_another_elsewhere_is_an_error_though_they_run_the_same_units():
+    for message in run_ranks(forward_on_one_and_a_method_on_another, 2):
+        assert "the ranks differ in what they ran" in message
 
 
 def under_a_wrapper() -> bool:

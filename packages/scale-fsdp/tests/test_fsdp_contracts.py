@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from fsdp_beside import noise, sharded
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from scale_core import last_words
 from scale_core.contract import ContractError, ScaleDistributedError
@@ -15,8 +16,10 @@ from scale_fsdp import MixedPrecision, fully_shard
 
 
 def impatient() -> dist.ProcessGroup:
-    """All ranks, which wait for each other no longer than this: well within the test's own limit."""
-    return dist.new_group(timeout=timedelta(seconds=3))
+    """All ranks, which find each other in peace and then wait no longer than this, well within the test's own limit."""
+    group = dist.new_group()
+    _set_pg_timeout(timedelta(seconds=3), group)
+    return group
 
 
 class Choice(nn.Module):
@@ -67,7 +70,7 @@ def run_in_orders(
 def test_other_units_or_another_order_raise_on_every_rank_before_the_optimizer_steps(
     orders, sizes, training, steps_before
 ):
-    results = run_ranks(run_in_orders, 2, orders, sizes, training, steps_before, timeout=30)
+    results = run_ranks(run_in_orders, 2, orders, sizes, training, steps_before)
     for name, message, moved in results:
         assert name in ("ContractError", "ScaleDistributedError"), message
         assert not moved
@@ -77,7 +80,7 @@ def test_other_units_or_another_order_raise_on_every_rank_before_the_optimizer_s
 
 
 def test_the_one_rank_of_three_that_differs_is_named():
-    results = run_ranks(run_in_orders, 3, ("ab", "ba", "ab"), (3, 3), True, 1, timeout=20)
+    results = run_ranks(run_in_orders, 3, ("ab", "ba", "ab"), (3, 3), True, 1)
     for _, message, _ in results:
         assert "ranks 0, 2: forward of unit 'a'" in message
         assert "rank 1: forward of unit 'b'" in message
@@ -96,7 +99,7 @@ def skip_a_unit_late() -> str:
 
 
 def test_a_unit_that_one_rank_skips_is_named():
-    for message in run_ranks(skip_a_unit_late, 2, timeout=30):
+    for message in run_ranks(skip_a_unit_late, 2):
         assert "step 5" in message
         assert "unit 'b'" in message
         assert "fully_shard" in message
@@ -117,7 +120,7 @@ def shard_different_modules(kind: str) -> str:
 
 @pytest.mark.parametrize("kind", ["shape", "dtype", "trains", "name"])
 def test_different_modules_are_refused_when_they_are_sharded(kind):
-    first, second = run_ranks(shard_different_modules, 2, kind, timeout=20)
+    first, second = run_ranks(shard_different_modules, 2, kind)
     assert first == second
     assert "rank 0" in first and "rank 1" in first
 
@@ -132,7 +135,7 @@ def wrap_differently() -> str:
 
 
 def test_another_wrapping_is_refused():
-    for message in run_ranks(wrap_differently, 2, timeout=20):
+    for message in run_ranks(wrap_differently, 2):
         assert "rank 0" in message and "rank 1" in message
 
 
@@ -167,7 +170,7 @@ def set_up_differently() -> dict[str, str]:
 
 
 def test_units_that_are_set_up_differently_are_refused_at_every_forward():
-    first, second = run_ranks(set_up_differently, 2, timeout=20)
+    first, second = run_ranks(set_up_differently, 2)
     assert first == second
     for kind, (_, _, word) in SETTINGS.items():
         assert word in first[kind], first[kind]
@@ -198,7 +201,7 @@ def do_something_alone() -> list[str]:
 
 
 def test_what_takes_all_ranks_ends_in_an_error_where_one_does_it_alone():
-    (clip, state, summon), _ = run_ranks(do_something_alone, 2, timeout=30)
+    (clip, state, summon), _ = run_ranks(do_something_alone, 2)
     assert "gradient norm" in clip
     assert "whole parameters" in state and "whole parameters" in summon
 
@@ -231,7 +234,7 @@ def train_after_an_error() -> str:
 
 
 def test_after_a_broken_contract_the_model_says_so_instead_of_going_on():
-    for message in run_ranks(train_after_an_error, 2, timeout=20):
+    for message in run_ranks(train_after_an_error, 2):
         assert "broken" in message
 
 
@@ -249,6 +252,6 @@ def fail_on_one_rank() -> str:
 
 
 def test_what_one_rank_raised_stands_in_the_error_of_the_others():
-    message, own = run_ranks(fail_on_one_rank, 2, timeout=30)
+    message, own = run_ranks(fail_on_one_rank, 2)
     assert own == "division"
     assert "ZeroDivisionError" in message

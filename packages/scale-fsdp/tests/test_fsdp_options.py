@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,8 @@ from fsdp_cases import Case, run_cases
 
 from scale_core.group import Group
 from scale_core.testing import run_ranks
-from scale_fsdp import FSDPConfig, FullyShardedDataParallel, fully_shard
-from scale_fsdp.options import Placement, resolve_placement
+from scale_fsdp import FSDPConfig, FullyShardedDataParallel, MixedPrecision, fully_shard
+from scale_fsdp.options import Placement, UnitOptions, resolve_placement
 from scale_fsdp.ranks import Ranks
 
 ALONE = Ranks(Group(), Group(), Group())
@@ -67,3 +68,27 @@ def test_anything_but_a_flag_is_refused_before_the_module_is_touched() -> None:
     with pytest.raises(TypeError, match="move_grads_to_cpu: expected True or False, got 'cpu'"):
         fully_shard(layer, move_grads_to_cpu="cpu")  # type: ignore[arg-type]  # what a user may write
     assert type(layer) is torch.nn.Linear
+
+
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [
+        ({"reshard_after_forward": "no"}, TypeError, "reshard_after_forward: expected a bool or a number of ranks"),
+        ({"reshard_after_forward": 2}, ValueError, "1 ranks do not divide into groups of 2"),
+        ({"mixed_precision": "bf16"}, TypeError, "mixed_precision: expected a bool or a MixedPrecision, got str"),
+        ({"state_dict_on_rank_0_only": 1}, TypeError, "state_dict_on_rank_0_only: expected True or False, got 1"),
+        ({"error_if_nonfinite": None}, TypeError, "error_if_nonfinite: expected True or False, got None"),
+    ],
+)
+def test_options_are_checked_in_one_place_without_a_module(
+    arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        UnitOptions.from_arguments(None, **arguments)
+
+
+def test_options_hold_what_the_arguments_say_under_the_names_of_the_house() -> None:
+    options = UnitOptions.from_arguments(None, compute_dtype=torch.bfloat16, limit_seconds=3.0, error_if_nonfinite=True)
+    assert options.precision == MixedPrecision(param_dtype=torch.bfloat16)
+    assert options.limit_seconds == 3.0 and options.error_if_nonfinite
+    assert UnitOptions.from_arguments() == UnitOptions(ALONE, MixedPrecision(), Placement())

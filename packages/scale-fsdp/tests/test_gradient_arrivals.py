@@ -7,18 +7,18 @@ import gc
 import torch
 from torch import Tensor, nn
 
-from scale_core.backward import report_reduced_grads
+from scale_core.backward import arriving_grads_wanted, report_arriving_grads, report_reduced_grads, used_at_once
 from scale_core.shard import Shard, mark
 from scale_fsdp.offload.gradient_arrivals import GradientArrivals
 
 
 class Listener:
-    def __init__(self) -> None:
+    def __init__(self, *, at_once: bool = False) -> None:
         self.heard: list[tuple[Tensor, bool]] = []
-        self.arrivals = GradientArrivals(self.tell)
+        self.arrivals = GradientArrivals(self.tell, at_once=at_once)
 
-    def tell(self, param: Tensor) -> None:
-        self.heard.append((param, param.grad is not None))
+    def tell(self, param: Tensor, grad: Tensor) -> None:
+        self.heard.append((param, param.grad is grad))
 
 
 def test_a_plain_parameter_is_heard_of_once_per_pass() -> None:
@@ -46,8 +46,30 @@ def test_a_shard_is_heard_of_from_whoever_reduces_it_and_gets_no_hook() -> None:
         mark(param, Shard("weight", (4,), 0, 2))
     listener.arrivals.watch([shard])
     assert not shard._post_accumulate_grad_hooks
+    grad = torch.ones(2)
+    report_arriving_grads([foreign, shard], [torch.ones(2), grad])
+    assert listener.heard == [(shard, False)]
+    shard.grad = grad
     report_reduced_grads([foreign, shard])
-    assert [param is shard for param, _ in listener.heard] == [True]
+    assert [(param is shard, there) for param, there in listener.heard] == [(True, False), (True, True)]
+
+
+def test_who_uses_a_gradient_at_once_hears_of_it_when_it_is_there() -> None:
+    listener, shard, other = Listener(at_once=True), nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    for param in (shard, other):
+        mark(param, Shard("weight", (4,), 0, 2))
+    gc.collect()  # Of what other tests have left.
+    assert not arriving_grads_wanted()
+    listener.arrivals.watch([shard])
+    assert arriving_grads_wanted() and used_at_once(shard) and not used_at_once(other)
+    report_arriving_grads([shard], [torch.ones(2)])
+    assert not listener.heard
+    shard.grad = torch.ones(2)
+    report_reduced_grads([shard])
+    assert listener.heard == [(shard, True)]
+    del listener
+    gc.collect()
+    assert not used_at_once(shard)
 
 
 def test_with_the_listener_everything_goes() -> None:
@@ -60,4 +82,5 @@ def test_with_the_listener_everything_goes() -> None:
     assert not weight._post_accumulate_grad_hooks
     weight.sum().backward()
     report_reduced_grads([shard])
+    report_arriving_grads([shard], [torch.ones(2)])
     assert not heard

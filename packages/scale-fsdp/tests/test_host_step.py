@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from scale_fsdp.offload import host_step
-from scale_fsdp.offload.host_step import FUSED_MULTIPLE, HostPiece, HostStep, host_options, laid_out_as
+from scale_fsdp.offload.host_step import FUSED_MULTIPLE, HostPiece, HostStep, host_options, laid_out_as, multiply
 
 SIZES = (64, 1, 3 * FUSED_MULTIPLE + 5, 7, 40, 1000)
 
@@ -62,6 +62,18 @@ def test_narrow_gradients_are_widened_before_they_are_scaled(kind: type[torch.op
         step.step([HostPiece(narrow, grad, state)], optimizer.param_groups[0], 0.3)
         assert torch.equal(grad, kept)
     assert torch.equal(narrow, wide)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_the_factor_is_not_rounded_to_the_gradients_precision(dtype: torch.dtype) -> None:
+    factor, grads = 0.01234567, [numbers(size, size).to(dtype) for size in SIZES]
+    expected = [(grad.double() * factor).to(dtype) for grad in grads]
+    multiply(grads, factor)
+    for grad, exact in zip(grads, expected, strict=True):
+        last_digit = torch.finfo(dtype).eps * exact.double().abs()
+        assert ((grad.double() - exact.double()).abs() <= last_digit).all()
+        if dtype.itemsize == 2:  # The product of a narrow number in single precision is rounded once more at most.
+            assert (grad == exact).float().mean() > 0.99
 
 
 def test_gradients_are_left_scaled_and_without_a_factor_as_they_were() -> None:

@@ -9,13 +9,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_cases import differing_weights
+from state_cases import Differences
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from scale_core.shard import shard_of
 from scale_core.testing import run_ranks
-from scale_fsdp import FullyShardedDataParallel, OffloadOptimizer, ShardedEMA, fully_shard, reshard_to
+from scale_fsdp import (
+    FullyShardedDataParallel,
+    OffloadOptimizer,
+    ShardedEMA,
+    full_optim_state_dict,
+    fully_shard,
+    reshard_to,
+)
 from scale_fsdp.moving import live
 from scale_fsdp.unit import units_in
 
@@ -132,7 +140,12 @@ class Life:
             self.number += 1
 
     def differences(self, title: str) -> Iterator[str]:
-        return differences(self.model, self.ema, self.plain, title)
+        yield from differences(self.model, self.ema, self.plain, title)
+        pairs = (self.model, self.optimizer), (self.plain.model, self.plain.optimizer)
+        ours, theirs = (full_optim_state_dict(*pair, recipient_rank=None) for pair in pairs)  # Before any forward.
+        found = Differences()
+        found.compare(f"{title}, optimizer", ours["state"], theirs["state"])
+        yield from found.found
 
 
 def three_two_four_and_back() -> list[str]:

@@ -50,6 +50,24 @@ CHANGES: dict[str, Callable[[list[Tensor]], object]] = {
 }
 
 
+def test_gradients_that_are_gone_are_forgotten_and_new_ones_measured_anew() -> None:
+    mine, clipping = params(), PendingClipping()
+    clipping.measure(mine, 0.1, 2.0)
+    for param in mine:
+        param.grad = None  # As model.zero_grad() does, of which the optimizer hears nothing.
+    assert clipping.factor(mine) == 1.0
+    for one, new in zip(mine, params(), strict=True):
+        one.grad = None if new.grad is None else new.grad * 2
+    theirs = [param.detach().requires_grad_() for param in mine]
+    for one, other in zip(mine, theirs, strict=True):
+        other.grad = None if one.grad is None else one.grad.clone()
+    with pytest.raises(RuntimeError, match=r"say so by optimizer\.zero_grad\(\), or measure the new ones"):
+        clipping.factor(mine)  # They may be the old ones, changed.
+    assert torch.equal(clipping.measure(mine, 0.1, 2.0), clip_grad_norm(theirs, 0.1, 2.0))
+    for one, other in zip(mine, theirs, strict=True):
+        assert one.grad is None or torch.equal(one.grad * clipping.factor(mine), other.grad)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("change", CHANGES)
 def test_gradients_that_have_changed_are_an_error(change: str) -> None:
     mine, clipping = params(), PendingClipping()

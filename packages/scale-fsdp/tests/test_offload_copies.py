@@ -94,6 +94,8 @@ def test_a_copy_is_one_as_long_as_the_gradient_stays_what_it_was() -> None:
         "negated": lambda grad: grad.data.neg_(),
         "clamped": lambda grad: grad.data.clamp_(-1, 1),
         "one element": lambda grad: grad.data[3:4].add_(1e-3),
+        "one element, in its last digit": lambda grad: grad.data[3:4].view(torch.int32).add_(1),
+        "all elements, in their last digits": lambda grad: grad.data.mul_(1 + 2**-22),
         "unscaled by torch": lambda grad: torch._amp_foreach_non_finite_check_and_unscale_(
             [grad], torch.zeros(()), torch.tensor(2.0**-16)
         ),

@@ -645,6 +645,14 @@ def test_the_garden_of_things_that_can_not_be() -> None:
     params = list(cases.network().parameters())
     with pytest.raises(ValueError, match=r"host_fraction from 0 to 1, got 1\.5"):
         OffloadOptimizer(torch.optim.Adam, params, host_fraction=1.5)
+    for fraction in ("half", None, True):
+        with pytest.raises(TypeError, match=rf"host_fraction to be a number from 0 to 1, got {fraction!r}"):
+            OffloadOptimizer(torch.optim.Adam, params, host_fraction=fraction)  # type: ignore[arg-type]
+    for setting in ("overlap_step", "overlap_copies"):
+        with pytest.raises(TypeError, match=rf"expected {setting} to be True or False, got 'no'"):
+            OffloadOptimizer(torch.optim.Adam, params, **{setting: "no"})
+    with pytest.raises(ValueError, match=r"max_norm to be at least 0, got -1\.0"):
+        OffloadOptimizer(torch.optim.Adam, params).clip_grad_norm_(-1.0)
     with pytest.raises(ValueError, match=r"capturable=True can't be kept"):
         OffloadOptimizer(torch.optim.Adam, params, capturable=True)
     with pytest.raises(ValueError, match=r"differentiable=True can't be kept"):

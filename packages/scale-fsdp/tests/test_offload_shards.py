@@ -16,7 +16,7 @@ from scale_core.norms import clip_grad_norm
 from scale_core.scaler import ShardedGradScaler
 from scale_core.state import load_sharded_state_dict, sharded_state_dict
 from scale_core.testing import run_ranks
-from scale_fsdp import OffloadOptimizer, fully_shard
+from scale_fsdp import MixedPrecision, OffloadOptimizer, fully_shard
 from scale_fsdp.offload.used_gradient import UsedGradient
 
 STEPS = 4
@@ -90,6 +90,37 @@ def clips_and_scales_over_all_ranks() -> None:
     assert_alike(mine, theirs)
 
 
+def clips_in_half_precision() -> None:
+    mine, theirs = (fully_shard(model().bfloat16()) for _ in range(2))
+    ours, other = offloaded(mine, True, host_fraction=0.5), adam(theirs, True)
+    for step in range(STEPS):
+        x = torch.randn(6, 9, generator=torch.Generator().manual_seed(step)).bfloat16()
+        for each in (mine, theirs):
+            each(x).float().square().mean().backward()
+        assert torch.equal(ours.clip_grad_norm_(0.01), clip_grad_norm(theirs.parameters(), 0.01))
+        for optimizer in (ours, other):
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_alike(mine, theirs)
+
+
+def works_beside_shards_that_are_on_the_host() -> None:
+    """ "cpu:0" is the host under another name, so that shards and gradients move; computed with in bf16."""
+    policy = MixedPrecision(param_dtype=torch.bfloat16)
+    for overlap_step in (False, True):
+        mine, theirs = (
+            fully_shard(model(), move_params_to_cpu=True, compute_device="cpu:0", mixed_precision=policy)
+            for _ in range(2)
+        )
+        ours, other = offloaded(mine, True, host_fraction=0.5, overlap_step=overlap_step), adam(theirs, True)
+        for step in range(STEPS):
+            for each, optimizer in ((mine, ours), (theirs, other)):
+                backward(each, step)
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_alike(mine, theirs)
+
+
 def is_updated_when_its_reduction_is_reported() -> None:
     """The engine tells when reductions have ended: the update has been made when the backward pass returns."""
     mine, theirs = sharded(), sharded()
@@ -154,6 +185,8 @@ def as_if_parameters_were_away() -> None:
 def everything() -> None:
     steps_as_without_offload()
     clips_and_scales_over_all_ranks()
+    clips_in_half_precision()
+    works_beside_shards_that_are_on_the_host()
     is_updated_when_its_reduction_is_reported()
     keeps_its_state_by_name()
 

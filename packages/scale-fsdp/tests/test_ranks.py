@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from fsdp_cases import Case, run_cases
+from state_cases import Awkward, Differences, Layout, train, two_groups
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from scale_core.joining import join
 from scale_core.shard import Held, shard_of
 from scale_core.testing import run_ranks
-from scale_fsdp import fully_shard
+from scale_fsdp import full_optim_state_dict, fully_shard
 from scale_fsdp.unit import units_in
 
 HYBRID = [
@@ -67,6 +71,33 @@ def parts_of_a_forward() -> list[tuple[bool, int | None]]:
     return seen
 
 
+def part_of_a_subgroup() -> list[int]:
+    """Four of five ranks share a model, and two of them are in a group more than the others."""
+    four = dist.new_group([0, 1, 2, 3])
+    if dist.get_rank() in (1, 2):
+        dist.new_group([1, 2], use_local_synchronization=True)
+    if dist.get_rank() == 4:
+        return []
+    torch.manual_seed(0)
+    plain = layers()
+    model = copy.deepcopy(plain)
+    for layer in model:
+        fully_shard(layer, four, reshard_after_forward=2)
+    fully_shard(model, four, reshard_after_forward=2)
+    x = torch.ones(2, 4)
+    for each in (model, plain):
+        each(x).square().mean().backward()
+    for unit in units_in(model):
+        for buffer in unit.buffers:
+            for name, span, param in zip(buffer.names, buffer.spans, buffer.exposed, strict=True):
+                grad = plain.get_parameter(name).grad
+                assert grad is not None and param.grad is not None
+                assert torch.equal(grad.reshape(-1)[span.start : span.stop].view(span.shape), param.grad)
+    part = units_in(model)[1].buffers[0].groups.part
+    assert part is not None
+    return list(part.ranks)
+
+
 def refusals() -> list[str]:
     messages = []
     mesh = init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("a", "b", "c"))
@@ -103,6 +134,10 @@ def test_between_forward_and_backward_a_part_of_the_full_buffer_stays() -> None:
         assert seen == [(False, half), (False, None)] * 2
 
 
+def test_ranks_that_are_in_other_groups_too_find_their_neighbours() -> None:
+    assert run_ranks(part_of_a_subgroup, 5) == [[0, 1], [0, 1], [2, 3], [2, 3], []]
+
+
 def test_what_does_not_divide_or_is_no_mesh_for_this_is_refused() -> None:
     for messages in run_ranks(refusals, 2):
         assert "2 ranks do not divide into groups of 3: take one of 1, 2, or True" in messages[0]
@@ -116,3 +151,26 @@ def test_one_of_several_ranks_without_a_process_group_is_refused(monkeypatch: py
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RuntimeError, match=r"one of 2 ranks.*call scale_core.launch.init_distributed\(\)"):
         fully_shard(layers())
+
+
+def train_on_the_host_over_a_group_of_devices() -> list[str]:
+    found = Differences()
+    model, plain = Layout(wrapping="units").shard(Awkward()), Awkward()
+    optimizers = [torch.optim.Adam(two_groups(each), lr=0.1) for each in (model, plain)]
+    for each, optimizer in zip((model, plain), optimizers, strict=True):
+        train(each, optimizer)
+    found.compare("weights", dict(model.state_dict()), dict(plain.state_dict()))
+    state = [full_optim_state_dict(*pair, recipient_rank=None) for pair in zip((model, plain), optimizers, strict=True)]
+    found.compare("state", *state)
+    norms = []
+    for _ in join(range(1 + torch.distributed.get_rank())):
+        model(torch.tensor([1, 2])).sum().backward()
+        norms.append(model.clip_grad_norm_(1.0))
+    assert len(norms) == 2 and all(0 < norm < torch.inf for norm in norms)
+    return found.found
+
+
+def test_a_model_on_the_host_needs_no_backend_for_it() -> None:
+    # "cuda:gloo" stands for NCCL alone: a group that no tensor on the host can pass.
+    wrong = run_ranks(train_on_the_host_over_a_group_of_devices, 2, backend="cuda:gloo")
+    assert wrong == [[], []]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from scale_core.contract import ScaleDistributedError
 from scale_core.group import group_of
 from scale_core.testing import run_ranks
 from scale_fsdp import StepError, fully_shard
+from scale_fsdp.unit import units_in
 
 WIDTH = 5
 
@@ -164,24 +165,85 @@ def run_failures(failures: list[Failure]) -> list[str]:
     return []
 
 
-def accumulated_gradients_stay() -> None:
-    """Reduced gradients of an earlier micro-batch are untouched by one that is given up."""
-    torch.manual_seed(0)
-    model = Net(False)
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
+Passes = list[tuple[int, int]]
+"""The passes whose gradients are in a sum, by step and micro-batch."""
+
+
+def accumulated_gradients_stay(failures: list[Failure]) -> list[str]:
+    """After a pass that failed, gradients are those of a process that never ran it.
+
+    Two steps run whole and leave their gradients in `grad`, the third is given up in one of its micro-batches, and one
+    pass more brings all that was kept into `grad`. The plain model runs the passes that went well, rank by rank.
+    """
+    wrong = []
+    for failure in failures:
+        torch.manual_seed(0)
+        plain = Net(failure.where == "recomputation")
+        model = copy.deepcopy(plain)
+        for block in model.blocks:
+            fully_shard(block, reshard_after_forward=failure.reshard)
+        fully_shard(model, reshard_after_forward=failure.reshard)
+        mine = group_of().rank == failure.rank
+        for step in range(2):
+            train(model, step, failure, fails=False)
+        before = [param.grad.clone() for param in model.parameters()]
+        raised = train(model, 2, failure, fails=mine)
+        wrong += check(raised, failure)
+        if failure.no_sync and any(
+            param.grad is None or not torch.equal(param.grad, grad)
+            for param, grad in zip(model.parameters(), before, strict=True)
+        ):
+            wrong.append("a gradient that had been reduced before has changed")
+        model(data(3, group_of().rank)).square().mean().backward()
+        wrong += different_sums(model, plain, failure)
+        if wrong:
+            return [f"{failure}: {line}" for line in wrong]
+    return []
+
+
+def different_sums(model: nn.Module, plain: nn.Module, failure: Failure) -> list[str]:
+    """Compares `grad` with the plain gradients of the passes that went well, each sum reduced as it was."""
+    size, last = group_of().size, failure.accumulate - 1
+    reductions: list[list[Passes]] = []  # by reduction and rank
     for step in range(2):
-        for micro in range(2):
-            model(data(step, group_of().rank, micro)).square().mean().backward()
-        model.zero_grad()
-    model(data(5, group_of().rank)).square().mean().backward()
-    before = [param.grad.clone() for param in model.parameters()]
-    model.blocks[0].fails = "backward" if group_of().rank == 0 else ""
-    with pytest.raises(ValueError if group_of().rank == 0 else StepError):
-        model(data(6, group_of().rank)).square().mean().backward()
-    for param, grad in zip(model.parameters(), before, strict=True):
-        assert param.grad is not None and torch.equal(param.grad, grad)
+        micros = [[(step, micro)] for micro in range(failure.accumulate)]
+        together = [[(step, micro) for micro in range(failure.accumulate)]]
+        reductions += [[passes] * size for passes in (together if failure.no_sync else micros)]
+    if not failure.no_sync:
+        reductions += [[[(2, micro)]] * size for micro in range(failure.at_micro_batch)]
+    kept = [failure.at_micro_batch if rank == failure.rank else last for rank in range(size)]
+    waited = [[(2, micro) for micro in range(number)] if failure.no_sync else [] for number in kept]
+    reductions.append([[*passes, (3, 0)] for passes in waited])
+    expected: list[Tensor] = []
+    for by_rank in reductions:
+        mean = sum(plain_sum(plain, rank, passes) for rank, passes in enumerate(by_rank)) / size
+        expected = [mean] if not expected else [expected[0] + mean]
+    wholes = split(expected[0], plain)
+    pieces = [
+        whole.reshape(-1)[span.start : span.stop].view(span.shape)
+        for unit in units_in(model)
+        for buffer in unit.buffers
+        for whole, span in zip([wholes[name] for name in buffer.names], buffer.spans, strict=True)
+    ]
+    grads = [param.grad for unit in units_in(model) for buffer in unit.buffers for param in buffer.exposed]
+    return [
+        "the gradients are not those of the passes that went well"
+        for grad, piece in zip(grads, pieces, strict=True)
+        if grad is None or not torch.equal(grad, piece)
+    ][:1]
+
+
+def plain_sum(plain: nn.Module, rank: int, passes: Passes) -> Tensor:
+    plain.zero_grad()
+    for step, micro in passes:
+        plain(data(step, rank, micro)).square().mean().backward()
+    return torch.cat([param.grad.reshape(-1) for param in plain.parameters() if param.grad is not None])
+
+
+def split(flat: Tensor, plain: nn.Module) -> dict[str, Tensor]:
+    named = dict(plain.named_parameters())
+    parts = flat.split([param.numel() for param in named.values()])
+    return {name: part.view(param.shape) for (name, param), part in zip(named.items(), parts, strict=True)}
 
 
 def evaluation_is_given_up() -> None:
@@ -248,8 +310,26 @@ def test_it_is_so_whatever_stays_gathered_and_however_gradients_accumulate() -> 
     assert run_ranks(run_failures, 4, cases, timeout=120.0) == [[]] * 4
 
 
-def test_gradients_that_were_reduced_before_are_kept() -> None:
-    run_ranks(accumulated_gradients_stay, 2)
+EVERYWHERE = [*PLACES, Failure("root"), *(Failure("recomputation", block) for block in range(3))]
+
+
+def test_accumulated_gradients_are_kept_wherever_the_last_pass_fails() -> None:
+    cases = [
+        replace(place, accumulate=2, no_sync=no_sync, at_micro_batch=1, rank=number % 2)
+        for number, place in enumerate(EVERYWHERE)
+        for no_sync in (False, True)
+    ]
+    assert run_ranks(accumulated_gradients_stay, 2, cases, timeout=120.0) == [[], []]
+
+
+def test_each_rank_keeps_what_it_had_before_the_pass_that_raised_on_it() -> None:
+    """Under no_sync the others meet the one that failed in the last micro-batch only."""
+    cases = [
+        replace(place, accumulate=3, no_sync=True, at_micro_batch=micro, reshard=bool(micro))
+        for micro in (0, 1)
+        for place in (PLACES[1], PLACES[4], EVERYWHERE[6], EVERYWHERE[8])
+    ]
+    assert run_ranks(accumulated_gradients_stay, 3, cases, timeout=120.0) == [[]] * 3
 
 
 def test_an_evaluation_is_given_up_too() -> None:

@@ -261,3 +261,13 @@ def test_groups_of_named_parameters_keep_their_own_names() -> None:
     into_plain = torch.optim.Adam(plain.named_parameters(), lr=0.1)
     into_plain.load_state_dict(shard_optim_state_dict(full, plain, into_plain))
     assert into_plain.param_groups[0]["param_names"] == [name for name, _ in plain.named_parameters()]
+
+
+def test_after_a_move_a_failure_is_told_by_the_ranks_that_there_are_now() -> None:
+    model = fully_shard(nn.Linear(2, 2), limit_seconds=7.0)
+    model(torch.ones(1, 2))
+    before = unit_of(model).root.contract
+    assert _contract_of(model) is before
+    model.double()
+    assert _contract_of(model) is not before
+    assert _contract_of(model).limit_seconds == 7.0

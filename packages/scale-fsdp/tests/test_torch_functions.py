@@ -59,6 +59,10 @@ def in_lists(full: dict[str, Any]) -> dict[str, Any]:
     return {**full, "param_groups": json.loads(json.dumps(full["param_groups"]))}
 
 
+def as_saved(state: dict[str, Any]) -> dict[str, Any]:
+    return in_lists({**state, "state": {name: dict(slots) for name, slots in state["state"].items()}})
+
+
 def full_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     full = full_optim_state_dict(model, optimizer, recipient_rank=None)
     assert full is not None
@@ -138,12 +142,16 @@ def get_and_set_optimizers() -> list[str]:
             given = copy.deepcopy(expected) if first or options is not FROM_RANK_0 else {}
             set_optimizer_state_dict(model, fresh, given, options=options)
             found.compare(f"set {options}", full_of(model, fresh), expected)
-        # Whole tensors are not made of it, but nobody can take the shards for them.
-        not_whole = get_optimizer_state_dict(model, optimizer, options=FULL)
+        # Nobody can take a shard for the whole tensor.
         with pytest.raises(TypeError, match=r"model.gather_full_optim_state_dict\(optimizer\)"):
-            torch.save(not_whole, io.BytesIO())
+            torch.save(state, io.BytesIO())
         with pytest.raises(RuntimeError, match=r"model.gather_full_optim_state_dict\(optimizer\)"):
-            not_whole["state"]["scale"]["exp_avg"].sum()
+            state["state"]["scale"]["exp_avg"].sum()
+        found.compare("whole", as_saved(get_optimizer_state_dict(model, optimizer, options=FULL)), expected)
+        on_rank_0 = get_optimizer_state_dict(model, optimizer, options=ON_RANK_0)
+        found.compare("on rank 0", as_saved(on_rank_0) if first else on_rank_0, expected if first else {})
+        found.compare("both", list(get_state_dict(model, optimizer, options=FULL)[0]), list(Awkward().state_dict()))
+        found.compare("to everybody else, then", optimizer.state_dict(), before)
         found.compare("of another range", *refuse_another_range(model, optimizer))
     return found.found
 
@@ -169,6 +177,36 @@ def test_a_plain_optimizer_takes_the_gathered_state_by_torch_s_function() -> Non
     set_optimizer_state_dict(model, fresh, full)
     found = Differences()
     found.compare("state", full_of(model, fresh), full_of(model, optimizer))
+    assert not found.found
+
+
+class Holder(nn.Module):
+    """A model whose own child has the name that a wrapper's has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Sequential(nn.Linear(3, 2), FullyShardedDataParallel(nn.Linear(2, 3)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.module(x)
+        return output
+
+
+def test_a_child_named_module_keeps_its_name_below_a_wrapper() -> None:
+    model = FullyShardedDataParallel(Holder())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    weights, state = get_state_dict(model, optimizer, options=FULL)
+    names = ["module.0.weight", "module.0.bias", "module.1.weight", "module.1.bias"]
+    assert list(weights) == list(state["state"]) == names
+    other = FullyShardedDataParallel(Holder())
+    fresh = torch.optim.Adam(other.parameters(), lr=0.7)
+    set_state_dict(other, fresh, model_state_dict=dict(weights), optim_state_dict=state, options=FULL)
+    found = Differences()
+    found.compare("model", dict(other.state_dict()), dict(model.state_dict()))
+    found.compare("optimizer", full_of(other, fresh), full_of(model, optimizer))
     assert not found.found
 
 

@@ -81,7 +81,7 @@ def test_fairscales_arguments_for_offloading_are_taken(name):
 def test_what_fairscale_offers_beyond_may_be_declined_and_not_asked_for():
     model = FullyShardedDataParallel(Model(), force_input_to_fp32=False)
     assert differing_weights(model, Model()) == []
-    with pytest.raises(ValueError, match=r"force_input_to_fp32=.* is not supported in this version: leave force_input"):
+    with pytest.raises(ValueError, match=r"force_input_to_fp32=.*policy.*MixedPrecision\(param_dtype=torch.float32\)"):
         FullyShardedDataParallel(Model(), force_input_to_fp32=True)
 
 

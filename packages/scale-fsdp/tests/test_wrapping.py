@@ -11,7 +11,7 @@ from wrapping_models import Block, Model, linears
 
 import scale_fsdp.wrapping.units as wrap_module
 from scale_core.shard import Shard, mark
-from scale_fsdp import FullyShardedDataParallel
+from scale_fsdp import FullyShardedDataParallel, fully_shard, get_fsdp_instances
 from scale_fsdp.unit import units_in
 from scale_fsdp.wrapping.policy import class_policy, config_auto_wrap_policy, size_policy
 from scale_fsdp.wrapping.units import auto_wrap, enable_wrap, fully_shard_modules, plan_units, wrap
@@ -169,6 +169,14 @@ def test_modules_are_sharded_in_place_children_first_and_the_root_around_the_res
 def test_the_root_is_sharded_once_where_the_policy_selects_it_too():
     model = fully_shard_modules(linears(4, 4), size_policy(20))
     assert [unit.module for unit in units_in(model)] == [model]
+
+
+def test_what_is_sharded_is_found_from_outside_also_around_an_empty_unit():
+    model = nn.Sequential(FullyShardedDataParallel(nn.Sequential(fully_shard(nn.Linear(2, 2)))), nn.Linear(2, 2))
+    outer = model[0].module
+    assert get_fsdp_instances(model) == [outer, outer[0]]
+    assert get_fsdp_instances(model, skip_empty=True) == [outer[0]]
+    assert get_fsdp_instances(nn.Linear(2, 2)) == []
 
 
 def test_planning_changes_nothing():

@@ -58,6 +58,26 @@ class Lamb(Optimizer):
         param.sub_(update * trust * group["lr"])
 
 
+class Distance(Optimizer):
+    """One step size for all tensors, estimated from all gradients (as arXiv 2301.07733 does), in its groups."""
+
+    def __init__(self, params: Any, lr: float = 1.0, d: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr, "d": d, "history": torch.zeros(2)})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
+        norm = torch.stack([param.grad.square().sum() for param in params]).sum().sqrt().item()
+        for group in self.param_groups:
+            group["d"] = 0.5 * group["d"] + 0.01 * norm
+            group["history"] = torch.tensor([norm, group["d"]])
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    total = self.state[param].setdefault("total", torch.zeros_like(param))
+                    param.sub_(total.add_(param.grad), alpha=group["lr"] * group["d"])
+
+
 ELEMENTWISE: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1, "amsgrad": True}),
     "nadam": (torch.optim.NAdam, {"lr": 0.01}),

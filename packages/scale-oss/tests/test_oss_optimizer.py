@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from oss_cases import Distance, differing
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from scale_core.contract import ContractError
 from scale_core.group import Group, group_of
+from scale_core.shard import Axis, Held, Shard, mark
 from scale_core.testing import run_ranks
-from scale_oss import OSS
+from scale_oss import OSS, ShardedDataParallel
 
 
 def layers() -> nn.Sequential:
@@ -75,6 +77,62 @@ def layers_added_later() -> None:
     assert [group["lr"] for group in ours.param_groups] == [0.01, 0.1]
 
 
+def one_owner_for_all_in_both_ways() -> list[dict[str, Any]]:
+    return [one_owner_for_all(sharded) for sharded in (True, False)]
+
+
+def one_owner_for_all(sharded: bool) -> dict[str, Any]:
+    """An optimizer that looks at all tensors computes what one process does, and any rank can save it."""
+    plain = layers()
+    model = copy.deepcopy(plain)
+    ours = OSS(param_groups(model), Distance, together=True, bucket_numel=20)
+    wrapped: Any = ShardedDataParallel(model, ours) if sharded else DistributedDataParallel(model)
+    replica, theirs = DistributedDataParallel(plain), Distance(param_groups(plain))
+    for step in range(4):
+        for net, optimizer in ((wrapped, ours), (replica, theirs)):
+            net(data(step, group_of().rank)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    ours.wait()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    expected = theirs.state_dict()
+    for recipient in (0, 1):
+        ours.consolidate_state_dict(recipient)
+        if group_of().rank == recipient:
+            assert not differing(ours.state_dict(), expected)
+    again = OSS(param_groups(model), Distance, together=True)
+    again.load_state_dict(expected)
+    return {"state": len(ours.optim.state), "d": [group["d"] for group in again.param_groups]}
+
+
+def param_groups(model: nn.Module) -> list[dict[str, Any]]:
+    wide = [param for param in model.parameters() if param.ndim > 1]
+    return [{"params": wide}, {"params": [p for p in model.parameters() if p.ndim < 2], "lr": 0.5}]
+
+
+def test_one_rank_updates_all_for_an_optimizer_that_looks_at_all_tensors() -> None:
+    for first, second in zip(*run_ranks(one_owner_for_all_in_both_ways, 2), strict=True):
+        assert (first["state"], second["state"]) == (4, 0) and first["d"] == second["d"] != [0.01, 0.01]
+
+
+def test_what_looks_at_all_tensors_does_not_take_shards_nor_anything_the_meta_device() -> None:
+    shard = nn.Parameter(torch.zeros(2))
+    mark(shard, Shard("weight", (4,), 0, 2, (Axis(Group(), Held.SHARD),)))
+    with pytest.raises(ValueError, match=r"Distance looks at all tensors together.* and 'weight' is a shard"):
+        OSS([("weight", shard)], Distance, together=True)
+    with pytest.raises(ValueError, match=r"'weight' is on the meta device.*model\.to_empty"):
+        OSS(nn.Linear(2, 2, device="meta").named_parameters(), torch.optim.Adam)
+
+
+def test_a_copy_that_would_update_nothing_is_refused() -> None:
+    model = layers()
+    optimizer = OSS(model.parameters(), torch.optim.Adam)
+    for copied in (optimizer, ShardedDataParallel(model, optimizer)):
+        with pytest.raises(TypeError, match=r"copy the module and build OSS\(copied\.parameters\(\), \.\.\.\)"):
+            copy.deepcopy(copied)
+    copy.deepcopy(model)
+
+
 def test_the_state_is_shared_evenly_however_the_tensors_are_made() -> None:
     sizes = run_ranks(one_giant_tensor, 2)
     assert max(sizes) - min(sizes) <= 2 * 210 and sum(sizes) == 2 * (200 * 200 + 12)
@@ -130,7 +188,8 @@ def test_groups_dtypes_and_frozen_parameters_have_buckets_of_their_own() -> None
     model[0].bfloat16()
     model[2].bias.requires_grad_(False)
     optimizer = OSS([{"params": model[0].parameters(), "lr": 0.5}, {"params": model[2].parameters()}], lr=0.1)
-    assert [(bucket.dtype, bucket.trains, len(bucket.params)) for bucket in optimizer.buckets] == [
+    found = [(b.dtype, any(p.requires_grad for p in b.params), len(b.params)) for b in optimizer.buckets]
+    assert found == [
         (torch.bfloat16, True, 2),
         (torch.float32, True, 1),
         (torch.float32, False, 1),

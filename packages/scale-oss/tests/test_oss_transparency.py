@@ -19,11 +19,22 @@ from scale_core.testing import run_ranks
 from scale_oss import OSS, ShardedDataParallel
 
 OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
-    "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
-    "adam": (torch.optim.Adam, {"lr": 0.01}),
-    "adamw": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+    "adadelta": (torch.optim.Adadelta, {"weight_decay": 0.1}),
     "adafactor": (torch.optim.Adafactor, {"lr": 0.01}),
+    "adagrad": (torch.optim.Adagrad, {"lr_decay": 0.1}),
+    "adam": (torch.optim.Adam, {"lr": 0.01}),
+    "adamax": (torch.optim.Adamax, {}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1, "amsgrad": True}),
+    "asgd": (torch.optim.ASGD, {"lr": 0.01, "t0": 1.0}),
+    "nadam": (torch.optim.NAdam, {}),
+    "radam": (torch.optim.RAdam, {}),
+    "rmsprop": (torch.optim.RMSprop, {"centered": True, "momentum": 0.9}),
+    "rprop": (torch.optim.Rprop, {}),
+    "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
 }
+if hasattr(torch.optim, "Muon"):
+    OPTIMIZERS["muon"] = (torch.optim.Muon, {"lr": 0.02})
+REFUSED = {"LBFGS", "SparseAdam"}
 
 
 class Net(nn.Module):
@@ -41,6 +52,18 @@ class Net(nn.Module):
         if branch:
             x = self.branch(x)
         return self.last(x) * self.scale
+
+
+class Matrices(nn.Module):
+    """What Muon takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 7, bias=False), nn.Linear(7, 3, bias=False)
+
+    def forward(self, x: Tensor, branch: bool = True) -> Tensor:
+        y: Tensor = self.last(torch.tanh(self.first(x)))
+        return y
 
 
 @dataclass(frozen=True)
@@ -123,7 +146,7 @@ class Side:
 
 def sides(case: Case, group: Any = None) -> tuple[Side, Side]:
     torch.manual_seed(0)
-    model = Net()
+    model = Matrices() if case.optimizer == "muon" else Net()
     cls, kwargs = OPTIMIZERS[case.optimizer]
     plain = copy.deepcopy(model)
     ddp_kwargs: dict[str, Any] = {"process_group": group, "find_unused_parameters": case.skip_branch or case.freeze}
@@ -176,7 +199,7 @@ def run_cases(cases: Sequence[Case], in_subgroups: bool = False) -> list[str]:
 
 # Every value of every setting beside every optimizer once, and those pairs that touch the same code.
 CASES = [
-    *(Case(optimizer=name, sharded=sharded) for name, sharded in itertools.product(OPTIMIZERS, (True, False))),
+    *(Case(optimizer=name, sharded=way, steps=3) for name, way in itertools.product(OPTIMIZERS, (True, False))),
     Case(accumulate=3),
     Case(accumulate=2, sharded=False, optimizer="adamw"),
     Case(accumulate=2, manual=True),
@@ -222,10 +245,15 @@ def test_clipped_gradients_give_the_plain_weights(sharded: bool) -> None:
 
 
 def test_each_subgroup_trains_by_itself() -> None:
-    cases = [Case(), Case(optimizer="adafactor", sharded=False), Case(accumulate=2, manual=True)]
+    cases = [Case(), Case(optimizer="adafactor", sharded=False, clip=1e6), Case(accumulate=2, manual=True, clip=1e6)]
     assert run_ranks(run_cases, 4, cases, True, timeout=120.0) == [[]] * 4
 
 
 def test_a_world_of_one_is_plain_pytorch() -> None:
-    cases = [Case(), Case(sharded=False, optimizer="adafactor"), Case(skip_branch=True, freeze=True)]
+    cases = [Case(), Case(skip_branch=True, freeze=True), *(Case(name, sharded=False, steps=2) for name in OPTIMIZERS)]
     assert run_ranks(run_cases, 1, cases) == [[]]
+
+
+def test_the_table_has_every_class_of_torch_that_can_be_sharded() -> None:
+    known = {name for name, each in vars(torch.optim).items() if isinstance(each, type) and issubclass(each, Optimizer)}
+    assert {cls.__name__ for cls, _ in OPTIMIZERS.values()} == known - REFUSED - {"Optimizer"}

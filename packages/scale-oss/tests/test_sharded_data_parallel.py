@@ -6,15 +6,19 @@ import copy
 import gc
 import subprocess
 import sys
+from collections.abc import Iterable
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import scale_oss
 from scale_core.backward import on_local_grads
 from scale_core.group import group_of
-from scale_core.joining import join
+from scale_core.joining import current_share, join
 from scale_core.scaler import ShardedGradScaler
 from scale_core.testing import run_ranks
 from scale_oss import OSS, ShardedDataParallel
@@ -56,14 +60,14 @@ def parameters_are_waited_for_where_they_are_used() -> None:
     for way in ways.values():
         model(data(group_of().rank)).square().mean().backward()
         optimizer.step()
-        assert all(bucket._gathering is not None for bucket in optimizer.buckets)
+        assert all(bucket.is_gathering for bucket in optimizer.buckets)
         with torch.no_grad():
             way(model)
-        assert all(bucket._gathering is None for bucket in optimizer.buckets)
+        assert all(not bucket.is_gathering for bucket in optimizer.buckets)
     model, optimizer = sharded(layers(), overlap_gather=False)
     model(data(group_of().rank)).square().mean().backward()
     optimizer.step()
-    assert all(bucket._gathering is None for bucket in optimizer.buckets)
+    assert all(not bucket.is_gathering for bucket in optimizer.buckets)
 
 
 def unused_on_some_ranks() -> None:
@@ -126,6 +130,126 @@ def refusals() -> list[str]:
     return messages
 
 
+def parameters_that_no_optimizer_has() -> str:
+    model, _ = sharded(layers())
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    with torch.no_grad():
+        model(data(0))
+    with pytest.raises(ValueError) as caught:  # noqa: PT011  # the test looks at all of it
+        model(data(0))
+    return str(caught.value)
+
+
+class Mixed(nn.Module):
+    """Sparse gradients, two dtypes, and a layer that begins to train later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(9, 6, sparse=True)
+        self.first, self.coarse, self.late = nn.Linear(6, 6), nn.Linear(6, 5).bfloat16(), nn.Linear(6, 6)
+        self.late.requires_grad_(False)
+
+    def forward(self, indices: Tensor) -> Tensor:
+        y: Tensor = self.coarse(self.late(self.first(self.table(indices))).bfloat16())
+        return y
+
+
+def several_optimizers_of_mixed_parameters() -> None:
+    """Equal to DDP with plain optimizers; the first optimizer gets another group on the way."""
+    model, plain = Mixed(), Mixed()
+    plain.table.sparse = False  # DistributedDataParallel over gloo adds up sparse ones otherwise.
+    ours, theirs = (
+        [of(net.table.parameters(), lr=0.1), of([*net.first.parameters(), *net.coarse.parameters()], lr=0.01)]
+        for of, net in ((_adam, model), (torch.optim.Adam, plain))
+    )
+    wrapped = ShardedDataParallel(model, ours)
+    for step in range(4):
+        if step == 2:
+            for net, optimizers in ((model, ours), (plain, theirs)):
+                net.late.requires_grad_(True)
+                optimizers[0].add_param_group({"params": list(net.late.parameters()), "lr": 0.02})
+        if step in (0, 2):
+            replica = DistributedDataParallel(plain)
+        indices = torch.tensor([step, 2 + group_of().rank, 2 + group_of().rank])
+        for net, optimizers in ((wrapped, ours), (replica, theirs)):
+            net(indices).float().square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    buckets = [bucket for optimizer in ours for bucket in optimizer.buckets]
+    assert all(bucket.is_gathering for bucket in buckets)
+    with torch.no_grad():
+        wrapped(indices)
+    assert not any(bucket.is_gathering for bucket in buckets)  # Those that were added later are waited for, too.
+    for mine, other in zip(wrapped.parameters(), plain.parameters(), strict=True):
+        assert mine.dtype == other.dtype and torch.equal(mine, other)
+
+
+class Recomputed(nn.Module):
+    """Layers that are computed again in the backward pass, which runs a backward of its own where it is reentrant."""
+
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.reentrant = nn.ModuleList(nn.Linear(6, 6) for _ in range(4)), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            # The first one's input takes no gradient, without which a reentrant one computes none.
+            again = number and self.reentrant is not None
+            x = checkpoint(layer, x, use_reentrant=self.reentrant).relu() if again else layer(x).relu()
+        return x
+
+
+def recomputed_activations() -> None:
+    for reentrant in (True, False):
+        model, plain = Recomputed(reentrant), Recomputed(None)
+        optimizer, reference = _adam(model.parameters(), 0.1), torch.optim.Adam(plain.parameters(), lr=0.1)
+        wrapped, replica = ShardedDataParallel(model, optimizer), DistributedDataParallel(plain)
+        for step in range(3):
+            for net, each in ((wrapped, optimizer), (replica, reference)):
+                net(data(group_of().rank, step)).square().mean().backward()
+                each.step()
+                each.zero_grad()
+        for mine, other in zip(wrapped.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(mine, other), reentrant
+
+
+def frozen_between_backward_and_step() -> None:
+    """The plain optimizer steps with the gradients that are there. What was frozen before is not sent at all."""
+    for wrap in (ShardedDataParallel, None):
+        model, plain = layers(), layers()
+        optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.1, bucket_numel=60)
+        reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+        replica = DistributedDataParallel(plain)
+        wrapped = wrap(model, optimizer) if wrap is not None else DistributedDataParallel(model)
+        for net, each in ((wrapped, optimizer), (replica, reference)):
+            net(data(group_of().rank)).square().mean().backward()
+            net.requires_grad_(False)
+            each.step()
+            each.zero_grad()
+        optimizer.wait()
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+        if wrap is None:
+            continue
+        model[2].requires_grad_(True)
+        wrapped(data(group_of().rank)).square().mean().backward()
+        optimizer.step()
+        assert [bucket.is_gathering for bucket in optimizer.buckets] == [False, True]
+
+
+def as_plain_replicas() -> None:
+    frozen_between_backward_and_step()
+    several_optimizers_of_mixed_parameters()
+    recomputed_activations()
+
+
+def _adam(params: Iterable[nn.Parameter], lr: float) -> OSS:
+    return OSS(params, torch.optim.Adam, lr=lr, bucket_numel=45)
+
+
 def half_precision_reduction() -> None:
     torch.manual_seed(0)
     model = nn.Linear(6, 4, bias=False)
@@ -148,6 +272,9 @@ def uneven_inputs() -> list[float]:
     reference = torch.optim.SGD(plain.parameters(), lr=0.1)
     rank = group_of().rank
     for batch in join([data(rank, step) for step in range(2 if rank else 1)]):
+        refused = pytest.raises(RuntimeError, match=r"join\(\) counts whole steps")
+        with nullcontext() if current_share() is None else refused, model.no_sync():  # as long as all ranks count alike
+            pass
         model(batch).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -211,6 +338,15 @@ def test_updated_parameters_are_waited_for_where_they_are_first_used() -> None:
 
 def test_parameters_that_only_some_ranks_use_count_as_zeros_there() -> None:
     run_ranks(unused_on_some_ranks, 2)
+
+
+def test_sparse_mixed_and_late_parameters_and_recomputed_layers_train_as_plain_replicas_do() -> None:
+    run_ranks(as_plain_replicas, 2)
+
+
+def test_parameters_that_took_the_place_of_others_are_named() -> None:
+    (message,) = run_ranks(parameters_that_no_optimizer_has, 1)
+    assert message.startswith("'0.weight' trains, but no optimizer holds it") and "load without assign" in message
 
 
 def test_gradients_can_travel_in_half_precision() -> None:

@@ -62,6 +62,14 @@ def go_on(options: Options, point: Path) -> dict[int, float]:
     return losses_until_the_end(training)
 
 
+def go_on_in_several_ways(several: list[Options], point: Path) -> list[dict[int, float]]:
+    return [go_on(options, point) for options in several]
+
+
+def save_in_several_ways(several: list[Options], folder: Path) -> list[dict[int, float]]:
+    return [save_half_way(options, folder / options.parallel.parallel) for options in several]
+
+
 @pytest.fixture
 def text(tmp_path) -> Path:
     path = tmp_path / "text"
@@ -90,6 +98,22 @@ def test_another_number_of_ranks_goes_on_to_the_same_curve(text, tmp_path):
     for step in by_one:
         assert by_one[step] == pytest.approx(uninterrupted[step], rel=1e-4)
         assert by_three[step] == pytest.approx(uninterrupted[step], rel=1e-4)
+
+
+def test_each_way_to_spread_goes_on_from_every_other_at_any_number_of_ranks(text, tmp_path):
+    # A fused kernel, and a norm of parts, may differ from those of whole tensors in the last place.
+    exact = OptimizerOptions(steps=6, warmup=2, clip=0.0, fused=False)
+    each = [options_for(text, parallel, dropout=0.2) for parallel in ("oss", "sharded-ddp", "ddp")]
+    ways = [replace(options, optimizer=exact) for options in each]
+    uninterrupted = run_ranks(save_in_several_ways, 2, ways, tmp_path)[0]
+    assert uninterrupted == [uninterrupted[0]] * 3
+    resumed = run_ranks(go_on_in_several_ways, 2, ways, tmp_path / "sharded-ddp" / "step-00000003")[0]
+    assert resumed == [{step: loss for step, loss in uninterrupted[0].items() if step > 3}] * 3
+
+    by_one = go_on(options_for(text, "none"), tmp_path / "oss" / "step-00000003")
+    others = [options_for(text, parallel) for parallel in ("oss", "sharded-ddp", "fsdp")]
+    for losses in run_ranks(go_on_in_several_ways, 3, others, tmp_path / "oss" / "step-00000003")[0]:
+        assert losses == pytest.approx(by_one, rel=1e-4)
 
 
 def test_a_checkpoint_says_what_it_is_in_plain_json(text):

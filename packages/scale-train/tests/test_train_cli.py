@@ -64,6 +64,8 @@ TOO_MANY = (os.cpu_count() or 1) * MAX_RANKS_PER_CORE + 1
         ("--text text --dropout 2", "--dropout 2.0: a number from 0"),
         ("--text text --size huge", "--size huge: no such size"),
         ("--text text --parallel none --ranks 2", "--parallel none is one process"),
+        ("--text text --parallel oss --batch 5 --ranks 2", "--batch 5 does not divide into 2 ranks"),
+        ("--text text --parallel sharded-ddp --resume nowhere --ranks 1", "--resume nowhere: no such folder"),
         ("--text text --resume nowhere --parallel none", "--resume nowhere: no such folder"),
     ],
 )
@@ -75,6 +77,7 @@ def test_wrong_input_is_one_clear_line_and_code_2(capsys, arguments, words):
 
 def test_an_option_that_does_not_exist_is_code_2_and_help_is_code_0(capsys):
     assert main(["lm", "--stpes", "3"]) == 2
+    assert main(["lm", "--parallel", "sharded"]) == 2
     assert main(["lm", "--help"]) == 0
     assert "--checkpoint-activations" in capsys.readouterr().out
 
@@ -109,7 +112,7 @@ def test_options_have_the_names_of_the_manual():
     )
     assert options.data.text == (Path("a"), Path("b"))
     assert (options.parallel.ranks, options.parallel.parallel, options.parallel.precision) == (2, "ddp", "bf16")
-    assert options.parallel.checkpoint_activations and not options.parallel.reshard_after_forward
+    assert options.parallel.checkpoint_activations == "all" and not options.parallel.reshard_after_forward
     assert options.optimizer.clip == 0.5 and not options.model.tied and options.run.resume == Path("r")
 
 

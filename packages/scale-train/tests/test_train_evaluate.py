@@ -7,7 +7,7 @@ from scale_core.group import Group, group_of
 from scale_core.testing import run_ranks
 from scale_train.evaluate import bits_per_byte, held_out_starts, sum_over_ranks
 from scale_train.model import GPT, ModelConfig
-from scale_train.options import ParallelOptions
+from scale_train.options import OptimizerOptions, ParallelOptions
 from scale_train.parallel import spread
 from scale_train.sampler import windows_at
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 def evaluated(parallel: str, group: Group) -> float:
     torch.manual_seed(0)
-    engine = spread(GPT(ModelConfig(1, 16, 2)), ParallelOptions(parallel=parallel), group, CPU)
+    engine = spread(GPT(ModelConfig(1, 16, 2)), ParallelOptions(parallel=parallel), OptimizerOptions(), group, CPU)
     starts = held_out_starts(len(TEXT), 8, 0)
     bits = bits_per_byte(engine, TEXT, starts, 8, 4, group)
     assert engine.model.training

@@ -122,8 +122,9 @@ def spoil_rank_1() -> str:
     training = SimpleNamespace(
         group=group_of(), loss=torch.tensor(math.nan if group_of().rank else 1.0), norm=None, step=2, saved_step=-1
     )
-    training.engine = SimpleNamespace(plain=torch.nn.Linear(1, 1))
-    training.optimizer = torch.optim.SGD(training.engine.plain.parameters())
+    weights = list(torch.nn.Linear(1, 1).parameters())
+    training.engine = SimpleNamespace(params=lambda: weights)
+    training.optimizer = torch.optim.SGD(weights)
     training.way_on = lambda: ""
     try:
         keep(training, lambda now: None)

@@ -4,8 +4,16 @@ import torch
 from scale_core.shard import Shard, mark
 from scale_train import memory
 from scale_train.errors import InputError
-from scale_train.memory import check_fits, held_bytes, in_words, machine_bytes, peak_bytes, replicated_bytes
-from scale_train.options import ModelOptions, Options
+from scale_train.memory import (
+    check_fits,
+    held_bytes,
+    in_words,
+    machine_bytes,
+    peak_bytes,
+    replicated_bytes,
+    state_tensors,
+)
+from scale_train.options import ModelOptions, Options, ParallelOptions
 
 
 def stepped(param: torch.nn.Parameter) -> torch.optim.Optimizer:
@@ -18,27 +26,45 @@ def stepped(param: torch.nn.Parameter) -> torch.optim.Optimizer:
 def test_a_whole_parameter_holds_itself_its_gradient_and_two_moments():
     param = torch.nn.Parameter(torch.zeros(10, 3))
     optimizer = stepped(param)
-    assert held_bytes([param], optimizer) == 4 * 30 * 4 + 4
-    assert replicated_bytes([param], optimizer) == held_bytes([param], optimizer)
+    assert held_bytes([param], [param], optimizer) == 4 * 30 * 4 + 4
+    assert replicated_bytes([param], optimizer) == held_bytes([param], [param], optimizer)
     param.grad = None
-    assert replicated_bytes([param], optimizer) == held_bytes([param], optimizer)
+    assert replicated_bytes([param], optimizer) == held_bytes([param], [param], optimizer)
+    assert sorted(tensor.numel() for tensor in state_tensors(optimizer)) == [1, 30, 30]
 
 
 def test_a_shard_says_what_the_whole_would_need():
     param = torch.nn.Parameter(torch.zeros(5, 3))
     mark(param, Shard("weight", (10, 3), 0, 15))
     optimizer = stepped(param)
-    assert held_bytes([param], optimizer) == 4 * 15 * 4 + 4
+    assert held_bytes([param], [param], optimizer) == 4 * 15 * 4 + 4
     assert replicated_bytes([param], optimizer) == 4 * 30 * 4 + 4
 
 
+def test_a_parameter_that_others_update_needs_as_much_state_as_one_that_this_rank_updates():
+    whole, others = torch.nn.Parameter(torch.zeros(10, 3)), torch.nn.Parameter(torch.zeros(20))
+    piece = torch.nn.Parameter(torch.zeros(5, 3))
+    mark(piece, Shard("weight", (10, 3), 0, 15))
+    optimizer = stepped(piece)
+    assert held_bytes([whole, others], [piece], optimizer) == 50 * 4 + 3 * 15 * 4 + 4
+    assert replicated_bytes([whole, others], optimizer) == 4 * 50 * 4 + 2 * 4
+
+
 def test_a_model_that_the_machine_cannot_hold_once_for_each_rank_is_refused(monkeypatch):
-    options = Options(model=ModelOptions(layers=1, width=64, heads=2))  # 65 thousand parameters or so
+    model = ModelOptions(layers=1, width=64, heads=2)  # 65 thousand parameters or so
+    options = Options(model=model, parallel=ParallelOptions(parallel="ddp"))
     monkeypatch.setattr(memory, "machine_bytes", lambda: 500_000)
     check_fits(options, 1)
     message = r"--size tiny: 0 M parameters x 4 bytes x 2 local ranks are 5\d\d kB, and this machine has 500 kB"
     with pytest.raises(InputError, match=message):
         check_fits(options, 2)
+    sharded = Options(model=model)
+    check_fits(sharded, 2)
+    monkeypatch.setattr(memory, "machine_bytes", lambda: 200_000)
+    check_fits(sharded, 2, world_size=4)
+    message = r"4 bytes divided among the ranks x 2 local ranks are 2\d\d kB, and .* 200 kB; take a smaller --size$"
+    with pytest.raises(InputError, match=message):
+        check_fits(sharded, 2)
     monkeypatch.setattr(memory, "machine_bytes", lambda: None)
     check_fits(options, 2)
 

@@ -107,6 +107,11 @@ def test_numbers_out_of_range_are_named_with_their_flag(options, flag):
     ("parallel", "lines"),
     [
         (ParallelOptions(no_sync=True, accumulate=2, reshard_after_forward=False), []),
+        (ParallelOptions(parallel="sharded-ddp", no_sync=True, accumulate=2), []),
+        (
+            ParallelOptions(parallel="oss", reshard_after_forward=False),
+            ["--no-reshard-after-forward has no effect with --parallel oss"],
+        ),
         (ParallelOptions(no_sync=True), ["--no-sync has no effect without --accumulate 2 or more"]),
         (
             ParallelOptions(parallel="ddp", no_sync=True, accumulate=2, reshard_after_forward=False),

@@ -28,6 +28,10 @@ def run_here(folder: Path, text: Path) -> Report:
     return language_model(options_for(folder, text, "fsdp"), group_of())
 
 
+def run_in_part(folder: Path, text: Path) -> list[Report]:
+    return [language_model(options_for(folder / way, text, way), group_of()) for way in ("sharded-ddp", "oss")]
+
+
 @pytest.fixture
 def text(tmp_path) -> Path:
     path = tmp_path / "text"
@@ -43,6 +47,16 @@ def test_all_ranks_come_to_the_same_report_and_hold_half_of_what_ddp_needs(text,
     assert first.sample.startswith("the") and Path(first.checkpoint).is_dir() and Path(first.plot).is_file()
     out = capsys.readouterr().out
     assert out.count("fsdp on 2 ranks (cpu)") == 1 and out.count("held-out loss") == 1
+
+
+def test_what_is_sharded_in_part_is_reported_as_what_each_rank_holds(text, tmp_path, capsys):
+    for in_part, state_alone in run_ranks(run_in_part, 2, tmp_path, text):
+        needed = in_part.ddp_memory_bytes  # parameters 1, gradients 1 and Adam 2 quarters of it
+        assert needed == state_alone.ddp_memory_bytes
+        assert in_part.held_memory_bytes == pytest.approx([needed * 5 / 8] * 2, rel=0.02)
+        assert state_alone.held_memory_bytes == pytest.approx([needed * 6 / 8] * 2, rel=0.02)
+        assert in_part.held_out_bits_per_byte == state_alone.held_out_bits_per_byte
+    assert "sharded-ddp on 2 ranks (cpu)" in capsys.readouterr().out
 
 
 def test_one_process_and_two_shards_judge_the_held_out_text_alike(text, tmp_path, capsys):

@@ -68,26 +68,31 @@ def test_two_sharded_ranks_train_as_two_replicas_bit_for_bit_whatever_saves_memo
         options_for(text, "fsdp"),
         options_for(text, "ddp"),
         options_for(text, "fsdp", reshard_after_forward=False),
-        options_for(text, "fsdp", checkpoint_activations=True),
+        options_for(text, "fsdp", checkpoint_activations="all"),
+        options_for(text, "oss"),
+        options_for(text, "sharded-ddp"),
+        options_for(text, "sharded-ddp", checkpoint_activations="all"),
     )[0]
     assert len(set(sharded.losses)) == STEPS
-    assert same == [sharded] * 3
+    assert same == [sharded] * 6
 
 
 def test_accumulating_without_sending_equals_replicas_that_do_so(text):
-    sharded, replicated = run_ranks(
+    replicated, *sharded = run_ranks(
         curves,
         2,
-        options_for(text, "fsdp", accumulate=3, no_sync=True),
         options_for(text, "ddp", accumulate=3),
+        options_for(text, "oss", accumulate=3),
+        *(options_for(text, parallel, accumulate=3, no_sync=True) for parallel in ("fsdp", "sharded-ddp")),
     )[0]
-    assert sharded == replicated
+    assert sharded == [replicated] * 3
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_any_number_of_ranks_trains_as_one_plain_process(text, ranks):
     plain = curve_of(options_for(text, "none", clip=0.5, fused=True), Group())
-    spread = [options_for(text, parallel, clip=0.5, fused=True, accumulate=2) for parallel in ("fsdp", "ddp")]
+    ways = ("fsdp", "ddp", "oss", "sharded-ddp")
+    spread = [options_for(text, parallel, clip=0.5, fused=True, accumulate=2) for parallel in ways]
     for by_rank in run_ranks(curves, ranks, *spread):
         for curve in by_rank:
             assert curve.losses == pytest.approx(plain.losses, rel=1e-4)
@@ -95,7 +100,7 @@ def test_any_number_of_ranks_trains_as_one_plain_process(text, ranks):
 
 
 def test_bf16_follows_fp32_from_afar(text):
-    several = [options_for(text, parallel, precision="bf16") for parallel in ("fsdp", "ddp")]
+    several = [options_for(text, parallel, precision="bf16") for parallel in ("fsdp", "ddp", "sharded-ddp")]
     exact, *rounded = run_ranks(curves, 2, options_for(text, "fsdp"), *several)[0]
     for curve in rounded:
         assert curve != exact

@@ -7,6 +7,7 @@ The files in reading order; each stands only on those above it:
 - `nested`: tensors inside whatever a module takes or returns;
 - `group`: who I compute with;
 - `pending`: a transfer under way, which owns its buffers;
+- `host_transport`: what moves tensors on the host, for groups that do not;
 - `messages`: tagged messages from rank to rank;
 - `collectives`: operations on 1-D tensors;
 - `exchange`: what ranks tell each other in a few integers or words;
@@ -22,7 +23,9 @@ The files in reading order; each stands only on those above it:
 - `joining`: ranks that run out of data before the others;
 - `flat_gradient`: a rank's own gradients of one flat buffer;
 - `reduction`: what they become;
+- `lone_scaler`: a scaler that asks one rank alone is refused on shards;
 - `stepping`: what must hold when an optimizer steps;
+- `sending`: a shard on its way from the host to the device;
 - `flat`: a flat buffer's storage, its views, and gather, release, reduce;
 - `holdings`: which named parameters stand in each tensor that an optimizer steps on;
 - `optimizer_view`: what torch's functions for state see of an optimizer on shards;
@@ -32,6 +35,7 @@ The files in reading order; each stands only on those above it:
 The others load more of torch, and are imported by their own names. State, and what is kept on disk:
 
 - `boxes`: the elements that a rank holds, as boxes of a tensor;
+- `whole_state`: whole tensors out of the shards that an optimizer's state is made of;
 - `state_match`: whether a saved state is that of this model;
 - `optimizer_state`: an optimizer's state by the names of parameters;
 - `state`: the state of a model and its optimizer, in pieces that outlive the number of ranks;
@@ -60,9 +64,11 @@ from scale_core.backward import (
     before_backward,
     in_backward,
     local_grads_wanted,
+    on_arriving_grads,
     on_local_grads,
     on_reduced_grads,
     once_after_backward,
+    report_arriving_grads,
     report_local_grads,
     report_reduced_grads,
 )
@@ -127,10 +133,12 @@ __all__ = [
     "map_tensors",
     "mark",
     "message_tag",
+    "on_arriving_grads",
     "on_local_grads",
     "on_reduced_grads",
     "once_after_backward",
     "reduce_scatter",
+    "report_arriving_grads",
     "report_local_grads",
     "report_reduced_grads",
     "shard_of",

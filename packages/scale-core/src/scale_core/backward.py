@@ -3,13 +3,14 @@
 Autograd calls nobody when it enters or leaves a module. These are the four places where it can be made to: a tensor's
 gradient arrives (the module's outputs: before its backward; its inputs: after it), a parameter's gradient is whole,
 and the whole pass has ended. Beside them stand `on_local_grads`, by which others see what a rank computed by itself
-before it is averaged away, and `on_reduced_grads`, by which they learn when what it was averaged into is there.
+before it is averaged away; `on_arriving_grads`, by which they see what it was averaged into while the pass still runs;
+and `on_reduced_grads`, by which they learn when that stands in `param.grad`.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
@@ -22,10 +23,13 @@ from scale_core.nested import map_tensors, tensors_in
 
 LocalGradsCallback = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
 
+ArrivingGradsCallback = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
+
 ReducedGradsCallback = Callable[[Sequence[Tensor]], None]
 
 _local_grads_callbacks: OrderedDict[int, LocalGradsCallback] = OrderedDict()  # a handle can't refer weakly to a dict
-_reduced_grads_callbacks: OrderedDict[int, ReducedGradsCallback] = OrderedDict()
+_arriving_grads_callbacks: OrderedDict[int, ArrivingGradsCallback] = OrderedDict()
+_reduced_grads_callbacks: OrderedDict[int, tuple[ReducedGradsCallback, Container[Tensor]]] = OrderedDict()
 
 
 class _Identity(torch.autograd.Function):
@@ -143,21 +147,59 @@ def report_local_grads(params: Sequence[Tensor], grads: Sequence[Tensor]) -> Non
             callback(params, grads)
 
 
-def on_reduced_grads(callback: ReducedGradsCallback) -> RemovableHandle:
+def on_arriving_grads(callback: ArrivingGradsCallback) -> RemovableHandle:
+    """Calls `callback(params, grads)` when gradients of local shards are reduced, while the pass of other modules runs.
+
+    They stand aside until the pass has ended well on every rank, and are dropped where it has not. Then they are what
+    `param.grad` becomes: that very tensor, unless another one comes to it, as a late gradient of this pass.
+
+    Args:
+        callback: Gets local shards as `parameters()` yields them, none of which has a gradient of an earlier pass, and
+            what each got in this one, in its shape. It may read the gradients, or start to copy them; not change them.
+
+    Returns:
+        A handle; `handle.remove()` ends the calls.
+    """
+    handle = RemovableHandle(_arriving_grads_callbacks)
+    _arriving_grads_callbacks[handle.id] = callback
+    return handle
+
+
+def report_arriving_grads(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    """Hands a unit's reduced gradients to everybody who asked by `on_arriving_grads`."""
+    with torch.no_grad():
+        for callback in list(_arriving_grads_callbacks.values()):
+            callback(params, grads)
+
+
+def on_reduced_grads(callback: ReducedGradsCallback, at_once: Container[Tensor] = ()) -> RemovableHandle:
     """Calls `callback(params)` when the gradients of these local shards stand in `param.grad`, whole for this pass.
 
-    No hook of autograd tells of it: a shard's gradient comes from the other ranks, while the backward pass of other
-    modules still runs. It is summed up, added to the gradient of earlier passes, and its reduction waited for.
+    No hook of autograd tells of it: a shard's gradient comes from the other ranks. It is summed up, added to the
+    gradient of earlier passes, and its reduction waited for. That is so when the pass has ended well on every rank.
 
     Args:
         callback: Gets local shards as `parameters()` yields them. It may take a gradient away, by `param.grad = None`.
+        at_once: Local shards whose gradients the callback uses up, so that they need not wait for the end of the pass:
+            they are put into `param.grad`, and it is called, as soon as they are reduced. Where the pass fails later,
+            that can't be taken back. May grow afterwards.
 
     Returns:
         A handle; `handle.remove()` ends the calls.
     """
     handle = RemovableHandle(_reduced_grads_callbacks)
-    _reduced_grads_callbacks[handle.id] = callback
+    _reduced_grads_callbacks[handle.id] = callback, at_once
     return handle
+
+
+def used_at_once(param: Tensor) -> bool:
+    """Whether somebody uses this shard's gradient up before the pass is over (see `on_reduced_grads`)."""
+    return any(param in at_once for _, at_once in _reduced_grads_callbacks.values())
+
+
+def arriving_grads_wanted() -> bool:
+    """Whether anybody has asked for gradients before the pass is over."""
+    return bool(_arriving_grads_callbacks) or any(at_once for _, at_once in _reduced_grads_callbacks.values())
 
 
 def report_reduced_grads(params: Sequence[Tensor]) -> None:
@@ -166,7 +208,7 @@ def report_reduced_grads(params: Sequence[Tensor]) -> None:
     Called inside the backward pass, once per pass and parameter, by whoever has reduced them.
     """
     with torch.no_grad():
-        for callback in list(_reduced_grads_callbacks.values()):
+        for callback, _ in list(_reduced_grads_callbacks.values()):
             callback(params)
 
 

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from scale_core import compat
 from scale_core.group import Group
-from scale_core.messages import UNTAGGED, peer_to_peer, peers, receive_all, send_all, torch_group
+from scale_core.host_transport import group_for, torch_group
+from scale_core.messages import UNTAGGED, peer_to_peer, peers, receive_all, send_all
 from scale_core.pending import Pending, begin
 
 __all__ = ["Op", "Pending", "all_gather", "all_reduce", "all_to_all", "broadcast", "reduce_scatter"]
@@ -139,7 +140,7 @@ def all_reduce(tensor: Tensor, group: Group, *, op: Op = "sum") -> Pending:
     if group.size == 1:
         return Pending("all_reduce", [], tensor)
     torch_op = _REDUCE_OPS[op]
-    work = begin(None, lambda: dist.all_reduce(tensor, torch_op, group=torch_group(group), async_op=True))
+    work = begin(None, lambda: dist.all_reduce(tensor, torch_op, group=group_for(tensor.device, group), async_op=True))
     return Pending("all_reduce", [work], tensor)
 
 
@@ -153,7 +154,7 @@ def broadcast(tensor: Tensor, group: Group, *, source: int = 0) -> Pending:
         raise ValueError(f"broadcast: expected source to be a rank of the group, 0 to {group.size - 1}, got {source}")
     if group.size == 1:
         return Pending("broadcast", [], tensor)
-    start = partial(dist.broadcast, tensor, group=torch_group(group), group_src=source, async_op=True)
+    start = partial(dist.broadcast, tensor, group=group_for(tensor.device, group), group_src=source, async_op=True)
     return Pending("broadcast", [begin(source, start)], tensor)
 
 

@@ -45,14 +45,38 @@ def reduce_scatter_single(output: Tensor, full: Tensor, group: dist.ProcessGroup
 
 
 def control_device(group: dist.ProcessGroup, wished: torch.device = _HOST) -> torch.device:
-    """Where small control messages go: the wished device, such as the host, if the group can reach it.
+    """Where small control messages go: the wished device if the group can reach it, else the host."""
+    return wished if wished.type in _device_types(group) else _HOST
 
-    Else it is the host or, where the group can't reach that either, the group's accelerator.
+
+def reaches_host(group: dist.ProcessGroup) -> bool:
+    """Whether a group moves tensors on the host by itself."""
+    return _HOST.type in _device_types(group)
+
+
+def gloo_twin(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A process group of the same ranks for tensors on the host, over gloo; all of them call this together.
+
+    It lives as long as somebody holds it, and stands in none of torch's lists: torch names new groups by how many there
+    are on a rank, so ranks that are in different numbers of groups could not make one when they need it.
+
+    Raises:
+        RuntimeError: A rank did not come within the group's own limit.
     """
-    types = [torch.device(device).type for device in cast(Any, group)._device_types]
-    if wished.type in types:
-        return wished
-    return _HOST if _HOST.type in types else torch.device(types[0], torch.cuda.current_device())
+    c10d = cast(Any, dist)
+    store = c10d.PrefixStore("scale_core/host", dist.distributed_c10d._get_process_group_store(group))
+    rank, size = group.rank(), group.size()
+    twin = c10d.ProcessGroup(store, rank, size)
+    gloo = c10d.ProcessGroupGloo(store, rank, size, time_limit(group))
+    kind = c10d.ProcessGroup.BackendType.GLOO
+    twin._set_default_backend(kind)
+    twin._register_backend(_HOST, kind, gloo)
+    made: dist.ProcessGroup = twin
+    return made
+
+
+def _device_types(group: dist.ProcessGroup) -> list[str]:
+    return [torch.device(device).type for device in cast(Any, group)._device_types]
 
 
 def time_limit(group: dist.ProcessGroup) -> timedelta:

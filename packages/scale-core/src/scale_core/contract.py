@@ -146,6 +146,18 @@ class Contract:
         if self._checking:
             self._compare(_Here(str(event), event.unit, self._ran), identity(*event))
 
+    def meet(self, event: Event) -> None:
+        """All ranks are about to do `event` together, outside of a pass: checks it where the transport can't tell.
+
+        Messages over gloo carry tags, so that a rank alone waits until its limit and no data is mixed. Others take the
+        next collective for this one, whatever it is: there the ranks are compared first.
+
+        Raises:
+            ScaleDistributedError: Another rank is about to do something else, or does not come.
+        """
+        if not self.alone and self.group.backend != "gloo":
+            self._compare(_Here(str(event), event.unit, self._ran), identity("together", *event))
+
     def close(self, *notes: int) -> list[list[int]]:
         """Ends the pass: all ranks compare what they did in it.
 

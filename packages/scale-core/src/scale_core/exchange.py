@@ -10,17 +10,16 @@ from collections.abc import Sequence
 
 import torch
 
-from scale_core import compat
 from scale_core.group import Group
-from scale_core.messages import LONGEST_RECORD, peer_to_peer, receive_all, send_all, torch_group
+from scale_core.messages import HOST, LONGEST_RECORD, receive_all, send_all
 from scale_core.pending import wait_for
 
 
 def exchange(record: Sequence[int], group: Group, *, limit_seconds: float | None = None) -> list[list[int]]:
     """Returns every rank's record, by rank: a few integers, for checks and not for data.
 
-    ceil(log2 W) rounds of one small message (Bruck et al., 1997). Under the "fake" backend the others are taken to
-    say what this rank says.
+    ceil(log2 W) rounds of one small message (Bruck et al., 1997), on the host whatever the group computes on. Under the
+    "fake" backend the others are taken to say what this rank says.
 
     Args:
         record: [n] integers of 64 bits; ranks whose n differ time out.
@@ -35,10 +34,8 @@ def exchange(record: Sequence[int], group: Group, *, limit_seconds: float | None
         raise ValueError(f"exchange: expected at most {LONGEST_RECORD} integers, got {len(record)}")
     if group.size == 1 or group.backend == "fake":
         return [list(record) for _ in range(group.size)]
-    if not peer_to_peer(group, compat.control_device(torch_group(group))):
-        return _native_exchange(record, group)
     # Row i is the record of rank + i.
-    known = torch.tensor(record, dtype=torch.int64, device="cpu").repeat(group.size, 1)
+    known = torch.tensor(record, dtype=torch.int64, device=HOST).repeat(group.size, 1)
     have = 1
     while have < group.size:
         count = min(have, group.size - have)
@@ -52,7 +49,12 @@ def exchange(record: Sequence[int], group: Group, *, limit_seconds: float | None
 
 
 def exchange_text(text: str, group: Group, *, limit_seconds: float | None = None) -> list[str]:
-    """Returns every rank's text, by rank. For the words of an error, so size matters more than speed."""
+    """Returns every rank's text, by rank. For the words of an error, so size matters more than speed.
+
+    Raises:
+        TransferError: A peer did not answer.
+        ValueError: A text is longer than 8 MB.
+    """
     data = text.encode(errors="surrogatepass")  # A path may hold what is no character.
     lengths = [row[0] for row in exchange([len(data)], group, limit_seconds=limit_seconds)]
     words = -(-max(lengths) // 8)
@@ -61,11 +63,3 @@ def exchange_text(text: str, group: Group, *, limit_seconds: float | None = None
     rows = exchange(record, group, limit_seconds=limit_seconds)
     texts = (b"".join(word.to_bytes(8, "little", signed=True) for word in row) for row in rows)
     return [raw[:length].decode(errors="surrogatepass") for raw, length in zip(texts, lengths, strict=True)]
-
-
-def _native_exchange(record: Sequence[int], group: Group) -> list[list[int]]:
-    device = compat.control_device(torch_group(group))
-    mine = torch.tensor(record, dtype=torch.int64, device=device)
-    everyone = torch.empty(group.size * len(record), dtype=torch.int64, device=device)
-    compat.all_gather_single(everyone, mine, torch_group(group)).wait()
-    return everyone.view(group.size, len(record)).tolist()

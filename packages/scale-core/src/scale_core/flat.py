@@ -12,24 +12,28 @@ from __future__ import annotations
 import enum
 import functools
 import weakref
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from scale_core import compat
 from scale_core.backward import local_grads_wanted, report_local_grads
 from scale_core.collectives import Pending, all_gather
 from scale_core.flat_gradient import FlatGradient
+from scale_core.flat_shard import FlatShard
+from scale_core.flat_terms import Devices, Dtypes, Groups
 from scale_core.group import Group
 from scale_core.joining import current_share
 from scale_core.layout import FlatLayout
 from scale_core.reduction import Reduction
-from scale_core.shard import Axis, Held, Shard, mark
+from scale_core.sending import Sending
 from scale_core.stepping import look_again, mark_copies, refuse_steps, watch_optimizers
-from scale_core.streams import HostStream, Stream, stream_for
+from scale_core.streams import HostStream, Stream, copy_over, stream_for
+from scale_core.whole import Whole
+
+__all__ = ["Devices", "Dtypes", "FlatBuffer", "Groups", "State", "live_buffers", "wait_sent"]
 
 
 class State(enum.Enum):
@@ -40,55 +44,16 @@ class State(enum.Enum):
     GATHERED = "the full buffer, W * S elements, readable"
 
 
-@dataclass(frozen=True)
-class Dtypes:
-    """The dtypes of one flat buffer; None is that of the parameters themselves.
-
-    Attributes:
-        compute: Of the gathered parameters and of their gradients.
-        reduce: Of the gradients on their way from rank to rank.
-    """
-
-    compute: torch.dtype | None = None
-    reduce: torch.dtype | None = None
-
-
-@dataclass(frozen=True)
-class Devices:
-    """Where a flat buffer lives; None is the device of the parameters themselves.
-
-    Attributes:
-        shard: The shard, and so the gradients and the state that an optimizer sees.
-        compute: The gathered parameters, and gradients until they are reduced.
-        reduced: Reduced gradients until the backward pass is over; None is that of the shard.
-    """
-
-    shard: torch.device | None = None
-    compute: torch.device | None = None
-    reduced: torch.device | None = None
-
-
-@dataclass(frozen=True)
-class Groups:
-    """Who shares a flat buffer.
-
-    Attributes:
-        shard: The W ranks between which it is cut.
-        replicas: The ranks that hold the same shard, one for each copy of the model: hybrid sharding.
-        part: Some of the ranks of `shard`, neighbours in it, between which `release(keep_part=True)` leaves the full
-            buffer, so that the next gather stays among them. Its size divides W.
-    """
-
-    shard: Group = field(default_factory=Group)
-    replicas: Group = field(default_factory=Group)
-    part: Group | None = None
-
-
+_AS_GIVEN = Dtypes(), Devices()
 _KEPT = ("names", "layout", "dtypes", "devices", "flatten", "shard", "exposed", "_unit", "_flat_name")
 
 _live: weakref.WeakSet[FlatBuffer] = weakref.WeakSet()
 
-_copy_stream = functools.cache(stream_for)
+
+@functools.cache
+def _copy_stream(device: torch.device, what: str) -> Stream:
+    """The stream on which copies of one kind run; the ways to a device and back can be used at the same time."""
+    return stream_for(device)
 
 
 def live_buffers() -> Iterator[tuple[str, Tensor]]:
@@ -99,11 +64,18 @@ def live_buffers() -> Iterator[tuple[str, Tensor]]:
             yield "gathered", buffer.full
         if buffer.part is not None:
             yield "gathered", buffer.part
-        if buffer.gradient.flat is not None:
-            yield "gradient", buffer.gradient.flat
+        for gradient in (buffer.gradient.flat, buffer.gradient.waiting):
+            if gradient is not None:
+                yield "gradient", gradient
 
 
-class FlatBuffer:
+def wait_sent() -> None:
+    """Returns when every shard may be written to; see `FlatBuffer.wait_sent`."""
+    for buffer in list(_live):
+        buffer.wait_sent()
+
+
+class FlatBuffer(FlatShard):
     """Parameters of one dtype, sharded over a group.
 
     Args:
@@ -116,10 +88,6 @@ class FlatBuffer:
         devices: Where shard, full buffer and reduced gradients live.
 
     Attributes:
-        group: The W ranks between which it is cut.
-        shard: [S] in the parameters' own dtype: this rank's elements of all of them.
-        pieces: Per parameter, the view of `shard` that belongs to it, in its local shape.
-        exposed: What an optimizer gets: the pieces as parameters, or the one flat parameter.
         wholes: What the module computes with: per parameter, a view of the full buffer in the full shape.
         state: Whether the wholes can be read.
         part: [W * S / size of the part's group], what `release(keep_part=True)` has left of the full buffer, or None.
@@ -130,6 +98,7 @@ class FlatBuffer:
     state: State
     part: Tensor | None
     _gathering: Pending | None
+    _aside: list[tuple[nn.Parameter, Tensor]]
 
     def __init__(
         self,
@@ -137,45 +106,26 @@ class FlatBuffer:
         params: Sequence[Tensor],
         layout: FlatLayout,
         groups: Group | Groups,
-        dtypes: Dtypes = Dtypes(),
+        dtypes: Dtypes = _AS_GIVEN[0],
         flatten: bool = False,
-        devices: Devices = Devices(),
+        devices: Devices = _AS_GIVEN[1],
     ) -> None:
-        self.dtypes, self.flatten = dtypes, flatten
-        self.names, self._unit, self._flat_name = list(names), "", "flat_param"
-        self._past = 0  # What makes `version` grow over all the shards that there were.
+        super().__init__(names, dtypes, flatten)
         device = params[0].device
-        self._plan(layout, groups if isinstance(groups, Groups) else Groups(groups), _resolved(devices, device))
+        self._plan(layout, groups if isinstance(groups, Groups) else Groups(groups), devices.resolved(device))
         self._house(self._new_shard(params[0].dtype))
         for index, param in enumerate(params):
             self.load(index, param)
         trainable = [param.requires_grad for param in params]
         self.exposed = self._expose(trainable)
-        self._written: list[Tensor] = [self.shard]
+        self._written = [self.shard]
         self._furnish(trainable)
 
     # What it is.
 
     def rename(self, names: Sequence[str], unit: str = "", flat_name: str = "flat_param") -> None:
-        """Records what each exposed parameter is a piece of, under these qualified names.
-
-        Args:
-            names: Of each parameter.
-            unit: Of the unit that gathers them.
-            flat_name: Of the one flat parameter, where they are exposed as that.
-        """
-        self.names = self.gradient.names = list(names)
-        self._unit, self._flat_name = unit, flat_name
-        axes: tuple[Axis, ...] = (Axis(self.group, Held.SHARD),)
-        if self.groups.replicas.size > 1:
-            axes += (Axis(self.groups.replicas, Held.REPLICATE),)
-        if self.flatten:
-            start = self.group.rank * self.layout.shard_numel
-            stop = start + self.layout.shard_numel
-            mark(self.exposed[0], Shard(flat_name, (self.layout.full_numel,), start, stop, axes, unit))
-            return
-        for name, entry, span, param in zip(names, self.layout.entries, self.spans, self.exposed, strict=True):
-            mark(param, Shard(name, entry.shape, span.start, span.stop, axes, unit))
+        super().rename(names, unit, flat_name)
+        self.gradient.names = self.names
 
     def follow_trainable(self) -> None:
         """Takes over what the user has frozen or unfrozen since the last step."""
@@ -186,29 +136,10 @@ class FlatBuffer:
         if self.gradient and not self.trains:
             self.gradient.drop()  # Of what is frozen now; it must not come back when it is unfrozen.
 
-    def exposed_of(self, index: int) -> nn.Parameter:
-        """What an optimizer has of a parameter: its own piece, or the one flat parameter that holds it."""
-        return self.exposed[0 if self.flatten else index]
-
-    @property
-    def trains(self) -> bool:
-        """Whether any of the parameters wants a gradient."""
-        return any(param.requires_grad for param in self.exposed)
-
     @property
     def has_gradient(self) -> bool:
         """Whether there is a gradient that was not reduced yet."""
         return bool(self.gradient)
-
-    @property
-    def is_meta(self) -> bool:
-        """Whether the shard has no values yet, as that of a model that is built on the meta device."""
-        return self.shard.is_meta
-
-    @property
-    def version(self) -> int:
-        """Grows whenever the shard is written to, directly or through an exposed parameter, and when it is replaced."""
-        return self._past + sum(tensor._version for tensor in self._written)
 
     # Gather and release.
 
@@ -268,6 +199,10 @@ class FlatBuffer:
             self.full.untyped_storage().resize_(0)
         self.state = State.SHARDED
 
+    def wait_sent(self) -> None:
+        """Returns when the shard may be written to: it is no longer read by a gather that has returned before."""
+        self._sending.wait()
+
     def is_stale(self) -> bool:
         """Whether the shard was written to, as by an optimizer, since what there is of the full buffer was gathered."""
         gathered = self.state is not State.SHARDED or self.part is not None
@@ -301,36 +236,63 @@ class FlatBuffer:
         """
         self.reduction.wait(limit_seconds)
 
-    def commit(self, limit_seconds: float | None = None) -> None:
-        """Adds all that was reduced since the last commit to the gradients of the exposed parameters.
+    def set_aside(self, limit_seconds: float | None = None) -> list[tuple[nn.Parameter, Tensor]]:
+        """Waits for what was reduced since the last call, and returns it by exposed parameter, in their shapes.
+
+        It stands aside until `hand_out` or `commit`; until then it may be read.
 
         Raises:
             TransferError: See `Pending.wait`.
         """
+        new: list[tuple[nn.Parameter, Tensor]] = []
         for reduced in self.reduction.results(limit_seconds):
-            self._add_to_grads(reduced.to(self.shard.device))
+            if reduced.device != self.shard.device:
+                reduced = copy_over(reduced, self.shard.device, self._grad_stream)
+            new += self._by_exposed(reduced)
+        self._aside += new
+        return new
+
+    def hand_out(self, params: Container[Tensor] | None = None) -> None:
+        """Adds what stands aside to the gradients of these exposed parameters; None is all."""
+        aside, self._aside = self._aside, []
+        for param, gradient in aside:
+            if params is not None and param not in params:
+                self._aside.append((param, gradient))
+            elif param.requires_grad or self.flatten:
+                _add_to_grad(param, gradient)
+
+    def commit(self, limit_seconds: float | None = None) -> None:
+        """Adds all that was reduced since the last commit to the gradients of the exposed parameters.
+
+        Own gradients that were not reduced join those that wait for a later reduction.
+
+        Raises:
+            TransferError: See `Pending.wait`.
+        """
+        self.set_aside(limit_seconds)
+        self.hand_out()
+        self.gradient.settle()
 
     def discard(self) -> None:
-        """After an error: gives up every transfer, what was gathered and what was not committed.
+        """After an error: gives up every transfer, what was gathered and what came since the last `commit`.
 
-        Gradients that were not reduced yet stay.
+        Own gradients that waited for their reduction then, wait on.
         """
         if self._gathering is not None:
             self._gathering.abandon()
             self._gathering = None
             self._stream.join()
         self.reduction.abandon()
+        self._aside = []
+        self.gradient.revoke()
         self.release()
+        self.wait_sent()
 
     # Whole tensors, for checkpoints and for people.
 
     def load(self, index: int, whole: Tensor) -> None:
-        """Takes this rank's piece out of a whole tensor of the parameter's full shape; of one on meta, nothing."""
-        if whole.is_meta:
-            return
-        span, piece = self.spans[index], self.pieces[index]
-        with torch.no_grad():
-            piece.copy_(whole.detach().reshape(-1)[span.start : span.stop].view(span.shape))
+        self.wait_sent()
+        super().load(index, whole)
 
     def gather_whole(self, tag: int = 0, limit_seconds: float | None = None) -> list[Tensor]:
         """Returns every parameter whole, in its own dtype; they share one new buffer of W * S elements."""
@@ -365,7 +327,7 @@ class FlatBuffer:
         """
         version, trainable = self.version, [self.exposed_of(i).requires_grad for i in range(len(self.names))]
         self.discard()
-        self._plan(layout or self.layout, groups or self.groups, _resolved(devices or Devices(), shard.device))
+        self._plan(layout or self.layout, groups or self.groups, (devices or Devices()).resolved(shard.device))
         self._house(shard)
         self._take_in(self.exposed)
         self._past += version + 1 - self.version
@@ -382,7 +344,7 @@ class FlatBuffer:
         self._past = 0
         shard, devices = state["shard"], state["devices"]
         if shard.device != devices.shard:  # torch.load has mapped it elsewhere.
-            devices = devices if devices.shard != devices.compute else _resolved(Devices(), shard.device)
+            devices = devices if devices.shard != devices.compute else Devices().resolved(shard.device)
             devices = replace(devices, shard=shard.device)
         self._plan(state["layout"], state["groups"], devices)
         self._house(shard)
@@ -393,48 +355,17 @@ class FlatBuffer:
     # What these are made of.
 
     def _plan(self, layout: FlatLayout, groups: Groups, devices: Devices) -> None:
-        """Who shares what, and where."""
-        assert devices.shard is not None and devices.compute is not None
-        self.layout, self.groups, self.devices = layout, groups, devices
-        self.group = groups.shard
-        self.compute_device = devices.compute
-        self._moves = devices.shard != devices.compute
-        self._stream: Stream = _copy_stream(self.compute_device) if self._moves else HostStream()
-        self.spans = layout.spans(self.group.rank)
-
-    def _house(self, shard: Tensor) -> None:
-        """The shard, the views of it, and what its dtype decides."""
-        assert shard.shape == (self.layout.shard_numel,), "a shard has as many elements as the layout says"
-        self.shard = shard.pin_memory() if self._pins and not shard.is_pinned() else shard
-        self.dtype = shard.dtype
-        self.compute_dtype = self.dtypes.compute or self.dtype
-        self.reduce_dtype = self.dtypes.reduce or self.compute_dtype
-        # Empty ones, too, are views, so that a write to a parameter counts in the shard's version on every rank alike.
-        self.pieces = [self.shard.narrow(0, span.shard_offset, span.numel).view(span.shape) for span in self.spans]
-
-    def _expose(self, trainable: Sequence[bool]) -> list[nn.Parameter]:
-        if self.flatten:
-            return [nn.Parameter(self.shard, requires_grad=any(trainable))]
-        return [nn.Parameter(piece, requires_grad=wanted) for piece, wanted in zip(self.pieces, trainable, strict=True)]
-
-    def _take_in(self, exposed: Sequence[nn.Parameter]) -> None:
-        """Exposes the shard through parameters that there are already, the same objects where torch can do that."""
-        self.exposed = []
-        for param, memory in zip(exposed, [self.shard] if self.flatten else self.pieces, strict=True):
-            if compat.takes_data_of(param, memory):
-                param.grad = None
-                param.data = memory
-                self.exposed.append(param)
-            else:
-                self.exposed.append(nn.Parameter(memory, requires_grad=param.requires_grad))
-        # They keep version counters of their own, where those that are made from the shard share that of the shard.
-        self._written = [self.shard, *self.exposed]
+        super()._plan(layout, groups, devices)
+        self._stream: Stream = _copy_stream(self.compute_device, "shards") if self._moves else HostStream()
+        stays = devices.shard == devices.compute == devices.reduced
+        self._grad_stream: Stream = HostStream() if stays else _copy_stream(self.compute_device, "gradients")
+        self._sending = Sending(self._stream)
 
     def _furnish(self, trainable: Sequence[bool]) -> None:
         """The full buffer with its views, released; and whatever works between it and the shard."""
         self.is_aliased = self.group.size == 1 and self.compute_dtype == self.dtype and not self._moves
         full = self.shard.data if self.is_aliased else self._new_full(self.compute_dtype)
-        self.wholes = [nn.Parameter(view, requires_grad=False) for view in self._views(full)]
+        self.wholes: list[nn.Parameter] = [Whole(view, requires_grad=False) for view in self._views(full)]
         # Written to through `.data`, which counts no versions: a gather only brings back what autograd has saved.
         self.full = full.data
         for whole, wanted in zip(self.wholes, trainable, strict=True):
@@ -446,7 +377,9 @@ class FlatBuffer:
         self.gradient.holds = self.gradient.holds and not self.is_aliased
         self._gathering = None
         assert self.devices.reduced is not None
-        self.reduction = Reduction(self.group, self.groups.replicas, self.dtype, self.devices.reduced, self._stream)
+        self._aside = []
+        where = self.devices.reduced, self._grad_stream
+        self.reduction = Reduction(self.group, self.groups.replicas, self.dtype, *where)
         self._gathered_version = self.version
         self.rename(self.names, self._unit, self._flat_name)
         self.release()
@@ -454,14 +387,6 @@ class FlatBuffer:
         mark_copies(self.wholes, self)
         refuse_steps(self)
         watch_optimizers()
-
-    def _new_shard(self, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(self.layout.shard_numel, dtype=dtype, device=self.devices.shard, pin_memory=self._pins)
-
-    @property
-    def _pins(self) -> bool:
-        """Whether the host's side of a copy is pinned, so that the copy runs beside the computation."""
-        return self._moves and self.compute_device.type == "cuda"
 
     def _new_full(self, dtype: torch.dtype) -> Tensor:
         return torch.empty(self.layout.full_numel, dtype=dtype, device=self.compute_device)
@@ -471,17 +396,11 @@ class FlatBuffer:
         shard = self.shard.data
         if shard.dtype == full.dtype and not self._moves:
             return shard
-        if self._moves and shard.dtype != full.dtype:  # Cast before it is copied: the way between devices is narrow.
-            shard = torch.empty_like(shard, dtype=full.dtype, pin_memory=self._pins).copy_(shard)
-        return self._part(full, self.group).copy_(shard, non_blocking=True)
-
-    def _add_to_grads(self, gradient: Tensor) -> None:
-        if self.flatten:
-            _add_to_grad(self.exposed[0], gradient)
-            return
-        for param, span in zip(self.exposed, self.spans, strict=True):
-            if param.requires_grad:
-                _add_to_grad(param, gradient.narrow(0, span.shard_offset, span.numel).view(span.shape))
+        part = self._part(full, self.group)
+        if self._moves:
+            self._sending.start(shard, part)
+            return part
+        return part.copy_(shard)
 
     def _part(self, full: Tensor, group: Group) -> Tensor:
         """What one rank of `group` has of a full buffer that is cut evenly between its ranks."""
@@ -494,12 +413,6 @@ class FlatBuffer:
     def _view(self, buffer: Tensor, index: int) -> Tensor:
         entry = self.layout.entries[index]
         return buffer.narrow(0, entry.offset, entry.numel).view(entry.shape)
-
-
-def _resolved(devices: Devices, here: torch.device) -> Devices:
-    """The same with every device named, given that of the parameters."""
-    shard = devices.shard or here
-    return Devices(shard, devices.compute or here, devices.reduced or shard)
 
 
 def _add_to_grad(param: nn.Parameter, grad: Tensor) -> None:

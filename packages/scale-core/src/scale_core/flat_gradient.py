@@ -2,6 +2,9 @@
 
 They stand in one flat tensor of W * S elements, as the collective wants them. It exists only while there are any, and
 each gradient moves into it as soon as it is whole, while it is in the processor's cache.
+
+Where gradients of several passes are summed, those of the pass that runs now stand apart from the sum of the passes
+before it, until it has gone well: what a pass that fails has added to a sum could not be taken out of it again.
 """
 
 from __future__ import annotations
@@ -42,7 +45,8 @@ class FlatGradient:
         wide_dtype: The same, where gradients of several backward passes are summed.
 
     Attributes:
-        flat: [W * S], the gradients; None while there are none, or while all are held.
+        flat: [W * S], the gradients of the pass that runs now; None while there are none, or while all are held.
+        waiting: [W * S], the sum of those of earlier passes, which the next `take` adds; None while there is none.
         holds: Whether `hold` lets gradients stand alone; only large buffers do.
         names: The parameters' names, for errors.
     """
@@ -51,15 +55,23 @@ class FlatGradient:
         self, wholes: Sequence[nn.Parameter], layout: Places, dtype: torch.dtype, wide_dtype: torch.dtype
     ) -> None:
         self.flat: Tensor | None = None
+        self.waiting: Tensor | None = None
         self.holds = layout.full_numel * dtype.itemsize >= _HELD_FROM_BYTES
         self.names: Sequence[str] = ()
         self._wholes, self._layout = wholes, layout
         self._dtype, self._wide_dtype = dtype, wide_dtype
         self._held: dict[int, Tensor] = {}
         self._packed = [False] * len(wholes)
+        self._waits = [False] * len(wholes)
+        self._is_taken = False  # The sum that waits is being reduced: a second `take` must not add it again.
 
     def __bool__(self) -> bool:
         """Whether there is a gradient that was not reduced yet."""
+        return self.has_begun or self._adds
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the pass that runs now has brought a gradient."""
         return self.flat is not None or bool(self._held)
 
     def hold(self, index: int, *, accumulate: bool = False) -> None:
@@ -102,7 +114,9 @@ class FlatGradient:
 
     def given(self) -> list[int]:
         """The parameters that have got a gradient since the last `take`."""
-        return [index for index, packed in enumerate(self._packed) if packed or index in self._held]
+        waits = self._waits if self._adds else [False] * len(self._waits)
+        packed = zip(self._packed, waits, strict=True)
+        return [index for index, either in enumerate(packed) if any(either) or index in self._held]
 
     def missing(self) -> list[int]:
         """The trainable parameters that have got none since the last `take`."""
@@ -112,29 +126,71 @@ class FlatGradient:
     def take(self, device: torch.device) -> Tensor:
         """Returns the flat gradient [W * S], narrow or wide, and forgets it; what was not used is zero.
 
+        The sum that waits is in it, and is kept beside it until `settle`.
+
         Args:
             device: Where the zeros stand, if it is all zeros.
         """
         self.pack()
         flat = self.flat
+        if self._adds:
+            flat = self._with_waiting(flat)
+            self._is_taken = True
         if flat is None:
             flat = torch.zeros(self._layout.full_numel, dtype=self._dtype, device=device)
         elif not all(self._packed) or self._layout.padding:
             self._fill_gaps(flat)
-        self.flat, self._packed = None, [False] * len(self._wholes)
+        self._forget_pass()
         return flat
+
+    def settle(self) -> None:
+        """The pass has gone well: its gradients join the sum that waits, or the sum was reduced and is forgotten."""
+        if self._is_taken:
+            self._forget_waiting()
+        self.pack(accumulate=True)
+        flat, packed = self.flat, self._packed
+        self._forget_pass()
+        if flat is None:
+            return
+        if self.waiting is None:
+            self.waiting, self._waits = flat.to(self._wide_dtype), packed
+            return
+        for index in (index for index, has in enumerate(packed) if has):
+            self._waits[index] = _add(self._view(self.waiting, index), self._view(flat, index), self._waits[index])
+
+    def revoke(self) -> None:
+        """The pass has failed: forgets its gradients; the sum of those before it waits on."""
+        self._forget_pass()
+        self._is_taken = False
+        for whole in self._wholes:
+            whole.grad = None
+
+    def withhold(self) -> None:
+        """The pass has failed here and goes on elsewhere: until `revoke`, every `take` gives zeros."""
+        self.revoke()
+        self._is_taken = True
 
     def take_over(self, other: FlatGradient, device: torch.device) -> None:
         """Takes the gradients of the same parameters from before they were moved to `device`, or to another dtype."""
-        other.pack()
-        if other.flat is not None:
-            self.flat, self._packed = other.flat.to(device, self._wide_dtype), list(other._packed)
+        other.settle()
+        if other.waiting is not None:
+            self.waiting, self._waits = other.waiting.to(device, self._wide_dtype), list(other._waits)
 
     def drop(self) -> None:
         """Forgets all gradients."""
+        self.revoke()
+        self._forget_waiting()
+
+    @property
+    def _adds(self) -> bool:
+        """Whether the next `take` adds a sum that waits."""
+        return self.waiting is not None and not self._is_taken
+
+    def _forget_pass(self) -> None:
         self.flat, self._packed, self._held = None, [False] * len(self._wholes), {}
-        for whole in self._wholes:
-            whole.grad = None
+
+    def _forget_waiting(self) -> None:
+        self.waiting, self._waits, self._is_taken = None, [False] * len(self._wholes), False
 
     def _grad_of(self, index: int) -> Tensor | None:
         whole = self._wholes[index]
@@ -151,18 +207,28 @@ class FlatGradient:
     def _pack(self, index: int, grad: Tensor, accumulate: bool) -> None:
         if self.flat is None:
             dtype = self._wide_dtype if accumulate else self._dtype
+            # Beside a sum that waits, as it is: it is added to that in a dtype that is wide enough.
+            dtype = grad.dtype if self._adds else dtype
             fills_it = len(self._wholes) == 1 and grad.numel() == self._layout.full_numel
             if fills_it and grad.dtype == dtype and grad.is_contiguous():
                 self.flat = grad.view(-1)  # It is laid out as the buffer is: taken over, not copied.
                 self._packed[index] = True
                 return
             self.flat = torch.empty(self._layout.full_numel, dtype=dtype, device=grad.device)
-        target = self._view(self.flat, index)
-        if self._packed[index]:
-            target.add_(grad)
-        else:
-            target.copy_(grad)
-            self._packed[index] = True
+        if self._packed[index] and self._adds:
+            self.flat = self.flat.to(self._wide_dtype)  # A second gradient in one pass: their sum may need more room.
+        self._packed[index] = _add(self._view(self.flat, index), grad, self._packed[index])
+
+    def _with_waiting(self, flat: Tensor | None) -> Tensor:
+        """Returns this pass's gradients plus the sum that waits, [W * S] in the wide dtype; gaps hold anything."""
+        assert self.waiting is not None
+        if flat is None:
+            self._packed = list(self._waits)
+            return self.waiting.clone()
+        flat = flat.to(self.waiting.dtype)
+        for index in (index for index, has in enumerate(self._waits) if has):
+            self._packed[index] = _add(self._view(flat, index), self._view(self.waiting, index), self._packed[index])
+        return flat
 
     def _view(self, flat: Tensor, index: int) -> Tensor:
         entry = self._layout.entries[index]
@@ -176,3 +242,12 @@ class FlatGradient:
             flat[place : entry.offset].zero_()
             place = entry.offset + entry.numel
         flat[place:].zero_()
+
+
+def _add(target: Tensor, grad: Tensor, has: bool) -> bool:
+    """Adds a gradient to what a target has, or puts it there; returns that it has one now."""
+    if has:
+        target.add_(grad)
+    else:
+        target.copy_(grad)
+    return True

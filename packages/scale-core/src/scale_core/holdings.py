@@ -8,20 +8,25 @@ parameters and for all state of their shape, which name's elements stand where.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from scale_core.flat import FlatBuffer
+from scale_core.optimizer_kinds import NUMBERS
 from scale_core.shard import Held, shard_of
 
-# The numbers that torch's optimizers keep per parameter: for a 0-dim parameter no shape could tell them.
-_COUNTS = frozenset({"step", "mu_product", "mu", "eta"})
-
 _flat: WeakIdKeyDictionary = WeakIdKeyDictionary()  # each flat parameter, to a weak reference to its buffer
+
+
+class HasGroups(Protocol):
+    """An optimizer, or a wrapper around one."""
+
+    @property
+    def param_groups(self) -> Any: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,6 +113,21 @@ def named_holdings(model: nn.Module) -> dict[str, Holding]:
     return found
 
 
+def check_known(optimizer: HasGroups, known: Container[Tensor]) -> None:
+    """Checks that an optimizer steps on parameters of the model alone.
+
+    Raises:
+        ValueError: A parameter of it is none of those that are known.
+    """
+    for number, group in enumerate(optimizer.param_groups):
+        for position, param in enumerate(group["params"]):
+            if param not in known:
+                raise ValueError(
+                    f"parameter {position} of the optimizer's group {number}, of shape {tuple(param.shape)}, is none "
+                    "of the model's: build the optimizer after the model is sharded, from model.parameters()"
+                )
+
+
 def is_number(key: str, shape: Sequence[int], param_shape: Sequence[int]) -> bool:
     """Whether a state is one number for the whole parameter, and not the state of its one element."""
-    return len(shape) == 0 and (key in _COUNTS or len(param_shape) > 0)
+    return len(shape) == 0 and (key in NUMBERS or len(param_shape) > 0)

@@ -9,10 +9,10 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from scale_core.group import Group
+from scale_core.host_transport import group_for
 from scale_core.pending import Work, begin
 
 # Tags of the messages that belong to no unit: 0 for data, and from 1 on for records, by their length, because gloo ends
@@ -26,16 +26,13 @@ LONGEST_RECORD = 1 << 20
 UNIT_TAGS = range(LONGEST_RECORD + 2, 1 << 31)
 """The tags that callers may choose from."""
 
+HOST = torch.device("cpu")
+"""Where messages are sent from and received."""
+
 
 def peer_to_peer(group: Group, device: torch.device) -> bool:
     """Whether collectives are made of messages: on the host, where gloo moves them; CUDA has them natively."""
-    return device.type == "cpu" and group.backend != "fake"
-
-
-def torch_group(group: Group) -> dist.ProcessGroup:
-    """The process group of a group that has more than one rank."""
-    assert group.process_group is not None
-    return group.process_group
+    return device.type == HOST.type and group.backend != "fake"
 
 
 def peers(group: Group) -> list[int]:
@@ -49,11 +46,11 @@ def receive_all(group: Group, targets: dict[int, Tensor], tag: int) -> list[tupl
     Gloo holds a message back until its receive is posted, and two ranks that both wait for a send before they post
     their receive would wait forever.
     """
-    receive = torch_group(group).recv
+    receive = group_for(HOST, group).recv
     return [begin(peer, partial(receive, [target], peer, tag)) for peer, target in targets.items() if target.numel()]
 
 
 def send_all(group: Group, sources: dict[int, Tensor], tag: int) -> list[tuple[int | None, Work]]:
     """Starts to send each rank its message; one without elements is not sent, nor received."""
-    send = torch_group(group).send
+    send = group_for(HOST, group).send
     return [begin(peer, partial(send, [source], peer, tag)) for peer, source in sources.items() if source.numel()]

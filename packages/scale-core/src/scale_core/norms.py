@@ -53,7 +53,8 @@ def grad_norm(params: Iterable[Tensor], norm_type: float = 2.0, limit_seconds: f
     for param in params:
         members = classes.setdefault(_sharing_groups(param), [])
         if param.grad is not None:
-            members.append(param.grad)
+            # Of a complex number its magnitude counts, as in torch.
+            members.append(param.grad.abs() if param.grad.is_complex() else param.grad)
     grads = [grad for members in classes.values() for grad in members]
     device = next((tensor.device for tensor in (*grads, *params)), torch.device("cpu"))
     total = torch.zeros((), dtype=torch.float64, device=device)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from scale_core.boxes import LocalShard
-from scale_core.holdings import Holding, is_number, named_holdings
+from scale_core.holdings import Holding, check_known, is_number, named_holdings
 from scale_core.state_match import SavedTensor, StateMismatch
 
 GROUPS = "optim.groups"
@@ -42,15 +42,8 @@ def owners_of(model: nn.Module, optimizer: Optimizer) -> dict[Tensor, list[Holdi
     everything: dict[Tensor, list[Holding]] = {}
     for holding in named_holdings(model).values():
         everything.setdefault(holding.owner, []).append(holding)
-    found: dict[Tensor, list[Holding]] = {}
-    for number, group in enumerate(optimizer.param_groups):
-        for position, param in enumerate(group["params"]):
-            if param not in everything:
-                raise ValueError(
-                    f"parameter {position} of the optimizer's group {number}, of shape {tuple(param.shape)}, is none "
-                    "of the model's: build the optimizer after the model is wrapped, from model.parameters()"
-                )
-            found[param] = everything[param]
+    check_known(optimizer, everything)
+    found = {param: everything[param] for group in optimizer.param_groups for param in group["params"]}
     if isinstance(optimizer, KeepsStateElsewhere):
         return {param: [optimizer.state_holding(holding) for holding in held] for param, held in found.items()}
     return found

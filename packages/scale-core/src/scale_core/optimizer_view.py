@@ -3,8 +3,9 @@
 `torch.distributed.checkpoint.state_dict` takes every tensor of an optimizer for a whole one, or for a DTensor, and a
 shard's state is neither: that of one rank would be saved under the parameter's name and all others lost, without a
 word. So an optimizer that is seen to work on shards is given two hooks of torch's: asked by those functions it says of
-each tensor which elements it has, and whatever it loads it cuts to its own. To everybody else its `state_dict()` is
-what it always was. A flat parameter is none that the functions could name, so for such it raises.
+each tensor which elements it has, or makes it whole where they want that, and whatever it loads it cuts to its own. To
+everybody else its `state_dict()` is what it always was. A flat parameter is none that the functions could name, so for
+such it raises.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -52,21 +54,46 @@ def view_all() -> None:
     register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: view(optimizer))
 
 
-def is_asked_by_torch() -> bool:
-    """Whether torch's checkpoint functions have called the `state_dict()` that runs now; nobody tells it who did."""
+class Asked(NamedTuple):
+    """What torch's checkpoint functions want of a `state_dict()`.
+
+    Attributes:
+        whole: Whole tensors (`full_state_dict=True`).
+        on_host: On the host and, where they are whole, on global rank 0 alone (`cpu_offload=True`).
+    """
+
+    whole: bool = False
+    on_host: bool = False
+
+    @property
+    def keeps(self) -> bool:
+        """Whether this rank is to get the tensors."""
+        return not (self.whole and self.on_host and dist.is_initialized()) or dist.get_rank() == 0
+
+
+def asked_by_torch() -> Asked | None:
+    """What torch's checkpoint functions want, if they have called the `state_dict()` that runs now, or else None.
+
+    Nobody tells it who did, so that is read off the stack, and so are the options.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and str(frame.f_globals.get("__name__")).startswith(_BETWEEN):
         frame = frame.f_back
-    return frame is not None and frame.f_globals.get("__name__") == _ASKS
+    if frame is None or frame.f_globals.get("__name__") != _ASKS:
+        return None
+    options = frame.f_locals.get("info")
+    return Asked(getattr(options, "full_state_dict", False), getattr(options, "cpu_offload", False))
 
 
 def _with_ranges(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-    """Says of each tensor which elements it has, where torch's checkpoint functions ask for the state.
+    """Says of each tensor which elements it has, where torch's checkpoint functions ask, or makes it whole.
 
     Raises:
         RuntimeError: They do, and a flat parameter is among those that the optimizer steps on.
+        ScaleDistributedError: They want whole tensors, and a rank did something else.
     """
-    if not is_asked_by_torch():
+    asked = asked_by_torch()
+    if asked is None:
         return None
     for _, param in _numbered(optimizer, state_dict):
         shard = shard_of(param)
@@ -89,7 +116,21 @@ def _with_ranges(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
             )
         return LocalShard(value.detach().contiguous(), shard.shape, shard.start, shard.stop)
 
-    return _changed(optimizer, state_dict, label)
+    labelled = _changed(optimizer, state_dict, label)
+    return _made_whole(optimizer, labelled, asked) if asked.whole else labelled
+
+
+def _made_whole(optimizer: Optimizer, state_dict: dict[str, Any], asked: Asked) -> dict[str, Any]:
+    from scale_core.whole_state import Slots, whole_slots  # Loads torch's checkpoint package, too.
+
+    given = {
+        number: Slots(shard, param.device, state_dict["state"].get(number, {}))
+        for number, param in _numbered(optimizer, state_dict)
+        if (shard := shard_of(param)) is not None
+    }
+    whole = whole_slots(list(given.values()), keeps=asked.keeps, on_host=asked.on_host)
+    slots = {number: values for number, values in zip(given, whole, strict=True) if values}
+    return {**state_dict, "state": {**state_dict["state"], **slots}}
 
 
 def _with_own_elements(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:

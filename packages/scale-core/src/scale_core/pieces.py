@@ -113,7 +113,11 @@ class Written:
 def write_part(
     unfinished: Path, own: Own, plan: SavePlan, group: Group, reached: Callable[[str, Path], None]
 ) -> Written:
-    """Writes this rank's boxes into a file of its own, one tensor at a time; `reached` is told of each."""
+    """Writes this rank's boxes into a file of its own, one tensor at a time; `reached` is told of each.
+
+    Raises:
+        FileNotFoundError: This rank does not see the directory.
+    """
     if not unfinished.is_dir():
         raise FileNotFoundError(f"{unfinished} can't be seen from this rank: all ranks must share the directory")
     plan = own.planner.finish_plan(plan)

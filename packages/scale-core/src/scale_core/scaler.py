@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from scale_core import compat
 from scale_core.collectives import all_reduce
 from scale_core.group import Group, GroupLike, group_of
-from scale_core.messages import torch_group
+from scale_core.host_transport import torch_group
 from scale_core.shard import shard_of
 
 

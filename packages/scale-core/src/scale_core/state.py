@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from scale_core.boxes import Box, LocalShard, boxes
+from scale_core.flat import wait_sent
 from scale_core.holdings import Holding, named_holdings
 from scale_core.optimizer_state import (
     GROUPS,
@@ -57,6 +58,7 @@ def sharded_state_dict(model: nn.Module, optimizer: Optimizer | None = None) -> 
             a state of an optimizer is neither a shard nor a number, so that it can't be put together again; or a
             parameter is on the meta device.
     """
+    wait_sent()  # They are the live shards: whoever has them may write to them.
     state: dict[str, Any] = {
         f"model.{name}": piece(holding, holding.owner) for name, holding in _holdings_with_memory(model).items()
     }
@@ -121,6 +123,7 @@ def load_sharded_state_dict(
         check_alike(key, SavedTensor(tuple(given[key].size()), given[key].dtype), SavedTensor(shape, tensor.dtype))
         sources[key] = part_of(key, given[key], holdings[key]) if key in holdings else given[key].detach()
     slots = optimizer_slots(state, model, optimizer) if optimizer is not None else {}
+    wait_sent()
     for key, tensor in own.items():
         if not tensor.is_set_to(sources[key]):
             tensor.copy_(sources[key])

@@ -19,29 +19,9 @@ from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from scale_core.lone_scaler import refuse_lone_scaler
+from scale_core.optimizer_kinds import known_bases
 from scale_core.shard import Held, Shard, shard_of
-
-# What the update of an element depends on, in optimizers that are known not to be elementwise: by the name of a class
-# among the optimizer's own and those that it is made of, since the same ones come from many packages. One that is not
-# listed is taken for elementwise, as SGD, Adam and all others of torch.optim are.
-_NEEDS_WHOLE_TENSOR = {
-    "Adafactor": "rows and columns of its second moment, and the norm of its update",
-    "AdafactorBigVision": "rows and columns of its second moment, and the norm of its update",
-    "CAME": "rows and columns of its second moment, and the norm of its update",
-    "DistributedShampoo": "a preconditioner of rows and columns",
-    "GaLore": "a projection of the whole gradient",
-    "GaLoreAdamW": "a projection of the whole gradient",
-    "LAMB": "the norms of the parameter and of its update",
-    "LARS": "the norms of the parameter and of its gradient",
-    "Lamb": "the norms of the parameter and of its update",
-    "Lars": "the norms of the parameter and of its gradient",
-    "Muon": "an orthogonal matrix near its momentum",
-    "NovoGrad": "the norm of its gradient",
-    "Novograd": "the norm of its gradient",
-    "SM3": "the largest element of each row and column",
-    "SOAP": "a preconditioner of rows and columns",
-    "Shampoo": "a preconditioner of rows and columns",
-}
 
 _replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _copies: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -86,6 +66,7 @@ def refuse_steps(owner: Any) -> None:
 def watch_optimizers() -> None:
     """Begins to look at the steps of all optimizers of this process; once is enough."""
     register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_pre_hook(refuse_lone_scaler)
     register_optimizer_step_post_hook(_after_step)
 
 
@@ -134,19 +115,20 @@ def _refuse_replaced(optimizer: torch.optim.Optimizer) -> None:
 
 def _refuse_pieces(optimizer: torch.optim.Optimizer) -> None:
     """Refuses an optimizer that would compute something else with pieces than with whole tensors."""
-    kind = type(optimizer).__name__
-    bases = [cls.__name__ for cls in type(optimizer).__mro__]
-    needs = next((_NEEDS_WHOLE_TENSOR[name] for name in bases if name in _NEEDS_WHOLE_TENSOR), None)
+    kind, bases = type(optimizer).__name__, known_bases(type(optimizer))
+    # One of which nothing is known is taken for elementwise.
+    needs = next((base.needs for base in bases if base.scope == "parameter"), None)
+    needs_all = next((base.needs for base in bases if base.scope == "all"), None)
     shards = [shard for param in _params(optimizer) if (shard := shard_of(param)) is not None and _is_divided(shard)]
     if not shards:
         return
-    if "LBFGS" in bases:
+    if needs_all is not None:
         raise RuntimeError(
-            f"{kind}.step(): it measures all parameters together, and this rank has only a part of them, as of "
+            f"{kind}.step(): it measures {needs_all}, and this rank has only a part of them, as of "
             f"'{shards[0].name}': every rank would take another direction. Train with an optimizer that works element "
             "by element, such as AdamW, or leave the model unsharded"
         )
-    if "SparseAdam" in bases:
+    if any(base.sparse for base in bases):
         raise RuntimeError(
             f"{kind}.step(): it takes sparse gradients, and those of shards are dense, as that of '{shards[0].name}': "
             "train with torch.optim.Adam(model.parameters(), ...)"

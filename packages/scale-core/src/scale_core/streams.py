@@ -105,8 +105,14 @@ class Inline(Executor):
 
 
 def worker_for(device: torch.device) -> Executor:
-    """Returns what does the host's share of the work while `device` computes, one thing after the other."""
-    return ThreadPoolExecutor(1, "scale_core worker") if device.type == "cuda" else Inline()
+    """Returns what does the host's share of the work while a device computes, one thing after the other.
+
+    Args:
+        device: Where the tensors are that it is about. Those on the host may belong to a model that a GPU computes
+            with, so there is a thread as well where this process uses one.
+    """
+    beside = device.type == "cuda" or torch.cuda.is_initialized()
+    return ThreadPoolExecutor(1, "scale_core worker") if beside else Inline()
 
 
 def on_host(tensor: Tensor) -> bool:
@@ -122,6 +128,23 @@ def host_memory(num_elements: int, dtype: torch.dtype, device: torch.device) -> 
 def copy_into(target: Tensor, source: Tensor) -> None:
     """Starts a copy in the order of the current stream; on CUDA it runs beside the host if the host side is pinned."""
     target.copy_(source, non_blocking=target.is_cuda or source.is_cuda)
+
+
+def copy_over(tensor: Tensor, device: torch.device, stream: Stream) -> Tensor:
+    """Returns a copy on another device, made on `stream`; whatever the caller does with it from now on sees it whole.
+
+    Where the host is one of the two, its side is to be pinned, as what `copy_to` has brought there is: then a copy to
+    the device stops neither the host nor the computation. One to the host is waited for.
+    """
+    if device == _HOST:
+        copy = copy_to(tensor, device, stream)
+        stream.record().synchronize()
+        return copy
+    target = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)  # The caller's stream owns it.
+    with stream.run():
+        copy_into(target, tensor)
+    stream.join()
+    return target
 
 
 def copy_to(tensor: Tensor, device: torch.device, stream: Stream) -> Tensor:

@@ -41,7 +41,7 @@ _GRACE_SECONDS = 1.0
 
 
 def run_ranks(
-    fn: Callable[..., T], num_ranks: int, *args: Any, timeout: float = 60.0, backend: str | None = "gloo"
+    fn: Callable[..., T], num_ranks: int, *args: Any, timeout: float = 120.0, backend: str | None = "gloo"
 ) -> list[T]:
     """Runs `fn(*args)` on each of `num_ranks` processes and returns their results by rank.
 

@@ -28,7 +28,14 @@ from scale_fsdp.wrapping.policy import (
     no_split_policy,
     size_policy,
 )
-from scale_fsdp.wrapping.units import auto_wrap, enable_wrap, fully_shard_modules, plan_units, wrap
+from scale_fsdp.wrapping.units import (
+    auto_wrap,
+    enable_wrap,
+    fully_shard_modules,
+    get_fsdp_instances,
+    plan_units,
+    wrap,
+)
 
 __version__ = "2026.11.0"
 __all__ = [
@@ -51,6 +58,7 @@ __all__ = [
     "full_state_dict",
     "fully_shard",
     "fully_shard_modules",
+    "get_fsdp_instances",
     "name_policy",
     "no_split_policy",
     "plan_units",

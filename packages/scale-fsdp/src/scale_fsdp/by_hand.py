@@ -11,7 +11,8 @@ from typing import Self
 
 from torch import nn
 
-from scale_fsdp.unit import Unit, unit_of, units_in
+from scale_fsdp.slots import show_shards, show_wholes
+from scale_fsdp.unit import Unit, root_of, unit_of, units_in
 
 
 class Unsharding:
@@ -22,7 +23,7 @@ class Unsharding:
 
     def wait(self) -> None:
         """Returns when the module's parameters are whole."""
-        self._unit.wait_pinned()
+        _wait_pinned(self._unit)
 
 
 class ByHand(nn.Module):
@@ -37,15 +38,15 @@ class ByHand(nn.Module):
             async_op: Return a handle whose `wait()` ends the gather, in place of waiting here.
         """
         unit = _unit_at(self, "unshard")
-        unit.pin()
+        _pin(unit)
         if async_op:
             return Unsharding(unit)
-        unit.wait_pinned()
+        _wait_pinned(unit)
         return None
 
     def reshard(self) -> None:
         """Releases this unit's parameters, unless they are in use by a forward or backward pass."""
-        _unit_at(self, "reshard").unpin()
+        _unpin(_unit_at(self, "reshard"))
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> Self:
         """Whether backward passes reduce the gradients; without, they wait on this rank, as inside `no_sync()`."""
@@ -74,6 +75,33 @@ class ByHand(nn.Module):
         """Begins to gather these units whenever this one is opened in a backward, beside the one that comes next."""
         unit = _unit_at(self, "set_modules_to_backward_prefetch")
         unit.fetches["backward"] = [_unit_at(module, "set_modules_to_backward_prefetch") for module in modules]
+
+
+def _pin(unit: Unit) -> None:
+    """Starts to gather a unit, which stays gathered until `_unpin`."""
+    root_of(unit).recover()
+    unit.pinned = True
+    for each in (*unit.lenders, unit):
+        if not each.uses and each.is_stale:
+            each.release()  # An optimizer has stepped since it was gathered.
+        each.gather()
+
+
+def _wait_pinned(unit: Unit) -> None:
+    """Waits for what `_pin` has started, and puts the whole parameters into the module."""
+    if unit.pinned:
+        for each in (*unit.lenders, unit):
+            each.wait_gathered()
+        unit.follow_trainable()
+        show_wholes(unit.slots)
+
+
+def _unpin(unit: Unit) -> None:
+    """Back to the shards, unless a forward or a backward is under way."""
+    unit.pinned = False
+    if unit.root is not None and not unit.uses and not unit.in_backward:
+        unit.release()
+        show_shards(unit.slots)
 
 
 def _unit_at(module: nn.Module, method: str) -> Unit:

@@ -28,6 +28,7 @@ class FSDPConfig:
         move_params_to_cpu: Keep the shards on the host.
         move_grads_to_cpu: Keep the gradients of the shards on the host; None is where the shards are.
         mixed_precision: A policy; True is fp16 parameters and reduction.
+        error_if_nonfinite: Give a step up in which a rank computes an infinity or a NaN.
 
     Raises:
         TypeError: A value is of another type.
@@ -37,6 +38,7 @@ class FSDPConfig:
     move_params_to_cpu: bool = False
     move_grads_to_cpu: bool | None = None
     mixed_precision: bool | MixedPrecision = False
+    error_if_nonfinite: bool = False
 
     def __post_init__(self) -> None:
         # A file gives whatever its author wrote, and the string "false" counts as true.

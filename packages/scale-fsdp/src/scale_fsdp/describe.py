@@ -266,6 +266,6 @@ def _orders(units: Sequence[Unit], paths: Mapping[int, str]) -> dict[str, tuple[
 def _pass_title(kind: PassKind) -> str:
     if kind.phase.startswith("backward"):
         return kind.phase
-    phase = "forward of root" if kind.phase == "forward of " else kind.phase
+    phase = "forward of root" if kind.phase == "forward of " else kind.phase.replace("of  by", "of root by")
     mode = "training" if kind.training else "evaluation"
     return f"{phase}, {mode}{'' if kind.grad else ', without gradients'}"

@@ -129,6 +129,9 @@ class ShardedEMA:
             yield
             changed = versions != [pair.live._version for pair in self._params]
         finally:
+            for unit in units_in(self.model):
+                for buffer in unit.buffers:
+                    buffer.wait_sent()
             for pair, held in zip(pairs, self._held, strict=False):
                 _swap_back(pair, held)
             self._held = None

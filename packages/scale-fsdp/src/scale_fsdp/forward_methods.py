@@ -153,7 +153,7 @@ class _Gathered(_InPlace):
         if self._inside:  # Called by the forward, or by another registered method: gathered already.
             return self._method(*args, **kwargs)
         try:
-            args, kwargs = unit.before_forward(module, args, kwargs)
+            args, kwargs = unit.before_forward(module, args, kwargs, method=self._name)
             with self._inside:
                 output = self._method(*args, **kwargs)
         except BaseException:

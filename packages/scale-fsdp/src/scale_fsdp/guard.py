@@ -106,6 +106,8 @@ def _method_that_runs(unit: Unit) -> str:
 def refuse_in_use(units: Iterable[Unit], what: str) -> None:
     """Refuses to change or copy parameters that somebody computes with, or looks at, as a whole.
 
+    Where shards on the host are still being copied to the device, it waits: from then on they may be changed.
+
     Raises:
         RuntimeError: That is so.
     """
@@ -117,3 +119,5 @@ def refuse_in_use(units: Iterable[Unit], what: str) -> None:
                 f"{what}: the parameters of {unit_title(unit.name)} are in use, by a forward or backward pass, inside "
                 "summon_full_params or gathered by hand: call it between steps"
             )
+        for buffer in unit.buffers:
+            buffer.wait_sent()

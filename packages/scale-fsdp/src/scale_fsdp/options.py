@@ -9,9 +9,10 @@ import torch
 
 from scale_core import compat
 from scale_core.flat import Devices
+from scale_core.group import GroupLike
 from scale_core.layout import Atom
-from scale_fsdp.precision import MixedPrecision
-from scale_fsdp.ranks import Ranks
+from scale_fsdp.precision import MixedPrecision, resolve_precision
+from scale_fsdp.ranks import Ranks, ranks_of
 
 AtomChoice = Atom | Callable[[str, tuple[int, ...]], Atom]
 
@@ -67,6 +68,7 @@ class UnitOptions:
         atom: What must not be cut between two ranks.
         limit_seconds: As the outermost unit, the longest wait for another rank; None is the group's own limit.
         form: What its module's `state_dict()` gives.
+        error_if_nonfinite: As the outermost unit, give a step up in which a rank computes what is not finite.
     """
 
     ranks: Ranks
@@ -77,6 +79,58 @@ class UnitOptions:
     atom: AtomChoice = "auto"
     limit_seconds: float | None = None
     form: StateDictForm = StateDictForm()
+    error_if_nonfinite: bool = False
+
+    @classmethod
+    def from_arguments(
+        cls,
+        process_group: GroupLike = None,
+        *,
+        reshard_after_forward: bool | int = True,
+        mixed_precision: bool | MixedPrecision = False,
+        flatten_parameters: bool = False,
+        atom: AtomChoice = "auto",
+        move_params_to_cpu: bool = False,
+        move_grads_to_cpu: bool | None = None,
+        compute_device: torch.device | str | None = None,
+        limit_seconds: float | None = None,
+        state_dict_device: torch.device | str | None = None,
+        state_dict_on_rank_0_only: bool = False,
+        compute_dtype: torch.dtype | None = None,
+        buffer_dtype: torch.dtype | None = None,
+        fp32_reduce_scatter: bool | None = None,
+        error_if_nonfinite: bool = False,
+    ) -> UnitOptions:
+        """Returns the options behind the arguments of `fully_shard`, which explains them.
+
+        Raises:
+            TypeError: An argument of the wrong kind.
+            ValueError: Arguments that contradict each other, or that the ranks can't follow.
+        """
+        ranks = ranks_of(process_group)
+        if not isinstance(reshard_after_forward, int):
+            raise TypeError(
+                f"reshard_after_forward: expected a bool or a number of ranks, got {reshard_after_forward!r}"
+            )
+        ranks.check_part(reshard_after_forward)
+        if not isinstance(error_if_nonfinite, bool):
+            raise TypeError(f"error_if_nonfinite: expected True or False, got {error_if_nonfinite!r}")
+        return cls(
+            ranks,
+            resolve_precision(
+                mixed_precision,
+                compute_dtype=compute_dtype,
+                buffer_dtype=buffer_dtype,
+                fp32_reduce_scatter=fp32_reduce_scatter,
+            ),
+            resolve_placement(move_params_to_cpu, move_grads_to_cpu, compute_device, ranks),
+            reshard_after_forward,
+            flatten_parameters,
+            atom,
+            limit_seconds,
+            resolve_form(state_dict_device, state_dict_on_rank_0_only),
+            error_if_nonfinite,
+        )
 
     def device_for(self, params: torch.device) -> torch.device:
         """Returns where parameters are to be that are on this device now: those on meta get memory where they compute.
@@ -115,3 +169,15 @@ def resolve_placement(
     return Placement(
         compute, move_params_to_cpu, move_params_to_cpu if move_grads_to_cpu is None else move_grads_to_cpu
     )
+
+
+def resolve_form(state_dict_device: torch.device | str | None, state_dict_on_rank_0_only: bool) -> StateDictForm:
+    """Returns the form behind the arguments of `fully_shard`.
+
+    Raises:
+        TypeError: The flag is not a bool.
+    """
+    if not isinstance(state_dict_on_rank_0_only, bool):
+        raise TypeError(f"state_dict_on_rank_0_only: expected True or False, got {state_dict_on_rank_0_only!r}")
+    device = None if state_dict_device is None else torch.device(state_dict_device)
+    return StateDictForm(device, state_dict_on_rank_0_only)

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from typing import TYPE_CHECKING, NamedTuple
 
 from scale_core.contract import ScaleDistributedError
 from scale_core.events import END
 from scale_core.history import Pass
+from scale_fsdp.arriving import uses_gradients_at_once
 
 if TYPE_CHECKING:  # unit.py stands on this file's user, root.py.
     from scale_fsdp.root import Root
@@ -24,9 +26,28 @@ if TYPE_CHECKING:  # unit.py stands on this file's user, root.py.
 class StepError(ScaleDistributedError):
     """Another rank failed in this step, so all ranks gave it up; a rank that failed itself raises its own error.
 
-    Parameters, gradients of earlier backward passes and the optimizer's state are as they were before the step, but for
-    gradients that were accumulated under `no_sync()`: these are dropped with it. Training can go on.
+    Parameters and the optimizer's state are as they were before the step, and so are the gradients of earlier backward
+    passes: those in `grad`, and those that wait under `no_sync()` for their reduction. Training can go on.
     """
+
+
+class Notes(NamedTuple):
+    """What a rank tells the others when they compare a pass, beside what it ran.
+
+    Attributes:
+        num_late: How many units have got gradients after their reduction.
+        num_unused: How many parameters it has reduced as zeros, since it had no gradient for them.
+        failed: It has failed in this pass, and has served the others to its end.
+    """
+
+    num_late: int = 0
+    num_unused: int = 0
+    failed: int = False
+
+
+def can_give_up(root: Root) -> bool:
+    """Whether an error that is raised here and now comes to an end on all ranks."""
+    return root.contract.alone or _rest(root) is not None
 
 
 def give_up_together(root: Root, error: BaseException) -> bool:
@@ -38,15 +59,13 @@ def give_up_together(root: Root, error: BaseException) -> bool:
     Raises:
         ScaleDistributedError: The others did something else, or can't be reached.
     """
-    if isinstance(error, StepError):
-        return True  # All ranks know.
-    contract = root.contract
-    rest = contract.history.rest(in_order=contract.group.backend != "gloo")
+    if isinstance(error, StepError) or error is root.told:
+        return True
+    contract, rest = root.contract, _rest(root)
     if rest is None or contract.alone or contract.is_broken or isinstance(error, ScaleDistributedError):
         return False
     for unit in root.units:
-        if rest[-1].kind.grad:  # The others keep what they have when an evaluation is given up.
-            unit.drop_gradients()
+        unit.withhold_gradients()
         unit.end_transfers()
     for number, left in enumerate(rest):
         if number:
@@ -54,20 +73,33 @@ def give_up_together(root: Root, error: BaseException) -> bool:
         _serve(root, left)
         if number < len(rest) - 1:
             contract.leave()
-    contract.close(0, 0, 1)
+    root.close(Notes(failed=True))
     reasons = tell_reasons(root, error)
-    error.add_note(_in_words(contract.step, reasons))
+    error.add_note(_in_words(root, reasons))
     return True
 
 
-def raise_if_given_up(root: Root, failed: Sequence[int]) -> None:
-    """At the end of a cycle of passes: raises on this rank if another one has said that it failed.
+def raise_if_given_up(root: Root, notes: Sequence[Notes], error: BaseException | None) -> None:
+    """At the end of a cycle of passes: raises on this rank if one has said that it failed.
+
+    Args:
+        root: Of the model.
+        notes: What each rank has said.
+        error: Why this one has failed; None if it has not.
 
     Raises:
-        StepError: One has.
+        StepError: Another one has; if this one has, its own error.
     """
-    if any(failed):
-        raise StepError(_in_words(root.contract.step, tell_reasons(root, None)), step=root.contract.step)
+    if not any(told.failed for told in notes):
+        return
+    if error is not None and root.contract.alone:
+        raise error
+    words = _in_words(root, tell_reasons(root, error))
+    if error is None:
+        raise StepError(words, step=root.contract.step)
+    error.add_note(words)
+    root.told = error
+    raise error
 
 
 def tell_reasons(root: Root, error: BaseException | None) -> list[str]:
@@ -75,6 +107,30 @@ def tell_reasons(root: Root, error: BaseException | None) -> list[str]:
     if error is None:
         return root.tell("")
     return root.tell("".join(traceback.format_exception(error)).rstrip())
+
+
+class EndOfBackward:
+    """Called by autograd when a backward pass has ended, and dropped without a call where it has failed."""
+
+    def __init__(self, root: Root) -> None:
+        self._root: Root | None = root
+
+    def __call__(self) -> None:
+        root, self._root = self._root, None
+        if root is not None:
+            root.finish_backward()
+
+    def __del__(self) -> None:
+        if self._root is not None:
+            # What the user is about to see is the error of the pass; that the others can't be reached either, the next
+            # pass says.
+            with suppress(Exception):
+                self._root.backward_has_failed()
+
+
+def _rest(root: Root) -> list[Pass] | None:
+    """What the others expect of this rank until all compare again; None where that can't be foretold."""
+    return root.contract.history.rest(in_order=root.contract.group.backend != "gloo")
 
 
 def _serve(root: Root, left: Pass) -> None:
@@ -94,11 +150,18 @@ def _serve(root: Root, left: Pass) -> None:
     root.make_room()
 
 
-def _in_words(step: int, reasons: Sequence[str]) -> str:
+def _in_words(root: Root, reasons: Sequence[str]) -> str:
     failed = [rank for rank, reason in enumerate(reasons) if reason]
     who = f"rank {failed[0]}" if len(failed) == 1 else f"ranks {', '.join(map(str, failed))}"
     first = "\n".join(f"  {line}" for line in reasons[failed[0]].splitlines())
+    if uses_gradients_at_once(root.units):
+        left = (
+            "An optimizer that updates during the backward pass (overlap_step=True) may have updated some of the "
+            "parameters: load the last snapshot, or build it with overlap_step=False to be able to go on."
+        )
+    else:
+        left = "Parameters and optimizer state are as before it, and training can go on with the next batch."
     return (
-        f"step {step} was given up on all ranks, because {who} failed. Parameters and optimizer state are as before "
-        f"it, and training can go on with the next batch. What rank {failed[0]} raised:\n{first}"
+        f"step {root.contract.step} was given up on all ranks, because {who} failed. {left} "
+        f"What rank {failed[0]} raised:\n{first}"
     )

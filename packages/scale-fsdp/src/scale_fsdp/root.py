@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from contextlib import suppress
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from scale_core.backward import in_backward, once_after_backward, report_reduced_grads
+from scale_core.backward import in_backward, once_after_backward
 from scale_core.contract import Contract
-from scale_core.events import Event, PassKind, message_tag, unit_title
+from scale_core.events import Event, PassKind, unit_title
 from scale_core.exchange import exchange_text
 from scale_core.group import Group
 from scale_core.joining import current_share
 from scale_fsdp.agreement import check_units, describe_units
-from scale_fsdp.rescue import give_up_together, raise_if_given_up
+from scale_fsdp.arriving import Arriving
+from scale_fsdp.finite import Finite
+from scale_fsdp.rescue import EndOfBackward, Notes, can_give_up, give_up_together, raise_if_given_up
 from scale_fsdp.unused import Unused
 
 if TYPE_CHECKING:  # unit.py stands on this file.
@@ -43,6 +44,8 @@ class Root:
         synchronizes: Gradients are reduced at the end of a backward pass; False inside `no_sync`.
         unused: What was reduced as zeros in the backward pass that runs now.
         failure: What was raised in the recomputation of a unit in the backward pass that runs now.
+        finite: What is looked for infinities and NaN, where the outermost unit asks for that.
+        told: What this rank has raised that all ranks know of.
         outdated: Units have moved to another dtype, device or group since they agreed: a new root takes its place.
     """
 
@@ -58,7 +61,10 @@ class Root:
         dtypes = {(unit.precision.param_dtype, unit.precision.output_dtype) for unit in self.units}
         self._computes_in_one_dtype = len(dtypes) == 1 and dtypes.pop()[1] is None
         self.unused = Unused(self.units)
+        self.arriving = Arriving(self.contract, self.unused)
+        self.finite = Finite(self.group.rank, outermost.options.error_if_nonfinite)
         self.failure: BaseException | None = None
+        self.told: BaseException | None = None
         self._reducing: Unit | None = None
         check_units(self.units, self.group)
         self.contract.agree("how the model is built and wrapped", describe_units(self.units))
@@ -72,16 +78,16 @@ class Root:
 
     # Forward.
 
-    def enter(self, unit: Unit) -> None:
-        """A forward pass begins with `unit`."""
+    def enter(self, unit: Unit, method: str) -> None:
+        """A forward pass begins with `unit`: that of its module or, unless it is "", another method."""
         self.entry = unit
-        kind = PassKind(f"forward of {unit.name}", torch.is_grad_enabled(), unit.module.training)
-        self.contract.begin(kind, new_step=True)
+        # Another method runs other units as a rule, or the same in another order: its passes are of another kind.
+        name = f"forward of {unit.name}{f' by {method}' if method else ''}"
+        self.contract.begin(PassKind(name, torch.is_grad_enabled(), unit.module.training), new_step=True)
         for member in self.units:
             member.follow_trainable()
-            stale = any(buffer.is_stale() for buffer in member.buffers)
             # What an earlier pass has left is gathered again: `param.data` can be written to without a trace.
-            if stale or not (self.keeps_after_backward(member) or member.hidden):
+            if member.is_stale or not (self.keeps_after_backward(member) or member.hidden):
                 member.release()
 
     def leave(self, unit: Unit) -> None:
@@ -91,25 +97,19 @@ class Root:
         self.entry = None
         try:
             if torch.is_grad_enabled():
+                self._raise_if_not_finite()
                 self.contract.leave()
             else:
                 # Compared first: where the ranks differ, what was fetched ahead may never arrive.
-                rows = self.contract.close(0, 0, 0)
-                raise_if_given_up(self, [row[2] for row in rows])
+                raise_if_given_up(self, self.close(Notes()), None)
                 self._release_idle()
         except BaseException as error:
             self.abort(error)
             raise
 
     def abort(self, error: BaseException) -> None:
-        """The pass has failed on this rank: give it up together with the others, or alone, and be as before it.
-
-        Gradients of earlier passes that wait under `no_sync` stay, unless it was a backward pass: then part of its own
-        gradients has been added to them, and both are dropped.
-        """
-        if self.in_backward:
-            for unit in self.units:
-                unit.drop_gradients()
+        """The pass has failed on this rank: give it up together with the others, or alone, and be as before it."""
+        self.arriving.is_silent = True
         self.entry = None
         self.in_backward = False
         try:
@@ -117,6 +117,8 @@ class Root:
                 self.contract.report_failure(error)
         finally:
             self.contract.history.break_off()
+            self.finite.forget()
+            self.told = None
             self._forget_backward()
             for unit in self.units:
                 unit.discard()
@@ -155,7 +157,7 @@ class Root:
         self._forget_backward()
         kind = "backward with reduction" if self._reduces_any else "backward"
         self.contract.begin(PassKind(kind, grad=True, training=True), new_step=False)
-        once_after_backward(_EndOfBackward(self))
+        once_after_backward(EndOfBackward(self))
 
     def reduce(self, unit: Unit) -> None:
         """A unit's gradients are there: reduce them, and take the results of the unit before."""
@@ -181,8 +183,9 @@ class Root:
         recomputation where it is checkpointed.
         """
         if self._reducing is not None:
-            self._reducing.wait_reduced()
-            self._reducing = None
+            unit, self._reducing = self._reducing, None
+            unit.wait_reduced()
+            self.arriving.reduced(unit)
 
     def recomputed(self) -> None:
         """A checkpointed unit is about to compute its gradients; the reduction before them has run beside it so far.
@@ -204,7 +207,10 @@ class Root:
                 self.make_room()
                 self._close_backward()
             else:
+                self._raise_if_not_finite()
                 self.contract.leave()
+                for unit in self.units:
+                    unit.revoke_gradients() if self.finite.fault else unit.commit()
         except BaseException as error:
             self.abort(error)
             raise
@@ -222,17 +228,34 @@ class Root:
             for number, unit in enumerate(self.units)
             if self.reduces(unit) and any(buffer.gradient for buffer in unit.buffers)
         ]
-        notes = self.contract.close(len(late), len(self.unused.keys), 0)
-        raise_if_given_up(self, [row[2] for row in notes])
-        if any(row[0] for row in notes):
+        fault = self.finite.ask()
+        notes = self.close(Notes(len(late), len(self.unused.keys), fault is not None))
+        raise_if_given_up(self, notes, fault)
+        if any(told.num_late for told in notes):
             for number in sorted({number for numbers in self.tell(late) for number in numbers}):
                 self.units[number].reduce()
         for unit in self.units:
             unit.commit()
-        if all(row[1] for row in notes):
+        if all(told.num_unused for told in notes):
             self.unused.restore(self.tell(sorted(self.unused.keys)))
-        report_reduced_grads([param for unit in self.units if self.reduces(unit) for param in unit.reduced_params()])
+        self.arriving.committed([p for unit in self.units if self.reduces(unit) for p in unit.reduced_params()])
         self._forget_backward()
+
+    def close(self, notes: Notes) -> list[Notes]:
+        """Compares what all ranks did since they last compared, and ends the pass; returns what each noted, by rank."""
+        return [Notes(*row) for row in self.contract.close(*notes)]
+
+    def _raise_if_not_finite(self) -> None:
+        """At the end of a pass in which the ranks compare nothing.
+
+        Where the others could not be served, as in the first step, the fault waits until they compare.
+
+        Raises:
+            FloatingPointError: Something was not finite.
+        """
+        fault = self.finite.ask()
+        if fault is not None and can_give_up(self):
+            raise fault
 
     def tell(self, mine: T) -> list[T]:
         """All ranks tell each other something that JSON can hold; returns what each said, by rank."""
@@ -243,6 +266,7 @@ class Root:
     def _forget_backward(self) -> None:
         self._reducing = self.failure = None
         self.unused.forget()
+        self.arriving.forget()
 
     # What a unit asks.
 
@@ -254,9 +278,15 @@ class Root:
         """
         self.contract.announce(Event(phase, unit.name))
 
-    def tag(self, phase: str, unit: Unit, number: int) -> int:
-        """The tag of the messages of one buffer."""
-        return message_tag(Event(phase, f"{unit.name}#{number}"))
+    def note_output(self, unit: Unit, output: Any) -> None:
+        """A unit's forward has given its output."""
+        if not self.in_backward and self.contract.history.current.kind.grad:
+            self.finite.note_output(unit, output)
+
+    def note_gradient(self, unit: Unit, number: int, index: int) -> None:
+        """The gradient of one parameter of a unit's buffer has come, and stands in the whole parameter's `grad`."""
+        self.finite.note_gradient(unit, number, index)
+        self.unused.note_gradient(unit, number, index)
 
     def fetch_ahead(self) -> None:
         """Starts the gather that the last pass of this kind had next; none where that unit is gathered already."""
@@ -302,25 +332,8 @@ class Root:
         for unit in self.units:
             if not (self.keeps_after_backward(unit) or unit.hidden):
                 unit.release()
-
-
-class _EndOfBackward:
-    """Called by autograd when a backward pass has ended, and dropped without a call where it has failed."""
-
-    def __init__(self, root: Root) -> None:
-        self._root: Root | None = root
-
-    def __call__(self) -> None:
-        root, self._root = self._root, None
-        if root is not None:
-            root.finish_backward()
-
-    def __del__(self) -> None:
-        if self._root is not None:
-            # What the user is about to see is the error of the pass; that the others can't be reached either, the next
-            # pass says.
-            with suppress(Exception):
-                self._root.backward_has_failed()
+            for buffer in unit.buffers:
+                buffer.wait_sent()  # From now on anybody may write to the shards.
 
 
 def _size(group: Group) -> int:

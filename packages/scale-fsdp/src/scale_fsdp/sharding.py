@@ -22,12 +22,11 @@ from scale_fsdp.guard import guard_modules
 from scale_fsdp.module import sharded_class
 from scale_fsdp.moving.converting import convert_buffers
 from scale_fsdp.moving.materialise import Init, check_init, materialise, who_initialises
-from scale_fsdp.options import AtomChoice, UnitOptions, resolve_placement
+from scale_fsdp.options import AtomChoice, UnitOptions
 from scale_fsdp.places import ParamPlace, modules_of_unit, own_and_borrowed, param_places, remember
-from scale_fsdp.precision import MixedPrecision, resolve_precision
-from scale_fsdp.ranks import ranks_of
+from scale_fsdp.precision import MixedPrecision
 from scale_fsdp.slots import Slot, flat_name_of, paths_in
-from scale_fsdp.state.full import hook_state_dict, resolve_form
+from scale_fsdp.state.full import hook_state_dict
 from scale_fsdp.unit import Unit, unit_of, units_in
 
 M = TypeVar("M", bound=nn.Module)
@@ -52,6 +51,7 @@ def fully_shard(
     compute_dtype: torch.dtype | None = None,
     buffer_dtype: torch.dtype | None = None,
     fp32_reduce_scatter: bool | None = None,
+    error_if_nonfinite: bool = False,
 ) -> M:
     """Shards a module's parameters over the ranks, in place, as one unit; returns the same module.
 
@@ -103,6 +103,10 @@ def fully_shard(
         compute_dtype: FairScale's spelling of `MixedPrecision(param_dtype=...)`.
         buffer_dtype: FairScale's spelling of `MixedPrecision(buffer_dtype=...)`.
         fp32_reduce_scatter: FairScale's spelling of `MixedPrecision(reduce_dtype=torch.float32)`.
+        error_if_nonfinite: Give a training step up, on all ranks, in which an output of a unit or a local gradient is
+            infinite or NaN on one of them; the error there, a FloatingPointError, names rank, unit and parameter. One
+            more read of all of these, and two waits for the device per step. Not together with a gradient scaler,
+            which needs infinite gradients to find its scale. The outermost unit's counts.
 
     Raises:
         TypeError: An argument of the wrong kind.
@@ -110,6 +114,30 @@ def fully_shard(
             each other; nothing gives values to a parameter or buffer on meta.
         ContractError: The ranks are about to shard different modules.
     """
+    _check_module(module, flatten_parameters)
+    options = UnitOptions.from_arguments(
+        process_group,
+        reshard_after_forward=reshard_after_forward,
+        mixed_precision=mixed_precision,
+        flatten_parameters=flatten_parameters,
+        atom=atom,
+        move_params_to_cpu=move_params_to_cpu,
+        move_grads_to_cpu=move_grads_to_cpu,
+        compute_device=compute_device,
+        limit_seconds=limit_seconds,
+        state_dict_device=state_dict_device,
+        state_dict_on_rank_0_only=state_dict_on_rank_0_only,
+        compute_dtype=compute_dtype,
+        buffer_dtype=buffer_dtype,
+        fp32_reduce_scatter=fp32_reduce_scatter,
+        error_if_nonfinite=error_if_nonfinite,
+    )
+    check_init(init)
+    return _shard(module, options, init, sync=sync_module_states)
+
+
+def _check_module(module: nn.Module, flatten_parameters: bool) -> None:
+    """Whether this module can become a unit."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"fully_shard: expected an nn.Module, got {type(module).__name__}")
     if unit_of(module) is not None:
@@ -124,18 +152,11 @@ def fully_shard(
             f"this {type(module).__name__} has a parameter named {flat_name_of(0)}, a name that "
             "flatten_parameters=True needs for its own: rename it, or leave flatten_parameters out"
         )
-    ranks = ranks_of(process_group)
-    if not isinstance(reshard_after_forward, int):
-        raise TypeError(f"reshard_after_forward: expected a bool or a number of ranks, got {reshard_after_forward!r}")
-    precision = resolve_precision(
-        mixed_precision, compute_dtype=compute_dtype, buffer_dtype=buffer_dtype, fp32_reduce_scatter=fp32_reduce_scatter
-    )
-    form = resolve_form(state_dict_device, state_dict_on_rank_0_only)
-    placement = resolve_placement(move_params_to_cpu, move_grads_to_cpu, compute_device, ranks)
-    options = UnitOptions(
-        ranks, precision, placement, reshard_after_forward, flatten_parameters, atom, limit_seconds, form
-    )
-    check_init(init)
+
+
+def _shard(module: M, options: UnitOptions, init: Init, *, sync: bool) -> M:
+    """Takes the parameters out of the module and puts their shards into it; all that can be refused has been."""
+    ranks = options.ranks
     own, borrowed = own_and_borrowed(list(param_places(module)))
     _check_plain(own)
     if init is False:
@@ -143,10 +164,10 @@ def fully_shard(
         buffers, slots = _make_buffers(own, Groups(ranks.shard, ranks.replicas), options, on_meta=True)
     else:
         if ranks.whole.size > 1:
-            _agree(module, ranks.whole, own, limit_seconds)
-        fill = who_initialises([(module, own)], init, ranks.whole, limit_seconds, sync=sync_module_states)
-        buffers, slots = _make_buffers(own, ranks.with_part(reshard_after_forward), options)
-        _load(module, own, slots, options, init, fill=fill, sync=sync_module_states)
+            _agree(module, ranks.whole, own, options.limit_seconds)
+        fill = who_initialises([(module, own)], init, ranks.whole, options.limit_seconds, sync=sync)
+        buffers, slots = _make_buffers(own, ranks.with_part(options.reshard_after_forward), options)
+        _load(module, own, slots, options, init, fill=fill, sync=sync)
     lenders = list(dict.fromkeys(home.unit for _, home in borrowed))
     slots += [Slot(p.module, p.attribute, home.unit.buffers[home.buffer], home.number) for p, home in borrowed]
     unit = Unit(module, slots, buffers, lenders, options)

@@ -1,9 +1,9 @@
 """One unit: a module whose parameters are gathered before it runs, released after, and reduced after its backward.
 
-The methods stand in the order of time: `before_forward`, `after_forward`, `before_backward`, `after_backward`,
-`finish`. Below them stands what they are made of. The order among units, what is fetched ahead and what all units of
-a model share is in `root.py`; the buffers and their states are in `scale_core.flat`; the messages are in
-`scale_core.collectives`.
+The methods stand in the order of time: `before_forward`, `after_forward`, `before_backward`, `after_gradient`,
+`after_backward`, `finish`. Below them stands what they are made of; their verbs, as `gather` and `reduce`, are those of
+`scale_core.flat`, said to all buffers of the unit by `transfers.py`. The order among units, what is fetched ahead and
+what all units of a model share is in `root.py`; the messages are in `scale_core.collectives`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from torch.utils.hooks import RemovableHandle
 
 from scale_core import compat
 from scale_core.backward import after_backward, after_gradient, before_backward, own_outputs
-from scale_core.contract import Contract
-from scale_core.events import Event, message_tag, unit_title
-from scale_core.flat import FlatBuffer, State
+from scale_core.events import unit_title
+from scale_core.flat import FlatBuffer
 from scale_core.nested import map_tensors
 from scale_fsdp.checks import (
     check_no_gradients,
@@ -34,6 +33,7 @@ from scale_fsdp.checks import (
 from scale_fsdp.options import UnitOptions
 from scale_fsdp.root import Root
 from scale_fsdp.slots import Slot, show_shards, show_wholes
+from scale_fsdp.transfers import Transfers
 
 _UNIT = "_scale_unit"
 _LASTING = (
@@ -62,7 +62,7 @@ def units_in(module: nn.Module) -> list[Unit]:
     return [unit for child in module.modules() if (unit := unit_of(child)) is not None]
 
 
-class Unit:
+class Unit(Transfers):
     """The sharded life of one module.
 
     Args:
@@ -73,8 +73,6 @@ class Unit:
         options: How it was sharded.
 
     Attributes:
-        name: Its module's qualified name in the outermost unit.
-        root: What it shares with the other units of its model; set when the model first runs.
         calls: Forward calls whose backward has not come yet in this pass.
         uses: Reasons to be gathered right now: its own forward, its own backward, a borrower's.
         in_backward: Between the first gradient at its outputs and the last at its inputs.
@@ -96,16 +94,15 @@ class Unit:
         lenders: Sequence[Unit],
         options: UnitOptions,
     ) -> None:
+        super().__init__(buffers, options)
         self.module = module
-        self.slots, self.buffers, self.lenders = list(slots), list(buffers), list(lenders)
-        self.options = options
+        self.slots, self.lenders = list(slots), list(lenders)
         self.precision = options.precision
         self.reshard_after_forward = options.ranks.releases(options.reshard_after_forward)
-        self.name = ""
-        self.root: Root | None = None
         self.calls = 0
         self.uses = 0
         self.in_backward = False
+        self._hooked: set[tuple[int, int]] = set()
         self.lends = False
         self.hidden = False
         self.summoned = False
@@ -115,7 +112,6 @@ class Unit:
         self.fetches: dict[str, list[Unit]] = {}
         self._inputs_tell = False  # In this pass an input's gradient has said that a call's backward is over.
         self._error_at_entry: BaseException | None = None
-        self._hooked: set[tuple[int, int]] = set()
         show_shards(self.slots)
         module.__dict__[_UNIT] = self
 
@@ -143,12 +139,14 @@ class Unit:
     # The step, in the order of time.
 
     @compat.untraced
-    def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """The module is about to run: gather, and fetch the next unit ahead."""
+    def before_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, method: str = ""
+    ) -> tuple[Any, Any]:
+        """The module, or a registered method of it, is about to run: gather, and fetch the next unit ahead."""
         if self.summoned:
             check_no_gradients(self)
             return args, kwargs
-        root = self._enter()
+        root = self._enter(method)
         recomputing = root.in_backward
         root.announce("recomputation" if recomputing else "forward", self)
         if not (recomputing and self.in_backward):
@@ -173,6 +171,7 @@ class Unit:
         if self._recomputed_for_its_backward:
             root.recomputed()
             return output  # Recomputed for its own backward, which needs the parameters now.
+        root.note_output(self, output)
         if torch.is_grad_enabled():
             output = own_outputs(output)
             seen = before_backward(output, functools.partial(self.before_backward, self._versions()))
@@ -197,6 +196,16 @@ class Unit:
             root.announce("backward", self)
             self._open()
 
+    def after_gradient(self, number: int, index: int) -> None:
+        """A gradient of one of its parameters is whole: moves it to where it waits for the reduction."""
+        root = self._the_root
+        root.begin_backward()
+        gradient = self.buffers[number].gradient
+        if not gradient.has_begun:
+            root.make_room()
+        root.note_gradient(self, number, index)
+        gradient.hold(index, accumulate=not root.reduces(self))
+
     def after_backward(self) -> None:
         """The gradients of one call's inputs are there; after the last call's, release and reduce."""
         self.calls -= 1
@@ -216,88 +225,19 @@ class Unit:
 
     # What the step is made of.
 
-    def gather(self) -> None:
-        """Starts to gather all buffers that are not gathered yet."""
-        if not self.gathered:
-            self._the_root.contract.history.add_transfer(Event("gather", self.name))
+    def follow_trainable(self) -> None:
+        """Takes over what the user has frozen or unfrozen, and listens to what trains."""
         for number, buffer in enumerate(self.buffers):
-            buffer.gather(self._the_root.tag("gather", self, number))
-
-    def release(self, *, keep_part: bool = False) -> None:
-        """Frees what was gathered, but for a part of it; waits for what was fetched ahead and is not used."""
-        if not self.gathered and (keep_part or not any(buffer.part is not None for buffer in self.buffers)):
-            return
-        contract = self._the_root.contract
-        with contract.waiting(Event("gather", self.name)):
-            for buffer in self.buffers:
-                buffer.release(contract.limit_seconds, keep_part=keep_part)
-
-    def gather_whole(self, buffer: FlatBuffer) -> list[Tensor]:
-        """Returns a buffer's parameters whole, in the dtype that they are trained in; all ranks call it together.
-
-        Raises:
-            ScaleDistributedError: A rank did something else.
-        """
-        if self.root is not None:
-            self.root.recover()
-        event = Event("whole parameters", self.name)
-        contract = (
-            self.root.contract
-            if self.root is not None and not self.root.outdated
-            else Contract(self.options.ranks.whole, self.options.limit_seconds)
-        )
-        with contract.waiting(event):
-            return buffer.gather_whole(message_tag(event), contract.limit_seconds)
-
-    def reduce(self) -> None:
-        """Starts to reduce the gradients of all buffers that train."""
-        self._the_root.contract.history.add_transfer(Event("reduction", self.name))
-        for number, buffer in enumerate(self.buffers):
-            if buffer.trains:
-                buffer.reduce(self._the_root.tag("reduction", self, number))
-
-    def pack(self) -> None:
-        """Keeps the gradients of this pass for the reduction at the end of a later one."""
-        for buffer in self.buffers:
-            buffer.gradient.pack(accumulate=True)
-
-    def pack_one(self, number: int, index: int) -> None:
-        """A gradient is there: moves it to where it waits for the reduction."""
-        root = self._the_root
-        root.begin_backward()
-        gradient = self.buffers[number].gradient
-        if not gradient:
-            root.make_room()
-        gradient.hold(index, accumulate=not root.reduces(self))
-        root.unused.note_gradient(self, number, index)
-
-    def wait_reduced(self) -> None:
-        """Waits for the reductions, so that their flat gradients are free."""
-        contract = self._the_root.contract
-        with contract.waiting(Event("reduction", self.name)):
-            for buffer in self.buffers:
-                buffer.wait_reduced(contract.limit_seconds)
-
-    def commit(self) -> None:
-        """The pass has gone well on every rank: what was reduced in it now stands in the shards' `grad`."""
-        contract = self._the_root.contract
-        with contract.waiting(Event("reduction", self.name)):
-            for buffer in self.buffers:
-                buffer.commit(contract.limit_seconds)
-
-    def reduced_params(self) -> list[nn.Parameter]:
-        """Its local shards that have a gradient."""
-        return [param for buffer in self.buffers for param in buffer.exposed if param.grad is not None]
-
-    def end_transfers(self) -> None:
-        """Waits for whatever is under way, since the others send it, and keeps no more than the part that they need."""
-        self.wait_reduced()
-        self.release(keep_part=True)
+            buffer.follow_trainable()
+            refuse_hooks(buffer)
+            for index, whole in enumerate(buffer.wholes):
+                if whole.requires_grad and (number, index) not in self._hooked:
+                    self._hooked.add((number, index))
+                    after_gradient(whole, self._listener(number, index))
 
     def discard(self) -> None:
-        """After an error: back to the shards, whatever was under way; gradients not reduced yet stay."""
-        for buffer in self.buffers:
-            buffer.discard()
+        """After an error: back to the shards, whatever was under way; gradients of earlier passes stay."""
+        super().discard()
         self.calls = self.uses = 0
         self.in_backward = self.hidden = self.pinned = False
         show_shards(self.slots)
@@ -309,72 +249,19 @@ class Unit:
         if self.root is not None:
             self.root.outdated = True
 
-    def drop_gradients(self) -> None:
-        """Forgets the gradients that were not reduced yet."""
-        for buffer in self.buffers:
-            buffer.gradient.drop()
-
-    def pin(self) -> None:
-        """By hand: starts to gather, and stays gathered until `unpin`; `wait_pinned` shows the whole parameters."""
-        root_of(self).recover()
-        self.pinned = True
-        for unit in (*self.lenders, self):
-            if not unit.uses and any(buffer.is_stale() for buffer in unit.buffers):
-                unit.release()  # An optimizer has stepped since it was gathered.
-            unit.gather()
-
-    def wait_pinned(self) -> None:
-        """Waits for what `pin` has started, and puts the whole parameters into the module."""
-        if self.pinned:
-            self._wait_gathered()
-            self.follow_trainable()
-            show_wholes(self.slots)
-
-    def unpin(self) -> None:
-        """By hand: back to the shards, unless a forward or a backward is under way."""
-        self.pinned = False
-        if self.root is not None and not self.uses and not self.in_backward:
-            self.release()
-            show_shards(self.slots)
-
-    def follow_trainable(self) -> None:
-        """Takes over what the user has frozen or unfrozen, and listens to what trains."""
-        for number, buffer in enumerate(self.buffers):
-            buffer.follow_trainable()
-            refuse_hooks(buffer)
-            for index, whole in enumerate(buffer.wholes):
-                if whole.requires_grad and (number, index) not in self._hooked:
-                    self._hooked.add((number, index))
-                    after_gradient(whole, self._packer(number, index))
-
-    @property
-    def gathered(self) -> bool:
-        """Whether a buffer is gathered, or being gathered."""
-        return any(buffer.state is not State.SHARDED for buffer in self.buffers)
-
-    @property
-    def trains(self) -> bool:
-        """Whether any of its own parameters wants a gradient."""
-        return any(buffer.trains for buffer in self.buffers)
-
     @property
     def _recomputed_for_its_backward(self) -> bool:
         return self._the_root.in_backward and self.in_backward
 
-    def _enter(self) -> Root:
+    def _enter(self, method: str) -> Root:
         self._error_at_entry = sys.exc_info()[1]
         root = root_of(self)
         root.recover()
         if root.entry is self:
             root.abort(RuntimeError(f"the forward pass of {unit_title(self.name)} before this one was cut off"))
         if root.entry is None and not root.in_backward:
-            root.enter(self)
+            root.enter(self, method)
         return root
-
-    @property
-    def _the_root(self) -> Root:
-        assert self.root is not None, "a unit ran before it had a root"
-        return self.root
 
     def _open(self) -> None:
         """Gathers, waits, and puts the whole parameters into the module."""
@@ -386,15 +273,9 @@ class Unit:
         for unit in self.fetches.get("backward" if root.in_backward else "forward", ()):
             check_same_model(self, unit)
             unit.gather()
-        self._wait_gathered()
+        for unit in (*self.lenders, self):
+            unit.wait_gathered()
         show_wholes(self.slots)
-
-    def _wait_gathered(self) -> None:
-        contract = self._the_root.contract
-        with contract.waiting(Event("gather", self.name)):
-            for unit in (*self.lenders, self):
-                for buffer in unit.buffers:
-                    buffer.wait_gathered(contract.limit_seconds)
 
     def _close(self, *, keep: bool) -> None:
         """Puts the shards back into the module, and releases what nobody uses any more."""
@@ -429,15 +310,15 @@ class Unit:
         if root.entry is self:
             root.abort(error)
 
-    def _packer(self, number: int, index: int) -> Callable[[Tensor], None]:
+    def _listener(self, number: int, index: int) -> Callable[[Tensor], None]:
         held = weakref.ref(self)  # Autograd holds the hook, and shows nobody what its hooks hold.
 
-        def pack(_: Tensor) -> None:
+        def listen(_: Tensor) -> None:
             unit = held()
             assert unit is not None, "a gradient has come to a unit that is gone"
-            unit.pack_one(number, index)
+            unit.after_gradient(number, index)
 
-        return pack
+        return listen
 
     def _cast_inputs(self, inputs: tuple[Any, Any]) -> tuple[Any, Any]:
         dtype = self.precision.param_dtype

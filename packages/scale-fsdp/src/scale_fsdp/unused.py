@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from torch import nn
+
 if TYPE_CHECKING:  # unit.py stands on this file's user, root.py.
     from scale_fsdp.unit import Unit
 
@@ -60,6 +62,12 @@ class Unused:
     def note_gradient(self, unit: Unit, buffer_number: int, index: int) -> None:
         """A gradient has come, possibly later than its unit's reduction."""
         self.keys.discard(ParamKey(self._numbers[id(unit)], buffer_number, index))
+
+    def params_of(self, unit: Unit) -> set[nn.Parameter]:
+        """Returns the local shards of a unit that were reduced as zeros, and may have no gradient in the end."""
+        number = self._numbers[id(unit)]
+        keys = (key for key in self.keys if key.unit == number and not unit.buffers[key.buffer].flatten)
+        return {unit.buffers[key.buffer].exposed_of(key.param) for key in keys}
 
     def restore(self, keys_by_rank: Iterable[Iterable[Sequence[int]]]) -> None:
         """Takes the zeros away again from those that no rank has used and that had no gradient before."""

@@ -32,12 +32,11 @@ _WITHOUT_EFFECT = frozenset(
     }
 )
 
-# FairScale's arguments for what is not there yet; their defaults ask for nothing.
-_NOT_YET = frozenset(
-    {
-        "force_input_to_fp32",
-    }
-)
+# What an argument of FairScale's that is not here stands for, and what says the same.
+_SAID_OTHERWISE = {
+    "force_input_to_fp32": "it casts what comes into a unit to fp32, as every unit does that computes in it: give that "
+    "unit a policy of its own, mixed_precision=MixedPrecision(param_dtype=torch.float32)",
+}
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -57,7 +56,7 @@ class FullyShardedDataParallel(nn.Module):
 
     Raises:
         TypeError: An unknown argument; names the nearest one.
-        ValueError: As for `fully_shard`; an argument of FairScale's that asks for what is not there yet.
+        ValueError: As for `fully_shard`; an argument of FairScale's that is said in another way here.
     """
 
     def __init__(
@@ -156,8 +155,8 @@ class FullyShardedDataParallel(nn.Module):
         return self._sharded.get_shard_from_optim_state_dict(full_optim_state_dict, optim)
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """What torch.distributed.checkpoint asks: `module` is no part of the names."""
-        return {"": "module"}
+        """What torch.distributed.checkpoint asks: `module` is no part of the names, unless it is the module's own."""
+        return {"module": "module"}
 
     @property
     def _sharded(self) -> ShardedModule:
@@ -177,12 +176,10 @@ def _known(kwargs: dict[str, Any]) -> dict[str, Any]:
     if kwargs.pop("cpu_offload", False):  # FairScale's first name for it, which fairseq still uses.
         kwargs["move_params_to_cpu"] = True
     ignored = sorted(_WITHOUT_EFFECT & kwargs.keys())
-    unknown = sorted(kwargs.keys() - known - _WITHOUT_EFFECT - _NOT_YET)
-    for name in sorted(_NOT_YET & kwargs.keys()):
-        if kwargs[name]:
-            raise ValueError(
-                f"FullyShardedDataParallel({name}={kwargs[name]!r}) is not supported in this version: leave {name} out"
-            )
+    unknown = sorted(kwargs.keys() - known - _WITHOUT_EFFECT - _SAID_OTHERWISE.keys())
+    for name, how in _SAID_OTHERWISE.items():
+        if kwargs.get(name):
+            raise ValueError(f"FullyShardedDataParallel({name}={kwargs[name]!r}) is said in another way: {how}")
     if unknown:
         near = difflib.get_close_matches(unknown[0], known, n=1)
         hint = f"; did you mean '{near[0]}'?" if near else ""

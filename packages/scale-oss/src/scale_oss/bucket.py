@@ -7,6 +7,7 @@ on the part that is this rank's.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -40,6 +41,7 @@ class Bucket:
         pieces: Per parameter, what this rank updates of it, as a parameter in its local shape; a view of its part.
         places: Per parameter, where its state is kept.
         gradient: This rank's own gradients, where they are reduced here.
+        is_due: A step may change the parameters, on some rank: the ranks must give each other what they have updated.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], partition: Partition, group: Group) -> None:
@@ -61,7 +63,10 @@ class Bucket:
         sizes = None if partition.is_even else partition.sizes
         self._sizes = sizes
         self.reduction = Reduction(group, Group(), self.dtype, self.device, HostStream(), sizes)
-        self._gathering: Pending | None = None
+        self.is_due = False
+        self._gather = _Gather()
+        # A program that ends after its last step, or begins anew, has nobody left who would wait.
+        weakref.finalize(self, self._gather.abandon)
         self._wire: Tensor | None = None
 
     # The parameters.
@@ -86,9 +91,9 @@ class Bucket:
         return buffer.narrow(0, entry.offset, entry.numel).view(entry.shape)
 
     @property
-    def trains(self) -> bool:
-        """Whether any of the parameters wants a gradient."""
-        return any(param.requires_grad for param in self.params)
+    def is_gathering(self) -> bool:
+        """Whether parts that others have updated are still on their way."""
+        return self._gather.pending is not None
 
     @property
     def stepped(self) -> list[nn.Parameter]:
@@ -99,6 +104,7 @@ class Bucket:
 
     def take_whole_gradients(self) -> None:
         """Gives each piece its part of the parameter's own gradient, which somebody has averaged already."""
+        self.is_due = any(param.requires_grad or param.grad is not None for param in self.params)
         for param, piece, span, place in zip(self.params, self.pieces, self.spans, self.places, strict=True):
             piece.grad = None
             if param.grad is not None and place.stepped is not None:
@@ -117,7 +123,7 @@ class Bucket:
             self.gradient.drop()
         given = self.gradient.given()
         flat = self.gradient.take(self.device)
-        if local_grads_wanted():
+        if given and local_grads_wanted():
             report_local_grads([self.params[i] for i in given], [self.view(i, flat) for i in given])
         if share is not None and share.weight not in (0, 1):
             flat.mul_(share.weight)
@@ -130,6 +136,7 @@ class Bucket:
             TransferError: See `Pending.wait`.
         """
         for reduced in self.reduction.results(limit_seconds):
+            self.is_due = True  # Even if it is frozen before the step, which the plain optimizer would not ask either.
             views = self._pieces_of(reduced)
             for param, piece, view, place in zip(self.params, self.pieces, views, self.places, strict=True):
                 if param.requires_grad and place.stepped is not None:
@@ -146,10 +153,11 @@ class Bucket:
                 one too, computes with rounded parameters, and keeps its own part unrounded beside them.
         """
         self.wait()
+        self.is_due = False
         if wire_dtype is None or wire_dtype == self.dtype:
             if self._master is not None:
                 self._mine.copy_(self._master)
-            self._gathering = all_gather(self.full, self._mine, self.group, sizes=self._sizes, tag=tag)
+            self._gather.pending = all_gather(self.full, self._mine, self.group, sizes=self._sizes, tag=tag)
         else:
             self._send_rounded(tag, wire_dtype)
         if self.group.size == 1:
@@ -158,7 +166,7 @@ class Bucket:
     def _send_rounded(self, tag: int, wire_dtype: torch.dtype) -> None:
         self._wire = self.full.new_empty(self.full.shape, dtype=wire_dtype)
         sent = self._keep_master().to(wire_dtype)
-        self._gathering = all_gather(self._wire, sent, self.group, sizes=self._sizes, tag=tag)
+        self._gather.pending = all_gather(self._wire, sent, self.group, sizes=self._sizes, tag=tag)
 
     def wait(self, limit_seconds: float | None = None) -> None:
         """Returns when the parameters are whole and up to date.
@@ -166,9 +174,9 @@ class Bucket:
         Raises:
             TransferError: See `Pending.wait`.
         """
-        if self._gathering is None:
+        pending, self._gather.pending = self._gather.pending, None
+        if pending is None:
             return
-        pending, self._gathering = self._gathering, None
         pending.wait(limit_seconds)
         if self._wire is not None:
             self.full.copy_(self._wire)
@@ -193,3 +201,15 @@ class Bucket:
 
     def _pieces_of(self, part: Tensor) -> list[Tensor]:
         return [part.narrow(0, span.shard_offset, span.numel).view(span.shape) for span in self.spans]
+
+
+class _Gather:
+    """The gather of a bucket, if one is under way. It outlives the bucket, whose buffers it fills."""
+
+    def __init__(self) -> None:
+        self.pending: Pending | None = None
+
+    def abandon(self) -> None:
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            pending.abandon()

@@ -7,25 +7,22 @@ other.
 
 from __future__ import annotations
 
-import json
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from scale_core.backward import after_gradient, in_backward, once_after_backward
+from scale_core.backward import in_backward
 from scale_core.collectives import broadcast
 from scale_core.contract import Contract
-from scale_core.events import Event, PassKind, message_tag
-from scale_core.exchange import exchange_text
+from scale_core.events import Event
 from scale_core.group import GroupLike, group_of
+from scale_core.joining import current_share
 from scale_oss.bucket import Bucket
 from scale_oss.optimizer import OSS
-
-T = TypeVar("T")
+from scale_oss.reducing import Reducer
 
 
 class ShardedDataParallel(nn.Module):
@@ -82,37 +79,35 @@ class ShardedDataParallel(nn.Module):
         self.sharded_optimizers = optimizers
         self.group = optimizers[0].group
         self.broadcast_buffers = broadcast_buffers
-        self.reduce_fp16 = reduce_fp16
+        devices = [bucket.device for optimizer in optimizers for bucket in optimizer.buckets]
+        self.is_multi_device_module = len(set(devices)) > 1  # what torch's own wrapper says of itself
+        self.device_type = next((device.type for device in devices), "cpu")
         self._contract = Contract(self.group, optimizers[0].contract.limit_seconds)
-        self._synchronizes = True
         self._buffers_are_due = True
-        self._in_backward = False
-        self._hooked: set[tuple[int, int]] = set()
-        self._order: list[int] = []
-        self._order_is_known = False
-        self._reducing: int | None = None
-        self._ready: list[int] = []
-        self._started: list[int] = []
-        self._missing: dict[tuple[int, int], bool] = {}  # reduced as zeros; whether there was no gradient before
+        self._reducer = Reducer(optimizers, self._contract, in_half=reduce_fp16)
+        self._with_params = [member for member in module.modules() if member._parameters]
+        self._overlaps = overlap_gather
+        self._followed: list[Bucket] = []
+        self._held: set[int] = set()  # their parameters, by id
         for optimizer in optimizers:
             optimizer.gets_reduced_gradients = True
             optimizer.waits_by_itself = not overlap_gather
         if sync_models_at_startup:
             self._sync_model()
-        if overlap_gather:
-            self._wait_where_parameters_are_used()
+        self._follow_buckets()
 
     # Forward.
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module; in a world of several ranks its backward pass reduces the gradients."""
-        if self._in_backward and not in_backward():
-            self._abort(RuntimeError("the backward pass before this one did not come to its end"))
-        self._hook_what_trains()
+        self._follow_buckets()
+        if torch.is_grad_enabled() and self.training:
+            self._check_held()
+        self._reducer.prepare()
         if self.broadcast_buffers and self._buffers_are_due and not in_backward():
             self.sync_buffers(blocking=True)
         # As DistributedDataParallel does: after a pass that reduces, so once for all micro-batches of a step.
-        self._buffers_are_due = torch.is_grad_enabled() and self._synchronizes
+        self._buffers_are_due = torch.is_grad_enabled() and self._reducer.synchronizes
         return self.module(*args, **kwargs)
 
     def sync_buffers(self, blocking: bool = False) -> None:
@@ -126,14 +121,21 @@ class ShardedDataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, backward passes leave their gradients in `param.grad`; the first one outside reduces the sum."""
-        before, self._synchronizes = self._synchronizes, False
+        """Inside, backward passes leave their gradients in `param.grad`; the first one outside reduces the sum.
+
+        Raises:
+            RuntimeError: `join()` counts the steps.
+        """
+        if current_share() is not None:
+            raise RuntimeError(
+                "join() counts whole steps, and no_sync() makes one of several backward passes: let join() yield all "
+                "micro-batches of a step together and sum their losses, or leave no_sync() out"
+            )
+        before, self._reducer.synchronizes = self._reducer.synchronizes, False
         try:
             yield
         finally:
-            self._synchronizes = before
-
-    # Backward.
+            self._reducer.synchronizes = before
 
     def reduce(self) -> None:
         """Reduces now what passes under `no_sync()` have left in `param.grad`; all ranks call it together.
@@ -145,116 +147,8 @@ class ShardedDataParallel(nn.Module):
             raise RuntimeError(
                 "reduce(): no gradient waits for it: call it once, after the backward passes under no_sync()"
             )
-        self._begin_backward()
-        self._finish_backward()
+        self._reducer.reduce_now()
         self._buffers_are_due = True
-
-    def _packer(self, number: int, index: int) -> Callable[[Tensor], None]:
-        held = weakref.ref(self)  # Autograd holds the hook, and shows nobody what its hooks hold.
-
-        def pack(_: Tensor) -> None:
-            wrapper = held()
-            if wrapper is not None and wrapper._synchronizes:
-                wrapper._pack(number, index)
-
-        return pack
-
-    def _pack(self, number: int, index: int) -> None:
-        if not self._in_backward:
-            self._begin_backward()
-            once_after_backward(self._finish_backward)
-        gradient = self._buckets[number].gradient
-        gradient.pack(index)
-        if not gradient.missing() and number not in self._ready:
-            self._ready.append(number)
-            self._reduce_what_is_due()
-
-    def _begin_backward(self) -> None:
-        self._in_backward = True
-        self._reducing, self._ready, self._started, self._missing = None, [], [], {}
-        self._contract.begin(PassKind("backward", grad=True, training=True), new_step=True)
-
-    def _reduce_what_is_due(self) -> None:
-        """Starts reductions in an order that is the same on all ranks, whichever parameters each of them has used."""
-        for number in self._order[len(self._started) :]:
-            if number not in self._ready:
-                return
-            self._reduce(number)
-
-    def _reduce(self, number: int) -> None:
-        event, bucket = self._event("reduction", number), self._buckets[number]
-        self._contract.announce(event)
-        self._wait_for_reduction()
-        if number not in self._started:
-            self._started.append(number)
-            for index in bucket.gradient.missing():
-                self._missing[number, index] = bucket.pieces[index].grad is None
-        self._reducing = number
-        wire = torch.float16 if self.reduce_fp16 and bucket.dtype == torch.float32 else None
-        bucket.reduce(message_tag(event), wire)
-
-    def _wait_for_reduction(self) -> None:
-        if self._reducing is not None:
-            with self._contract.waiting(self._event("reduction", self._reducing)):
-                self._buckets[self._reducing].reduction.wait(self._contract.limit_seconds)
-            self._reducing = None
-
-    def _finish_backward(self) -> None:
-        try:
-            for number in self._order[len(self._started) :]:
-                self._pack_what_was_left(number)
-                self._reduce(number)
-            self._wait_for_reduction()
-            late = [number for number, bucket in enumerate(self._buckets) if bucket.gradient]
-            notes = self._contract.close(len(late), len(self._missing), int(self._order_is_known))
-            if any(row[0] for row in notes):
-                for number in sorted({number for numbers in self._tell(late) for number in numbers}):
-                    self._buckets[number].reduce(message_tag(self._event("late reduction", number)))
-            self._commit()
-            if all(row[1] for row in notes):
-                self._restore_unused()
-            if not all(row[2] for row in notes):
-                self._learn_order()
-        except BaseException as error:
-            self._abort(error)
-            raise
-        self._in_backward = False
-
-    def _pack_what_was_left(self, number: int) -> None:
-        """Gradients of passes under `no_sync()`, of parameters that this pass has not used."""
-        for index in range(len(self._buckets[number].params)):
-            self._buckets[number].gradient.pack(index)
-
-    def _commit(self) -> None:
-        for number, bucket in enumerate(self._buckets):
-            with self._contract.waiting(self._event("reduction", number)):
-                bucket.commit(self._contract.limit_seconds)
-
-    def _restore_unused(self) -> None:
-        """What no rank has used keeps the gradient that it had, none as a rule, as in plain PyTorch."""
-        everyones = self._tell([list(key) for key in sorted(self._missing)])
-        nobody = set.intersection(*({(number, index) for number, index in keys} for keys in everyones))
-        for (number, index), had_none in self._missing.items():
-            if (number, index) in nobody and had_none:
-                self._buckets[number].pieces[index].grad = None
-
-    def _learn_order(self) -> None:
-        """From now on buckets are reduced in the order in which they became ready on rank 0."""
-        ready = self._tell(self._ready)[0]
-        self._order = [*ready, *(number for number in self._order if number not in ready)]
-        self._order_is_known = True
-
-    def _abort(self, error: BaseException) -> None:
-        self._in_backward = False
-        for bucket in self._buckets:
-            bucket.gradient.drop()
-            bucket.reduction.abandon()
-        self._contract.report_failure(error)
-
-    def _tell(self, mine: T) -> list[T]:
-        with self._contract.waiting(Event("the end", "")):
-            texts = exchange_text(json.dumps(mine), self.group, limit_seconds=self._contract.limit_seconds)
-        return [json.loads(text) for text in texts]
 
     # What surrounds it.
 
@@ -266,7 +160,7 @@ class ShardedDataParallel(nn.Module):
 
     def refresh_trainable(self) -> None:
         """Takes over what was frozen or unfrozen; every forward pass does so by itself."""
-        self._hook_what_trains()
+        self._reducer.prepare()
 
     def wait(self) -> None:
         """Returns when the parameters are up to date after an optimizer's step."""
@@ -309,17 +203,11 @@ class ShardedDataParallel(nn.Module):
     def _buckets(self) -> list[Bucket]:
         return [bucket for optimizer in self.sharded_optimizers for bucket in optimizer.buckets]
 
-    def _hook_what_trains(self) -> None:
-        buckets = self._buckets
-        known = set(self._order)
-        for number, bucket in enumerate(buckets):
-            if number not in known:  # From the last to the first: so their gradients come, as a rule.
-                self._order.insert(0, number)
-                self._order_is_known = False
-            for index, param in enumerate(bucket.params):
-                if param.requires_grad and (number, index) not in self._hooked:
-                    self._hooked.add((number, index))
-                    after_gradient(param, self._packer(number, index))
+    def _check_held(self) -> None:
+        """Runs before each forward, so it looks for names only where something is wrong."""
+        here = (param for member in self._with_params for param in member._parameters.values() if param is not None)
+        if any(param.requires_grad and id(param) not in self._held for param in here):
+            _check_held(self.module, self._followed)
 
     def _sync_model(self) -> None:
         self._broadcast([bucket.full for bucket in self._buckets], "parameters")
@@ -335,17 +223,23 @@ class ShardedDataParallel(nn.Module):
                 if not whole.is_set_to(tensor):
                     tensor.copy_(whole)
 
-    def _wait_where_parameters_are_used(self) -> None:
-        places = {id(param): bucket for bucket in self._buckets for param in bucket.params}
+    def _follow_buckets(self) -> None:
+        """Takes over those of parameter groups that were added to an optimizer."""
+        new = [bucket for bucket in self._buckets if bucket not in self._followed]
+        if new:
+            self._followed += new
+            self._held |= {id(param) for bucket in new for param in bucket.params}
+            if self._overlaps:
+                self._wait_where_parameters_are_used(new)
+
+    def _wait_where_parameters_are_used(self, buckets: Sequence[Bucket]) -> None:
+        places = {id(param): bucket for bucket in buckets for param in bucket.params}
         for module in self.module.modules():
             used = {
                 id(bucket): bucket for p in module._parameters.values() if (bucket := places.get(id(p))) is not None
             }
             if used:
                 module.register_forward_pre_hook(_Waiting(list(used.values()), self._contract.limit_seconds))
-
-    def _event(self, phase: str, number: int) -> Event:
-        return Event(phase, f"bucket {number}")
 
 
 class _Waiting:
@@ -383,9 +277,17 @@ def _check(module: nn.Module, optimizers: Sequence[OSS], process_group: GroupLik
                 if id(param) in held:
                     raise ValueError(f"'{name}' is in two of the optimizers: give each parameter to one of them")
                 held[id(param)] = name
-    for name, param in module.named_parameters():
-        if param.requires_grad and id(param) not in held:
-            raise ValueError(
-                f"'{name}' trains, but no optimizer holds it, so its gradient would never be averaged: add it to "
-                "OSS(...), or freeze it by requires_grad_(False)"
-            )
+    _check_held(module, [bucket for optimizer in optimizers for bucket in optimizer.buckets])
+
+
+def _check_held(module: nn.Module, buckets: Sequence[Bucket]) -> None:
+    """Parameters are other ones than before after `load_state_dict(..., assign=True)`, and new ones may train."""
+    held = {id(param) for bucket in buckets for param in bucket.params}
+    name = next((name for name, p in module.named_parameters() if p.requires_grad and id(p) not in held), None)
+    if name is None:
+        return
+    raise ValueError(
+        f"'{name}' trains, but no optimizer holds it, so its gradient would never be averaged: add it to OSS(...), "
+        "freeze it by requires_grad_(False), or, if load_state_dict(..., assign=True) has put it there, load without "
+        "assign"
+    )

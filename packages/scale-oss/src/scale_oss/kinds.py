@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
-from torch import optim
 from torch.optim import Optimizer
 
-from scale_core.optimizer_kinds import ELEMENTWISE
+from scale_core.optimizer_kinds import ELEMENTWISE, KINDS
 
-_REFUSED = {
-    optim.LBFGS: (
-        "it has one history of all parameters together, so no rank can update its own part of them: use it without OSS"
-    ),
-    optim.SparseAdam: (
-        "it takes sparse gradients, and what OSS hands on is dense: use torch.optim.Adam, or SparseAdam without OSS"
-    ),
-}
+# They estimate one step size from all gradients together. `together` is for others that do so, too.
+_LOOK_AT_ALL = frozenset(
+    {"DAdaptAdaGrad", "DAdaptAdam", "DAdaptAdan", "DAdaptAdanIP", "DAdaptLion", "DAdaptSGD", "Prodigy"}
+)
+
+
+def looks_at_all(optim_class: type[Optimizer]) -> bool:
+    """Returns whether an optimizer is known, by its name, to compute something of all tensors together."""
+    return any(base.__name__ in _LOOK_AT_ALL for base in optim_class.__mro__)
+
+
+def check_kind(optim_class: type[Optimizer], *, elementwise: bool | None, together: bool) -> None:
+    """Refuses what the user says of an optimizer where it can't be so.
+
+    Raises:
+        ValueError: It looks at all tensors together, and nobody has said so; or it is to do both.
+    """
+    name = optim_class.__name__
+    if together and elementwise:
+        raise ValueError(
+            f"OSS: {name} can't update each element by itself and look at all tensors together: "
+            "pass elementwise=True or together=True"
+        )
+    if looks_at_all(optim_class) and not together:
+        raise ValueError(
+            f"OSS: {name} computes its step size from all tensors together, and each rank would see its own part of "
+            f"them alone: pass together=True, so that one rank updates all, OSS(..., {name}, together=True)"
+        )
 
 
 def works_by_element(optim_class: type[Optimizer]) -> bool:
@@ -27,7 +46,15 @@ def works_by_element(optim_class: type[Optimizer]) -> bool:
     given: object = optim_class
     if not (isinstance(given, type) and issubclass(given, Optimizer)):
         raise TypeError(f"OSS: expected optim to be a class of optimizers, such as torch.optim.AdamW, got {given!r}")
-    for refused, reason in _REFUSED.items():
-        if issubclass(optim_class, refused):
-            raise ValueError(f"OSS can't shard {optim_class.__name__}: {reason}")
+    for kind in (KINDS[base] for base in optim_class.__mro__ if base in KINDS):
+        if kind.scope == "all":
+            raise ValueError(
+                f"OSS can't shard {optim_class.__name__}: it has one history of {kind.needs}, so no rank can update "
+                "its own part of them: use it without OSS"
+            )
+        if kind.sparse:
+            raise ValueError(
+                f"OSS can't shard {optim_class.__name__}: it takes sparse gradients, and what OSS hands on is dense: "
+                f"use torch.optim.Adam, or {kind.name} without OSS"
+            )
     return optim_class in ELEMENTWISE

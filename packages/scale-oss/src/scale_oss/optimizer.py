@@ -6,6 +6,7 @@ optimizer that holds the state of that part alone, and the ranks then give each 
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,13 +16,15 @@ from torch.optim import SGD, Optimizer
 
 from scale_core.contract import Contract
 from scale_core.events import Event, message_tag
+from scale_core.exchange import exchange_text
 from scale_core.group import Group, GroupLike, group_of
-from scale_core.norms import grad_norm
 from scale_core.shard import shard_of
 from scale_oss.alike import refuse_alike
-from scale_oss.kinds import works_by_element
+from scale_oss.clipping import clip_together
+from scale_oss.kinds import check_kind, works_by_element
 from scale_oss.places import sharding_group
 from scale_oss.sorting import Sorter, name_of
+from scale_oss.stepping import copy_options, step_by_buckets
 from scale_oss.with_state import WithState
 
 BUCKET_NUMEL = 2**23
@@ -58,7 +61,10 @@ class OSS(WithState):
             parameters. May be set later as an attribute. Pieces of shards travel as they are.
         force_broadcast_object: FairScale's; without effect.
         elementwise: Whether `optim` updates each element by itself, so that tensors may be cut. None is what is known
-            of torch.optim's own classes; of any other class, False, which is always right.
+            of torch.optim's own classes; of any other class, False: right for all that look at one tensor at a time.
+        together: Whether `optim` looks at all tensors together, as Prodigy and D-Adaptation do, which estimate one step
+            size. Then the first rank updates all of them and has all of the state: nothing is shared out, and results
+            are right. Not for shards.
         bucket_numel: Elements that travel together; of shards that are put together for the step, elements that each
             rank gets at a time.
         limit_seconds: The longest wait for another rank; None is the group's own limit, at most ten minutes.
@@ -89,12 +95,15 @@ class OSS(WithState):
         force_broadcast_object: bool = False,
         *,
         elementwise: bool | None = None,
+        together: bool = False,
         bucket_numel: int = BUCKET_NUMEL,
         limit_seconds: float | None = None,
         **defaults: Any,
     ) -> None:
         known = works_by_element(optim)
-        self.elementwise = known if elementwise is None else elementwise
+        check_kind(optim, elementwise=elementwise, together=together)
+        self.elementwise = (known and not together) if elementwise is None else elementwise
+        self.together = together
         self.broadcast_fp16 = broadcast_fp16
         self._bucket_numel = bucket_numel
         self._optim_class = optim
@@ -107,14 +116,19 @@ class OSS(WithState):
         self.contract = Contract(self.group, limit_seconds)
         self.contract.agree("the parameters given to OSS", list(self._lines(self.param_groups)))
         self._sorter = Sorter(
-            self.group, self.contract, optim.__name__, elementwise=self.elementwise, bucket_numel=bucket_numel
+            self.group,
+            self.contract,
+            optim.__name__,
+            elementwise=self.elementwise,
+            together=together,
+            bucket_numel=bucket_numel,
         )
         self.buckets = self._sorter.replicated
         self.in_place_buckets = self._sorter.in_place
         self.whole_buckets = self._sorter.whole
         self.optim = self._build(self._sorter.add(self.param_groups), defaults)
         self.defaults = self.optim.defaults
-        self._copy_options(self.optim.param_groups, self.param_groups)
+        copy_options(self.optim.param_groups, self.param_groups)
         self.state = self.optim.state
         self._built = True
 
@@ -151,12 +165,12 @@ class OSS(WithState):
                 loss = closure()
         self._consolidated = None
         self._follow_parameters()
-        self._take_gradients()
+        self.take_gradients()
         for bucket in self.whole_buckets:
             bucket.prepare()
-        self._copy_options(self.param_groups, self.optim.param_groups)
+        copy_options(self.param_groups, self.optim.param_groups)
         self._update(kwargs)
-        self._copy_options(self.optim.param_groups, self.param_groups)
+        copy_options(self.optim.param_groups, self.param_groups)
         self._drop_piece_gradients()
         self._publish()
         if self.waits_by_itself:
@@ -200,6 +214,16 @@ class OSS(WithState):
     def refresh_trainable(self) -> None:
         """FairScale's name; what trains is looked up in every step."""
 
+    def _clear_cache(self) -> None:
+        """FairScale's name, which trainers call; nothing is cached."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "an OSS can't be copied or pickled: it updates the parameters of this very model, and its state is shared "
+            "between the ranks: copy the module and build OSS(copied.parameters(), ...) and its wrapper anew, or save "
+            "optimizer.state_dict()"
+        )
+
     # Parameter groups.
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -212,7 +236,7 @@ class OSS(WithState):
         self.contract.agree("a parameter group added to OSS", list(self._lines([group], number)))
         self._consolidated = None
         self.optim.add_param_group(self._sorter.add([group], number)[0])
-        self._copy_options(self.optim.param_groups[-1:], [group])
+        copy_options(self.optim.param_groups[-1:], [group])
 
     def partition_parameters(self) -> list[list[dict[str, Any]]]:
         """Returns, by rank, the parameter groups with those parameters of which the rank updates some part."""
@@ -247,7 +271,8 @@ class OSS(WithState):
         return group_of() if found is None else found
 
     def _lines(self, groups: Sequence[Mapping[str, Any]], first: int = 0) -> Iterator[str]:
-        yield f"{self._optim_class.__name__}, elementwise={self.elementwise}, {self._bucket_numel} elements per bucket"
+        how = f"elementwise={self.elementwise}, together={self.together}"
+        yield f"{self._optim_class.__name__}, {how}, {self._bucket_numel} elements per bucket"
         for number, group in enumerate(groups, first):
             for index, param in enumerate(group["params"]):
                 shard = shard_of(param)
@@ -257,45 +282,28 @@ class OSS(WithState):
     # What the step is made of.
 
     def _update(self, kwargs: Mapping[str, Any]) -> None:
-        """Steps on this rank's parts: on all that are here at once, then on the whole tensors, bucket by bucket."""
-        if not self.whole_buckets:
+        """Steps on this rank's parts."""
+        if self.together:
+            if self.group.rank == 0:
+                self.optim.step(**kwargs)
+            self._take_options_of_owner()
+        elif self.whole_buckets:
+            stepped = [bucket.stepped for bucket in self.buckets] + [bucket.stepped for bucket in self.in_place_buckets]
+            here = [param for params in stepped for param in params] if stepped else None
+            step_by_buckets(self.optim, here, self.whole_buckets, self.contract, kwargs)
+        else:
             self.optim.step(**kwargs)
-            return
-        groups = stepped = self.optim.param_groups
-        here = [param for bucket in self.buckets for param in bucket.stepped]
-        here += [param for bucket in self.in_place_buckets for param in bucket.stepped]
-        try:
-            if self.buckets or self.in_place_buckets:
-                stepped = self._step_on(here, kwargs)
-            for bucket in self.whole_buckets:
-                if bucket.fetch():
-                    stepped = self._step_on([whole for whole in bucket.stepped if whole.grad is not None], kwargs)
-                    bucket.give_back()
-        except BaseException as error:
-            for bucket in self.whole_buckets:
-                bucket.release()
-            self.contract.report_failure(error)
-            raise
-        self._copy_options(stepped, groups)
 
-    def _step_on(self, params: Sequence[nn.Parameter], kwargs: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Lets the optimizer step on these alone; returns its groups as it has left them.
-
-        What it counts in its groups, and not for each parameter, begins from the same number in each bucket.
-        """
-        chosen = {id(param) for param in params}
-        groups = self.optim.param_groups
-        self.optim.param_groups = [
-            {**group, "params": [p for p in group["params"] if id(p) in chosen]} for group in groups
-        ]
-        try:
-            self.optim.step(**kwargs)
-            return self.optim.param_groups
-        finally:
-            self.optim.param_groups = groups
+    def _take_options_of_owner(self) -> None:
+        """What the owner's step has changed in its groups, such as a step size that it has estimated."""
+        options = [{key: value for key, value in group.items() if key != "params"} for group in self.optim.param_groups]
+        with self.contract.waiting(Event("the owner's options", "")):
+            mine = pickle.dumps(options).hex() if self.group.rank == 0 else ""
+            told = exchange_text(mine, self.group, limit_seconds=self.contract.limit_seconds)[0]
+        copy_options(pickle.loads(bytes.fromhex(told)), self.optim.param_groups)
 
     def _follow_parameters(self) -> None:
-        """Takes back what somebody has put elsewhere, as `model.load_state_dict(..., assign=True)` does."""
+        """Takes back what somebody has put elsewhere, as `param.data = ...` does."""
         for bucket in self.buckets:
             strayed = bucket.strayed()
             for index in strayed:
@@ -308,7 +316,12 @@ class OSS(WithState):
                     )
             bucket.adopt(strayed)
 
-    def _take_gradients(self) -> None:
+    def take_gradients(self) -> None:
+        """Lets pieces have their part of averaged gradients, where these are not reduced into them.
+
+        Raises:
+            RuntimeError: They are, but some gradient has not been reduced.
+        """
         if self.gets_reduced_gradients:
             for bucket in self.buckets:
                 for index, param in enumerate(bucket.params):
@@ -332,34 +345,9 @@ class OSS(WithState):
             shards.publish()
         wire = torch.float16 if self.broadcast_fp16 else None
         for number, bucket in enumerate(self.buckets):
-            if bucket.trains:
+            if bucket.is_due:
                 half = wire if bucket.dtype == torch.float32 else None
                 bucket.publish(message_tag(self._event("parameters", number)), half)
 
     def _event(self, phase: str, number: int) -> Event:
         return Event(phase, f"bucket {number}")
-
-
-def clip_together(
-    optimizers: Sequence[OSS],
-    max_norm: float,
-    norm_type: float = 2.0,
-    filter_params_fn: Callable[[Iterator[nn.Parameter]], Iterable[nn.Parameter]] | None = None,
-) -> Tensor:
-    """Scales the gradients of several optimizers by one norm: see `OSS.clip_grad_norm`."""
-    params = [param for optimizer in optimizers for param in optimizer._all_params()]
-    wanted = {id(param) for param in (params if filter_params_fn is None else filter_params_fn(iter(params)))}
-    chosen: list[tuple[nn.Parameter, nn.Parameter]] = []  # whose gradient is measured, and whose is scaled
-    for optimizer in optimizers:
-        optimizer._take_gradients()
-        reduced = optimizer.gets_reduced_gradients
-        # Of whole gradients all is scaled, so that every rank sees the same ones.
-        chosen += [(piece, piece if reduced else p) for p, piece in optimizer.measured() if id(p) in wanted]
-    contract = optimizers[0].contract
-    with contract.waiting(Event("gradient norm", "")):
-        norm = grad_norm([piece for piece, _ in chosen], norm_type, contract.limit_seconds)
-    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for _, scaled in chosen:
-        if scaled.grad is not None:
-            scaled.grad.mul_(factor.to(scaled.grad.device))
-    return norm

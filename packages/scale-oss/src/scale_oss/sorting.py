@@ -33,6 +33,7 @@ class Sorter:
         contract: What they have promised each other.
         optim_name: What errors call the optimizer.
         elementwise: Whether the optimizer updates each element by itself.
+        together: Whether it looks at all tensors together, so that the first rank updates all of them.
         bucket_numel: Elements of a bucket; of one whose tensors go whole to their owners, elements of each owner.
 
     Attributes:
@@ -43,10 +44,17 @@ class Sorter:
     """
 
     def __init__(
-        self, group: Group, contract: Contract, optim_name: str, *, elementwise: bool, bucket_numel: int
+        self,
+        group: Group,
+        contract: Contract,
+        optim_name: str,
+        *,
+        elementwise: bool,
+        together: bool,
+        bucket_numel: int,
     ) -> None:
         self._group, self._contract, self._optim_name = group, contract, optim_name
-        self._elementwise, self._bucket_numel = elementwise, bucket_numel
+        self._elementwise, self._together, self._bucket_numel = elementwise, together, bucket_numel
         # Elements that each rank owns. What is frozen has no state, so it must not count beside what trains.
         self._loads: dict[tuple[tuple[int, ...], bool], list[int]] = {}
         self.replicated: list[Bucket] = []
@@ -74,8 +82,8 @@ class Sorter:
         """
         places: dict[int, Place] = {}
         for number, group in enumerate(groups, first):
-            for index, param in enumerate(group["params"] if not self._elementwise else ()):
-                refuse_flat(param, name_of(group, number, index), self._optim_name)
+            for index, param in enumerate(group["params"]):
+                self._check(param, name_of(group, number, index))
         with self._contract.waiting(Event("the shards given to OSS", "")):
             shards = [param for group in groups for param in group["params"] if shard_of(param) is not None]
             known = whole_shards(shards, self._group, self._contract.limit_seconds)
@@ -105,6 +113,20 @@ class Sorter:
             found.append(updated)
         return found
 
+    def _check(self, param: nn.Parameter, name: str) -> None:
+        if not self._elementwise:
+            refuse_flat(param, name, self._optim_name)
+        if shard_of(param) is None and param.is_meta:
+            raise ValueError(
+                f"OSS: '{name}' is on the meta device, where there is nothing to update: call "
+                "model.to_empty(device=...) and initialise it before"
+            )
+        if shard_of(param) is not None and self._together:
+            raise ValueError(
+                f"OSS: {self._optim_name} looks at all tensors together, which no rank has of a sharded model, and "
+                f"'{name}' is a shard: take another optimizer, or ShardedDataParallel for the model"
+            )
+
     def _add_replicated(self, group: Mapping[str, Any], number: int) -> dict[int, Place]:
         """Those of a group that are whole on every rank, neighbours of one kind together."""
         places: dict[int, Place] = {}
@@ -125,6 +147,8 @@ class Sorter:
         shapes = [tuple(param.shape) for param in params]
         if self._elementwise:
             return Bucket(params, cut_evenly(names, shapes, self._group.size), self._group)
+        if self._together:
+            return Bucket(params, give_whole(names, shapes, [0] * len(params), self._group.size), self._group)
         owners = self._choose_owners([param.numel() for param in params], self._group, params[0].requires_grad)
         return Bucket(params, give_whole(names, shapes, owners, self._group.size), self._group)
 

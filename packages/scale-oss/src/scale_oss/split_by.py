@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 from scale_core.group import GroupLike
 from scale_core.holdings import Holding, flat_buffer_of
 from scale_core.shard import full_shape
-from scale_oss.optimizer import BUCKET_NUMEL, OSS, clip_together
+from scale_oss.clipping import clip_together
+from scale_oss.optimizer import BUCKET_NUMEL, OSS
 
 Recipe = tuple[type[Optimizer], Mapping[str, Any]]
 """A class of optimizers and its arguments."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +17,7 @@ from scale_oss.gathering import Recipient, gather_states
 from scale_oss.places import Place, refuse_to_gather
 from scale_oss.sorting import Sorter, name_of
 from scale_oss.state import lines_of, local_state_dict, plain_state_dict
+from scale_oss.stepping import copy_options
 
 
 class WithState(Optimizer):
@@ -137,7 +137,7 @@ class WithState(Optimizer):
         for mine, theirs in zip(self.param_groups, self.optim.param_groups, strict=True):
             for key in sorted(mine.keys() - theirs.keys() - {"params", "param_names"}):
                 del mine[key]
-        self._copy_options(self.optim.param_groups, self.param_groups)
+        copy_options(self.optim.param_groups, self.param_groups)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -166,11 +166,6 @@ class WithState(Optimizer):
 
     def _places(self) -> list[Place]:
         return [self._sorter.places[id(param)] for param in self._all_params()]
-
-    def _copy_options(self, source: Sequence[Mapping[str, Any]], target: Sequence[dict[str, Any]]) -> None:
-        """Hyperparameters, which schedulers change on one side and some optimizers on the other."""
-        for mine, theirs in zip(source, target, strict=True):
-            theirs.update({key: value for key, value in mine.items() if key not in ("params", "param_names")})
 
     def _all_params(self) -> list[nn.Parameter]:
         return [param for group in self.param_groups for param in group["params"]]

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import tyro
 
+from scale_train.activations import with_bare_flag
 from scale_train.errors import InputError
 from scale_train.memory import check_fits
 from scale_train.options import Options, check, num_local_ranks
@@ -52,7 +53,7 @@ def parse(arguments: list[str]) -> Options:
         {"lm": Options},
         prog="scale-train",
         description=DESCRIPTION,
-        args=arguments,
+        args=with_bare_flag(arguments),
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
     )
     return chosen

@@ -12,7 +12,7 @@ from scale_core.exchange import exchange
 from scale_train.errors import Interrupted, TrainingDiverged
 from scale_train.evaluate import bits_per_byte, held_out_starts
 from scale_train.interrupt import StopSignal
-from scale_train.memory import peak_bytes
+from scale_train.memory import peak_bytes, state_tensors
 from scale_train.progress import EvaluationRecord, StepRecord
 from scale_train.sampler import slice_of_rank, windows_at
 from scale_train.training import Clock, Training
@@ -122,9 +122,8 @@ def keep(training: Training, save: Callable[[Training], object]) -> None:
 def _what_must_be_finite(training: Training) -> Iterator[torch.Tensor]:
     # The loss is that of the weights before the last step; so the weights themselves are looked at too.
     yield from (number for number in (training.loss, training.norm) if number is not None)
-    for param in training.engine.plain.parameters():
-        yield param
-        yield from (value for value in training.optimizer.state.get(param, {}).values() if torch.is_tensor(value))
+    yield from training.engine.params()
+    yield from state_tensors(training.optimizer)
 
 
 def _diverged(training: Training, what: str) -> TrainingDiverged:

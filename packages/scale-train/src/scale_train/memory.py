@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -32,42 +32,61 @@ def peak_bytes(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def held_bytes(params: Iterable[Tensor], optimizer: Optimizer) -> int:
-    """Parameters, gradients and optimizer state of this rank in a step; a released gradient counts too."""
-    total = 0
-    for param in params:
-        total += _bytes(param) + _bytes(param if param.grad is None else param.grad)
-        total += sum(_bytes(value) for value in optimizer.state.get(param, {}).values() if isinstance(value, Tensor))
-    return total
+def held_bytes(params: Iterable[Tensor], with_gradients: Iterable[Tensor], optimizer: Optimizer) -> int:
+    """Parameters, gradients and optimizer state of this rank in a step; a released gradient counts too.
+
+    Args:
+        params: The parameters, or this rank's shards of them.
+        with_gradients: What has the averaged gradients in a step: these, or the parts that an optimizer works on.
+        optimizer: Whose state it is.
+    """
+    total = sum(map(_bytes, params)) + sum(_bytes(p if p.grad is None else p.grad) for p in with_gradients)
+    return total + sum(map(_bytes, state_tensors(optimizer)))
 
 
 def replicated_bytes(params: Iterable[Tensor], optimizer: Optimizer) -> int:
-    """The same, if this rank held every parameter whole, as DDP does."""
-    total = 0
-    for param in params:
-        numel = full_shape(param).numel()
-        state = optimizer.state.get(param, {}).values()
-        # What has the parameter's own shape grows with it; the rest (a step count) does not.
-        alike = sum(value.element_size() for value in state if isinstance(value, Tensor) and value.shape == param.shape)
-        rest = sum(_bytes(value) for value in state if isinstance(value, Tensor) and value.shape != param.shape)
-        total += numel * (2 * param.element_size() + alike) + rest
-    return total
+    """The same, if this rank held every parameter whole, as DDP does.
+
+    The optimizer keeps the same of each parameter. So its state of one of them says what it needs of those too that
+    other ranks update.
+    """
+    known = ((param, state) for param, state in optimizer.state.items() if param.numel() and state)
+    param, state = next(known, (torch.empty(0), {}))
+    tensors = [value for value in state.values() if isinstance(value, Tensor)]
+    # What has the parameter's own shape grows with it; the rest (a step count) does not.
+    alike = sum(value.element_size() for value in tensors if value.shape == param.shape)
+    rest = sum(_bytes(value) for value in tensors if value.shape != param.shape)
+    return sum(full_shape(each).numel() * (2 * each.element_size() + alike) + rest for each in params)
 
 
-def check_fits(options: Options, local_ranks: int) -> None:
-    """Finds out whether the ranks of a machine can make the model: each makes it whole, in fp32, before it is sharded.
+def state_tensors(optimizer: Optimizer) -> Iterator[Tensor]:
+    """Yields every tensor of this rank's optimizer state."""
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def check_fits(options: Options, local_ranks: int, world_size: int | None = None) -> None:
+    """Finds out whether the ranks of a machine can make the model: each holds it whole, in fp32, or with fsdp its part.
+
+    Args:
+        options: What was asked for.
+        local_ranks: On this machine.
+        world_size: On all machines; None is this one alone.
 
     Raises:
         InputError: The machine has not memory enough.
     """
     with torch.device("meta"):
         count = num_parameters(GPT(model_config(options)))
-    needed, there = count * 4 * local_ranks, machine_bytes()
+    sharded = options.parallel.parallel == "fsdp"
+    needed = count * 4 * local_ranks // (max(world_size or 0, local_ranks) if sharded else 1)
+    there = machine_bytes()
     if there is not None and needed > there:
         raise InputError(
-            f"--size {options.model.size}: {count / 1e6:.0f} M parameters x 4 bytes x {local_ranks} local "
+            f"--size {options.model.size}: {count / 1e6:.0f} M parameters x 4 bytes"
+            f"{' divided among the ranks' if sharded else ''} x {local_ranks} local "
             f"rank{'s' if local_ranks > 1 else ''} are {in_words(needed)}, and this machine has {in_words(there)}; "
-            f"take a smaller --size or fewer --ranks"
+            f"take a smaller --size{'' if sharded else ', fewer --ranks or --parallel fsdp'}"
         )
 
 

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from scale_core.events import identity
+
 NUM_BYTES = 256
 IGNORED = -1
 
@@ -166,20 +168,32 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
-        self._initialise()
+        self._seed = torch.initial_seed()
+        for module in self.modules():
+            self.initialise(module)
         if config.tied:
             self.head.weight = self.embedding.weight
 
-    def _initialise(self) -> None:
-        """Normal weights; what ends in the residual stream is smaller, so that depth does not widen the stream."""
+    @torch.no_grad()
+    def initialise(self, module: nn.Module) -> None:
+        """Gives the parameters that one module of the model holds directly their first values; none on meta.
+
+        Normal weights; what ends in the residual stream is smaller, so that depth does not widen the stream. Each is
+        drawn for itself, on the host, from the seed and its name: the values are the same in whatever order and place.
+        """
         std = math.sqrt(2 / (5 * self.config.width))
         residual_std = std / math.sqrt(2 * self.config.layers)
-        for name, param in self.named_parameters():
-            if param.ndim >= 2:
-                ends_in_stream = name.endswith(("attention.out.weight", "feed_out.weight"))
-                nn.init.normal_(param, std=residual_std if ends_in_stream else std)
-            elif name.endswith("bias"):
-                nn.init.zeros_(param)
+        path = next(path for path, each in self.named_modules() if each is module)
+        for attribute, param in module.named_parameters(recurse=False):
+            if param.is_meta:
+                continue
+            if param.ndim < 2:
+                param.fill_(0.0 if attribute == "bias" else 1.0)
+                continue
+            generator = torch.Generator().manual_seed(identity(self._seed, f"{path}.{attribute}"))
+            drawn = torch.empty(param.shape, dtype=param.dtype, device="cpu")
+            ends_in_stream = path.endswith(("attention.out", "feed_out"))
+            param.copy_(drawn.normal_(std=residual_std if ends_in_stream else std, generator=generator))
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, reduction: str = "mean") -> Tensor:
         """Predicts the token after each position.

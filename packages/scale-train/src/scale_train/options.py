@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -62,8 +63,9 @@ class ParallelOptions:
 
     ranks: int | None = None
     """Local ranks to start; by default every GPU, or two ranks on a CPU of several cores. Not under torchrun."""
-    parallel: Literal["fsdp", "ddp", "none"] = "fsdp"
-    """fsdp shards parameters, gradients and optimizer; ddp keeps them whole on each rank; none is one plain process."""
+    parallel: Literal["fsdp", "sharded-ddp", "oss", "ddp", "none"] = "fsdp"
+    """fsdp shards parameters, gradients and optimizer state; sharded-ddp gradients and state; oss the state alone; ddp
+    keeps all of it whole on each rank; none is one plain process."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto is cuda where there is a GPU."""
     precision: Literal["fp32", "bf16"] = "fp32"
@@ -71,9 +73,14 @@ class ParallelOptions:
     accumulate: int = 1
     """Micro-batches that a rank's part of the batch is cut into."""
     no_sync: bool = False
-    """With fsdp and --accumulate: keep whole gradients until the last micro-batch. Fewer bytes sent, more memory."""
-    checkpoint_activations: bool = False
-    """Recompute each block's activations in the backward pass instead of keeping them."""
+    """With fsdp or sharded-ddp, and --accumulate: keep whole gradients until the last micro-batch. Fewer bytes sent,
+    more memory."""
+    checkpoint_activations: str = "none"
+    """Recompute blocks' activations in the backward pass instead of keeping them: all, or selective, which keeps the
+    results of linear layers and attention, or budget:2GiB, which plans what fits into that much memory of a device.
+    Without a word it means all."""
+    offload_activations: bool = False
+    """Move the activations that blocks keep to the memory of the host until the backward pass."""
     reshard_after_forward: bool = True
     """fsdp: release each block's parameters between its forward and its backward pass."""
 
@@ -183,7 +190,6 @@ def model_config(options: Options) -> ModelConfig:
             heads=shape.heads if asked.heads is None else asked.heads,
             tied=asked.tied,
             dropout=asked.dropout,
-            recompute=options.parallel.checkpoint_activations,
             loss_chunk=asked.loss_chunk,
         )
     except ValueError as error:
@@ -198,9 +204,11 @@ def check(options: Options, num_ranks: int) -> None:
     """
     _check_numbers(options)
     model_config(options)
+    _check_activations(options.parallel)
     if options.parallel.parallel == "none" and num_ranks > 1:
         raise InputError(
-            f"--parallel none is one process, but there are {num_ranks} ranks; take fsdp, ddp, or --ranks 1"
+            f"--parallel none is one process, but there are {num_ranks} ranks; take fsdp, sharded-ddp, oss, ddp, or "
+            "--ranks 1"
         )
     batch, accumulate = options.data.batch, options.parallel.accumulate
     parts = num_ranks * accumulate
@@ -210,6 +218,30 @@ def check(options: Options, num_ranks: int) -> None:
         raise InputError(
             f"--batch {batch} does not divide into {num_ranks} ranks x {accumulate} micro-batches; take {nearest}"
         )
+
+
+def budget_bytes(choice: str) -> int | None:
+    """The bytes of `--checkpoint-activations budget:2GiB`, or None where the choice is another word."""
+    found = re.fullmatch(r"budget:(\d+(?:\.\d+)?)([KMG]i?B|B)", choice)
+    if found is None:
+        return None
+    units = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+    return int(float(found[1]) * units[found[2]])
+
+
+def _check_activations(options: ParallelOptions) -> None:
+    choice = options.checkpoint_activations
+    if choice in ("none", "all", "selective"):
+        return
+    if budget_bytes(choice) is None:
+        raise InputError(f"--checkpoint-activations {choice}: take all, selective, or a budget, as budget:2GiB")
+    if options.parallel == "fsdp":
+        raise InputError(
+            f"--checkpoint-activations {choice}: a plan is measured on a whole model, and fsdp has it whole nowhere; "
+            "take all or selective, or --parallel sharded-ddp"
+        )
+    if options.offload_activations:
+        raise InputError(f"--offload-activations: the plan of --checkpoint-activations {choice} says what is offloaded")
 
 
 def _check_numbers(options: Options) -> None:
@@ -246,7 +278,7 @@ def _check_numbers(options: Options) -> None:
 def without_effect(options: Options) -> list[str]:
     """What was asked for and changes nothing, a line for each."""
     lines, parallel = [], options.parallel
-    if parallel.no_sync and parallel.parallel != "fsdp":
+    if parallel.no_sync and parallel.parallel not in ("fsdp", "sharded-ddp"):
         lines.append(f"--no-sync has no effect with --parallel {parallel.parallel}")
     elif parallel.no_sync and parallel.accumulate == 1:
         lines.append("--no-sync has no effect without --accumulate 2 or more")

@@ -1,38 +1,45 @@
-"""One model, three ways to spread it over ranks, behind the few verbs that the training loop needs.
+"""One model and its optimizer, five ways to spread them over ranks, behind the few verbs that the training loop needs.
 
-The loop reads the same for all: call the model, go backward, clip, step. What differs between fully sharded, replicated
-and plain stands here and nowhere else.
+The loop reads the same for all: call the model, go backward, clip, step. What differs between fully sharded, sharded in
+part, replicated and plain stands here and nowhere else.
 """
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW, Optimizer
 
 from scale_core.group import Group
 from scale_core.shard import full_shape
-from scale_fsdp import MixedPrecision, fully_shard
-from scale_train.model import GPT
+from scale_fsdp import MixedPrecision, class_policy, fully_shard_modules
+from scale_oss import OSS, ShardedDataParallel
+from scale_train.activations import checkpoint_blocks
+from scale_train.building import Told
+from scale_train.model import GPT, Block
 from scale_train.options import OptimizerOptions, ParallelOptions
 
 
 @dataclass(frozen=True)
 class Engine:
-    """A model that is spread over the ranks of a group.
+    """A model and its optimizer that are spread over the ranks of a group.
 
     Attributes:
         model: What is called: the model itself, or the replicating module around it.
         plain: The model itself, whose `named_parameters` have the plain names; local shards with fsdp.
-        options: How it is spread.
-        device: Where it computes.
+        optimizer: Of the whole model, or of this rank's part of it.
+        options: How they are spread.
+        device: Where the model computes.
     """
 
     model: nn.Module
     plain: GPT
+    optimizer: Optimizer
     options: ParallelOptions
     device: torch.device
 
@@ -48,47 +55,79 @@ class Engine:
             return nullcontext()
         if isinstance(self.model, DistributedDataParallel):
             return self.model.no_sync()
-        if self.options.parallel == "fsdp" and self.options.no_sync:
+        if self.options.parallel in ("fsdp", "sharded-ddp") and self.options.no_sync:
             context: AbstractContextManager[object] = self.model.no_sync()  # type: ignore[operator]
             return context
         return nullcontext()
 
     def clip(self, max_norm: float) -> Tensor:
         """Scales the gradients to a norm of at most `max_norm`; returns the norm before, a scalar."""
+        if isinstance(self.optimizer, OSS):
+            return self.optimizer.clip_grad_norm(max_norm)
         if self.options.parallel == "fsdp":
             norm: Tensor = self.plain.clip_grad_norm_(max_norm)  # type: ignore[operator]
             return norm
         return nn.utils.clip_grad_norm_(self.plain.parameters(), max_norm)
 
+    def params(self) -> list[nn.Parameter]:
+        """The parameters as they are after the last step; local shards with fsdp."""
+        if isinstance(self.optimizer, OSS):
+            self.optimizer.wait()  # What other ranks have updated may still be on its way.
+        return list(self.plain.parameters())
 
-def spread(model: GPT, options: ParallelOptions, group: Group, device: torch.device) -> Engine:
-    """Puts a model on the device and spreads it as asked; the model must be equal on all ranks.
+    def with_gradients(self) -> list[nn.Parameter]:
+        """What has the averaged gradients when the optimizer steps."""
+        return self.optimizer.params_with_gradients if isinstance(self.optimizer, OSS) else self.params()
 
-    Each block is a unit of its own with fsdp, and the rest (embedding, last norm, head) is the outer unit.
+
+def spread(
+    model: GPT,
+    options: ParallelOptions,
+    optimizer_options: OptimizerOptions,
+    group: Group,
+    device: torch.device,
+    progress: Told | None = None,
+) -> Engine:
+    """Puts a model on the device, spreads it as asked and makes its optimizer; the model must be equal on all ranks.
+
+    With fsdp the model may be on the meta device: its units are then given values one by one, and `progress` is told.
     """
-    model.to(device)
+    checkpoint_blocks(model, options.checkpoint_activations, offload=options.offload_activations)
     if options.parallel == "fsdp":
-        mixed = options.precision == "bf16" and MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        for block in model.blocks:
-            fully_shard(
-                block,
-                group.process_group,
-                reshard_after_forward=options.reshard_after_forward,
-                mixed_precision=mixed,
-            )
-        fully_shard(
-            model, group.process_group, reshard_after_forward=options.reshard_after_forward, mixed_precision=mixed
-        )
-        return Engine(model, model, options, device)
-    if options.parallel == "ddp" and group.process_group is not None:
-        replicated = DistributedDataParallel(model, process_group=group.process_group, gradient_as_bucket_view=True)
-        return Engine(replicated, model, options, device)
-    return Engine(model, model, options, device)
+        _shard(model, options, group, device, progress)
+    else:
+        model.to(device)
+    optimizer = _make_optimizer(model, options, optimizer_options, group)
+    called: nn.Module = model
+    if isinstance(optimizer, OSS) and options.parallel == "sharded-ddp":
+        called = ShardedDataParallel(model, optimizer)
+    elif options.parallel in ("ddp", "oss") and group.process_group is not None:
+        called = DistributedDataParallel(model, process_group=group.process_group, gradient_as_bucket_view=True)
+    return Engine(called, model, optimizer, options, device)
 
 
-def make_optimizer(engine: Engine, options: OptimizerOptions) -> torch.optim.AdamW:
+def _shard(
+    model: GPT, options: ParallelOptions, group: Group, device: torch.device, progress: Told | None = None
+) -> None:
+    """Each block is a unit of its own, and the rest (embedding, last norm, head) is the outer unit."""
+    if not model.embedding.weight.is_meta:
+        model.to(device)
+    fully_shard_modules(
+        model,
+        class_policy(Block),
+        progress=progress,
+        process_group=group.process_group,
+        reshard_after_forward=options.reshard_after_forward,
+        mixed_precision=options.precision == "bf16"
+        and MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        init=model.initialise,
+        compute_device=device,
+    )
+
+
+def _make_optimizer(model: GPT, parallel: ParallelOptions, options: OptimizerOptions, group: Group) -> AdamW | OSS:
     """AdamW, with weight decay on matrices only."""
-    params = list(engine.plain.parameters())
+    params = list(model.parameters())
     # The whole parameter's shape: a local shard may have fewer dimensions, and must not change its group for it.
     matrices = [param for param in params if len(full_shape(param)) >= 2]
     vectors = [param for param in params if len(full_shape(param)) < 2]
@@ -96,4 +135,7 @@ def make_optimizer(engine: Engine, options: OptimizerOptions) -> torch.optim.Ada
         {"params": matrices, "weight_decay": options.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=options.lr, betas=(0.9, 0.95), fused=options.fused)
+    arguments: dict[str, Any] = {"lr": options.lr, "betas": (0.9, 0.95), "fused": options.fused}
+    if parallel.parallel in ("oss", "sharded-ddp"):
+        return OSS(groups, AdamW, group, **arguments)
+    return AdamW(groups, **arguments)

@@ -234,12 +234,15 @@ class Several:
             reporter.close()
 
 
+def on_screen(log_format: str) -> bool:
+    """Whether a person looks at bars: in the format "rich", and in "auto" on a terminal."""
+    return log_format == "rich" or (log_format == "auto" and sys.stdout.isatty())
+
+
 def make_reporter(log_format: str, steps: int, first_step: int, folder: Path) -> Reporter:
     """What rank 0 reports to: the screen in the format asked for, the metrics file, and TensorBoard if installed."""
-    if log_format == "auto":
-        log_format = "rich" if sys.stdout.isatty() else "plain"
     screen: Reporter
-    if log_format == "rich":
+    if on_screen(log_format):
         screen = Bar(steps, first_step)
     else:
         screen = Json() if log_format == "json" else Plain()

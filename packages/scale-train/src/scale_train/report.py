@@ -15,7 +15,7 @@ class Report:
     Attributes:
         steps: Steps done.
         held_out_bits_per_byte: Of the held-out text.
-        parallel: "fsdp", "ddp" or "none".
+        parallel: "fsdp", "sharded-ddp", "oss", "ddp" or "none".
         held_memory_bytes: Parameters, gradients and optimizer state of each rank.
         ddp_memory_bytes: The same for one rank of DDP, which holds all of it.
         peak_memory_bytes: The most memory that each rank had.

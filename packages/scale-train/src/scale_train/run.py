@@ -63,8 +63,9 @@ def language_model(options: Options, group: Group) -> Report:
 def conclude(training: Training, held_out: float, folder: Path) -> Report:
     """The end of a training: a sample, the picture, and the memory of all ranks."""
     options, group = training.options, training.group
-    params = list(training.engine.plain.parameters())
-    rows = exchange([held_bytes(params, training.optimizer), peak_bytes(training.engine.device)], group)
+    params = training.engine.params()
+    held = held_bytes(params, training.engine.with_gradients(), training.optimizer)
+    rows = exchange([held, peak_bytes(training.engine.device)], group)
     prompt = os.fsencode(options.run.prompt) or SEPARATOR
     sample = b""
     if options.run.sample_length:

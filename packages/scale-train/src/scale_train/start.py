@@ -151,7 +151,7 @@ def _check_environment(options: Options) -> None:
             f"more ranks than this machine's devices: {here} ranks were started, and there are "
             f"{torch.cuda.device_count()} GPUs"
         )
-    check_fits(options, here)
+    check_fits(options, here, started)
 
 
 def _number_in(variable: str) -> int:

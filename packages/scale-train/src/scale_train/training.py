@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from scale_core.group import Group
+from scale_train.activations import plan_blocks
+from scale_train.building import initialisation_bar
 from scale_train.model import GPT
 from scale_train.options import Options, device_type, model_config
-from scale_train.parallel import Engine, make_optimizer, spread
-from scale_train.progress import Reporter, Silent
+from scale_train.parallel import Engine, spread
+from scale_train.progress import Reporter, Silent, on_screen
 from scale_train.sampler import Sampler
 from scale_train.schedule import Schedule
 from scale_train.text import Text
@@ -92,12 +94,19 @@ def build(options: Options, text: Text, group: Group) -> Training:
     """A training before its first step; the same weights on all ranks and at any number of them."""
     device = _device(options)
     torch.manual_seed(options.run.seed)
-    engine = spread(GPT(model_config(options)), options.parallel, group, device)
+    sharded = options.parallel.parallel == "fsdp"  # Then it is never whole anywhere.
+    with torch.device("meta") if sharded else nullcontext():
+        model = GPT(model_config(options))
+    if not sharded:
+        plan_blocks(model.to(device), options, group)
+    with initialisation_bar(shown=sharded and group.rank == 0 and on_screen(options.run.log_format)) as progress:
+        engine = spread(model, options.parallel, options.optimizer, group, device, progress)
+    torch.manual_seed(options.run.seed)  # What was drawn so far depends on how it was built.
     return Training(
         options=options,
         group=group,
         engine=engine,
-        optimizer=make_optimizer(engine, options.optimizer),
+        optimizer=engine.optimizer,
         schedule=Schedule(options.optimizer.lr, options.optimizer.warmup, options.optimizer.steps),
         sampler=Sampler(len(text.train), options.data.sequence, options.run.seed),
         text=text,

@@ -21,9 +21,7 @@ from scale_core.snapshot import load_snapshot, save_snapshot
 from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
 from scale_core.testing import run_ranks
 from scale_fsdp import fully_shard
-
-pytest.importorskip("scale_oss")
-from scale_oss import OSS, split_by  # where it is not installed there is nothing to compose
+from scale_oss import OSS, split_by
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "ASGD": {"lr": 0.01, "t0": 1.0, "weight_decay": 0.1},

@@ -74,7 +74,12 @@ class Standing:
 
 
 def new_ranks(unit: Unit, process_group: NewGroup) -> Ranks | None:
-    """The ranks that are to share the unit; None if this is none of them."""
+    """The ranks that are to share the unit; None if this is none of them.
+
+    Raises:
+        ValueError: It is a text other than "same", or as for `ranks_of`.
+        TypeError: As for `ranks_of`.
+    """
     if isinstance(process_group, str):
         if process_group != "same":
             raise ValueError(f"process_group: expected a group, a mesh, None or 'same', got {process_group!r}")

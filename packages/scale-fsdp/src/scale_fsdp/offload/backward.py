@@ -6,8 +6,9 @@ used at once, bucket by bucket, and no gradient is left for later.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, wait
 from typing import Any
 
 import torch
@@ -38,13 +39,16 @@ class EarlyCopies:
         self._copies: dict[Part, EarlyCopy] = {}
         self._useful = True
 
-    def arrived(self, parts: Sequence[Part]) -> None:
-        """A parameter's gradient of this pass is there."""
+    def arrived(self, parts: Sequence[Part], grad: Tensor) -> None:
+        """A parameter's gradient of this pass is there, or will be `param.grad` if the pass ends well."""
+        if not self._useful or on_host(grad) or grad.is_sparse:
+            return
         for part in parts:
-            grad = part.param.grad
-            if self._useful and part.on_host and grad is not None and not on_host(grad) and not grad.is_sparse:
-                if part not in self._copies:
-                    self._copies[part] = EarlyCopy(part)
+            if not part.on_host:
+                continue
+            if part not in self._copies:
+                self._copies[part] = EarlyCopy(part)
+            if not self._copies[part].is_of(grad):
                 self._copies[part].start(grad, self._update.ferry(grad.device))
 
     def take(self, parts: Sequence[Part]) -> dict[Part, Tensor]:
@@ -66,6 +70,8 @@ class UpdateInBackward:
 
     def __init__(self, update: OffloadUpdate) -> None:
         self._update = update
+        self._pass: weakref.ref[_EndOfPass] | None = None  # Autograd alone holds it, so that it learns of a failure.
+        self._cut_off = ""
         self._waiting: list[Part] = []
         self._used: dict[Tensor, None] = {}
         self._options: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
@@ -76,16 +82,18 @@ class UpdateInBackward:
         """A parameter's gradient of this pass is there.
 
         Raises:
-            RuntimeError: It has had one since the last step.
+            RuntimeError: It has had one since the last step, or an earlier pass was cut off in its updates.
         """
         param = parts[0].param
-        if param.grad is None:
-            return
+        self._refuse_after_cut()
         if param in self._used:
             raise used_up(name_of(param))
         # After a pass that failed, some may be waiting already.
         self._waiting += [part for part in parts if part.has_gradient() and part not in self._waiting]
-        once_after_backward(self._end_backward)
+        if self._pass is None:
+            end = _EndOfPass(self)
+            once_after_backward(end.come)
+            self._pass = weakref.ref(end)
         if sum(part.numel for part in self._waiting) >= PIECE_ELEMENTS:
             self._begin()
 
@@ -93,9 +101,11 @@ class UpdateInBackward:
         """Waits for updates that have begun, and lets go of what stands in place of gradients.
 
         Raises:
-            RuntimeError: The options of a group have changed since, or there is a second gradient.
+            RuntimeError: The options of a group have changed since, or there is a second gradient, or the pass was
+                cut off in its updates.
         """
-        self._end_backward()
+        self._refuse_after_cut()
+        self.end_pass()
         used, self._used = self._used, {}
         options, self._options = self._options, {}
         for param in used:
@@ -115,6 +125,18 @@ class UpdateInBackward:
     def forget(self) -> None:
         """Drops gradients that wait for their update, as after a backward pass that has failed."""
         self._waiting.clear()
+        if self._cut_off:  # Whoever was told of it goes on with what there is.
+            self.stop()
+
+    def stop(self) -> None:
+        """Waits for updates that have begun, and begins anew, as before other values are loaded."""
+        self._cut_off = ""
+        self._waiting.clear()
+        self._used.clear()
+        self._options.clear()
+        wait(self._futures)
+        self._futures.clear()
+        self._update.join()
 
     def _begin(self) -> None:
         """Begins the update of what waits."""
@@ -135,7 +157,27 @@ class UpdateInBackward:
             self._used[part.param] = None
             part.param.grad = UsedGradient(part.param)
 
-    def _end_backward(self) -> None:
+    def cut_off(self) -> None:
+        """The pass that ran has failed; whoever called for it learns why from elsewhere."""
+        self._pass = None
+        if self._used:
+            self._cut_off = name_of(next(iter(self._used)))
+        for param in self._used:
+            if isinstance(param.grad, UsedGradient):
+                param.grad = None  # From now on the refusal below says more.
+
+    def _refuse_after_cut(self) -> None:
+        if self._cut_off:
+            raise RuntimeError(
+                f"a backward pass has failed after {self._cut_off} and others were updated in it (overlap_step=True), "
+                "so the parameters are between two steps: load a snapshot of model and optimizer, or call "
+                "optimizer.zero_grad() to go on with what there is. With overlap_step=False a pass that fails changes "
+                "nothing"
+            )
+
+    def end_pass(self) -> None:
+        """Updates what is left, and waits for all that has begun."""
+        self._pass = None
         if self._waiting:
             self._begin()
         futures, self._futures = self._futures, []
@@ -143,6 +185,29 @@ class UpdateInBackward:
         if errors:
             raise errors[0]
         self._update.join()
+
+
+class _EndOfPass:
+    """Called by autograd when a backward pass has ended, and dropped without a call where it has failed.
+
+    Args:
+        of: Whom it tells.
+    """
+
+    def __init__(self, of: UpdateInBackward) -> None:
+        self._of = weakref.ref(of)
+        self._has_come = False
+
+    def come(self) -> None:
+        self._has_come = True
+        of = self._of()
+        if of is not None:
+            of.end_pass()
+
+    def __del__(self) -> None:
+        of = self._of()
+        if of is not None and not self._has_come:
+            of.cut_off()
 
 
 def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:

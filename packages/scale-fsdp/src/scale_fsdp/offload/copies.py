@@ -20,6 +20,8 @@ from scale_core.streams import Event, copy_into, host_memory, on_host, stream_fo
 from scale_fsdp.offload.host_step import HostPiece
 from scale_fsdp.offload.parts import Part, dense_strides, is_dense
 
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 # One bucket arrives, one is updated, one leaves.
 _NUM_SLOTS = 3
 
@@ -206,7 +208,7 @@ class EarlyCopy:
         self._source: Tensor | None = None
         self._arrived: Event | None = None
         self._of: TensorWeakRef | None = None
-        self._print: Tensor | None = None
+        self._print: _Fingerprint | None = None
         self._version = -1
 
     @torch.no_grad()
@@ -215,17 +217,19 @@ class EarlyCopy:
         mine = self._part.of(grad)
         if self._memory is None or self._memory.dtype != mine.dtype:
             self._memory = host_memory(mine.numel(), mine.dtype, mine.device).view(mine.shape)
-        self._of, self._print, self._version = TensorWeakRef(grad), _fingerprint(mine), grad._version
+        self._of, self._print, self._version = TensorWeakRef(grad), _Fingerprint.of(mine), grad._version
         self._arrived = ferry.copy_out([(self._memory, mine)])
         self._source = None if grad.is_contiguous() else mine  # Made for the copy, and to be kept until its end.
 
+    def is_of(self, grad: Tensor) -> bool:
+        """Whether it was begun with this very gradient, and nothing is known to have been done to that since."""
+        return self._of is not None and self._of() is grad and self._version == grad._version
+
     def differs(self, grad: Tensor) -> Tensor | None:
         """Returns a number that is 0 where it is a copy of this gradient as it is now; None: it is none at all."""
-        if self._of is None or self._print is None or self._of() is not grad:
-            return None
-        if grad._version != self._version:  # Of what leaves none, only the fingerprint tells.
-            return None
-        return (self._print != _fingerprint(self._part.of(grad))).sum()
+        if self._print is None or not self.is_of(grad):
+            return None  # Of what leaves no new version, only the fingerprint tells.
+        return self._print.differences(_Fingerprint.of(self._part.of(grad)))
 
     def wait(self) -> Tensor:
         """Returns the copy once it has arrived, in the shape of the part; it belongs to the caller until `start`."""
@@ -246,8 +250,27 @@ def still_copies(copies: Sequence[tuple[EarlyCopy, Tensor]]) -> list[bool]:
     return [answer is not None and next(values) == 0 for answer in answers]
 
 
-def _fingerprint(grad: Tensor) -> Tensor:
-    """Two numbers [2] that change when a gradient is scaled, clipped, negated or replaced."""
-    grad = torch.view_as_real(grad) if grad.is_complex() else grad
-    dtype = torch.promote_types(grad.dtype, torch.float32)
-    return torch.stack([torch.linalg.vector_norm(grad, dtype=dtype), grad.sum(dtype=dtype)])
+class _Fingerprint(NamedTuple):
+    """What changes when a gradient is scaled, clipped, negated or replaced.
+
+    Norm and sum are rounded, so that a small change of few elements can hide in them. The exact sum of all elements'
+    bits shows every change of a single one. What only puts elements into other places shows in none of them.
+
+    Attributes:
+        rounded: [2] the norm and the sum.
+        exact: Scalar of 64 bits: the sum of the elements' bits, read as integers.
+    """
+
+    rounded: Tensor
+    exact: Tensor
+
+    @classmethod
+    def of(cls, grad: Tensor) -> _Fingerprint:
+        grad = torch.view_as_real(grad) if grad.is_complex() else grad
+        dtype = torch.promote_types(grad.dtype, torch.float32)
+        rounded = torch.stack([torch.linalg.vector_norm(grad, dtype=dtype), grad.sum(dtype=dtype)])
+        return cls(rounded, grad.view(_BITS[grad.itemsize]).sum(dtype=torch.int64))
+
+    def differences(self, other: _Fingerprint) -> Tensor:
+        """How many of the numbers differ; of a gradient that is no number, always some."""
+        return (self.rounded != other.rounded).sum() + (self.exact != other.exact)

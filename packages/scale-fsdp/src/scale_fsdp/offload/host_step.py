@@ -92,8 +92,16 @@ class HostStep:
             grads = [room.as_strided(grad.shape, grad.stride()) for room, grad in zip(rooms, narrow, strict=True)]
             torch._foreach_copy_(grads, narrow)
         if factor != 1.0:
-            torch._foreach_mul_(grads, factor)
+            multiply(grads, factor)
         return grads
+
+
+def multiply(grads: list[Tensor], factor: float) -> None:
+    """Multiplies gradients of one device by a number, in a precision that is enough for it.
+
+    A number of Python would be rounded to half precision before, where the gradients are in that.
+    """
+    torch._foreach_mul_(grads, torch.full((), factor, dtype=torch.float64, device=grads[0].device))
 
 
 def host_options(options: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:

@@ -55,7 +55,8 @@ class OffloadOptimizer(Optimizer):
         params: Parameters, or groups of them, as for `optim_cls`.
         host_fraction: The fraction of all elements whose state is on the host, from 0 to 1.
         overlap_step: Update during the backward pass, bucket by bucket, and keep no gradients. It allows one backward
-            pass per step, and no clipping, gradient scaler or look at the gradients between the two.
+            pass per step, and no clipping, gradient scaler or look at the gradients between the two. A pass that fails
+            may have updated some of the parameters.
         overlap_copies: Copy gradients to the host during the backward pass, into pinned memory of their size. False:
             in the step, through a few megabytes.
         split: Whether parameters can be cut ("element") or not ("parameter"); None is known for the classes of
@@ -63,7 +64,8 @@ class OffloadOptimizer(Optimizer):
         **defaults: The arguments of `optim_cls`.
 
     Raises:
-        TypeError: `optim_cls` is no class of optimizers, or a parameter is no plain tensor.
+        TypeError: `optim_cls` is no class of optimizers, a parameter is no plain tensor, or a setting is of another
+            type.
         ValueError: A fraction below 0 or above 1, or an optimizer that can't be divided.
     """
 
@@ -78,8 +80,13 @@ class OffloadOptimizer(Optimizer):
         split: Split | None = None,
         **defaults: Any,
     ) -> None:
+        if isinstance(host_fraction, bool) or not isinstance(host_fraction, int | float):
+            raise TypeError(f"expected host_fraction to be a number from 0 to 1, got {host_fraction!r}")
         if not 0 <= host_fraction <= 1:
             raise ValueError(f"expected host_fraction from 0 to 1, got {host_fraction}")
+        for name, value in (("overlap_step", overlap_step), ("overlap_copies", overlap_copies)):
+            if not isinstance(value, bool):
+                raise TypeError(f"expected {name} to be True or False, got {value!r}")
         self._configure(optim_cls, defaults, host_fraction, overlap_step, overlap_copies, split)
         super().__init__(params, self._update.defaults)
 
@@ -100,7 +107,7 @@ class OffloadOptimizer(Optimizer):
         self._early = EarlyCopies(self._update) if overlap_copies and not overlap_step else None
         self._in_backward = UpdateInBackward(self._update) if overlap_step else None
         self._clipping = PendingClipping()
-        self._arrivals = GradientArrivals(self._gradient_arrived)
+        self._arrivals = GradientArrivals(self._gradient_arrived, at_once=overlap_step)
 
     # What a user calls.
 
@@ -152,6 +159,7 @@ class OffloadOptimizer(Optimizer):
 
         Raises:
             RuntimeError: With `overlap_step=True`; or gradients have changed since an earlier call.
+            ValueError: `max_norm` is below 0, by which gradients would change their signs.
             TransferError: Another rank did not take part.
         """
         if self._in_backward is not None:
@@ -235,6 +243,8 @@ class OffloadOptimizer(Optimizer):
             )
         ids = chain.from_iterable(group["params"] for group in saved)
         by_id = dict(zip(ids, self._params(), strict=True))
+        if self._in_backward is not None:
+            self._in_backward.stop()
         for group, options in zip(self.param_groups, saved, strict=True):
             params, names = group["params"], options.get("param_names", group.get("param_names"))
             group.clear()
@@ -308,12 +318,12 @@ class OffloadOptimizer(Optimizer):
             self._arrivals.watch(on_their_way)
 
     @torch.no_grad()
-    def _gradient_arrived(self, param: Tensor) -> None:
+    def _gradient_arrived(self, param: Tensor, grad: Tensor) -> None:
         parts = self._placed.parts_of(param)
         if self._in_backward is not None:
             self._in_backward.arrived(parts)
         elif self._early is not None:
-            self._early.arrived(parts)
+            self._early.arrived(parts, grad)
 
 
 def _in_dtype_of(param: Tensor, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from scale_fsdp.offload.bare_optimizer import BareOptimizer
 from scale_fsdp.offload.copies import Ferry, Load, Stretch
-from scale_fsdp.offload.host_step import PIECE_ELEMENTS, HostPiece, HostStep
+from scale_fsdp.offload.host_step import PIECE_ELEMENTS, HostPiece, HostStep, multiply
 from scale_fsdp.offload.parts import Part
 from scale_fsdp.offload.plan import ranges
 
@@ -97,7 +97,7 @@ class OffloadUpdate:
             params = [part.of(part.param) for part in members]
             grads = [part.of(part.grad) for part in members]
             if factor != 1.0:
-                torch._foreach_mul_(grads, factor)
+                multiply(grads, factor)
             options = {k: v for k, v in members[0].group.items() if k not in ("params", "param_names")}
             self._device_step.step(params, grads, [part.state for part in members], options)
             for part in members:

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from scale_core.flat import FlatBuffer
-from scale_core.optimizer_view import is_asked_by_torch, view_all
-from scale_fsdp.options import StateDictForm
+from scale_core.optimizer_view import asked_by_torch, view_all
+from scale_fsdp.options import StateDictForm, resolve_form
 from scale_fsdp.slots import Slot, flat_name_of
-from scale_fsdp.state.loading import take_part, take_pieces
+from scale_fsdp.state.loading import take_pieces
 from scale_fsdp.state.naming import names_in, plain_order, ranks_in
 from scale_fsdp.unit import Unit, unit_of, units_in
 
@@ -79,20 +79,8 @@ def hook_state_dict(module: nn.Module) -> None:
     for inside in {slot.module for slot in unit.slots} - {module}:
         # `model.encoder.state_dict()` asks a module that is no unit, past the unit that its parameters belong to.
         inside.register_state_dict_post_hook(partial(_make_part_whole, unit))
-        inside.register_load_state_dict_pre_hook(partial(take_part, unit))
+        inside.register_load_state_dict_pre_hook(partial(take_pieces, unit=unit))
     view_all()
-
-
-def resolve_form(state_dict_device: torch.device | str | None, state_dict_on_rank_0_only: bool) -> StateDictForm:
-    """Returns the form behind the arguments of `fully_shard`.
-
-    Raises:
-        TypeError: The flag is not a bool.
-    """
-    if not isinstance(state_dict_on_rank_0_only, bool):
-        raise TypeError(f"state_dict_on_rank_0_only: expected True or False, got {state_dict_on_rank_0_only!r}")
-    device = None if state_dict_device is None else torch.device(state_dict_device)
-    return StateDictForm(device, state_dict_on_rank_0_only)
 
 
 def full_state_dict(
@@ -112,6 +100,10 @@ def full_state_dict(
         model: A sharded module, or one that holds such; how it was told to give its state does not count here.
         rank_0_only: Rank 0 of the model's ranks alone gets the tensors, and the others an empty dict.
         device: Where the tensors are to be; None is where the shards are.
+
+    Raises:
+        TypeError: `rank_0_only` is not a bool.
+        ScaleDistributedError: A rank did something else.
     """
     form = resolve_form(device, rank_0_only)
     with _calling(_Call(form, not rank_0_only or ranks_in(model).rank == 0)) as call:
@@ -130,10 +122,12 @@ def state_dict_of(module: nn.Module, plain: Callable[..., Any], *args: Any, **kw
 
     Raises:
         RuntimeError: torch's checkpoint functions ask, and parameters are flat.
+        ScaleDistributedError: A rank did something else.
     """
     if _call.get() is not None:
         return plain(*args, **kwargs)
-    if _is_flat(module) and is_asked_by_torch():
+    asked = asked_by_torch()
+    if _is_flat(module) and asked is not None:
         raise RuntimeError(
             "get_model_state_dict: with flatten_parameters=True the modules have no parameters under the plain names, "
             "which torch's function looks for: call scale_fsdp.full_state_dict(model) for full tensors, or "
@@ -142,7 +136,10 @@ def state_dict_of(module: nn.Module, plain: Callable[..., Any], *args: Any, **kw
     unit = unit_of(module)
     assert unit is not None
     form = unit.options.form
-    call = _Call(form, not form.rank_0_only or ranks_in(module).rank == 0)
+    keeps = not form.rank_0_only or ranks_in(module).rank == 0
+    if asked is not None and asked.whole and asked.on_host:  # Else torch would copy what stood on the device whole.
+        form, keeps = StateDictForm(torch.device("cpu")), asked.keeps
+    call = _Call(form, keeps)
     return _give(call, module, plain, *args, **kwargs)
 
 

@@ -73,48 +73,45 @@ def take_pieces(
     missing_keys: list[str],
     unexpected_keys: list[str],
     error_msgs: list[str],
+    *,
+    unit: Unit | None = None,
 ) -> None:
-    """What runs before torch loads a unit's module: puts this rank's pieces in the place of full tensors."""
-    unit = unit_of(module)
+    """What runs before torch loads a module: puts this rank's pieces in the place of full tensors.
+
+    The arguments but the last are those of torch's hooks.
+
+    Args:
+        module: A unit's module, or one inside of a unit: that may be loaded past the unit that its parameters are of.
+        state_dict: What is loaded; changed.
+        prefix: What the module's names begin with in it.
+        local_metadata: Says whether `assign` was asked for.
+        strict: Not looked at.
+        missing_keys: Names of flat parameters' members that are not given are added.
+        unexpected_keys: Not looked at.
+        error_msgs: What does not fit is added.
+        unit: That of a module inside.
+    """
+    inside = unit is not None
+    unit = unit or unit_of(module)
     assert unit is not None
+    if inside:
+        found = [(prefix + slot.attribute, slot) for slot in unit.slots if slot.module is module]
+        named = [(name, slot) for name, slot in found if name in state_dict and state_dict[name] not in _pieces]
+        if not named or _local.get():
+            return
+    else:
+        named = names_in(module, unit, prefix)
     refuse_assign(local_metadata.get("assign_to_params_buffers", False))
-    refuse_in_use(module, "load_state_dict")
-    for buffer in unit.buffers:
+    refuse_in_use(unit.module, "load_state_dict")
+    for buffer in dict.fromkeys([*unit.buffers, *(slot.buffer for _, slot in named)]):
         buffer.release()  # What was gathered before is not true any more.
     if _local.get():
         return
-    for name, slot in names_in(module, unit, prefix):
+    for name, slot in named:
         _take_piece(state_dict, name, slot, missing_keys, error_msgs)
-    for number, buffer in enumerate(unit.buffers):
+    for number, buffer in enumerate(() if inside else unit.buffers):
         if buffer.flatten:
             state_dict[prefix + flat_name_of(number)] = buffer.exposed[0]  # Its pieces are loaded already.
-
-
-def take_part(
-    unit: Unit,
-    module: nn.Module,
-    state_dict: dict[str, Any],
-    prefix: str,
-    local_metadata: dict[str, Any],
-    strict: bool,
-    missing_keys: list[str],
-    unexpected_keys: list[str],
-    error_msgs: list[str],
-) -> None:
-    """The same for a module inside a unit, where it was not the unit's module, nor one around it, that loads."""
-    if _local.get():
-        return
-    slots = [slot for slot in unit.slots if slot.module is module]
-    found = {prefix + slot.attribute: slot for slot in slots if prefix + slot.attribute in state_dict}
-    given = {name: slot for name, slot in found.items() if state_dict[name] not in _pieces}
-    if not given:
-        return
-    refuse_assign(local_metadata.get("assign_to_params_buffers", False))
-    refuse_in_use(unit.module, "load_state_dict")
-    for slot in given.values():
-        slot.buffer.release()
-    for name, slot in given.items():
-        _take_piece(state_dict, name, slot, missing_keys, error_msgs)
 
 
 def _take_piece(

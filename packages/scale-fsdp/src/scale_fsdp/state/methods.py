@@ -22,6 +22,10 @@ class WithState(nn.Module):
 
         Which ranks get it, and on which device, is what `fully_shard` was told by `state_dict_on_rank_0_only` and
         `state_dict_device`; `full_state_dict` takes both at the call. The arguments are those of `nn.Module`.
+
+        Raises:
+            RuntimeError: torch's checkpoint functions ask, and parameters are flat.
+            ScaleDistributedError: A rank did something else.
         """
         return state_dict_of(self, super().state_dict, *args, **kwargs)
 
@@ -43,7 +47,11 @@ class WithState(nn.Module):
         return local_state_dict(self, super().state_dict, *args, **kwargs)
 
     def local_metadata_dict(self) -> dict[str, Any]:
-        """Returns what this rank's shards are shards of, to be saved beside them: see `consolidate_shard_weights`."""
+        """Returns what this rank's shards are shards of, to be saved beside them: see `consolidate_shard_weights`.
+
+        Raises:
+            ValueError: A parameter of the module belongs to a unit outside of it.
+        """
         return local_metadata_dict(self)
 
     def load_local_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
@@ -62,11 +70,21 @@ class WithState(nn.Module):
     consolidate_shard_weights = staticmethod(consolidate_shard_weights)
 
     def gather_full_optim_state_dict(self, optim: HasState, recipient_rank: int | None = 0) -> dict[str, Any] | None:
-        """Gathers the optimizer's whole state by name, on the CPU of one rank: see `full_optim_state_dict`."""
+        """Gathers the optimizer's whole state by name, on the CPU of one rank: see `full_optim_state_dict`.
+
+        Raises:
+            ValueError: As there.
+            ScaleDistributedError: As there.
+        """
         return full_optim_state_dict(self, optim, recipient_rank=recipient_rank)
 
     def get_shard_from_optim_state_dict(
         self, full_optim_state_dict: Mapping[str, Any], optim: HasState | None = None
     ) -> dict[str, Any]:
-        """Makes this rank's state, for `optim.load_state_dict`, of the whole one: see `shard_optim_state_dict`."""
+        """Makes this rank's state, for `optim.load_state_dict`, of the whole one: see `shard_optim_state_dict`.
+
+        Raises:
+            ValueError: As there.
+            TypeError: As there.
+        """
         return shard_optim_state_dict(full_optim_state_dict, self, optim)

@@ -25,7 +25,7 @@ from scale_core.collectives import all_gather
 from scale_core.contract import Contract
 from scale_core.events import Event, message_tag
 from scale_core.flat import FlatBuffer
-from scale_core.holdings import Holding
+from scale_core.holdings import Holding, check_known
 from scale_core.optimizer_view import view
 from scale_fsdp.state.naming import holdings_in, names_by_buffer, plain_order, ranks_in
 from scale_fsdp.state.optimizer_kinds import Kind, Kinds, agree_on_kinds, kinds_of
@@ -90,7 +90,7 @@ def full_optim_state_dict(
     values = dict(zip(params, _by_position(given), strict=True))
 
     def describe() -> Kinds:
-        _check_known(optimizer, owners)
+        check_known(optimizer, owners)
         kinds: Kinds = {}
         for param in params:
             if owners[param][0].is_shard:
@@ -216,7 +216,8 @@ def _contract_of(model: nn.Module) -> Contract:
     for unit in units_in(model):
         if unit.root is not None:
             unit.root.recover()
-            return unit.root.contract
+            if not unit.root.outdated:  # Else it has the ranks of before.
+                return unit.root.contract
         return Contract(unit.options.ranks.whole, unit.options.limit_seconds)
     return Contract(ranks_in(model))
 
@@ -226,16 +227,6 @@ def _by_position(given: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     for group in given["param_groups"]:
         for number in group["params"]:
             yield given["state"].get(number, {})
-
-
-def _check_known(optimizer: HasState, owners: Mapping[Tensor, Any]) -> None:
-    for number, group in enumerate(optimizer.param_groups):
-        for position, param in enumerate(group["params"]):
-            if param not in owners:
-                raise ValueError(
-                    f"parameter {position} of the optimizer's group {number}, of shape {tuple(param.shape)}, is none "
-                    "of the model's: build the optimizer after the model is sharded, from model.parameters()"
-                )
 
 
 def _names(params: Sequence[Tensor], owners: Mapping[Tensor, Sequence[Holding]], model: nn.Module) -> list[str]:
@@ -274,7 +265,7 @@ def _own_groups(
     full: Mapping[str, Any], owners: Mapping[Tensor, Sequence[Holding]], optimizer: HasState
 ) -> list[list[Tensor]]:
     """The groups of the optimizer that will load the state, which must be the saved ones."""
-    _check_known(optimizer, owners)
+    check_known(optimizer, owners)
     groups = [list(group["params"]) for group in optimizer.param_groups]
     if len(groups) != len(full["param_groups"]):
         raise ValueError(

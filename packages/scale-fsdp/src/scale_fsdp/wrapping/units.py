@@ -32,6 +32,7 @@ from scale_fsdp.moving.materialise import check_init, who_initialises
 from scale_fsdp.places import param_places
 from scale_fsdp.ranks import ranks_of
 from scale_fsdp.sharding import fully_shard
+from scale_fsdp.unit import units_in
 from scale_fsdp.wrapper import FullyShardedDataParallel
 from scale_fsdp.wrapping.policy import (
     Candidate,
@@ -241,6 +242,24 @@ def fully_shard_modules(
         if progress is not None:
             progress(done, len(units), name)
     return module
+
+
+def get_fsdp_instances(mod: nn.Module, skip_empty: bool = False) -> list[nn.Module]:
+    """Returns the modules below and including `mod` that are sharded by themselves, the outermost first.
+
+        >>> import torch
+        >>> from scale_fsdp import fully_shard, get_fsdp_instances
+        >>> model = fully_shard(torch.nn.Sequential(fully_shard(torch.nn.Linear(2, 2)), torch.nn.ReLU()))
+        >>> [type(instance).__name__ for instance in get_fsdp_instances(model)]
+        ['Sequential', 'Linear']
+
+    As FairScale's function of this name, but for what it returns: the sharded modules, without wrappers around them.
+
+    Args:
+        mod: Any module.
+        skip_empty: Leave out those that have no parameters of their own.
+    """
+    return [unit.module for unit in units_in(mod) if unit.buffers or not skip_empty]
 
 
 def _check_initialisable(parts: Sequence[nn.Module], units: Sequence[nn.Module], kwargs: Mapping[str, Any]) -> None:

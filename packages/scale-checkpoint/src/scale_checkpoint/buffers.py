@@ -1,0 +1,120 @@
+"""Buffers that a forward changes, such as a batch norm's statistics: a recomputation must not change them again.
+
+A recomputation is to find what the first forward found, and to leave no trace. So it is given copies of the values from
+before, of those buffers only that the forward has changed. Which ones these are is learned from each module's first
+forward, for which all its buffers are copied; later ones copy what was found to change.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+
+class _Seen(NamedTuple):
+    """A buffer as it was before a forward."""
+
+    module: nn.Module
+    name: str
+    buffer: Tensor
+    version: int
+    copy: Tensor | None
+
+
+class Changed(NamedTuple):
+    """A buffer that a forward has changed.
+
+    Attributes:
+        module: Which holds it.
+        name: Its name there.
+        before: Its values before that forward, of the buffer's shape; nobody else writes to it.
+    """
+
+    module: nn.Module
+    name: str
+    before: Tensor
+
+
+class Watched:
+    """The buffers of a module and of all that it holds, over the calls of its forward."""
+
+    def __init__(self) -> None:
+        # By module and mode: a batch norm changes nothing in eval mode. A name that is not listed was never seen.
+        self._changing: weakref.WeakKeyDictionary[nn.Module, dict[tuple[bool, str], bool]] = weakref.WeakKeyDictionary()
+
+    def look(self, module: nn.Module) -> list[_Seen]:
+        """Before a forward: returns what there is."""
+        seen = []
+        for part in _parts(module):
+            for name, buffer in part._buffers.items():
+                if buffer is None or buffer.is_inference():
+                    continue
+                known = self._changing.get(part)
+                changes = True if known is None else known.get((part.training, name), True)
+                # Buffers of a norm are written to by kernels that raise no version.
+                changes = changes or (isinstance(part, _NormBase) and part.training)
+                copy = buffer.detach().clone(memory_format=torch.preserve_format) if changes else None
+                seen.append(_Seen(part, name, buffer, buffer._version, copy))
+        return seen
+
+    def changed_since(self, seen: Iterable[_Seen]) -> list[Changed]:
+        """After a forward: returns what it has changed.
+
+        Raises:
+            RuntimeError: It has changed, for the first time, a buffer that it had left alone before.
+        """
+        changed = []
+        for part, name, buffer, version, copy in seen:
+            now = part._buffers.get(name)
+            replaced = now is not buffer
+            has_changed = replaced or buffer._version != version or (copy is not None and _differ(copy, buffer))
+            if has_changed and copy is None and not (replaced and buffer._version == version):
+                raise RuntimeError(
+                    f"the forward of a {type(part).__name__} has changed its buffer '{name}' [{list(buffer.shape)}] "
+                    "after calls in which it had not, so a recomputation could not begin from what was there before: "
+                    "let it be changed in every forward, or leave the module out of the checkpointed one"
+                )
+            if has_changed:
+                # What was replaced is still there as it was; what was changed in place is there as a copy.
+                changed.append(Changed(part, name, buffer if copy is None else copy))
+            self._changing.setdefault(part, {})[part.training, name] = has_changed or self._was(part, name)
+        return changed
+
+    def _was(self, part: nn.Module, name: str) -> bool:
+        return self._changing.get(part, {}).get((part.training, name), False)
+
+
+def _differ(copy: Tensor, buffer: Tensor) -> bool:
+    """Whether their values differ; what has no values, in a simulation, tells by its version alone."""
+    return type(copy) is Tensor and not copy.is_meta and not torch.equal(copy, buffer)
+
+
+@contextmanager
+def replaying(changed: Iterable[Changed]) -> Iterator[None]:
+    """Inside, these buffers have the values from before; afterwards the modules hold what they held."""
+    held: list[tuple[nn.Module, str, Tensor | None]] = []
+    try:
+        for module, name, before in changed:
+            held.append((module, name, module._buffers.get(name)))
+            module._buffers[name] = before.clone(memory_format=torch.preserve_format)
+        yield
+    finally:
+        for module, name, buffer in held:
+            module._buffers[name] = buffer
+
+
+def _parts(module: nn.Module) -> list[nn.Module]:
+    """The module and all that it holds, each once; `modules()` in a form that costs little at every call."""
+    found, waiting = {id(module): module}, [module]
+    while waiting:
+        for child in waiting.pop()._modules.values():
+            if child is not None and id(child) not in found:
+                found[id(child)] = child
+                waiting.append(child)
+    return list(found.values())

@@ -1,0 +1,149 @@
+"""The bytes of all storages that operators have made and that still live, counted as they come and go.
+
+This is the count that plans, the tracker and the benchmarks mean by memory. It sees every storage that an operator
+returns, on the CPU as on any other device, from the call that makes it to the end of its last reference, so it is
+exact and the same on every machine. It doesn't see what a kernel takes and gives back inside one call, nor how an
+allocator rounds and caches.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class LiveBytes(TorchDispatchMode):
+    """While it is active, counts the live bytes of one device, from zero: what stood before is not counted.
+
+    Args:
+        device: Whose storages are counted; those of other devices are not.
+
+    Attributes:
+        current_bytes: What lives now.
+        peak_bytes: The most that lived at any one time.
+    """
+
+    _elsewhere: ClassVar[int] = 0  # how many `elsewhere()` are open
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.device = device
+        self.current_bytes = 0
+        self.peak_bytes = 0
+        self._numbers: dict[int, int] = {}  # by the identity of the storage, which is stable as long as it lives
+        self._sizes: list[int] = []  # by number; 0 where it is not counted or has died
+        self._watches: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Runs `func`, and takes the storages of its results into the count."""
+        kwargs = kwargs or {}
+        for tensor in _tensors((args, *kwargs.values())):
+            self.number(tensor)  # What is met as an argument first was there before: its views are no new memory.
+        self.before(func)
+        results = func(*args, **kwargs)
+        for tensor in _tensors((results,)):
+            self._observe(tensor)
+        return results
+
+    def before(self, func: Any) -> None:
+        """Called before each operator; for those who follow what is running."""
+
+    def changed(self, number: int, delta: int) -> None:
+        """Called after a storage came or went; for those who follow each of them."""
+
+    def number(self, tensor: Tensor) -> int:
+        """Returns the number of a tensor's storage in order of appearance; -1 for a tensor that has none."""
+        storage = _storage(tensor)
+        if storage is None:
+            return -1
+        found = self._numbers.get(id(storage))
+        return self._enter(storage, 0) if found is None else found
+
+    def num_bytes(self, number: int) -> int:
+        """Returns the size of a storage that is counted and lives; 0 otherwise."""
+        return self._sizes[number] if number >= 0 else 0
+
+    def live(self) -> list[int]:
+        """Returns the numbers of the storages that are counted and live."""
+        return [number for number, size in enumerate(self._sizes) if size]
+
+    def close(self) -> None:
+        """Stops to follow: what dies from now on changes nothing."""
+        self._watches.clear()
+        self._numbers.clear()
+
+    def _observe(self, tensor: Tensor) -> None:
+        storage = _storage(tensor)
+        if storage is None:
+            return
+        number = self._numbers.get(id(storage))
+        counted = tensor.device == self.device and not LiveBytes._elsewhere
+        if number is None:
+            size = storage.nbytes() if counted else 0
+            number = self._enter(storage, size)
+            self._change(number, size)
+        elif self._sizes[number] and storage.nbytes() != self._sizes[number]:  # It was resized.
+            delta = storage.nbytes() - self._sizes[number]
+            self._sizes[number] += delta
+            self._change(number, delta)
+
+    def _enter(self, storage: torch.UntypedStorage, size: int) -> int:
+        number = len(self._sizes)
+        self._sizes.append(size)
+        self._numbers[id(storage)] = number
+        self._watches[number] = weakref.ref(storage, partial(self._died, id(storage), number))
+        return number
+
+    def _died(self, key: int, number: int, _: weakref.ref[torch.UntypedStorage]) -> None:
+        if self._numbers.get(key) == number:
+            del self._numbers[key]
+            del self._watches[number]
+        size, self._sizes[number] = self._sizes[number], 0
+        self._change(number, -size)
+
+    def _change(self, number: int, delta: int) -> None:
+        if delta:
+            self.current_bytes += delta
+            self.peak_bytes = max(self.peak_bytes, self.current_bytes)
+            self.changed(number, delta)
+
+
+@contextmanager
+def elsewhere() -> Iterator[None]:
+    """What operators make inside counts as another memory's: the stand-in for the host where the device is the CPU."""
+    LiveBytes._elsewhere += 1
+    try:
+        yield
+    finally:
+        LiveBytes._elsewhere -= 1
+
+
+def storage_bytes(tensors: Sequence[Tensor]) -> int:
+    """Returns the bytes of the tensors' storages, each counted once."""
+    sizes = {id(storage): storage.nbytes() for storage in map(_storage, tensors) if storage is not None}
+    return sum(sizes.values())
+
+
+def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
+    """The tensors among an operator's arguments or results: themselves, or in sequences."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # sparse tensors and the like
+        return None

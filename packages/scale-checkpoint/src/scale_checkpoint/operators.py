@@ -1,0 +1,128 @@
+"""Which operators of a recomputed module keep their results: by name, or by a policy function.
+
+What is kept is not computed again, and what it was computed from is not needed. An operator that draws random numbers
+is always computed again, whatever the policy says: were its result kept, the numbers that it would have drawn would go
+to the operators after it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from typing import Any, TypeAlias
+
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.utils.checkpoint import CheckpointPolicy
+
+OperatorPolicy: TypeAlias = Callable[..., CheckpointPolicy | bool]
+"""Called with a `torch.utils.checkpoint.SelectiveCheckpointContext`, the operator (an `OpOverload`) and its arguments;
+returns whether the result is kept, as torch's `CheckpointPolicy` or as a bool."""
+
+
+def policy_of(keep: OperatorPolicy | Iterable[str | OpOverload | OpOverloadPacket]) -> OperatorPolicy:
+    """Returns a policy that keeps the results of the operators that are named.
+
+    Args:
+        keep: A policy function, which is returned as it is; or operators: regular expressions for whole names without
+            the namespace, as "addmm" or "_scaled_dot_product.*", or `torch.ops` themselves.
+
+    Raises:
+        TypeError: `keep` is one string, or holds something else.
+        ValueError: A name is no regular expression, or is that of no operator (the error lists near ones).
+    """
+    if callable(keep):
+        return keep
+    if isinstance(keep, str):
+        raise TypeError(f"keep holds several operators, but got one string, {keep!r}: write [{keep!r}]")
+    return NamedOperators(*(_pattern(name) for name in keep))
+
+
+class NamedOperators:
+    """Keeps the results of operators by name; a class, so that it is compared by what it says, copied and pickled."""
+
+    def __init__(self, *patterns: str) -> None:
+        self.patterns = frozenset(patterns)
+        self._found: dict[object, bool] = {}
+
+    def __call__(self, context: object, operator: Any, *args: Any, **kwargs: Any) -> bool:
+        return self.names(operator)
+
+    def names(self, operator: Any) -> bool:
+        """Whether an operator is one of them."""
+        found = self._found.get(operator)
+        if found is None:
+            names = (_name(operator), _name(operator).partition(".")[0])
+            found = self._found[operator] = any(
+                re.fullmatch(pattern, name) for pattern in self.patterns for name in names
+            )
+        return found
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, NamedOperators) and other.patterns == self.patterns
+
+    def __hash__(self) -> int:
+        return hash(self.patterns)
+
+    def __repr__(self) -> str:
+        return repr(sorted(self.patterns))
+
+    def __getstate__(self) -> frozenset[str]:
+        return self.patterns
+
+    def __setstate__(self, patterns: frozenset[str]) -> None:
+        self.__init__(*patterns)  # type: ignore[misc]
+
+
+def _name(operator: Any) -> str:
+    """An overload's name without its namespace: "mm.default"."""
+    return str(operator).partition(".")[2]
+
+
+def _pattern(name: str | OpOverload | OpOverloadPacket) -> str:
+    if isinstance(name, OpOverload | OpOverloadPacket):
+        return re.escape(_name(name))
+    if not isinstance(name, str):
+        raise TypeError(f"keep: expected names of operators or torch.ops, got a {type(name).__name__}: {name!r}")
+    try:
+        pattern = re.compile(name)
+    except re.error as error:
+        raise ValueError(f"keep: {name!r} is no regular expression: {error}") from error
+    if not any(map(pattern.fullmatch, _all_names())):
+        near = difflib.get_close_matches(name, _all_names(), n=5)
+        told = f"near ones: {', '.join(map(repr, near))}" if near else "as torch.ops.aten has them, 'addmm' for one"
+        raise ValueError(f"keep: {name!r} is the name of no operator; {told}")
+    return name
+
+
+@cache
+def _all_names() -> frozenset[str]:
+    """Of all operators that are registered by now, with and without their overload."""
+    full = [name.partition("::")[2] for name in torch._C._dispatch_get_all_op_names()]
+    default = frozenset(f"{name}.default" for name in full if "." not in name)
+    return default.union(full, (name.partition(".")[0] for name in full))
+
+
+@cache
+def can_be_kept(operator: Any) -> bool:
+    """Whether an operator computes something of its own: what changes its arguments, or returns views, always runs."""
+    return not (operator._schema.is_mutable or operator.is_view) and operator is not torch.ops.aten.detach.default
+
+
+def draws(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operator draws random numbers, as it is called here."""
+    if torch.Tag.nondeterministic_seeded not in operator.tags:
+        return False
+    probability = _argument(operator, "dropout_p", args, kwargs)
+    return probability is None or float(probability) > 0.0
+
+
+def _argument(operator: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    if name in kwargs:
+        return kwargs[name]
+    for place, argument in enumerate(operator._schema.arguments):
+        if argument.name == name:
+            return args[place] if place < len(args) else argument.default_value
+    return None

@@ -1,0 +1,251 @@
+"""What a model's blocks cost in each way, measured once on the machine that will train it.
+
+Nothing here needs the memory that a plan is to save. One step is followed with every block computed again: that says
+where memory stands at every segment by all that no plan changes. Then the model runs forward without gradients, and
+each block, when its turn comes, is tried by itself in every way on the inputs that it gets there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from scale_checkpoint.assembling import Tried, assemble, pooled
+from scale_checkpoint.blocks import find_blocks
+from scale_checkpoint.live import storage_bytes
+from scale_checkpoint.offload import fetched_early
+from scale_checkpoint.step import Step, device_of, now, undisturbed
+from scale_checkpoint.timeline import Crossing, Segment, Way
+from scale_checkpoint.tracing import StepTrace, Visit, following, tensors_in
+from scale_checkpoint.trial import Call, Trial, try_memory, try_time
+from scale_checkpoint.ways import KEEP, OFFLOAD, RECOMPUTE, Ways, resolve, treated
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """What a plan knows a block by.
+
+    Attributes:
+        kind: The name of its class.
+        parameters: Shapes by name.
+    """
+
+    kind: str
+    parameters: Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class MemoryProfile:
+    """Costs of the segments of a step, from which plans for any budget are made.
+
+    Attributes:
+        segments: In the order of the forward; bytes count all that lives, parameters, buffers and inputs included.
+        crossings: Tensors between the segments.
+        blocks: What the blocks are, by name.
+        hows: What each way does, by its name, as `apply_checkpointing` takes it.
+        device: The device that it was measured on, such as "cuda".
+    """
+
+    segments: tuple[Segment, ...]
+    crossings: tuple[Crossing, ...]
+    blocks: Mapping[str, BlockShape]
+    hows: Mapping[str, str | tuple[str, ...]]
+    device: str
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Writes the profile as JSON.
+
+        Args:
+            path: A file, replaced if it is there.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        Path(path).write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> MemoryProfile:
+        """Reads a profile that `save` has written.
+
+        Args:
+            path: The file.
+
+        Raises:
+            ValueError: It is no profile, or one of another format.
+            OSError: It cannot be read.
+        """
+        return cls.from_json(read_json(path, "a memory profile"), path)
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any], path: object) -> MemoryProfile:
+        """Builds a profile from what JSON holds.
+
+        Args:
+            content: Of the file.
+            path: For the error.
+
+        Raises:
+            ValueError: It is no profile, or one of another format.
+        """
+        try:
+            segments = tuple(
+                replace(Segment(**segment), ways={name: _way(**way) for name, way in segment["ways"].items()})
+                for segment in content["segments"]
+            )
+            crossings = tuple(Crossing(**crossing) for crossing in content["crossings"])
+            blocks = {
+                name: BlockShape(block["kind"], {key: tuple(shape) for key, shape in block["parameters"].items()})
+                for name, block in content["blocks"].items()
+            }
+            hows = {name: how if isinstance(how, str) else tuple(how) for name, how in content["hows"].items()}
+            return cls(segments, crossings, blocks, hows, content["device"])
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} holds no memory profile: {type(error).__name__}: {error}") from error
+
+
+def read_json(path: str | PathLike[str], what: str) -> dict[str, Any]:
+    """Reads a JSON file of our format.
+
+    Args:
+        path: The file.
+        what: What it is expected to hold, for the error.
+
+    Raises:
+        ValueError: It is not JSON, or of another format.
+        OSError: It cannot be read.
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} was expected to hold {what} as JSON, but is not JSON: {error}") from error
+    found = content.get("format") if isinstance(content, dict) else None
+    if found != FORMAT:
+        raise ValueError(f"{path} was expected to hold {what} of format {FORMAT}, but its format is {found}")
+    return dict(content)
+
+
+def profile_memory(
+    model: nn.Module,
+    sample_input: Any,
+    *,
+    loss: Callable[[Any], Tensor] | None = None,
+    ways: Ways | None = None,
+    blocks: Sequence[str] | None = None,
+    repeats: int = 5,
+) -> MemoryProfile:
+    """Measures what each block keeps, needs and takes in each way.
+
+    The model's gradients, buffers and random numbers are afterwards what they were. Needs about the memory of a step
+    in which every block is computed again.
+
+    Args:
+        model: In the state in which it will train: its device, its dtype, `train()`; before it is sharded or wrapped.
+        sample_input: A batch as in training: a tensor, a tuple of positional or a dict of keyword arguments.
+        loss: Makes a scalar of what the model returns; None takes the output's `loss`, a scalar output as it is, or
+            else gives every result a gradient of ones.
+        ways: What may be done with each block: see `Ways`; None takes "keep", "recompute", "selective" and, where the
+            device is not the host itself, "offload".
+        blocks: Names of modules that are to be planned; None finds them.
+        repeats: How often each time is taken; the least counts, which other work disturbs least.
+
+    Raises:
+        ValueError: No blocks are found, a name is none of the model's, or the step has no gradient.
+    """
+    found = find_blocks(model, blocks)
+    device = device_of(model)
+    hows = resolve(ways, device)
+    step = Step(model, sample_input, loss)
+    with undisturbed(model):
+        trace, seconds = _follow(step, found, device, repeats)
+        tried = pooled(_try_blocks(step, found, trace.visits, device, hows, repeats))
+    standing_bytes = storage_bytes([*model.parameters(), *model.buffers(), *tensors_in((step.args, step.kwargs))])
+    segments, crossings = assemble(trace, tried, standing_bytes, seconds)
+    shapes = {
+        name: BlockShape(type(block).__name__, {key: tuple(p.shape) for key, p in block.named_parameters()})
+        for name, block in found.items()
+    }
+    return MemoryProfile(segments, crossings, shapes, hows, device.type)
+
+
+def _follow(step: Step, blocks: Mapping[str, nn.Module], device: torch.device, repeats: int) -> tuple[StepTrace, float]:
+    """Follows a step in which every block is computed again, and takes its time."""
+    trace = StepTrace(device)
+    with ExitStack() as stack:
+        for block in blocks.values():
+            stack.enter_context(treated(block, RECOMPUTE))
+        step.run()  # Kernels prepare themselves at the first call.
+        for parameter in step.model.parameters():
+            parameter.grad = None
+        with following(trace, blocks):
+            step.run()
+        times = []
+        for _ in range(repeats):
+            start = now(device)
+            step.run()
+            times.append(now(device) - start)
+    for parameter in step.model.parameters():
+        parameter.grad = None
+    return trace, min(times)
+
+
+def _try_blocks(
+    step: Step,
+    blocks: Mapping[str, nn.Module],
+    visits: Sequence[Visit],
+    device: torch.device,
+    hows: Mapping[str, str | tuple[str, ...]],
+    repeats: int,
+) -> list[dict[str, Tried]]:
+    """Tries the block of each visit in every way; returns what was found by way, in the order of the visits."""
+    waiting = [visit for visit in visits if visit.name]
+    found: list[dict[str, Tried]] = []
+    trying = False
+
+    def try_here(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal trying
+        if trying:
+            return
+        trying = True
+        visit = waiting[len(found)]
+        call = Call(args, kwargs, visit.wants_gradient)
+        found.append(_try_ways(block, call, device, hows, repeats) if visit.gives_gradient else {})
+        trying = False
+
+    with ExitStack() as stack:
+        for block in blocks.values():
+            stack.callback(block.register_forward_pre_hook(try_here, with_kwargs=True, prepend=True).remove)
+        with torch.no_grad():
+            step.model(*step.args, **step.kwargs)
+    return found
+
+
+def _try_ways(
+    block: nn.Module, call: Call, device: torch.device, hows: Mapping[str, str | tuple[str, ...]], repeats: int
+) -> dict[str, Tried]:
+    trials: dict[str, Trial] = {}
+    times: dict[str, list[float]] = {name: [] for name in hows}
+    for name, how in hows.items():
+        with treated(block, how):
+            trials[name] = try_memory(block, call, device)
+    for _ in range(repeats):
+        for name, how in hows.items():  # By turns, so that what disturbs the machine disturbs all alike.
+            with treated(block, how):
+                times[name].append(try_time(block, call, device))
+    early_bytes = fetched_early(trials[KEEP].saved_bytes, device)
+    return {
+        name: Tried(trials[name], min(times[name]), early_bytes if how == OFFLOAD else 0) for name, how in hows.items()
+    }
+
+
+def _way(holds: Sequence[int] = (), **numbers: Any) -> Way:
+    return Way(**numbers, holds=tuple(holds))

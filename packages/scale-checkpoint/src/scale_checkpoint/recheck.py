@@ -1,0 +1,191 @@
+"""A recomputation that differs from the first forward: which module, which operator, which tensor.
+
+Autograd compares at most shapes, at the end, by the number of the saved tensor. Here each operator's result is compared
+as soon as it is there, with the name of the module in which it ran. It costs time, so it is done on demand.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+_aten = torch.ops.aten
+# Not of the module's own: autograd's, and casts that autocast caches and so makes at one time and not at another.
+_LEFT_OUT = frozenset((_aten.detach.default, _aten._to_copy.default, _aten.alias.default, _aten.lift_fresh.default))
+_WITHOUT_VALUES = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))
+
+
+class RecomputationError(RuntimeError):
+    """A recomputation has computed something else than the first forward."""
+
+
+@contextmanager
+def check_recomputation(model: nn.Module, values: bool = False) -> Iterator[None]:
+    """Inside, each recomputation of a module of `model` is compared with its first forward, operator by operator.
+
+        >>> import torch
+        >>> from scale_checkpoint import check_recomputation, checkpoint_wrapper
+        >>> model = torch.nn.Sequential(checkpoint_wrapper(torch.nn.Linear(4, 4)), torch.nn.Tanh())
+        >>> with check_recomputation(model, values=True):
+        ...     model(torch.randn(2, 4)).sum().backward()
+
+    Both passes have to be inside. It finds what modules that are recomputed by this package do.
+
+    Args:
+        model: Gives the modules their names.
+        values: Compare values as well, by a checksum of each result, and not shapes and dtypes alone.
+
+    Raises:
+        RecomputationError: From the backward pass: names the module, the operator and the tensor that differ first.
+        RuntimeError: Inside of another `check_recomputation`.
+    """
+    global _active
+    if _active is not None:
+        raise RuntimeError("check_recomputation is active already: enter it once, around forward and backward")
+    check = _active = Check(model, values)
+    try:
+        with check.following():
+            yield
+    finally:
+        _active = None
+
+
+class _Step(NamedTuple):
+    """One operator that has run.
+
+    Attributes:
+        module: The qualified name of the module in which it ran.
+        operator: Its name.
+        results: Of each tensor that it returned: shape, dtype, device, and a checksum where values are compared.
+    """
+
+    module: str
+    operator: str
+    results: tuple[tuple[tuple[int, ...], torch.dtype, torch.device, int | None], ...]
+
+
+class Check:
+    """What is compared, and in which module the model is.
+
+    Args:
+        model: Gives the names.
+        values: Compare values.
+    """
+
+    def __init__(self, model: nn.Module, values: bool) -> None:
+        self.values = values
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._inside: list[str] = []
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Inside, it knows which module runs."""
+        before = nn.modules.module.register_module_forward_pre_hook(
+            lambda module, _: self._inside.append(self.name_of(module))
+        )
+        after = nn.modules.module.register_module_forward_hook(lambda *_: self._leave(), always_call=True)
+        try:
+            yield
+        finally:
+            before.remove()
+            after.remove()
+
+    def name_of(self, module: nn.Module) -> str:
+        """Returns a module's qualified name; its class, if the model does not hold it."""
+        return self._names.get(id(module)) or type(module).__name__
+
+    def step(self, operator: Any, result: Any, module: nn.Module) -> _Step:
+        """Describes what an operator of a checkpointed module has returned."""
+        has_values = self.values and str(operator).split(".")[1] not in _WITHOUT_VALUES
+        found = result if isinstance(result, (tuple, list)) else (result,)
+        results = tuple(
+            (tuple(t.shape), t.dtype, t.device, _checksum(t) if has_values else None)
+            for t in found
+            if isinstance(t, Tensor)
+        )
+        return _Step(self._inside[-1] if self._inside else self.name_of(module), str(operator), results)
+
+    def _leave(self) -> None:
+        if self._inside:
+            self._inside.pop()
+
+
+_active: Check | None = None
+
+
+def active_check() -> Check | None:
+    """Returns the check that is wanted now, if one is."""
+    return _active
+
+
+class Comparing(TorchDispatchMode):
+    """Around a forward it records the operators, around the recomputation it compares them.
+
+    Args:
+        check: What is compared.
+        module: The module that is checkpointed.
+        first: What the forward has recorded; None is the forward itself.
+    """
+
+    def __init__(self, check: Check, module: nn.Module, first: list[_Step] | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._check, self._module, self._first = check, module, first
+        self.steps: list[_Step] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Runs `func`, and compares its result."""
+        result = func(*args, **({} if kwargs is None else kwargs))
+        if func not in _LEFT_OUT:
+            step = self._check.step(func, result, self._module)
+            if self._first is not None:
+                self._compare(step, self._first)
+            self.steps.append(step)
+        return result
+
+    def _compare(self, step: _Step, first: list[_Step]) -> None:
+        number = len(self.steps)
+        where = f"recomputing '{self._check.name_of(self._module)}'"
+        mend = (
+            "what a checkpointed module computes may depend on inputs, parameters, buffers and random numbers alone, "
+            "not on time, counters or caches; leave the module out of the checkpointed ones if it must"
+        )
+        if number >= len(first):
+            raise RecomputationError(
+                f"{where}: operator {number}, {step.operator} in '{step.module}', did not run in the forward; {mend}"
+            )
+        then = first[number]
+        if then.operator != step.operator:
+            raise RecomputationError(
+                f"{where}: operator {number} was {then.operator} in '{then.module}' in the forward, and is "
+                f"{step.operator} in '{step.module}' now; {mend}"
+            )
+        for place, (old, new) in enumerate(zip(then.results, step.results, strict=True)):
+            if old != new:
+                what = _describe(old) if old[:3] != new[:3] else f"{_describe(old)} of other values"
+                raise RecomputationError(
+                    f"{where}: tensor {place} of operator {number}, {step.operator} in '{step.module}', was {what} "
+                    f"in the forward, and is {_describe(new)} now; {mend}"
+                )
+
+
+def _describe(result: tuple[Any, ...]) -> str:
+    shape, dtype, device, _ = result
+    return f"{list(shape)} {str(dtype).removeprefix('torch.')} on {device}"
+
+
+def _checksum(tensor: Tensor) -> int | None:
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta or tensor.layout is not torch.strided:
+        return None
+    with torch.no_grad(), _disable_current_modes():
+        host = tensor.detach().resolve_conj().contiguous().cpu()
+        num_bytes = host.numel() * host.itemsize
+        return zlib.crc32((ctypes.c_ubyte * num_bytes).from_address(host.data_ptr())) if num_bytes else 0

@@ -1,0 +1,195 @@
+"""The two dispatch modes of selective checkpointing: one keeps results in the forward, one gives them back.
+
+torch has such a pair, `create_selective_checkpoint_contexts`. This one costs a fraction of it for each operator that
+runs, lets kept results be offloaded, draws random numbers as the plain module does, and can go backward twice through
+a graph that is retained: what was used up is computed. And it learns: a result that no recomputation has asked for,
+such as that of a block's last product, is not kept by later calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
+
+from scale_checkpoint.offload import Packed
+from scale_checkpoint.operators import NamedOperators, OperatorPolicy, can_be_kept, draws
+
+Key = tuple[Any, int]
+"""An operator and how many times it had run before."""
+
+Pack = Callable[[Tensor], Tensor | Packed]
+"""Moves a kept tensor away, or returns it where it stays."""
+
+
+class Kept:
+    """The results that one call has kept.
+
+    Args:
+        policy: Which results are kept.
+        unused: Keys of results that no recomputation of the module has asked for; shared by all its calls.
+        pack: Where they are kept, if not where they are.
+    """
+
+    def __init__(self, policy: OperatorPolicy, unused: set[Key], pack: Pack | None) -> None:
+        self.policy, self.unused, self.pack = policy, unused, pack
+        self.results: dict[Key, Any] = {}
+        self.operators: set[Any] = set()
+        self._by_storage: dict[int, list[Key]] = {}
+
+    def keep(self, key: Key, result: Any) -> None:
+        """Keeps a result: a tensor, or a tuple or list of tensors and other things."""
+        self.operators.add(key[0])
+        for tensor in _tensors(result):
+            self._by_storage.setdefault(_storage(tensor), []).append(key)
+        self.results[key] = _map(self._hold, result)
+
+    def drop_changed(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """An operator has changed its arguments: what it has written to is computed again, and changed again."""
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[place] if place < len(args) else kwargs.get(argument.name)
+                for tensor in _tensors(value):
+                    for key in self._by_storage.pop(_storage(tensor), ()):
+                        self.results.pop(key, None)
+
+    def close(self) -> None:
+        """The forward is over."""
+        self._by_storage.clear()
+
+    def has(self, key: Key) -> bool:
+        """Whether a result is there as it was; not so what was used up, or changed in place since."""
+        return key in self.results and all(held.is_intact for held in _held(self.results[key]))
+
+    def use(self, key: Key) -> Any:
+        """Returns a result, for the last time."""
+        return _map(lambda held: held.use() if isinstance(held, _Held) else held, self.results.pop(key))
+
+    def fetch(self) -> None:
+        """Starts to bring back what has left."""
+        for result in self.results.values():
+            for held in _held(result):
+                held.fetch()
+
+    def note_unused(self) -> None:
+        """After a recomputation: what is still there was not asked for."""
+        self.unused.update(self.results)
+
+    def _hold(self, value: Any) -> Any:
+        return _Held(value, self.pack) if isinstance(value, Tensor) else value
+
+
+class _Held:
+    """A kept tensor."""
+
+    def __init__(self, tensor: Tensor, pack: Pack | None) -> None:
+        tensor = _alias(tensor)
+        packed = tensor if pack is None else pack(tensor)
+        self._packed = packed
+        # What has left is as it was; what has stayed may be changed by whoever has it, and is then computed again.
+        self._version = None if isinstance(packed, Packed) else tensor._version
+
+    def fetch(self) -> None:
+        if isinstance(self._packed, Packed):
+            self._packed.fetch()
+
+    @property
+    def is_intact(self) -> bool:
+        return isinstance(self._packed, Packed) or self._packed._version == self._version
+
+    def use(self) -> Tensor:
+        return self._packed.unpack() if isinstance(self._packed, Packed) else self._packed
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """The same values and the same version counter, without a history."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    parts = value if isinstance(value, (tuple, list)) else (value,)
+    return [part for part in parts if isinstance(part, Tensor)]
+
+
+def _held(result: Any) -> list[_Held]:
+    parts = result if isinstance(result, (tuple, list)) else (result,)
+    return [part for part in parts if isinstance(part, _Held)]
+
+
+def _map(function: Callable[[Any], Any], result: Any) -> Any:
+    if isinstance(result, (tuple, list)):
+        return type(result)([function(part) for part in result])
+    return function(result)
+
+
+class Keeping(TorchDispatchMode):
+    """Around the forward: keeps what the policy says.
+
+    Args:
+        kept: Takes it.
+    """
+
+    def __init__(self, kept: Kept) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._kept, self._counts = kept, dict[Any, int]()
+        self._named = kept.policy if isinstance(kept.policy, NamedOperators) else None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Runs `func`, and keeps its result where that is wanted."""
+        kwargs = {} if kwargs is None else kwargs
+        result = func(*args, **kwargs)
+        if (self._named is not None and not self._named.names(func)) or not can_be_kept(func):
+            return result
+        count = self._counts.get(func, 0)
+        self._counts[func] = count + 1
+        key = func, count
+        if (
+            key not in self._kept.unused
+            and self._is_wanted(result, func, args, kwargs)
+            and not draws(func, args, kwargs)
+        ):
+            self._kept.keep(key, result)
+        return result
+
+    def _is_wanted(self, result: Any, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        if self._named is not None:
+            return True
+        context = SelectiveCheckpointContext(is_recompute=False, op_output=result)
+        wanted = self._kept.policy(context, func, *args, **kwargs)
+        if isinstance(wanted, CheckpointPolicy):
+            return wanted in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+        return bool(wanted)
+
+
+class GivingBack(TorchDispatchMode):
+    """Around a recomputation: an operator whose result was kept does not run.
+
+    Args:
+        kept: Has it.
+    """
+
+    def __init__(self, kept: Kept) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._kept, self._counts = kept, dict[Any, int]()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Returns the kept result of `func`, or runs it."""
+        if func in self._kept.operators:
+            count = self._counts.get(func, 0)
+            self._counts[func] = count + 1
+            if self._kept.has((func, count)):
+                return self._kept.use((func, count))
+        return func(*args, **({} if kwargs is None else kwargs))

@@ -1,0 +1,150 @@
+"""A module's activations computed again, or kept elsewhere: `checkpoint_wrapper` and `apply_checkpointing`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal, TypeAlias, TypeVar
+
+from torch import nn
+from torch._ops import OpOverload, OpOverloadPacket
+
+from scale_checkpoint.forward import TreatedForward, Treatment, treated
+from scale_checkpoint.offload import MIN_BYTES
+from scale_checkpoint.operators import OperatorPolicy, policy_of
+from scale_checkpoint.places import Target, place_for
+
+M = TypeVar("M", bound=nn.Module)
+
+Operators: TypeAlias = Iterable[str | OpOverload | OpOverloadPacket]
+"""Operators by name, as regular expressions, or `torch.ops` themselves."""
+
+How: TypeAlias = Literal["keep", "recompute", "offload"] | OperatorPolicy | Operators
+"""What is done with a module's activations: kept, computed again, or moved away; or computed again but for what these
+operators, or those that a policy names, have computed."""
+
+
+def checkpoint_wrapper(
+    module: M,
+    offload_to_cpu: bool = False,
+    *,
+    keep: OperatorPolicy | Operators | None = None,
+    offload_to: Target | None = None,
+    min_bytes: int = MIN_BYTES,
+    preserve_random_state: bool = True,
+) -> M:
+    """Makes a module keep its inputs alone, and compute the rest again in the backward pass.
+
+    The module stays the same object, with its class, its parameters' names and its hooks. Loss, gradients, buffers and
+    random numbers are those of the plain module, to the bit.
+
+        >>> import torch
+        >>> from scale_checkpoint import checkpoint_wrapper
+        >>> model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+        >>> for block in model:
+        ...     block = checkpoint_wrapper(block)
+        >>> list(model.state_dict())[:2]
+        ['0.weight', '0.bias']
+
+    Wrapped twice in the same way it is as if wrapped once.
+
+    Args:
+        module: Changed in place.
+        offload_to_cpu: Keep the inputs in the memory of the host; the same as `offload_to="host"`.
+        keep: Operators whose results are kept, so that they are not computed again: names, as "addmm" or
+            "_scaled_dot_product.*", or a policy function as torch's selective checkpointing has it.
+        offload_to: "host" or the path of a folder: where the inputs are kept.
+        min_bytes: Of what is offloaded, smaller storages stay.
+        preserve_random_state: False for a module that draws no random numbers, or need not draw them again.
+
+    Returns:
+        `module` itself.
+
+    Raises:
+        TypeError: `module` is no module, or is a list of modules, which is never called.
+        ValueError: It is checkpointed in another way already; an operator has no such name; `offload_to` is no target.
+        NotADirectoryError: There is no such folder.
+    """
+    target: Target | None = "host" if offload_to_cpu and offload_to is None else offload_to
+    if target is not None:
+        place_for(target)
+    policy = None if keep is None else policy_of(keep)
+    _treat(module, Treatment(True, policy, target, min_bytes, preserve_random_state))
+    return module
+
+
+def apply_checkpointing(
+    module: M,
+    how: How,
+    *,
+    offload_to: Target = "host",
+    offload_inputs: bool = False,
+    min_bytes: int = MIN_BYTES,
+) -> M:
+    """Says what a module does with its activations, whatever it did before.
+
+    Args:
+        module: Changed in place.
+        how: "keep" makes it plain again; "recompute" keeps its inputs alone; "offload" keeps all, elsewhere; operators,
+            or a policy of operators, recompute all but what they name.
+        offload_to: "host" or the path of a folder, for "offload" and `offload_inputs`.
+        offload_inputs: Of a module that is recomputed: keep its inputs there, too.
+        min_bytes: Of what is offloaded, smaller storages stay.
+
+    Returns:
+        `module` itself.
+
+    Raises:
+        TypeError: `module` is no module, or is a list of modules, which is never called.
+        ValueError: `how` is another word; an operator has no such name; `offload_to` is no target.
+        NotADirectoryError: There is no such folder.
+    """
+    treatment: Treatment | None
+    place_for(offload_to)
+    inputs_to = offload_to if offload_inputs else None
+    if how == "keep":
+        treatment = None
+    elif how == "recompute":
+        treatment = Treatment(offload_to=inputs_to, min_bytes=min_bytes)
+    elif how == "offload":
+        treatment = Treatment(recompute=False, offload_to=offload_to, min_bytes=min_bytes)
+    elif isinstance(how, str):
+        raise ValueError(f'how: expected "keep", "recompute", "offload" or operators, got {how!r}')
+    else:
+        treatment = Treatment(keep=policy_of(how), offload_to=inputs_to, min_bytes=min_bytes)
+    _check_is_called(module)
+    _make_plain(module)
+    if treatment is not None:
+        _treat(module, treatment)
+    return module
+
+
+def _treat(module: nn.Module, treatment: Treatment) -> None:
+    _check_is_called(module)
+    present = treated(module)
+    if present is None:
+        object.__setattr__(module, "forward", TreatedForward(module, treatment))
+    elif present.treatment != treatment:
+        raise ValueError(
+            f"a {type(module).__name__} is checkpointed already, as {present.treatment}, and was to be as {treatment}: "
+            'wrap it once, or call apply_checkpointing(module, "keep") first'
+        )
+
+
+def _make_plain(module: nn.Module) -> None:
+    present = treated(module)
+    if present is None:
+        return
+    if present.patched is None:
+        del module.__dict__["forward"]
+    else:
+        object.__setattr__(module, "forward", present.patched)
+
+
+def _check_is_called(module: Any) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, got a {type(module).__name__}: wrap the module, not its output")
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        raise TypeError(
+            f"a {type(module).__name__} is never called, so nothing of it can be checkpointed: wrap what it holds, "
+            "for part in modules: checkpoint_wrapper(part)"
+        )

@@ -1,0 +1,60 @@
+"""The blocks of a model: found by repetition, told by the model, or named."""
+
+import pytest
+from planned_models import AttentionBlock, ConvBlock, ResNet, Transformer, UNet
+from torch import nn
+
+from scale_checkpoint.blocks import find_blocks
+
+
+class Told(nn.Module):
+    _no_split_modules = ("AttentionBlock",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.only = AttentionBlock(8, 2)
+        self.others = nn.ModuleList(ConvBlock(4, 4) for _ in range(2))
+
+
+def test_items_that_repeat_are_blocks() -> None:
+    assert list(find_blocks(Transformer(num_blocks=3))) == ["blocks.0", "blocks.1", "blocks.2"]
+    assert list(find_blocks(ResNet())) == ["first.0", "first.1", "second.0", "second.1"]
+
+
+def test_a_module_of_the_same_class_outside_of_a_list_is_a_block_as_well() -> None:
+    assert list(find_blocks(UNet())) == ["down.0", "down.1", "middle", "up.0", "up.1"]
+
+
+def test_sequences_of_sequences_are_looked_into() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), ResNet().first, ResNet().first)
+    assert list(find_blocks(model)) == ["1.0", "1.1", "2.0", "2.1"]
+
+
+def test_sequences_that_repeat_and_hold_no_blocks_are_blocks_themselves() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.Tanh()) for _ in range(2)), nn.Linear(2, 2))
+    assert list(find_blocks(model)) == ["0", "1"]
+
+
+def test_a_model_tells_its_blocks_itself() -> None:
+    assert list(find_blocks(Told())) == ["only"]
+
+
+def test_named_blocks_come_in_the_order_of_the_model() -> None:
+    model = Transformer(num_blocks=2)
+    assert list(find_blocks(model, ["head", "blocks.0"])) == ["blocks.0", "head"]
+
+
+def test_names_that_are_none_list_near_ones() -> None:
+    with pytest.raises(ValueError, match=r"'block\.0' is none; near: blocks\.0"):
+        find_blocks(Transformer(num_blocks=2), ["block.0"])
+
+
+def test_a_block_in_a_block_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"'blocks\.0\.norm' lies in 'blocks\.0'"):
+        find_blocks(Transformer(), ["blocks.0", "blocks.0.norm"])
+
+
+def test_a_model_without_repetition_asks_for_names() -> None:
+    model = nn.ModuleDict({"body": nn.Sequential(nn.Linear(2, 2), nn.ReLU())})
+    with pytest.raises(ValueError, match=r"name what is to be planned: blocks=\['body'\]"):
+        find_blocks(model)

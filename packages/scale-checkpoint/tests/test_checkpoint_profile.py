@@ -1,0 +1,107 @@
+"""Profiles of models that are not a plain row of blocks, beside what is measured."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from planned_models import ResNet, Transformer, build
+from torch import Tensor, nn
+from torch.nn import functional
+
+from scale_checkpoint import MemoryPlan, apply_plan, measure_step, profile_memory
+
+WAYS = ("keep", "recompute", "offload")
+
+
+class Twice(nn.Module):
+    """Each block comes twice; takes a keyword, and returns a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Transformer(num_blocks=2)
+
+    def forward(self, tokens: Tensor, scale: float = 1.0) -> dict[str, Any]:
+        x = self.inner.embedding(tokens) * scale
+        for block in itertools.chain(self.inner.blocks, self.inner.blocks):
+            x = block(x)
+        return {"hidden": x, "logits": self.inner.head(x)}
+
+
+def half_frozen() -> nn.Module:
+    model = Transformer(num_blocks=4)
+    for part in (model.embedding, model.blocks[0], model.blocks[1]):
+        part.requires_grad_(False)
+    return model
+
+
+def agree(model: nn.Module, batch: Any, **settings: Any) -> None:
+    """Whether what is predicted is what is measured, for each way alone and for a mixture."""
+    profile = profile_memory(model, batch, ways=WAYS, repeats=1, **settings)
+    mixture = dict(zip(profile.blocks, itertools.cycle(reversed(WAYS)), strict=False))
+    for ways in (*(dict.fromkeys(profile.blocks, way) for way in WAYS), mixture):
+        plan = MemoryPlan(ways, profile)
+        found = measure_step(apply_plan(model, plan), batch, loss=settings.get("loss"), repeats=0)
+        assert found.peak_bytes == pytest.approx(plan.peak_bytes, rel=0.005), ways
+
+
+def test_a_block_that_comes_again_is_treated_in_one_way() -> None:
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 128, (4, 64))
+    agree(
+        Twice(),
+        {"tokens": tokens, "scale": 2.0},
+        loss=lambda output: functional.cross_entropy(output["logits"].flatten(0, 1), tokens.flatten()),
+    )
+
+
+def test_blocks_without_gradients_have_nothing_to_plan() -> None:
+    torch.manual_seed(0)
+    model, batch = half_frozen(), torch.randint(0, 128, (4, 64))
+    profile = profile_memory(model, batch, ways=WAYS, repeats=1)
+    assert [segment.name for segment in profile.segments if segment.is_block] == ["blocks.2", "blocks.3"]
+    agree(model, batch)
+
+
+def test_autocast_counts() -> None:
+    model, batch = build("transformer")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        agree(model, batch)
+
+
+def test_blocks_may_be_named() -> None:
+    torch.manual_seed(0)
+    model, batch = ResNet(), torch.randn(4, 3, 32, 32)
+    assert list(profile_memory(model, batch, blocks=["second.0", "first"], repeats=1).blocks) == ["first", "second.0"]
+    agree(model, batch, blocks=["first", "second.0"])
+
+
+def test_a_step_without_a_gradient_is_refused_and_changes_nothing() -> None:
+    model, batch = build("transformer")
+    model.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"no parameter of Transformer takes part in the loss"):
+        profile_memory(model, batch)
+    assert all("forward" not in vars(module) and not module._forward_pre_hooks for module in model.modules())
+
+
+def test_equal_blocks_have_equal_times() -> None:
+    model, batch = build("transformer")
+    profile = profile_memory(model, batch, repeats=1)
+    blocks = [segment for segment in profile.segments if segment.is_block]
+    assert len({tuple(way.seconds for way in segment.ways.values()) for segment in blocks}) == 1
+
+
+def test_live_bytes_are_what_the_allocator_gives_out() -> None:
+    """A count of its own: torch's profiler is told of each allocation, where a transformer's kernels take no room."""
+    model, batch = build("transformer")
+    standing = sum(p.numel() * 4 for p in model.parameters()) + batch.numel() * 8
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    model(batch).backward()
+    model.zero_grad()
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
+        model(batch).backward()
+    assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    allocated = max(itertools.accumulate(sizes))
+    assert measure_step(model, batch, repeats=0).peak_bytes == pytest.approx(standing + allocated, rel=0.02)

@@ -1,0 +1,89 @@
+"""What differs between a forward and its recomputation, by the name of the module and the first tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from scale_checkpoint import RecomputationError, check_recomputation, checkpoint_wrapper
+
+
+class Differs(nn.Module):
+    """Counts its calls, and lets the count decide what it computes."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.calls = how, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        again = self.calls > 1
+        if self.how == "shape":
+            return x.repeat(2 if again else 1, 1).sum(0)
+        if self.how == "dtype":
+            return x.mul(torch.ones(1, dtype=torch.float64 if again else torch.float32)).exp().float()
+        if self.how == "value":
+            return x.mul(2.0 if again else 1.0).exp()
+        if self.how == "operator":
+            return x.cos() if again else x.sin()
+        if self.how == "more":
+            return x.exp().exp() if again else x.exp()
+        return x.exp()
+
+
+def net(how: str, **kwargs: Any) -> nn.Module:
+    inner = nn.Sequential(nn.Linear(4, 4), Differs(how), nn.Tanh())
+    return nn.Sequential(nn.Linear(4, 4), checkpoint_wrapper(inner, **kwargs), nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("shape", r"'1': tensor 0 of operator \d+, aten.repeat.default in '1\.1', was \[3, 4\] float32 .* is \[6, 4\]"),
+        ("dtype", r"aten\.(ones|mul)\S* in '1\.1', was .* float32 .*is .* float64"),
+        ("value", r"aten.mul.Tensor in '1\.1', was \[3, 4\] float32 on cpu of other values in the forward"),
+        (
+            "operator",
+            r"operator \d+ was aten.sin.default in '1\.1' in the forward, and is aten.cos.default in '1\.1' now",
+        ),
+        ("more", r"operator \d+ was aten.tanh.default in '1\.2' in the forward, and is aten.exp.default in '1\.1' now"),
+    ],
+)
+@pytest.mark.parametrize("keep", [None, ["addmm"]])
+def test_the_first_difference_is_named(how: str, said: str, keep: Any) -> None:
+    model = net(how, keep=keep)
+    with check_recomputation(model, values=True):
+        output = model(torch.randn(3, 4))
+        with pytest.raises(RecomputationError, match=said):
+            output.sum().backward()
+
+
+def test_values_are_compared_when_asked_and_nothing_is_when_nothing_differs() -> None:
+    for how, values in (("value", False), ("same", True)):
+        model = net(how)
+        with check_recomputation(model, values=values), torch.autocast("cpu", dtype=torch.bfloat16, enabled=not values):
+            model(torch.randn(3, 4)).sum().backward()
+
+
+def test_random_numbers_and_statistics_that_are_replayed_are_no_difference() -> None:
+    inner = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), checkpoint_wrapper(nn.Linear(4, 4)))
+    model = nn.Sequential(checkpoint_wrapper(inner), nn.Tanh())
+    with check_recomputation(model, values=True):
+        for _ in range(2):
+            model(torch.randn(6, 4)).sum().backward()
+    careless = nn.Sequential(nn.Linear(4, 4), checkpoint_wrapper(nn.Dropout(0.5), preserve_random_state=False))
+    with (
+        check_recomputation(careless, values=True),
+        pytest.raises(RecomputationError, match=r"'1': .* of other values"),
+    ):
+        careless(torch.ones(64, 4)).sum().backward()
+
+
+def test_it_is_entered_once_and_ends_with_its_block() -> None:
+    model = net("value")
+    with check_recomputation(model), pytest.raises(RuntimeError, match="active already"), check_recomputation(model):
+        pass
+    model(torch.randn(3, 4)).sum().backward()

@@ -1,0 +1,54 @@
+"""Modules by their names and by a function."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from scale_checkpoint import checkpoint_modules
+from scale_checkpoint.forward import treated
+
+
+def model() -> nn.Module:
+    layers = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.Tanh()) for _ in range(3))
+    whole = nn.Module()
+    whole.layers, whole.head = layers, nn.Linear(2, 1)
+    whole.tied = layers[0]
+    return whole
+
+
+def treated_names(module: nn.Module) -> list[str]:
+    return [name for name, part in module.named_modules() if treated(part) is not None]
+
+
+def test_whole_names_match_and_a_module_of_two_names_is_wrapped_once() -> None:
+    net = model()
+    assert checkpoint_modules(net, [r"layers\.[02]", "tied"]) == ["layers.0", "layers.2"] == treated_names(net)
+
+
+def test_a_function_says_what_is_done_with_each() -> None:
+    net = model()
+    how = {"layers.1": "offload", "head": ["addmm"], "layers.2": "keep"}
+    assert checkpoint_modules(net, lambda name, module: how.get(name)) == ["layers.1", "layers.2", "head"]
+    assert treated_names(net) == ["layers.1", "head"]
+    offloaded, kept = treated(net.layers[1]), treated(net.head)
+    assert offloaded is not None and not offloaded.treatment.recompute
+    assert kept is not None and kept.treatment.keep is not None
+
+
+@pytest.mark.parametrize(
+    ("pattern", "said"),
+    [
+        (r"layer\.\d+", r"matches the name of no module; near names in the model: 'layers\.0'"),
+        ("layers", r"matches only 'layers', a ModuleList, which is never called: match what it holds, r'layers\\\."),
+        ("xyz", r"the model has: 'layers', 'layers\.0'"),
+        ("(", "is no regular expression"),
+    ],
+)
+def test_a_pattern_that_matches_nothing_says_what_is_there(pattern: str, said: str) -> None:
+    net = model()
+    with pytest.raises(ValueError, match=said):
+        checkpoint_modules(net, ["head", pattern])
+    assert treated_names(net) == []
+    with pytest.raises(TypeError, match="got one string"):
+        checkpoint_modules(net, pattern)

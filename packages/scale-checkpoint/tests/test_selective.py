@@ -1,0 +1,150 @@
+"""Which results are kept: by operator, by policy; that kept operators do not run again, and that it learns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
+
+from scale_checkpoint import checkpoint_wrapper
+from scale_checkpoint.live import LiveBytes
+from scale_checkpoint.operators import can_be_kept, draws, policy_of
+from scale_checkpoint_cases import differing
+
+aten = torch.ops.aten
+
+
+class Counting(TorchDispatchMode):
+    """Counts how often operators run."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counts: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func).split(".")[1]
+        self.counts[name] = self.counts.get(name, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+def forward_runs(model: nn.Module, x: Tensor, names: list[str]) -> list[int]:
+    with Counting() as counting:
+        model(x).sum().backward()
+    return [counting.counts.get(name, 0) for name in names]
+
+
+def feed() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 8))
+
+
+def test_kept_operators_do_not_run_again_and_the_others_do() -> None:
+    x = torch.randn(4, 8)
+    assert forward_runs(feed(), x, ["addmm", "gelu", "tanh"]) == [3, 1, 1]
+    assert forward_runs(checkpoint_wrapper(feed()), x, ["addmm", "gelu", "tanh"]) == [5, 2, 2], (
+        "the last one stops early"
+    )
+    for keep in (["addmm"], ["addmm.default"], [aten.addmm], [aten.addmm.default], ["add.*"]):
+        assert forward_runs(checkpoint_wrapper(feed(), keep=keep), x, ["addmm", "gelu", "tanh"]) == [3, 2, 2]
+
+
+def test_a_policy_function_decides_by_what_it_sees() -> None:
+    seen = []
+
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append((operator, context.is_recompute, context.op_output.shape))
+        if operator is aten.gelu.default:
+            return CheckpointPolicy.PREFER_SAVE
+        return CheckpointPolicy.MUST_RECOMPUTE if operator is aten.tanh.default else context.op_output.shape[-1] == 32
+
+    assert forward_runs(checkpoint_wrapper(feed(), keep=policy), torch.randn(4, 8), ["addmm", "gelu", "tanh"]) == [
+        3,
+        1,
+        2,
+    ]
+    assert (aten.gelu.default, False, torch.Size([4, 32])) in seen
+
+
+def test_what_no_recomputation_asks_for_is_not_kept_again() -> None:
+    model = checkpoint_wrapper(feed(), keep=["addmm"])
+    x = torch.randn(500, 8)
+    kept = []
+    for _ in range(3):
+        with LiveBytes(torch.device("cpu")) as live:
+            output = model(x)
+            kept.append(live.current_bytes - output.nbytes)
+        live.close()
+        output.sum().backward()
+    last = 500 * 8 * 4  # The last product's result: the output itself, which stands for nothing that is needed.
+    assert kept == [2 * 500 * 32 * 4] * 3 and last == output.nbytes
+    assert len(model.forward._unused) == 1
+
+
+class InPlace(nn.Module):
+    """Changes in place what operators have returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.layer(x)
+        hidden.mul_(2)
+        y: Tensor = hidden[:, :4].add_(1) * hidden[:, 4:].sigmoid()
+        return y
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_result_that_is_changed_in_place_is_computed_again(offload: bool) -> None:
+    torch.manual_seed(0)
+    plain = InPlace()
+    ours = InPlace()
+    ours.load_state_dict(plain.state_dict())
+    checkpoint_wrapper(ours, offload, keep=lambda *_, **__: True, min_bytes=1)
+    x = torch.randn(4, 8)
+    for module in (plain, ours):
+        module(x).square().sum().backward()
+    assert differing([p.grad for p in ours.parameters()], [p.grad for p in plain.parameters()]) == []
+    # Afterwards, by whoever got it.
+    module = checkpoint_wrapper(nn.Sequential(nn.Linear(8, 8), nn.Identity()), keep=["addmm"])
+    grads = []
+    for changed in (False, True):
+        module.zero_grad()
+        output = module(x)
+        loss = (output * 3).sum()
+        if changed:
+            with torch.no_grad():
+                output.zero_()
+        loss.backward()
+        grads.append(module[0].weight.grad.clone())
+    assert torch.equal(*grads)
+
+
+def test_operators_that_draw_are_always_run_again() -> None:
+    x = torch.ones(3, 4, 8)
+    assert draws(aten.native_dropout.default, (x, 0.5, True), {})
+    assert draws(aten.bernoulli.default, (x,), {})
+    assert not draws(aten._scaled_dot_product_flash_attention_for_cpu.default, (x, x, x), {})
+    assert not draws(aten._scaled_dot_product_flash_attention_for_cpu.default, (x, x, x, 0.0), {})
+    assert draws(aten._scaled_dot_product_flash_attention_for_cpu.default, (x, x, x, 0.1), {})
+    assert not draws(aten.addmm.default, (x, x, x), {})
+
+
+def test_views_and_operators_that_change_their_arguments_are_never_kept() -> None:
+    assert can_be_kept(aten.mm.default) and can_be_kept(aten.native_layer_norm.default)
+    assert not any(map(can_be_kept, (aten.view.default, aten.add_.Tensor, aten.detach.default, aten.t.default)))
+
+
+def test_wrong_operators_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"'admm' is the name of no operator; near ones: .*'addmm'"):
+        checkpoint_wrapper(nn.Tanh(), keep=["admm"])
+    with pytest.raises(ValueError, match=r"'\(' is no regular expression"):
+        policy_of(["("])
+    with pytest.raises(TypeError, match=r"got one string, 'mm': write \['mm'\]"):
+        policy_of("mm")
+    with pytest.raises(TypeError, match=r"expected names of operators or torch\.ops, got a int: 3"):
+        policy_of([3])  # type: ignore[list-item]

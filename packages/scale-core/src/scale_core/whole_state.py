@@ -1,0 +1,118 @@
+"""Whole tensors in the place of the shards that an optimizer's state is made of, gathered one after the other.
+
+The ranks tell each other in one message which state they have and which elements of it. So a rank that has stepped
+otherwise is found before anything is sent, and one that holds nothing of a parameter, and may have no state of it,
+takes part all the same.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from scale_core.boxes import LocalShard
+from scale_core.collectives import all_gather
+from scale_core.contract import Contract
+from scale_core.events import Event, message_tag
+from scale_core.exchange import exchange_text
+from scale_core.group import Group
+from scale_core.shard import Held, Shard
+
+_EVENT = Event("whole optimizer state", "")
+
+
+class Slots(NamedTuple):
+    """An optimizer's state of one parameter, as this rank holds it.
+
+    Attributes:
+        shard: What this rank holds of the parameter.
+        device: Where it holds it.
+        values: The state by its key; a `LocalShard` each, or what is the same on all ranks.
+    """
+
+    shard: Shard
+    device: torch.device
+    values: Mapping[str, Any]
+
+
+def whole_slots(given: Sequence[Slots], *, keeps: bool = True, on_host: bool = False) -> list[dict[str, Any]]:
+    """Returns the state of each parameter with whole tensors; all ranks that share one call it together, in one order.
+
+    Args:
+        given: The state of each parameter.
+        keeps: Whether this rank keeps what is whole; otherwise the shards are left as they are.
+        on_host: Whether each tensor is brought to the host before the next one is gathered.
+
+    Raises:
+        RuntimeError: On all ranks: one has state that another one, which holds elements of the parameter too, has not;
+            or a parameter is cut along several axes.
+        ScaleDistributedError: A rank did something else.
+    """
+    found = [dict(slots.values) for slots in given]
+    groups: dict[Group, list[int]] = {}
+    for number, slots in enumerate(given):
+        groups.setdefault(_group_of(slots.shard), []).append(number)
+    for group, numbers in groups.items():
+        contract = Contract(group)
+        with contract.waiting(_EVENT):
+            mine = [_told(given[number]) for number in numbers]
+            texts = exchange_text(json.dumps(mine), group, limit_seconds=contract.limit_seconds)
+            by_rank = [json.loads(text) for text in texts]
+            if any(len(told) != len(numbers) for told in by_rank):
+                counts = [len(told) for told in by_rank]
+                raise RuntimeError(f"the ranks' optimizers have {counts} parameters, by rank: build them alike")
+            for place, number in enumerate(numbers):
+                rows = [told[place] for told in by_rank]
+                for key, dtype in _agreed(given[number].shard.name, rows).items():
+                    whole = _gathered(given[number], key, getattr(torch, dtype), rows, group, contract)
+                    if keeps:
+                        found[number][key] = whole.to("cpu") if on_host else whole
+    return found
+
+
+def _group_of(shard: Shard) -> Group:
+    cut = [axis.group for axis in shard.axes if axis.held is Held.SHARD and axis.group.size > 1]
+    if len(cut) > 1:
+        raise RuntimeError(
+            f"the optimizer state of '{shard.name}' is cut along {len(cut)} axes of the mesh, and can't be made whole "
+            "here: take scale_core.state.sharded_state_dict(model, optimizer) for torch.distributed.checkpoint.save"
+        )
+    return cut[0] if cut else Group()
+
+
+def _told(slots: Slots) -> list[Any]:
+    """What a rank says of a parameter: which elements it holds, and which state, with its dtype."""
+    kinds = {key: str(v.dtype).removeprefix("torch.") for key, v in slots.values.items() if isinstance(v, LocalShard)}
+    return [slots.shard.name, slots.shard.start, slots.shard.stop, kinds]
+
+
+def _agreed(name: str, rows: Sequence[Sequence[Any]]) -> dict[str, str]:
+    """The dtype of each state that there is of a parameter, in one order on all ranks."""
+    kinds: dict[str, str] = {}
+    for _, _, _, its_kinds in rows:
+        kinds = {**its_kinds, **kinds}
+    for rank, (its_name, start, stop, its_kinds) in enumerate(rows):
+        if its_name != name or (its_kinds != kinds and stop > start):
+            raise RuntimeError(
+                f"the ranks have other state of '{name}': {sorted(kinds)} on some, {sorted(its_kinds)} of '{its_name}' "
+                f"on rank {rank}: all ranks must step together"
+            )
+    return dict(sorted(kinds.items()))
+
+
+def _gathered(
+    slots: Slots, key: str, dtype: torch.dtype, rows: Sequence[Sequence[Any]], group: Group, contract: Contract
+) -> Tensor:
+    held = slots.values.get(key)
+    mine = held.tensor.detach().reshape(-1) if isinstance(held, LocalShard) else torch.empty(0, dtype=dtype)
+    whole = torch.empty(slots.shard.numel, dtype=dtype, device=slots.device)
+    sizes = [stop - start for _, start, stop, _ in rows]
+    assert sum(sizes) == whole.numel(), f"the ranks hold {sizes} of the {whole.numel()} elements of {slots.shard.name}"
+    if whole.numel():
+        tag = message_tag(_EVENT._replace(unit=slots.shard.name))
+        all_gather(whole, mine.to(slots.device), group, sizes=sizes, tag=tag).wait(contract.limit_seconds)
+    return whole.view(slots.shard.shape)

@@ -1,0 +1,102 @@
+"""host_transport.py: a group whose backend knows devices alone moves what is on the host, too.
+
+"cuda:gloo" stands for NCCL here: a process group that no tensor on the host can pass.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from scale_core import all_gather, all_reduce, all_to_all, broadcast, exchange, exchange_text, reduce_scatter
+from scale_core.compat import reaches_host
+from scale_core.group import group_of
+from scale_core.host_transport import group_for
+from scale_core.pending import TransferError
+from scale_core.scaler import ShardedGradScaler
+from scale_core.testing import run_ranks
+
+HOST, DEVICE = torch.device("cpu"), torch.device("cuda")
+
+
+def talk_on_the_host() -> None:
+    group = group_of()
+    assert not reaches_host(group.process_group)
+    with pytest.raises(RuntimeError, match="No backend"):
+        dist.all_reduce(torch.ones(1))
+    mine, everyone = torch.tensor([1.0, 2.0]) * (group.rank + 1), range(group.size)
+    assert exchange([group.rank], group) == [[rank] for rank in everyone]
+    assert exchange_text("word" * group.rank, group) == ["word" * rank for rank in everyone]
+    gathered = all_gather(torch.empty(2 * group.size), mine, group).wait()
+    assert gathered.tolist() == [value * (rank + 1) for rank in everyone for value in (1.0, 2.0)]
+    count = sum(rank + 1.0 for rank in everyone)
+    assert all_reduce(mine.clone(), group).wait().tolist() == [count, 2 * count]
+    assert broadcast(mine.clone(), group, source=1).wait().tolist() == [2.0, 4.0]
+    assert reduce_scatter(torch.ones(group.size), group).wait().tolist() == [1.0]
+    ranks = torch.full((group.size,), float(group.rank))
+    assert all_to_all(torch.empty(group.size), ranks, group).wait().tolist() == list(everyone)
+    assert group_for(HOST, group) is group_for(HOST, group) is not group_for(DEVICE, group)
+    assert group_for(DEVICE, group) is group.process_group
+
+
+def keep_limits_and_find_who_is_missing() -> list[str]:
+    group, said = group_of(), []
+    exchange([0], group)
+    if group.rank == 0:
+        with pytest.raises(TransferError) as caught:
+            exchange([1], group, limit_seconds=0.3)
+        said.append(str(caught.value))
+    short = group_of(dist.new_group(backend="cuda:gloo", timeout=timedelta(seconds=1)))
+    if group.rank == 0:
+        with pytest.raises(TransferError) as caught:
+            exchange([1], short)
+        said.append(str(caught.value))
+    return said
+
+
+def agree_on_an_infinity() -> None:
+    rank, layer = dist.get_rank(), nn.Linear(2, 2)
+    scaler, optimizer = ShardedGradScaler(init_scale=2.0), torch.optim.SGD(layer.parameters(), lr=1.0)
+    before = layer.weight.detach().clone()
+    scaler.scale(layer(torch.ones(1, 2)).sum() * (torch.inf if rank == 1 else 1.0)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(layer.weight, before) and scaler.get_scale() == 1.0
+
+
+def on_devices_alone() -> list[str]:
+    talk_on_the_host()
+    agree_on_an_infinity()
+    return keep_limits_and_find_who_is_missing()
+
+
+def test_a_group_of_devices_alone_moves_what_is_on_the_host_within_the_limit() -> None:
+    (late, absent), nothing = run_ranks(on_devices_alone, 2, backend="cuda:gloo")
+    assert late.startswith("exchange with rank 1 failed: ")
+    assert absent.startswith("to meet on the host with the group failed: ")
+    assert nothing == []
+
+
+def use_its_own() -> None:
+    group = group_of()
+    assert group_for(HOST, group) is group.process_group
+    both = group_of(dist.new_group(backend="cpu:gloo,cuda:gloo"))
+    assert group_for(HOST, both) is both.process_group
+
+
+def test_a_group_that_reaches_the_host_has_no_twin() -> None:
+    run_ranks(use_its_own, 2)
+
+
+def ask_without_gloo() -> None:
+    dist.is_gloo_available = lambda: False
+    with pytest.raises(RuntimeError, match=r"one of gloo alone, and this torch was built without gloo"):
+        group_for(HOST, group_of())
+
+
+def test_without_gloo_the_error_says_so() -> None:
+    run_ranks(ask_without_gloo, 2, backend="cuda:gloo")

@@ -1,0 +1,159 @@
+"""What only a GPU can show of offloading: copies that end late, on streams of their own, beside the computation."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import scale_core.flat
+import scale_fsdp.offload.backward
+from scale_core.backward import on_arriving_grads
+from scale_fsdp import MixedPrecision, OffloadOptimizer, ShardedEMA, fully_shard
+
+pytestmark = pytest.mark.gpu
+
+_WIDTH = 1024
+_HALF_A_SECOND = 1_000_000_000  # In cycles of the device.
+
+
+def layers(count: int = 4) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(count)))
+
+
+def sharded(plain: nn.Module, **kwargs: Any) -> nn.Module:
+    model = copy.deepcopy(plain)
+    for layer in model.children():
+        fully_shard(layer, **kwargs)
+    return fully_shard(model, **kwargs)
+
+
+def on_the_host(plain: nn.Module, **kwargs: Any) -> nn.Module:
+    return sharded(plain, move_params_to_cpu=True, compute_device="cuda", **kwargs)
+
+
+def data(step: int = 0) -> Tensor:
+    return torch.randn(8, _WIDTH, generator=torch.Generator().manual_seed(step)).cuda()
+
+
+def delay(what: str) -> None:
+    """Has the copies of one kind wait half a second."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    with scale_core.flat._copy_stream(device, what).run(after_caller=False):
+        torch.cuda._sleep(_HALF_A_SECOND)
+
+
+def zeros_are_loaded(model: nn.Module) -> None:
+    model.load_state_dict({name: torch.zeros_like(value) for name, value in model.state_dict().items()})
+
+
+def averages_are_swapped_back(model: nn.Module) -> None:
+    with ShardedEMA(model).swapped():
+        pass
+    zeros_are_loaded(model)
+
+
+def they_are_filled(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.data.zero_()
+
+
+WRITES: dict[str, tuple[bool, Callable[[nn.Module], None]]] = {
+    "after an evaluation, filled by hand": (False, they_are_filled),
+    "after an evaluation, loaded": (False, zeros_are_loaded),
+    "after a forward with gradients, loaded": (True, zeros_are_loaded),
+    "after a forward with gradients, swapped": (True, averages_are_swapped_back),
+}
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("write", WRITES)
+def test_a_shard_is_overwritten_only_when_it_has_arrived(write: str, dtype: torch.dtype | None) -> None:
+    plain, (with_gradients, change) = layers(), WRITES[write]
+    model = on_the_host(plain, mixed_precision=MixedPrecision(param_dtype=dtype) if dtype else False)
+    with torch.no_grad():
+        expected = model(data()).clone()
+    torch.cuda.synchronize()
+    delay("shards")
+    with torch.set_grad_enabled(with_gradients):
+        output = model(data())
+    change(model)
+    torch.cuda.synchronize()
+    assert torch.equal(output, expected)
+    assert all(param.abs().sum() == 0 for param in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_forward_does_not_wait_for_the_shards_of_its_units(dtype: torch.dtype) -> None:
+    model = on_the_host(layers(), mixed_precision=MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32))
+    x = data()
+    expected = model(x)
+    expected.sum().backward()
+    torch.cuda.synchronize()
+    delay("shards")
+    output = model(x)
+    done = torch.cuda.current_stream().record_event()
+    assert not done.query(), "the host has issued all of the forward before the first shard was on the device"
+    torch.cuda.synchronize()
+    assert torch.equal(output, expected)
+
+
+def test_gradients_that_alone_go_to_the_host_go_beside_the_computation() -> None:
+    plain = layers().cuda()
+    model, device = sharded(plain, move_grads_to_cpu=True), torch.device("cuda", torch.cuda.current_device())
+    done: list[tuple[bool, bool]] = []
+
+    def look(_: Tensor) -> None:
+        torch.cuda.current_stream().synchronize()
+        copies: Any = scale_core.flat._copy_stream(device, "gradients").record()
+        done.append((torch.cuda.current_stream().query(), copies.query()))
+
+    for step in range(2):  # The first takes memory, for which the device is waited for.
+        model.zero_grad()
+        x = data().requires_grad_()
+        x.register_hook(look)
+        torch.cuda.synchronize()
+        if step:
+            delay("gradients")
+        model(x).sum().backward()
+    assert done[1] == (True, False), "the last gradient is computed, and the first is not on the host yet"
+    plain(data()).sum().backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert mine.grad is not None and theirs.grad is not None and mine.grad.is_cuda
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("overlap_step", [False, True])
+def test_gradients_of_shards_are_on_their_way_before_the_pass_is_over(
+    overlap_step: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = layers(6).cuda()
+    model, twin = sharded(plain), sharded(plain)
+    monkeypatch.setattr(scale_fsdp.offload.backward, "PIECE_ELEMENTS", 1)
+    settings: dict[str, Any] = {"lr": 1e-3, "fused": True}
+    optimizer = OffloadOptimizer(
+        torch.optim.AdamW, model.parameters(), host_fraction=0.5, overlap_step=overlap_step, **settings
+    )
+    other = torch.optim.AdamW(twin.parameters(), **settings)
+    told: list[int] = []
+    handle = on_arriving_grads(lambda params, grads: told.append(len(params)))
+    for step in range(3):
+        for each, its in ((model, optimizer), (twin, other)):
+            told.clear()
+            each(data(step)).square().mean().backward()
+            if each is model and not overlap_step:
+                assert optimizer._early is not None and len(told) == 6
+                copies = optimizer._early._copies.items()
+                assert copies and all(copied.is_of(part.grad) for part, copied in copies)
+            its.step()
+            its.zero_grad()
+    handle.remove()
+    if optimizer._early is not None:
+        assert optimizer._early._useful, "no copy that was made during the pass had to be made again"
+    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,80 @@
+"""transfers.py: a unit's buffers move together, are on record, and can be asked before a model has run."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from scale_core.events import Event
+from scale_core.group import group_of
+from scale_core.testing import run_ranks
+from scale_fsdp import fully_shard
+from scale_fsdp.unit import Unit, root_of, unit_of
+
+
+def mixed_unit() -> Unit:
+    """A unit with two buffers, of two dtypes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2).double())
+    unit = unit_of(fully_shard(model))
+    assert unit is not None
+    return unit
+
+
+def moved_together() -> None:
+    unit = mixed_unit()
+    plain = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2).double())
+    torch.manual_seed(0)
+    for layer in plain:
+        layer.reset_parameters()
+    assert len(unit.buffers) == 2 and unit.root is None
+    for buffer in unit.buffers:  # Before there is a root.
+        for whole, name in zip(unit.gather_whole(buffer), buffer.names, strict=True):
+            assert whole.shape == plain.get_parameter(name).shape
+    history = root_of(unit).contract.history
+    root_of(unit).enter(unit, "")
+    unit.release()
+    assert not unit.gathered and history.current.log == []
+    unit.gather()
+    unit.gather()
+    unit.wait_gathered()
+    assert unit.gathered and not unit.is_stale
+    assert [entry.event for entry in history.current.log if entry.is_transfer] == [Event("gather", "")]
+    with torch.no_grad():
+        unit.buffers[1].exposed[0].mul_(2)
+    assert unit.is_stale or group_of().size == 1
+    unit.release()
+    assert not unit.gathered and not unit.is_stale
+
+
+def withheld() -> None:
+    """A rank that has failed sends zeros; what had waited is there again when that is over."""
+    unit = mixed_unit()
+    root_of(unit)
+    grads = []
+    for buffer in unit.buffers:
+        for whole in buffer.wholes:
+            whole.grad = torch.ones(whole.shape, dtype=whole.dtype)
+        for index in range(len(buffer.wholes)):
+            buffer.gradient.pack(index, accumulate=True)
+    unit.commit()
+    unit.withhold_gradients()
+    unit.reduce()
+    unit.wait_reduced()
+    unit.discard()
+    assert unit.reduced_params() == [] and all(buffer.has_gradient for buffer in unit.buffers)
+    unit.reduce()
+    unit.commit()
+    grads = [param.grad for param in unit.reduced_params()]
+    assert len(grads) == 4 and all(bool((grad == 1).all()) for grad in grads if grad is not None)
+    assert not any(buffer.has_gradient for buffer in unit.buffers)
+
+
+def test_buffers_of_several_dtypes_move_together_and_are_on_record_once() -> None:
+    moved_together()
+    run_ranks(moved_together, 2)
+
+
+def test_withheld_gradients_are_zeros_until_a_discard_and_wait_on_after_it() -> None:
+    withheld()
+    run_ranks(withheld, 2)
