@@ -30,6 +30,8 @@ PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.t
 TORCH_DEFAULT = "2.13.0"
 TORCH_VERSIONS = [version.strip() for version in os.environ.get("SCALE_TORCH", TORCH_DEFAULT).split(",")]
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # ranks share the cores of one machine: a thread each
+# Ranks wait for each other, so that one test at a time leaves cores idle: each core runs tests of its own.
+IN_PARALLEL = ["-n", str(max(2, os.cpu_count() or 1)), "--dist", "worksteal"]
 
 # uv reads none of pip's settings. What this machine tells pip about where packages come from holds for uv as well.
 for pip_name, uv_name, separator in (
@@ -87,9 +89,9 @@ def quickstart(session: nox.Session) -> None:
 def tests(session: nox.Session, package: str, torch: str) -> None:
     """Test one package where nothing but its declared edges is installed; `nox -t scale-fsdp` for one package."""
     home = f"packages/{package}"
-    session.install(f"torch=={torch}", *editable(edges(package)), *test_group([package]))
+    session.install(f"torch=={torch}", *editable(edges(package)), *test_group([package]), "pytest-xdist>=3.6")
     where = session.posargs or [f"{home}/tests", f"{home}/README.md", f"{home}/src"]
-    session.run("pytest", "--doctest-modules", "--doctest-glob=README.md", *where, env=ONE_THREAD)
+    session.run("pytest", *IN_PARALLEL, "--doctest-modules", "--doctest-glob=README.md", *where, env=ONE_THREAD)
 
 
 @nox.session
