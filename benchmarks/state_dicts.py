@@ -73,6 +73,7 @@ class Row:
 
 ROWS = {
     "200m": Row("GPT 16x1024, 202M parameters", 16, 1024),
+    "60m": Row("GPT 12x640, 59M parameters", 12, 640),
     "20m": Row("GPT 6x512, 19M parameters", 6, 512),
     "tiny": Row("GPT 2x64, 0.1M parameters", 2, 64),
 }
@@ -273,6 +274,7 @@ def measure_time(nursery: Nursery, row: str, results: Results, engines: Sequence
     try:
         for operation in OPERATIONS:
             for turn in range(-1, turns):  # The first one warms up.
+                tell(f"{row}: {operation}, {f'turn {turn + 1} of {turns}' if turn >= 0 else 'warming up'}")
                 shift = turn % len(engines)
                 for name in (*engines[shift:], *engines[:shift]):  # Nobody always runs after the same neighbour.
                     result = results[name, operation]
@@ -282,6 +284,7 @@ def measure_time(nursery: Nursery, row: str, results: Results, engines: Sequence
                         answers = teams[name].ask("run", operation=operation)
                     except TeamError as error:
                         result.error = str(error).splitlines()[0]
+                        tell(f"{row}: {operation}, {ENGINES[name].title}: {error}")
                         continue
                     digests[name, operation] = answers[0]["digest"]
                     result.parity = all(answer.get("kept", True) for answer in answers)
@@ -303,11 +306,17 @@ def measure_time(nursery: Nursery, row: str, results: Results, engines: Sequence
 def measure_memory(nursery: Nursery, row: str, results: Results, engines: Sequence[str]) -> None:
     """One engine after the other; fills the peaks."""
     for name in engines:
+        tell(f"{row}: memory of {ENGINES[name].title}")
         with Team(nursery, {"row": row, "engine": name}) as team:
             for operation in OPERATIONS:
                 if results[name, operation].error is None:
                     team.ask("run", operation=operation)  # Code that is loaded at the first use is no part of it.
                     results[name, operation].peak_mb = team.ask("run", operation=operation)[0]["peak"] / MB
+
+
+def tell(line: str) -> None:
+    """How far it is: a row is printed when it is whole, which on a loaded machine takes many minutes."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import random
+import time
 from functools import cache
 from pathlib import Path
 
@@ -130,6 +131,30 @@ def test_what_is_no_plan_is_refused(tmp_path: Path) -> None:
     path.write_text('{"format": 1, "ways": {}, "profile": {"segments": [{}]}, "budget_bytes": null}')
     with pytest.raises(ValueError, match="holds no memory profile"):
         MemoryPlan.load(path)
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match="not JSON"):
+        MemoryPlan.load(path)
+    MemoryPlan(dict.fromkeys(profile_of("unet").blocks, "keep"), profile_of("unet")).save(path)
+    path.write_text(path.read_text().replace('"seconds": ', '"seconds": "1", "s": ', 1))
+    with pytest.raises(ValueError, match="'seconds' is a number, but is '1'"):
+        MemoryPlan.load(path)
+
+
+@pytest.mark.parametrize("budget", ["2GiB", None, 1e9])
+def test_a_budget_is_a_whole_number_of_bytes(budget: object) -> None:
+    with pytest.raises(
+        TypeError, match=r"budget_bytes: expected a whole number of bytes, got a \w+: .*write budget_bytes="
+    ):
+        best_plan(profile_of("unet"), budget)  # type: ignore[arg-type]
+
+
+def test_no_plan_takes_less_than_no_time_and_a_small_model_is_measured_soon() -> None:
+    torch.manual_seed(0)
+    started = time.process_time()
+    profile = profile_memory(Transformer(16, 2), torch.randint(0, 128, (4, 16)))
+    assert time.process_time() - started < 5  # A second at most, and imports, on a machine that does much else.
+    assert all(way.seconds >= 0 for segment in profile.segments for way in segment.ways.values())
+    assert best_plan(profile, 10**8).seconds > 0
 
 
 def test_a_plan_names_the_first_difference_to_another_model() -> None:

@@ -84,6 +84,11 @@ def test_a_step_without_a_gradient_is_refused_and_changes_nothing() -> None:
     assert all("forward" not in vars(module) and not module._forward_pre_hooks for module in model.modules())
 
 
+def test_times_are_taken_at_least_once() -> None:
+    with pytest.raises(ValueError, match="repeats=0 was given"):
+        profile_memory(*build("transformer"), repeats=0)
+
+
 def test_equal_blocks_have_equal_times() -> None:
     model, batch = build("transformer")
     profile = profile_memory(model, batch, repeats=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -394,3 +395,65 @@ def test_batch_norms_that_become_synchronised_after_wrapping_are_still_checkpoin
     # A norm that is itself what was wrapped is replaced by a plain one: torch makes a new module of it.
     alone = nn.SyncBatchNorm.convert_sync_batchnorm(checkpoint_wrapper(nn.BatchNorm1d(4)))
     assert isinstance(alone, nn.SyncBatchNorm)
+
+
+class Collecting(nn.Module):
+    """Fills the caller's containers, as models do with hidden states and caches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, hidden: list[Tensor], cache: dict[str, Any]) -> Tensor:
+        y = torch.tanh(self.layer(x))
+        hidden.append(y)
+        cache["last"] = y * 2
+        return y.exp() + sum(hidden[:-1])
+
+
+@pytest.mark.parametrize("how", ["recompute", "offload", ["addmm", "tanh"]])
+def test_containers_that_a_forward_fills_are_the_callers_and_are_filled_once(how: Any) -> None:
+    torch.manual_seed(0)
+    plain = Collecting()
+    ours = apply_checkpointing(copy.deepcopy(plain), how, min_bytes=0)
+    found = []
+    for module in (plain, ours):
+        x = torch.linspace(-1, 1, 12).reshape(3, 4).requires_grad_()
+        hidden, cache = [x * 3], {"first": x}
+        loss = module(x, hidden, cache).sum() + hidden[1].sum() + cache["last"].square().sum()
+        loss.backward()
+        assert len(hidden) == 2 and list(cache) == ["first", "last"]
+        found.append([loss.detach(), x.grad, *hidden, *cache.values(), module.layer.weight.grad])
+    assert differing(found[1], found[0]) == []
+
+
+def test_a_forward_that_changes_its_input_in_place_is_an_error_at_once() -> None:
+    module = checkpoint_wrapper(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4)))
+    x = torch.randn(2, 4)
+    with pytest.raises(RuntimeError, match=r"of a Sequential changes a tensor \[2, 4\] .* in place, .*inplace=False"):
+        module(x)
+    with disable_checkpointing():
+        module(x).sum().backward()
+    module.requires_grad_(False)
+    module(x)  # Nothing will be computed again.
+
+
+def test_transforms_of_functions_are_refused_with_what_to_write() -> None:
+    module = checkpoint_wrapper(nn.Linear(4, 4))
+    x = torch.randn(3, 2, 4)
+    with pytest.raises(RuntimeError, match=r"a Linear is checkpointed or offloaded, .*disable_checkpointing\(\)"):
+        torch.func.vmap(module)(x)
+    with disable_checkpointing():
+        assert torch.func.vmap(module)(x).shape == x.shape
+
+
+def test_modules_inside_of_one_another_may_be_treated_in_any_ways() -> None:
+    plain, expected = Net(1), train(Net(1), steps=1)
+    for inner, outer in itertools.product(HOWS, HOWS):
+        if "disk" in inner + outer:
+            continue
+        ours = copy.deepcopy(plain)
+        apply_checkpointing(ours.blocks[0].feed, **HOWS[inner])
+        apply_checkpointing(ours.blocks[0].batch, **HOWS[inner])
+        apply_checkpointing(ours.blocks[0], **HOWS[outer])
+        assert differing(train(ours, steps=1), expected) == [], f"{inner} in {outer}"

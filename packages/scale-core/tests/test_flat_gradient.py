@@ -113,6 +113,22 @@ def test_the_sum_is_that_of_all_passes_in_the_wide_dtype_wherever_they_stood(dty
         assert torch.equal(flat.narrow(0, entry.offset, entry.numel), total)
 
 
+def test_gradients_that_come_several_times_in_a_pass_are_added_one_by_one_as_autograd_does() -> None:
+    order = [[0, 1, 1], [1, 0, 1, 2, 1, 2], [0, 0, 1]]
+    for settles_last in (False, True):
+        buffer = summed(HALF, order[:2])
+        one_pass(buffer, order[2], 2)
+        if settles_last:
+            buffer.gradient.settle()
+        flat = buffer.gradient.take(torch.device("cpu"))
+        for index, entry in enumerate(buffer.layout.entries):
+            total = torch.zeros(entry.numel)
+            for number, indices in enumerate(order):
+                for _ in range(indices.count(index)):
+                    total += (local_grad(number, index, entry.shape).bfloat16() / (3 + number)).reshape(-1)
+            assert torch.equal(flat.narrow(0, entry.offset, entry.numel), total)
+
+
 def test_a_sum_is_taken_once_and_comes_back_if_the_pass_is_revoked() -> None:
     here = torch.device("cpu")
     buffer = summed(HALF, [[0, 4]])

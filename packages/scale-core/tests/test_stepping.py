@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from scale_core.group import Group
 from scale_core.shard import Axis, Held, Shard, mark
-from scale_core.stepping import mark_replaced, refuse_steps, watch_optimizers
+from scale_core.stepping import mark_replaced, refuse_steps, step_for_all, watch_optimizers
 
 
 @pytest.fixture(autouse=True)
@@ -119,6 +119,10 @@ class Lamb(torch.optim.SGD):
     """Known by its name, wherever it comes from."""
 
 
+class Prodigy(torch.optim.SGD):
+    """Known, too."""
+
+
 class Derived(Lamb):
     """Made of one that is known."""
 
@@ -145,7 +149,12 @@ def test_it_may_step_on_plain_parameters_and_in_a_world_of_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "cls, reason", [(torch.optim.LBFGS, "all parameters together"), (torch.optim.SparseAdam, "dense")]
+    "cls, reason",
+    [
+        (torch.optim.LBFGS, "all parameters together"),
+        (torch.optim.SparseAdam, "dense"),
+        (Prodigy, "the gradients of all parameters together"),
+    ],
 )
 @pytest.mark.parametrize("held", [(0, 4), (0, 2)])
 def test_what_no_shard_can_be_trained_with_is_refused_on_all_ranks_alike(
@@ -154,6 +163,14 @@ def test_what_no_shard_can_be_trained_with_is_refused_on_all_ranks_alike(
     optimizer = cls([piece_of((4,), *held)], lr=1.0)
     with pytest.raises(RuntimeError, match=rf"{cls.__name__}.step\(\): .*{reason}"):
         optimizer.step(lambda: torch.zeros(()))
+
+
+def test_one_rank_may_step_for_all_others_with_what_looks_at_all_parameters() -> None:
+    piece = piece_of((4,), 0, 4)
+    optimizer = Prodigy([piece], lr=1.0)
+    step_for_all(optimizer)
+    optimizer.step()
+    assert piece.tolist() == [0, 0, 0, 0]
 
 
 def test_a_group_of_pieces_that_is_added_later_is_refused_too() -> None:

@@ -44,6 +44,7 @@ def test_units_are_told_with_their_parameters_dtypes_and_padding():
     assert (buffer.dtype, buffer.compute_dtype, buffer.reduce_dtype) == (torch.float32, torch.bfloat16, torch.float32)
     assert buffer.num_ranks == 2 and buffer.device == torch.device("cpu") and buffer.trains
     assert 2 * buffer.shard_numel == buffer.num_elements + buffer.padding
+    assert description.num_elements == sum(param.numel() for param in plain.parameters())
 
 
 def test_bytes_follow_from_the_layout():

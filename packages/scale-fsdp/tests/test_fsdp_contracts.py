@@ -1,5 +1,6 @@
 """Ranks that do different things get an error that says who did what, before an optimizer can step."""
 
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import pytest
@@ -15,10 +16,11 @@ from scale_core.testing import run_ranks
 from scale_fsdp import MixedPrecision, fully_shard
 
 
-def impatient() -> dist.ProcessGroup:
-    """All ranks, which find each other in peace and then wait no longer than this, well within the test's own limit."""
-    group = dist.new_group()
-    _set_pg_timeout(timedelta(seconds=3), group)
+def impatient(ranks: list[int] | None = None, seconds: float = 3.0) -> dist.ProcessGroup:
+    """Ranks that find each other in peace and then wait no longer than this, well within the test's own limit."""
+    group = dist.new_group(ranks, use_local_synchronization=ranks is not None)
+    dist.barrier(group)
+    _set_pg_timeout(timedelta(seconds=seconds), group)
     return group
 
 
@@ -36,15 +38,28 @@ class Choice(nn.Module):
         return x
 
 
-def run_in_orders(
-    orders: tuple[str, ...], sizes: tuple[int, int], training: bool, steps_before: int
-) -> tuple[str, str, bool]:
+@dataclass(frozen=True)
+class Difference:
+    """Ranks that run the units in different orders, after some steps in the same one.
+
+    Attributes:
+        orders: By rank.
+        sizes: Elements of the two units: a message of the one may fit into the other, or not.
+    """
+
+    orders: tuple[str, ...]
+    sizes: tuple[int, int] = (3, 3)
+    training: bool = True
+    steps_before: int = 0
+
+
+def run_in_orders(case: Difference, group: dist.ProcessGroup) -> tuple[str, str, bool]:
     """Takes `steps_before` steps in one order, then each rank its own; returns the error and whether weights moved."""
-    model = sharded(Choice(sizes), ["a", "b", ""], impatient())
+    model = sharded(Choice(case.sizes), ["a", "b", ""], group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def take(order: str) -> None:
-        if not training:
+        if not case.training:
             with torch.no_grad():
                 model(noise(2, 4), order)
             return
@@ -52,77 +67,83 @@ def run_in_orders(
         optimizer.step()
         optimizer.zero_grad()
 
-    for _ in range(steps_before):
+    for _ in range(case.steps_before):
         take("ab")
     before = [param.detach().clone() for param in model.parameters()]
     try:
-        take(orders[dist.get_rank()])
+        take(case.orders[group.rank()])
     except ScaleDistributedError as error:
         moved = not all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
         return type(error).__name__, str(error), moved
     return "", "no error", True
 
 
-@pytest.mark.parametrize("steps_before", [0, 4])
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("sizes", [(3, 3), (3, 5)])
-@pytest.mark.parametrize("orders", [("ab", "ba"), ("a", "b")])
-def test_other_units_or_another_order_raise_on_every_rank_before_the_optimizer_steps(
-    orders, sizes, training, steps_before
-):
-    results = run_ranks(run_in_orders, 2, orders, sizes, training, steps_before)
-    for name, message, moved in results:
-        assert name in ("ContractError", "ScaleDistributedError"), message
-        assert not moved
-        assert f"step {steps_before + 1}" in message
-        assert "unit 'a'" in message and "unit 'b'" in message
-        assert "rank 0" in message and "rank 1" in message
+SKIPPED = Difference(("ab", "a"))
+IN_PAIRS = [
+    SKIPPED,
+    *(
+        Difference(orders, sizes, training)
+        for orders in (("ab", "ba"), ("a", "b"))
+        for sizes in ((3, 3), (3, 5))
+        for training in (True, False)
+    ),
+]
+
+
+def run_in_pairs(steps_before: tuple[int, ...]) -> list[tuple[Difference, str, str, bool]]:
+    """Two ranks for each difference, which are a world of their own: all wait for their limits at once."""
+    pair = dist.get_rank() // 2
+    results = []
+    for number in steps_before:
+        case = replace(IN_PAIRS[pair], steps_before=number)
+        # One that has failed can't be used again. All pairs compute at once, so each is slower than two ranks alone.
+        group = impatient([2 * pair, 2 * pair + 1], seconds=5.0)
+        results.append((case, *run_in_orders(case, group)))
+    return results
+
+
+def test_other_units_or_another_order_raise_on_every_rank_before_the_optimizer_steps():
+    results = [result for of_rank in run_ranks(run_in_pairs, 2 * len(IN_PAIRS), (0, 4)) for result in of_rank]
+    assert len({case for case, *_ in results}) == 2 * len(IN_PAIRS)
+    for case, name, message, moved in results:
+        assert name in ("ContractError", "ScaleDistributedError"), (case, message)
+        assert not moved, case
+        words = [f"step {case.steps_before + 1}", "unit 'b'", "rank 0", "rank 1"]
+        words += ["fully_shard"] if case.orders == SKIPPED.orders else ["unit 'a'"]
+        assert [word for word in words if word not in message] == [], (case, message)
+
+
+def run_in_threes() -> str:
+    return run_in_orders(Difference(("ab", "ba", "ab"), steps_before=1), impatient())[1]
 
 
 def test_the_one_rank_of_three_that_differs_is_named():
-    results = run_ranks(run_in_orders, 3, ("ab", "ba", "ab"), (3, 3), True, 1)
-    for _, message, _ in results:
+    for message in run_ranks(run_in_threes, 3):
         assert "ranks 0, 2: forward of unit 'a'" in message
         assert "rank 1: forward of unit 'b'" in message
 
 
-def skip_a_unit_late() -> str:
-    """In the fifth step rank 1 skips the last unit."""
-    model = sharded(Choice((3, 3)), ["a", "b", ""], impatient())
-    try:
-        for step in range(5):
-            order = "a" if step == 4 and dist.get_rank() == 1 else "ab"
-            model(noise(2, 4), order).sum().backward()
-    except ScaleDistributedError as error:
-        return str(error)
-    return "no error"
-
-
-def test_a_unit_that_one_rank_skips_is_named():
-    for message in run_ranks(skip_a_unit_late, 2):
-        assert "step 5" in message
-        assert "unit 'b'" in message
-        assert "fully_shard" in message
-
-
-def shard_different_modules(kind: str) -> str:
+def shard_different_modules() -> list[str]:
     mine = dist.get_rank() == 1
-    module = {
-        "shape": lambda: nn.Linear(4, 3 + mine),
-        "dtype": lambda: nn.Linear(4, 3).to(torch.float64 if mine else torch.float32),
-        "trains": lambda: nn.Linear(4, 3).requires_grad_(mine),
-        "name": lambda: nn.Sequential(nn.Linear(4, 3)) if mine else nn.Linear(4, 3),
-    }[kind]()
-    with pytest.raises(ContractError) as caught:
-        fully_shard(module)
-    return str(caught.value)
+    messages = []
+    for module in (
+        nn.Linear(4, 3 + mine),
+        nn.Linear(4, 3).to(torch.float64 if mine else torch.float32),
+        nn.Linear(4, 3).requires_grad_(mine),
+        nn.Sequential(nn.Linear(4, 3)) if mine else nn.Linear(4, 3),
+    ):
+        with pytest.raises(ContractError) as caught:
+            fully_shard(module)
+        messages.append(str(caught.value))
+    return messages
 
 
-@pytest.mark.parametrize("kind", ["shape", "dtype", "trains", "name"])
-def test_different_modules_are_refused_when_they_are_sharded(kind):
-    first, second = run_ranks(shard_different_modules, 2, kind)
+def test_modules_of_other_shapes_dtypes_names_or_that_train_on_some_ranks_are_refused_when_they_are_sharded():
+    first, second = run_ranks(shard_different_modules, 2)
     assert first == second
-    assert "rank 0" in first and "rank 1" in first
+    assert len(first) == 4
+    for message in first:
+        assert "rank 0" in message and "rank 1" in message
 
 
 def wrap_differently() -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import re
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +16,10 @@ from fsdp_cases import differing_weights
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from scale_core.contract import ScaleDistributedError
+import scale_core.flat
+import scale_core.reduction
+from scale_core.backward import on_reduced_grads
+from scale_core.contract import ContractError, ScaleDistributedError
 from scale_core.group import group_of
 from scale_core.testing import run_ranks
 from scale_fsdp import StepError, fully_shard
@@ -33,6 +38,16 @@ class _Breaks(torch.autograd.Function):
         raise ValueError("broken in backward")
 
 
+HOOKS = ("forward pre-hook", "forward hook", "backward pre-hook", "backward hook")
+IN_BACKWARD = ("backward", "backward pre-hook", "backward hook")
+
+
+def _fail(point: str, block: nn.Module, *_: Any) -> None:
+    if block.fails == point:
+        block.fails = ""
+        raise ValueError(f"broken in {point}")
+
+
 class Block(nn.Module):
     """Fails on purpose, once, where `fails` says."""
 
@@ -40,6 +55,12 @@ class Block(nn.Module):
         super().__init__()
         self.first, self.second = nn.Linear(WIDTH, 7), nn.Linear(7, WIDTH)
         self.fails = ""
+
+    def hook(self) -> None:
+        self.register_forward_pre_hook(functools.partial(_fail, HOOKS[0]))
+        self.register_forward_hook(functools.partial(_fail, HOOKS[1]))
+        self.register_full_backward_pre_hook(functools.partial(_fail, HOOKS[2]))
+        self.register_full_backward_hook(functools.partial(_fail, HOOKS[3]))
 
     def forward(self, x: Tensor) -> Tensor:
         recomputing = torch._C._current_graph_task_id() != -1
@@ -76,7 +97,7 @@ class Failure:
     """Where a step fails.
 
     Attributes:
-        where: "forward", "backward" or "recomputation" of a block, or "root".
+        where: "forward", "backward" or "recomputation" of a block, "root", or one of `HOOKS`.
         block: Of which block.
         rank: On which rank.
         step: In which step; the first is 0.
@@ -96,34 +117,44 @@ def data(step: int, rank: int, micro: int = 0) -> Tensor:
     return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank))
 
 
+def shard(plain: Net, failure: Failure) -> Net:
+    """A sharded copy."""
+    model = copy.deepcopy(plain)
+    hooked_before, hooked_after = (model.blocks[2], model.blocks[1]) if failure.where in HOOKS else (None, None)
+    for block in model.blocks:
+        if block is hooked_before:
+            block.hook()
+        fully_shard(block, reshard_after_forward=failure.reshard)
+        if block is hooked_after:
+            block.hook()
+    return fully_shard(model, reshard_after_forward=failure.reshard)
+
+
 def fail_and_go_on(failure: Failure) -> list[str]:
-    """Trains with a failing step, and beside it a model that never meets it; returns what differs."""
+    """Trains with a failing step, and beside it one process that never meets it; returns what differs."""
     rank, wrong = group_of().rank, []
     torch.manual_seed(0)
     plain = Net(failure.where == "recomputation")
-    models = [copy.deepcopy(plain), copy.deepcopy(plain)]
-    for model in models:
-        for block in model.blocks:
-            fully_shard(block, reshard_after_forward=failure.reshard)
-        fully_shard(model, reshard_after_forward=failure.reshard)
-    optimizers = [torch.optim.Adam(model.parameters(), lr=0.01) for model in models]
+    model = shard(plain, failure)
+    optimizer, plain_optimizer = (torch.optim.Adam(each.parameters(), lr=0.01) for each in (model, plain))
     for step in range(failure.step + 3):
-        for number, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            fails = step == failure.step
-            if fails and number:
-                continue
-            raised = train(model, step, failure, fails=fails and rank == failure.rank)
-            if fails:
-                wrong += check(raised, failure)
-                if any(param.grad is not None for param in model.parameters()) and failure.accumulate == 1:
-                    wrong.append("a gradient of the step that was given up")
-                model.zero_grad()
-            elif raised is not None:
-                wrong.append(f"step {step}: {raised!r}")
-            else:
-                optimizer.step()
-                optimizer.zero_grad()
-    return [f"{failure}: {line}" for line in wrong + differing_weights(*models)]
+        fails = step == failure.step
+        raised = train(model, step, failure, fails=fails and rank == failure.rank)
+        if fails:
+            wrong += check(raised, failure)
+            if any(param.grad is not None for param in model.parameters()) and failure.accumulate == 1:
+                wrong.append("a gradient of the step that was given up")
+            model.zero_grad()
+            continue
+        if raised is not None:
+            wrong.append(f"step {step}: {raised!r}")
+        expected = mean_of(plain, whole_steps([step], failure))
+        for name, grad in split(expected, plain).items():
+            plain.get_parameter(name).grad = grad
+        for each in (optimizer, plain_optimizer):
+            each.step()
+            each.zero_grad()
+    return [f"{failure}: {line}" for line in wrong + differing_weights(model, plain)]
 
 
 def train(model: nn.Module, step: int, failure: Failure, *, fails: bool) -> Exception | None:
@@ -148,11 +179,11 @@ def check(raised: Exception | None, failure: Failure) -> list[str]:
     expected = MemoryError if failure.where == "root" else ValueError
     if not isinstance(raised, expected if mine else StepError):
         return [f"raised {raised!r}"]
-    if mine and failure.where == "backward":
+    if mine and failure.where in IN_BACKWARD:
         return []  # Autograd has the error by then; only the others can be told.
     wanted = [rf"was given up on all ranks, because rank {failure.rank} failed"]
     wanted.append(
-        "its backward pass failed after the" if failure.where == "backward" else f"broken in .*{failure.where}"
+        "its backward pass failed after the" if failure.where in IN_BACKWARD else f"broken in .*{failure.where}"
     )
     return [f"{text!r} lacks {pattern!r}" for pattern in wanted if not re.search(pattern, text)]
 
@@ -169,26 +200,31 @@ Passes = list[tuple[int, int]]
 """The passes whose gradients are in a sum, by step and micro-batch."""
 
 
+Reductions = list[list[Passes]]
+"""The sums that are averaged over the ranks, one after the other, by rank."""
+
+
 def accumulated_gradients_stay(failures: list[Failure]) -> list[str]:
     """After a pass that failed, gradients are those of a process that never ran it.
 
-    Two steps run whole and leave their gradients in `grad`, the third is given up in one of its micro-batches, and one
-    pass more brings all that was kept into `grad`. The plain model runs the passes that went well, rank by rank.
+    One step runs whole and leaves its gradients in `grad`, the next is given up in one of its micro-batches, and one
+    pass more brings all that was kept into `grad`. The plain model runs the passes that went well, rank by rank. Before
+    that, the order of a step becomes known, which failures of one kind share.
     """
-    wrong = []
+    models: dict[tuple[Any, ...], tuple[Net, Net]] = {}
     for failure in failures:
-        torch.manual_seed(0)
-        plain = Net(failure.where == "recomputation")
-        model = copy.deepcopy(plain)
-        for block in model.blocks:
-            fully_shard(block, reshard_after_forward=failure.reshard)
-        fully_shard(model, reshard_after_forward=failure.reshard)
-        mine = group_of().rank == failure.rank
-        for step in range(2):
-            train(model, step, failure, fails=False)
+        key = (failure.where == "recomputation", failure.reshard, failure.accumulate, failure.no_sync)
+        if key not in models:
+            torch.manual_seed(0)
+            plain = Net(failure.where == "recomputation")
+            models[key] = plain, shard(plain, failure)
+            train(models[key][1], 4, failure, fails=False)
+        plain, model = models[key]
+        model.zero_grad()
+        train(model, 1, failure, fails=False)
         before = [param.grad.clone() for param in model.parameters()]
-        raised = train(model, 2, failure, fails=mine)
-        wrong += check(raised, failure)
+        raised = train(model, 2, failure, fails=group_of().rank == failure.rank)
+        wrong = check(raised, failure)
         if failure.no_sync and any(
             param.grad is None or not torch.equal(param.grad, grad)
             for param, grad in zip(model.parameters(), before, strict=True)
@@ -201,24 +237,35 @@ def accumulated_gradients_stay(failures: list[Failure]) -> list[str]:
     return []
 
 
-def different_sums(model: nn.Module, plain: nn.Module, failure: Failure) -> list[str]:
-    """Compares `grad` with the plain gradients of the passes that went well, each sum reduced as it was."""
-    size, last = group_of().size, failure.accumulate - 1
-    reductions: list[list[Passes]] = []  # by reduction and rank
-    for step in range(2):
+def whole_steps(steps: list[int], failure: Failure) -> Reductions:
+    """Those of steps in which nothing fails."""
+    size, reductions = group_of().size, []
+    for step in steps:
         micros = [[(step, micro)] for micro in range(failure.accumulate)]
         together = [[(step, micro) for micro in range(failure.accumulate)]]
         reductions += [[passes] * size for passes in (together if failure.no_sync else micros)]
+    return reductions
+
+
+def mean_of(plain: nn.Module, reductions: Reductions) -> Tensor:
+    """What all of them leave in the plain model's gradients, flat."""
+    expected: list[Tensor] = []
+    for by_rank in reductions:
+        mean = sum(plain_sum(plain, rank, passes) for rank, passes in enumerate(by_rank)) / len(by_rank)
+        expected = [mean] if not expected else [expected[0] + mean]
+    return expected[0]
+
+
+def different_sums(model: nn.Module, plain: nn.Module, failure: Failure) -> list[str]:
+    """Compares `grad` with the plain gradients of the passes that went well, each sum reduced as it was."""
+    size, last = group_of().size, failure.accumulate - 1
+    reductions = whole_steps([1], failure)
     if not failure.no_sync:
         reductions += [[[(2, micro)]] * size for micro in range(failure.at_micro_batch)]
     kept = [failure.at_micro_batch if rank == failure.rank else last for rank in range(size)]
     waited = [[(2, micro) for micro in range(number)] if failure.no_sync else [] for number in kept]
     reductions.append([[*passes, (3, 0)] for passes in waited])
-    expected: list[Tensor] = []
-    for by_rank in reductions:
-        mean = sum(plain_sum(plain, rank, passes) for rank, passes in enumerate(by_rank)) / size
-        expected = [mean] if not expected else [expected[0] + mean]
-    wholes = split(expected[0], plain)
+    wholes = split(mean_of(plain, reductions), plain)
     pieces = [
         whole.reshape(-1)[span.start : span.stop].view(span.shape)
         for unit in units_in(model)
@@ -244,6 +291,102 @@ def split(flat: Tensor, plain: nn.Module) -> dict[str, Tensor]:
     named = dict(plain.named_parameters())
     parts = flat.split([param.numel() for param in named.values()])
     return {name: part.view(param.shape) for (name, param), part in zip(named.items(), parts, strict=True)}
+
+
+class TwoDtypes(nn.Module):
+    """A unit of two buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (torch.tanh(self.linear(x)) * self.scale).float()
+
+
+def without_memory(what: str, reshard: bool | int) -> list[str]:
+    """Each transfer of a step in turn finds no memory on rank 1; returns what differs from a model that never met it.
+
+    Args:
+        what: "all_gather" or "reduce_scatter", of scale_core.
+    """
+    torch.manual_seed(0)
+    plain = nn.Sequential(TwoDtypes(), TwoDtypes(), nn.Linear(WIDTH, 2))
+    models = [copy.deepcopy(plain), copy.deepcopy(plain)]
+    for model in models:
+        for block in model[:2]:
+            fully_shard(block, reshard_after_forward=reshard, limit_seconds=10.0)
+        fully_shard(model, reshard_after_forward=reshard, limit_seconds=10.0)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9) for model in models]
+    place = scale_core.flat if what == "all_gather" else scale_core.reduction
+    begin, wrong, number, fails_at = getattr(place, what), [], 0, -1
+
+    def scarce(*args: Any, **kwargs: Any) -> Any:
+        nonlocal number
+        number += 1
+        if number - 1 == fails_at and group_of().rank == 1:
+            raise torch.OutOfMemoryError(f"no memory for {what}")
+        return begin(*args, **kwargs)
+
+    for step in range(40):
+        number, fails_at = 0, step - 2
+        raised = None
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(place, what, scarce)
+            try:
+                models[0](data(step, group_of().rank)).square().mean().backward()
+            except (torch.OutOfMemoryError, StepError) as error:
+                raised = error
+        if step >= 2 and number <= fails_at:
+            models[0].zero_grad()
+            break  # There were no more of them.
+        if (raised is not None) != (step >= 2):
+            wrong.append(f"{what} {fails_at}: raised {raised!r}")
+        if raised is None:
+            models[1](data(step, group_of().rank)).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        elif any(param.grad is not None for param in models[0].parameters()):
+            wrong.append(f"{what} {fails_at}: a gradient of the step that was given up")
+    for model in models:
+        model(data(50, group_of().rank)).square().mean().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    return wrong + differing_weights(*models) + ([] if step > 4 else [f"only {step - 2} times {what}"])
+
+
+def run_without_memory() -> list[str]:
+    cases = [("all_gather", True), ("reduce_scatter", True), ("all_gather", False)]
+    return [line for what, reshard in cases for line in without_memory(what, reshard)]
+
+
+def fails_after_the_comparison(ranks: list[int]) -> str:
+    """Whoever is told of gradients raises on these ranks; returns what the next pass says."""
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(WIDTH, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(3):
+        fails = step == 2 and group_of().rank in ranks
+
+        def told(_: object, fails: bool = fails) -> None:
+            if fails:
+                raise MemoryError("broken by who is told")
+
+        handle = on_reduced_grads(told)
+        try:
+            with pytest.raises(MemoryError) if fails else nullcontext():
+                model(data(step, group_of().rank)).square().mean().backward()
+        finally:
+            handle.remove()
+        if not fails:
+            optimizer.step()
+        optimizer.zero_grad()
+    try:
+        model(data(3, group_of().rank)).square().mean().backward()
+    except ContractError as error:
+        return str(error)
+    return ""
 
 
 def evaluation_is_given_up() -> None:
@@ -294,6 +437,7 @@ PLACES = [Failure("forward", block) for block in range(3)] + [Failure("backward"
 def test_a_step_that_fails_on_one_rank_is_given_up_by_all_and_leaves_no_trace() -> None:
     cases = [*PLACES, Failure("root"), Failure("forward", rank=0, step=1), Failure("recomputation", 0)]
     cases += [Failure("recomputation", 2, rank=0)]
+    cases += [Failure(where, 1 + number % 2, rank=number % 2) for number, where in enumerate(HOOKS)]
     assert run_ranks(run_failures, 2, cases, timeout=120.0) == [[], []]
 
 
@@ -330,6 +474,18 @@ def test_each_rank_keeps_what_it_had_before_the_pass_that_raised_on_it() -> None
         for place in (PLACES[1], PLACES[4], EVERYWHERE[6], EVERYWHERE[8])
     ]
     assert run_ranks(accumulated_gradients_stay, 3, cases, timeout=120.0) == [[]] * 3
+
+
+def test_a_rank_without_memory_for_a_transfer_itself_still_serves_it_to_the_others() -> None:
+    """What a gather takes is the likeliest place to run out of memory, and then nothing was sent yet."""
+    assert run_ranks(run_without_memory, 2, timeout=120.0) == [[], []]
+
+
+def test_a_rank_that_fails_when_the_others_have_gone_on_is_found_out_in_the_next_pass() -> None:
+    """Otherwise they would train on with parameters of two different steps."""
+    for message in run_ranks(fails_after_the_comparison, 2, [1]):
+        assert "failure after the comparison" in message and "rank 1" in message
+    assert run_ranks(fails_after_the_comparison, 2, [0, 1]) == ["", ""]
 
 
 def test_an_evaluation_is_given_up_too() -> None:

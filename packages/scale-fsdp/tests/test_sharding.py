@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_beside import Beside, adam, mean_square, noise, sharded
+from fsdp_beside import Beside, adam, mean_square, noise, sgd, sharded
 from fsdp_cases import differing_weights
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -102,9 +102,10 @@ def train_frozen() -> list[str]:
     for names in (["0.weight"], ["0.weight", "0.bias"], ["2.0.bias", "3.weight"]):
         plain = perceptron()
         freeze(*names)(plain, 0)
-        for units in (["0", "2", "3", ""], [""]):
-            wrong += Beside(plain, units, mean_square(4, 5)).differences()
-            wrong += Beside(perceptron(), units, mean_square(4, 5), before=freeze(*names)).differences()
+        for units, one, other in ((["0", "2", "3", ""], adam, sgd), ([""], sgd, adam)):
+            wrong += Beside(plain, units, mean_square(4, 5), both=[one]).differences()
+            after = freeze(*names)
+            wrong += Beside(perceptron(), units, mean_square(4, 5), before=after, both=[other]).differences()
     return wrong
 
 
@@ -114,8 +115,9 @@ def test_frozen_parameters_of_any_mix_frozen_before_or_after_wrapping():
 
 def train_toggled() -> list[str]:
     wrong = []
-    for units in ([""], ["0", "2", ""], ["0", "2.0", "2", "3", ""]):
-        wrong += Beside(perceptron(), units, mean_square(4, 5), before=freeze_by_turns, steps=6).differences()
+    for units, both in (([""], [sgd]), (["0", "2", ""], [adam]), (["0", "2.0", "2", "3", ""], [sgd])):
+        step = mean_square(4, 5)
+        wrong += Beside(perceptron(), units, step, before=freeze_by_turns, steps=6, both=both).differences()
     return wrong
 
 
@@ -161,20 +163,21 @@ TIED = {
 }
 
 
-def train_tied(how: str) -> list[str]:
+def train_tied() -> list[str]:
     wrong = []
-    for reshard in (True, False):
-        kwargs = {"reshard_after_forward": reshard}
-        wrong += Beside(Tied(), TIED[how], run_tied, steps=3, kwargs=kwargs).differences()
-    model = sharded(Tied(), TIED[how])
-    if list(dict(model.named_parameters())) != list(dict(Tied().named_parameters())):
-        wrong.append(f"names {list(dict(model.named_parameters()))}")
+    for how, units in TIED.items():
+        for reshard, both in ((True, [adam]), (False, [sgd])):
+            kwargs = {"reshard_after_forward": reshard}
+            differences = Beside(Tied(), units, run_tied, steps=3, both=both, kwargs=kwargs).differences()
+            wrong += [f"{how}: {line}" for line in differences]
+        model = sharded(Tied(), units)
+        if list(dict(model.named_parameters())) != list(dict(Tied().named_parameters())):
+            wrong.append(f"{how}: names {list(dict(model.named_parameters()))}")
     return wrong
 
 
-@pytest.mark.parametrize("how", TIED)
-def test_tied_parameters_stay_tied(how):
-    assert_on_ranks(train_tied, 2, how)
+def test_tied_parameters_stay_tied():
+    assert_on_ranks(train_tied, 2)
 
 
 # Dtypes, shapes, memory formats.
@@ -203,8 +206,8 @@ class Odd(nn.Module):
 
 def train_odd() -> list[str]:
     wrong = []
-    for atom in ("auto", "element", "row", "parameter"):
-        wrong += Beside(Odd(), [""], mean_square(4, 5), kwargs={"atom": atom}).differences()
+    for atom, both in (("auto", [adam]), ("element", [sgd]), ("row", [adam]), ("parameter", [sgd])):
+        wrong += Beside(Odd(), [""], mean_square(4, 5), both=both, kwargs={"atom": atom}).differences()
     model = sharded(Odd(), [""])
     if model.state_dict()["mask"].dtype is not torch.bool or model.state_dict()["steps"].tolist() != [1, 2, 3]:
         wrong.append("integers and booleans are not what they were")
@@ -348,19 +351,22 @@ def test_each_flat_parameter_has_a_name_of_its_own():
 # Groups.
 
 
-def train_in_subgroups(members) -> list[str]:
-    groups = [dist.new_group(ranks) for ranks in members]
-    for ranks, group in zip(members, groups, strict=True):
-        if dist.get_rank() in ranks:
-            if group_of(group).ranks != tuple(ranks):
-                return ["another group"]
-            return Beside(perceptron(), ["0", "2", ""], mean_square(4, 5), process_group=group).differences()
-    return []
+def train_in_subgroups() -> list[str]:
+    wrong = []
+    for members in ([[0, 1], [2, 3]], [[0, 2], [1, 3]], [[1, 3]], [[0, 1, 3]]):
+        groups = [dist.new_group(ranks) for ranks in members]
+        for ranks, group, make in zip(members, groups, (adam, sgd), strict=False):
+            if dist.get_rank() in ranks:
+                if group_of(group).ranks != tuple(ranks):
+                    wrong.append(f"another group than {ranks}")
+                step = mean_square(4, 5)
+                one = Beside(perceptron(), ["0", "2", ""], step, process_group=group, both=[make])
+                wrong += [f"{members}: {line}" for line in one.differences()]
+    return wrong
 
 
-@pytest.mark.parametrize("members", [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[1, 3]], [[0, 1, 3]]])
-def test_subgroups_train_by_themselves(members):
-    assert_on_ranks(train_in_subgroups, 4, members)
+def test_subgroups_train_by_themselves():
+    assert_on_ranks(train_in_subgroups, 4)
 
 
 def train_on_meshes() -> list[str]:

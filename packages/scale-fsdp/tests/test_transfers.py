@@ -39,7 +39,10 @@ def moved_together() -> None:
     unit.gather()
     unit.wait_gathered()
     assert unit.gathered and not unit.is_stale
-    assert [entry.event for entry in history.current.log if entry.is_transfer] == [Event("gather", "")]
+    assert [entry.event for entry in history.current.log if entry.is_transfer] == [
+        Event("gather", "#0"),
+        Event("gather", "#1"),
+    ]
     with torch.no_grad():
         unit.buffers[1].exposed[0].mul_(2)
     assert unit.is_stale or group_of().size == 1

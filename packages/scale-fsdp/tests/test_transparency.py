@@ -1,6 +1,7 @@
 """The promise: a sharded model trains to the very numbers of plain PyTorch."""
 
 import copy
+import functools
 import itertools
 from typing import Any
 
@@ -20,9 +21,12 @@ from fsdp_cases import (
     shard,
     ulps,
 )
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from scale_core.testing import run_ranks
+from scale_fsdp import fully_shard
 
 WORLDS = [1, 2, 3, 4]
 
@@ -65,6 +69,55 @@ def test_training_is_bitwise_that_of_the_reference(world):
 def test_checkpointed_activations_change_nothing(world):
     cases = [case_of(choice) for number, choice in enumerate(CHECKPOINTING) if number % 2 == world % 2]
     assert not any(run_ranks(run_cases, world, cases, timeout=300))
+
+
+class Again(nn.Module):
+    """One block that runs three times in a pass, twice of them under a reentrant checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.block = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.block, torch.tanh(self.first(x)), use_reentrant=True)
+        return self.block(checkpoint(self.block, torch.tanh(x), use_reentrant=True))
+
+
+def recompute_a_block_twice() -> list[str]:
+    """Each arrival of the block's gradient is averaged by itself; the means add up, in the order of their coming."""
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    plain, arrivals = Again(), {}
+
+    def arrived(name: str, param: nn.Parameter) -> None:
+        arrivals.setdefault(name, []).append(param.grad)
+        param.grad = None
+
+    model = copy.deepcopy(plain)
+    fully_shard(model.block)
+    fully_shard(model)
+    handles = [p.register_post_accumulate_grad_hook(functools.partial(arrived, n)) for n, p in plain.named_parameters()]
+    for step in range(3):
+        for each in range(world):
+            plain(batch("mlp", step, each)[..., :1] * torch.ones(4)).square().mean().backward()
+        for name, param in plain.named_parameters():
+            came = arrivals.pop(name)
+            number = len(came) // world
+            assert number == (3 if name.startswith("block") else 1)
+            means = [sum(came[arrival::number]) / world for arrival in range(number)]
+            param.grad = functools.reduce(torch.add, means)
+        model(batch("mlp", step, rank)[..., :1] * torch.ones(4)).square().mean().backward()
+        if wrong := differing_grads(model, plain):
+            return wrong
+        model.zero_grad()
+        plain.zero_grad()
+    for handle in handles:
+        handle.remove()
+    return []
+
+
+def test_a_unit_that_is_recomputed_several_times_in_a_pass_adds_up_the_means_of_each() -> None:
+    assert run_ranks(recompute_a_block_twice, 2) == [[], []]
 
 
 def train_beside_ddp() -> list[str]:

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from fsdp_beside import noise
 from fsdp_cases import differing_weights
 from torch import nn
 
 from scale_core.testing import run_ranks
-from scale_fsdp import FullyShardedDataParallel, MixedPrecision
-from scale_fsdp.unit import unit_of
+from scale_fsdp import FullyShardedDataParallel, MixedPrecision, fully_shard
+from scale_fsdp.unit import unit_of, units_in
 
 
 class Model(nn.Module):
@@ -95,10 +96,15 @@ def test_an_unknown_argument_names_the_nearest_known_one():
 def nest() -> list[str]:
     plain, model = Model(), Model()
     model.layers[0] = FullyShardedDataParallel(model.layers[0])
-    model.layers = FullyShardedDataParallel(model.layers)
+    model.layers[1] = FullyShardedDataParallel(fully_shard(model.layers[1]))
+    model.layers = FullyShardedDataParallel(FullyShardedDataParallel(model.layers))
     model = FullyShardedDataParallel(model)
     wrong = []
     expected = [name for name, _ in plain.named_parameters()]
+    if (model.rank, model.world_size) != (dist.get_rank(), dist.get_world_size()):
+        wrong.append(f"rank {model.rank} of {model.world_size}")
+    if model.process_group is not dist.group.WORLD:
+        wrong.append("another group")
     if [name for name, _ in model.named_parameters()] != expected:
         wrong.append(f"names {[name for name, _ in model.named_parameters()]}")
     if [name for name, _ in model.named_parameters(prefix="a")] != [f"a.{name}" for name in expected]:
@@ -121,6 +127,27 @@ def nest() -> list[str]:
 @pytest.mark.parametrize("world", [1, 2])
 def test_wrappers_nest_under_the_names_of_the_plain_model(world):
     assert not any(run_ranks(nest, world))
+
+
+def test_what_fairscales_users_read_of_it_is_there():
+    model = FullyShardedDataParallel(
+        Model(), reshard_after_forward=False, mixed_precision=True, flatten_parameters=True
+    )
+    assert (model.rank, model.world_size, model.process_group) == (0, 1, None)
+    assert (model.flatten_parameters, model.reshard_after_forward, model.mixed_precision) == (True, False, True)
+    model = FullyShardedDataParallel(Model())
+    assert (model.flatten_parameters, model.reshard_after_forward, model.mixed_precision) == (False, True, False)
+
+
+def test_around_a_unit_it_adds_nothing_and_can_change_nothing():
+    module = fully_shard(Model(), reshard_after_forward=False)
+    model = FullyShardedDataParallel(module)
+    assert model.module is module
+    assert units_in(model) == [unit_of(module)]
+    assert differing_weights(model, Model()) == []
+    told = r"Model is sharded already.*give reshard_after_forward=1, limit_seconds=3.0 to the fully_shard\(\.\.\.\)"
+    with pytest.raises(ValueError, match=told):
+        FullyShardedDataParallel(module, reshard_after_forward=1, limit_seconds=3.0, init=None)
 
 
 def test_modes_reach_the_module():

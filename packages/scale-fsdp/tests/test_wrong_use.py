@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from fsdp_beside import noise, sharded
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from scale_core.testing import run_ranks
 from scale_fsdp import fully_shard
@@ -189,6 +190,22 @@ def use_a_foreign_group() -> str:
 
 def test_a_rank_outside_of_the_group_is_told_so():
     assert "new_group" in run_ranks(use_a_foreign_group, 2)[1]
+
+
+def shard_what_is_parallel_already() -> tuple[str, list[str]]:
+    """The user's own parallelize_module has made DTensors of one layer's parameters."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    parallelize_module(model[1], mesh, ColwiseParallel())
+    with pytest.raises(TypeError) as caught:
+        fully_shard(model, mesh)
+    return str(caught.value), [type(param.data).__name__ for param in model.parameters()]
+
+
+def test_parameters_that_are_dtensors_are_refused_by_name_and_nothing_is_changed():
+    for message, kinds in run_ranks(shard_what_is_parallel_already, 2):
+        assert "'1.weight' is a DTensor" in message and "shard it before parallelize_module(...)" in message
+        assert kinds == ["Tensor", "Tensor", "DTensor", "DTensor"]
 
 
 def test_a_mesh_of_three_dimensions_says_which_to_pass():

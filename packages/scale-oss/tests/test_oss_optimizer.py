@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from scale_core.contract import ContractError
 from scale_core.group import Group, group_of
 from scale_core.shard import Axis, Held, Shard, mark
+from scale_core.stepping import watch_optimizers
 from scale_core.testing import run_ranks
 from scale_oss import OSS, ShardedDataParallel
 
@@ -81,13 +82,18 @@ def one_owner_for_all_in_both_ways() -> list[dict[str, Any]]:
     return [one_owner_for_all(sharded) for sharded in (True, False)]
 
 
+class Prodigy(Distance):
+    """Under a name that is known, and refused on shards."""
+
+
 def one_owner_for_all(sharded: bool) -> dict[str, Any]:
     """An optimizer that looks at all tensors computes what one process does, and any rank can save it."""
+    watch_optimizers()
     plain = layers()
     model = copy.deepcopy(plain)
-    ours = OSS(param_groups(model), Distance, together=True, bucket_numel=20)
+    ours = OSS(param_groups(model), Prodigy, together=True, bucket_numel=20)
     wrapped: Any = ShardedDataParallel(model, ours) if sharded else DistributedDataParallel(model)
-    replica, theirs = DistributedDataParallel(plain), Distance(param_groups(plain))
+    replica, theirs = DistributedDataParallel(plain), Prodigy(param_groups(plain))
     for step in range(4):
         for net, optimizer in ((wrapped, ours), (replica, theirs)):
             net(data(step, group_of().rank)).square().mean().backward()
@@ -100,7 +106,7 @@ def one_owner_for_all(sharded: bool) -> dict[str, Any]:
         ours.consolidate_state_dict(recipient)
         if group_of().rank == recipient:
             assert not differing(ours.state_dict(), expected)
-    again = OSS(param_groups(model), Distance, together=True)
+    again = OSS(param_groups(model), Prodigy, together=True)
     again.load_state_dict(expected)
     return {"state": len(ours.optim.state), "d": [group["d"] for group in again.param_groups]}
 

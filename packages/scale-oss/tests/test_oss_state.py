@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,12 @@ from oss_cases import (
     train,
 )
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from scale_core.contract import ContractError
 from scale_core.dcp import dcp_target
 from scale_core.group import Group, group_of
+from scale_core.nested import tensors_in
 from scale_core.snapshot import SnapshotError, load_snapshot, save_snapshot
 from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
 from scale_core.testing import run_ranks
@@ -299,9 +302,60 @@ def largest_transfer() -> int:
     return largest
 
 
+class Live(TorchDispatchMode):
+    """Bytes of the tensors that are made inside and still there, and the most of them at any time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))}
+        made = func(*args, **(kwargs or {}))
+        for tensor in tensors_in(made):
+            storage = tensor.untyped_storage()
+            if not tensor.is_meta and storage._cdata not in before and storage._cdata not in self._known:
+                self._known.add(storage._cdata)
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
+        return made
+
+    def _forget(self, key: int, num_bytes: int) -> None:
+        self._known.discard(key)
+        self.now -= num_bytes
+
+
+def peaks() -> tuple[int, int, int]:
+    """What consolidating, and loading twice, take at most, in bytes; of four matrices with 8 KB each."""
+    params = [nn.Parameter(torch.ones(64, 32)) for _ in range(4)]
+    optimizer = OSS(params, torch.optim.Adam, bucket_numel=64 * 32)
+    train(optimizer, params, range(1))
+    with Live() as gathering:
+        optimizer.consolidate_state_dict()
+    state = optimizer.state_dict(all_ranks=True)
+    fresh = OSS([nn.Parameter(torch.ones(64, 32)) for _ in range(4)], torch.optim.Adam)
+    with Live() as loading:
+        fresh.load_state_dict(state)
+    with Live() as again:
+        fresh.load_state_dict(state)
+    return gathering.peak, loading.peak, again.peak
+
+
 def test_the_state_goes_to_the_host_bucket_by_bucket() -> None:
     recipient, other = run_ranks(largest_transfer, 2)
     assert recipient <= max(66, BUCKET_NUMEL) and other == 0  # The largest tensor has 66 elements.
+
+
+def test_the_peak_is_the_state_and_one_bucket() -> None:
+    matrix, small = 64 * 32 * 4, 500
+    whole = 4 * 2 * matrix
+    (recipient, *loads), (other, *others) = run_ranks(peaks, 2)
+    assert whole + matrix <= recipient <= whole + 1.5 * matrix + small  # a bucket, and this rank's part of it
+    assert 0.5 * matrix <= other <= 0.5 * matrix + small
+    for load in (*loads, *others):
+        assert whole / 2 <= load <= whole / 2 + small
 
 
 def test_flat_parameters_are_sent_to_where_their_state_is_gathered_by_names() -> None:

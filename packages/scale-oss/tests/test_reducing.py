@@ -1,10 +1,11 @@
-"""reducing.py: a backward pass that fails on some ranks is given up by all of them at once, and leaves no trace."""
+"""reducing.py: a pass that fails, or is left out, on some ranks is given up by all of them, and leaves no trace."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from scale_oss import OSS, ShardedDataParallel, StepError
 
 @dataclass
 class Fault:
-    """What is to go wrong in the backward of a layer: nothing, as long as `where` is empty."""
+    """Where a pass is to go wrong: nowhere, as long as `where` is empty."""
 
     where: str = ""
     ranks: list[int] = field(default_factory=list)
@@ -28,13 +29,15 @@ class Fault:
 
 
 class Gate(nn.Module):
-    """Passes everything on, and fails in its backward when asked to."""
+    """Passes everything on, and fails in its forward or backward when asked to."""
 
     def __init__(self, place: str, fault: Fault) -> None:
         super().__init__()
         self.place, self.fault = place, fault
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.fault.strikes(f"{self.place}, forward"):
+            raise ValueError(f"lost at the {self.place}, forward")
         y = x * 1
         if y.requires_grad:
             y.register_hook(self._check)
@@ -45,22 +48,32 @@ class Gate(nn.Module):
             raise ValueError(f"lost at the {self.place}")
 
 
+def batch(step: int) -> Tensor:
+    """A rank's own."""
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + group_of().rank))
+
+
 class Case:
     """A model of three buckets, with a gate behind each layer but the last, beside the fault that they share."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, buffers: bool = True) -> None:
         self.fault = Fault()
         torch.manual_seed(0)
         front, middle = Gate("front", self.fault), Gate("middle", self.fault)
         layers = nn.Sequential(nn.Linear(6, 8), front, nn.Linear(8, 8), middle, nn.Linear(8, 2))
+        if buffers:
+            layers.append(nn.BatchNorm1d(2))
         self.optimizer = OSS(layers.parameters(), torch.optim.Adam, lr=0.1, bucket_numel=75)
         self.model = ShardedDataParallel(layers, self.optimizer)
         assert len(self.optimizer.buckets) == 3
 
     def loss(self, step: int) -> Tensor:
-        generator = torch.Generator().manual_seed(10 * step + group_of().rank)
-        loss: Tensor = self.model(torch.randn(4, 6, generator=generator)).square().mean()
+        loss: Tensor = self.model(batch(step)).square().mean()
         return loss
+
+    def run(self, step: int) -> None:
+        """A forward and a backward pass."""
+        self.loss(step).backward()
 
     def step(self, step: int) -> None:
         self.loss(step).backward()
@@ -86,14 +99,79 @@ def failing_steps() -> list[str]:
     """Steps that fail between steps that don't; the others are those of a training without them."""
     case, reference, messages = Case(), Case(), []
     size = group_of().size
-    plan = [("middle", [0]), ("front", [size - 1]), ("middle", list(range(size))), ("front", [0]), ("front", [0])]
-    for step, (where, ranks) in enumerate(plan):
+    for step, (where, ranks) in enumerate(failures(size)):
         case.fault.where, case.fault.ranks = where, ranks
-        messages.append(case.fails(case.loss(100 + step).backward, ranks))
+        messages.append(case.fails(partial(case.run, 100 + step), ranks))
         case.step(step)
         reference.step(step)
     assert all(torch.equal(a, b) for a, b in zip(case.weights(), reference.weights(), strict=True))
     return messages
+
+
+def failures(size: int) -> list[tuple[str, list[int]]]:
+    """Where the passes of `failing_steps` fail, and on which ranks."""
+    everyone = list(range(size))
+    backward = [("middle", [0]), ("front", [size - 1]), ("middle", everyone), ("front", [0]), ("front", [0])]
+    return [("middle, forward", [0]), *backward, ("front, forward", [size - 1]), ("front, forward", everyone)]
+
+
+def steps_without_a_backward() -> list[str]:
+    """Some rank leaves out a backward pass, and goes on with the next batch: the others drop theirs, too."""
+    case, reference, messages = Case(), Case(), []
+    last = group_of().size - 1
+    for step, (rank, holds) in enumerate([(0, False), (last, False), (0, True), (0, True), (last, True)]):
+        held = None
+        if group_of().rank == rank:
+            held = case.loss(100 + step)  # What its loss raises, it catches.
+            held = held if holds else None
+        else:
+            messages.append(case.fails(partial(case.run, 100 + step), []))
+        loss = case.loss(step)
+        del held  # As a variable of a loop, which is overwritten now.
+        loss.backward()
+        case.optimizer.step()
+        case.optimizer.zero_grad()
+        reference.step(step)
+    assert all(torch.equal(a, b) for a, b in zip(case.weights(), reference.weights(), strict=True))
+    return messages
+
+
+def a_forward_that_is_kept() -> str:
+    """Whether a backward will still come to it nobody knows: no gradients of two batches are averaged."""
+    case = Case(buffers=False)
+    case.step(0)
+    before = case.weights()
+    held = case.loss(1) if group_of().rank == 0 else None
+    message = case.fails(partial(case.run, 2), [])
+    assert all(torch.equal(a, b) for a, b in zip(case.weights(), before, strict=True))
+    case.step(3)
+    assert held is None or held.requires_grad
+    return message
+
+
+def forwards_that_all_ranks_drop() -> None:
+    """They may: it costs one pass of zeros, the first time. And outputs may be changed in place, or used in part."""
+    case, reference = Case(), Case()
+    for step in range(4):
+        case.loss(100 + step)
+        case.step(step)
+        reference.step(step)
+    assert case.model._contract.step == 4 + 1
+    for each in (case, reference):
+        each.model.module.append(nn.Unflatten(1, (1, 2)))
+    for step in range(4, 7):
+        view = case.model(batch(step))
+        view.mul_(2)
+        first, second = case.loss(100), case.loss(101)
+        (view.square().mean() + first).backward()
+        del first, second
+        case.optimizer.step()
+        case.optimizer.zero_grad()
+        doubled, first = reference.model(batch(step)) * 2, reference.loss(100)
+        (doubled.square().mean() + first).backward()
+        reference.optimizer.step()
+        reference.optimizer.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(case.weights(), reference.weights(), strict=True))
 
 
 def failing_micro_batches() -> None:
@@ -145,15 +223,28 @@ def lost_ranks() -> str:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_backward_that_fails_on_some_ranks_is_given_up_by_all_and_leaves_no_trace(ranks: int) -> None:
-    plan = [("middle", [0]), ("front", [ranks - 1]), ("middle", list(range(ranks))), ("front", [0]), ("front", [0])]
     for rank, messages in enumerate(run_ranks(failing_steps, ranks)):
-        for (where, failed), message in zip(plan, messages, strict=True):
+        for (where, failed), message in zip(failures(ranks), messages, strict=True):
             if rank in failed:
                 assert message == f"lost at the {where}"
             else:
                 assert f"was given up on all ranks, because rank {failed[0]} failed in it" in message
-                assert "its backward pass failed" in message
+                assert "its backward pass failed" in message or f"ValueError: lost at the {where}" in message
                 assert "call optimizer.zero_grad(), and training can go on with the next batch" in message
+
+
+def test_a_rank_that_leaves_out_a_backward_pass_is_not_averaged_with_another_batch() -> None:
+    for messages in run_ranks(steps_without_a_backward, 3):
+        assert messages
+        for message in messages:
+            assert "was given up on all ranks, because rank " in message
+            assert "its forward pass was followed by no backward pass: an error in its loss was caught" in message
+    for message in run_ranks(a_forward_that_is_kept, 2):
+        assert "there are forward passes without a backward, [1, 0] by rank" in message
+
+
+def test_forward_passes_that_all_ranks_drop_change_nothing() -> None:
+    run_ranks(forwards_that_all_ranks_drop, 2)
 
 
 def test_gradients_that_were_reduced_before_a_failing_pass_stay() -> None:

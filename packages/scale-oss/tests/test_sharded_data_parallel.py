@@ -6,6 +6,8 @@ import copy
 import gc
 import subprocess
 import sys
+import warnings
+import weakref
 from collections.abc import Iterable
 from contextlib import nullcontext
 
@@ -338,6 +340,30 @@ def test_updated_parameters_are_waited_for_where_they_are_first_used() -> None:
 
 def test_parameters_that_only_some_ranks_use_count_as_zeros_there() -> None:
     run_ranks(unused_on_some_ranks, 2)
+
+
+def trainings_that_are_dropped_in_cycles() -> None:
+    """What is under way after the last step ends with them; a gather that nobody waits for would warn."""
+    for hold in ("model", "wrapper", "optimizer"):
+        model, optimizer = sharded(layers())
+        model(data(group_of().rank)).square().mean().backward()
+        optimizer.step()
+        assert optimizer.buckets[0].is_gathering
+        model.module.held = [{"model": model.module, "wrapper": model, "optimizer": optimizer}[hold]]  # type: ignore[assignment]
+        optimizer.held = model.module  # type: ignore[attr-defined]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            bucket = weakref.ref(optimizer.buckets[0])
+            gc.disable()
+            del model, optimizer
+            assert bucket() is not None
+            gc.enable()
+            gc.collect()
+            assert bucket() is None
+
+
+def test_a_training_in_a_reference_cycle_ends_without_a_word() -> None:
+    run_ranks(trainings_that_are_dropped_in_cycles, 2)
 
 
 def test_sparse_mixed_and_late_parameters_and_recomputed_layers_train_as_plain_replicas_do() -> None:

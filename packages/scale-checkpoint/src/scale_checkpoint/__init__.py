@@ -6,6 +6,7 @@ The files in reading order; each stands only on those above it:
 - `nested`: tensors taken out of what a module is given, and put back;
 - `randomness`: random numbers that are drawn again;
 - `buffers`: what a forward changes, and a recomputation must not;
+- `weights`: what a forward computes with, and a recomputation, too;
 - `batch_norm`: the same for those who recompute in another way;
 - `live`: the bytes of all storages that live;
 - `lanes`: copies that run beside the computation;
@@ -38,7 +39,7 @@ from scale_checkpoint.profile import MemoryProfile, profile_memory
 from scale_checkpoint.recheck import RecomputationError, check_recomputation
 from scale_checkpoint.selection import checkpoint_modules
 from scale_checkpoint.tracker import LayerMemoryTracker, LayerTrace, SuggestedCheckpoints, suggest_checkpoint_location
-from scale_checkpoint.wrapper import apply_checkpointing, checkpoint_wrapper
+from scale_checkpoint.wrapper import apply_checkpointing, checkpoint_wrapper, is_checkpointed
 
 __version__ = "2026.11.0"
 __all__ = [
@@ -57,6 +58,7 @@ __all__ = [
     "checkpoint_modules",
     "checkpoint_wrapper",
     "disable_checkpointing",
+    "is_checkpointed",
     "is_checkpointing",
     "is_recomputing",
     "measure_step",

@@ -27,7 +27,7 @@ class Tried:
 
 
 def pooled(tried: Sequence[Mapping[str, Tried]]) -> list[dict[str, Tried]]:
-    """Gives visits that are equal in memory, in every way, the median of their times: most models repeat one block.
+    """Gives visits that are equal in memory, in every way, the least of their times: most models repeat one block.
 
     Args:
         tried: By way, for each visit of a block.
@@ -39,13 +39,9 @@ def pooled(tried: Sequence[Mapping[str, Tried]]) -> list[dict[str, Tried]]:
     for ways in tried:
         equals = alike[_memory_of(ways)]
         pooled.append(
-            {name: replace(each, seconds=_median([e[name].seconds for e in equals])) for name, each in ways.items()}
+            {name: replace(each, seconds=min(e[name].seconds for e in equals)) for name, each in ways.items()}
         )
     return pooled
-
-
-def _median(values: Sequence[float]) -> float:
-    return sorted(values)[len(values) // 2]
 
 
 def _memory_of(ways: Mapping[str, Tried]) -> tuple[Trial, ...]:
@@ -97,14 +93,19 @@ def _timed(ways: Sequence[Mapping[str, Way]], seconds: float) -> list[dict[str, 
     """Makes the times of a step with all blocks computed again add up to what it took; differences between ways stay.
 
     A trial takes a little more than the block does in the step, and in small models that adds up. What the blocks
-    don't take counts for what lies before them.
+    don't take counts for what lies before them. Where the trials took so much more that the difference is most of a
+    way's time, they were disturbed: then ways keep their ratios, and no time becomes negative.
     """
     in_blocks = sum(options[RECOMPUTE].seconds for options in ways if RECOMPUTE in options)
     excess = max(0.0, 1 - seconds / in_blocks) if in_blocks else 0.0
     timed = []
     for options in ways:
         less = options[RECOMPUTE].seconds * excess if RECOMPUTE in options else 0.0
-        timed.append({name: replace(way, seconds=way.seconds - less) for name, way in options.items()})
+        if any(way.seconds < 2 * less for way in options.values()):
+            scaled = {name: replace(way, seconds=way.seconds * (1 - excess)) for name, way in options.items()}
+            timed.append(scaled)
+        else:
+            timed.append({name: replace(way, seconds=way.seconds - less) for name, way in options.items()})
     timed[0] = {name: replace(way, seconds=max(0.0, seconds - in_blocks)) for name, way in timed[0].items()}
     return timed
 

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from scale_checkpoint.phase import Aside
+
 
 class _Seen(NamedTuple):
     """A buffer as it was before a forward."""
@@ -48,10 +50,14 @@ class Watched:
         # By module and mode: a batch norm changes nothing in eval mode. A name that is not listed was never seen.
         self._changing: weakref.WeakKeyDictionary[nn.Module, dict[tuple[bool, str], bool]] = weakref.WeakKeyDictionary()
 
-    def look(self, module: nn.Module) -> list[_Seen]:
-        """Before a forward: returns what there is."""
+    def look(self, parts: Iterable[nn.Module]) -> list[_Seen]:
+        """Before a forward: returns what there is.
+
+        Args:
+            parts: The module and all that it holds.
+        """
         seen = []
-        for part in _parts(module):
+        for part in parts:
             for name, buffer in part._buffers.items():
                 if buffer is None or buffer.is_inference():
                     continue
@@ -59,7 +65,7 @@ class Watched:
                 changes = True if known is None else known.get((part.training, name), True)
                 # Buffers of a norm are written to by kernels that raise no version.
                 changes = changes or (isinstance(part, _NormBase) and part.training)
-                copy = buffer.detach().clone(memory_format=torch.preserve_format) if changes else None
+                copy = _copy_of(buffer) if changes else None
                 seen.append(_Seen(part, name, buffer, buffer._version, copy))
         return seen
 
@@ -92,7 +98,15 @@ class Watched:
 
 def _differ(copy: Tensor, buffer: Tensor) -> bool:
     """Whether their values differ; what has no values, in a simulation, tells by its version alone."""
-    return type(copy) is Tensor and not copy.is_meta and not torch.equal(copy, buffer)
+    if type(copy) is not Tensor or copy.is_meta:
+        return False
+    with Aside():
+        return not torch.equal(copy, buffer)
+
+
+def _copy_of(buffer: Tensor) -> Tensor:
+    with Aside():
+        return buffer.detach().clone(memory_format=torch.preserve_format)
 
 
 @contextmanager
@@ -102,15 +116,15 @@ def replaying(changed: Iterable[Changed]) -> Iterator[None]:
     try:
         for module, name, before in changed:
             held.append((module, name, module._buffers.get(name)))
-            module._buffers[name] = before.clone(memory_format=torch.preserve_format)
+            module._buffers[name] = _copy_of(before)
         yield
     finally:
         for module, name, buffer in held:
             module._buffers[name] = buffer
 
 
-def _parts(module: nn.Module) -> list[nn.Module]:
-    """The module and all that it holds, each once; `modules()` in a form that costs little at every call."""
+def parts_of(module: nn.Module) -> list[nn.Module]:
+    """Returns the module and all that it holds, each once; `modules()` in a form that costs little at every call."""
     found, waiting = {id(module): module}, [module]
     while waiting:
         for child in waiting.pop()._modules.values():

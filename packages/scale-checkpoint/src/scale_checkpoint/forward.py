@@ -7,7 +7,7 @@ below all hooks, so that a module that gathers its parameters around its forward
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from scale_checkpoint import buffers, phase, randomness
+from scale_checkpoint import buffers, phase, randomness, weights
 from scale_checkpoint.nested import put_tensors, take_tensors
 from scale_checkpoint.offload import MIN_BYTES, offload_activations, packing
 from scale_checkpoint.operators import OperatorPolicy
@@ -89,6 +89,7 @@ class TreatedForward:
                 if self.treatment.recompute
                 else forward(*args, **kwargs)
             )
+        _check_no_transform(module)
         with self._offloading(module):
             if not self.treatment.recompute:
                 return forward(*args, **kwargs)
@@ -96,7 +97,7 @@ class TreatedForward:
             if not kwargs and all(isinstance(arg, Tensor) for arg in args):
                 return _run(forward, args, call)
             tensors, rest = take_tensors((args, kwargs))
-            return _run(partial(_put_and_run, forward, rest), tensors, call)
+            return _run(_Nested(forward, (args, kwargs), rest), tensors, call)
 
     @property
     def _the_module(self) -> nn.Module:
@@ -117,19 +118,44 @@ def treated(module: nn.Module) -> TreatedForward | None:
     return forward if isinstance(forward, TreatedForward) else None
 
 
-def _put_and_run(forward: Callable[..., Any], rest: Any, *tensors: Tensor) -> Any:
-    args, kwargs = put_tensors(rest, tensors)
-    return forward(*args, **kwargs)
+def _check_no_transform(module: nn.Module) -> None:
+    """Transforms of `torch.func` leave no say in what is saved; torch's own errors speak of its inside."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise RuntimeError(
+            f"a {type(module).__name__} is checkpointed or offloaded, which transforms of torch.func (vmap, grad, jvp) "
+            "cannot do: call them inside of `with scale_checkpoint.disable_checkpointing():`"
+        )
 
 
-def _run(function: Callable[..., Any], tensors: Any, call: _Call) -> Any:
+class _Nested:
+    """A forward with containers among its arguments, as a function of the tensors alone.
+
+    The forward gets the caller's own containers, which it may fill; a recomputation gets new ones, as those were.
+
+    Args:
+        forward: Of the module.
+        given: Its arguments, and those by keyword.
+        rest: The same without the tensors.
+    """
+
+    def __init__(self, forward: Callable[..., Any], given: tuple[Any, Any], rest: Any) -> None:
+        self._forward, self._rest = forward, rest
+        self._given: tuple[Any, Any] | None = given
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        given, self._given = self._given, None
+        args, kwargs = put_tensors(self._rest, tensors) if given is None else given
+        return self._forward(*args, **kwargs)
+
+
+def _run(function: Callable[..., Any], tensors: Sequence[Tensor], call: _Call) -> Any:
     # Random numbers are seen to by the call: torch looks at the devices of these tensors alone.
     return checkpoint(
         function,
         *tensors,
         use_reentrant=False,
         preserve_rng_state=False,
-        context_fn=lambda: (_First(call), _Again(call)),
+        context_fn=lambda: (_First(call, tensors), _Again(call)),
     )
 
 
@@ -145,6 +171,7 @@ class _Call:
     Attributes:
         drawn: The generators that the forward has drawn from.
         changed: The buffers that it has changed.
+        used: The parameters and the other buffers that it has computed with.
         kept: The results that it has kept, if it keeps some.
         check: Compares the recomputation with it, where that is wanted.
         steps: What it has done, for the check.
@@ -154,6 +181,7 @@ class _Call:
         self.module, self.treatment, self.watched = module, treatment, watched
         self.drawn: list[randomness.Drawn] = []
         self.changed: list[buffers.Changed] = []
+        self.used: list[weights.Used] = []
         self.kept: Kept | None = None
         if treatment.keep is not None:
             to, least = treatment.offload_to, treatment.min_bytes
@@ -161,21 +189,24 @@ class _Call:
         self.check = active_check()
         self.steps: list[Any] = []
 
-    def contexts(self) -> tuple[_First, _Again]:
-        """Returns what torch enters around the forward, and around each recomputation of it."""
-        return _First(self), _Again(self)
-
 
 class _First(AbstractContextManager[None]):
-    """Around the forward: finds out what it draws and changes."""
+    """Around the forward: finds out what it draws, changes and computes with.
 
-    def __init__(self, call: _Call) -> None:
+    Args:
+        call: Is told.
+        tensors: That the forward is given.
+    """
+
+    def __init__(self, call: _Call, tensors: Sequence[Tensor]) -> None:
         self._call = call
+        self._given = [(tensor, _version_of(tensor)) for tensor in tensors]
 
     def __enter__(self) -> None:
         call = self._call
+        self._parts = buffers.parts_of(call.module)
         self._drawn = randomness.states() if call.treatment.preserve_random_state else []
-        self._seen = call.watched.look(call.module)
+        self._seen = call.watched.look(self._parts)
         self._stack = ExitStack()
         self._stack.enter_context(phase.checkpointing())
         if call.kept is not None:
@@ -189,12 +220,26 @@ class _First(AbstractContextManager[None]):
         self._stack.__exit__(kind, error, traceback)
         if error is None:
             call = self._call
-            if call.kept is not None:
-                call.kept.close()
             call.changed = call.watched.changed_since(self._seen)
             if call.treatment.preserve_random_state:
                 call.drawn = randomness.drawn_since(self._drawn)
-        del self._drawn, self._seen, self._stack
+            call.used = weights.used_by(self._parts)
+            self._check_given()
+        del self._drawn, self._seen, self._stack, self._parts, self._given
+
+    def _check_given(self) -> None:
+        """Autograd would notice as well, but in the backward, and could not say where."""
+        changed = [tensor for tensor, version in self._given if _version_of(tensor) != version]
+        if not changed:
+            return
+        given = (tensor for tensor, _ in self._given)
+        if any(tensor.requires_grad for tensor in (*given, *(use.tensor for use in self._call.used))):
+            title = type(self._call.module).__name__
+            raise RuntimeError(
+                f"the forward of a {title} changes a tensor {list(changed[0].shape)} that it is given in place, so it "
+                "could not be computed again: let it change a copy (inplace=False where its first layer has that), or "
+                "leave it out of the checkpointed ones"
+            )
 
 
 class _Again(AbstractContextManager[None]):
@@ -208,6 +253,8 @@ class _Again(AbstractContextManager[None]):
         self._stack = ExitStack()
         if call.drawn:
             self._stack.enter_context(randomness.replaying(call.drawn))
+        if replaced := weights.replaced(call.used):
+            self._stack.enter_context(weights.put_back(replaced))
         if call.changed:
             self._stack.enter_context(buffers.replaying(call.changed))
         self._stack.enter_context(phase.recomputing())
@@ -223,3 +270,7 @@ class _Again(AbstractContextManager[None]):
         self._stack.__exit__(kind, error, traceback)
         if self._call.kept is not None:
             self._call.kept.note_unused()
+
+
+def _version_of(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version

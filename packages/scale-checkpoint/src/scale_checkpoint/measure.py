@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from scale_checkpoint.live import LiveBytes, storage_bytes
-from scale_checkpoint.step import Step, device_of, now, undisturbed
+from scale_checkpoint.step import Step, device_of, least_seconds, steady, undisturbed
 from scale_checkpoint.tracing import tensors_in
 
 
@@ -19,7 +19,7 @@ class MeasuredStep:
 
     Attributes:
         peak_bytes: The most that lives at any one time: parameters, buffers, inputs and gradients included.
-        seconds: The least of the repeats: CPU time of all threads where the model is on the CPU, and until all is done
+        seconds: The least of the repeats: CPU time with one thread where the model is on the CPU, and until all is done
             otherwise.
     """
 
@@ -36,7 +36,7 @@ def measure_step(
         model: Any module.
         sample_input: See `plan_memory`.
         loss: See `plan_memory`.
-        repeats: How often the time is taken; once more, the memory is.
+        repeats: How often the time is taken at least; before that, the memory is. 0 takes no time.
 
     Raises:
         ValueError: The step has no gradient.
@@ -44,14 +44,10 @@ def measure_step(
     device = device_of(model)
     step = Step(model, sample_input, loss)
     standing_bytes = storage_bytes([*model.parameters(), *model.buffers(), *tensors_in((step.args, step.kwargs))])
-    times = []
-    with undisturbed(model):
+    with undisturbed(model), steady(device):
         live = LiveBytes(device)
         with live:
             step.run()
         live.close()
-        for _ in range(repeats):
-            started = now(device)
-            step.run()
-            times.append(now(device) - started)
-    return MeasuredStep(standing_bytes + live.peak_bytes, min(times, default=0.0))
+        seconds = least_seconds({"step": lambda: step.seconds(device)}, repeats)["step"]
+    return MeasuredStep(standing_bytes + live.peak_bytes, seconds)

@@ -18,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from scale_checkpoint.lanes import Mark, lanes_of
+from scale_checkpoint.phase import Aside
 from scale_checkpoint.places import Away, Place, Target, place_for, whole_storage
 
 MIN_BYTES = 1 << 16
@@ -79,14 +80,19 @@ def packing(modules: Sequence[nn.Module], to: Target, min_bytes: int) -> Callabl
         if not staying and modules:
             staying.update(_storages(modules))
         if not _may_leave(tensor, min_bytes) or tensor.untyped_storage()._cdata in staying:
-            return tensor.detach()  # Not the tensor itself: it would hold the node that saves it.
-        return store.pack(tensor)
+            with Aside():
+                return tensor.detach()  # Not the tensor itself: it would hold the node that saves it.
+        with Aside():
+            return store.pack(tensor)
 
     return pack
 
 
 def _unpack(packed: Tensor | Packed) -> Tensor:
-    return packed.unpack() if isinstance(packed, Packed) else packed
+    if not isinstance(packed, Packed):
+        return packed
+    with Aside():
+        return packed.unpack()
 
 
 def _storages(modules: Iterable[nn.Module]) -> set[int]:

@@ -45,20 +45,20 @@ class NamedOperators:
 
     def __init__(self, *patterns: str) -> None:
         self.patterns = frozenset(patterns)
-        self._found: dict[object, bool] = {}
+        self._found: dict[int, tuple[bool, Any]] = {}
 
     def __call__(self, context: object, operator: Any, *args: Any, **kwargs: Any) -> bool:
         return self.names(operator)
 
     def names(self, operator: Any) -> bool:
-        """Whether an operator is one of them."""
-        found = self._found.get(operator)
+        """Whether an operator is one of them, and can be kept."""
+        # By identity, since torch's hash of an operator is slow; the operator is held, so that none takes its place.
+        found = self._found.get(id(operator))
         if found is None:
             names = (_name(operator), _name(operator).partition(".")[0])
-            found = self._found[operator] = any(
-                re.fullmatch(pattern, name) for pattern in self.patterns for name in names
-            )
-        return found
+            named = any(re.fullmatch(pattern, name) for pattern in self.patterns for name in names)
+            found = self._found[id(operator)] = named and can_be_kept(operator), operator
+        return found[0]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, NamedOperators) and other.patterns == self.patterns

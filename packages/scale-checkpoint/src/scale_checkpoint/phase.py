@@ -17,6 +17,7 @@ class _Phase(threading.local):
     checkpointing = False
     recomputing = False
     disabled = False
+    aside = False
 
 
 _phase = _Phase()
@@ -35,6 +36,21 @@ def is_recomputing() -> bool:
 def is_disabled() -> bool:
     """Whether this is inside `disable_checkpointing`."""
     return _phase.disabled
+
+
+def is_aside() -> bool:
+    """Whether what runs now is this package's own work, as a copy that leaves, and not the module's."""
+    return _phase.aside
+
+
+class Aside(AbstractContextManager[None]):
+    """Around this package's own operators: who follows a module's leaves them out, since they come when they like."""
+
+    def __enter__(self) -> None:
+        self._before, _phase.aside = _phase.aside, True
+
+    def __exit__(self, *_: object) -> None:
+        _phase.aside = self._before
 
 
 @contextmanager

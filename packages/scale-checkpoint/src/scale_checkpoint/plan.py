@@ -164,6 +164,7 @@ def plan_memory(
         BudgetError: No plan fits; says the least that is possible.
         ValueError: No blocks are found, a name is none of the model's, the profile is another model's, or the step has
             no gradient.
+        TypeError: A number of bytes is no int.
     """
     if profile is None:
         profile = profile_memory(model, sample_input, loss=loss, ways=ways, blocks=blocks)
@@ -182,7 +183,14 @@ def best_plan(profile: MemoryProfile, budget_bytes: int, *, beside_bytes: int = 
 
     Raises:
         BudgetError: No plan fits; says the least that is possible.
+        TypeError: A number of bytes is no int.
     """
+    for name, given in (("budget_bytes", budget_bytes), ("beside_bytes", beside_bytes)):
+        if not isinstance(given, int):
+            raise TypeError(
+                f"{name}: expected a whole number of bytes, got a {type(given).__name__}: {given!r}; write "
+                f"{name}=2 * 2**30 for 2 GiB"
+            )
     room = budget_bytes - beside_bytes
     chosen = fastest(profile.segments, profile.crossings, room)
     if chosen is None:

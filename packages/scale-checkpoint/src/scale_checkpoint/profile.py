@@ -8,9 +8,10 @@ each block, when its turn comes, is tried by itself in every way on the inputs t
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from scale_checkpoint.assembling import Tried, assemble, pooled
 from scale_checkpoint.blocks import find_blocks
 from scale_checkpoint.live import storage_bytes
 from scale_checkpoint.offload import fetched_early
-from scale_checkpoint.step import Step, device_of, now, undisturbed
+from scale_checkpoint.step import Step, device_of, least_seconds, steady, undisturbed
 from scale_checkpoint.timeline import Crossing, Segment, Way
 from scale_checkpoint.tracing import StepTrace, Visit, following, tensors_in
 from scale_checkpoint.trial import Call, Trial, try_memory, try_time
@@ -126,7 +127,7 @@ def read_json(path: str | PathLike[str], what: str) -> dict[str, Any]:
     """
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} was expected to hold {what} as JSON, but is not JSON: {error}") from error
     found = content.get("format") if isinstance(content, dict) else None
     if found != FORMAT:
@@ -156,70 +157,111 @@ def profile_memory(
         ways: What may be done with each block: see `Ways`; None takes "keep", "recompute", "selective" and, where the
             device is not the host itself, "offload".
         blocks: Names of modules that are to be planned; None finds them.
-        repeats: How often each time is taken; the least counts, which other work disturbs least.
+        repeats: How often each time is taken at least; the least counts, which other work disturbs least. Of blocks
+            that are alike, in shapes and in memory, the first alone is timed so often.
 
     Raises:
-        ValueError: No blocks are found, a name is none of the model's, or the step has no gradient.
+        ValueError: `repeats` is less than 1, no blocks are found, a name is none of the model's, or the step has no
+            gradient.
     """
+    if repeats < 1:
+        raise ValueError(f"repeats: each time is taken at least once, but repeats={repeats} was given")
     found = find_blocks(model, blocks)
     device = device_of(model)
     hows = resolve(ways, device)
     step = Step(model, sample_input, loss)
-    with undisturbed(model):
-        trace, seconds = _follow(step, found, device, repeats)
-        tried = pooled(_try_blocks(step, found, trace.visits, device, hows, repeats))
+    with undisturbed(model), steady(device):
+        trace = _follow(step, found, device)
+        seconds = _seconds_of(step, found, device, -(-repeats // 2))
+        tried = pooled(_try_blocks(step, found, trace.visits, _Trying(device, hows, repeats)))
+        # Once more: so that what disturbed the machine for a while does not stand between the step and its blocks.
+        seconds = min(seconds, _seconds_of(step, found, device, -(-repeats // 2)))
     standing_bytes = storage_bytes([*model.parameters(), *model.buffers(), *tensors_in((step.args, step.kwargs))])
     segments, crossings = assemble(trace, tried, standing_bytes, seconds)
-    shapes = {
-        name: BlockShape(type(block).__name__, {key: tuple(p.shape) for key, p in block.named_parameters()})
-        for name, block in found.items()
-    }
+    shapes = {name: _shape_of(block) for name, block in found.items()}
     return MemoryProfile(segments, crossings, shapes, hows, device.type)
 
 
-def _follow(step: Step, blocks: Mapping[str, nn.Module], device: torch.device, repeats: int) -> tuple[StepTrace, float]:
-    """Follows a step in which every block is computed again, and takes its time."""
+def _follow(step: Step, blocks: Mapping[str, nn.Module], device: torch.device) -> StepTrace:
+    """Follows a step in which every block is computed again."""
     trace = StepTrace(device)
+    with _recomputed(blocks):
+        step.run()  # Kernels prepare themselves at the first call.
+        step.forget()
+        with following(trace, blocks):
+            step.run()
+    step.forget()
+    return trace
+
+
+def _seconds_of(step: Step, blocks: Mapping[str, nn.Module], device: torch.device, repeats: int) -> float:
+    """Takes the time of the same step."""
+    with _recomputed(blocks):
+        seconds = least_seconds({"step": lambda: step.seconds(device)}, repeats)["step"]
+    step.forget()
+    return seconds
+
+
+@contextmanager
+def _recomputed(blocks: Mapping[str, nn.Module]) -> Iterator[None]:
     with ExitStack() as stack:
         for block in blocks.values():
             stack.enter_context(treated(block, RECOMPUTE))
-        step.run()  # Kernels prepare themselves at the first call.
-        for parameter in step.model.parameters():
-            parameter.grad = None
-        with following(trace, blocks):
-            step.run()
-        times = []
-        for _ in range(repeats):
-            start = now(device)
-            step.run()
-            times.append(now(device) - start)
-    for parameter in step.model.parameters():
-        parameter.grad = None
-    return trace, min(times)
+        yield
+
+
+class _Trying:
+    """Tries blocks in every way.
+
+    Args:
+        device: Where the model is.
+        hows: What each way does.
+        repeats: How often the first of several equal blocks is timed.
+    """
+
+    def __init__(self, device: torch.device, hows: Mapping[str, str | tuple[str, ...]], repeats: int) -> None:
+        self._device, self._hows, self._repeats = device, hows, repeats
+        self._timed: set[tuple[str, tuple[Trial, ...]]] = set()
+
+    def tried(self, block: nn.Module, call: Call) -> dict[str, Tried]:
+        """Returns what a block takes, by way."""
+        device, trials = self._device, dict[str, Trial]()
+        for name, how in self._hows.items():
+            with treated(block, how):
+                trials[name] = try_memory(block, call, device)
+        kind = repr(_shape_of(block)), tuple(trials.values())
+        seconds = least_seconds(
+            {name: partial(self._seconds, block, call, how) for name, how in self._hows.items()},
+            1 if kind in self._timed else self._repeats,
+        )
+        self._timed.add(kind)
+        early_bytes = fetched_early(trials[KEEP].saved_bytes, device)
+        return {
+            name: Tried(trials[name], seconds[name], early_bytes if how == OFFLOAD else 0)
+            for name, how in self._hows.items()
+        }
+
+    def _seconds(self, block: nn.Module, call: Call, how: str | tuple[str, ...]) -> float:
+        with treated(block, how):
+            return try_time(block, call, self._device)
 
 
 def _try_blocks(
-    step: Step,
-    blocks: Mapping[str, nn.Module],
-    visits: Sequence[Visit],
-    device: torch.device,
-    hows: Mapping[str, str | tuple[str, ...]],
-    repeats: int,
+    step: Step, blocks: Mapping[str, nn.Module], visits: Sequence[Visit], trying: _Trying
 ) -> list[dict[str, Tried]]:
     """Tries the block of each visit in every way; returns what was found by way, in the order of the visits."""
     waiting = [visit for visit in visits if visit.name]
     found: list[dict[str, Tried]] = []
-    trying = False
+    is_trying = False
 
     def try_here(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        nonlocal trying
-        if trying:
+        nonlocal is_trying
+        if is_trying:
             return
-        trying = True
+        is_trying = True
         visit = waiting[len(found)]
-        call = Call(args, kwargs, visit.wants_gradient)
-        found.append(_try_ways(block, call, device, hows, repeats) if visit.gives_gradient else {})
-        trying = False
+        found.append(trying.tried(block, Call(args, kwargs, visit.wants_gradient)) if visit.gives_gradient else {})
+        is_trying = False
 
     with ExitStack() as stack:
         for block in blocks.values():
@@ -229,23 +271,12 @@ def _try_blocks(
     return found
 
 
-def _try_ways(
-    block: nn.Module, call: Call, device: torch.device, hows: Mapping[str, str | tuple[str, ...]], repeats: int
-) -> dict[str, Tried]:
-    trials: dict[str, Trial] = {}
-    times: dict[str, list[float]] = {name: [] for name in hows}
-    for name, how in hows.items():
-        with treated(block, how):
-            trials[name] = try_memory(block, call, device)
-    for _ in range(repeats):
-        for name, how in hows.items():  # By turns, so that what disturbs the machine disturbs all alike.
-            with treated(block, how):
-                times[name].append(try_time(block, call, device))
-    early_bytes = fetched_early(trials[KEEP].saved_bytes, device)
-    return {
-        name: Tried(trials[name], min(times[name]), early_bytes if how == OFFLOAD else 0) for name, how in hows.items()
-    }
+def _shape_of(block: nn.Module) -> BlockShape:
+    return BlockShape(type(block).__name__, {key: tuple(param.shape) for key, param in block.named_parameters()})
 
 
 def _way(holds: Sequence[int] = (), **numbers: Any) -> Way:
+    for name, number in numbers.items():
+        if not isinstance(number, int | float):
+            raise TypeError(f"'{name}' is a number, but is {number!r}")
     return Way(**numbers, holds=tuple(holds))

@@ -18,9 +18,10 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from scale_checkpoint.offload import Packed
 from scale_checkpoint.operators import NamedOperators, OperatorPolicy, can_be_kept, draws
+from scale_checkpoint.phase import is_aside
 
-Key = tuple[Any, int]
-"""An operator and how many times it had run before."""
+Key = tuple[int, int]
+"""An operator, by its identity, which is quicker than its hash, and how many times it had run before."""
 
 Pack = Callable[[Tensor], Tensor | Packed]
 """Moves a kept tensor away, or returns it where it stays."""
@@ -38,28 +39,12 @@ class Kept:
     def __init__(self, policy: OperatorPolicy, unused: set[Key], pack: Pack | None) -> None:
         self.policy, self.unused, self.pack = policy, unused, pack
         self.results: dict[Key, Any] = {}
-        self.operators: set[Any] = set()
-        self._by_storage: dict[int, list[Key]] = {}
+        self.operators: set[int] = set()
 
     def keep(self, key: Key, result: Any) -> None:
         """Keeps a result: a tensor, or a tuple or list of tensors and other things."""
         self.operators.add(key[0])
-        for tensor in _tensors(result):
-            self._by_storage.setdefault(_storage(tensor), []).append(key)
         self.results[key] = _map(self._hold, result)
-
-    def drop_changed(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """An operator has changed its arguments: what it has written to is computed again, and changed again."""
-        for place, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                value = args[place] if place < len(args) else kwargs.get(argument.name)
-                for tensor in _tensors(value):
-                    for key in self._by_storage.pop(_storage(tensor), ()):
-                        self.results.pop(key, None)
-
-    def close(self) -> None:
-        """The forward is over."""
-        self._by_storage.clear()
 
     def has(self, key: Key) -> bool:
         """Whether a result is there as it was; not so what was used up, or changed in place since."""
@@ -111,15 +96,6 @@ def _alias(tensor: Tensor) -> Tensor:
         return tensor.detach()
 
 
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    parts = value if isinstance(value, (tuple, list)) else (value,)
-    return [part for part in parts if isinstance(part, Tensor)]
-
-
 def _held(result: Any) -> list[_Held]:
     parts = result if isinstance(result, (tuple, list)) else (result,)
     return [part for part in parts if isinstance(part, _Held)]
@@ -140,7 +116,7 @@ class Keeping(TorchDispatchMode):
 
     def __init__(self, kept: Kept) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._kept, self._counts = kept, dict[Any, int]()
+        self._kept, self._counts = kept, dict[int, int]()
         self._named = kept.policy if isinstance(kept.policy, NamedOperators) else None
 
     def __torch_dispatch__(
@@ -149,11 +125,11 @@ class Keeping(TorchDispatchMode):
         """Runs `func`, and keeps its result where that is wanted."""
         kwargs = {} if kwargs is None else kwargs
         result = func(*args, **kwargs)
-        if (self._named is not None and not self._named.names(func)) or not can_be_kept(func):
+        if is_aside() or not (can_be_kept(func) if self._named is None else self._named.names(func)):
             return result
-        count = self._counts.get(func, 0)
-        self._counts[func] = count + 1
-        key = func, count
+        count = self._counts.get(id(func), 0)
+        self._counts[id(func)] = count + 1
+        key = id(func), count
         if (
             key not in self._kept.unused
             and self._is_wanted(result, func, args, kwargs)
@@ -181,15 +157,15 @@ class GivingBack(TorchDispatchMode):
 
     def __init__(self, kept: Kept) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._kept, self._counts = kept, dict[Any, int]()
+        self._kept, self._counts = kept, dict[int, int]()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Returns the kept result of `func`, or runs it."""
-        if func in self._kept.operators:
-            count = self._counts.get(func, 0)
-            self._counts[func] = count + 1
-            if self._kept.has((func, count)):
-                return self._kept.use((func, count))
+        if id(func) in self._kept.operators and not is_aside():
+            key = id(func), self._counts.get(id(func), 0)
+            self._counts[id(func)] = key[1] + 1
+            if self._kept.has(key):
+                return self._kept.use(key)
         return func(*args, **({} if kwargs is None else kwargs))

@@ -12,6 +12,9 @@ from torch import Tensor, nn
 
 from scale_checkpoint.tracing import tensors_in
 
+SHORT_SECONDS = 0.05
+"""What is done sooner is measured more often."""
+
 
 class Step:
     """Forward and backward of a model on one batch.
@@ -32,10 +35,23 @@ class Step:
             self.args = tuple(sample_input) if isinstance(sample_input, (tuple, list)) else (sample_input,)
         self._loss = loss or _default_loss
 
+    def seconds(self, device: torch.device) -> float:
+        """Runs the step; returns the seconds that it took.
+
+        Args:
+            device: See `now`.
+        """
+        start = now(device)
+        self.run()
+        return now(device) - start
+
     def run(self) -> None:
-        """Runs the step; gradients begin anew."""
-        for parameter in self.model.parameters():
-            parameter.grad = None
+        """Runs the step; gradients begin anew.
+
+        Raises:
+            ValueError: No parameter takes part in the loss.
+        """
+        self.forget()
         loss = self._loss(self.model(*self.args, **self.kwargs))
         if not loss.requires_grad:
             raise ValueError(
@@ -43,6 +59,11 @@ class Step:
                 "call model.requires_grad_() and pass `loss`"
             )
         loss.backward()
+
+    def forget(self) -> None:
+        """Lets the gradients go."""
+        for parameter in self.model.parameters():
+            parameter.grad = None
 
 
 def _default_loss(output: Any) -> Tensor:
@@ -113,8 +134,48 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def now(device: torch.device) -> float:
-    """Returns a time in seconds: that of all threads on the CPU, which no neighbour disturbs; the clock's elsewhere."""
+    """Returns a time in seconds: the process's own on the CPU, which no neighbour disturbs; the clock's elsewhere."""
     if device.type == "cpu":
         return time.process_time()
     torch.accelerator.synchronize(device)
     return time.perf_counter()
+
+
+@contextmanager
+def steady(device: torch.device) -> Iterator[None]:
+    """Inside, times can be compared: the CPU computes with one thread.
+
+    Threads that wait for one another spin, and take CPU time for it: where the machine is busy, more than the work.
+
+    Args:
+        device: Where the model is.
+    """
+    if device.type != "cpu":
+        yield
+        return
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def least_seconds(runs: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, float]:
+    """Takes each time several times, by turns, so that what disturbs the machine disturbs all; returns the least.
+
+    Short ones, which are disturbed most, are taken until `SHORT_SECONDS` are spent on all of them.
+
+    Args:
+        runs: By name, what runs once and returns its seconds.
+        repeats: How often at least; 0 takes none, and returns zeros.
+    """
+    least = dict.fromkeys(runs, float("inf") if repeats else 0.0)
+    spent, turns = 0.0, 0
+    while repeats and (turns < repeats or (spent < SHORT_SECONDS and turns < 20 * repeats)):
+        for name, run in runs.items():
+            seconds = run()
+            least[name] = min(least[name], seconds)
+            spent += seconds
+        turns += 1
+    return least

@@ -118,6 +118,20 @@ def apply_checkpointing(
     return module
 
 
+def is_checkpointed(module: nn.Module) -> bool:
+    """Whether a module's own activations are recomputed or offloaded; what it holds, or what holds it, does not count.
+
+    >>> from torch import nn
+    >>> from scale_checkpoint import checkpoint_wrapper, is_checkpointed
+    >>> is_checkpointed(nn.Tanh()), is_checkpointed(checkpoint_wrapper(nn.Tanh()))
+    (False, True)
+
+    Args:
+        module: Any module.
+    """
+    return treated(module) is not None
+
+
 def _treat(module: nn.Module, treatment: Treatment) -> None:
     _check_is_called(module)
     present = treated(module)

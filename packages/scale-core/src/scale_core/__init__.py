@@ -73,7 +73,7 @@ from scale_core.backward import (
     report_reduced_grads,
 )
 from scale_core.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
-from scale_core.contract import Contract, ContractError, ScaleDistributedError
+from scale_core.contract import Contract, ContractError, ScaleDistributedError, StepError
 from scale_core.events import Event, PassKind, message_tag
 from scale_core.exchange import exchange, exchange_text
 from scale_core.flat import Dtypes, FlatBuffer, State
@@ -110,6 +110,7 @@ __all__ = [
     "Share",
     "Span",
     "State",
+    "StepError",
     "Stream",
     "TransferError",
     "after_backward",

@@ -57,9 +57,9 @@ def all_gather(
             works = [begin(None, lambda: compat.all_gather_single(output, shard, torch_group(group)))]
         return Pending("all_gather", works, output, keep=[shard])
     wire, sent = [_as_bytes(part) for part in parts], _as_bytes(shard)
+    _fill(own, shard)  # Before the first message: nothing may fail between that and the handle that owns the buffers.
     works = receive_all(group, {peer: wire[peer] for peer in peers(group) if wire[peer].numel()}, tag)
     works += send_all(group, dict.fromkeys(peers(group), sent) if sent.numel() else {}, tag)
-    _fill(own, shard)
     return Pending("all_gather", works, output, keep=[shard, *wire, sent])
 
 
@@ -208,9 +208,9 @@ def all_to_all(
         return Pending("all_to_all", [begin(None, start)], output, keep=[input])
     targets = {peer: _as_bytes(received[peer]) for peer in peers(group)}
     sources = {peer: _as_bytes(sent[peer]) for peer in peers(group)}
+    _fill(received[group.rank], sent[group.rank])
     works = receive_all(group, targets, tag)
     works += send_all(group, sources, tag)
-    _fill(received[group.rank], sent[group.rank])
     return Pending("all_to_all", works, output, keep=[input, *targets.values(), *sources.values()])
 
 

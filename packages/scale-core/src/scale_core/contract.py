@@ -67,6 +67,14 @@ class ContractError(ScaleDistributedError):
     """The ranks have done, or are about to do, different things."""
 
 
+class StepError(ScaleDistributedError):
+    """Another rank failed in this step, so all ranks gave it up; a rank that failed itself raises its own error.
+
+    Parameters and the optimizer's state are as they were before the step, and training can go on with the next batch.
+    What becomes of gradients that were accumulated before it, the guide of the technique says.
+    """
+
+
 class _Here(NamedTuple):
     """Where this rank stands when it meets the others; how it came there is put into words only if they differ."""
 
@@ -201,6 +209,15 @@ class Contract:
             reason = next(iter(str(error).splitlines()), "")
             self._words.add(f"step {self.step}: raised {type(error).__name__}: {reason[:_LONGEST_REASON]}")
             self._words.publish()
+
+    def fall_behind(self) -> None:
+        """This rank has failed when the others had heard already that all is well, and went on without it.
+
+        The next comparison finds that, before anybody uses what came of the pass. Ranks that have all failed so go on.
+        """
+        failure = Event("failure after the comparison", "")
+        self._chain = identity(self._chain, failure)
+        self._unsettled.append((self.step, failure))
 
     @property
     def is_broken(self) -> bool:

@@ -63,6 +63,7 @@ class FlatGradient:
         self._held: dict[int, Tensor] = {}
         self._packed = [False] * len(wholes)
         self._waits = [False] * len(wholes)
+        self._summed = [False] * len(wholes)  # What the flat one has of these is the sum that waits and more.
         self._is_taken = False  # The sum that waits is being reduced: a second `take` must not add it again.
 
     def __bool__(self) -> bool:
@@ -148,7 +149,7 @@ class FlatGradient:
         if self._is_taken:
             self._forget_waiting()
         self.pack(accumulate=True)
-        flat, packed = self.flat, self._packed
+        flat, packed, summed = self.flat, self._packed, self._summed
         self._forget_pass()
         if flat is None:
             return
@@ -156,7 +157,8 @@ class FlatGradient:
             self.waiting, self._waits = flat.to(self._wide_dtype), packed
             return
         for index in (index for index, has in enumerate(packed) if has):
-            self._waits[index] = _add(self._view(self.waiting, index), self._view(flat, index), self._waits[index])
+            adds = self._waits[index] and not summed[index]
+            self._waits[index] = _add(self._view(self.waiting, index), self._view(flat, index), adds)
 
     def revoke(self) -> None:
         """The pass has failed: forgets its gradients; the sum of those before it waits on."""
@@ -186,8 +188,14 @@ class FlatGradient:
         """Whether the next `take` adds a sum that waits."""
         return self.waiting is not None and not self._is_taken
 
+    @property
+    def _the_waiting(self) -> Tensor:
+        assert self.waiting is not None, "there is no sum that waits"
+        return self.waiting
+
     def _forget_pass(self) -> None:
         self.flat, self._packed, self._held = None, [False] * len(self._wholes), {}
+        self._summed = [False] * len(self._wholes)
 
     def _forget_waiting(self) -> None:
         self.waiting, self._waits, self._is_taken = None, [False] * len(self._wholes), False
@@ -215,19 +223,23 @@ class FlatGradient:
                 self._packed[index] = True
                 return
             self.flat = torch.empty(self._layout.full_numel, dtype=dtype, device=grad.device)
-        if self._packed[index] and self._adds:
-            self.flat = self.flat.to(self._wide_dtype)  # A second gradient in one pass: their sum may need more room.
+        if self._packed[index] and self._adds and not self._summed[index]:
+            # A second gradient in one pass, as of reentrant checkpoints: added as autograd does, each to all before it.
+            self.flat = self.flat.to(self._wide_dtype)
+            if self._waits[index]:
+                self._view(self.flat, index).add_(self._view(self._the_waiting, index))
+                self._summed[index] = True
         self._packed[index] = _add(self._view(self.flat, index), grad, self._packed[index])
 
     def _with_waiting(self, flat: Tensor | None) -> Tensor:
         """Returns this pass's gradients plus the sum that waits, [W * S] in the wide dtype; gaps hold anything."""
-        assert self.waiting is not None
         if flat is None:
             self._packed = list(self._waits)
-            return self.waiting.clone()
-        flat = flat.to(self.waiting.dtype)
-        for index in (index for index, has in enumerate(self._waits) if has):
-            self._packed[index] = _add(self._view(flat, index), self._view(self.waiting, index), self._packed[index])
+            return self._the_waiting.clone()
+        flat = flat.to(self._the_waiting.dtype)
+        for index in (index for index, has in enumerate(self._waits) if has and not self._summed[index]):
+            waiting = self._view(self._the_waiting, index)
+            self._packed[index] = _add(self._view(flat, index), waiting, self._packed[index])
         return flat
 
     def _view(self, flat: Tensor, index: int) -> Tensor:

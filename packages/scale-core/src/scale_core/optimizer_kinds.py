@@ -43,6 +43,7 @@ class OptimizerKind:
 
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_DISTANCE = "the gradients of all parameters together"
 _FACTORS = "rows and columns of its second moment, and the norm of its update"
 _PRECONDITIONER = "a preconditioner of rows and columns"
 _PROJECTION = "a projection of the whole gradient"
@@ -69,6 +70,12 @@ _OF_TORCH = (
 _ELSEWHERE = (
     OptimizerKind("AdafactorBigVision", "parameter", _FACTORS),
     OptimizerKind("CAME", "parameter", _FACTORS),
+    OptimizerKind("DAdaptAdaGrad", "all", _DISTANCE),
+    OptimizerKind("DAdaptAdam", "all", _DISTANCE),
+    OptimizerKind("DAdaptAdan", "all", _DISTANCE),
+    OptimizerKind("DAdaptAdanIP", "all", _DISTANCE),
+    OptimizerKind("DAdaptLion", "all", _DISTANCE),
+    OptimizerKind("DAdaptSGD", "all", _DISTANCE),
     OptimizerKind("DistributedShampoo", "parameter", _PRECONDITIONER),
     OptimizerKind("GaLore", "parameter", _PROJECTION),
     OptimizerKind("GaLoreAdamW", "parameter", _PROJECTION),
@@ -78,6 +85,7 @@ _ELSEWHERE = (
     OptimizerKind("Lars", "parameter", "the norms of the parameter and of its gradient"),
     OptimizerKind("NovoGrad", "parameter", "the norm of its gradient"),
     OptimizerKind("Novograd", "parameter", "the norm of its gradient"),
+    OptimizerKind("Prodigy", "all", _DISTANCE),
     OptimizerKind("SM3", "parameter", "the largest element of each row and column"),
     OptimizerKind("SOAP", "parameter", _PRECONDITIONER),
     OptimizerKind("Shampoo", "parameter", _PRECONDITIONER),

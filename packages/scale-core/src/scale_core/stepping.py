@@ -26,6 +26,7 @@ from scale_core.shard import Held, Shard, shard_of
 _replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _copies: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _waiting: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()  # in order, for the first to be named
+_for_all: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 
 
@@ -60,6 +61,11 @@ def refuse_steps(owner: Any) -> None:
         owner: Has `exposed`, a list of parameters, their `names`, and the property `has_gradient`; held weakly.
     """
     _waiting[owner] = None
+
+
+def step_for_all(optimizer: torch.optim.Optimizer) -> None:
+    """Records that one rank has all that this optimizer's parameters are shards of, and steps for the others, too."""
+    _for_all.add(optimizer)
 
 
 @functools.cache
@@ -122,7 +128,7 @@ def _refuse_pieces(optimizer: torch.optim.Optimizer) -> None:
     shards = [shard for param in _params(optimizer) if (shard := shard_of(param)) is not None and _is_divided(shard)]
     if not shards:
         return
-    if needs_all is not None:
+    if needs_all is not None and optimizer not in _for_all:
         raise RuntimeError(
             f"{kind}.step(): it measures {needs_all}, and this rank has only a part of them, as of "
             f"'{shards[0].name}': every rank would take another direction. Train with an optimizer that works element "

@@ -6,6 +6,7 @@ what stands around them is in `wrapping` (which modules), `state` (what is saved
 place) and `offload` (optimizer state on the host).
 """
 
+from scale_core.contract import StepError
 from scale_fsdp.config import FSDPConfig
 from scale_fsdp.describe import Description, describe
 from scale_fsdp.ema import ShardedEMA
@@ -13,7 +14,6 @@ from scale_fsdp.forward_methods import register_forward_method
 from scale_fsdp.moving.live import reshard_to
 from scale_fsdp.offload.optimizer import OffloadOptimizer
 from scale_fsdp.precision import MixedPrecision
-from scale_fsdp.rescue import StepError
 from scale_fsdp.sharding import fully_shard
 from scale_fsdp.state.consolidate import consolidate_shard_weights
 from scale_fsdp.state.full import full_state_dict
@@ -70,5 +70,6 @@ __all__ = [
 ]
 
 for _name in __all__:  # Tracebacks and documentation show the path by which people import.
-    globals()[_name].__module__ = __name__
+    if globals()[_name].__module__.startswith(__name__):  # `StepError` is scale-core's.
+        globals()[_name].__module__ = __name__
 del _name

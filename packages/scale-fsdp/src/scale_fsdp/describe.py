@@ -142,6 +142,11 @@ class Description:
     gather_order: Mapping[str, tuple[str, ...]]
 
     @property
+    def num_elements(self) -> int:
+        """Elements of all parameters, whole; `sum(p.numel() for p in model.parameters())` counts this rank's alone."""
+        return sum(unit.num_elements for unit in self.units)
+
+    @property
     def cut_at_elements(self) -> tuple[str, ...]:
         """Names of the parameters that fell back to cuts at any element, since rows would have padded too much."""
         return tuple(name for unit in self.units for buffer in unit.buffers for name in buffer.cut_at_elements)

@@ -18,7 +18,7 @@ def table_of(description: Description) -> str:
     """Returns the description as lines: units, memory on this rank, cuts, and the order of gathers."""
     units = description.units
     owned = [buffer for unit in units for buffer in unit.buffers]
-    elements = sum(unit.num_elements for unit in units)
+    elements = description.num_elements
     ranks = max((buffer.num_ranks * buffer.num_copies for buffer in owned), default=1)
     parameters = sum(unit.num_parameters for unit in units)
     lines = [

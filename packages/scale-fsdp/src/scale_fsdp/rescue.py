@@ -14,21 +14,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
-from scale_core.contract import ScaleDistributedError
+from scale_core.contract import ScaleDistributedError, StepError
 from scale_core.events import END
 from scale_core.history import Pass
 from scale_fsdp.arriving import uses_gradients_at_once
 
 if TYPE_CHECKING:  # unit.py stands on this file's user, root.py.
     from scale_fsdp.root import Root
-
-
-class StepError(ScaleDistributedError):
-    """Another rank failed in this step, so all ranks gave it up; a rank that failed itself raises its own error.
-
-    Parameters and the optimizer's state are as they were before the step, and so are the gradients of earlier backward
-    passes: those in `grad`, and those that wait under `no_sync()` for their reduction. Training can go on.
-    """
 
 
 class Notes(NamedTuple):
@@ -141,13 +133,7 @@ def _serve(root: Root, left: Pass) -> None:
             if event != END:
                 root.contract.announce(event)
             continue
-        unit = root.by_name[event.unit]
-        if event.phase == "gather":
-            unit.gather()
-            unit.release(keep_part=between)
-        else:
-            root.start_reduction(unit)
-    root.make_room()
+        root.by_name[event.unit.rpartition("#")[0]].serve(event, keep_part=between)
 
 
 def _in_words(root: Root, reasons: Sequence[str]) -> str:

@@ -139,7 +139,11 @@ class Root:
     # Backward.
 
     def begin_backward(self) -> None:
-        """A gradient has arrived at one of the units; does nothing after the first."""
+        """A gradient has arrived at one of the units; does nothing after the first.
+
+        Raises:
+            RuntimeError: The forward of the outermost module has not returned; several passes in one step of `join`.
+        """
         if self.in_backward:
             return
         if self.entry is not None:
@@ -231,6 +235,15 @@ class Root:
         fault = self.finite.ask()
         notes = self.close(Notes(len(late), len(self.unused.keys), fault is not None))
         raise_if_given_up(self, notes, fault)
+        try:
+            self._commit_backward(notes, late)
+        except BaseException:  # The others have heard that all is well, and are about to use their gradients.
+            self.contract.fall_behind()
+            raise
+        self._forget_backward()
+
+    def _commit_backward(self, notes: Sequence[Notes], late: Sequence[int]) -> None:
+        """The pass has gone well on every rank: its gradients become those that an optimizer sees."""
         if any(told.num_late for told in notes):
             for number in sorted({number for numbers in self.tell(late) for number in numbers}):
                 self.units[number].reduce()
@@ -239,7 +252,6 @@ class Root:
         if all(told.num_unused for told in notes):
             self.unused.restore(self.tell(sorted(self.unused.keys)))
         self.arriving.committed([p for unit in self.units if self.reduces(unit) for p in unit.reduced_params()])
-        self._forget_backward()
 
     def close(self, notes: Notes) -> list[Notes]:
         """Compares what all ranks did since they last compared, and ends the pass; returns what each noted, by rank."""

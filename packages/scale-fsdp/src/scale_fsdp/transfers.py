@@ -1,8 +1,8 @@
 """What a unit sends and gets: its flat buffers, moved together, on record, and with an error that explains a wait.
 
-The step in `unit.py` says when; here stands what follows for each buffer. Every transfer is entered into the history,
-from which a rank that fails knows what the others expect of it, and every wait is inside the contract, which says
-what the others did instead.
+The step in `unit.py` says when; here stands what follows for each buffer. Every transfer is entered into the history
+when it has begun, buffer by buffer: from it a rank that fails, as for want of memory for that very transfer, knows what
+the others still expect of it. Every wait is inside the contract, which says what the others did instead.
 """
 
 from __future__ import annotations
@@ -54,10 +54,9 @@ class Transfers:
 
     def gather(self) -> None:
         """Starts to gather all buffers that are not gathered yet."""
-        if not self.gathered:
-            self._the_root.contract.history.add_transfer(Event("gather", self.name))
         for number, buffer in enumerate(self.buffers):
-            buffer.gather(self._tag("gather", number))
+            if buffer.state is State.SHARDED:
+                self._gather_one(number)
 
     def wait_gathered(self) -> None:
         """Returns when all buffers can be read."""
@@ -102,10 +101,9 @@ class Transfers:
 
     def reduce(self) -> None:
         """Starts to reduce the gradients of all buffers that train."""
-        self._the_root.contract.history.add_transfer(Event("reduction", self.name))
         for number, buffer in enumerate(self.buffers):
             if buffer.trains:
-                buffer.reduce(self._tag("reduction", number))
+                self._reduce_one(number)
 
     def wait_reduced(self) -> None:
         """Waits for the reductions, so that their flat gradients are free."""
@@ -143,6 +141,25 @@ class Transfers:
         for buffer in self.buffers:
             buffer.gradient.withhold()
 
+    # For the others, on a rank that has failed.
+
+    def serve(self, transfer: Event, *, keep_part: bool) -> None:
+        """Does one buffer's part of a transfer that is on record, for the sake of the others.
+
+        Args:
+            transfer: As it was entered into the history.
+            keep_part: As in `release`; only for the buffer that is gathered.
+        """
+        contract, number = self._the_root.contract, int(transfer.unit.rpartition("#")[2])
+        with contract.waiting(Event(transfer.phase, self.name)):
+            if transfer.phase == "gather":
+                if self.buffers[number].state is State.SHARDED:
+                    self._gather_one(number)
+                self.buffers[number].release(contract.limit_seconds, keep_part=keep_part)
+            else:
+                self._reduce_one(number)
+                self.buffers[number].wait_reduced(contract.limit_seconds)
+
     # The end of what is under way.
 
     def end_transfers(self) -> None:
@@ -160,6 +177,16 @@ class Transfers:
         assert self.root is not None, "a unit ran before it had a root"
         return self.root
 
-    def _tag(self, phase: str, number: int) -> int:
-        """The tag of the messages of one buffer: two ranks at different units never read each other's data."""
-        return message_tag(Event(phase, f"{self.name}#{number}"))
+    def _gather_one(self, number: int) -> None:
+        transfer = self._transfer("gather", number)
+        self.buffers[number].gather(message_tag(transfer))
+        self._the_root.contract.history.add_transfer(transfer)
+
+    def _reduce_one(self, number: int) -> None:
+        transfer = self._transfer("reduction", number)
+        self.buffers[number].reduce(message_tag(transfer))
+        self._the_root.contract.history.add_transfer(transfer)
+
+    def _transfer(self, phase: str, number: int) -> Event:
+        """One buffer's, whose messages carry a tag of it: two ranks at different units never read each other's data."""
+        return Event(phase, f"{self.name}#{number}")

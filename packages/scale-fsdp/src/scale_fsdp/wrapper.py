@@ -9,14 +9,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from scale_core.group import GroupLike
 from scale_fsdp.module import ShardedModule
+from scale_fsdp.options import UnitOptions
 from scale_fsdp.precision import MixedPrecision
 from scale_fsdp.sharding import fully_shard
 from scale_fsdp.state.consolidate import consolidate_shard_weights
 from scale_fsdp.state.optimizer import HasState
+from scale_fsdp.unit import unit_of
 
 # FairScale's arguments that tuned its own machinery: nothing here corresponds to them, and no result depends on them.
 _WITHOUT_EFFECT = frozenset(
@@ -46,7 +49,8 @@ class FullyShardedDataParallel(nn.Module):
     wrapper leaves no trace. Attributes that it lacks are those of the module.
 
     Args:
-        module: The module to shard; `.module` gives it back.
+        module: The module to shard; `.module` gives it back. Around one that is sharded already the wrapper adds
+            nothing, and takes no other argument.
         process_group: As for `fully_shard`.
         reshard_after_forward: As for `fully_shard`.
         mixed_precision: As for `fully_shard`; True is fp16.
@@ -56,7 +60,8 @@ class FullyShardedDataParallel(nn.Module):
 
     Raises:
         TypeError: An unknown argument; names the nearest one.
-        ValueError: As for `fully_shard`; an argument of FairScale's that is said in another way here.
+        ValueError: As for `fully_shard`; an argument of FairScale's that is said in another way here; an argument
+            beside a module that is sharded already, and keeps to what was said then.
     """
 
     def __init__(
@@ -69,14 +74,18 @@ class FullyShardedDataParallel(nn.Module):
         **kwargs: Any,
     ) -> None:
         super().__init__()
-        self.module = fully_shard(
-            module,
-            process_group,
-            reshard_after_forward=reshard_after_forward,
-            mixed_precision=mixed_precision,
-            flatten_parameters=flatten_parameters,
+        options = {
+            "process_group": process_group,
+            "reshard_after_forward": reshard_after_forward,
+            "mixed_precision": mixed_precision,
+            "flatten_parameters": flatten_parameters,
             **_known(kwargs),
-        )
+        }
+        if isinstance(module, ShardedModule):
+            _refuse_options(module, options)
+        else:
+            fully_shard(module, **options)
+        self.module = module
         self.register_load_state_dict_pre_hook(_into_module)  # type: ignore[no-untyped-call]  # torch has no types here
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -93,6 +102,36 @@ class FullyShardedDataParallel(nn.Module):
 
     def __getitem__(self, key: Any) -> Any:
         return self._sharded[key]  # type: ignore[index]  # whatever the module answers
+
+    @property
+    def rank(self) -> int:
+        """This process's number among the ranks that share the model."""
+        return self._options.ranks.whole.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks that share the model."""
+        return self._options.ranks.whole.size
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """These ranks, to torch; None in a world of one that torch.distributed knows nothing of."""
+        return self._options.ranks.whole.process_group
+
+    @property
+    def flatten_parameters(self) -> bool:
+        """Whether an optimizer sees one flat tensor. `.module` is the module itself either way."""
+        return self._options.flatten
+
+    @property
+    def reshard_after_forward(self) -> bool | int:
+        """What was asked for when the module was sharded."""
+        return self._options.reshard_after_forward
+
+    @property
+    def mixed_precision(self) -> bool:
+        """Whether the module computes in another dtype than its parameters have between the passes."""
+        return self._options.precision.param_dtype is not None
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """See `ShardedModule.clip_grad_norm_`."""
@@ -159,6 +198,12 @@ class FullyShardedDataParallel(nn.Module):
         return {"module": "module"}
 
     @property
+    def _options(self) -> UnitOptions:
+        unit = unit_of(self.module)
+        assert unit is not None
+        return unit.options
+
+    @property
     def _sharded(self) -> ShardedModule:
         module = self.module
         assert isinstance(module, ShardedModule)
@@ -169,6 +214,21 @@ def _into_module(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_:
     """Renames a plain state dict's entries to where torch looks for them: below `module`."""
     for name in [name for name in state_dict if name.startswith(prefix)]:
         state_dict[f"{prefix}module.{name[len(prefix) :]}"] = state_dict.pop(name)
+
+
+def _refuse_options(module: nn.Module, options: Mapping[str, Any]) -> None:
+    """A unit was told how it is sharded when it became one: what a wrapper says later would be lost in silence."""
+    defaults = {name: parameter.default for name, parameter in inspect.signature(fully_shard).parameters.items()}
+    told = [
+        f"{name}={value!r}"
+        for name, value in options.items()
+        if type(value) is not type(defaults[name]) or value != defaults[name]  # 1 equals True, and means another thing.
+    ]
+    if told:
+        raise ValueError(
+            f"this {type(module).__name__} is sharded already, and a FullyShardedDataParallel around it can't change "
+            f"how: give {', '.join(told)} to the fully_shard(...) that made it a unit, or leave that call out"
+        )
 
 
 def _known(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -13,22 +13,26 @@ The files in reading order; each stands only on those above it:
 - `gathering`: the state of all ranks, on the host of one;
 - `state`: the state in the plain optimizer's form;
 - `with_state`: what an `OSS` saves and loads;
+- `handover`: gradients to the pieces before a step, updated pieces to all ranks after it;
 - `stepping`: the step on this rank's parts;
 - `clipping`: one norm of all gradients;
 - `optimizer`: `OSS`;
 - `split_by`: two optimizers for one model, as one;
+- `forwards`: forward passes that wait for their backward;
+- `notes`: what ranks tell each other at the end of a pass;
 - `reducing`: the backward passes of several ranks, and what happens where one of them fails;
 - `data_parallel`: `ShardedDataParallel`.
 """
 
+from scale_core.contract import StepError
 from scale_oss.data_parallel import ShardedDataParallel
 from scale_oss.optimizer import OSS
-from scale_oss.reducing import StepError
 from scale_oss.split_by import SplitOptimizer, split_by
 
 __version__ = "2026.11.0"
 __all__ = ["OSS", "ShardedDataParallel", "SplitOptimizer", "StepError", "split_by"]
 
 for _name in __all__:  # Tracebacks and documentation show the path by which people import.
-    globals()[_name].__module__ = __name__
+    if globals()[_name].__module__.startswith(__name__):  # `StepError` is scale-core's.
+        globals()[_name].__module__ = __name__
 del _name

@@ -7,7 +7,7 @@ other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -103,12 +103,21 @@ class ShardedDataParallel(nn.Module):
         self._follow_buckets()
         if torch.is_grad_enabled() and self.training:
             self._check_held()
-        self._reducer.prepare()
-        if self.broadcast_buffers and self._buffers_are_due and not in_backward():
-            self.sync_buffers(blocking=True)
+        takes_buffers = self.broadcast_buffers and self._buffers_are_due and not in_backward()
+        buffers = [buffer.data for buffer in self.module.buffers()] if takes_buffers else []
+        self._reducer.prepare(in_step=bool(buffers))
+        self._broadcast(buffers, "buffers")
         # As DistributedDataParallel does: after a pass that reduces, so once for all micro-batches of a step.
         self._buffers_are_due = torch.is_grad_enabled() and self._reducer.synchronizes
-        return self.module(*args, **kwargs)
+        if self.group.size == 1 or not self.training or not self._buffers_are_due or in_backward():
+            return self.module(*args, **kwargs)
+        try:
+            outputs = self.module(*args, **kwargs)
+        except Exception as error:
+            self._reducer.forward_has_failed(error)
+            raise
+        self._reducer.forwards.watch(outputs)
+        return outputs
 
     def sync_buffers(self, blocking: bool = False) -> None:
         """All ranks take rank 0's buffers.
@@ -116,8 +125,7 @@ class ShardedDataParallel(nn.Module):
         Args:
             blocking: FairScale's; buffers have arrived when this returns.
         """
-        if self.group.size > 1:
-            self._broadcast([buffer.data for buffer in self.module.buffers()], "buffers")
+        self._broadcast([buffer.data for buffer in self.module.buffers()], "buffers")
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -216,6 +224,8 @@ class ShardedDataParallel(nn.Module):
         self._broadcast([*rest, *(buffer.data for buffer in self.module.buffers())], "parameters and buffers")
 
     def _broadcast(self, tensors: Sequence[Tensor], what: str) -> None:
+        if self.group.size == 1:
+            return
         with self._contract.waiting(Event(what, "")):
             for tensor in tensors:
                 whole = tensor.contiguous()
@@ -233,24 +243,25 @@ class ShardedDataParallel(nn.Module):
                 self._wait_where_parameters_are_used(new)
 
     def _wait_where_parameters_are_used(self, buckets: Sequence[Bucket]) -> None:
-        places = {id(param): bucket for bucket in buckets for param in bucket.params}
+        places = {id(param): self._followed.index(bucket) for bucket in buckets for param in bucket.params}
         for module in self.module.modules():
-            used = {
-                id(bucket): bucket for p in module._parameters.values() if (bucket := places.get(id(p))) is not None
-            }
-            if used:
-                module.register_forward_pre_hook(_Waiting(list(used.values()), self._contract.limit_seconds))
+            numbers = {places[id(param)] for param in module._parameters.values() if id(param) in places}
+            if numbers:
+                used = {number: self._followed[number] for number in sorted(numbers)}
+                module.register_forward_pre_hook(_Waiting(used, self._contract))
 
 
 class _Waiting:
     """A hook before a module's forward: its parameters must have arrived."""
 
-    def __init__(self, buckets: Sequence[Bucket], limit_seconds: float) -> None:
-        self._buckets, self._limit_seconds = buckets, limit_seconds
+    def __init__(self, buckets: Mapping[int, Bucket], contract: Contract) -> None:
+        self._buckets, self._contract = buckets, contract
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        for bucket in self._buckets:
-            bucket.wait(self._limit_seconds)
+        for number, bucket in self._buckets.items():
+            if bucket.is_gathering:
+                with self._contract.waiting(Event("parameters", f"bucket {number}")):
+                    bucket.wait(self._contract.limit_seconds)
 
 
 def _check(module: nn.Module, optimizers: Sequence[OSS], process_group: GroupLike) -> None:

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from torch.optim import Optimizer
 
-from scale_core.optimizer_kinds import ELEMENTWISE, KINDS
-
-# They estimate one step size from all gradients together. `together` is for others that do so, too.
-_LOOK_AT_ALL = frozenset(
-    {"DAdaptAdaGrad", "DAdaptAdam", "DAdaptAdan", "DAdaptAdanIP", "DAdaptLion", "DAdaptSGD", "Prodigy"}
-)
+from scale_core.optimizer_kinds import ELEMENTWISE, KINDS, known_bases
 
 
 def looks_at_all(optim_class: type[Optimizer]) -> bool:
     """Returns whether an optimizer is known, by its name, to compute something of all tensors together."""
-    return any(base.__name__ in _LOOK_AT_ALL for base in optim_class.__mro__)
+    return any(kind.scope == "all" for kind in known_bases(optim_class))
 
 
 def check_kind(optim_class: type[Optimizer], *, elementwise: bool | None, together: bool) -> None:

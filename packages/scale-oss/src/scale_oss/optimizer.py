@@ -6,7 +6,6 @@ optimizer that holds the state of that part alone, and the ranks then give each 
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,16 +14,16 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from scale_core.contract import Contract
-from scale_core.events import Event, message_tag
-from scale_core.exchange import exchange_text
 from scale_core.group import Group, GroupLike, group_of
 from scale_core.shard import shard_of
+from scale_core.stepping import step_for_all
 from scale_oss.alike import refuse_alike
 from scale_oss.clipping import clip_together
+from scale_oss.handover import drop_gradients, follow_parameters, give_gradients, publish, wait
 from scale_oss.kinds import check_kind, works_by_element
 from scale_oss.places import sharding_group
 from scale_oss.sorting import Sorter, name_of
-from scale_oss.stepping import copy_options, step_by_buckets
+from scale_oss.stepping import copy_options, step_by_buckets, step_on_one_rank
 from scale_oss.with_state import WithState
 
 BUCKET_NUMEL = 2**23
@@ -141,6 +140,8 @@ class OSS(WithState):
             refusal = error
         refuse_alike(refusal, f"the start of {self._optim_class.__name__}", self.contract)
         assert made is not None, "what did not fail was made"
+        if self.together:
+            step_for_all(made)
         return made
 
     # The step.
@@ -164,15 +165,17 @@ class OSS(WithState):
             with torch.enable_grad():
                 loss = closure()
         self._consolidated = None
-        self._follow_parameters()
+        follow_parameters(self.buckets)
         self.take_gradients()
         for bucket in self.whole_buckets:
             bucket.prepare()
         copy_options(self.param_groups, self.optim.param_groups)
         self._update(kwargs)
         copy_options(self.optim.param_groups, self.param_groups)
-        self._drop_piece_gradients()
-        self._publish()
+        drop_gradients(self.buckets)
+        for shards in self.in_place_buckets:
+            shards.publish()
+        publish(self.buckets, in_half=self.broadcast_fp16)
         if self.waits_by_itself:
             self.wait()
         return loss
@@ -180,7 +183,7 @@ class OSS(WithState):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of the parameters, and of this rank's pieces of them."""
         super().zero_grad(set_to_none)
-        self._drop_piece_gradients()
+        drop_gradients(self.buckets)
 
     def clip_grad_norm(
         self,
@@ -207,9 +210,7 @@ class OSS(WithState):
 
     def wait(self) -> None:
         """Returns when the parameters are whole again after a step that runs beside the next forward pass."""
-        for number, bucket in enumerate(self.buckets):
-            with self.contract.waiting(self._event("parameters", number)):
-                bucket.wait(self.contract.limit_seconds)
+        wait(self.buckets, self.contract)
 
     def refresh_trainable(self) -> None:
         """FairScale's name; what trains is looked up in every step."""
@@ -284,9 +285,7 @@ class OSS(WithState):
     def _update(self, kwargs: Mapping[str, Any]) -> None:
         """Steps on this rank's parts."""
         if self.together:
-            if self.group.rank == 0:
-                self.optim.step(**kwargs)
-            self._take_options_of_owner()
+            step_on_one_rank(self.optim, self.contract, kwargs)
         elif self.whole_buckets:
             stepped = [bucket.stepped for bucket in self.buckets] + [bucket.stepped for bucket in self.in_place_buckets]
             here = [param for params in stepped for param in params] if stepped else None
@@ -294,60 +293,10 @@ class OSS(WithState):
         else:
             self.optim.step(**kwargs)
 
-    def _take_options_of_owner(self) -> None:
-        """What the owner's step has changed in its groups, such as a step size that it has estimated."""
-        options = [{key: value for key, value in group.items() if key != "params"} for group in self.optim.param_groups]
-        with self.contract.waiting(Event("the owner's options", "")):
-            mine = pickle.dumps(options).hex() if self.group.rank == 0 else ""
-            told = exchange_text(mine, self.group, limit_seconds=self.contract.limit_seconds)[0]
-        copy_options(pickle.loads(bytes.fromhex(told)), self.optim.param_groups)
-
-    def _follow_parameters(self) -> None:
-        """Takes back what somebody has put elsewhere, as `param.data = ...` does."""
-        for bucket in self.buckets:
-            strayed = bucket.strayed()
-            for index in strayed:
-                param = bucket.params[index]
-                if param.dtype != bucket.dtype or param.device != bucket.device:
-                    raise RuntimeError(
-                        f"'{bucket.names[index]}' was {bucket.dtype} on {bucket.device} when OSS was built, and is "
-                        f"{param.dtype} on {param.device} now: convert or move the model first, "
-                        "then build OSS(model.parameters(), ...)"
-                    )
-            bucket.adopt(strayed)
-
     def take_gradients(self) -> None:
         """Lets pieces have their part of averaged gradients, where these are not reduced into them.
 
         Raises:
             RuntimeError: They are, but some gradient has not been reduced.
         """
-        if self.gets_reduced_gradients:
-            for bucket in self.buckets:
-                for index, param in enumerate(bucket.params):
-                    if param.grad is not None:
-                        raise RuntimeError(
-                            f"the gradient of '{bucket.names[index]}', accumulated under no_sync(), has not been "
-                            "reduced: call model.reduce(), or run the last backward() before the step outside of "
-                            "no_sync()"
-                        )
-            return
-        for bucket in self.buckets:
-            bucket.take_whole_gradients()
-
-    def _drop_piece_gradients(self) -> None:
-        for bucket in self.buckets:
-            for piece in bucket.pieces:
-                piece.grad = None
-
-    def _publish(self) -> None:
-        for shards in self.in_place_buckets:
-            shards.publish()
-        wire = torch.float16 if self.broadcast_fp16 else None
-        for number, bucket in enumerate(self.buckets):
-            if bucket.is_due:
-                half = wire if bucket.dtype == torch.float32 else None
-                bucket.publish(message_tag(self._event("parameters", number)), half)
-
-    def _event(self, phase: str, number: int) -> Event:
-        return Event(phase, f"bucket {number}")
+        give_gradients(self.buckets, are_reduced=self.gets_reduced_gradients)

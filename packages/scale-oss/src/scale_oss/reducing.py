@@ -3,8 +3,9 @@
 Buckets are reduced one beside the backward of the next, in an order that is the same on all ranks, whichever
 parameters each of them has used; no optimizer sees anything of it until all ranks have come to the end.
 
-A rank whose backward fails knows what the others still wait for: the rest of that order. So it gives them zeros for it,
-and says at the end that it has failed; then all ranks raise, and nothing has happened.
+A rank that fails knows what the others still wait for: the rest of that order. So it gives them zeros for it, and says
+at the end that it has failed; then all ranks raise, and nothing has happened. One that has left out a backward pass, as
+where its loss failed or a batch was skipped, does so for it before it begins another.
 """
 
 from __future__ import annotations
@@ -21,24 +22,16 @@ import torch
 from torch import Tensor
 
 from scale_core.backward import after_gradient, in_backward, once_after_backward
-from scale_core.contract import Contract, ScaleDistributedError
+from scale_core.contract import Contract, ScaleDistributedError, StepError
 from scale_core.events import Event, PassKind, message_tag
 from scale_core.exchange import exchange_text
+from scale_core.pending import TransferError
 from scale_oss.bucket import Bucket
+from scale_oss.forwards import Forwards
+from scale_oss.notes import LEFT_OUT, Notes, given_up, not_alike
 from scale_oss.optimizer import OSS
 
 T = TypeVar("T")
-
-# What a rank says of itself at the end of a pass, beside two counts: a note is one integer.
-_ORDER_IS_KNOWN, _FAILED = 1, 2
-
-
-class StepError(ScaleDistributedError):
-    """A backward pass failed on another rank, so all ranks gave it up; the rank that failed raises its own error.
-
-    Parameters, the optimizer's state and the gradients that were reduced before are as they were. Gradients of the
-    micro-batches under `no_sync()` before it are gone: call `zero_grad()`, and go on with the next batch.
-    """
 
 
 @dataclass
@@ -77,11 +70,13 @@ class Reducer:
     Attributes:
         synchronizes: Whether backward passes reduce.
         in_backward: One that does runs now.
+        forwards: Forward passes that wait for their backward.
     """
 
     def __init__(self, optimizers: Sequence[OSS], contract: Contract, *, in_half: bool) -> None:
         self.synchronizes = True
         self.in_backward = False
+        self.forwards = Forwards()
         self._optimizers = optimizers
         self._buckets: list[Bucket] = []  # numbered as they came
         self._contract, self._in_half = contract, in_half
@@ -90,10 +85,16 @@ class Reducer:
         self._order_is_known = False
         self._pass = _Pass()
 
-    def prepare(self) -> None:
-        """Before a forward pass: ends a backward pass that has failed, and watches what trains now."""
+    def prepare(self, *, in_step: bool = False) -> None:
+        """Before a forward pass: ends a backward pass that has failed or was left out, and watches what trains now.
+
+        Args:
+            in_step: All ranks are about to begin that forward together.
+        """
         if self.in_backward and not in_backward():
             self._abort(RuntimeError("the backward pass before this one did not come to its end"))
+        if not in_backward():
+            self._make_up_for_left_out(in_step)
         for bucket in (bucket for optimizer in self._optimizers for bucket in optimizer.buckets):
             if bucket not in self._buckets:
                 self._order.insert(0, len(self._buckets))  # The last first: so their gradients come, as a rule.
@@ -125,6 +126,7 @@ class Reducer:
 
     def _pack(self, number: int, index: int) -> None:
         if not self.in_backward:
+            self._make_up_for_left_out(in_step=False)
             self._begin()
             once_after_backward(_EndOfBackward(self))
         self._buckets[number].gradient.pack(index)
@@ -189,20 +191,30 @@ class Reducer:
     def _close(self) -> None:
         """Compares the pass with the other ranks', and hands what was reduced to the optimizers."""
         late = [number for number, bucket in enumerate(self._buckets) if bucket.gradient]
-        rows = self._contract.close(len(late), len(self._pass.missing), _ORDER_IS_KNOWN * self._order_is_known)
-        self._pass.is_closed = True
-        if any(row[2] & _FAILED for row in rows):
+        mine = Notes(len(late), len(self._pass.missing), self.forwards.num_unmet, self._order_is_known)
+        everyones = self._compare(mine)
+        if any(notes.failed for notes in everyones):
             raise StepError(self._reasons(""), step=self._contract.step)
-        if any(row[0] for row in rows):
+        unmet = [notes.num_unmet for notes in everyones]
+        if len(set(unmet)) > 1:
+            raise StepError(not_alike(self._contract.step, unmet), step=self._contract.step)
+        self.forwards.settle()
+        if any(notes.num_late for notes in everyones):
             for number in sorted({number for numbers in self._tell(late) for number in numbers}):
                 self._buckets[number].reduce(message_tag(_event("late reduction", number)))
         for number, bucket in enumerate(self._buckets):
             with self._contract.waiting(_event("reduction", number)):
                 bucket.commit(self._contract.limit_seconds)
-        if all(row[1] for row in rows):
+        if all(notes.num_missing for notes in everyones):
             self._restore_unused()
-        if not all(row[2] & _ORDER_IS_KNOWN for row in rows):
+        if not all(notes.order_is_known for notes in everyones):
             self._learn_order()
+
+    def _compare(self, mine: Notes) -> list[Notes]:
+        """Ends the pass; returns what each rank says of itself."""
+        rows = self._contract.close(*mine.packed())
+        self._pass.is_closed = True
+        return [Notes.unpacked(row) for row in rows]
 
     def _restore_unused(self) -> None:
         """What no rank has used keeps the gradient that it had, none as a rule, as in plain PyTorch."""
@@ -233,6 +245,36 @@ class Reducer:
             where = f" after the {last}" if last is not None else ""
             self._abort(RuntimeError(f"its backward pass failed{where}, with an error that is raised there"))
 
+    def forward_has_failed(self, error: Exception) -> None:
+        """Gives up the backward pass that can't follow now; the error is about to be raised to the user."""
+        contract = self._contract
+        if contract.alone or contract.is_broken or isinstance(error, TransferError | ScaleDistributedError):
+            return
+        self._begin()
+        self._abort(error)
+
+    def _make_up_for_left_out(self, in_step: bool) -> None:
+        """Gives up the backward passes that the others have run, or still run, and this rank has left out.
+
+        The one that runs now keeps the gradients that it has brought already.
+
+        Raises:
+            ScaleDistributedError: The others did something else, or can't be reached.
+        """
+        while not self._contract.alone and self.forwards.one_is_left_out(in_step=in_step):
+            self._begin()
+            try:
+                if all(notes.left_out for notes in self._serve(Notes(failed=True, left_out=True))):
+                    self.forwards.expect()
+                else:
+                    self.forwards.give_up()
+                    self._reasons(LEFT_OUT)
+            finally:
+                self.in_backward = False
+                self._contract.history.break_off()
+                for bucket in self._buckets:
+                    bucket.reduction.abandon()
+
     def _abort(self, error: BaseException) -> None:
         """Gives the pass up, together with the others where that can be, and is as before it."""
         self.in_backward = False
@@ -243,6 +285,7 @@ class Reducer:
             pass  # What the user is about to see is the error of the pass; the next one says that the ranks are lost.
         finally:
             self._contract.history.break_off()
+            self.forwards.clear()
             for bucket in self._buckets:
                 bucket.gradient.drop()
                 bucket.reduction.abandon()
@@ -263,18 +306,22 @@ class Reducer:
             return False
         for bucket in self._buckets:
             bucket.gradient.drop()
+        self._serve(Notes(failed=True))
+        error.add_note(self._reasons("".join(traceback.format_exception(error)).rstrip()))
+        return True
+
+    def _serve(self, mine: Notes) -> list[Notes]:
+        """Gives the others zeros for all that they still wait for; returns what each rank says at the end."""
         while (number := self._next()) is not None:
             self._reduce(number)
         self._wait_for_reduction()
-        contract.close(0, 0, _FAILED)
-        error.add_note(self._reasons("".join(traceback.format_exception(error)).rstrip()))
-        return True
+        return self._compare(mine)
 
     def _reasons(self, mine: str) -> str:
         """All ranks tell each other why they failed, "" if they did not; returns it in words."""
         reasons = self._tell(mine)
         failed = [rank for rank, reason in enumerate(reasons) if reason]
-        return _in_words(self._contract.step, failed, reasons[failed[0]])
+        return given_up(self._contract.step, failed, reasons[failed[0]])
 
 
 class _EndOfBackward:
@@ -296,13 +343,3 @@ class _EndOfBackward:
 
 def _event(phase: str, number: int) -> Event:
     return Event(phase, f"bucket {number}")
-
-
-def _in_words(step: int, failed: Sequence[int], reason: str) -> str:
-    who = f"rank {failed[0]}" if len(failed) == 1 else f"ranks {', '.join(map(str, failed))}"
-    indented = "\n".join(f"  {line}" for line in reason.splitlines())
-    return (
-        f"backward pass {step} was given up on all ranks, because {who} failed in it. Parameters and optimizer state "
-        "are as before it: call optimizer.zero_grad(), and training can go on with the next batch. What rank "
-        f"{failed[0]} raised:\n{indented}"
-    )

@@ -6,6 +6,7 @@ its groups, is shown a part of its groups for each bucket.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from scale_core.contract import Contract
+from scale_core.events import Event
+from scale_core.exchange import exchange_text
 from scale_oss.whole import WholeBucket
 
 
@@ -20,6 +23,22 @@ def copy_options(source: Sequence[Mapping[str, Any]], target: Sequence[dict[str,
     """Copies hyperparameters from group to group: schedulers change them on one side, some optimizers on the other."""
     for mine, theirs in zip(source, target, strict=True):
         theirs.update({key: value for key, value in mine.items() if key not in ("params", "param_names")})
+
+
+def step_on_one_rank(optim: Optimizer, contract: Contract, kwargs: Mapping[str, Any]) -> None:
+    """Steps on the first rank, which has all parameters; what it has changed in its groups, the others take over.
+
+    Raises:
+        ScaleDistributedError: The ranks have lost each other.
+    """
+    group, mine = contract.group, ""
+    if group.rank == 0:
+        optim.step(**kwargs)
+        options = [{key: value for key, value in each.items() if key != "params"} for each in optim.param_groups]
+        mine = pickle.dumps(options).hex()
+    with contract.waiting(Event("the owner's options", "")):
+        told = exchange_text(mine, group, limit_seconds=contract.limit_seconds)[0]
+    copy_options(pickle.loads(bytes.fromhex(told)), optim.param_groups)
 
 
 def step_by_buckets(

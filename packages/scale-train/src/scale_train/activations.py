@@ -64,7 +64,10 @@ def plan_blocks(model: GPT, options: Options, group: Group) -> None:
         try:
             plan = plan_memory(model, (tokens, tokens), budget, beside_bytes=adam_bytes)
         except BudgetError as error:
-            told = str(error)
+            told = (
+                f"no plan fits: a step, with Adam's state, takes at least {error.least_bytes} bytes; write "
+                f"--checkpoint-activations budget:{error.least_bytes}B, or take a smaller --batch or --sequence"
+            )
     if group.process_group is not None:
         said: list[Any] = [plan, told]
         dist.broadcast_object_list(said, group_src=0, group=group.process_group)

@@ -8,15 +8,13 @@ whatever the order of the set.
 from __future__ import annotations
 
 import difflib
-import functools
 import re
-from collections.abc import Callable, Collection, Iterator
-from typing import Any, TypeVar, cast
+from collections.abc import Collection, Iterator
+from typing import TypeVar
 
-import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
+from scale_checkpoint import checkpoint_wrapper, is_checkpointed
 from scale_fsdp import FSDPConfig, fully_shard
 from scale_fsdp.unit import unit_of
 
@@ -69,7 +67,7 @@ def with_wrapped_modules(
         _check_is_plain(module, fsdp_config is not None, activation_checkpointing)
     for module in chosen:
         if activation_checkpointing:
-            object.__setattr__(module, "forward", _CheckpointedForward(module))
+            checkpoint_wrapper(module)
         if fsdp_config is not None:
             fully_shard(module, **fsdp_config.as_kwargs())
     return model
@@ -122,35 +120,5 @@ def _check_is_plain(module: nn.Module, shards: bool, checkpoints: bool) -> None:
     title = type(module).__name__
     if shards and unit_of(module) is not None:
         raise ValueError(f"with_wrapped_modules: a {title} that matches is sharded already: name each module once")
-    if checkpoints and isinstance(vars(module).get("forward"), _CheckpointedForward):
+    if checkpoints and is_checkpointed(module):
         raise ValueError(f"with_wrapped_modules: a {title} that matches is checkpointed already: name each module once")
-
-
-class _CheckpointedForward:
-    """What is called in the place of a module's forward, so that names and keys stay; copied and pickled with it.
-
-    Args:
-        module: The module.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        # The module's own, as other libraries patch it in; otherwise it is found in the class.
-        self.__setstate__((module, vars(module).get("forward")))
-
-    def __getstate__(self) -> tuple[Any, ...]:
-        return self._module, self._patched
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self._module, self._patched = state
-        functools.update_wrapper(cast(Any, self), self._forward)
-
-    @property
-    def _forward(self) -> Callable[..., Any]:
-        found: Callable[..., Any] = self._patched or functools.partial(type(self._module).forward, self._module)
-        return found
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return self._forward(*args, **kwargs)
-        # Keyword arguments are bound: checkpoint has some of its own.
-        return checkpoint(functools.partial(self._forward, **kwargs), *args, use_reentrant=False)

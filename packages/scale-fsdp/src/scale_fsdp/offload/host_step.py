@@ -107,7 +107,7 @@ def multiply(grads: list[Tensor], factor: float) -> None:
 def host_options(options: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """Returns a group's options for tensors on the host: fused, where that can be and the user says nothing else."""
     found = {key: value for key, value in options.items() if key not in ("params", "param_names")}
-    if "fused" in found and found["fused"] is None and not found.get("foreach"):
+    if "fused" in found and found["fused"] is None and found.get("foreach") is None:
         found["fused"] = dtype.is_floating_point
     for key, value in found.items():
         if isinstance(value, Tensor):  # A learning rate that is a tensor may stand on the device.

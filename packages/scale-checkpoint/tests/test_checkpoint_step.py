@@ -1,0 +1,53 @@
+"""Measuring a step: what is timed how often, with how many threads, and that no trace is left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from scale_checkpoint.step import SHORT_SECONDS, Step, least_seconds, steady, undisturbed
+
+CPU = torch.device("cpu")
+
+
+def taking(times: list[float], log: list[float]) -> Callable[[], float]:
+    def run() -> float:
+        log.append(times[min(len(log), len(times) - 1)])
+        return log[-1]
+
+    return run
+
+
+def test_the_least_counts_and_short_times_are_taken_more_often() -> None:
+    long: list[float] = []
+    assert least_seconds({"a": taking([3.0, 1.0, 2.0], long)}, repeats=3) == {"a": 1.0} and len(long) == 3
+    short: list[float] = []
+    least_seconds({"a": taking([SHORT_SECONDS / 7.5], short)}, repeats=2)
+    assert len(short) == 8
+    shortest: list[float] = []
+    least_seconds({"a": taking([0.0], shortest)}, repeats=2)
+    assert len(shortest) == 40, "a time that is nothing ends, too"
+    assert least_seconds({"a": taking([1.0], [])}, repeats=0) == {"a": 0.0}
+
+
+def test_the_cpu_is_timed_with_one_thread_and_has_its_threads_back() -> None:
+    before = torch.get_num_threads()
+    with pytest.raises(KeyError), steady(CPU):
+        assert torch.get_num_threads() == 1
+        raise KeyError
+    assert torch.get_num_threads() == before
+
+
+def test_gradients_buffers_and_random_numbers_stay() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))
+    gradient = model[0].weight.grad = torch.ones(3, 3)
+    before, state = [buffer.clone() for buffer in model.buffers()], torch.get_rng_state()
+    with undisturbed(model):
+        assert Step(model, torch.randn(4, 3), None).seconds(CPU) > 0
+        assert model[0].weight.grad is not gradient
+    assert model[0].weight.grad is gradient and bool((gradient == 1).all())
+    assert all(map(torch.equal, model.buffers(), before)) and torch.equal(torch.get_rng_state(), state)

@@ -1,0 +1,97 @@
+"""Forward passes that wait for their backward.
+
+A rank whose loss raises, or that skips a batch, goes on with the next one, and its next backward would be averaged with
+the one that the others still run: wrong gradients, without a word. No number of a pass tells these two apart, since the
+rank has not begun the one that it left out. What tells is the graph of its forward: autograd has dropped it, and no
+backward has come to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from scale_core.nested import tensors_in
+
+
+@dataclass(eq=False)
+class _Forward:
+    """One forward pass: whether a backward has come to it, and whether none can come any more."""
+
+    is_met: bool = False
+    is_dropped: bool = False
+
+
+class Forwards:
+    """This rank's forward passes for training, since the ranks were last found to do the same."""
+
+    def __init__(self) -> None:
+        self._all: list[_Forward] = []  # in order
+        self._per_pass = 1  # how many the last backward pass has come to
+        self._usual = 0  # how many all ranks alike leave without one, such as those whose outputs are only looked at
+
+    def watch(self, outputs: Any) -> None:
+        """Follows what becomes of the outputs of a forward pass."""
+        # A view that is changed in place gets another history, its base keeps its own.
+        roots = [tensor._base if tensor._base is not None else tensor for tensor in tensors_in(outputs)]
+        nodes = {root.grad_fn for root in roots if root.grad_fn is not None}
+        if not nodes:
+            return
+        self._all.append(_Forward())
+        watch = _Watch(self._all[-1])
+        for node in nodes:
+            node.register_prehook(watch)
+
+    def one_is_left_out(self, *, in_step: bool) -> bool:
+        """Whether this rank has left out a backward pass, as far as it can tell now.
+
+        Args:
+            in_step: Another forward is about to begin, and all ranks must do that together: then one whose graph is
+                still there counts, too, if a backward has always come at this point.
+        """
+        unmet = self._unmet()
+        if len(unmet) <= self._usual:
+            return False
+        return any(forward.is_dropped for forward in unmet) or (in_step and len(unmet) >= self._per_pass + self._usual)
+
+    def give_up(self) -> None:
+        """The pass that was left out is given up: forgets the forwards that belong to it."""
+        for forward in self._unmet()[: self._per_pass]:
+            self._all.remove(forward)
+
+    def expect(self) -> None:
+        """All ranks have left out as many alike, so it is nothing that has gone wrong."""
+        self._usual = self.num_unmet
+
+    @property
+    def num_unmet(self) -> int:
+        """To how many no backward has come."""
+        return len(self._unmet())
+
+    def settle(self) -> None:
+        """A backward pass has ended well: those that it has not come to may still wait for theirs."""
+        self._usual = min(self._usual, self.num_unmet)
+        self._per_pass = sum(forward.is_met for forward in self._all) or self._per_pass
+        self._all = [forward for forward in self._all if not (forward.is_met or forward.is_dropped)]
+
+    def clear(self) -> None:
+        """A pass has failed, and with it all forwards before."""
+        self._all = []
+
+    def _unmet(self) -> list[_Forward]:
+        return [forward for forward in self._all if not forward.is_met]
+
+
+class _Watch:
+    """A hook of the graph: called when a backward comes to the outputs, and dropped with the graph."""
+
+    def __init__(self, forward: _Forward) -> None:
+        self._forward = forward
+
+    def __call__(self, grads: tuple[Tensor | None, ...]) -> None:
+        self._forward.is_met = True
+
+    def __del__(self) -> None:
+        self._forward.is_dropped = True

@@ -1,0 +1,95 @@
+"""forwards.py: what becomes of the outputs of a forward pass, as autograd tells it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from scale_oss.forwards import Forwards
+
+WEIGHT = torch.ones(3, requires_grad=True)
+
+
+def forward(forwards: Forwards) -> Tensor:
+    y = WEIGHT * 2
+    forwards.watch({"y": y, "twice": [y]})
+    return y
+
+
+@pytest.mark.parametrize("use", [torch.Tensor.sum, lambda y: y.mul_(2).sum(), lambda y: y.view(3, 1).mul_(2).sum()])
+def test_a_backward_that_comes_to_an_output_is_seen_whatever_was_done_to_it(use: object) -> None:
+    forwards = Forwards()
+    y = forward(forwards)
+    use(y).backward()  # type: ignore[operator]
+    del y
+    assert forwards.num_unmet == 0 and not forwards.one_is_left_out(in_step=True)
+
+
+def test_an_output_that_is_a_view_may_be_changed_in_place() -> None:
+    forwards = Forwards()
+    view = (WEIGHT * 2).view(3, 1)
+    forwards.watch(view)
+    view.mul_(3)
+    view.sum().backward()
+    del view
+    assert forwards.num_unmet == 0
+
+
+def test_what_has_no_gradient_is_not_waited_for() -> None:
+    forwards = Forwards()
+    forwards.watch([WEIGHT, torch.ones(2), "words"])
+    assert forwards.num_unmet == 0
+
+
+def test_a_pass_is_left_out_when_its_output_is_gone() -> None:
+    forwards = Forwards()
+    y = forward(forwards)
+    assert not forwards.one_is_left_out(in_step=False)
+    del y
+    assert forwards.one_is_left_out(in_step=False)
+    forwards.give_up()
+    assert forwards.num_unmet == 0 and not forwards.one_is_left_out(in_step=True)
+
+
+def test_where_all_ranks_begin_a_forward_together_an_output_that_is_still_there_tells_as_well() -> None:
+    forwards = Forwards()
+    forward(forwards).sum().backward()
+    forwards.settle()
+    kept = forward(forwards)
+    assert forwards.one_is_left_out(in_step=True) and not forwards.one_is_left_out(in_step=False)
+    forwards.expect()
+    assert not forwards.one_is_left_out(in_step=True)
+    kept.sum().backward()
+    assert forwards.num_unmet == 0
+
+
+def test_a_pass_of_several_forwards_is_given_up_as_one() -> None:
+    forwards = Forwards()
+    (forward(forwards) + forward(forwards)).sum().backward()
+    forwards.settle()
+    first, second = forward(forwards), forward(forwards)
+    del first
+    assert forwards.one_is_left_out(in_step=False)
+    forwards.give_up()
+    del second
+    assert not forwards.one_is_left_out(in_step=False)
+
+
+def test_what_all_ranks_drop_is_expected_as_long_as_they_do() -> None:
+    forwards = Forwards()
+    for _ in range(3):
+        forward(forwards)
+        if forwards.one_is_left_out(in_step=False):
+            forwards.expect()
+        forward(forwards).sum().backward()
+        assert forwards.num_unmet == 1
+        forwards.settle()
+        assert forwards.num_unmet == 0
+        forward(forwards)
+        assert not forwards.one_is_left_out(in_step=False)
+        forwards.clear()
+    forward(forwards).sum().backward()
+    forwards.settle()  # Nothing was dropped this time.
+    forward(forwards)
+    assert forwards.one_is_left_out(in_step=False)

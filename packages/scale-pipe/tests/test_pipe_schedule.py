@@ -1,0 +1,50 @@
+"""A schedule is data: printed, saved, and read again."""
+
+from pathlib import Path
+
+import pytest
+from pipe_schedules import BUILDERS
+
+from scale_pipe import Placement, Schedule, one_forward_one_backward, zb_v
+
+
+def test_a_schedule_prints_as_the_table_of_what_ranks_compute() -> None:
+    assert str(one_forward_one_backward(2, 3)).splitlines() == [
+        "1F1B: 2 stages on 2 ranks (loop), 3 micro-batches",
+        "rank 0: F0.0 F0.1 B0.0 F0.2 B0.1 B0.2",
+        "rank 1: F1.0 B1.0 F1.1 B1.1 F1.2 B1.2",
+    ]
+
+
+def test_a_whole_list_has_transfers_and_the_step_in_it() -> None:
+    schedule = one_forward_one_backward(2, 1)
+    assert [" ".join(map(str, row)) for row in schedule.actions] == [
+        "F0.0 SA0.0 RG0.0 B0.0 S0",
+        "RA1.0 F1.0 B1.0 SG1.0 S1",
+    ]
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_what_is_saved_is_read_as_the_same_schedule(name: str, tmp_path: Path) -> None:
+    schedule = BUILDERS[name](3, 5)
+    schedule.save(tmp_path / "schedule.json")
+    assert Schedule.load(tmp_path / "schedule.json") == schedule
+
+
+def test_a_file_that_holds_no_schedule_is_refused_by_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "schedule.json"
+    for text, told in (("{", "no JSON"), ("[]", "no schedule"), ('{"format": 7}', "format 7; build it again")):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=told) as caught:
+            Schedule.load(path)
+        assert str(path) in str(caught.value)
+
+
+def test_there_is_one_list_for_each_rank() -> None:
+    with pytest.raises(ValueError, match="the placement has 3 ranks, but there are 2 lists"):
+        Schedule("short", Placement.loop(3), 1, ((), ()))
+
+
+def test_a_schedule_says_whether_gradients_are_computed_apart() -> None:
+    assert zb_v(2, 4).splits_backward
+    assert not one_forward_one_backward(2, 4).splits_backward
