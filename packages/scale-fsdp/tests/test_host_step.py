@@ -92,6 +92,7 @@ def test_the_fused_kernel_is_taken_unless_the_user_says_otherwise() -> None:
         ({"fused": None}, True),
         ({"fused": False}, False),
         ({"fused": None, "foreach": True}, None),
+        ({"fused": None, "foreach": False}, None),
         ({"fused": True}, True),
         ({}, None),
     ):

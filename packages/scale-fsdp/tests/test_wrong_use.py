@@ -199,12 +199,16 @@ def shard_what_is_parallel_already() -> tuple[str, list[str]]:
     parallelize_module(model[1], mesh, ColwiseParallel())
     with pytest.raises(TypeError) as caught:
         fully_shard(model, mesh)
-    return str(caught.value), [type(param.data).__name__ for param in model.parameters()]
+    kinds = [type(param.data).__name__ for param in model.parameters()]
+    fully_shard(model[0], mesh)  # As the error says: the layer beside it.
+    model(noise(2, 2)).sum().backward()
+    assert all(param.grad is not None for param in model.parameters())
+    return str(caught.value), kinds
 
 
 def test_parameters_that_are_dtensors_are_refused_by_name_and_nothing_is_changed():
     for message, kinds in run_ranks(shard_what_is_parallel_already, 2):
-        assert "'1.weight' is a DTensor" in message and "shard it before parallelize_module(...)" in message
+        assert "'1.weight' is a DTensor" in message and "shard the modules beside the one that holds it" in message
         assert kinds == ["Tensor", "Tensor", "DTensor", "DTensor"]
 
 

@@ -188,8 +188,8 @@ def _check_plain(own: Sequence[ParamPlace]) -> None:
         kind = type(place.param.data)
         if kind not in compat.plain_tensor_types():
             hint = (
-                "shard it before parallelize_module(...) makes DTensors of its parameters, or leave the module that "
-                "holds it out"
+                "shard the modules beside the one that holds it, and none around that, or leave out "
+                "parallelize_module(...)"
                 if kind.__name__ == "DTensor"
                 else "leave the module that holds it out, or convert the parameter to a plain tensor first"
             )
