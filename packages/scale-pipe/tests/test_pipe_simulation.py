@@ -85,7 +85,7 @@ def test_no_schedule_beats_its_bound() -> None:
 @pytest.mark.parametrize(
     "ranks, batches, input_gradient, bubbles",
     [
-        # V at peak P, P + 1, 1.5 P and without a cap; loop at P; wave of four at P: the bounds of the table in the guide
+        # V at peak P, P + 1, 1.5 P and without a cap; loop at P; wave of four at P: the bounds of the guide
         (4, 8, 1.0, (0.0588, 0.0588, 0.0588, 0.0588, 0.0588, 0.0303)),
         (4, 8, 1.4, (0.0805, 0.0588, 0.0588, 0.0588, 0.0588, 0.0419)),
         (4, 8, 1.6, (0.1241, 0.0805, 0.0661, 0.0588, 0.0943, 0.0476)),
