@@ -138,7 +138,7 @@ def anneal_orders(search: Search, codes: Codes, visits: int, seed: int) -> None:
     until, begin = min(search.visits + visits, search.limit), search.visits
     least_mean_end = MEAN_END_SHARE * sum(problem.works) / len(problem.works)
     failures = 0
-    while search.visits < until and not search.done and failures < 100_000:
+    while search.visits < until and not search.done and failures < 1000:
         rank, position = path[random.randrange(len(path))]
         target = position + random.randint(1, distance) * random.choice((-1, 1))
         order = current[rank]

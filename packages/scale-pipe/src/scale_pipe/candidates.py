@@ -81,7 +81,8 @@ def list_schedules(problem: Problem) -> Iterator[tuple[float, Codes]]:
         led_problem = with_costs(problem, led)
         for urgencies, patience in rules(led_problem):
             codes, makespan = list_schedule(led_problem, urgencies, patience)
-            yield makespan, codes
+            if makespan < float("inf"):
+                yield makespan, codes
 
 
 def with_costs(problem: Problem, costs: Costs) -> Problem:

@@ -2,11 +2,11 @@
 
 Urgency is a number per action, the smaller the more urgent, and the whole schedule follows from these numbers: a
 search over them finds schedules that no search over orders would reach in as many steps, since one number moves many
-actions and every set of numbers gives a schedule that runs and keeps its memory.
+actions and what follows keeps its memory.
 
-Why none of them deadlocks: stages do their micro-batches in order, and a forward of the j-th of a rank's v stages
-starts only while v - 1 - j places stay free. So the oldest micro-batch that is on its way forward always finds a
-place: younger ones stand in stages before its own, and those leave it one.
+Stages do their micro-batches in order, and a forward of the j-th of a rank's v stages starts only while v - 1 - j
+places stay free, so that younger micro-batches leave a place to older ones. Where nothing can be done all the same, the
+makespan is infinite, and callers leave that schedule out.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import heapq
 from collections.abc import Sequence
 
 from scale_pipe.problem import ROUNDING, Codes, Problem
+
+STALLS_PER_RANK = 50
 
 
 def list_schedule(problem: Problem, urgencies: Sequence[float], patience: float) -> tuple[Codes, float]:
@@ -25,6 +27,9 @@ def list_schedule(problem: Problem, urgencies: Sequence[float], patience: float)
         urgencies: By code; the smaller the sooner.
         patience: Between 0 and 1: a rank waits for what is about to arrive, instead of starting a weight gradient, if
             it arrives within this share of the weight gradient's time.
+
+    Returns:
+        An infinite makespan, and orders that are not complete, where no rank finds anything to do any more.
     """
     num_micro_batches, size = problem.num_micro_batches, problem.size
     num_ranks = problem.placement.num_ranks
@@ -38,7 +43,7 @@ def list_schedule(problem: Problem, urgencies: Sequence[float], patience: float)
     left = [3 * num_micro_batches * len(stages) for stages in stages_of]
     codes: Codes = [[] for _ in range(num_ranks)]
     free = [(0.0, rank) for rank in range(num_ranks)]  # a heap
-    makespan, never = 0.0, float("inf")
+    makespan, never, stalls = 0.0, float("inf"), 0
     while free:
         now, rank = heapq.heappop(free)
         best, urgency, soon, limit, room = -1, never, never, now + ROUNDING, places[rank]
@@ -70,6 +75,9 @@ def list_schedule(problem: Problem, urgencies: Sequence[float], patience: float)
                     best, urgency = code, urgencies[code]
         if best < 0:
             if left[rank]:
+                stalls += 1
+                if stalls > STALLS_PER_RANK * num_ranks:
+                    return codes, never
                 heapq.heappush(free, (_next_event(free, now, soon), rank))
             continue
         stage = best % size // num_micro_batches
@@ -81,6 +89,7 @@ def list_schedule(problem: Problem, urgencies: Sequence[float], patience: float)
         else:
             weights[stage] += 1
             places[rank] += 1
+        stalls = 0
         codes[rank].append(best)
         left[rank] -= 1
         end = now + durations[best]

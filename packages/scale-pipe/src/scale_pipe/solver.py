@@ -214,12 +214,24 @@ def _start(search: Search, classics: list[Schedule]) -> Codes:
     """Tries all classic and all list schedules, and returns the best."""
     own = [search.problem.codes(schedule.computes()) for schedule in classics]
     limit = search.visits + search.limit // 4
-    for codes in [*own, *_spared(search, limit)]:
+    for codes in [_one_by_one(search.problem), *own, *_spared(search, limit)]:
         times = search.time(codes)
         assert times is not None, "classic schedules and list schedules never deadlock"
         if search.makespan <= search.goal + ROUNDING:
             break
     return search.codes
+
+
+def _one_by_one(problem: Problem) -> Codes:
+    """Returns the orders that do one micro-batch after another: slow, but they run under any cap."""
+    codes: Codes = [[] for _ in problem.caps]
+    last = problem.placement.num_stages - 1
+    for micro_batch in range(problem.num_micro_batches):
+        for kind in range(3):
+            for stage in range(last + 1) if kind == 0 else range(last, -1, -1):
+                code = kind * problem.size + stage * problem.num_micro_batches + micro_batch
+                codes[problem.owners[code]].append(code)
+    return codes
 
 
 def _spared(search: Search, limit: int) -> list[Codes]:

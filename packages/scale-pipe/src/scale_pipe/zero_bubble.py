@@ -146,7 +146,8 @@ def _at_equal_times(name: str, num_ranks: int, num_micro_batches: int, cap: int)
     for times in LEADING_TIMES:
         leading = problem(*times)
         for urgencies, patience in rules(leading):
-            codes, _ = list_schedule(leading, urgencies, patience)
+            codes, makespan = list_schedule(leading, urgencies, patience)
+            assert makespan < inf
             here, there = evaluate(equal, codes), evaluate(usual, codes)
             assert here is not None
             assert there is not None
