@@ -708,7 +708,6 @@ def test_a_simulation_shows_what_stands_on_the_host_and_what_on_the_device(
             host_fraction=0.5,
             overlap_step=overlap_step,
             overlap_copies=overlap_copies,
-            foreach=False,
         )
         for _ in range(2):
             simulation.restart()
