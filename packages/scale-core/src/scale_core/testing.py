@@ -29,7 +29,7 @@ from scale_core.launch import name_of_exit
 from scale_core.rendezvous import open_store
 from scale_core.testing_rank import Failure, Filter, Order, RankError, play
 
-__all__ = ["RankError", "run_ranks"]
+__all__ = ["RankError", "preload", "run_ranks"]
 
 T = TypeVar("T")
 
@@ -38,6 +38,15 @@ T = TypeVar("T")
 _PRELOADED = ["torch", "torch.distributed.checkpoint", "torch._dynamo", "scale_core.testing", "scale_core.snapshot"]
 # How long the others may take to report, once one rank has failed: what they saw is not what went wrong.
 _GRACE_SECONDS = 1.0
+
+
+def preload(*modules: str) -> None:
+    """Names modules that the ranks need, to be imported once for all of them; without effect after the first run.
+
+    Args:
+        *modules: Names of modules; one that can't be imported is left out.
+    """
+    _PRELOADED.extend(name for name in modules if name not in _PRELOADED)
 
 
 def run_ranks(
