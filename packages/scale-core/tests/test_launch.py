@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from scale_core import launch
 from scale_core.launch import init_distributed, launch_local, name_of_exit
 
 
@@ -159,6 +160,26 @@ def test_ctrl_c_while_a_rank_is_loading_ends_it_when_it_has_loaded(tmp_path: Pat
     ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100)
     assert ended.returncode == 130
     assert ended.stderr == "rank 0 exited with code 130; the others are ended\n"
+
+
+@pytest.mark.parametrize("looks", range(6))
+def test_a_rank_that_fails_between_two_looks_at_it_is_seen(looks: int) -> None:
+    class Rank:
+        def __init__(self) -> None:
+            self.sentinel, self._other_end = os.pipe()
+            os.close(self._other_end)  # Always ready: nobody waits.
+            self._looks = looks
+
+        @property
+        def exitcode(self) -> int | None:
+            self._looks -= 1
+            return None if self._looks >= 0 else 3
+
+    rank = Rank()
+    try:
+        assert launch._supervise([rank], [], grace=1.0) == 3  # type: ignore[list-item]
+    finally:
+        os.close(rank.sentinel)
 
 
 def test_no_ranks_and_more_ranks_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

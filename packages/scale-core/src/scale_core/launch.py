@@ -177,11 +177,15 @@ def _signals_to(ranks: Sequence[BaseProcess], received: list[int]) -> Iterator[N
 
 def _supervise(ranks: Sequence[BaseProcess], received: Sequence[int], grace: float) -> int:
     code, deadline, asked = 0, None, 0
-    while running := [process for process in ranks if process.exitcode is None]:
+    running = list(ranks)
+    while running:
         wait_for_any([process.sentinel for process in running], timeout=0.2)
-        ended = [(rank, process.exitcode) for rank, process in enumerate(ranks) if process.exitcode]
-        if ended and code == 0 and not received:
-            (rank, first), *_ = ended
+        # Asked once: a rank that ends right after this line is seen in the next turn, with its code.
+        running = [process for process in running if process.exitcode is None]
+        ended = [(rank, process.exitcode) for rank, process in enumerate(ranks) if process not in running]
+        failed = [(rank, exitcode) for rank, exitcode in ended if exitcode]
+        if failed and code == 0 and not received:
+            (rank, first), *_ = failed
             code = first if first > 0 else 128 - first
             print(f"rank {rank} {name_of_exit(first)}; the others are ended", file=sys.stderr)
             _signal(ranks, signal.SIGTERM)
