@@ -8,8 +8,9 @@
 All ways live in one process with one thread and do a few training steps by turns; a ratio is the median over the turns
 of a way's CPU time in a turn over that of plain training in the same turn. Memory is counted, not sampled: the bytes of
 all storages that the forward has made and that still live when it returns, the loss's graph being all that holds them;
-what was offloaded counts as the host's. The share of the saving is what a way saves of that, over what recomputing
-every block saves.
+what was offloaded counts as the host's or the disk's. The share of the saving is what a way saves of that, over what
+recomputing every block saves. On a CPU "the host" is the same memory: those rows show what the copies cost; a disk is
+another place, whose pages the system may write out.
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
 
 # Freed memory stays with the process: no page is faulted in twice. Read once by the C library, at the start.
 _ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "2147483647", "OMP_NUM_THREADS": "1"}
@@ -31,12 +36,13 @@ from engines import GPT, VOCABULARY  # noqa: E402
 from measure import MB, spending  # noqa: E402
 from report import Table, save  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts  # noqa: E402
 
 from scale_checkpoint import apply_checkpointing, checkpoint_wrapper  # noqa: E402
 from scale_checkpoint.live import LiveBytes  # noqa: E402
 
 LEARNING_RATE = 1e-3
+_FOLDER = TemporaryDirectory(prefix="checkpointing-")  # removed when the program ends
 
 
 class WrittenOut(nn.Module):
@@ -96,12 +102,13 @@ ROWS = {
 
 
 class _ByTorch(nn.Module):
-    def __init__(self, block: nn.Module, reentrant: bool) -> None:
+    def __init__(self, block: nn.Module, reentrant: bool, context: Callable[[], Any] | None = None) -> None:
         super().__init__()
-        self.block, self.reentrant = block, reentrant
+        self.block, self.kwargs = block, {} if context is None else {"context_fn": context}
+        self.reentrant = reentrant
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = checkpoint(self.block, x, use_reentrant=self.reentrant)
+        y: Tensor = checkpoint(self.block, x, use_reentrant=self.reentrant, **self.kwargs)
         return y
 
 
@@ -139,12 +146,33 @@ def _save_on_cpu(model: GPT) -> None:
     model.blocks = nn.ModuleList(Saved(block) for block in model.blocks)
 
 
+def _widest(context: object, operator: object, *args: Tensor, **kwargs: object) -> bool:
+    """Keeps the widest layer of each block alone: of all linear layers it takes longest, and its result is largest."""
+    return operator is torch.ops.aten.addmm.default and args[2].shape[1] > 3 * args[1].shape[1]
+
+
 def _narrow(context: object, operator: object, *args: Tensor, **kwargs: object) -> bool:
     """Keeps projections up to three times as wide as what they project, and fused attention: not the feed-forward."""
     name = str(operator)
     if name == "aten.addmm.default":
         return args[2].shape[1] <= 3 * args[1].shape[1]
     return name.startswith("aten._scaled_dot_product")
+
+
+def _torch_selective(model: GPT) -> None:
+    aten = torch.ops.aten
+    kept = [aten.addmm.default, aten._scaled_dot_product_flash_attention_for_cpu.default]
+    model.blocks = nn.ModuleList(
+        _ByTorch(block, False, partial(create_selective_checkpoint_contexts, kept)) for block in model.blocks
+    )
+
+
+def _in_folder(**kwargs: object) -> Callable[[GPT], None]:
+    def apply(model: GPT) -> None:
+        for block in model.blocks:
+            apply_checkpointing(block, offload_to=Path(_FOLDER.name), **kwargs)  # type: ignore[arg-type]
+
+    return apply
 
 
 @dataclass(frozen=True)
@@ -165,10 +193,23 @@ WAYS = {
     "torch": Way("torch, non-reentrant", _torch(False)),
     "torch-reentrant": Way("torch, reentrant", _torch(True)),
     "all": Way("scale-checkpoint, every block", _each()),
-    "linear": Way("scale-checkpoint, keep linear layers", _each(keep=["addmm", "_scaled_dot_product.*"])),
-    "narrow": Way("scale-checkpoint, keep all linear but the widest", _each(keep=_narrow)),
+    "torch-selective": Way("torch, selective, keep linear layers and attention", _torch_selective),
+    "selective": Way("scale-checkpoint, selective", _each(keep="selective")),
+    "linear": Way(
+        "scale-checkpoint, keep linear layers", _each(keep=["addmm", "_scaled_dot_product.*"]), by_default=False
+    ),
+    "narrow": Way("scale-checkpoint, keep all linear but the widest", _each(keep=_narrow), by_default=False),
+    "widest": Way("scale-checkpoint, keep the widest layer alone", _each(keep=_widest)),
+    "selective-host": Way(
+        "scale-checkpoint, selective, all of it to the host", _each(keep="selective", offload_to_cpu=True)
+    ),
+    "selective-folder": Way(
+        "scale-checkpoint, selective, the large half of it to a disk",
+        _in_folder(how="selective", offload_inputs=True, min_bytes=2 << 20),
+    ),
     "all-offload": Way("scale-checkpoint, every block, inputs to the host", _each(offload_to_cpu=True)),
     "offload": Way("scale-checkpoint, all to the host", _offloaded),
+    "folder": Way("scale-checkpoint, all to a disk", _in_folder(how="offload")),
     "save-on-cpu": Way("torch save_on_cpu", _save_on_cpu),
 }
 REFERENCE, WHOLE = "none", "all"

@@ -18,7 +18,7 @@ class Told(nn.Module):
 
 def test_items_that_repeat_are_blocks() -> None:
     assert list(find_blocks(Transformer(num_blocks=3))) == ["blocks.0", "blocks.1", "blocks.2"]
-    assert list(find_blocks(ResNet())) == ["first.0", "first.1", "second.0", "second.1"]
+    assert list(find_blocks(ResNet())) == ["stage1.0", "stage1.1", "stage2.0", "stage2.1"]
 
 
 def test_a_module_of_the_same_class_outside_of_a_list_is_a_block_as_well() -> None:
@@ -26,7 +26,7 @@ def test_a_module_of_the_same_class_outside_of_a_list_is_a_block_as_well() -> No
 
 
 def test_sequences_of_sequences_are_looked_into() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), ResNet().first, ResNet().first)
+    model = nn.Sequential(nn.Linear(2, 2), ResNet().stage1, ResNet().stage1)
     assert list(find_blocks(model)) == ["1.0", "1.1", "2.0", "2.1"]
 
 

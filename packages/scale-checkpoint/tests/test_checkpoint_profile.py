@@ -72,8 +72,8 @@ def test_autocast_counts() -> None:
 def test_blocks_may_be_named() -> None:
     torch.manual_seed(0)
     model, batch = ResNet(), torch.randn(4, 3, 32, 32)
-    assert list(profile_memory(model, batch, blocks=["second.0", "first"], repeats=1).blocks) == ["first", "second.0"]
-    agree(model, batch, blocks=["first", "second.0"])
+    assert list(profile_memory(model, batch, blocks=["stage2.0", "stage1"], repeats=1).blocks) == ["stage1", "stage2.0"]
+    agree(model, batch, blocks=["stage1", "stage2.0"])
 
 
 def test_a_step_without_a_gradient_is_refused_and_changes_nothing() -> None:

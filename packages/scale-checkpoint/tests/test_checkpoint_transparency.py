@@ -56,7 +56,7 @@ HOWS: dict[str, dict[str, Any]] = {
     "inputs to disk": {"how": "recompute", "offload_inputs": True, "min_bytes": 0, "offload_to": "folder"},
     "all to the host": {"how": "offload", "min_bytes": 0},
     "all to disk": {"how": "offload", "min_bytes": 0, "offload_to": "folder"},
-    "products kept": {"how": ["addmm", "_scaled_dot_product.*"]},
+    "selective": {"how": "selective"},
     "products kept on the host": {"how": ["addmm", "native_batch_norm"], "offload_inputs": True, "min_bytes": 0},
     "all kept": {"how": lambda context, operator, *args, **kwargs: True},
 }

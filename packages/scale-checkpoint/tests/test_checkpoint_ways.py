@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from scale_checkpoint import apply_checkpointing
-from scale_checkpoint.ways import EXPENSIVE, resolve, treated
+from scale_checkpoint.ways import resolve, treated
 
 CPU = torch.device("cpu")
 
@@ -16,7 +16,8 @@ def test_offload_is_a_way_where_the_device_is_not_the_host() -> None:
 
 
 def test_keep_and_recompute_are_always_among_them() -> None:
-    assert resolve(["selective"], CPU) == {"keep": "keep", "recompute": "recompute", "selective": EXPENSIVE}
+    assert resolve(["selective"], CPU) == {"keep": "keep", "recompute": "recompute", "selective": "selective"}
+    assert resolve({"mine": "selective"}, CPU)["mine"] == "selective"
     assert resolve({"mine": ["addmm"]}, CPU)["mine"] == ("addmm",)
 
 
@@ -35,9 +36,9 @@ def test_a_module_is_afterwards_what_it_was() -> None:
     module = nn.Linear(2, 2)
     with treated(module, "recompute"):
         assert "forward" in vars(module)
-    assert "forward" not in vars(module)
+    assert "forward" not in vars(module) and not module._forward_pre_hooks
     apply_checkpointing(module, "offload")
     before = module.forward
     with treated(module, "keep"):
         assert "forward" not in vars(module)
-    assert module.forward is before
+    assert module.forward is before and len(module._forward_pre_hooks) == 1

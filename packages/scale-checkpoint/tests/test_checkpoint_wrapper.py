@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from scale_checkpoint import apply_checkpointing, checkpoint_wrapper
+from scale_checkpoint import apply_checkpointing, checkpoint_wrapper, is_checkpointed
 from scale_checkpoint.forward import TreatedForward
 
 
@@ -29,6 +31,34 @@ def test_a_treatment_takes_the_place_of_another_and_goes_again() -> None:
     apply_checkpointing(layer, "keep")
 
 
+@pytest.mark.parametrize("how", ["recompute", "offload", ["addmm"]])
+def test_a_shallow_copy_runs_no_forward_of_another_module(how: Any) -> None:
+    class Scaled(nn.Linear):
+        scale = 1.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.scale
+
+    x = torch.ones(1, 2)
+    module = apply_checkpointing(Scaled(2, 2), how, min_bytes=0)
+    expected = module(x).detach()
+    twin = copy.copy(module)
+    twin.scale = 3.0
+    with pytest.raises(
+        RuntimeError, match=r"this Scaled is a shallow copy .* copy\.deepcopy, .*DistributedDataParallel"
+    ):
+        twin(x)
+    assert not is_checkpointed(twin)
+    plain = apply_checkpointing(copy.copy(twin), "keep")
+    for treatment in (how, "keep"):
+        assert torch.equal(apply_checkpointing(twin, treatment, min_bytes=0)(x), 3 * expected)
+    assert torch.equal(plain(x), 3 * expected) and torch.equal(module(x), expected)
+    with pytest.raises(RuntimeError, match="shallow copy"):
+        copy.copy(copy.deepcopy(module))(x)
+    apply_checkpointing(module, "keep")
+    assert not module._forward_pre_hooks and torch.equal(copy.copy(module)(x), expected)
+
+
 def test_the_forward_has_the_signature_and_the_words_of_the_plain_one() -> None:
     class Attends(nn.Module):
         def forward(self, x: Tensor, mask: Tensor | None = None, *, scale: float = 1.0) -> Tensor:
@@ -45,7 +75,9 @@ def test_wrong_modules_and_words_are_refused() -> None:
         checkpoint_wrapper(torch.ones(2))  # type: ignore[type-var]
     with pytest.raises(TypeError, match="a ModuleList is never called"):
         checkpoint_wrapper(nn.ModuleList())
-    with pytest.raises(ValueError, match='expected "keep", "recompute", "offload" or operators, got \'drop\''):
+    with pytest.raises(
+        ValueError, match='expected "keep", "recompute", "offload", "selective" or operators, got \'drop\''
+    ):
         apply_checkpointing(nn.Tanh(), "drop")
     layer = checkpoint_wrapper(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="'admm' is the name of no operator"):

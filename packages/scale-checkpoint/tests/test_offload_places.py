@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from scale_checkpoint import apply_checkpointing, checkpoint_wrapper, offload_activations, places
-from scale_checkpoint.offload import Store
 from scale_checkpoint.places import Folder, place_for
+from scale_checkpoint.store import Store
 
 
 def open_files(folder: Path) -> int:

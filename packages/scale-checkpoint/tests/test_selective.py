@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -134,9 +136,83 @@ def test_operators_that_draw_are_always_run_again() -> None:
     assert not draws(aten.addmm.default, (x, x, x), {})
 
 
+class Drawing(nn.Module):
+    """Draws twice; whoever keeps the first result and draws the second again gets the first one's numbers for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x) * torch.bernoulli(torch.full_like(x, 0.5))
+        return nn.functional.dropout(self.second(torch.tanh(y)), 0.5).exp()
+
+
+def test_a_policy_that_keeps_what_was_drawn_does_not_shift_the_numbers_of_others() -> None:
+    torch.manual_seed(0)
+    plain, x = Drawing(), torch.randn(4, 8)
+    ours = checkpoint_wrapper(copy.deepcopy(plain), keep=["bernoulli", "addmm"])
+    for module in (plain, ours):
+        torch.manual_seed(5)
+        module(x).square().sum().backward()
+    assert differing([p.grad for p in ours.parameters()], [p.grad for p in plain.parameters()]) == []
+
+
 def test_views_and_operators_that_change_their_arguments_are_never_kept() -> None:
     assert can_be_kept(aten.mm.default) and can_be_kept(aten.native_layer_norm.default)
     assert not any(map(can_be_kept, (aten.view.default, aten.add_.Tensor, aten.detach.default, aten.t.default)))
+
+
+class WrittenOut(nn.Module):
+    """Attention of plain operators: scores [B, T, T] of q, k [B, T, 4], then values [B, T, 4]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(4, 12), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).chunk(3, -1)
+        y: Tensor = self.out((query @ key.transpose(-2, -1)).softmax(-1) @ value)
+        return y
+
+
+def test_selective_keeps_what_is_dear_and_leaves_out_products_larger_than_their_factors() -> None:
+    torch.manual_seed(0)
+    plain = WrittenOut()
+    ours = checkpoint_wrapper(copy.deepcopy(plain), keep="selective")
+    x = torch.randn(2, 16, 4)
+    found = []
+    for module in (plain, ours):
+        module(x).square().sum().backward()
+        found.append([p.grad for p in module.parameters()])
+    assert differing(found[1], found[0]) == []
+    names = ["addmm", "bmm", "_softmax"]
+    plain_runs = forward_runs(plain, x, names)
+    assert [ours - plain for ours, plain in zip(forward_runs(ours, x, names), plain_runs, strict=True)] == [0, 1, 1]
+    # Where the heads are wider than the sequence is long, the scores are the smaller ones.
+    again = checkpoint_wrapper(copy.deepcopy(plain), keep="selective")
+    assert forward_runs(again, x[:, :3], names)[1] == plain_runs[1] + 1, "the mixed values are larger there"
+    assert forward_runs(checkpoint_wrapper(copy.deepcopy(plain)), x, names)[1] == plain_runs[1] + 2
+
+
+def test_selective_is_compared_copied_and_pickled_by_what_it_says() -> None:
+    policy = policy_of("selective")
+    for twin in (policy_of("selective"), copy.deepcopy(policy), pickle.loads(pickle.dumps(policy))):
+        assert twin == policy and hash(twin) == hash(policy) and repr(twin) == "'selective'"
+        assert twin.names(aten.addmm.default) and twin.names(aten.bmm.default) and not twin.names(aten.gelu.default)
+    assert policy != policy_of(sorted(policy.patterns))
+
+
+def test_compiled_parts_inside_compute_the_same() -> None:
+    torch._dynamo.reset()
+    plain, parts = feed(), feed()
+    ours = checkpoint_wrapper(nn.Sequential(parts[:2], torch.compile(parts[2:], backend="eager")), keep=["addmm"])
+    x = torch.randn(4, 8)
+    for _ in range(2):
+        for module in (plain, ours):
+            module.zero_grad()
+            module(x).square().sum().backward()
+        assert differing([p.grad for p in ours.parameters()], [p.grad for p in plain.parameters()]) == []
 
 
 def test_wrong_operators_are_refused() -> None:

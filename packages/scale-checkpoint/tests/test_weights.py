@@ -22,13 +22,16 @@ def built() -> nn.Sequential:
 
 @pytest.mark.parametrize("how", ["recompute", "offload", ["addmm"]])
 @pytest.mark.parametrize("training", [True, False])
-def test_a_functional_call_is_recomputed_with_its_own_parameters_and_buffers(how: Any, training: bool) -> None:
+@pytest.mark.parametrize("kind", [torch.Tensor.requires_grad_, nn.Parameter])
+def test_a_functional_call_is_recomputed_with_its_own_parameters_and_buffers(
+    how: Any, training: bool, kind: Any
+) -> None:
     found = []
     for treatment in ("keep", how):
         model = built().train(training)
         apply_checkpointing(model[0], treatment, min_bytes=0)
         torch.manual_seed(1)
-        params = {name: torch.randn_like(p).requires_grad_() for name, p in model.named_parameters()}
+        params = {name: kind(torch.randn_like(p)) for name, p in model.named_parameters()}
         buffers = {name: torch.rand_like(b.float()).to(b.dtype) for name, b in model.named_buffers()}
         loss = functional_call(model, (params, buffers), (torch.randn(3, 4),)).square().sum()
         loss.backward()  # By now the module holds its own parameters again.
@@ -65,11 +68,44 @@ def test_a_parameter_that_its_own_forward_clips_is_none() -> None:
     assert model.weight.grad is not None
 
 
-def test_another_parameter_in_the_place_of_one_is_left_there() -> None:
+def test_a_parameter_that_was_assigned_before_the_backward_is_not_computed_with() -> None:
+    found = []
+    for wrap in (nn.Module.train, checkpoint_wrapper):
+        model = wrap(built()[0])
+        before = model[3].weight
+        loss = model(torch.linspace(-1, 1, 12).reshape(3, 4)).square().sum()
+        model[3].weight = after = nn.Parameter(torch.zeros(4, 8))
+        loss.backward()
+        assert after.grad is None and model[3].weight is after
+        found.append([before.grad, *(p.grad for p in model.parameters())])
+    assert differing(found[1], found[0]) == []
+
+
+def test_a_functional_parameter_that_is_changed_before_the_backward_is_an_error() -> None:
+    for kind in (torch.Tensor.requires_grad_, nn.Parameter):
+        model = checkpoint_wrapper(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+        params = {name: kind(torch.randn_like(p)) for name, p in model.named_parameters()}
+        loss = functional_call(model, params, (torch.randn(2, 4),)).sum()
+        with torch.no_grad():
+            params["0.bias"].mul_(2)
+        with pytest.raises(RuntimeError, match=r"the parameter 'bias' \[4\] of a Linear was changed in place"):
+            loss.backward()
+
+
+def test_what_an_engine_has_let_go_of_is_left_to_the_engine() -> None:
+    """A shard in the place of a gathered parameter: of another shape or, on one rank, of the same."""
     layer = nn.Linear(2, 2)
     used = used_by([layer])
     assert replaced(used) == []
+    whole = layer.weight
     shard = layer.weight = nn.Parameter(torch.zeros(1))
     assert replaced(used) == []
     with put_back(replaced(used)):
         assert layer.weight is shard
+    alike = layer.weight = nn.Parameter(torch.zeros(2, 2))
+    assert [use.tensor for use in replaced(used)] == [whole]
+    with put_back(replaced(used)):
+        assert layer.weight is whole
+    assert layer.weight is alike
+    whole.untyped_storage().resize_(0)
+    assert replaced(used) == []

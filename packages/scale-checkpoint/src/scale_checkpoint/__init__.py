@@ -11,7 +11,8 @@ The files in reading order; each stands only on those above it:
 - `live`: the bytes of all storages that live;
 - `lanes`: copies that run beside the computation;
 - `places`: where offloaded bytes are kept;
-- `offload`: saved tensors that leave, and are fetched ahead;
+- `store`: what has left, in the order in which it left, and is fetched ahead;
+- `offload`: which saved tensors leave;
 - `operators`: whose results are kept;
 - `selective`: results kept in the forward, and given back;
 - `recheck`: a recomputation that differs;

@@ -72,6 +72,10 @@ class TreatedForward:
             return plain if name == "__wrapped__" else getattr(plain, name)
         raise AttributeError(f"a {type(self).__name__} has no attribute {name!r}")
 
+    def is_of(self, module: nn.Module) -> bool:
+        """Whether it is this module's, and not that of one of which this is a shallow copy."""
+        return self._module() is module
+
     @property
     def plain(self) -> Callable[..., Any]:
         """The forward that it stands for, bound."""
@@ -113,9 +117,43 @@ class TreatedForward:
 
 
 def treated(module: nn.Module) -> TreatedForward | None:
-    """Returns what stands in the place of a module's forward, or None where it is its own."""
+    """Returns what stands in the place of a module's forward, or None where it is its own or that of another module."""
     forward = vars(module).get("forward")
-    return forward if isinstance(forward, TreatedForward) else None
+    return forward if isinstance(forward, TreatedForward) and forward.is_of(module) else None
+
+
+def treat(module: nn.Module, forward: TreatedForward) -> None:
+    """Puts a treated forward in the place of the module's own, which has none at this time."""
+    object.__setattr__(module, "forward", forward)
+    if _check_is_own not in module._forward_pre_hooks.values():
+        module.register_forward_pre_hook(_check_is_own)
+
+
+def treat_no_more(module: nn.Module) -> None:
+    """Puts a module's own forward back, or that which was patched in before it was treated."""
+    present = vars(module).get("forward")
+    if not isinstance(present, TreatedForward):
+        return
+    if not present.is_of(module):  # A shallow copy shares its hooks with the original, which goes on to need them.
+        module.__dict__["_forward_pre_hooks"] = module._forward_pre_hooks.copy()
+    for number in [number for number, hook in module._forward_pre_hooks.items() if hook is _check_is_own]:
+        del module._forward_pre_hooks[number]
+    if present.patched is None:
+        del module.__dict__["forward"]
+    else:
+        object.__setattr__(module, "forward", present.patched)
+
+
+def _check_is_own(module: nn.Module, args: Any) -> None:
+    """Before a module's forward, which knows only the module that it was made for: sees a shallow copy of that."""
+    forward = vars(module).get("forward")
+    if isinstance(forward, TreatedForward) and not forward.is_of(module):
+        title = type(module).__name__
+        raise RuntimeError(
+            f"this {title} is a shallow copy of a {title} that is checkpointed or offloaded, and would run the forward "
+            "of the original: take copy.deepcopy, or treat the copy by itself, with apply_checkpointing(copy, "
+            '"recompute") or "keep" (nn.DataParallel makes such copies, too: take DistributedDataParallel)'
+        )
 
 
 def _check_no_transform(module: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Which operators of a recomputed module keep their results: by name, or by a policy function.
+"""Which operators of a recomputed module keep their results: by name, by a policy function, or those that are dear.
 
 What is kept is not computed again, and what it was computed from is not needed. An operator that draws random numbers
 is always computed again, whatever the policy says: were its result kept, the numbers that it would have drawn would go
@@ -15,19 +15,27 @@ from typing import Any, TypeAlias
 
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
-from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 OperatorPolicy: TypeAlias = Callable[..., CheckpointPolicy | bool]
 """Called with a `torch.utils.checkpoint.SelectiveCheckpointContext`, the operator (an `OpOverload`) and its arguments;
 returns whether the result is kept, as torch's `CheckpointPolicy` or as a bool."""
 
 
+SELECTIVE = "selective"
+"""The word for `DearOperators`."""
+
+_DEAR = ("addmm", "mm", "convolution", "_scaled_dot_product.*")
+_BATCHED_PRODUCTS = ("bmm", "baddbmm")
+
+
 def policy_of(keep: OperatorPolicy | Iterable[str | OpOverload | OpOverloadPacket]) -> OperatorPolicy:
     """Returns a policy that keeps the results of the operators that are named.
 
     Args:
-        keep: A policy function, which is returned as it is; or operators: regular expressions for whole names without
-            the namespace, as "addmm" or "_scaled_dot_product.*", or `torch.ops` themselves.
+        keep: A policy function, which is returned as it is; "selective" for `DearOperators`; or operators: regular
+            expressions for whole names without the namespace, as "addmm" or "_scaled_dot_product.*", or `torch.ops`
+            themselves.
 
     Raises:
         TypeError: `keep` is one string, or holds something else.
@@ -35,6 +43,8 @@ def policy_of(keep: OperatorPolicy | Iterable[str | OpOverload | OpOverloadPacke
     """
     if callable(keep):
         return keep
+    if keep == SELECTIVE:
+        return DearOperators()
     if isinstance(keep, str):
         raise TypeError(f"keep holds several operators, but got one string, {keep!r}: write [{keep!r}]")
     return NamedOperators(*(_pattern(name) for name in keep))
@@ -47,8 +57,8 @@ class NamedOperators:
         self.patterns = frozenset(patterns)
         self._found: dict[int, tuple[bool, Any]] = {}
 
-    def __call__(self, context: object, operator: Any, *args: Any, **kwargs: Any) -> bool:
-        return self.names(operator)
+    def __call__(self, context: SelectiveCheckpointContext, operator: Any, *args: Any, **kwargs: Any) -> bool:
+        return self.names(operator) and self.wants(operator, args, context.op_output)
 
     def names(self, operator: Any) -> bool:
         """Whether an operator is one of them, and can be kept."""
@@ -60,8 +70,12 @@ class NamedOperators:
             found = self._found[id(operator)] = named and can_be_kept(operator), operator
         return found[0]
 
+    def wants(self, operator: Any, args: tuple[Any, ...], result: Any) -> bool:
+        """Whether it keeps what an operator that is one of them has returned here."""
+        return True
+
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, NamedOperators) and other.patterns == self.patterns
+        return type(other) is type(self) and other.patterns == self.patterns
 
     def __hash__(self) -> int:
         return hash(self.patterns)
@@ -74,6 +88,28 @@ class NamedOperators:
 
     def __setstate__(self, patterns: frozenset[str]) -> None:
         self.__init__(*patterns)  # type: ignore[misc]
+
+
+class DearOperators(NamedOperators):
+    """Keeps what takes long to compute for its size: linear layers, convolutions, attention, and some batched products.
+
+    A batched product is kept if it is smaller than what it was computed from. Where attention is written out, the
+    scores [T, T] of queries and keys [T, d] are larger, and are what is to be saved; the mixed values are smaller.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(*_DEAR, *_BATCHED_PRODUCTS)
+
+    def wants(self, operator: Any, args: tuple[Any, ...], result: Any) -> bool:
+        if _name(operator).partition(".")[0] not in _BATCHED_PRODUCTS:
+            return True
+        return bool(result.numel() < max(factor.numel() for factor in args[-2:]))
+
+    def __repr__(self) -> str:
+        return repr(SELECTIVE)
+
+    def __reduce__(self) -> tuple[type[DearOperators], tuple[()]]:
+        return DearOperators, ()
 
 
 def _name(operator: Any) -> str:

@@ -21,8 +21,9 @@ def plot_timelines(
 
     Args:
         timelines: By the name of the plan; all of one profile.
-        path: A picture, replaced if it is there; its ending says its kind.
-        budget_bytes: Drawn as a line.
+        path: A picture, replaced if it is there; its ending says its kind. In an SVG, each line is a group with the
+            plan's name as its id.
+        budget_bytes: Drawn as a line, of the id "budget".
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -36,9 +37,9 @@ def plot_timelines(
         longest = max(longest, len(points))
         places = [index / 2 for index in range(len(points))]
         axes.fill_between(places, points, alpha=0.15)
-        axes.plot(places, points, label=f"{label}: {step.peak_bytes / MIB:.0f} MiB")
+        axes.plot(places, points, label=f"{label}: {step.peak_bytes / MIB:.0f} MiB", gid=label)
     if budget_bytes is not None:
-        axes.axhline(budget_bytes / MIB, color="black", linestyle="--", linewidth=1, label="budget")
+        axes.axhline(budget_bytes / MIB, color="black", linestyle="--", linewidth=1, label="budget", gid="budget")
     axes.axvline(longest / 4, color="gray", linewidth=0.5)
     axes.set_xticks([longest / 8, 3 * longest / 8], ["forward", "backward"])
     axes.set_ylabel("MiB that live")
@@ -62,12 +63,14 @@ def plot_layers(traces: Sequence[LayerTrace], path: str | PathLike[str]) -> None
     above, below = figure.subplots(2)
     for is_forward, label in ((True, "forward"), (False, "backward")):
         chosen = [(index, trace) for index, trace in enumerate(traces) if trace.is_forward == is_forward]
-        above.plot([i for i, _ in chosen], [t.peak_bytes / MIB for _, t in chosen], ".", label=label)
+        above.plot([i for i, _ in chosen], [t.peak_bytes / MIB for _, t in chosen], ".", label=label, gid=label)
     above.set_xlabel("pass")
     above.set_ylabel("MiB at its peak")
     above.legend()
     forward = [trace for trace in traces if trace.is_forward and trace.module_name]
-    below.bar(range(len(forward)), [trace.memory_diff / MIB for trace in forward])
+    bars = below.bar(range(len(forward)), [trace.memory_diff / MIB for trace in forward])
+    for bar, trace in zip(bars, forward, strict=True):
+        bar.set_gid(trace.module_name)
     if len(forward) <= 40:
         below.set_xticks(range(len(forward)), [trace.module_name for trace in forward], rotation=90, fontsize=7)
     below.set_ylabel("MiB left by its forward")

@@ -172,10 +172,10 @@ def profile_memory(
     step = Step(model, sample_input, loss)
     with undisturbed(model), steady(device):
         trace = _follow(step, found, device)
-        seconds = _seconds_of(step, found, device, -(-repeats // 2))
+        seconds = _seconds_of(step, found, device, repeats)
         tried = pooled(_try_blocks(step, found, trace.visits, _Trying(device, hows, repeats)))
         # Once more: so that what disturbed the machine for a while does not stand between the step and its blocks.
-        seconds = min(seconds, _seconds_of(step, found, device, -(-repeats // 2)))
+        seconds = min(seconds, _seconds_of(step, found, device, repeats))
     standing_bytes = storage_bytes([*model.parameters(), *model.buffers(), *tensors_in((step.args, step.kwargs))])
     segments, crossings = assemble(trace, tried, standing_bytes, seconds)
     shapes = {name: _shape_of(block) for name, block in found.items()}

@@ -1,9 +1,9 @@
 """The two dispatch modes of selective checkpointing: one keeps results in the forward, one gives them back.
 
-torch has such a pair, `create_selective_checkpoint_contexts`. This one costs a fraction of it for each operator that
-runs, lets kept results be offloaded, draws random numbers as the plain module does, and can go backward twice through
-a graph that is retained: what was used up is computed. And it learns: a result that no recomputation has asked for,
-such as that of a block's last product, is not kept by later calls.
+torch has such a pair, `create_selective_checkpoint_contexts`, which takes about the same time. This one draws random
+numbers as the plain module does, lets kept results be offloaded, computes again what was changed in place, and can go
+backward twice through a graph that is retained: what was used up is computed. And it learns: a result that no
+recomputation has asked for, such as that of a block's last product, is not kept by later calls.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
-from scale_checkpoint.offload import Packed
 from scale_checkpoint.operators import NamedOperators, OperatorPolicy, can_be_kept, draws
 from scale_checkpoint.phase import is_aside
+from scale_checkpoint.store import Packed
 
 Key = tuple[int, int]
 """An operator, by its identity, which is quicker than its hash, and how many times it had run before."""
@@ -118,6 +118,7 @@ class Keeping(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._kept, self._counts = kept, dict[int, int]()
         self._named = kept.policy if isinstance(kept.policy, NamedOperators) else None
+        self._may_keep = can_be_kept if self._named is None else self._named.names
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -125,7 +126,7 @@ class Keeping(TorchDispatchMode):
         """Runs `func`, and keeps its result where that is wanted."""
         kwargs = {} if kwargs is None else kwargs
         result = func(*args, **kwargs)
-        if is_aside() or not (can_be_kept(func) if self._named is None else self._named.names(func)):
+        if not self._may_keep(func) or is_aside():
             return result
         count = self._counts.get(id(func), 0)
         self._counts[id(func)] = count + 1
@@ -140,7 +141,7 @@ class Keeping(TorchDispatchMode):
 
     def _is_wanted(self, result: Any, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         if self._named is not None:
-            return True
+            return self._named.wants(func, args, result)
         context = SelectiveCheckpointContext(is_recompute=False, op_output=result)
         wanted = self._kept.policy(context, func, *args, **kwargs)
         if isinstance(wanted, CheckpointPolicy):

@@ -9,30 +9,20 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
-from scale_checkpoint.operators import policy_of
+from scale_checkpoint.forward import treat, treat_no_more
+from scale_checkpoint.forward import treated as forward_of
+from scale_checkpoint.operators import SELECTIVE, policy_of
 from scale_checkpoint.wrapper import apply_checkpointing
 
 KEEP = "keep"
 RECOMPUTE = "recompute"
-SELECTIVE = "selective"
 OFFLOAD = "offload"
-
-EXPENSIVE = ("addmm", "mm", "convolution", "_scaled_dot_product.*")
-"""The operators whose results "selective" keeps: most of a block's time, and less of its memory.
-
-Not the products of an attention that is written out, `bmm`: their results are as large as what is to be saved. In a
-block of width 256 on 512 tokens each byte that they keep saves half of the time that a linear layer's saves."""
 
 Ways: TypeAlias = Sequence[str] | Mapping[str, str | Sequence[str]]
 """Ways by name: "keep", "recompute", "selective", "offload"; or names of your own for operators whose results are kept,
 as {"keep": "keep", "recompute": "recompute", "attention": ["_scaled_dot_product.*"]}."""
 
-_KNOWN: Mapping[str, str | Sequence[str]] = {
-    KEEP: KEEP,
-    RECOMPUTE: RECOMPUTE,
-    SELECTIVE: EXPENSIVE,
-    OFFLOAD: OFFLOAD,
-}
+_KNOWN = (KEEP, RECOMPUTE, SELECTIVE, OFFLOAD)
 
 
 def resolve(ways: Ways | None, device: torch.device) -> dict[str, str | tuple[str, ...]]:
@@ -55,12 +45,12 @@ def resolve(ways: Ways | None, device: torch.device) -> dict[str, str | tuple[st
                 f"a way is one of {', '.join(map(repr, _KNOWN))}, but {strangers[0]!r} was given; write "
                 f'ways={{"{strangers[0]}": ["addmm"], ...}} for operators whose results are kept'
             )
-        ways = {way: _KNOWN[way] for way in ways}
+        ways = {way: way for way in ways}
     hows: dict[str, str | tuple[str, ...]] = {KEEP: KEEP, RECOMPUTE: RECOMPUTE}
     for name, how in ways.items():
         if isinstance(how, str):
-            if how not in (KEEP, RECOMPUTE, OFFLOAD):
-                raise ValueError(f'the way {name!r} is "keep", "recompute", "offload" or operators, but is {how!r}')
+            if how not in _KNOWN:
+                raise ValueError(f"the way {name!r} is {', '.join(map(repr, _KNOWN))} or operators, but is {how!r}")
             hows[name] = how
         else:
             hows[name] = _operators(name, how)
@@ -85,11 +75,11 @@ def treated(module: nn.Module, how: str | Sequence[str]) -> Iterator[None]:
         module: A block.
         how: What `apply_checkpointing` takes.
     """
-    before = vars(module).get("forward")
+    before = forward_of(module)
     apply_checkpointing(module, how)
     try:
         yield
     finally:
-        vars(module).pop("forward", None)
+        treat_no_more(module)
         if before is not None:
-            object.__setattr__(module, "forward", before)
+            treat(module, before)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 
@@ -66,16 +67,38 @@ def replaced(used: Iterable[Used]) -> list[Used]:
     found = []
     for use in used:
         now = use.place.get(use.name)
-        if now is use.tensor:
-            if not use.is_buffer and now._version != use.version:
-                raise RuntimeError(
-                    f"the parameter '{use.name}' {list(now.shape)} of a {type(use.module).__name__} was changed in "
-                    "place between the forward and the backward of a checkpointed module, which is computed again with "
-                    "it: call loss.backward() before optimizer.step(), and change parameters after it"
-                )
-        elif type(use.tensor) is Tensor and (use.is_buffer or isinstance(now, nn.Parameter)):
+        is_replaced = now is not use.tensor and _is_to_be_put_back(use, now)
+        if (now is use.tensor or is_replaced) and not use.is_buffer and use.tensor._version != use.version:
+            raise RuntimeError(
+                f"the parameter '{use.name}' {list(use.tensor.shape)} of a {type(use.module).__name__} was changed in "
+                "place between the forward and the backward of a checkpointed module, which is computed again with "
+                "it: call loss.backward() before optimizer.step(), and change parameters after it"
+            )
+        if is_replaced:
             found.append(use)
     return found
+
+
+def _is_to_be_put_back(use: Used, now: Tensor | None) -> bool:
+    """Whether a forward's tensor, which the module does not hold any more, is still what it was.
+
+    Engines that gather parameters swap them, too, and see to the recomputation themselves: what they let go of has
+    another shape than what stands there now, or no memory.
+    """
+    then = use.tensor
+    if use.is_buffer:
+        return type(then) is Tensor
+    if not isinstance(now, nn.Parameter):
+        return False
+    if type(then) is Tensor:
+        return True
+    alike = (now.shape, now.dtype, now.device) == (then.shape, then.dtype, then.device)
+    return alike and (type(then) is not nn.Parameter or _has_memory(then))
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Whether a tensor's storage was not given back, as that of a gathered buffer is."""
+    return tensor.layout is not torch.strided or tensor.untyped_storage().nbytes() >= tensor.numel() * tensor.itemsize
 
 
 @contextmanager

@@ -8,9 +8,9 @@ from typing import Any, Literal, TypeAlias, TypeVar
 from torch import nn
 from torch._ops import OpOverload, OpOverloadPacket
 
-from scale_checkpoint.forward import TreatedForward, Treatment, treated
+from scale_checkpoint.forward import TreatedForward, Treatment, treat, treat_no_more, treated
 from scale_checkpoint.offload import MIN_BYTES
-from scale_checkpoint.operators import OperatorPolicy, policy_of
+from scale_checkpoint.operators import SELECTIVE, OperatorPolicy, policy_of
 from scale_checkpoint.places import Target, place_for
 
 M = TypeVar("M", bound=nn.Module)
@@ -18,16 +18,16 @@ M = TypeVar("M", bound=nn.Module)
 Operators: TypeAlias = Iterable[str | OpOverload | OpOverloadPacket]
 """Operators by name, as regular expressions, or `torch.ops` themselves."""
 
-How: TypeAlias = Literal["keep", "recompute", "offload"] | OperatorPolicy | Operators
-"""What is done with a module's activations: kept, computed again, or moved away; or computed again but for what these
-operators, or those that a policy names, have computed."""
+How: TypeAlias = Literal["keep", "recompute", "offload", "selective"] | OperatorPolicy | Operators
+"""What is done with a module's activations: kept, computed again, or moved away; or computed again but for what is dear
+("selective"), or for what these operators, or those that a policy names, have computed."""
 
 
 def checkpoint_wrapper(
     module: M,
     offload_to_cpu: bool = False,
     *,
-    keep: OperatorPolicy | Operators | None = None,
+    keep: Literal["selective"] | OperatorPolicy | Operators | None = None,
     offload_to: Target | None = None,
     min_bytes: int = MIN_BYTES,
     preserve_random_state: bool = True,
@@ -51,7 +51,9 @@ def checkpoint_wrapper(
         module: Changed in place.
         offload_to_cpu: Keep the inputs in the memory of the host; the same as `offload_to="host"`.
         keep: Operators whose results are kept, so that they are not computed again: names, as "addmm" or
-            "_scaled_dot_product.*", or a policy function as torch's selective checkpointing has it.
+            "_scaled_dot_product.*"; a policy function as torch's selective checkpointing has it; or "selective", which
+            keeps what takes long for its size: linear layers, convolutions, attention, and those batched products that
+            are smaller than what they were computed from.
         offload_to: "host" or the path of a folder: where the inputs are kept.
         min_bytes: Of what is offloaded, smaller storages stay.
         preserve_random_state: False for a module that draws no random numbers, or need not draw them again.
@@ -84,8 +86,9 @@ def apply_checkpointing(
 
     Args:
         module: Changed in place.
-        how: "keep" makes it plain again; "recompute" keeps its inputs alone; "offload" keeps all, elsewhere; operators,
-            or a policy of operators, recompute all but what they name.
+        how: "keep" makes it plain again; "recompute" keeps its inputs alone; "offload" keeps all, elsewhere;
+            "selective", operators, or a policy of operators, recompute all but what they name: see `keep` of
+            `checkpoint_wrapper`.
         offload_to: "host" or the path of a folder, for "offload" and `offload_inputs`.
         offload_inputs: Of a module that is recomputed: keep its inputs there, too.
         min_bytes: Of what is offloaded, smaller storages stay.
@@ -107,12 +110,12 @@ def apply_checkpointing(
         treatment = Treatment(offload_to=inputs_to, min_bytes=min_bytes)
     elif how == "offload":
         treatment = Treatment(recompute=False, offload_to=offload_to, min_bytes=min_bytes)
-    elif isinstance(how, str):
-        raise ValueError(f'how: expected "keep", "recompute", "offload" or operators, got {how!r}')
+    elif isinstance(how, str) and how != SELECTIVE:
+        raise ValueError(f'how: expected "keep", "recompute", "offload", "selective" or operators, got {how!r}')
     else:
         treatment = Treatment(keep=policy_of(how), offload_to=inputs_to, min_bytes=min_bytes)
     _check_is_called(module)
-    _make_plain(module)
+    treat_no_more(module)
     if treatment is not None:
         _treat(module, treatment)
     return module
@@ -136,22 +139,13 @@ def _treat(module: nn.Module, treatment: Treatment) -> None:
     _check_is_called(module)
     present = treated(module)
     if present is None:
-        object.__setattr__(module, "forward", TreatedForward(module, treatment))
+        treat_no_more(module)
+        treat(module, TreatedForward(module, treatment))
     elif present.treatment != treatment:
         raise ValueError(
             f"a {type(module).__name__} is checkpointed already, as {present.treatment}, and was to be as {treatment}: "
             'wrap it once, or call apply_checkpointing(module, "keep") first'
         )
-
-
-def _make_plain(module: nn.Module) -> None:
-    present = treated(module)
-    if present is None:
-        return
-    if present.patched is None:
-        del module.__dict__["forward"]
-    else:
-        object.__setattr__(module, "forward", present.patched)
 
 
 def _check_is_called(module: Any) -> None:
