@@ -1,0 +1,1 @@
+"""A pipeline over several processes: each rank holds some stages, and follows its list of the schedule."""

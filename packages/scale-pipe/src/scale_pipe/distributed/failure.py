@@ -1,0 +1,162 @@
+"""What goes wrong in a step: told to all ranks in the place of tensors, and raised by all of them alike."""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Sequence
+from typing import NoReturn
+
+from scale_core import ScaleDistributedError, StepError, exchange_text
+from scale_core.group import Group
+from scale_core.last_words import LastWords
+from scale_core.pending import TransferError
+from scale_pipe.distributed.links import LinkError
+from scale_pipe.distributed.messages import Content, Failure
+from scale_pipe.distributed.plan import Slot
+from scale_pipe.schedules.action import EVERY_MICRO_BATCH
+
+_LONGEST_TEXT = 20_000
+
+
+class StageError(StepError):
+    """A stage has failed, so all ranks gave the step up; each of them raises this, with the first traceback.
+
+    Gradients are as before the step, and training can go on with the next batch.
+
+    Attributes:
+        rank: Where it was raised.
+        stage: In which stage.
+        micro_batch: On which micro-batch; -1 where it was on none.
+    """
+
+    def __init__(
+        self, message: str, *, step: int = 0, unit: str = "", rank: int = -1, stage: int = -1, micro_batch: int = -1
+    ) -> None:
+        super().__init__(message, step=step, unit=unit)
+        self.rank = rank
+        self.stage = stage
+        self.micro_batch = micro_batch
+
+
+def of_error(
+    error: Exception,
+    *,
+    rank: int,
+    stage: int,
+    micro_batch: int,
+    doing: str,
+    arrived: Sequence[tuple[str, Content]] = (),
+) -> Failure:
+    """Puts an exception into words that can be sent.
+
+    Args:
+        error: What was raised.
+        rank: Here.
+        stage: In which stage.
+        micro_batch: On which micro-batch.
+        doing: What was done.
+        arrived: What the stage had got, and from where.
+    """
+    text = str(error)[:_LONGEST_TEXT]
+    text += "".join(f"\n  it was given {content} by {source}" for source, content in arrived)
+    trace = "".join(traceback.format_exception(error))[-_LONGEST_TEXT:]
+    return Failure(rank, stage, micro_batch, doing, type(error).__name__, text, trace)
+
+
+def of_link(error: LinkError, *, rank: int, stage: int) -> Failure:
+    """Puts the loss of another rank into words.
+
+    Args:
+        error: What a transfer has raised.
+        rank: Here.
+        stage: The stage that needed it, or had sent it.
+    """
+    slot = error.slot
+    other = slot.source if slot.target == stage else slot.target
+    way = "waited for" if slot.target == stage else "had sent"
+    text = f"rank {rank} {way} the {slot} (stage {other} stands on rank {error.peer}): {error.cause}"
+    return Failure(rank, stage, slot.micro_batch, "a transfer", type(error).__name__, text, "", lost=True)
+
+
+def passed_on(failure: Failure, *, rank: int, slot: Slot, peer: int) -> Failure:
+    """Returns what a rank says that was told of a loss: it names whom it waited for itself.
+
+    Args:
+        failure: What it was told.
+        rank: Here.
+        slot: What it waited for.
+        peer: Who told it.
+    """
+    text = f"rank {rank} waited for the {slot} (stage {slot.source} stands on rank {peer}), which said: {failure.text}"
+    return failure._replace(rank=rank, stage=slot.target, micro_batch=slot.micro_batch, text=text[:_LONGEST_TEXT])
+
+
+def of_end(error: TransferError, rank: int) -> Failure:
+    """Puts into words that the ranks did not meet at the end of a pass.
+
+    Args:
+        error: What the exchange has raised.
+        rank: Here.
+    """
+    text = f"rank {rank} was through with its stages and waited for the others at the end: {error}"
+    return Failure(rank, -1, EVERY_MICRO_BATCH, "the end", type(error).__name__, text, "", lost=True)
+
+
+def raise_lost(failure: Failure, step: int, words: LastWords) -> NoReturn:
+    """Raises that the ranks have lost each other.
+
+    Args:
+        failure: How it was seen here.
+        step: Counted from 1.
+        words: To leave and to find what each rank did last.
+
+    Raises:
+        ScaleDistributedError: Always.
+    """
+    words.add(f"step {step}: {failure.text}")
+    words.publish()
+    lines = [f"step {step}: {failure.text}", "What each rank did last:"]
+    lines += [f"  rank {rank}: {text}" for rank, text in words.of_all().items()]
+    lines.append("End this process and start from the last checkpoint")
+    raise ScaleDistributedError("\n".join(lines), step=step, unit=f"stage {failure.stage}")
+
+
+def raise_together(
+    failure: Failure | None,
+    group: Group,
+    step: int,
+    cause: Exception | None,
+    limit_seconds: float | None,
+    note: str = "",
+) -> NoReturn:
+    """Raises the same error on all ranks, which are all here: the one of the earliest stage that has failed by itself.
+
+    Args:
+        failure: What this rank knows of; None where it has heard of nothing.
+        group: The ranks.
+        step: Counted from 1.
+        cause: What was raised on this rank, if it was.
+        limit_seconds: How long to wait for another rank.
+        note: What can't be taken back.
+
+    Raises:
+        StageError: Always.
+        TransferError: A rank is lost.
+    """
+    texts = exchange_text(json.dumps([failure, note]), group, limit_seconds=limit_seconds)
+    told = [json.loads(text) for text in texts]
+    first = min((Failure(*entry) for entry, _ in told if entry), key=lambda one: (one.stage, one.micro_batch, one.rank))
+    notes = "".join(f"\n{note}" for _, note in told if note)
+    batch = "" if first.micro_batch < 0 else f" of micro-batch {first.micro_batch}"
+    where = f"stage {first.stage} on rank {first.rank}" if first.stage >= 0 else f"rank {first.rank}"
+    error = StageError(
+        f"step {step}: {where} raised {first.kind} in {first.doing}{batch}: {first.text}\n"
+        f"All ranks gave the step up; gradients are as before it.{notes}\n{first.trace}".rstrip(),
+        step=step,
+        unit=f"stage {first.stage}",
+        rank=first.rank,
+        stage=first.stage,
+        micro_batch=first.micro_batch,
+    )
+    raise error from (cause if first.rank == group.rank else None)

@@ -1,0 +1,107 @@
+"""What a rank is given for a step, cut into micro-batches. What is wrong with it fails the step on all ranks alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from scale_core.nested import map_tensors
+from scale_pipe.distributed.failure import of_error
+from scale_pipe.distributed.messages import Share
+from scale_pipe.distributed.runtime import Given
+from scale_pipe.distributed.stage import ToLoss
+from scale_pipe.micro_batches import Arguments, batch_size_of, cut, micro_batch_sizes, scatter
+from scale_pipe.schedules.schedule import Schedule
+
+LossFunction = Callable[..., Any]
+
+
+class Asked(NamedTuple):
+    """What a step was called with.
+
+    Attributes:
+        arguments: Of the first stage; on other ranks they may be empty.
+        target: What the loss function compares with, [N, ...]; None where it needs none.
+        loss_fn: From output and target to their mean loss; None where the last stage returns it.
+        stage_inputs: By stage, further arguments by keyword.
+    """
+
+    arguments: Arguments
+    target: Any
+    loss_fn: LossFunction | None
+    stage_inputs: Mapping[int, Mapping[str, Any]]
+
+
+def given_for(asked: Asked, schedule: Schedule, rank: int, device: torch.device, *, trains: bool) -> Given:
+    """Returns what this rank goes into a pass with.
+
+    Args:
+        asked: What the call says.
+        schedule: Says which stages are here, and how many micro-batches there may be.
+        rank: This one.
+        device: Where it computes.
+        trains: A loss is asked for.
+    """
+    doing, stages = "what it was called with", schedule.placement.stages_of[rank]
+    stage = stages[0]
+    try:
+        shares, arguments = [], {}
+        for stage in stages:
+            extra = dict(asked.stage_inputs.get(stage, {}))
+            if stage == 0:
+                inputs = Arguments(asked.arguments.args, {**asked.arguments.kwargs, **extra})
+                arguments[0] = _moved(scatter(inputs, schedule.num_micro_batches), device)
+                shares = _shares(inputs, schedule.num_micro_batches)
+            elif extra:
+                arguments[stage] = _moved(_cut(Arguments((), extra), schedule.num_micro_batches), device)
+        if not trains or schedule.num_stages - 1 not in stages:
+            return Given(shares, arguments)
+        stage = schedule.num_stages - 1
+        return Given(shares, arguments, _loss_of(asked, schedule.num_micro_batches, device))
+    except Exception as error:
+        return Given(failure=of_error(error, rank=rank, stage=stage, micro_batch=-1, doing=doing), cause=error)
+
+
+def _shares(inputs: Any, chunks: int) -> list[Share]:
+    total = batch_size_of(inputs)
+    assert total is not None
+    sizes = micro_batch_sizes(total, chunks)
+    return [Share(size, total, len(sizes)) for size in sizes]
+
+
+def _cut(inputs: Any, chunks: int) -> list[Any]:
+    """Cuts inputs; those without a tensor [N, ...] go to every micro-batch."""
+    total = batch_size_of(inputs)
+    return [inputs] * chunks if total is None else cut(inputs, micro_batch_sizes(total, chunks))
+
+
+def _loss_of(asked: Asked, chunks: int, device: torch.device) -> ToLoss:
+    targets: Sequence[Any] = []
+    total: int | None = None
+    if asked.target is not None:
+        total = batch_size_of(asked.target)
+        targets = _moved(_cut(asked.target, chunks), device)
+
+    def to_loss(output: Any, micro_batch: int, share: Share) -> Any:
+        if total is not None and share.total and total != share.total:
+            raise ValueError(
+                f"the mini-batch has {share.total} samples, and target has {total}: give target for the same samples"
+            )
+        if asked.loss_fn is None:
+            return output
+        return asked.loss_fn(output, targets[micro_batch]) if asked.target is not None else asked.loss_fn(output)
+
+    return to_loss
+
+
+def _moved(tree: Any, device: torch.device) -> Any:
+    if device.type == "cpu":
+        return tree
+
+    def move(tensor: Tensor) -> Tensor:
+        return tensor.to(device, non_blocking=True)
+
+    return map_tensors(move, tree)

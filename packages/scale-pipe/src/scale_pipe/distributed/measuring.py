@@ -1,0 +1,104 @@
+"""What a pass has taken, on all ranks: for pictures beside the planned ones, and for the solver."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+
+from scale_core.exchange import exchange_text
+from scale_core.group import Group
+from scale_pipe.schedules.action import Action, Kind
+from scale_pipe.schedules.costs import Costs
+from scale_pipe.schedules.schedule import Schedule
+from scale_pipe.schedules.simulation import Simulation, Span
+from scale_pipe.schedules.solver import solve
+
+_KINDS = (Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT, Kind.BACKWARD)
+
+
+def gathered_spans(spans: Iterable[Span], group: Group, begin: float, limit_seconds: float | None) -> tuple[Span, ...]:
+    """Returns the spans of all ranks, on one clock that begins with the first of them; all ranks call it together.
+
+    Args:
+        spans: Of this rank, from its own begin.
+        group: The ranks.
+        begin: When that was, in seconds since the epoch: machines are as near as their clocks are.
+        limit_seconds: How long to wait for another rank.
+
+    Raises:
+        TransferError: A rank did not come.
+    """
+    mine = [[str(span.action), span.start, span.end] for span in spans]
+    told = [json.loads(t) for t in exchange_text(json.dumps([begin, mine]), group, limit_seconds=limit_seconds)]
+    first = min((start + origin for origin, rows in told for _, start, _ in rows), default=0.0)
+    found = [
+        Span(rank, Action.parse(text), origin + start - first, origin + end - first)
+        for rank, (origin, rows) in enumerate(told)
+        for text, start, end in rows
+    ]
+    return tuple(sorted(found, key=lambda span: (span.start, span.end, span.rank)))
+
+
+def costs_of(spans: Iterable[Span], num_stages: int) -> Costs:
+    """Returns the mean times of each stage; where the gradients were computed together, each is taken for a half.
+
+    Args:
+        spans: Of all ranks.
+        num_stages: How many stages there are.
+    """
+    times: dict[tuple[Kind, int], list[float]] = {}
+    for span in spans:
+        times.setdefault((span.action.kind, span.action.stage), []).append(span.end - span.start)
+    means = {key: sum(found) / len(found) for key, found in times.items()}
+
+    def of(kind: Kind) -> list[float]:
+        halves = [means.get((Kind.BACKWARD, stage), 0.0) / 2 for stage in range(num_stages)]
+        return [
+            means.get((kind, stage), half if kind is not Kind.FORWARD else 0.0) for stage, half in enumerate(halves)
+        ]
+
+    forward, there, weights = (of(kind) for kind in _KINDS[:3])
+    return Costs.measured(forward, there, weights)
+
+
+def solved(
+    schedule: Schedule,
+    costs: Costs,
+    group: Group,
+    memory_cap: float | Sequence[float] | None,
+    limit_seconds: float | None,
+) -> Schedule:
+    """Returns the schedule that the first rank finds for measured costs; all ranks call it together.
+
+    Args:
+        schedule: What has run; its placement stays, since stages stay where they are.
+        costs: Measured.
+        group: The ranks.
+        memory_cap: As the solver takes it.
+        limit_seconds: How long to wait for another rank, beside the search.
+
+    Raises:
+        TransferError: A rank did not come.
+    """
+    text = ""
+    if group.rank == 0:
+        found = solve(
+            costs,
+            schedule.num_ranks,
+            schedule.num_micro_batches,
+            memory_cap=memory_cap,
+            placement=schedule.placement,
+        )
+        text = json.dumps(found.schedule.to_json())
+    texts = exchange_text(text, group, limit_seconds=limit_seconds)
+    return Schedule.from_json(json.loads(texts[0]))
+
+
+def measured(schedule: Schedule, spans: tuple[Span, ...]) -> Simulation:
+    """Returns measured spans as what pictures and traces are made of.
+
+    Args:
+        schedule: What has run.
+        spans: Of all ranks.
+    """
+    return Simulation(schedule, costs_of(spans, schedule.num_stages), spans)

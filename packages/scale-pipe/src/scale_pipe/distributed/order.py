@@ -1,0 +1,47 @@
+"""What can be known of one rank's tasks before they run: who needs what, and what each stage does last."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from scale_pipe.distributed.plan import Receive, Send, Slot, Task, Wiring, arriving, leaving, receipts
+from scale_pipe.schedules.action import COMPUTES, GIVES_INPUT_GRADIENT, Action, Kind
+
+
+class Order:
+    """The tasks of one rank, with what can be known of them before they run.
+
+    Args:
+        plans: The tasks of all ranks.
+        rank: Which is this one's.
+        num_stages: How many stages there are.
+        wiring: What the model adds.
+
+    Attributes:
+        num_stages: How many stages there are.
+        tasks: In order.
+        receives: Those that receive.
+        splits: Whether gradients of inputs and of parameters are computed apart.
+        receipts: By task, which sends are known to have arrived.
+        turns: By stage, its micro-batches in the order of their backwards.
+        arriving: By computation, what it takes.
+        leaving: By computation, what it gives.
+        peers: Of what comes from another rank, which one.
+        sent: What goes to another rank.
+    """
+
+    def __init__(self, plans: Sequence[Sequence[Task]], rank: int, num_stages: int, wiring: Wiring) -> None:
+        self.num_stages = num_stages
+        self.tasks = tuple(plans[rank])
+        self.receives = [task for task in self.tasks if isinstance(task, Receive)]
+        computes = [(i, t) for i, t in enumerate(self.tasks) if isinstance(t, Action) and t.kind in COMPUTES]
+        self.splits = any(action.kind is Kind.INPUT_GRADIENT for _, action in computes)
+        self.receipts = receipts(plans, rank, num_stages, wiring)
+        self.turns: dict[int, list[int]] = {}
+        for _, action in computes:
+            if action.kind in GIVES_INPUT_GRADIENT:
+                self.turns.setdefault(action.stage, []).append(action.micro_batch)
+        self.arriving = {action: arriving(action, num_stages, wiring) for _, action in computes}
+        self.leaving = {action: leaving(action, num_stages, wiring) for _, action in computes}
+        self.peers: dict[Slot, int] = {task.slot: task.peer for task in self.receives}
+        self.sent = frozenset(task.slot for task in self.tasks if isinstance(task, Send))

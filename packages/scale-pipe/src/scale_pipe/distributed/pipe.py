@@ -1,0 +1,492 @@
+"""`DistributedPipe`: a model cut into stages, each on one rank of a group, run by a schedule."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, NoReturn, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from scale_core import Contract, Event, GroupLike, ScaleDistributedError, group_of, message_tag
+from scale_core.last_words import LastWords
+from scale_core.messages import HOST, UNIT_TAGS
+from scale_core.pending import TransferError
+from scale_pipe.distributed import failure as failures
+from scale_pipe.distributed.building import (
+    SOLVE,
+    connections,
+    cut_in_stages,
+    described,
+    schedule_for,
+    stages_each,
+)
+from scale_pipe.distributed.inputs import Asked, LossFunction, given_for
+from scale_pipe.distributed.links import Links
+from scale_pipe.distributed.measuring import costs_of, gathered_spans, measured, solved
+from scale_pipe.distributed.messages import Failure
+from scale_pipe.distributed.order import Order
+from scale_pipe.distributed.plan import Send, forward_plan, plan, shared_slots
+from scale_pipe.distributed.runtime import Run, spans_of
+from scale_pipe.distributed.shared import Shared
+from scale_pipe.distributed.stage import Checkpoint, Stage
+from scale_pipe.distributed.state import StagesState, clip_over_stages, state_slots
+from scale_pipe.distributed.verdict import Verdict, agree_on_end
+from scale_pipe.micro_batches import Arguments, gather
+from scale_pipe.models.deferred_batch_norm import DeferredBatchNorm
+from scale_pipe.schedules.schedule import Schedule
+from scale_pipe.schedules.simulation import Simulation, Span
+
+Optimizers = Optimizer | Mapping[int, Optimizer]
+"""One for all stages of a rank, or one for each."""
+
+_MEASURED_STEP = 2  # The first one is slower than all that follow.
+
+
+class DistributedPipe(nn.Module):
+    """A pipeline over the ranks of a group: each holds some stages of the model, and follows its list of the schedule.
+
+    Every rank builds the same model and the same pipeline, and calls `step` for each batch.
+
+        pipe = DistributedPipe(nn.Sequential(...), "1f1b", balance=[3, 2], chunks=8)
+        optimizer = torch.optim.AdamW(pipe.parameters())
+        for batch, target in batches:
+            loss = pipe.step(batch, target=target, loss_fn=nn.functional.cross_entropy)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    A step equals plain PyTorch that accumulates the gradients of the same micro-batches. Each counts as many samples as
+    it has, so the loss function gives a mean over samples.
+
+    Args:
+        module: An `nn.Sequential`, or the stages that `split(model, [...])` returns; only those of this rank are kept.
+        schedule: A name ("1f1b", "zb_v", ...), a `Schedule`, or "solve": the second step is measured, and the following
+            ones run by the schedule that the solver finds for these times.
+        balance: How many layers each stage has, of a sequence.
+        chunks: The most micro-batches of a step; a `Schedule` has its own number.
+        stages_per_rank: For schedules that leave it open.
+        group: The ranks, in the order of the stages: a process group or a `DeviceMesh` of one dimension; None for all.
+        device: Where the stages of this rank are moved; None leaves them where they are.
+        checkpoint: For which micro-batches activations are computed again in the backward pass.
+        deferred_batch_norm: Batch norms move their running statistics once per step, by those of the whole batch.
+        memory_cap: Of "solve": live micro-batches on a rank, in model equivalents.
+        limit_seconds: The longest wait for another rank; None is the group's own limit, at most ten minutes.
+
+    Raises:
+        TypeError: The module or the schedule is none.
+        ValueError: Numbers do not fit each other: the message says which.
+        ContractError: The ranks have built different models, splits or schedules.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | Sequence[nn.Module],
+        schedule: str | Schedule = "1f1b",
+        *,
+        balance: Sequence[int] | None = None,
+        chunks: int = 8,
+        stages_per_rank: int | None = None,
+        group: GroupLike = None,
+        device: torch.device | str | int | None = None,
+        checkpoint: Checkpoint = "never",
+        deferred_batch_norm: bool = False,
+        memory_cap: float | Sequence[float] | None = None,
+        limit_seconds: float | None = None,
+    ) -> None:
+        super().__init__()
+        if checkpoint not in get_args(Checkpoint):
+            raise ValueError(f"checkpoint is not one of {', '.join(map(repr, get_args(Checkpoint)))}: {checkpoint!r}")
+        self.group = group_of(group)
+        self.checkpoint: Checkpoint = checkpoint
+        stages_per_rank = stages_per_rank or stages_each(module, self.group.size, balance)
+        self._schedule = schedule_for(schedule, self.group.size, chunks, stages_per_rank)
+        self._to_be_solved = isinstance(schedule, str) and schedule.lower() == SOLVE
+        self._memory_cap = memory_cap
+        stages = cut_in_stages(module, self._schedule.num_stages, balance)
+        placement = self._schedule.placement
+        self._wiring, self._skip_keys, tied = connections(stages, placement)
+        self._state = StagesState(stages, self.group)
+        self._contract = Contract(self.group, limit_seconds)
+        self._words = LastWords(self.group)
+        self._contract.agree("how the pipeline is built", list(described(self._schedule, stages, self._wiring)))
+        for index in placement.stages_of[self.group.rank]:
+            stage = stages[index] if device is None else stages[index].to(device)
+            if deferred_batch_norm:
+                stage = DeferredBatchNorm.convert_deferred_batch_norm(stage, self._schedule.num_micro_batches)
+            self._modules[str(index)] = stage
+        own = set(self.stages)
+        self._tied = {
+            name: self.stages[stage].get_parameter(listed)
+            for name, places in tied.items()
+            for stage, listed in places.items()
+            if stage in own
+        }
+        self._runners: dict[int, Stage] = {}
+        self._number = _next_number()
+        self._num_passes = self._num_steps = 0
+        self._wished = HOST if device is None else torch.device(device)
+        self._broken: str | None = None
+        self._last: tuple[tuple[Span, ...], float] | None = None
+        self._prepare()
+        self._shared.make_equal(self._host_links, placement, self.group.rank, self._wiring.shared)
+
+    # What it is made of.
+
+    @property
+    def schedule(self) -> Schedule:
+        """What runs now."""
+        return self._schedule
+
+    @property
+    def stages(self) -> MutableMapping[int, nn.Module]:
+        """This rank's stages, by number; one may be replaced by a wrapper around it, such as `fully_shard(stage)`."""
+        return _OwnStages(self)
+
+    @property
+    def chunks(self) -> int:
+        """The most micro-batches of a step."""
+        return self._schedule.num_micro_batches
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        params = (param for module in self.stages.values() for param in module.parameters())
+        return next((param.device for param in params if not param.is_meta), self._wished)
+
+    def _prepare(self) -> None:
+        """Makes all that follows from the schedule."""
+        schedule, rank = self._schedule, self.group.rank
+        plans = [plan(schedule, other, self._wiring) for other in range(schedule.num_ranks)]
+        forwards = [forward_plan(tasks) for tasks in plans]
+        self._order = Order(plans, rank, schedule.num_stages, self._wiring)
+        self._forward_order = Order(forwards, rank, schedule.num_stages, self._wiring)
+        self._shared = Shared(self._wiring.shared, schedule.placement, rank, self._tied)
+        slots = [task.slot for tasks in plans for task in tasks if isinstance(task, Send)]
+        kept = shared_slots(schedule.placement, self._wiring.shared)
+        states = state_slots(schedule.placement)
+        # Of other pipelines, of other passes and of what else this group sends, no message is taken for one of these.
+        first = message_tag(Event(f"pipeline {self._number}", schedule.name)) - UNIT_TAGS.start
+        tags = (
+            UNIT_TAGS[(first + index) % len(UNIT_TAGS)] for index in range(2 * len(slots) + len(kept) + len(states))
+        )
+        limit, self._device = self._contract.limit_seconds, self.device
+        self._links = Links(self.group, {slot: next(tags) for slot in slots}, self._device, limit)
+        self._forward_links = Links(self.group, {slot: next(tags) for slot in slots}, self._device, limit)
+        self._host_links = Links(self.group, {slot: next(tags) for slot in (*kept, *states)}, HOST, limit)
+
+    # Steps.
+
+    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """A pipeline is not called: its backward is a part of its step."""
+        raise RuntimeError(
+            "a DistributedPipe computes the loss and its gradients in one: write loss = pipe.step(batch, "
+            "target=target, loss_fn=loss_fn), or output = pipe.evaluate(batch) without gradients"
+        )
+
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        loss_fn: LossFunction | None = None,
+        optimizer: Optimizers | None = None,
+        stage_inputs: Mapping[int, Mapping[str, Any]] | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Runs a batch through the pipeline and back; gradients are added to `param.grad` of this rank's stages.
+
+        Args:
+            args: Of the first stage; tensors [N, ...] in any nesting. Ranks without it may leave them out.
+            target: Of the loss function, tensors [N, ...] in any nesting; needed on the rank of the last stage.
+            loss_fn: `loss_fn(output, target)`, or `loss_fn(output)` without a target: the mean over the samples of a
+                micro-batch. None where the last stage returns that itself.
+            optimizer: Steps each stage as soon as its gradients are there; one for all stages of this rank, or one for
+                each by its number. None leaves it to the caller, who may clip gradients before.
+            stage_inputs: By the number of a stage, arguments by keyword that it gets on its own rank.
+            kwargs: Of the first stage, by keyword; one that has a name from above is given as `stage_inputs={0: ...}`.
+
+        Returns:
+            The mean loss of the batch: a scalar without history, the same on all ranks.
+
+        Raises:
+            StageError: A stage has failed, or was given what it can't take; on all ranks alike. Gradients are as before
+                the step, and training can go on.
+            ScaleDistributedError: The ranks have lost each other.
+        """
+        asked = Asked(Arguments(args, kwargs), target, loss_fn, stage_inputs or {})
+        self._begin()
+        before = [(param, None if param.grad is None else param.grad.clone()) for param in self._live_parameters()]
+        given = given_for(asked, self._schedule, self.group.rank, self._device, trains=True)
+        given = given._replace(on_step=_stepper(optimizer, list(self.stages)))
+        self._shared.begin()
+        with torch.enable_grad():
+            run, verdict = self._run(self._order, self._links, given)
+        if verdict.failed:
+            self._give_up(run, before)
+        assert verdict.loss is not None
+        self._num_steps += 1
+        if self._to_be_solved and self._num_steps >= _MEASURED_STEP:
+            self._solve()
+        return torch.tensor(verdict.loss, dtype=verdict.dtype, device=self._device)
+
+    @torch.no_grad()
+    def evaluate(self, *args: Any, stage_inputs: Mapping[int, Mapping[str, Any]] | None = None, **kwargs: Any) -> Any:
+        """Runs a batch forward alone, in the mode that the modules are in (`pipe.eval()`).
+
+        Args:
+            args: As in `step`.
+            stage_inputs: As in `step`.
+            kwargs: As in `step`.
+
+        Returns:
+            The output of the whole batch on the rank of the last stage, None on the others.
+
+        Raises:
+            StageError: As in `step`.
+            ScaleDistributedError: As in `step`.
+        """
+        asked = Asked(Arguments(args, kwargs), None, None, stage_inputs or {})
+        self._begin()
+        given = given_for(asked, self._schedule, self.group.rank, self._device, trains=False)
+        run, verdict = self._run(self._forward_order, self._forward_links, given)
+        if verdict.failed:
+            self._give_up(run, [])
+        return gather([run.outputs[number] for number in sorted(run.outputs)]) if run.outputs else None
+
+    def _begin(self) -> None:
+        if self._broken is not None:
+            raise ScaleDistributedError(
+                f"the ranks of the pipeline have lost each other in an earlier step:\n{self._broken}\n"
+                "end this process and start from the last checkpoint",
+                step=self._num_passes,
+            )
+        self._num_passes += 1
+        device = self.device
+        if device != self._device:
+            self._device = device
+            self._links.compute_on(device)
+            self._forward_links.compute_on(device)
+
+    def _run(self, order: Order, links: Links, given: Any) -> tuple[Run, Verdict]:
+        """One pass on this rank, and what all ranks know after it."""
+        stages = self._runners
+        for index, module in self.stages.items():
+            if index not in stages or stages[index].module is not module:
+                pops, stashes = self._keys(index, pops=True), self._keys(index, pops=False)
+                stages[index] = Stage(index, module, pops, stashes, self.checkpoint)
+        limit = self._contract.limit_seconds
+        run = Run(self.group, order, stages, links, given, self._shared, limit)
+        began, clock = time.time(), time.perf_counter()
+        try:
+            run.go()
+            if run.failure is not None and run.failure.lost:
+                failures.raise_lost(run.failure, self._num_passes, self._words)
+            loss = _mean_loss(run) if run.losses else None
+            verdict = agree_on_end(self.group, failed=run.failure is not None, loss=loss, limit_seconds=limit)
+        except TransferError as error:
+            self._lose(failures.of_end(error, self.group.rank))
+        except BaseException as error:
+            self._broken = str(error)
+            raise
+        if verdict.failed:
+            for stage in stages.values():
+                stage.discard()
+        self._last = spans_of(run.times, self.group.rank, clock), began
+        return run, verdict
+
+    def _keys(self, index: int, *, pops: bool) -> dict[str, Any]:
+        skips = self._wiring.skips
+        return {
+            skip.name: self._skip_keys[skip.name] for skip in skips if index == (skip.target if pops else skip.source)
+        }
+
+    def _give_up(self, run: Run, before: Sequence[tuple[nn.Parameter, Tensor | None]]) -> NoReturn:
+        """Puts gradients back, and raises on all ranks what was raised on one."""
+        for param, grad in before:
+            param.grad = grad
+        note = ""
+        if run.stepped:
+            note = (
+                f"Stages {', '.join(map(str, run.stepped))} had been stepped by then, which can't be taken back: load "
+                "the last checkpoint"
+            )
+        try:
+            failures.raise_together(
+                run.failure, self.group, self._num_passes, run.cause, self._contract.limit_seconds, note
+            )
+        except TransferError as error:
+            self._lose(failures.of_end(error, self.group.rank))
+
+    def _lose(self, failure: Failure) -> NoReturn:
+        try:
+            failures.raise_lost(failure, self._num_passes, self._words)
+        except ScaleDistributedError as error:
+            self._broken = str(error)
+            raise
+
+    def _live_parameters(self) -> Iterator[nn.Parameter]:
+        seen: set[int] = set()
+        for module in self.stages.values():
+            for param in module.parameters():
+                if id(param) not in seen:
+                    seen.add(id(param))
+                    yield param
+
+    # Measured and solved.
+
+    @property
+    def last_trace(self) -> tuple[Span, ...]:
+        """What this rank has computed in its last pass, in seconds from its begin."""
+        return () if self._last is None else self._last[0]
+
+    def measured(self) -> Simulation:
+        """Returns the last pass of all ranks, to be drawn beside the plan; all ranks call it together.
+
+            save_drawing([simulate(pipe.schedule, measured.costs), measured], "step.svg")
+
+        Raises:
+            RuntimeError: There was none.
+            TransferError: A rank did not come.
+        """
+        if self._last is None:
+            raise RuntimeError("there is nothing measured before the first step: call pipe.step(...) first")
+        spans, began = self._last
+        return measured(self._schedule, gathered_spans(spans, self.group, began, self._contract.limit_seconds))
+
+    def _solve(self) -> None:
+        self._to_be_solved = False
+        spans = self.measured().spans
+        costs = costs_of(spans, self._schedule.num_stages)
+        limit = self._contract.limit_seconds
+        self._schedule = solved(self._schedule, costs, self.group, self._memory_cap, limit)
+        self._prepare()
+
+    # State.
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields this rank's parameters by the names of the plain model."""
+        yield from self._state.named(self.stages, lambda module: module.named_parameters(), prefix, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yields this rank's buffers by the names of the plain model."""
+        yield from self._state.named(self.stages, lambda module: module.named_buffers(), prefix, remove_duplicate)
+
+    def state_dict(  # type: ignore[override]  # torch overloads it
+        self, *args: Any, full: bool = False, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Returns what this rank holds, by the names of the plain model.
+
+        Args:
+            args: `destination`, `prefix`, `keep_vars`, as torch has them.
+            full: The whole model, on the host of the first rank, and nothing on the others; all ranks call it together.
+            kwargs: Likewise.
+        """
+        own = self._state.of(self.stages, *args, **kwargs)
+        return self._state.whole(own, self._host_links, self._schedule.placement) if full else own
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Takes this rank's part of a state of the plain model, whole or of this rank alone.
+
+        Args:
+            state_dict: By the names of the plain model.
+            strict: What is missing on this rank, or stands in no stage at all, is an error.
+            assign: As torch has it.
+
+        Raises:
+            RuntimeError: Names or shapes do not fit.
+        """
+        return self._state.load(self.stages, state_dict, strict=strict, assign=assign)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scales all gradients of all stages so that their norm is at most `max_norm`; all ranks call it together.
+
+        Args:
+            max_norm: The largest norm allowed; `math.inf` only measures.
+            norm_type: p > 0; `math.inf` is the largest magnitude. A parameter that several stages share counts once.
+
+        Returns:
+            The norm before, a scalar, equal on all ranks.
+
+        Raises:
+            ValueError: One of the two is no such number.
+            TransferError: A rank did not come.
+        """
+        params = list(self._live_parameters())
+        elsewhere = {id(param) for param in self._shared.counted_elsewhere()}
+        own = [param for param in params if id(param) not in elsewhere]
+        return clip_over_stages(
+            params, own, self.group, float(max_norm), float(norm_type), self._contract.limit_seconds
+        )
+
+
+class _OwnStages(MutableMapping[int, nn.Module]):
+    """A rank's stages, by number, as the modules of its pipeline."""
+
+    def __init__(self, pipe: nn.Module) -> None:
+        self._pipe = pipe
+
+    def __getitem__(self, index: int) -> nn.Module:
+        module = self._pipe._modules.get(str(index))
+        if module is None:
+            raise KeyError(f"stage {index} is not on this rank, which holds {list(self)}")
+        return module
+
+    def __setitem__(self, index: int, module: nn.Module) -> None:
+        self[index]  # Another one would never run.
+        self._pipe._modules[str(index)] = module
+
+    def __delitem__(self, index: int) -> None:
+        raise TypeError("a stage can be replaced, but not taken away")
+
+    def __iter__(self) -> Iterator[int]:
+        return map(int, self._pipe._modules)
+
+    def __len__(self) -> int:
+        return len(self._pipe._modules)
+
+
+_num_pipes = 0
+
+
+def _next_number() -> int:
+    """Tells the messages of pipelines apart: ranks make them in one order."""
+    global _num_pipes
+    _num_pipes += 1
+    return _num_pipes
+
+
+def _stepper(optimizer: Optimizers | None, stages: list[int]) -> Callable[[int], None] | None:
+    """Returns what steps a stage; one optimizer for all of them steps with the last."""
+    if optimizer is None:
+        return None
+    if isinstance(optimizer, Mapping):
+        by_stage = dict(optimizer)
+
+        def step_one(stage: int) -> None:
+            if stage in by_stage:
+                by_stage[stage].step()
+
+        return step_one
+    waiting = set(stages)
+
+    def step(stage: int) -> None:
+        waiting.discard(stage)
+        if not waiting:
+            optimizer.step()
+
+    return step
+
+
+def _mean_loss(run: Run) -> Tensor:
+    """The mean over the samples of all micro-batches, added up in their order."""
+    total: Tensor | None = None
+    for number in sorted(run.losses):
+        part = run.losses[number].reshape(()) * run.shares[number].weight
+        total = part if total is None else total + part
+    assert total is not None
+    return total

@@ -1,0 +1,311 @@
+"""What one rank does in a step, with everything that travels: a schedule's list made whole for a model.
+
+A schedule knows of transfers between neighbours alone. A model may have skip connections, whose tensors go straight
+from the stage that stashes them to the one that pops them, and parameters that several stages share, whose gradients
+have to be added up. Both are woven in here, in numbers and names alone:
+
+- a skip is sent right after the forward that makes it and received right before the one that takes it; its gradient
+  goes the other way, right after the backward of the one and before that of the other;
+- gradients of shared parameters, and those of replicas, are exchanged after all that a rank owes to others and before
+  its first step.
+
+Nothing that is woven in waits for what did not come before it anyway: the stage that pops stands behind the one that
+stashes, so it had to wait for its forward already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import NamedTuple
+
+from scale_pipe.schedules.action import (
+    COMPUTES,
+    EVERY_MICRO_BATCH,
+    GIVES_INPUT_GRADIENT,
+    Action,
+    Kind,
+)
+from scale_pipe.schedules.placement import Placement
+from scale_pipe.schedules.schedule import Schedule
+
+
+class Flow(StrEnum):
+    """What travels."""
+
+    ACTIVATION = "activation"
+    GRADIENT = "gradient"
+    SHARED = "gradient of a shared parameter"
+    STATE = "state"
+
+
+class Slot(NamedTuple):
+    """One thing that travels once in a step; where both stages stand on one rank it is handed over there.
+
+    Attributes:
+        flow: What it is.
+        name: "" for what one stage hands to the next; otherwise the name of the skip or of the shared parameter.
+        source: The stage that it comes from.
+        target: The stage that it goes to.
+        micro_batch: Which; `EVERY_MICRO_BATCH` of shared parameters.
+    """
+
+    flow: Flow
+    name: str
+    source: int
+    target: int
+    micro_batch: int
+
+    def back(self) -> Slot:
+        """Returns where the gradient of an activation travels."""
+        assert self.flow is Flow.ACTIVATION
+        return Slot(Flow.GRADIENT, self.name, self.target, self.source, self.micro_batch)
+
+    def __str__(self) -> str:
+        what = f"{self.flow.value} {self.name!r}" if self.name else self.flow.value
+        batch = "" if self.micro_batch == EVERY_MICRO_BATCH else f", micro-batch {self.micro_batch}"
+        return f"{what} of stage {self.source} for stage {self.target}{batch}"
+
+
+class Send(NamedTuple):
+    """A slot leaves for another rank; does not wait for it."""
+
+    slot: Slot
+    peer: int
+
+
+class Receive(NamedTuple):
+    """A slot may arrive from another rank; whoever needs it waits."""
+
+    slot: Slot
+    peer: int
+
+
+class Average(NamedTuple):
+    """The gradients of all stages are averaged over their replicas, where wrappers leave that to the pipeline."""
+
+
+class AddShared(NamedTuple):
+    """The gradients of shared parameters are added up, once all of them are there."""
+
+
+Task = Action | Send | Receive | Average | AddShared
+
+
+class Skip(NamedTuple):
+    """A tensor that goes past stages.
+
+    Attributes:
+        name: Unique among the skips of a model.
+        source: The stage that stashes it.
+        target: The stage that pops it, behind the other.
+    """
+
+    name: str
+    source: int
+    target: int
+
+
+class SharedParameter(NamedTuple):
+    """A parameter that several stages hold.
+
+    Attributes:
+        name: Its name in the plain model, the first one.
+        stages: Who holds it.
+    """
+
+    name: str
+    stages: tuple[int, ...]
+
+
+class Wiring(NamedTuple):
+    """What a model adds to a schedule.
+
+    Attributes:
+        skips: Its skip connections.
+        shared: The parameters that stand in several stages.
+    """
+
+    skips: tuple[Skip, ...] = ()
+    shared: tuple[SharedParameter, ...] = ()
+
+
+def plan(schedule: Schedule, rank: int, wiring: Wiring) -> tuple[Task, ...]:
+    """Returns what a rank does in a step, in order.
+
+    Args:
+        schedule: Any that is valid.
+        rank: Which.
+        wiring: What the model adds.
+    """
+    rank_of = schedule.placement.rank_of
+    tasks: list[Task] = []
+    shares = shared_slots(schedule.placement, wiring.shared)
+    mine = [slot for slot in shares if rank in (rank_of[slot.source], rank_of[slot.target])]
+    is_over = False
+    for action in schedule.actions[rank]:
+        if action.kind is Kind.STEP and not is_over:
+            is_over = True
+            tasks.append(Average())
+            tasks += [Receive(slot, rank_of[slot.source]) for slot in mine if rank_of[slot.target] == rank]
+            tasks += [Send(slot, rank_of[slot.target]) for slot in mine if rank_of[slot.source] == rank]
+            tasks += [AddShared()] * bool(mine)
+        if action.kind not in COMPUTES:
+            tasks.append(_transfer(action, rank_of) or action)
+            continue
+        outer = [slot for slot in _skips_of(action, wiring, arriving=True) if rank_of[slot.source] != rank]
+        tasks += [Receive(slot, rank_of[slot.source]) for slot in outer]
+        tasks.append(action)
+        outer = [slot for slot in _skips_of(action, wiring, arriving=False) if rank_of[slot.target] != rank]
+        tasks += [Send(slot, rank_of[slot.target]) for slot in outer]
+    return tuple(tasks)
+
+
+def forward_plan(tasks: Sequence[Task]) -> tuple[Task, ...]:
+    """Returns what is left of a plan where no gradients are wanted.
+
+    Args:
+        tasks: Of `plan`.
+    """
+    return tuple(
+        task
+        for task in tasks
+        if (isinstance(task, Action) and task.kind is Kind.FORWARD)
+        or (isinstance(task, Send | Receive) and task.slot.flow is Flow.ACTIVATION)
+    )
+
+
+def arriving(action: Action, num_stages: int, wiring: Wiring) -> tuple[Slot, ...]:
+    """Returns what a computation takes, from this rank or another: first what neighbours hand over, then skips.
+
+    Args:
+        action: A forward, or what gives the gradient of the input.
+        num_stages: How many stages there are.
+        wiring: What the model adds.
+    """
+    kind, stage, micro_batch = action
+    slots = []
+    if kind is Kind.FORWARD and stage > 0:
+        slots.append(Slot(Flow.ACTIVATION, "", stage - 1, stage, micro_batch))
+    if kind in GIVES_INPUT_GRADIENT and stage + 1 < num_stages:
+        slots.append(Slot(Flow.GRADIENT, "", stage + 1, stage, micro_batch))
+    return (*slots, *_skips_of(action, wiring, arriving=True))
+
+
+def leaving(action: Action, num_stages: int, wiring: Wiring) -> tuple[Slot, ...]:
+    """Returns what a computation gives, in the order of `arriving`.
+
+    Args:
+        action: A forward, or what gives the gradient of the input.
+        num_stages: How many stages there are.
+        wiring: What the model adds.
+    """
+    kind, stage, micro_batch = action
+    slots = []
+    if kind is Kind.FORWARD and stage + 1 < num_stages:
+        slots.append(Slot(Flow.ACTIVATION, "", stage, stage + 1, micro_batch))
+    if kind in GIVES_INPUT_GRADIENT and stage > 0:
+        slots.append(Slot(Flow.GRADIENT, "", stage, stage - 1, micro_batch))
+    return (*slots, *_skips_of(action, wiring, arriving=False))
+
+
+def shared_slots(placement: Placement, parameters: Sequence[SharedParameter]) -> list[Slot]:
+    """Returns the gradients of shared parameters that travel: from each rank that holds one to each other such rank.
+
+    A rank stands there by the first of its stages that holds the parameter.
+
+    Args:
+        placement: Which rank holds which stage.
+        parameters: Those that are shared.
+    """
+    slots = []
+    for parameter in parameters:
+        holders = first_holders(parameter, placement)
+        slots += [
+            Slot(Flow.SHARED, parameter.name, source, target, EVERY_MICRO_BATCH)
+            for source in holders.values()
+            for target in holders.values()
+            if source != target
+        ]
+    return slots
+
+
+def first_holders(parameter: SharedParameter, placement: Placement) -> Mapping[int, int]:
+    """Returns by rank the first of its stages that holds a parameter; ranks in the order of these stages.
+
+    Args:
+        parameter: A shared one.
+        placement: Which rank holds which stage.
+    """
+    holders: dict[int, int] = {}
+    for stage in sorted(parameter.stages):
+        holders.setdefault(placement.rank_of[stage], stage)
+    return holders
+
+
+def receipts(plans: Sequence[Sequence[Task]], rank: int, num_stages: int, wiring: Wiring) -> dict[int, list[Slot]]:
+    """Returns by task what a rank has sent and knows to be taken in by then, so that it may forget it.
+
+    A peer sends in the order of its list. What it had to wait for before it sent what arrives now has been there.
+
+    Args:
+        plans: Of all ranks.
+        rank: Whose receipts.
+        num_stages: How many stages there are.
+        wiring: What the model adds.
+    """
+    sent_at: dict[tuple[int, Slot], int] = {}
+    taken_at: dict[tuple[int, Slot], int] = {}
+    for peer, tasks in enumerate(plans):
+        for index, task in enumerate(tasks):
+            if isinstance(task, Send):
+                sent_at[peer, task.slot] = index
+            elif isinstance(task, Action) and task.kind in COMPUTES:
+                taken_at.update({(peer, slot): index for slot in arriving(task, num_stages, wiring)})
+    open_sends: dict[int, list[tuple[int, Slot]]] = {}
+    for task in plans[rank]:
+        if isinstance(task, Send) and task.slot.flow is not Flow.SHARED:
+            open_sends.setdefault(task.peer, []).append((taken_at[task.peer, task.slot], task.slot))
+    for sends in open_sends.values():
+        sends.sort(reverse=True)
+    peer_of = {task.slot: task.peer for task in plans[rank] if isinstance(task, Receive)}
+    known: dict[int, list[Slot]] = {}
+    for index, task in enumerate(plans[rank]):
+        if not (isinstance(task, Action) and task.kind in COMPUTES):
+            continue
+        for slot in arriving(task, num_stages, wiring):
+            if slot in peer_of:
+                sends = open_sends.get(peer_of[slot], [])
+                while sends and sends[-1][0] < sent_at[peer_of[slot], slot]:
+                    known.setdefault(index, []).append(sends.pop()[1])
+    return known
+
+
+def _transfer(action: Action, rank_of: Sequence[int]) -> Task | None:
+    """A schedule's own transfer as a task; None of a step."""
+    kind, stage, micro_batch = action
+    match kind:
+        case Kind.SEND_ACTIVATION:
+            return Send(Slot(Flow.ACTIVATION, "", stage, stage + 1, micro_batch), rank_of[stage + 1])
+        case Kind.RECEIVE_ACTIVATION:
+            return Receive(Slot(Flow.ACTIVATION, "", stage - 1, stage, micro_batch), rank_of[stage - 1])
+        case Kind.SEND_GRADIENT:
+            return Send(Slot(Flow.GRADIENT, "", stage, stage - 1, micro_batch), rank_of[stage - 1])
+        case Kind.RECEIVE_GRADIENT:
+            return Receive(Slot(Flow.GRADIENT, "", stage + 1, stage, micro_batch), rank_of[stage + 1])
+        case _:
+            return None
+
+
+def _skips_of(action: Action, wiring: Wiring, *, arriving: bool) -> list[Slot]:
+    """The skips that a computation takes or gives."""
+    kind, stage, micro_batch = action
+    forward = kind is Kind.FORWARD
+    if not forward and kind not in GIVES_INPUT_GRADIENT:
+        return []
+    slots = []
+    for name, source, target in wiring.skips:
+        if stage == (target if forward == arriving else source):
+            slot = Slot(Flow.ACTIVATION, name, source, target, micro_batch)
+            slots.append(slot if forward else slot.back())
+    return slots

@@ -1,0 +1,315 @@
+"""The list of a schedule, followed: one rank's tasks of a pass, from the first to the last, whatever happens.
+
+A rank whose stage has failed goes on through its list. It computes nothing more, takes in what it is sent, and sends
+word of the failure in the place of all that it owes; whoever receives that does the same. So every rank comes to the
+end of its list, and what is sent always matches what is received.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from scale_core.exchange import exchange
+from scale_core.group import Group
+from scale_core.pending import TransferError
+from scale_pipe.distributed import failure as failures
+from scale_pipe.distributed.links import LinkError, Links
+from scale_pipe.distributed.messages import Content, Failure, Message, Share, pack
+from scale_pipe.distributed.order import Order
+from scale_pipe.distributed.plan import AddShared, Average, Flow, Receive, Send, Slot
+from scale_pipe.distributed.shared import Shared
+from scale_pipe.distributed.stage import OUTPUT, Stage, ToLoss
+from scale_pipe.micro_batches import Arguments
+from scale_pipe.schedules.action import EVERY_MICRO_BATCH, Action, Kind
+from scale_pipe.schedules.simulation import Span
+
+LOOKAHEAD = 2
+"""How many transfers are posted before their turn: so many tensors may arrive while this rank computes."""
+
+WORDS = {
+    Kind.FORWARD: "the forward",
+    Kind.INPUT_GRADIENT: "the gradient of the input",
+    Kind.WEIGHT_GRADIENT: "the gradients of the parameters",
+    Kind.BACKWARD: "the backward",
+    Kind.STEP: "the optimizer's step",
+}
+
+_NOT_THERE = Share(0, 0, 0)
+_NOTHING_GIVEN = Arguments((), {})
+
+
+class Given(NamedTuple):
+    """What a rank is given for a pass.
+
+    Attributes:
+        shares: Of each micro-batch, on the rank of the first stage; elsewhere they arrive.
+        arguments: By stage of this rank and by micro-batch, what it is called with beside what arrives.
+        to_loss: On the rank of the last stage, in a training step.
+        on_step: Called for each stage where the schedule steps it.
+        failure: What was wrong with it.
+        cause: What was raised then.
+    """
+
+    shares: Sequence[Share] = ()
+    arguments: Mapping[int, Sequence[Arguments]] = {}
+    to_loss: ToLoss | None = None
+    on_step: Callable[[int], None] | None = None
+    failure: Failure | None = None
+    cause: Exception | None = None
+
+
+class Run:
+    """One pass of one rank.
+
+    Args:
+        group: The ranks of the pipeline.
+        order: What this rank does.
+        stages: Its stages, by number.
+        links: To the others.
+        given: What it is given.
+        shared: The parameters that it shares with others.
+        limit_seconds: The longest wait for a replica.
+
+    Attributes:
+        failure: Why the step is given up; None while it goes well.
+        cause: What was raised on this rank.
+        losses: By micro-batch, on the rank of the last stage.
+        outputs: Likewise, in an evaluation.
+        shares: By micro-batch, those that this rank has seen.
+        stepped: The stages whose parameters were updated.
+        times: What was computed, when it began and when it was over, in seconds of `time.perf_counter`.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        order: Order,
+        stages: Mapping[int, Stage],
+        links: Links,
+        given: Given,
+        shared: Shared,
+        limit_seconds: float | None,
+    ) -> None:
+        self.failure: Failure | None = given.failure
+        self.cause: Exception | None = given.cause
+        self.losses: dict[int, Tensor] = {}
+        self.outputs: dict[int, Any] = {}
+        self.shares: dict[int, Share] = dict(enumerate(given.shares))
+        self.stepped: list[int] = []
+        self.times: list[tuple[Action, float, float]] = []
+        self._rank = group.rank
+        self._order = order
+        self._stages = stages
+        self._links = links
+        self._given = given
+        self._shared = shared
+        self._limit = limit_seconds
+        self._inbox: dict[Slot, Message] = {}
+        self._outbox: dict[Slot, Message] = {}
+        self._num_posted = 0
+
+    def go(self) -> None:
+        """Does all tasks; what goes wrong is in `failure` afterwards."""
+        for stage in self._stages.values():
+            stage.begin(splits=self._order.splits)
+        num_received = 0
+        self._post(LOOKAHEAD)
+        for index, task in enumerate(self._order.tasks):
+            if isinstance(task, Receive):
+                num_received += 1
+                self._post(num_received + LOOKAHEAD)
+                if self._links.in_order:
+                    self._inbox[task.slot] = self._take(task.slot)
+            elif isinstance(task, Send):
+                self._send(task)
+            elif isinstance(task, Average):
+                for number in self._stages:
+                    self._average(number)
+            elif isinstance(task, AddShared):
+                self._add_shared()
+            elif task.kind is Kind.STEP:
+                self._step(task)
+            else:
+                self._compute(task)
+                self._forget(self._order.receipts.get(index, ()))
+        self._forget(None)
+
+    # Transfers.
+
+    def _post(self, until: int) -> None:
+        """Posts the receives up to this one in the order of the list."""
+        for task in self._order.receives[self._num_posted : until]:
+            self._links.post(task.slot, task.peer)
+            self._num_posted += 1
+
+    def _arrived(self, slot: Slot) -> Message:
+        return self._inbox.pop(slot) if slot in self._inbox else self._take(slot)
+
+    def _take(self, slot: Slot) -> Message:
+        peer = self._order.peers[slot]
+        try:
+            message = self._links.take(slot, peer)
+        except LinkError as error:
+            message = failures.of_link(error, rank=self._rank, stage=slot.target)
+        else:
+            if isinstance(message, Failure) and message.lost:
+                message = failures.passed_on(message, rank=self._rank, slot=slot, peer=peer)
+        if isinstance(message, Failure):
+            self._fail(message)
+        return message
+
+    def _send(self, task: Send) -> None:
+        slot = task.slot
+        message: Message | None = self._outbox.pop(slot, None)
+        if self.failure is not None:
+            message = self.failure
+        elif slot.flow is Flow.SHARED:
+            message = self._shared.message(slot.name)
+        assert message is not None
+        try:
+            self._links.send(slot, task.peer, message)
+        except TypeError as error:  # What a stage has returned has no memory of its own; nothing was sent yet.
+            failure = self._raised(error, Action(Kind.FORWARD, slot.source, slot.micro_batch))
+            self._links.send(slot, task.peer, failure)
+
+    def _forget(self, slots: Sequence[Slot] | None) -> None:
+        """Lets go of what has been sent and has arrived; None waits for all of it."""
+        try:
+            self._links.finish() if slots is None else self._links.forget(slots)
+        except LinkError as error:
+            self._fail(failures.of_link(error, rank=self._rank, stage=error.slot.source))
+
+    # Computation.
+
+    def _compute(self, action: Action) -> None:
+        """One computation, once all that it needs is there; its results go to where they are needed."""
+        arrived: dict[str, Content] = {}
+        for slot in self._order.arriving[action]:
+            message = self._arrived(slot)
+            if isinstance(message, Content):
+                arrived[slot.name] = message
+        if action.kind is Kind.FORWARD and OUTPUT in arrived:
+            self.shares[action.micro_batch] = arrived[OUTPUT].share
+        share = self.shares.get(action.micro_batch)
+        results: Mapping[str, Content] = {}
+        if share is not None and self.failure is None:
+            start = time.perf_counter()
+            try:
+                results = self._computed(action, arrived, share)
+            except Exception as error:
+                self._raised(error, action, arrived)
+            self.times.append((action, start, time.perf_counter()))
+        for slot in self._order.leaving[action]:
+            message = self.failure or (_NOT_THERE if share is None else results[slot.name])
+            box = self._outbox if slot in self._order.sent else self._inbox
+            box[slot] = message
+
+    def _computed(self, action: Action, arrived: Mapping[str, Content], share: Share) -> Mapping[str, Content]:
+        kind, number, micro_batch = action
+        stage = self._stages[number]
+        if kind is Kind.WEIGHT_GRADIENT:
+            stage.weight_gradients(micro_batch)
+            return {}
+        reduces = self._is_last_turn(number, micro_batch, share)
+        if kind is Kind.FORWARD:
+            given = self._given.arguments.get(number)
+            if given and len(given) != share.num_micro_batches:
+                raise ValueError(
+                    f"stage {number} was given inputs for {len(given)} micro-batches, but the mini-batch makes "
+                    f"{share.num_micro_batches}: give every stage inputs of the same mini-batch"
+                )
+            is_last = number == self._order.num_stages - 1
+            results, kept = stage.forward(
+                micro_batch,
+                given[micro_batch] if given else _NOTHING_GIVEN,
+                arrived,
+                share,
+                reduces=reduces,
+                is_last=is_last,
+                to_loss=self._given.to_loss if is_last else None,
+            )
+            if is_last:
+                (self.losses if self._given.to_loss else self.outputs)[micro_batch] = kept
+            return results
+        seed = self.losses.get(micro_batch) if number == self._order.num_stages - 1 else None
+        gradients = stage.backward(
+            micro_batch,
+            arrived,
+            None if seed is None else torch.full_like(seed, share.weight),
+            apart=kind is Kind.INPUT_GRADIENT,
+            reduces=reduces,
+        )
+        return {name: Content(*pack(found), share) for name, found in gradients.items()}
+
+    def _is_last_turn(self, stage: int, micro_batch: int, share: Share) -> bool:
+        """Whether this micro-batch's backward is the stage's last one of those that the mini-batch has."""
+        turns = self._order.turns.get(stage, ())
+        return next((turn for turn in reversed(turns) if turn < share.num_micro_batches), None) == micro_batch
+
+    # What stands at the end.
+
+    def _average(self, number: int) -> None:
+        """Averages a stage's gradients over its replicas, unless one of these has failed."""
+        stage = self._stages[number]
+        for group in stage.replicas.groups():
+            try:
+                rows = exchange([self.failure is not None], group, limit_seconds=self._limit)
+                failed = [rank for rank, row in enumerate(rows) if row[0]]
+                if failed and self.failure is None:
+                    raise RuntimeError(f"replicas of this stage failed: ranks {failed} of its data-parallel group")
+            except (RuntimeError, TransferError) as error:
+                self._raised(error, Action(Kind.BACKWARD, number, EVERY_MICRO_BATCH))
+        if self.failure is None:
+            try:
+                stage.replicas.average(self._limit)
+            except Exception as error:
+                self._raised(error, Action(Kind.BACKWARD, number, EVERY_MICRO_BATCH))
+
+    def _add_shared(self) -> None:
+        """Adds up the gradients of parameters that other ranks hold as well."""
+        arrived = {slot: self._arrived(slot) for slot in self._order.peers if slot.flow is Flow.SHARED}
+        if self.failure is None:
+            self._shared.add({slot: message for slot, message in arrived.items() if isinstance(message, Content)})
+
+    def _step(self, action: Action) -> None:
+        if self.failure is None and self._given.on_step is not None:
+            try:
+                self._given.on_step(action.stage)
+                self.stepped.append(action.stage)
+            except Exception as error:
+                self._raised(error, action)
+
+    def _raised(self, error: Exception, action: Action, arrived: Mapping[str, Content] | None = None) -> Failure:
+        """Something was raised on this rank."""
+        kind, stage, micro_batch = action
+        given = []
+        if kind is Kind.FORWARD and arrived:
+            sources = {slot.name: slot.source for slot in self._order.arriving[action]}
+            given = [(f"stage {sources[name]}", content) for name, content in arrived.items()]
+        failure = failures.of_error(
+            error, rank=self._rank, stage=stage, micro_batch=micro_batch, doing=WORDS[kind], arrived=given
+        )
+        self.cause = self.cause or error
+        self._fail(failure)
+        return failure
+
+    def _fail(self, failure: Failure) -> None:
+        """Keeps the first failure; the loss of a rank outweighs others, since nothing can go on after it."""
+        if self.failure is None or (failure.lost and not self.failure.lost):
+            self.failure = failure
+
+
+def spans_of(times: Sequence[tuple[Action, float, float]], rank: int, begin: float) -> tuple[Span, ...]:
+    """Returns what was measured as what pictures are drawn of.
+
+    Args:
+        times: Of a run.
+        rank: Whose.
+        begin: What is 0.
+    """
+    return tuple(Span(rank, action, start - begin, end - begin) for action, start, end in times)

@@ -1,0 +1,224 @@
+"""A backward pass in two: the gradients of the inputs now, those of the parameters later.
+
+Autograd's graph of a stage is looked at once. Nodes that lead to an input are on the *path*; the others lead to
+parameters alone. The *boundary* is where the path has an edge to such a part:
+
+    output  <-  addmm  <-  relu  <-  addmm  <-  input          path
+                  |                    |
+               transpose            transpose                  parameters alone
+                  |                    |
+               weight               weight
+
+The first pass runs along the path and keeps what arrives at the boundary. The second one starts there, at each node of
+the boundary by itself, and asks for the leaves behind its own edges: the engine then computes nothing else. Each node
+gets the very gradients that one pass would have given it, so the sums are the same, to the bit.
+
+Vectors are an exception: nodes such as a layer norm compute the gradients of their parameters on the way, at hardly any
+cost. These are taken in the first pass, and added to `grad` in the second.
+
+A graph that can't be cut so is run whole in the first pass: where one parameter is reached from two nodes of the
+boundary (its two summands would be added to `param.grad` one after the other), and where a function of Python, which
+may do anything, would have to run twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+_Edge = tuple[Node, int]
+
+Gradients = Sequence[Tensor | None]
+"""One for each tensor that a gradient is asked of or given for; None where there is none."""
+
+
+class _Part(NamedTuple):
+    """What one call of the engine computes in the second pass.
+
+    Attributes:
+        edges: Where it starts.
+        leaves: Whose gradients it adds to `grad`.
+    """
+
+    edges: list[GradientEdge]
+    leaves: list[Tensor]
+
+
+class _Cut(NamedTuple):
+    """Where a graph is cut.
+
+    Attributes:
+        on_path: For each root, whether it leads to an input.
+        boundary: What starts at nodes of the path.
+        vectors: Leaves whose gradients are computed on the way.
+        beside: What starts at roots that lead to parameters alone; None where there are none.
+    """
+
+    on_path: list[bool]
+    boundary: list[_Part]
+    vectors: list[Tensor]
+    beside: _Part | None
+
+
+class Backward:
+    """The backward pass of one micro-batch through one stage.
+
+    Args:
+        roots: The outputs, as edges of the graph: their memory need not be kept for this.
+        inputs: Leaves that require gradients.
+        splits: Whether the graph may be cut; without, the first pass does everything.
+    """
+
+    def __init__(self, roots: Sequence[GradientEdge], inputs: Sequence[Tensor], *, splits: bool = True) -> None:
+        self._roots = list(roots)
+        self._inputs = list(inputs)
+        self._splits = splits
+        self._later: list[tuple[_Part, list[Tensor | None]]] = []
+
+    def run(self, gradients: Gradients) -> list[Tensor | None]:
+        """Computes all gradients at once; adds those of parameters to their `grad`.
+
+        Args:
+            gradients: For each root, of its shape.
+
+        Returns:
+            For each input its gradient.
+        """
+        edges, given = _present(self._roots, gradients)
+        if edges:
+            torch.autograd.backward(edges, given)
+        self._roots = []
+        found = [leaf.grad for leaf in self._inputs]
+        for leaf in self._inputs:
+            leaf.grad = None
+        return found
+
+    def run_inputs(self, gradients: Gradients) -> list[Tensor | None]:
+        """Computes the gradients of the inputs, and keeps what those of the parameters need.
+
+        Args:
+            gradients: For each root, of its shape.
+
+        Returns:
+            For each input its gradient.
+        """
+        cut = _cut(self._roots, self._inputs) if self._splits else None
+        if cut is None:
+            return self.run(gradients)
+        roots, self._roots = self._roots, []
+        if cut.beside is not None:
+            self._later = [(cut.beside, [g for g, on in zip(gradients, cut.on_path, strict=True) if not on])]
+        edges, given = _present(roots, [g if on else None for g, on in zip(gradients, cut.on_path, strict=True)])
+        if not edges:
+            return [None] * len(self._inputs)
+        wanted: list[Any] = [*self._inputs, *(edge for part in cut.boundary for edge in part.edges), *cut.vectors]
+        found: list[Tensor | None] = list(
+            torch.autograd.grad(edges, wanted, given, retain_graph=bool(cut.boundary), allow_unused=True)
+        )
+        place = num_inputs = len(self._inputs)
+        self._inputs = []  # Their memory is kept only where a gradient of a parameter needs it.
+        for part in cut.boundary:
+            self._later.append((part, found[place : place + len(part.edges)]))
+            place += len(part.edges)
+        if cut.vectors:
+            self._later.append((_Part([get_gradient_edge(leaf) for leaf in cut.vectors], cut.vectors), found[place:]))
+        return found[:num_inputs]
+
+    def run_weights(self) -> None:
+        """Adds the gradients of the parameters to their `grad`; does nothing where the first pass did everything."""
+        later, self._later = self._later, []
+        for place, (part, kept) in enumerate(later):
+            later[place] = (part, [])  # What has been used is free before the next is computed.
+            edges, given = _present(part.edges, kept)
+            del kept
+            if edges:
+                torch.autograd.backward(edges, given, inputs=part.leaves)
+
+
+def _present(edges: Sequence[GradientEdge], gradients: Gradients) -> tuple[list[GradientEdge], list[Tensor]]:
+    """The edges that a gradient arrives at, and these."""
+    pairs = [(edge, gradient) for edge, gradient in zip(edges, gradients, strict=True) if gradient is not None]
+    return [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
+
+
+def _cut(roots: Sequence[GradientEdge], inputs: Sequence[Tensor]) -> _Cut | None:
+    """Returns where a graph is cut; None where it can't be."""
+    behind: dict[Node, list[_Edge]] = {}  # by node, where its edges lead to
+    before: dict[Node, list[Node]] = {}  # by node, where they come from
+    stack = [root.node for root in roots]
+    while stack:
+        node = stack.pop()
+        if node in behind:
+            continue
+        edges = behind[node] = [edge for edge in cast(Any, node).next_functions if edge[0] is not None]
+        for other, _ in edges:
+            if other in before:
+                before[other].append(node)
+            else:
+                before[other] = [node]
+            stack.append(other)
+    path = _leading_to([get_gradient_edge(leaf).node for leaf in inputs], before)
+    owners: dict[Node, Node | None] = {}
+    boundary: list[_Part] = []
+    vectors: list[Tensor] = []
+    for node, edges in behind.items():  # In the order of the walk, whatever the memory's addresses are.
+        if node not in path:
+            continue
+        starts = [other for other, _ in edges if other not in path]
+        if _is_python(node) and (starts or node.name() == "CheckpointFunctionBackward"):
+            return None  # The latter computes gradients of parameters itself, and refuses where inputs alone are asked.
+        leaves = _claim(starts, node, owners, behind) if starts else []
+        if leaves is None:
+            return None
+        if leaves and all(leaf.ndim <= 1 and not leaf._backward_hooks for leaf in leaves):
+            vectors += leaves  # Hooks of a leaf would be called in both passes.
+        elif leaves:
+            outputs = [root.output_nr for root in roots if root.node is node]
+            outputs += [nr for other in before.get(node, ()) for following, nr in behind[other] if following is node]
+            boundary.append(_Part([GradientEdge(node, nr) for nr in dict.fromkeys(outputs)], leaves))
+    on_path = [root.node in path for root in roots]
+    beside = [root for root, on in zip(roots, on_path, strict=True) if not on]
+    if not beside:
+        return _Cut(on_path, boundary, vectors, None)
+    leaves = _claim([root.node for root in beside], None, owners, behind)
+    return None if leaves is None else _Cut(on_path, boundary, vectors, _Part(beside, leaves))
+
+
+def _leading_to(ends: Sequence[Node], before: dict[Node, list[Node]]) -> set[Node]:
+    """The nodes from which one of the ends can be reached, and the ends."""
+    path, stack = set(ends), list(ends)
+    while stack:
+        for node in before.get(stack.pop(), ()):
+            if node not in path:
+                path.add(node)
+                stack.append(node)
+    return path
+
+
+def _claim(
+    starts: Sequence[Node], owner: Node | None, owners: dict[Node, Node | None], behind: dict[Node, list[_Edge]]
+) -> list[Tensor] | None:
+    """Returns the leaves behind `starts`, which belong to `owner` from now on; None if one belongs to another."""
+    leaves: list[Tensor] = []
+    stack, seen = list(starts), set()
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if owners.setdefault(node, owner) is not owner:
+            return None
+        edges = behind[node]
+        stack += [other for other, _ in edges]
+        if not edges and node.name() == "torch::autograd::AccumulateGrad":
+            leaves.append(cast(Any, node).variable)
+    return leaves
+
+
+def _is_python(node: object) -> bool:
+    return isinstance(node, BackwardCFunction)

@@ -1,0 +1,296 @@
+"""One stage on its rank: a forward and a backward for each micro-batch, with nothing known of who is at the other end.
+
+What comes in are contents: the tensors of a tree, and the tree without them. Those that need gradients become leaves of
+a graph of their own, so each micro-batch's backward ends where its forward began, and what leaves is cut off likewise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge, increment_version
+
+from scale_checkpoint import checkpoint_wrapper, disable_checkpointing, is_checkpointed
+from scale_core.nested import map_tensors
+from scale_pipe.distributed.messages import Content, Share, pack, unpack
+from scale_pipe.distributed.replicas import Replicas
+from scale_pipe.distributed.split_backward import Backward
+from scale_pipe.micro_batches import Arguments
+from scale_pipe.models.deferred_batch_norm import begin_mini_batch
+from scale_pipe.models.skip import SkipKey, run_with_skips
+
+Checkpoint: TypeAlias = Literal["always", "except_last", "never"]
+ToLoss: TypeAlias = Callable[[Any, int, Share], Any]
+"""From the last stage's output, the number of the micro-batch and its share to its loss, a scalar."""
+
+OUTPUT = ""
+"""The name of what a stage hands to the next; others are those of skips."""
+
+
+class _Live(NamedTuple):
+    """A micro-batch between its forward and its backward.
+
+    Attributes:
+        leaves: By name, what has come in and gets gradients.
+        roots: By name, what has left and gives gradients; of the last stage the loss.
+    """
+
+    leaves: Mapping[str, list[Tensor]]
+    roots: Mapping[str, list[GradientEdge]]
+
+
+class Stage:
+    """A stage's module, and its micro-batches.
+
+    Args:
+        index: Its number, from 0.
+        module: Its part of the model.
+        pops: By the names of the skips that end here, the keys that its layers know.
+        stashes: Of those that begin here.
+        checkpoint: For which micro-batches activations are computed again in the backward pass.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        module: nn.Module,
+        pops: Mapping[str, SkipKey],
+        stashes: Mapping[str, SkipKey],
+        checkpoint: Checkpoint = "never",
+    ) -> None:
+        self.index = index
+        self.module = module
+        self._pops = pops
+        self._stashes = stashes
+        self._checkpoint = checkpoint
+        self._run: nn.Module = _Run(module)
+        if checkpoint != "never":
+            self._run = checkpoint_wrapper(_Run(module, clones=_works_in_place(module)))
+        self._live: dict[int, _Live] = {}
+        self._later: dict[int, Backward] = {}
+        self._splits = self._counted = False
+        self.replicas = Replicas(module)
+
+    def begin(self, *, splits: bool) -> None:
+        """A step begins.
+
+        Args:
+            splits: The schedule computes gradients of inputs and of parameters apart.
+        """
+        self._counted = False
+        self.replicas = Replicas(self.module)
+        self._splits = splits and self._checkpoint == "never" and not self.replicas.any and not _recomputes(self.module)
+
+    def forward(
+        self,
+        micro_batch: int,
+        given: Arguments,
+        arrived: Mapping[str, Content],
+        share: Share,
+        *,
+        reduces: bool = False,
+        is_last: bool = False,
+        to_loss: ToLoss | None = None,
+    ) -> tuple[dict[str, Content], Any]:
+        """Computes a micro-batch.
+
+        Args:
+            micro_batch: Its number.
+            given: What the stage gets beside what other stages hand to it.
+            arrived: By name, what these have handed to it.
+            share: Which part of the mini-batch it is.
+            reduces: Its backward will be the stage's last one in this step.
+            is_last: It is the model's last stage, whose output goes to nobody.
+            to_loss: Then, in a training step.
+
+        Returns:
+            By name, what is handed on; and the detached loss, or the output of the last stage in an evaluation.
+
+        Raises:
+            ValueError: The loss is no scalar, or has no gradient.
+            TypeError: What is handed on can't be sent.
+        """
+        trains = torch.is_grad_enabled()
+        if not self._counted:
+            self._counted = True
+            begin_mini_batch(self.module, share.num_micro_batches)
+        entries = {name: [_enter(t) if trains else t for t in content.tensors] for name, content in arrived.items()}
+        opened = {name: unpack(content.structure, entries[name]) for name, content in arrived.items()}
+        popped = {self._pops[name]: tree for name, tree in opened.items() if name != OUTPUT}
+        args = (opened[OUTPUT],) if OUTPUT in opened else given.args
+        with self.replicas.waiting(quiet=trains and not reduces), self._checkpointing(micro_batch, share):
+            output, stashed = self._run(popped, args, given.kwargs)
+        for name, content in arrived.items():
+            _note_changes(content.tensors, entries[name])
+        handed = {name: stashed.pop(key) for name, key in self._stashes.items()}
+        leaving, kept = {}, None
+        roots: dict[str, list[GradientEdge]] = {}
+        if to_loss is not None:
+            loss = _checked(to_loss(output, micro_batch, share))
+            roots[OUTPUT], kept = [get_gradient_edge(loss)], loss.detach()
+        elif is_last:
+            kept = output
+        else:
+            handed = {OUTPUT: output, **handed}
+        for name, tree in handed.items():
+            structure, tensors = pack(tree)
+            roots[name] = [get_gradient_edge(tensor) for tensor in tensors if tensor.requires_grad] if trains else []
+            leaving[name] = Content(structure, [_cut_off(tensor) for tensor in tensors], share)
+        if trains:
+            leaves = {name: [t for t in content.tensors if t.requires_grad] for name, content in arrived.items()}
+            self._live[micro_batch] = _Live(leaves, roots)
+        return leaving, kept
+
+    def backward(
+        self, micro_batch: int, arrived: Mapping[str, Content], seed: Tensor | None, *, apart: bool, reduces: bool
+    ) -> dict[str, list[Tensor | None]]:
+        """Computes the gradients of what came in, and those of the parameters unless they come apart.
+
+        Args:
+            micro_batch: Its number.
+            arrived: By name, the gradients of what was handed on.
+            seed: The gradient of the loss, on the last stage.
+            apart: The gradients of the parameters are computed by `weight_gradients`, later.
+            reduces: This is the stage's last backward in this step.
+
+        Returns:
+            By name, the gradients of what came in.
+        """
+        live = self._live.pop(micro_batch)
+        gradients: list[Tensor | None] = []
+        for name, roots in live.roots.items():
+            given = unpack(arrived[name].structure, list(arrived[name].tensors)) if name in arrived else [seed]
+            assert len(given) == len(roots)
+            gradients += given
+        leaves = [leaf for group in live.leaves.values() for leaf in group]
+        backward = Backward([root for roots in live.roots.values() for root in roots], leaves, splits=self._splits)
+        groups = {name: len(group) for name, group in live.leaves.items()}
+        del live, leaves
+        with self.replicas.waiting(quiet=not reduces):
+            found = backward.run_inputs(gradients) if apart else backward.run(gradients)
+        if apart:
+            self._later[micro_batch] = backward
+        return dict(zip(groups, _in_groups(found, groups.values()), strict=True))
+
+    def weight_gradients(self, micro_batch: int) -> None:
+        """Computes the gradients of the parameters that `backward` has left.
+
+        Args:
+            micro_batch: Its number.
+        """
+        self._later.pop(micro_batch).run_weights()
+
+    def discard(self) -> None:
+        """Forgets all micro-batches: the step was given up."""
+        self._live.clear()
+        self._later.clear()
+        self.replicas.discard()
+
+    @contextmanager
+    def _checkpointing(self, micro_batch: int, share: Share) -> Iterator[None]:
+        with ExitStack() as stack:
+            if self._checkpoint == "except_last" and micro_batch == share.num_micro_batches - 1:
+                stack.enter_context(disable_checkpointing())
+            yield
+
+
+class _Run(nn.Module):
+    """A stage's module as a function of all that it is given, so that it can be computed again.
+
+    Args:
+        module: The stage's.
+        clones: What it is given is needed again, and may not be changed in place.
+    """
+
+    def __init__(self, module: nn.Module, *, clones: bool = False) -> None:
+        super().__init__()
+        self.module = module
+        self._clones = clones
+
+    def forward(self, popped: Mapping[SkipKey, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Calls it, and returns its output and what it has stashed."""
+        if self._clones:
+            args, kwargs = map_tensors(torch.clone, (args, kwargs))
+        return run_with_skips(self._call, popped, *args, **kwargs)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        """A sequence gives all that it gets to its first layer, which is more than torch's own takes."""
+        if type(self.module) is not nn.Sequential or (len(args) == 1 and not kwargs) or not len(self.module):
+            return self.module(*args, **kwargs)
+        layers = iter(self.module)
+        output = next(layers)(*args, **kwargs)
+        for layer in layers:
+            output = layer(output)
+        return output
+
+
+class _Entry(torch.autograd.Function):
+    """The identity, without a copy: what comes out is no leaf, so a layer may change it in place."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.data
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0]
+
+
+def _enter(tensor: Tensor) -> Tensor:
+    entered: Tensor = _Entry.apply(tensor) if tensor.requires_grad else tensor  # type: ignore[no-untyped-call]
+    return entered
+
+
+def _note_changes(leaves: Sequence[Tensor], entries: Sequence[Tensor]) -> None:
+    """Tells autograd what was changed in place: the stage before may have kept the same memory for its backward."""
+    for leaf, entry in zip(leaves, entries, strict=True):
+        if entry is not leaf and entry._version:
+            increment_version(leaf)
+
+
+def _cut_off(tensor: Tensor) -> Tensor:
+    """The same memory without its history, and a leaf where it has one."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _checked(loss: Any) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = f"a tensor {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise ValueError(
+            f"the loss of a micro-batch has to be a tensor with one element, and is {got}: pass "
+            "loss_fn=lambda output, target: ..., or let the last stage return the mean loss"
+        )
+    if not loss.requires_grad:
+        raise ValueError(
+            "the loss does not depend on anything that requires a gradient: no parameter trains, or the last stage or "
+            "loss_fn detaches its output"
+        )
+    return loss
+
+
+def _in_groups(found: Sequence[Tensor | None], lengths: Any) -> Iterator[list[Tensor | None]]:
+    start = 0
+    for length in lengths:
+        yield list(found[start : start + length])
+        start += length
+
+
+def _works_in_place(module: nn.Module) -> bool:
+    """Whether the first layer that runs says that it overwrites what it is given."""
+    while isinstance(module, nn.Sequential) and len(module):
+        module = module[0]
+    return getattr(module, "inplace", False) is True
+
+
+def _recomputes(module: nn.Module) -> bool:
+    """Whether a part of it is computed again in the backward pass, which should then be one."""
+    return any(
+        is_checkpointed(part)
+        or type(part).__name__ == "CheckpointWrapper"
+        or getattr(part, "gradient_checkpointing", False) is True
+        for part in module.modules()
+    )

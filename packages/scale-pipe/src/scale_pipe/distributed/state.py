@@ -1,0 +1,187 @@
+"""The state of a pipeline by the names of the plain model: the part of one rank, and the whole."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from scale_core.exchange import exchange
+from scale_core.group import Group
+from scale_core.norms import check_max_norm, clip_factor, grad_norm
+from scale_pipe.distributed.links import Links
+from scale_pipe.distributed.messages import Content, Share, pack, unpack
+from scale_pipe.distributed.names import plain_name, plain_names
+from scale_pipe.distributed.plan import Flow, Slot
+from scale_pipe.schedules.action import EVERY_MICRO_BATCH
+from scale_pipe.schedules.placement import Placement
+
+T = TypeVar("T")
+
+
+class StagesState:
+    """What a pipeline knows of the names in its model.
+
+    Args:
+        stages: All of the model, on this rank too where they will not stay.
+        group: The ranks.
+    """
+
+    def __init__(self, stages: Sequence[nn.Module], group: Group) -> None:
+        self._group = group
+        self._all_names = {
+            plain_name(names, listed)
+            for stage in stages
+            for names in [plain_names(stage)]
+            for listed in stage.state_dict()
+        }
+
+    def named(
+        self,
+        stages: Mapping[int, nn.Module],
+        tensors: Callable[[nn.Module], Iterable[tuple[str, T]]],
+        prefix: str,
+        remove_duplicate: bool,
+    ) -> Iterator[tuple[str, T]]:
+        """Yields tensors of this rank's stages by plain names.
+
+        Args:
+            stages: By number.
+            tensors: Of one stage, by its own names.
+            prefix: Before each name.
+            remove_duplicate: A tensor that stands in two stages comes once.
+        """
+        seen: set[int] = set()
+        for stage in stages.values():
+            names = plain_names(stage)
+            for listed, tensor in tensors(stage):
+                if not (remove_duplicate and id(tensor) in seen):
+                    seen.add(id(tensor))
+                    yield f"{prefix}.{plain_name(names, listed)}".lstrip("."), tensor
+
+    def of(self, stages: Mapping[int, nn.Module], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Returns the state of this rank's stages.
+
+        Args:
+            stages: By number.
+            args: `destination`, `prefix`, `keep_vars`.
+            kwargs: Likewise.
+        """
+        given = dict(zip(("destination", "prefix", "keep_vars"), args, strict=False)) | kwargs
+        prefix, found = given.get("prefix", ""), given.get("destination")
+        found = {} if found is None else found
+        for stage in stages.values():
+            names = plain_names(stage)
+            for listed, value in stage.state_dict(keep_vars=given.get("keep_vars", False)).items():
+                found[prefix + plain_name(names, listed)] = value
+        return found
+
+    def whole(self, own: Mapping[str, Any], links: Links, placement: Placement) -> dict[str, Any]:
+        """Returns the state of all ranks on the host of the first one; nothing on the others.
+
+        Args:
+            own: Of this rank.
+            links: To the others.
+            placement: Which rank holds which stage.
+
+        Raises:
+            LinkError: A rank did not come.
+        """
+        on_host = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in own.items()}
+        found: dict[str, Any] = {}
+        for rank, slot in enumerate(state_slots(placement), start=1):
+            if self._group.rank == 0:
+                links.post(slot, rank)
+                message = links.take(slot, rank)
+                assert isinstance(message, Content)
+                found.update(unpack(message.structure, message.tensors))
+            elif self._group.rank == rank:
+                links.send(slot, 0, Content(*pack(on_host), Share(1, 1, 1)))
+        links.finish()
+        return {**found, **on_host} if self._group.rank == 0 else {}
+
+    def load(self, stages: Mapping[int, nn.Module], state: Mapping[str, Any], *, strict: bool, assign: bool) -> Any:
+        """Loads what stands in this rank's stages; nothing is changed where something is missing.
+
+        Args:
+            stages: By number.
+            state: By plain names.
+            strict: What is missing here, or stands in no stage, is an error.
+            assign: As torch has it.
+
+        Raises:
+            RuntimeError: Names or shapes do not fit.
+        """
+        parts: dict[int, dict[str, Any]] = {}
+        missing = []
+        for index, stage in stages.items():
+            names = plain_names(stage)
+            wanted = {listed: plain_name(names, listed) for listed in stage.state_dict()}
+            parts[index] = {listed: state[name] for listed, name in wanted.items() if name in state}
+            missing += [name for name in wanted.values() if name not in state]
+        unexpected = [name for name in state if name not in self._all_names]
+        if strict and (missing or unexpected):
+            told = [f"missing: {', '.join(missing)}"] * bool(missing)
+            told += [f"in no stage: {', '.join(unexpected)}"] * bool(unexpected)
+            raise RuntimeError(
+                f"the state is not that of this model ({'; '.join(told)}): it has the names of the plain model, as "
+                "model.state_dict() or pipe.state_dict(full=True) give it"
+            )
+        for index, part in parts.items():
+            stages[index].load_state_dict(part, strict=False, assign=assign)
+        return nn.modules.module._IncompatibleKeys(missing, unexpected)
+
+
+def state_slots(placement: Placement) -> list[Slot]:
+    """Returns what travels for a whole state: the part of each rank but the first, to that one.
+
+    Args:
+        placement: Which rank holds which stage.
+    """
+    first = [stages[0] for stages in placement.stages_of]
+    return [Slot(Flow.STATE, "", stage, first[0], EVERY_MICRO_BATCH) for stage in first[1:]]
+
+
+@torch.no_grad()
+def clip_over_stages(
+    params: Sequence[nn.Parameter],
+    counted: Sequence[nn.Parameter],
+    group: Group,
+    max_norm: float,
+    norm_type: float,
+    limit_seconds: float | None,
+) -> Tensor:
+    """Clips the gradients of all ranks by their common norm, and returns it.
+
+    Args:
+        params: Of this rank.
+        counted: Those whose norm counts here.
+        group: The ranks of the pipeline.
+        max_norm: The largest norm allowed.
+        norm_type: p, or `math.inf`.
+        limit_seconds: How long to wait for another rank.
+
+    Raises:
+        ValueError: A number is out of range.
+        TransferError: A rank did not come.
+    """
+    check_max_norm(max_norm)
+    own = grad_norm(counted, norm_type, limit_seconds)
+    (bits,) = struct.unpack("<q", struct.pack("<d", float(own)))
+    rows = exchange([bits], group, limit_seconds=limit_seconds)
+    norms = torch.tensor([struct.unpack("<d", struct.pack("<q", row[0]))[0] for row in rows], dtype=torch.float64)
+    total = torch.linalg.vector_norm(norms, norm_type)  # A NaN of any rank stays one, for the largest magnitude too.
+    norm: Tensor = total.to(own.dtype).to(own.device)
+    if not math.isinf(max_norm):
+        factor = clip_factor(norm, max_norm)
+        alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for param in params:
+            if param.grad is not None and param.grad.numel():
+                alike.setdefault((param.grad.dtype, param.grad.device), []).append(param.grad)
+        for (_, device), grads in alike.items():
+            torch._foreach_mul_(grads, factor.to(device))
+    return norm

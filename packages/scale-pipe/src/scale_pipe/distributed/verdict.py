@@ -1,0 +1,52 @@
+"""How a pass ends: all ranks tell each other how it went, and what the loss is, in a few integers."""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from scale_core.exchange import exchange
+from scale_core.group import Group
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class Verdict(NamedTuple):
+    """What all ranks know after a pass.
+
+    Attributes:
+        failed: The ranks on which it was given up.
+        loss: Its mean loss; None where nobody has one.
+        dtype: That of the loss.
+    """
+
+    failed: list[int]
+    loss: float | None
+    dtype: torch.dtype
+
+
+def agree_on_end(group: Group, *, failed: bool, loss: Tensor | None, limit_seconds: float | None) -> Verdict:
+    """Tells all ranks how the pass went here; the one place where a step waits for what a device has computed.
+
+    Args:
+        group: All ranks, which are all here.
+        failed: It was given up here.
+        loss: A scalar, on the rank of the last stage.
+        limit_seconds: How long to wait for another rank.
+
+    Raises:
+        TransferError: A rank did not come.
+    """
+    bits, dtype = 0, -1  # Records of other lengths, as those of a contract, are never taken for these five integers.
+    if loss is not None and not failed:
+        (bits,) = struct.unpack("<q", struct.pack("<d", float(loss)))
+        dtype = _DTYPES.index(loss.dtype) if loss.dtype in _DTYPES else 0
+    rows = exchange([int(failed), bits, dtype, 0, 0], group, limit_seconds=limit_seconds)
+    known = next((row for row in rows if row[2] >= 0), None)
+    value = None if known is None else struct.unpack("<d", struct.pack("<q", known[1]))[0]
+    return Verdict(
+        [rank for rank, row in enumerate(rows) if row[0]], value, _DTYPES[known[2]] if known else torch.float32
+    )

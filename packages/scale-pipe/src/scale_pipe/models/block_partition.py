@@ -1,0 +1,99 @@
+"""A row of costs cut into blocks of neighbours, so that the dearest block is as cheap as can be.
+
+    costs   1  2  3  4  5  6        3 blocks: [1 2 3] [4 5] [6]        sums 6, 9, 6
+
+Of all cuts with that dearest block, the one whose sums are most even: the least sum of their squares.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+_UNITS = 1 << 40
+"""What the sum of all costs is rounded to, so that sums are exact and the result is the same everywhere."""
+
+
+def block_partition(costs: Sequence[float], num_blocks: int) -> list[int]:
+    """Returns how many neighbours each block has.
+
+        >>> block_partition([1, 2, 3, 4, 5, 6], 3)
+        [3, 2, 1]
+
+    Args:
+        costs: Not negative.
+        num_blocks: At least one, and at most as many as there are costs.
+
+    Raises:
+        ValueError: There are too few costs or blocks, or a cost is negative or not finite.
+    """
+    if num_blocks < 1:
+        raise ValueError(f"the number of partitions must be at least 1, but is {num_blocks}")
+    if len(costs) < num_blocks:
+        raise ValueError(
+            f"each partition has at least one layer, but there are {num_blocks} partitions and {len(costs)} layers; "
+            f"make at most {len(costs)}"
+        )
+    for index, cost in enumerate(costs):
+        if not (math.isfinite(cost) and cost >= 0):
+            raise ValueError(f"costs are finite and not negative, but that of layer {index} is {cost}")
+    unit = (sum(costs) or 1.0) / _UNITS
+    sums = [0, *accumulate(round(cost / unit) for cost in costs)]
+    return _most_even(sums, num_blocks, _least_maximum(sums, num_blocks))
+
+
+def _least_maximum(sums: list[int], num_blocks: int) -> int:
+    """Returns the cost of the dearest block of the best partition.
+
+    Args:
+        sums: Of the first 0, 1, ... costs.
+        num_blocks: At most so many: more never make the dearest one dearer.
+    """
+    low = max(later - sooner for sooner, later in pairwise(sums))
+    high = sums[-1]
+    while low < high:
+        middle = (low + high) // 2
+        if _num_blocks_within(sums, middle) <= num_blocks:
+            high = middle
+        else:
+            low = middle + 1
+    return high
+
+
+def _num_blocks_within(sums: list[int], limit: int) -> int:
+    """Returns how many blocks of a cost up to `limit` it takes; no cost is above it."""
+    count, start = 1, 0
+    for index in range(1, len(sums)):
+        if sums[index] - sums[start] > limit:
+            count, start = count + 1, index - 1
+    return count
+
+
+def _most_even(sums: list[int], num_blocks: int, limit: int) -> list[int]:
+    """Returns the sizes of blocks up to `limit` whose costs have the least sum of squares."""
+    length = len(sums) - 1
+    least: list[int | None] = [0, *[None] * length]
+    starts: list[list[int]] = []
+    for block in range(1, num_blocks + 1):
+        found: list[int | None] = [None] * (length + 1)
+        begins = [0] * (length + 1)
+        for end in range(block, length - num_blocks + block + 1):
+            for start in range(end - 1, block - 2, -1):
+                cost = sums[end] - sums[start]
+                if cost > limit:
+                    break
+                before = least[start]
+                if before is None:
+                    continue
+                total, best = before + cost * cost, found[end]
+                if best is None or total < best:
+                    found[end], begins[end] = total, start
+        least = found
+        starts.append(begins)
+    sizes, end = [], length
+    for begins in reversed(starts):
+        sizes.append(end - begins[end])
+        end = begins[end]
+    assert end == 0 and min(sizes) > 0
+    return sizes[::-1]

@@ -1,0 +1,198 @@
+"""Which stage holds which module, from the names at which a model is cut. Names and numbers, no tensor moves.
+
+Modules and parameters are put in the order in which the model registers them, parents before their children. A cut
+begins a new stage there:
+
+    cuts ["h.2", "norm"]        stage
+    wte                         0
+    h.0  h.1                    0  0
+    h.2  h.3                    1  1        each with all that is in it
+    norm  head                  2  2
+
+A module with parts on several stages, here the model itself and `h`, is a *frame*: each stage has a copy of it, without
+what is on other stages, and runs its forward. The largest modules that stand on a stage as a whole are *units*. What
+holds neither parameters nor buffers that are saved is *free*: it stands on every stage.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import nn
+
+
+class _Item(NamedTuple):
+    """A module or a parameter in the order of registration."""
+
+    name: str
+    module: nn.Module | None
+    holds: bool
+
+
+@dataclass(frozen=True)
+class CutPlan:
+    """What stands where.
+
+    Attributes:
+        cuts: The names of the modules at which stages 1, 2, ... begin.
+        stages: By the name of a unit, or of a frame's own parameter, the stages that hold it.
+        frames: The names of the modules that each stage has a copy of; that of the model is "".
+    """
+
+    cuts: tuple[str, ...]
+    stages: Mapping[str, tuple[int, ...]]
+    frames: frozenset[str]
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages there are."""
+        return len(self.cuts) + 1
+
+    def holds(self, stage: int, name: str) -> bool:
+        """Whether a stage holds a unit or a parameter.
+
+        Args:
+            stage: Which.
+            name: Of `stages`.
+        """
+        return stage in self.stages[name]
+
+    def where(self, name: str) -> str:
+        """Says where a unit stands, for errors.
+
+        Args:
+            name: Of `stages`.
+        """
+        stages = self.stages[name]
+        return f"stage {stages[0]}" if len(stages) == 1 else f"stages {', '.join(map(str, stages))}"
+
+
+def plan_cuts(model: nn.Module, cuts: Sequence[str], hold: Mapping[str, int | Sequence[int]] | None = None) -> CutPlan:
+    """Finds out which stage holds what.
+
+    Args:
+        model: Any module.
+        cuts: Names of modules, in the order of registration; each begins a stage.
+        hold: By the name of a module or parameter, the stage or stages that hold it, where that is not what the order
+            of registration says.
+
+    Raises:
+        TypeError: A cut is no name, or names a module that is never called.
+        ValueError: There is no module of a name; cuts are out of order or stand twice; there is no such stage.
+    """
+    items = list(_items(model))
+    positions: dict[str, int] = {item.name: position for position, item in enumerate(items)}
+    starts = _check_cuts(model, items, positions, cuts)
+    given = _check_hold(hold or {}, positions, len(cuts) + 1, cuts)
+
+    def stages_of(position: int) -> tuple[int, ...]:
+        name = items[position].name
+        for ancestor in _with_ancestors(name):
+            if ancestor in given:
+                return given[ancestor]
+        return (sum(start <= position for start in starts),)
+
+    # What is in a frame counts by itself.
+    frames = {""} | {above for name in (*cuts, *given) for above in _with_ancestors(name) if above != name}
+    by_module: dict[str, set[tuple[int, ...]]] = {}
+    for position, item in enumerate(items):
+        if item.holds or item.name in given:
+            for ancestor in _with_ancestors(item.name):
+                by_module.setdefault(ancestor, set()).add(stages_of(position))
+    frames |= {item.name for item in items if item.module is not None and _is_frame(item, by_module)}
+    stages: dict[str, tuple[int, ...]] = {}
+    for position, item in enumerate(items):
+        parent = item.name.rpartition(".")[0]
+        if item.name and item.name not in frames and parent in frames and item.name in by_module:
+            stages[item.name] = stages_of(position) if item.module is None else next(iter(by_module[item.name]))
+    return CutPlan(tuple(cuts), stages, frozenset(frames))
+
+
+def _is_frame(item: _Item, by_module: Mapping[str, set[tuple[int, ...]]]) -> bool:
+    return len(by_module.get(item.name, ())) > 1 or (item.name in by_module and _is_list(item.module))
+
+
+def _is_list(module: nn.Module | None) -> bool:
+    """Whether a module's parts may be called one by one: that of a list are, and those of a plain sequence may be."""
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        return True
+    hooked = module is not None and (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+    return type(module) is nn.Sequential and not hooked
+
+
+def _items(module: nn.Module, name: str = "") -> Iterator[_Item]:
+    """Yields modules, parameters and saved buffers in the order of registration; one that stands twice comes twice."""
+    yield _Item(name, module, holds=False)
+    prefix = f"{name}." if name else ""
+    saved = [key for key in module._buffers if key not in module._non_persistent_buffers_set]
+    for key in module._parameters:
+        yield _Item(prefix + key, None, module._parameters[key] is not None)
+    for key in saved:
+        yield _Item(prefix + key, None, module._buffers[key] is not None)
+    for key, child in module._modules.items():
+        if child is not None:
+            yield from _items(child, prefix + key)
+
+
+def _with_ancestors(name: str) -> Iterator[str]:
+    """Yields a name, that of its module, and so on up to the model's, which is ""."""
+    yield name
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def _check_cuts(
+    model: nn.Module, items: Sequence[_Item], positions: Mapping[str, int], cuts: Sequence[str]
+) -> list[int]:
+    if isinstance(cuts, str) or not all(isinstance(cut, str) for cut in cuts):
+        raise TypeError(f'cuts are a list of names, as ["blocks.4", "blocks.8"], but got {cuts!r}')
+    names = [item.name for item in items if item.module is not None and item.name]
+    starts: list[int] = []
+    for index, cut in enumerate(cuts):
+        if cut not in names:
+            alike = [name for name in names if name.count(".") == cut.count(".")]
+            near = difflib.get_close_matches(cut, alike, n=3, cutoff=0.5) or difflib.get_close_matches(cut, names)
+            hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are {', '.join(names[:8])} ..."
+            raise ValueError(f"{type(model).__name__} has no module named {cut!r} to be cut at; {hint}")
+        if type(items[positions[cut]].module) in (nn.ModuleList, nn.ModuleDict):
+            inside = next((name for name in names if name.startswith(f"{cut}.")), None)
+            raise TypeError(
+                f"{cut!r} is a {type(items[positions[cut]].module).__name__}, which is never called, so nothing can be "
+                "cut at its call" + (f"; cut at its first module: {inside!r}" if inside else "")
+            )
+        if starts and positions[cut] <= starts[-1]:
+            before = cuts[index - 1]
+            what = "stands there twice" if cut == before else f"is registered before {before!r}"
+            raise ValueError(f"cuts are in the order of the model, but {cut!r} {what}; write {_sorted(cuts, names)}")
+        starts.append(positions[cut])
+    return starts
+
+
+def _sorted(cuts: Sequence[str], names: Sequence[str]) -> list[str]:
+    return [name for name in names if name in cuts]
+
+
+def _check_hold(
+    hold: Mapping[str, int | Sequence[int]], positions: Mapping[str, int], num_stages: int, cuts: Sequence[str]
+) -> dict[str, tuple[int, ...]]:
+    given: dict[str, tuple[int, ...]] = {}
+    for name, numbers in hold.items():
+        if name not in positions or not name:
+            near = difflib.get_close_matches(name, positions, n=3, cutoff=0.5)
+            raise ValueError(f"hold names {name!r}, which the model does not have; near names: {near}")
+        stages = (numbers,) if isinstance(numbers, int) else tuple(sorted(set(numbers)))
+        if not stages or min(stages) < 0 or max(stages) >= num_stages:
+            raise ValueError(
+                f"hold[{name!r}] is {numbers!r}, but {len(cuts)} cuts make the stages 0 to {num_stages - 1}"
+            )
+        within = [cut for cut in cuts if cut == name or cut.startswith(f"{name}.")]
+        if within:
+            raise ValueError(
+                f"hold[{name!r}] would move the cut at {within[0]!r}; hold smaller modules, or cut elsewhere"
+            )
+        given[name] = stages
+    return given

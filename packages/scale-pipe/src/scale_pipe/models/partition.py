@@ -1,0 +1,141 @@
+"""A sequence of layers cut into partitions: as many layers each as the balance says, each on its device.
+
+    layers     0  1  2  3  4  5          balance [2, 1, 3]
+    partition  0  0  1  2  2  2
+
+The layers keep their names, so partition 1 of these holds the layer "2" and no other.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+MEND = (
+    "let times decide: from scale_pipe import balance_by_time; "
+    "balance = scale_pipe.balance_by_time({num_partitions}, module, sample)"
+)
+
+
+class Partitions(NamedTuple):
+    """What `partition` returns.
+
+    Attributes:
+        modules: In the order of the layers; the layers have their own names in them.
+        balance: How many layers each one has.
+        devices: Of each one.
+    """
+
+    modules: list[nn.Sequential]
+    balance: list[int]
+    devices: list[torch.device]
+
+
+def partition(
+    module: nn.Sequential,
+    balance: Sequence[int] | None,
+    devices: Sequence[torch.device | str | int],
+    *,
+    move: bool = True,
+) -> Partitions:
+    """Cuts a sequence into partitions and moves each one to its device.
+
+    Args:
+        module: The layers; the same objects stand in the partitions afterwards.
+        balance: How many layers each partition has.
+        devices: Of the partitions, in order; more are ignored. One device may stand several times.
+        move: Whether the layers are moved to their devices.
+
+    Raises:
+        TypeError: The module is no `nn.Sequential`, or a number of the balance is no integer.
+        ValueError: A layer stands twice in the sequence; one tensor would have to be on two devices; the balance is
+            missing, its sum is not the number of layers, or a number is not positive.
+        IndexError: There are fewer devices than partitions.
+    """
+    check_sequential(module)
+    numbers = check_balance(balance, len(module), len(devices))
+    if len(numbers) > len(devices):
+        raise IndexError(
+            f"too few devices to hold given partitions (devices: {len(devices)}, partitions: {len(numbers)}); name "
+            f"some of them several times, or take a balance of {len(devices)} numbers"
+        )
+    own = [torch.device(device) for device in devices[: len(numbers)]]
+    layers, modules = list(module.named_children()), []
+    for number in numbers:
+        part = nn.Sequential(OrderedDict(layers[:number]))
+        part.training = module.training  # Of the sequence alone: a layer may be frozen in evaluation mode.
+        modules.append(part)
+        del layers[:number]
+    _check_one_device_each(modules, own)
+    if move:
+        for part, device in zip(modules, own, strict=True):
+            part.to(device)
+    return Partitions(modules, numbers, own)
+
+
+def check_sequential(module: nn.Module) -> None:
+    """Checks that a module is a sequence of layers, each of which stands in it once.
+
+    Args:
+        module: Any.
+
+    Raises:
+        TypeError: It is no `nn.Sequential`.
+        ValueError: A layer stands in it twice.
+    """
+    if not isinstance(module, nn.Sequential):
+        raise TypeError(
+            f"module must be nn.Sequential to be partitioned, but is {type(module).__name__}; "
+            'cut other models by names: scale_pipe.split(module, ["blocks.4"])'
+        )
+    first: dict[int, str] = {}
+    for name, layer in module._modules.items():
+        if id(layer) in first:
+            raise ValueError(
+                f"module with duplicate children is not supported: {first[id(layer)]!r} and {name!r} are one "
+                f"{type(layer).__name__}; make two of them that share their parameters"
+            )
+        first[id(layer)] = name
+
+
+def check_balance(balance: Sequence[int] | None, num_layers: int, num_devices: int = 2) -> list[int]:
+    """Returns a balance as a list of positive integers.
+
+    Args:
+        balance: How many layers each partition has.
+        num_layers: How many there are.
+        num_devices: How many partitions a line that mends it asks for.
+
+    Raises:
+        TypeError: A number is no integer, or the balance no sequence.
+        ValueError: It is missing, its sum is not the number of layers, or a number is not positive.
+    """
+    mend = MEND.format(num_partitions=num_devices if balance is None else len(balance) or num_devices)
+    if balance is None:
+        raise ValueError(f"a balance is needed: how many of the {num_layers} layers each partition has; {mend}")
+    numbers = list(balance)
+    for index, number in enumerate(numbers):
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise TypeError(f"a balance has integers, but balance[{index}] is {number!r}")
+    if sum(numbers) != num_layers:
+        raise ValueError(f"the balance {numbers} places {sum(numbers)} layers, but the module has {num_layers}; {mend}")
+    if any(number <= 0 for number in numbers):
+        raise ValueError(f"each partition has at least one layer, but balance is {numbers}; {mend}")
+    return numbers
+
+
+def _check_one_device_each(modules: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
+    first: dict[int, tuple[str, torch.device]] = {}
+    for part, device in zip(modules, devices, strict=True):
+        for name, tensor in [*part.named_parameters(), *part.named_buffers()]:
+            other, before = first.setdefault(id(tensor), (name, device))
+            if before != device:
+                raise ValueError(
+                    f"module with duplicate parameters on distinct devices is not supported: {other!r} on {before} and "
+                    f"{name!r} on {device} are one tensor; put both layers on one device, or use DistributedPipe, "
+                    "which keeps such parameters equal"
+                )

@@ -1,0 +1,134 @@
+"""One micro-batch through one partition: plain, or so that it is computed again in the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from scale_checkpoint import checkpoint_wrapper
+from scale_checkpoint.randomness import Drawn, replaying
+from scale_core.nested import map_tensors
+from scale_pipe.micro_batches import Arguments
+from scale_pipe.models.skip import SkipKey, run_with_skips
+from scale_pipe.one_process.copying import copied_to
+
+Result: TypeAlias = tuple[Any, dict[SkipKey, Any]]
+"""A partition's output, and what it has stashed."""
+
+
+class Partition(nn.Sequential):
+    """Some layers of a sequence; the first one takes whatever the pipeline is given, each other one what comes before.
+
+    Args:
+        layers: By their names in the whole sequence.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the layers.
+
+        Args:
+            args: Of the first layer.
+            kwargs: Of the first layer.
+        """
+        layers = iter(self)
+        output = next(layers)(*args, **kwargs)
+        for layer in layers:
+            output = layer(output)
+        return output
+
+
+class PartitionRun(nn.Module):
+    """Runs a partition on its device, in such a way that skips are inputs and outputs of it like all others.
+
+    Args:
+        partition: Some layers.
+        device: Where they are.
+    """
+
+    def __init__(self, partition: nn.Module, device: torch.device) -> None:
+        super().__init__()
+        self.partition, self.device = partition, device
+        # Random numbers are seen to here: with a thread for each device, only its own generators stand still.
+        self._recomputed = checkpoint_wrapper(_Recomputed(partition), preserve_random_state=False)
+        self._works_in_place = _works_in_place(partition)
+
+    def forward(self, given: Arguments, popped: Mapping[SkipKey, Any], checkpoint: bool, from_batch: bool) -> Result:
+        """Computes a micro-batch.
+
+        Args:
+            given: What the partition is called with, on any device.
+            popped: What it pops, on any device.
+            checkpoint: Keep the inputs alone, and compute the rest again in the backward pass.
+            from_batch: The inputs may be pieces of the caller's tensors, not results of a partition.
+        """
+        args, kwargs, popped = copied_to(self.device, (given.args, given.kwargs, dict(popped)))
+        if checkpoint:
+            result: Result = self._recomputed(args, kwargs, popped, _Draws(self.device), self._works_in_place)
+            return result
+        if self._works_in_place and from_batch:  # Pieces of one tensor share a counter of changes, too.
+            args, kwargs = map_tensors(torch.clone, (args, kwargs))
+        return run_with_skips(self.partition, popped, *args, **kwargs)
+
+
+class _Recomputed(nn.Module):
+    """A partition as a function of what it is given and pops.
+
+    Args:
+        partition: Some layers.
+    """
+
+    def __init__(self, partition: nn.Module) -> None:
+        super().__init__()
+        self.partition = partition
+
+    def forward(self, args: Any, kwargs: Any, popped: Mapping[SkipKey, Any], draws: _Draws, clone: bool) -> Result:
+        """The forward, and the recomputation."""
+        with draws.made_once():
+            if clone:  # What it is given is needed again.
+                args, kwargs = map_tensors(torch.clone, (args, kwargs))
+            return run_with_skips(self.partition, popped, *args, **kwargs)
+
+
+class _Draws:
+    """The random numbers of one micro-batch in one partition: drawn in the forward, and the same ones again.
+
+    It looks at the generators of the host and of the partition's device. Other devices' belong to other threads. (What
+    several threads draw from the host's generator at the same time has no order that could be repeated.)
+
+    Args:
+        device: Of the partition.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._drawn: list[Drawn] | None = None
+
+    @contextmanager
+    def made_once(self) -> Iterator[None]:
+        """Around the forward, and around each recomputation."""
+        if self._drawn is not None:
+            with replaying(self._drawn):
+                yield
+            return
+        before = [Drawn(generator, generator.get_state()) for generator in self._generators()]
+        yield
+        self._drawn = [drawn for drawn in before if not torch.equal(drawn.state, drawn.generator.get_state())]
+
+    def _generators(self) -> list[torch.Generator]:
+        found = [torch.default_generator]
+        if self._device.type == "cuda":
+            torch.cuda.init()
+            found.append(torch.cuda.default_generators[self._device.index])
+        return found
+
+
+def _works_in_place(partition: nn.Module) -> bool:
+    """Whether the first layer that runs says that it overwrites what it is given, as `nn.ReLU(inplace=True)` does."""
+    layer = partition
+    while isinstance(layer, nn.Sequential) and len(layer):
+        layer = layer[0]
+    return getattr(layer, "inplace", False) is True

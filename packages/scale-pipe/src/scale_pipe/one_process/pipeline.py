@@ -1,0 +1,63 @@
+"""A mini-batch through all partitions: for each tick of the clock, compute what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from scale_pipe.micro_batches import Arguments
+from scale_pipe.models.skip_layout import skip_layout
+from scale_pipe.one_process.clock import clock_cycles
+from scale_pipe.one_process.partition_run import PartitionRun
+from scale_pipe.one_process.portals import Portals
+from scale_pipe.one_process.workers import Workers
+
+
+class Pipeline:
+    """Partitions on their devices, and who computes them.
+
+    Args:
+        partitions: In the order of the layers.
+        devices: Of each one.
+    """
+
+    def __init__(self, partitions: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
+        self._runs = [PartitionRun(part, device) for part, device in zip(partitions, devices, strict=True)]
+        self._skips = skip_layout(partitions)
+        self._workers = Workers(devices)
+
+    def run(self, micro_batches: Sequence[Arguments], num_checkpointed: int) -> list[Any]:
+        """Computes the outputs of all micro-batches; nothing of a mini-batch is left when it returns or fails.
+
+        Args:
+            micro_batches: What the first partition is called with.
+            num_checkpointed: So many, the first ones, are computed again in the backward pass.
+
+        Raises:
+            Exception: What the first partition that failed has raised, with its own traceback.
+        """
+        waiting, portals = list(micro_batches), Portals(self._skips)
+        for cycle in clock_cycles(len(micro_batches), len(self._runs)):
+            results = self._workers.run(
+                [
+                    (
+                        self._runs[place].device,
+                        partial(
+                            self._runs[place],
+                            waiting[number],
+                            portals.take(number, place),
+                            checkpoint=number < num_checkpointed,
+                            from_batch=place == 0 and len(micro_batches) > 1,
+                        ),
+                    )
+                    for number, place in cycle
+                ]
+            )
+            for (number, _), (output, stashed) in zip(cycle, results, strict=True):
+                waiting[number] = Arguments((output,), {})
+                portals.put(number, stashed)
+        return [arguments.args[0] for arguments in waiting]

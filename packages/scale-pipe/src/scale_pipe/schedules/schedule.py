@@ -1,0 +1,142 @@
+"""A schedule: per rank, the ordered list of what it does in a step. Frozen data, which can be printed and saved."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from scale_pipe.schedules.action import COMPUTES, Action, Kind
+from scale_pipe.schedules.placement import Placement, check_positive
+
+FORMAT = 1
+
+Orders = Sequence[Sequence[Action]]
+"""Per rank what it computes, in order; no transfers."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What each rank does in one step, in order; `print` shows it as a table.
+
+    Whether it can run is another question: `validate` answers it.
+
+    Attributes:
+        name: What it is called in pictures and errors.
+        placement: Which rank holds which stage.
+        num_micro_batches: How many micro-batches a step has.
+        actions: By rank, in the order in which the rank does them.
+
+    Raises:
+        TypeError: num_micro_batches is no integer.
+        ValueError: num_micro_batches is less than 1, or the number of lists is not that of the ranks.
+    """
+
+    name: str
+    placement: Placement
+    num_micro_batches: int
+    actions: tuple[tuple[Action, ...], ...]
+
+    def __post_init__(self) -> None:
+        check_positive(num_micro_batches=self.num_micro_batches)
+        if len(self.actions) != self.placement.num_ranks:
+            raise ValueError(
+                f"schedule {self.name!r} has one list of actions for each rank: the placement has "
+                f"{self.placement.num_ranks} ranks, but there are {len(self.actions)} lists"
+            )
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks there are."""
+        return self.placement.num_ranks
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages there are."""
+        return self.placement.num_stages
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the two gradients are computed apart, on any stage."""
+        return any(action.kind is Kind.INPUT_GRADIENT for actions in self.actions for action in actions)
+
+    def computes(self) -> tuple[tuple[Action, ...], ...]:
+        """Returns by rank what it computes, without transfers and steps."""
+        return tuple(tuple(action for action in actions if action.kind in COMPUTES) for actions in self.actions)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the schedule as what `json.dumps` takes."""
+        return {
+            "format": FORMAT,
+            "name": self.name,
+            "rank_of_stage": list(self.placement.rank_of),
+            "num_micro_batches": self.num_micro_batches,
+            "actions": [" ".join(map(str, actions)) for actions in self.actions],
+        }
+
+    @classmethod
+    def from_json(cls, content: Any) -> Schedule:
+        """Reads what `to_json` has returned.
+
+        Args:
+            content: The decoded JSON.
+
+        Raises:
+            ValueError: It is no schedule, or one of another format.
+        """
+        try:
+            found = content["format"]
+            if found != FORMAT:
+                raise ValueError(f"expected a schedule of format {FORMAT}, but got format {found!r}; build it again")
+            return cls(
+                name=str(content["name"]),
+                placement=Placement(tuple(map(int, content["rank_of_stage"]))),
+                num_micro_batches=content["num_micro_batches"],
+                actions=tuple(tuple(map(Action.parse, line.split())) for line in content["actions"]),
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"the content is no schedule: {type(error).__name__}: {error}") from error
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Writes the schedule as JSON.
+
+        Args:
+            path: A file, replaced if it is there.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> Schedule:
+        """Reads a schedule that `save` has written.
+
+        Args:
+            path: The file.
+
+        Raises:
+            ValueError: It holds no schedule.
+            OSError: It cannot be read.
+        """
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} holds no schedule: it is no JSON ({error})") from error
+        try:
+            return cls.from_json(content)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+    def __str__(self) -> str:
+        lines = self.computes()
+        width = max((len(str(action)) for actions in lines for action in actions), default=1)
+        head = (
+            f"{self.name}: {self.num_stages} stages on {self.num_ranks} ranks ({self.placement.shape}), "
+            f"{self.num_micro_batches} micro-batches"
+        )
+        rows = (f"rank {r}: " + " ".join(f"{action!s:{width}}" for action in row) for r, row in enumerate(lines))
+        return "\n".join([head, *(row.rstrip() for row in rows)])

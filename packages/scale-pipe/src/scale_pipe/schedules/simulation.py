@@ -1,0 +1,179 @@
+"""How long a schedule takes under measured costs, and what each rank holds meanwhile.
+
+The model: a rank does one computation at a time, in its list's order, each as soon as its tensor is there. Transfers
+start when their list reaches them, run beside the computation, and pass one after another over each directed link
+between two ranks. Activations of a stage and a micro-batch are held from the start of the forward to the end of the
+weight gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from scale_pipe.schedules.action import COMPUTES, FREES, GIVES_INPUT_GRADIENT, SENDS, Action, Kind
+from scale_pipe.schedules.costs import Costs
+from scale_pipe.schedules.schedule import Schedule
+from scale_pipe.schedules.validation import partner, validate
+
+
+class Span(NamedTuple):
+    """An action with its time.
+
+    Attributes:
+        rank: Who does it; the sender of a transfer.
+        action: What.
+        start: When it starts.
+        end: When it is over.
+    """
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A schedule in time; `print` shows a table.
+
+    Attributes:
+        schedule: What was simulated.
+        costs: The times it was simulated with.
+        spans: All computations and sends, by start.
+    """
+
+    schedule: Schedule
+    costs: Costs
+    spans: tuple[Span, ...]
+
+    @cached_property
+    def makespan(self) -> float:
+        """When the last computation is over."""
+        return max(span.end for span in self.spans)
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """By rank, the time of its computations."""
+        busy = [0.0] * self.schedule.num_ranks
+        for span in self.spans:
+            if span.action.kind in COMPUTES:
+                busy[span.rank] += span.end - span.start
+        return tuple(busy)
+
+    @property
+    def bubble(self) -> float:
+        """The share of the makespan in which the busiest rank is idle: 1 - work / makespan.
+
+        With equal stages it is that of every rank. What other ranks wait because they have less work is a matter of the
+        balance and of no schedule: `idle` says it.
+        """
+        return 1 - max(self.busy) / self.makespan if self.makespan else 0.0
+
+    @property
+    def idle(self) -> tuple[float, ...]:
+        """By rank, the share of the makespan in which it does not compute."""
+        return tuple(1 - busy / self.makespan if self.makespan else 0.0 for busy in self.busy)
+
+    @cached_property
+    def peak_live(self) -> tuple[float, ...]:
+        """By rank, the most live micro-batches, in model equivalents: one is a micro-batch on all its stages."""
+        return peak_live(self.schedule)
+
+    def live(self, rank: int) -> list[tuple[float, float]]:
+        """Returns a rank's live micro-batches over time: (time, how many from then on), in model equivalents.
+
+        Args:
+            rank: Which.
+        """
+        share, count, steps = 1 / len(self.schedule.placement.stages_of[rank]), 0, [(0.0, 0.0)]
+        for span in self.spans:
+            if span.rank == rank and (span.action.kind is Kind.FORWARD or span.action.kind in FREES):
+                forward = span.action.kind is Kind.FORWARD
+                count += 1 if forward else -1
+                steps.append((span.start if forward else span.end, count * share))
+        return steps
+
+    def __str__(self) -> str:
+        head = (
+            f"{self.schedule.name}: makespan {self.makespan:g}, bubble {self.bubble:.2%}, "
+            f"peak {max(self.peak_live):g} live micro-batches"
+        )
+        rows = [
+            f"{rank:4}  {self.busy[rank]:8.4g}  {self.idle[rank]:7.2%}  {self.peak_live[rank]:5g}"
+            for rank in range(self.schedule.num_ranks)
+        ]
+        return "\n".join([head, "rank      busy     idle   peak", *rows])
+
+
+def peak_live(schedule: Schedule) -> tuple[float, ...]:
+    """Returns by rank the most live micro-batches, in model equivalents; times don't matter to it.
+
+    Args:
+        schedule: Any.
+    """
+    peaks = []
+    for rank, actions in enumerate(schedule.actions):
+        live = peak = 0
+        for action in actions:
+            live += (action.kind is Kind.FORWARD) - (action.kind in FREES)
+            peak = max(peak, live)
+        peaks.append(peak / len(schedule.placement.stages_of[rank]))
+    return tuple(peaks)
+
+
+def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
+    """Returns a schedule in time.
+
+    Args:
+        schedule: Any that can run.
+        costs: The times of its stages and links; None counts a forward and each gradient as 1, and a link as nothing.
+
+    Raises:
+        ScheduleError: It can't run; see `validate`.
+        ValueError: The costs are for another number of stages.
+    """
+    validate(schedule, transport="posted")
+    costs = costs or Costs.uniform(schedule.num_stages)
+    costs.check_for(schedule.placement)
+    rank_of = schedule.placement.rank_of
+    positions, clocks = [0] * schedule.num_ranks, [0.0] * schedule.num_ranks
+    links_free: dict[tuple[int, int], float] = {}
+    arrivals: dict[Action, float] = {}  # of sends that have run
+    spans: list[Span] = []
+    moving = True
+    while moving:
+        moving = False
+        for rank, actions in enumerate(schedule.actions):
+            while positions[rank] < len(actions):
+                action = actions[positions[rank]]
+                start = clocks[rank]
+                if action.kind in COMPUTES:
+                    if (source := _sent_for(action, rank_of)) is not None:
+                        if source not in arrivals:
+                            break
+                        start = max(start, arrivals[source])
+                    clocks[rank] = start + costs.of(action)
+                    spans.append(Span(rank, action, start, clocks[rank]))
+                elif action.kind in SENDS:
+                    link = rank, rank_of[partner(action).stage]
+                    start = max(start, links_free.get(link, 0.0))
+                    end = start + costs.link[min(action.stage, partner(action).stage)]
+                    links_free[link] = arrivals[action] = end
+                    spans.append(Span(rank, action, start, end))
+                positions[rank] += 1
+                moving = True
+    assert all(position == len(actions) for position, actions in zip(positions, schedule.actions, strict=True))
+    return Simulation(schedule, costs, tuple(sorted(spans, key=lambda span: (span.start, span.end, span.rank))))
+
+
+def _sent_for(action: Action, rank_of: tuple[int, ...]) -> Action | None:
+    """Returns the send of another rank whose tensor a computation needs."""
+    kind, stage, micro_batch = action
+    if kind is Kind.FORWARD and stage and rank_of[stage - 1] != rank_of[stage]:
+        return Action(Kind.SEND_ACTIVATION, stage - 1, micro_batch)
+    has_next = stage + 1 < len(rank_of) and rank_of[stage + 1] != rank_of[stage]
+    if kind in GIVES_INPUT_GRADIENT and has_next:
+        return Action(Kind.SEND_GRADIENT, stage + 1, micro_batch)
+    return None

@@ -1,0 +1,55 @@
+"""Blocks are the best there are: against all partitions, one by one."""
+
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scale_pipe.models.block_partition import block_partition
+
+
+def all_partitions(length: int, num_blocks: int) -> list[list[int]]:
+    cuts = (combinations(range(1, length), num_blocks - 1)) if num_blocks > 1 else [()]
+    return [[end - start for start, end in pairwise((0, *cut, length))] for cut in cuts]
+
+
+def block_sums(costs: list[int], sizes: list[int]) -> list[int]:
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    return [sum(costs[start : start + size]) for start, size in zip(starts, sizes, strict=True)]
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=8), st.data())
+def test_the_dearest_block_is_as_cheap_as_can_be_and_then_the_sums_are_most_even(
+    costs: list[int], data: st.DataObject
+) -> None:
+    num_blocks = data.draw(st.integers(1, len(costs)))
+
+    def key(sizes: list[int]) -> tuple[int, int]:
+        sums = block_sums(costs, sizes)
+        return max(sums), sum(cost * cost for cost in sums)
+
+    found = block_partition(costs, num_blocks)
+    assert len(found) == num_blocks and min(found) >= 1 and sum(found) == len(costs)
+    best = min(map(key, all_partitions(len(costs), num_blocks)))
+    assert key(found)[0] == best[0] and key(found)[1] <= best[1] * (1 + 1e-9)
+
+
+def test_the_docstrings_row() -> None:
+    assert block_partition([1, 2, 3, 4, 5, 6], 3) == [3, 2, 1]
+    assert block_partition([5e-6] * 96, 16) == [6] * 16
+
+
+@pytest.mark.parametrize(
+    ("costs", "num_blocks", "message"),
+    [
+        ([1.0], 2, "there are 2 partitions and 1 layers; make at most 1"),
+        ([1.0], 0, "must be at least 1, but is 0"),
+        ([1.0, -1.0], 1, "that of layer 1 is -1"),
+        ([float("nan")], 1, "that of layer 0 is nan"),
+    ],
+)
+def test_numbers_that_cannot_be_partitioned_are_named(costs: list[float], num_blocks: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        block_partition(costs, num_blocks)

@@ -1,0 +1,190 @@
+"""What is sent arrives as it was: trees of anything, tensors of any memory, in one piece or in several."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from scale_core import group_of
+from scale_core.testing import run_ranks
+from scale_pipe.distributed import envelope
+from scale_pipe.distributed.links import LinkError, Links
+from scale_pipe.distributed.messages import (
+    HEADER_LENGTH,
+    Content,
+    Failure,
+    Share,
+    TensorForm,
+    as_bytes,
+    dense,
+    empty,
+    form_of,
+    pack,
+    unpack,
+)
+from scale_pipe.distributed.plan import Flow, Slot
+
+Pair = namedtuple("Pair", "first second")  # noqa: PYI024  # One of the old kind.
+
+
+@dataclass(frozen=True)
+class Node:
+    tensor: Tensor
+    rest: Any
+
+
+def test_a_tree_is_put_together_as_it_was() -> None:
+    tensor, other = torch.randn(2, 3), torch.arange(4)
+    form = torch.empty(5, device="meta")
+    tree = Node(tensor, {"pair": Pair(other, tensor), "list": [1, None, "word", (tensor, form)], "set": {3}})
+    structure, tensors = pack(tree)
+    assert [id(one) for one in tensors] == [id(tensor), id(other)]
+    found = unpack(structure, tensors)
+    assert found.tensor is tensor and found.rest["pair"].second is tensor and found.rest["pair"].first is other
+    assert type(found.rest["pair"]) is Pair and found.rest["list"][:3] == [1, None, "word"] and found.rest["set"] == {3}
+    assert found.rest["list"][3][1].is_meta and found.rest["list"][3][1].shape == (5,)
+    assert pack(tree)[0] == structure
+
+
+def test_a_single_tensor_and_nothing_at_all_are_trees() -> None:
+    tensor = torch.randn(2)
+    assert unpack(*pack(tensor)) is tensor
+    assert unpack(*pack(None)) is None
+    assert unpack(*pack([None, tensor]))[1] is tensor
+
+
+def test_what_no_other_process_can_read_is_refused() -> None:
+    with pytest.raises(TypeError, match="this can't be pickled"):
+        pack([lambda: None])
+
+
+LAYOUTS = {
+    "plain": lambda: torch.randn(2, 3, 4),
+    "transposed": lambda: torch.randn(2, 3, 4).transpose(0, 2),
+    "channels last": lambda: torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "a part": lambda: torch.randn(6, 4)[2:4],
+    "with gaps": lambda: torch.randn(6, 4)[::2, 1:3],
+    "expanded": lambda: torch.randn(1, 4).expand(3, 4),
+    "no dimension": lambda: torch.tensor(3.5),
+    "no element": lambda: torch.randn(0, 4),
+    "bool": lambda: torch.randn(3) > 0,
+    "bfloat16": lambda: torch.randn(3).bfloat16(),
+    "complex": lambda: torch.randn(3, dtype=torch.complex64).conj(),
+    "integers": lambda: torch.arange(5),
+    "trains": lambda: torch.randn(3).requires_grad_(),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_tensor_travels_as_bytes_with_its_strides(name: str) -> None:
+    tensor = LAYOUTS[name]()
+    sent = dense(tensor)
+    form = form_of(*pack([sent])).tensors[0]
+    arrived = empty(form)
+    as_bytes(arrived).copy_(as_bytes(sent))
+    assert torch.equal(arrived, tensor) and arrived.dtype == tensor.dtype
+    assert form.requires_grad == tensor.requires_grad and sent.is_leaf
+    if name not in ("with gaps", "expanded", "complex"):  # The conjugate is taken when it is read.
+        assert arrived.stride() == tensor.stride() and sent.data_ptr() == tensor.data_ptr(), "copied"
+
+
+def test_what_has_no_memory_of_its_own_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"torch\.sparse_coo: send \.to_dense\(\)"):
+        dense(torch.eye(3).to_sparse())
+
+
+def test_small_tensors_stand_in_one_message_and_are_not_copied_on_the_way_in() -> None:
+    tensors = [build() for name, build in LAYOUTS.items() if name not in ("with gaps", "expanded", "complex")]
+    tensors = [dense(tensor) for tensor in tensors]
+    form = form_of(*pack(tensors))
+    assert envelope.fits(form)
+    header = list(range(HEADER_LENGTH))
+    memory = envelope.packed(header, form, tensors)
+    assert memory.numel() == envelope.empty_for(form).numel()
+    assert envelope.header_of(memory).tolist() == header
+    found = envelope.tensors_of(memory, form)
+    for ours, theirs in zip(found, tensors, strict=True):
+        assert torch.equal(ours, theirs) and ours.stride() == theirs.stride()
+        assert ours.numel() == 0 or ours.data_ptr() % ours.dtype.itemsize == 0
+    before = found[1]._version
+    found[0].add_(1)
+    assert found[1]._version == before, "a change of one tensor is none of another"
+    assert not envelope.fits(form_of(*pack(torch.empty(1 << 17))))
+
+
+def test_forms_say_what_they_are() -> None:
+    assert str(TensorForm((2, 3), (3, 1), torch.bfloat16, False)) == "bfloat16[2, 3]"
+    assert str(form_of(*pack(None))) == "no tensor"
+    assert Share(2, 8, 4).weight == 0.25 and Share(0, 0, 4).weight == 0.25
+
+
+SLOT = Slot(Flow.ACTIVATION, "", 0, 1, 0)
+
+
+def steps() -> list[Any]:
+    """What one rank sends in a row, as the other has it in the end."""
+    failure = Failure(0, 1, 2, "the forward", "ValueError", "why", "trace")
+    small, large = torch.randn(3, 4), torch.randn(1 << 17)
+    return [
+        small,
+        small + 1,  # As expected, in one piece.
+        large,  # Another form: a header alone comes where one piece was expected.
+        large * 2,  # As expected, in two messages.
+        failure,
+        large * 3,
+        Share(0, 0, 3),
+        [large, small, None],
+        [large * 4, small, None],
+        [large, small, 7],
+        (small,),
+        failure,
+        (small * 2,),
+        Share(0, 0, 3),
+        (torch.zeros(0, 3), torch.ones(2)),
+        (torch.zeros(0, 3), torch.ones(2) * 2),
+        (torch.zeros(0, 3), large),
+        (torch.zeros(0, 3), large),
+        small.requires_grad_(),
+    ]
+
+
+def both_ends() -> list[str]:
+    torch.manual_seed(0)
+    rank, wrong = dist.get_rank(), []
+    links = Links(group_of(), {SLOT: 1 << 21}, torch.device("cpu"), 20.0)
+    for number, sent in enumerate(steps()):
+        message = sent if isinstance(sent, Failure | Share) else Content(*pack(sent), Share(2, 8, 4))
+        if rank == 0:
+            links.send(SLOT, 1, message)
+            links.finish()
+            continue
+        links.post(SLOT, 0)
+        found = links.take(SLOT, 0)
+        if isinstance(found, Content) and isinstance(message, Content):
+            same = found.structure == message.structure and found.share == message.share
+            same = same and len(found.tensors) == len(message.tensors)
+            same = same and all(map(torch.equal, found.tensors, message.tensors))
+            same = same and [t.requires_grad for t in found.tensors] == [t.requires_grad for t in message.tensors]
+        else:
+            same = type(found) is type(message) and found == message
+        wrong += [f"{number}: {found}"] * (not same)
+    short = Links(group_of(), {SLOT: 1 << 22}, torch.device("cpu"), 0.2)
+    if rank == 1:
+        short.post(SLOT, 0)
+        try:
+            short.take(SLOT, 0)
+            wrong.append("nothing was waited for")
+        except LinkError as error:
+            told = "activation of stage 0 for stage 1, micro-batch 0: the transfer with rank 0 failed"
+            wrong += [str(error)] * (told not in str(error) or error.peer != 0 or error.slot != SLOT)
+    return wrong
+
+
+def test_slots_are_filled_whatever_comes_after_whatever_else() -> None:
+    assert run_ranks(both_ends, 2) == [[], []]

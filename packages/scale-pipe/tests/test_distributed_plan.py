@@ -1,0 +1,146 @@
+"""A rank's tasks: what travels is woven in where it is made and where it is needed, and nobody waits in a circle."""
+
+from __future__ import annotations
+
+import pytest
+from pipe_schedules import BUILDERS
+
+from scale_pipe import Kind, Placement, one_forward_one_backward, zb_v
+from scale_pipe.distributed.order import Order
+from scale_pipe.distributed.plan import (
+    AddShared,
+    Average,
+    Flow,
+    Receive,
+    Send,
+    SharedParameter,
+    Skip,
+    Slot,
+    Task,
+    Wiring,
+    arriving,
+    forward_plan,
+    plan,
+    receipts,
+    shared_slots,
+)
+from scale_pipe.schedules.action import COMPUTES, Action
+
+PLAIN = Wiring()
+BOTH = Wiring((Skip("far", 0, 2), Skip("near", 1, 2)), (SharedParameter("embed", (0, 2)),))
+
+
+def written(tasks: tuple[Task, ...]) -> list[str]:
+    """Tasks as words: `>far0.1` leaves stage 0 for 1, `<` arrives; gradients have a prime."""
+    found = []
+    for task in tasks:
+        if isinstance(task, Send | Receive):
+            slot = task.slot
+            sign = ">" if isinstance(task, Send) else "<"
+            prime = {Flow.GRADIENT: "'", Flow.SHARED: "+"}.get(slot.flow, "")
+            found.append(f"{sign}{slot.name}{prime}{slot.source}{slot.target}")
+        else:
+            found.append(str(task) if isinstance(task, Action) else type(task).__name__)
+    return found
+
+
+def test_a_plan_is_the_schedule_with_skips_and_shared_gradients_woven_in() -> None:
+    schedule = one_forward_one_backward(3, 1)
+    assert [" ".join(written(plan(schedule, rank, BOTH))) for rank in range(3)] == [
+        "F0.0 >far02 >01 <'10 <far'20 B0.0 Average <embed+20 >embed+02 AddShared S0",
+        "<01 F1.0 >near12 >12 <'21 <near'21 B1.0 >'10 Average S1",
+        "<12 <far02 <near12 F2.0 B2.0 >far'20 >near'21 >'21 Average <embed+02 >embed+20 AddShared S2",
+    ]
+
+
+def test_what_stays_on_a_rank_is_not_sent() -> None:
+    schedule = zb_v(2, 1)  # Stages 0 and 3 on rank 0, 1 and 2 on rank 1.
+    wiring = Wiring((Skip("there", 0, 3), Skip("across", 0, 2)), (SharedParameter("tied", (0, 3)),))
+    words = written(plan(schedule, 0, wiring))
+    assert ">across02" in words and not [word for word in words if "there" in word or "tied" in word]
+
+
+def test_an_evaluation_has_forwards_and_what_they_need() -> None:
+    schedule = one_forward_one_backward(3, 2)
+    assert " ".join(written(forward_plan(plan(schedule, 1, BOTH)))) == "<01 <01 F1.0 >near12 >12 F1.1 >near12 >12"
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_every_list_comes_to_its_end_and_forgets_only_what_has_arrived(name: str, num_ranks: int) -> None:
+    schedule = BUILDERS[name](num_ranks, 5)
+    stages = schedule.num_stages
+    wiring = Wiring(
+        (Skip("whole", 0, stages - 1), Skip("part", 0, stages // 2)), (SharedParameter("t", (0, stages - 1)),)
+    )
+    whole = [plan(schedule, rank, wiring) for rank in range(num_ranks)]
+    for plans in (whole, [forward_plan(tasks) for tasks in whole]):
+        known = [receipts(plans, rank, stages, wiring) for rank in range(num_ranks)]
+        done = follow(plans, known, stages, wiring)
+        assert done == [len(tasks) for tasks in plans]
+        if plans is whole and name == "1f1b":  # All but the last few are forgotten on the way.
+            kept = [
+                len([t for t in tasks if isinstance(t, Send)]) - sum(map(len, known[rank].values()))
+                for rank, tasks in enumerate(plans)
+            ]
+            assert max(kept) <= 8
+
+
+def follow(plans: list[tuple[Task, ...]], known: list[dict[int, list[Slot]]], stages: int, wiring: Wiring) -> list[int]:
+    """Runs all lists: sends are free, computations wait for what they take; returns how far each rank came."""
+    positions, sent, taken = [0] * len(plans), set[Slot](), set[Slot]()
+    moving = True
+    while moving:
+        moving = False
+        for rank, tasks in enumerate(plans):
+            received = {task.slot for task in tasks if isinstance(task, Receive)}
+            while positions[rank] < len(tasks):
+                index, task = positions[rank], tasks[positions[rank]]
+                if isinstance(task, Send):
+                    assert task.slot not in sent
+                    sent.add(task.slot)
+                elif isinstance(task, AddShared):
+                    if not {slot for slot in received if slot.flow is Flow.SHARED} <= sent:
+                        break
+                elif isinstance(task, Action) and task.kind in COMPUTES:
+                    needed = {slot for slot in arriving(task, stages, wiring) if slot in received}
+                    if not needed <= sent:
+                        break
+                    taken |= needed
+                    assert set(known[rank].get(index, ())) <= taken, "forgotten before it was there"
+                positions[rank] += 1
+                moving = True
+    return positions
+
+
+def test_a_receive_stands_before_what_takes_it_and_a_send_behind_what_makes_it() -> None:
+    for rank in range(3):
+        tasks = plan(one_forward_one_backward(3, 4), rank, BOTH)
+        order = Order([plan(one_forward_one_backward(3, 4), other, BOTH) for other in range(3)], rank, 3, BOTH)
+        for index, task in enumerate(tasks):
+            if isinstance(task, Action) and task.kind in COMPUTES:
+                before = {other.slot for other in tasks[:index] if isinstance(other, Receive)}
+                behind = {other.slot for other in tasks[index:] if isinstance(other, Send)}
+                assert set(order.arriving[task]) <= before
+                assert set(order.leaving[task]) <= behind
+
+
+def test_gradients_of_shared_parameters_go_from_each_rank_to_each_other_one() -> None:
+    shared = (SharedParameter("tied", (0, 3, 4)),)
+    assert [(slot.source, slot.target) for slot in shared_slots(Placement((0, 1, 2, 0, 2)), shared)] == [(0, 4), (4, 0)]
+
+
+def test_an_order_knows_the_last_turn_of_each_stage() -> None:
+    schedule = zb_v(2, 3)
+    plans = [plan(schedule, rank, PLAIN) for rank in range(2)]
+    order = Order(plans, 0, 4, PLAIN)
+    assert order.splits and sorted(order.turns) == [0, 3] and sorted(order.turns[0]) == [0, 1, 2]
+    assert [task for task in order.tasks if isinstance(task, Average)] == [Average()]
+    assert {task.kind for task in order.tasks if isinstance(task, Action)} >= {Kind.STEP, Kind.FORWARD}
+
+
+def test_a_slot_says_what_it_is() -> None:
+    slot = Slot(Flow.ACTIVATION, "", 1, 2, 3)
+    assert str(slot) == "activation of stage 1 for stage 2, micro-batch 3"
+    assert str(slot.back()) == "gradient of stage 2 for stage 1, micro-batch 3"
+    assert str(Slot(Flow.ACTIVATION, "skip", 0, 2, 0)) == "activation 'skip' of stage 0 for stage 2, micro-batch 0"

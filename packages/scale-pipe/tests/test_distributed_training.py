@@ -1,0 +1,317 @@
+"""Around a step: tied parameters, replicas, optimizers, norms, states, measured times and the solver."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed_cases import Plain, batch, differences, mlp, mse, order_in, turns
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from scale_core import ShardedGradScaler
+from scale_core.testing import run_ranks
+from scale_pipe import DistributedPipe, draw, simulate, validate
+
+WORDS = 7
+
+
+class Head(nn.Module):
+    """The embedding's weight as the output layer's: [N, 3, 8] to [N, 7, 3]."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return nn.functional.linear(hidden, self.weight).transpose(1, 2)
+
+
+def tied_model(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    embed = nn.Embedding(WORDS, 8)
+    return nn.Sequential(embed, nn.Linear(8, 8), nn.Tanh(), nn.LayerNorm(8), Head(embed.weight))
+
+
+def words(samples: int, seed: int = 1) -> tuple[Tensor, Tensor]:
+    """Inputs and targets [samples, 3]."""
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(WORDS, (samples, 3), generator=generator) for _ in range(2))  # type: ignore[return-value]
+
+
+def tied_grads(pipe: DistributedPipe, steps: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    """The plain gradients, where the sum over micro-batches of each use is taken first, and those are added then."""
+    model, total = tied_model(), {}
+    head = model[4]
+    assert isinstance(head, Head)
+    copy = nn.Parameter(head.weight.detach().clone())
+    head.weight = copy
+    orders, stages = turns(pipe.schedule), {0: 0, 1: 0, 2: 1, 3: 1, 4: pipe.schedule.num_stages - 1}
+    if pipe.schedule.num_stages == 4:
+        stages = {0: 0, 1: 1, 2: 2, 3: 2, 4: 3}
+    for x, target in steps:
+        plain = Plain(model)
+        parts = list(zip(x.chunk(pipe.chunks), target.chunk(pipe.chunks), strict=True))
+        plain.step(parts, nn.functional.cross_entropy, lambda name: orders[stages[int(name[0])]])
+        plain.grads["0.weight"] += plain.grads.pop("4.weight")
+        for name, grad in plain.grads.items():
+            total[name] = grad if name not in total else total[name] + grad
+    return {**total, "4.weight": total["0.weight"]}
+
+
+def tied() -> list[str]:
+    """Embeddings that two ranks share, in a loop; and in a V, where both stages are on one rank."""
+    rank, wrong = dist.get_rank(), []
+    for name, balance in (("1f1b", [2, 3]), ("zb_h1", [2, 3]), ("interleaved_1f1b", [1, 1, 2, 1])):
+        pipe = DistributedPipe(tied_model(seed=rank), name, balance=balance, chunks=4)  # Other values on each rank.
+        pipe.load_state_dict({**tied_model().state_dict()})
+        steps = [words(8), words(8, seed=2)]
+        for x, target in steps[:1]:
+            pipe.step(x, target=target, loss_fn=nn.functional.cross_entropy)
+        wrong += [f"{name}: {w}" for w in differences(pipe, tied_grads(pipe, steps[:1]))]
+        norm = nn.utils.clip_grad_norm_(_as_parameters(tied_grads(pipe, steps[:1])), math.inf)
+        found = pipe.clip_grad_norm_(math.inf)
+        wrong += [f"{name}: norm {found} and {norm}"] * (not torch.allclose(found, norm, rtol=1e-6))
+        for x, target in steps[1:]:
+            pipe.step(x, target=target, loss_fn=nn.functional.cross_entropy)
+        expected = tied_grads(pipe, steps)
+        for title, param in pipe.named_parameters():
+            assert param.grad is not None
+            if not torch.allclose(param.grad, expected[title], rtol=1e-5, atol=1e-7):
+                wrong.append(f"{name}: {title} after two steps")
+    pipe = DistributedPipe(tied_model(seed=rank), "1f1b", balance=[2, 3], chunks=4)
+    copies: list[Any] = [None, None]
+    dist.all_gather_object(copies, dict(pipe.named_parameters())["0.weight" if rank == 0 else "4.weight"].detach())
+    wrong += ["copies do not begin equal"] * (not torch.equal(*copies))
+    v = DistributedPipe(tied_model(), "zb_v", balance=[1, 1, 2, 1], chunks=4)
+    x, target = words(8)
+    v.step(x, target=target, loss_fn=nn.functional.cross_entropy)
+    plain = tied_model()
+    for part, to in zip(x.chunk(4), target.chunk(4), strict=True):
+        (nn.functional.cross_entropy(plain(part), to) / 4).backward()
+    for title, param in v.named_parameters():
+        expected_grad = plain.get_parameter(title).grad
+        assert param.grad is not None and expected_grad is not None
+        wrong += [f"zb_v: {title}"] * (not torch.allclose(param.grad, expected_grad, rtol=1e-5, atol=1e-7))
+    return wrong
+
+
+def _as_parameters(grads: Mapping[str, Tensor]) -> list[nn.Parameter]:
+    found = []
+    for name, grad in grads.items():
+        if name != "4.weight":
+            found.append(nn.Parameter(torch.zeros_like(grad)))
+            found[-1].grad = grad.clone()
+    return found
+
+
+def optimizers() -> list[str]:
+    """Three steps of training, by the schedule's own steps and by the caller's; one optimizer for each stage."""
+    rank = dist.get_rank()
+    steps = [batch(8, seed=seed) for seed in range(3)]
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    pipe_of: dict[str, DistributedPipe] = {
+        name: DistributedPipe(mlp(), "zb_v", balance=[3] * 4, chunks=4) for name in ("own", "callers", "each")
+    }
+    stepped: dict[str, Any] = {
+        "own": torch.optim.AdamW(pipe_of["own"].parameters(), lr=0.1),
+        "callers": torch.optim.AdamW(pipe_of["callers"].parameters(), lr=0.1),
+        "each": {
+            index: torch.optim.AdamW(stage.parameters(), lr=0.1) for index, stage in pipe_of["each"].stages.items()
+        },
+    }
+    for x, target in steps:
+        orders = Plain(model)
+        parts = list(zip(x.chunk(4), target.chunk(4), strict=True))
+        orders.step(parts, mse, lambda name: turns(pipe_of["own"].schedule)[int(name.split(".")[0]) // 3])
+        for name, param in model.named_parameters():
+            param.grad = orders.grads.get(name)
+        optimizer.step()
+        for name, pipe in pipe_of.items():
+            pipe.zero_grad()
+            own = None if name == "callers" else stepped[name]
+            pipe.step(x, target=target, loss_fn=mse, optimizer=own)
+            if name == "callers":
+                stepped[name].step()
+    return [
+        f"{name}: {title} on rank {rank}"
+        for name, pipe in pipe_of.items()
+        for title, param in pipe.named_parameters()
+        if not torch.equal(param, model.get_parameter(title))
+    ]
+
+
+def norms() -> list[str]:
+    """Clipping over all stages, by any norm; what is not finite stays so."""
+    wrong, (x, target) = [], batch(8)
+    for norm_type in (1.0, 2.0, 3.5, math.inf):
+        pipe, model = DistributedPipe(mlp(), "1f1b", balance=[5, 7], chunks=4), mlp()
+        pipe.step(x, target=target, loss_fn=mse)
+        plain = Plain(model)
+        plain.step(list(zip(x.chunk(4), target.chunk(4), strict=True)), mse, lambda name: range(4))
+        for name, param in model.named_parameters():
+            param.grad = plain.grads[name]
+        expected = nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm_type)
+        found = pipe.clip_grad_norm_(0.01, norm_type)
+        wrong += [f"{norm_type}: {found} and {expected}"] * (not torch.allclose(found, expected, rtol=1e-6))
+        for name, param in pipe.named_parameters():
+            theirs = model.get_parameter(name).grad
+            assert param.grad is not None and theirs is not None
+            wrong += [f"{norm_type}: {name}"] * (not torch.allclose(param.grad, theirs, rtol=1e-6))
+        if dist.get_rank() == 1:
+            next(pipe.parameters()).grad.fill_(math.nan)  # type: ignore[union-attr]
+        wrong += [f"{norm_type}: NaN was lost"] * (not pipe.clip_grad_norm_(1.0, norm_type).isnan())
+    return wrong
+
+
+def states() -> list[str]:
+    """States have the plain names, and load into any other pipeline and into the plain model."""
+    wrong = []
+    first = DistributedPipe(mlp(seed=1), "zb_v", balance=[3] * 4)
+    for stage in first.stages:
+        if stage % 2:
+            first.stages[stage] = torch.compile(first.stages[stage], backend="eager")  # type: ignore[assignment]  # never run
+    whole = first.state_dict(full=True)
+    if dist.get_rank() == 0:
+        expected = mlp(seed=1).state_dict()
+        wrong += ["the whole state"] * (list(whole) != list(expected) and sorted(whole) != sorted(expected))
+        wrong += [name for name, value in expected.items() if not torch.equal(whole[name], value)]
+    elif whole:
+        wrong.append("there is a state on another rank")
+    given = mlp(seed=1).state_dict()
+    second = DistributedPipe(mlp(seed=2), "1f1b", balance=[7, 5])
+    second.load_state_dict(given)
+    second.load_state_dict(second.state_dict())
+    wrong += [name for name, value in second.state_dict().items() if not torch.equal(value, given[name])]
+    wrong += [name for name, value in second.named_parameters() if not torch.equal(value, given[name])]
+    for state, told in (
+        ({**given, "typo.weight": torch.ones(1)}, "in no stage: typo.weight"),
+        ({name: value for name, value in given.items() if name not in ("1.weight", "10.weight")}, "missing: 1"),
+    ):
+        try:
+            second.load_state_dict(state)
+            wrong.append("a state that does not fit was loaded")
+        except RuntimeError as error:
+            wrong += [str(error)] * (told not in str(error))
+    second.load_state_dict({}, strict=False)
+    wrong += ["stages"] * (list(second.stages) != [dist.get_rank()] or 5 in second.stages)
+    return wrong
+
+
+def measured() -> list[str]:
+    """Times of a step on all ranks; the solver takes them, and what it finds computes the same."""
+    wrong = []
+    pipe, plain = DistributedPipe(mlp(), "solve", balance=[3] * 4, chunks=3, memory_cap=3), Plain(mlp())
+    first = pipe.schedule
+    for seed in range(4):
+        x, target = batch(6, seed=seed)
+        expected = plain.step(list(zip(x.chunk(3), target.chunk(3), strict=True)), mse, order_in(pipe))
+        wrong += ["loss"] * (not torch.equal(pipe.step(x, target=target, loss_fn=mse), expected))
+        wrong += [f"step {seed}: {words}" for words in differences(pipe, plain.grads)]
+    wrong += ["not solved"] * (pipe.schedule is first)
+    validate(pipe.schedule, memory_cap=3)
+    found = pipe.measured()
+    wrong += ["spans"] * (len(found.spans) != sum(map(len, pipe.schedule.computes())))
+    wrong += ["clock"] * (found.spans[0].start != 0 or any(span.end < span.start for span in found.spans))
+    for rank, actions in enumerate(pipe.schedule.computes()):
+        wrong += ["order"] * (tuple(span.action for span in found.spans if span.rank == rank) != actions)
+    own = tuple(span.action for span in pipe.last_trace)
+    wrong += ["own spans"] * (own != pipe.schedule.computes()[dist.get_rank()])
+    wrong += ["picture"] * ("<svg" not in draw([simulate(pipe.schedule, found.costs), found]))
+    return wrong
+
+
+def scaled() -> list[str]:
+    """A gradient scaler around a pipeline: one verdict for all of its ranks."""
+    x, target = batch(8)
+    pipe = DistributedPipe(mlp(), "1f1b", balance=[6, 6], chunks=4)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    scaler = ShardedGradScaler(device="cpu", init_scale=1024.0, process_group=pipe.group)
+    scaler.scale(torch.ones(()))  # All ranks know the scale, though only the last stage computes a loss.
+    before = [param.detach().clone() for param in pipe.parameters()]
+    for bad in (True, False):
+        factor = math.inf if bad else 1.0
+        pipe.zero_grad()
+        pipe.step(x, target=target, loss_fn=lambda output, to, factor=factor: scaler.scale(mse(output, to)) * factor)
+        scaler.step(optimizer)
+        scaler.update()
+        unchanged = all(map(torch.equal, before, pipe.parameters()))
+        if unchanged != bad:
+            return [f"stepped: {not unchanged}, with infinities: {bad}"]
+    return []
+
+
+CASES: dict[str, Callable[[], list[str]]] = {
+    case.__name__: case for case in (tied, optimizers, norms, states, measured, scaled)
+}
+
+
+def all_cases() -> dict[str, list[str]]:
+    return {name: case() for name, case in CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> list[dict[str, list[str]]]:
+    return run_ranks(all_cases, 2)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_train_as_one_process(name: str, outcomes: list[dict[str, list[str]]]) -> None:
+    assert [outcome[name] for outcome in outcomes] == [[], []]
+
+
+def replicas() -> list[str]:
+    """Two replicas of a pipeline of two ranks; torch's own data parallelism in each stage, reduced once per step."""
+    rank, wrong = dist.get_rank(), []
+    pipes = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    across = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    batches = [batch(8, seed=seed) for seed in (1, 2)]
+    for schedule, balance in (("1f1b", [6, 6]), ("zb_v", [3] * 4)):
+        plains = [Plain(mlp()), Plain(mlp())]
+        pipe = DistributedPipe(mlp(), schedule, balance=balance, chunks=4, group=pipes[rank // 2])
+        for index, stage in pipe.stages.items():
+            pipe.stages[index] = DistributedDataParallel(stage, process_group=across[rank % 2])
+        order = order_in_wrapped(pipe)
+        for plain, (x, target) in zip(plains, batches, strict=True):
+            plain.step(list(zip(x.chunk(4), target.chunk(4), strict=True)), mse, order)
+        x, target = batches[rank // 2]
+        pipe.step(x, target=target, loss_fn=mse)
+        means = {name: (plains[0].grads[name] / 2 + plains[1].grads[name] / 2) for name in plains[0].grads}
+        wrong += [f"{schedule}: {words}" for words in differences(pipe, means)]
+        if rank == 3:  # A stage of the second replica fails: so do all stages, of both.
+            for stage in pipe.stages.values():
+                stage.register_forward_pre_hook(_raise)
+        try:
+            pipe.step(x, target=target, loss_fn=mse)
+            wrong.append("nothing was raised")
+        except RuntimeError as error:
+            told = "on purpose" if rank > 1 else "replicas of this stage failed"
+            wrong += [f"rank {rank}: {error}"] * (told not in str(error))
+        wrong += [f"{schedule}, afterwards: {words}" for words in differences(pipe, means)]
+    return wrong
+
+
+def order_in_wrapped(pipe: DistributedPipe) -> Callable[[str], Any]:
+    orders = turns(pipe.schedule)
+    names = {
+        name.removeprefix("module."): index
+        for index, stage in pipe.stages.items()
+        for name, _ in stage.named_parameters()
+    }
+    return lambda name: orders[names[name]] if name in names else ()
+
+
+def _raise(*_: Any) -> None:
+    raise ArithmeticError("on purpose")
+
+
+def test_replicas_of_a_pipeline_average_their_gradients_once_per_step() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert run_ranks(replicas, 4) == [[]] * 4

@@ -1,0 +1,127 @@
+"""A mini-batch is cut as torch cuts, whatever it is nested in, and what does not go together is said by name."""
+
+import re
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from scale_pipe.micro_batches import Arguments, NoChunk, batch_size_of, cut, gather, micro_batch_sizes, scatter
+
+
+@dataclass(frozen=True)
+class Pair:
+    one: Any
+    other: Any
+
+
+class Named(NamedTuple):
+    value: Any
+    rest: Any
+
+
+def rows(number: int, width: int = 2) -> Tensor:
+    return torch.arange(float(number * width)).view(number, width)
+
+
+def test_sizes_are_those_of_torch_chunk() -> None:
+    for batch_size in range(1, 20):
+        for chunks in range(1, 22):
+            expected = [len(piece) for piece in torch.empty(batch_size).chunk(chunks)]
+            assert micro_batch_sizes(batch_size, chunks) == expected
+    assert micro_batch_sizes(0, 3) == [0]
+
+
+def test_whatever_tensors_are_nested_in_stays_what_it_was() -> None:
+    x, y = rows(5), torch.arange(5)
+    inputs = Arguments(((x, [y, None]), Pair(x, "word")), {"named": Named({"x": x, 3: 4}, 2.5)})
+    parts = scatter(inputs, 2)
+    assert [batch_size_of(part) for part in parts] == [3, 2]
+    for part, expected, labels in zip(parts, x.split([3, 2]), y.split([3, 2]), strict=True):
+        assert type(part) is Arguments
+        (first, pair), named = part.args, part.kwargs["named"]
+        assert torch.equal(first[0], expected) and torch.equal(first[1][0], labels) and first[1][1] is None
+        assert type(pair) is Pair and pair.one is first[0] and pair.other == "word"
+        assert type(named) is Named and named.value["x"] is first[0] and named.value[3] == 4 and named.rest == 2.5
+    again = gather(parts)
+    assert type(again) is Arguments and type(again.args[1]) is Pair
+    assert torch.equal(again.args[0][0], x) and again.args[1].one is again.args[0][0]
+    assert again.kwargs["named"].value[3] == 4
+
+
+def test_what_is_no_tensor_and_what_has_no_dimension_goes_to_every_micro_batch() -> None:
+    scale, thing = torch.tensor(2.0), object()
+    for part in scatter((rows(4), scale, thing), 4):
+        assert part[1] is scale and part[2] is thing and part[0].shape == (1, 2)
+
+
+def test_a_tensor_that_belongs_to_no_sample_is_not_cut() -> None:
+    mask = torch.ones(3, 3)
+    for chunks in (1, 2):
+        for part in scatter((rows(4), NoChunk(mask), [Pair(NoChunk(mask), 1)], {"mask": NoChunk(mask)}), chunks):
+            assert part[1] is mask and part[2][0].one is mask and part[3]["mask"] is mask
+    with pytest.raises(TypeError, match="expected a Tensor, got int"):
+        NoChunk(3)  # type: ignore[arg-type]
+
+
+def test_one_micro_batch_is_the_inputs_themselves() -> None:
+    inputs = (rows(3), {"x": rows(3)})
+    assert scatter(inputs, 1)[0] is inputs
+    assert gather([inputs]) is inputs
+
+
+def test_fewer_samples_than_chunks_make_fewer_micro_batches() -> None:
+    assert [part.shape[0] for part in scatter(rows(3), 8)] == [1, 1, 1]
+    assert [part.shape[0] for part in scatter(rows(0), 8)] == [0]
+
+
+def test_gradients_come_back_to_what_was_cut() -> None:
+    x = rows(5).requires_grad_()
+    gather([(part * factor,) for factor, part in enumerate(scatter(x, 3))])[0].sum().backward()
+    assert x.grad is not None and x.grad[:, 0].tolist() == [0, 0, 1, 1, 2]
+
+
+def test_inputs_without_a_tensor_to_cut_are_refused_where_the_batch_is_cut() -> None:
+    with pytest.raises(TypeError, match="expected Tensor, but got int, NoneType"):
+        scatter((3, None), 2)
+    with pytest.raises(TypeError, match="expected Tensor, but got nothing"):
+        scatter((), 2)
+    with pytest.raises(TypeError, match="at least one has to be a tensor with a first dimension"):
+        scatter(torch.tensor(1.0), 2)
+    assert cut({"epoch": 3}, [2, 2]) == [{"epoch": 3}, {"epoch": 3}]
+
+
+def test_tensors_with_different_numbers_of_samples_are_named_both() -> None:
+    inputs = Arguments((rows(8, 3),), {"mask": torch.ones(4), "other": NoChunk(torch.ones(1))})
+    message = "inputs.args[0] [8, 3] has 8 samples, and inputs.kwargs['mask'] [4] has 4; what belongs to no sample is"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        scatter(inputs, 2)
+    with pytest.raises(ValueError, match=r"expected 6 samples, cut into micro-batches of 4, 2, and got .* with 8"):
+        cut(rows(8), [4, 2])
+
+
+@pytest.mark.parametrize(
+    "outputs, message",
+    [
+        ([torch.tensor(1.0)] * 2, "the output is a tensor without dimensions for each of 2 micro-batches"),
+        ([(rows(1), 1), (rows(1), 2)], r"output\[1\] is no tensor and differs between micro-batches: 1 for 0, 2 for 1"),
+        ([(rows(1), None), (rows(1),)], r"micro-batches 0 and 1 differ at output\[1\]"),
+        ([{"a": rows(1)}, {"b": rows(1)}], r"differ at output\['a'\]"),
+        ([rows(1, 2), rows(1, 3)], r"of micro-batch 0 is \[1, 2\] float32, and of micro-batch 1 \[1, 3\] float32"),
+        ([[rows(1)], [rows(1).double()]], r"output\[0\] .* \[1, 2\] float32, and .* \[1, 2\] float64"),
+        ([[rows(1)], [1]], r"output\[0\] is a Tensor for micro-batch 0, and a int for 1"),
+    ],
+)
+def test_outputs_that_do_not_go_together_are_named(outputs: list[Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        gather(outputs)
+
+
+def test_one_output_in_two_places_has_to_be_one_in_all_micro_batches() -> None:
+    x, y = rows(1), rows(2)
+    joined = gather([(x, x), (y, y)])
+    assert joined[0] is joined[1] and torch.equal(joined[0], torch.cat([x, y]))
+    with pytest.raises(ValueError, match="is one tensor with another output for micro-batch 0"):
+        gather([(x, x), (y, y.clone())])

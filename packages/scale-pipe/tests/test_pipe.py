@@ -1,0 +1,218 @@
+"""What a `Pipe` is beside what it computes: a sequence, with errors that say what to write."""
+
+import copy
+import gc
+import pickle
+import traceback
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from scale_checkpoint import is_checkpointing
+from scale_pipe import Pipe, skippable
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+
+
+def test_it_is_a_sequence_of_its_layers() -> None:
+    made = layers()
+    pipe = Pipe(made, [2, 1], devices=["cpu", "cpu", "cpu"], chunks=3, checkpoint="never")
+    assert len(pipe) == 3 and list(pipe) == list(made) and pipe[0] is made[0] and pipe[-1] is made[2]
+    assert isinstance(pipe[1:], nn.Sequential) and list(pipe[1:]) == list(made[1:])
+    with pytest.raises(IndexError):
+        pipe[3]
+    assert (pipe.balance, pipe.chunks, pipe.checkpoint) == ([2, 1], 3, "never")
+    assert pipe.devices == [torch.device("cpu")] * 2
+    assert [[name for name, _ in part.named_children()] for part in pipe.partitions] == [["0", "1"], ["2"]]
+    assert all(isinstance(part, nn.Sequential) for part in pipe.partitions)
+
+
+def test_modes_are_those_of_the_layers() -> None:
+    made = layers()
+    made[0].eval()
+    pipe = Pipe(made, [2, 1])
+    assert pipe.training and not made[0].training and made[1].training
+    pipe.eval()
+    assert not any(part.training for whole in (pipe, *pipe.partitions) for part in whole.modules())
+    assert not Pipe(layers().eval(), [3]).training
+
+
+def test_copies_and_pickles_are_whole() -> None:
+    pipe, x = Pipe(layers(), [1, 2], chunks=2), torch.randn(4, 2)
+    pipe(x).sum().backward()
+    for other in (copy.deepcopy(pipe), pickle.loads(pickle.dumps(pipe))):
+        assert torch.equal(other(x), pipe(x))
+        assert other[0] is other.partitions[0][0] and other[0] is not pipe[0]
+        with torch.no_grad():
+            other[0].weight.zero_()
+        assert not torch.equal(other(x), pipe(x))
+
+
+def test_it_is_cast_and_never_moved() -> None:
+    pipe = Pipe(layers(), [2, 1])
+    assert pipe.to(torch.float64) is pipe and pipe.double()[0].weight.dtype is torch.float64
+    assert pipe(torch.ones(1, 2, dtype=torch.float64)).dtype is torch.float64
+    refused: list[Any] = [
+        lambda: pipe.to("cpu"),
+        lambda: pipe.to(torch.device("cpu"), torch.float32),
+        lambda: pipe.to(0),
+        lambda: pipe.to(device="cpu"),
+        lambda: pipe.to(torch.ones(1)),
+        pipe.cuda,
+        pipe.cpu,
+        pipe.xpu,
+        lambda: pipe.to_empty(device="cpu"),
+    ]
+    for move in refused:
+        with pytest.raises(TypeError, match="denied to move parameters and buffers, because Pipe should manage device"):
+            move()
+
+
+def test_an_empty_sequence_returns_its_input() -> None:
+    pipe, x = Pipe(nn.Sequential(), []), torch.ones(2)
+    assert pipe(x) is x and len(pipe) == 0
+    with pytest.raises(TypeError, match="expected Tensor, but got int"):
+        pipe(3)
+
+
+def test_what_cannot_be_a_pipe_is_refused() -> None:
+    repeated = nn.ReLU()
+    tied = layers()
+    tied[2].weight = tied[0].weight
+    both = skippable(stash=["x"])(type("Stash", (nn.Module,), {}))()
+    cases: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+        (nn.ReLU(), {}, TypeError, "module must be nn.Sequential to be partitioned"),
+        (nn.Sequential(repeated, repeated), {"balance": [2]}, ValueError, "duplicate children is not supported"),
+        (layers(), {}, ValueError, "balance_by_time"),
+        (layers(), {"balance": [2, 2]}, ValueError, "balance_by_time"),
+        (layers(), {"balance": [3, 0]}, ValueError, "balance_by_time"),
+        (layers(), {"balance": [2, 1], "devices": ["cpu"]}, IndexError, "too few devices to hold given partitions"),
+        (layers(), {"balance": [3], "chunks": 0}, ValueError, "number of chunks must be positive integer, got 0"),
+        (layers(), {"balance": [3], "chunks": 1.5}, ValueError, "number of chunks must be positive integer, got 1.5"),
+        (layers(), {"balance": [3], "checkpoint": "all"}, ValueError, "not one of 'always', 'except_last', or 'never'"),
+        (nn.Sequential(both), {"balance": [1]}, TypeError, "one or more pairs of stash and pop do not match"),
+        (tied, {"balance": [2, 1], "devices": ["cpu", "meta"]}, ValueError, "duplicate parameters on distinct devices"),
+    ]
+    for module, options, error, message in cases:
+        with pytest.raises(error, match=message):
+            Pipe(module, **options)
+    norm = nn.Sequential(nn.BatchNorm1d(2))
+    with pytest.raises(ValueError, match="balance_by_time"):
+        Pipe(norm, [2], deferred_batch_norm=True)
+    assert type(norm[0]) is nn.BatchNorm1d  # What is refused was not changed.
+
+
+def test_inputs_that_cannot_be_cut_are_refused() -> None:
+    pipe = Pipe(layers(), [2, 1], chunks=2)
+    for wrong in (None, "text", torch.tensor(1.0)):
+        with pytest.raises(TypeError, match="expected Tensor, but got"):
+            pipe(wrong)
+    with pytest.raises(ValueError, match=r"inputs.args\[0\] \[4, 2\] has 4 samples, and inputs.kwargs\['mask'\]"):
+        pipe(torch.ones(4, 2), mask=torch.ones(2))
+    pipe.chunks = -1
+    with pytest.raises(ValueError, match="number of chunks must be positive integer, got -1"):
+        pipe(torch.ones(4, 2))
+
+
+class FailsOnce(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.failed, self.calls = False, 0
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == 2 and not self.failed:
+            self.failed = True
+            self.complain()
+        return input
+
+    def complain(self) -> None:
+        raise ZeroDivisionError("on purpose")
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_an_error_in_a_layer_comes_with_its_own_traceback_and_leaves_nothing_behind(place: int) -> None:
+    plain = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, momentum=1.0), nn.Tanh())
+    made: list[nn.Module] = list(copy.deepcopy(plain))
+    after = FailsOnce()
+    made[place] = nn.Sequential(made[place], FailsOnce())
+    made[2] = nn.Sequential(made[2], after)
+    pipe = Pipe(nn.Sequential(*made), [1, 1, 1], chunks=4, deferred_batch_norm=True)
+    after.failed = True
+    x = torch.randn(8, 2)
+    with pytest.raises(ZeroDivisionError, match="on purpose") as caught:
+        pipe(x + 9)
+    assert traceback.extract_tb(caught.value.__traceback__)[-1].name == "complain"
+    assert after.calls <= 2  # The others stopped soon.
+    after.calls = 0
+    output = pipe(x)
+    output.sum().backward()
+    assert after.calls >= 4 and output.shape == (8, 2)
+    plain(x)
+    statistics = [buffer for name, buffer in pipe.named_buffers() if name.endswith("running_mean")]
+    torch.testing.assert_close(statistics[0], plain[1].running_mean)
+
+
+class Watches(nn.Module):
+    """Holds what it has computed weakly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[weakref.ref[Tensor]] = []
+
+    def forward(self, input: Tensor) -> Tensor:
+        output = input.sin()
+        self.seen.append(weakref.ref(output))
+        return output.cos()
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+def test_nothing_of_a_mini_batch_is_left(checkpoint: Any) -> None:
+    watches = Watches()
+    pipe = Pipe(nn.Sequential(nn.Linear(2, 2), watches, nn.Linear(2, 2)), [1, 1, 1], chunks=3, checkpoint=checkpoint)
+    gc.disable()
+    try:
+        output = pipe(torch.randn(3, 2))
+        kept = {"always": 0, "except_last": 1, "never": 3}[checkpoint]
+        assert sum(seen() is not None for seen in watches.seen) == kept
+        output.sum().backward()
+        del output
+        assert len(watches.seen) == 6 - kept and not any(seen() is not None for seen in watches.seen)
+    finally:
+        gc.enable()
+
+
+def test_each_partition_is_on_its_device_and_so_is_what_it_computes() -> None:
+    pipe = Pipe(layers(), [2, 1], devices=["cpu", "meta"], chunks=2)
+    assert [param.device.type for param in pipe.parameters()] == ["cpu", "cpu", "meta", "meta"]
+    with torch.no_grad():
+        assert pipe(torch.ones(4, 2)).device.type == "meta"
+
+
+class WritesToItsInput(nn.Module):
+    def forward(self, input: Tensor) -> Tensor:
+        return input.relu_()
+
+
+def test_a_layer_that_overwrites_what_will_be_needed_again_is_told() -> None:
+    x = torch.randn(4, 2)
+    pipe = Pipe(nn.Sequential(nn.Linear(2, 2), WritesToItsInput(), nn.Linear(2, 2)), [1, 2], chunks=2)
+    with pytest.raises(RuntimeError, match=r"is given in place, so it could not be computed again.*inplace=False"):
+        pipe(x)
+    pipe.checkpoint = "never"
+    pipe(x).sum().backward()
+    with pytest.raises(RuntimeError, match=r"in-?place"):
+        Pipe(nn.Sequential(WritesToItsInput()), [1], chunks=2)(x.requires_grad_())
+
+
+def test_hooks_on_partitions_and_layers_are_called() -> None:
+    pipe, calls = Pipe(layers(), [2, 1], chunks=3), list[Any]()
+    pipe.partitions[0].register_forward_hook(lambda *_: calls.append("partition"))
+    pipe[2].register_forward_hook(lambda *_: calls.append(is_checkpointing()))
+    pipe(torch.ones(3, 2))
+    assert calls.count("partition") == 3 and [call for call in calls if call != "partition"] == [True, True, False]

@@ -1,0 +1,91 @@
+"""Balances: what is dear gets fewer neighbours, whether it is dear in time, in memory, or in the step."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from scale_pipe import Costs, balance_by_makespan, balance_by_size, balance_by_time, one_forward_one_backward, simulate
+from scale_pipe.models.balance import best_balance
+from scale_pipe.models.profiling import StageTimes
+
+
+class Repeat(nn.Module):
+    """Multiplies `number` times."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+        self.weight = nn.Parameter(torch.eye(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.number):
+            x = x @ self.weight
+        return x
+
+
+def test_time_is_balanced() -> None:
+    sample = torch.randn(64, 64)
+    module = nn.Sequential(*(Repeat(number) for number in (20, 1, 1, 1, 1, 1)), nn.ReLU(inplace=True))
+    assert balance_by_time(2, module, sample, timeout=0.3) == [1, 6]
+    module = nn.Sequential(*reversed([*module]))
+    assert balance_by_time(2, module, sample, timeout=0.3) == [6, 1]
+
+
+def test_memory_is_balanced_exactly() -> None:
+    class Wide(nn.Module):
+        def __init__(self, times: int) -> None:
+            super().__init__()
+            self.times = times
+            self.weight = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * self.weight).repeat(1, self.times).tanh()[:, : x.shape[1]] + 0
+
+    module = nn.Sequential(Wide(1), Wide(1), Wide(1), Wide(20))
+    assert balance_by_size(2, module, torch.randn(8, 16)) == [3, 1]
+    heavy = nn.Sequential(nn.Linear(4, 512), nn.Linear(512, 4), *(nn.Linear(4, 4) for _ in range(4)))
+    assert balance_by_size(2, heavy, torch.randn(2, 4), param_scale=4.0) == [1, 5]
+    # With more micro-batches the activations count for less, and without parameters for all.
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 64), nn.Identity())
+    sample = torch.randn(64, 8)
+    assert balance_by_size(2, layers, sample, param_scale=0.0) == [2, 2]
+    assert balance_by_size(2, layers, sample, chunks=64, param_scale=100.0) == [2, 2]
+
+
+def test_cuts_are_moved_where_the_simulated_step_becomes_shorter() -> None:
+    times = [StageTimes(1.0, 1.0, 1.0)] * 6 + [StageTimes(6.0, 0.0, 0.0)] + [StageTimes(0.5, 1.0, 0.5)] * 2
+    schedule = one_forward_one_backward(3, 4)
+
+    def makespan(costs: Costs) -> float:
+        return simulate(schedule, costs).makespan
+
+    def makespan_of(balance: list[int]) -> float:
+        sums, start = [], 0
+        for number in balance:
+            sums.append([sum(column) for column in zip(*times[start : start + number], strict=True)])
+            start += number
+        return makespan(Costs.measured(*(list(column) for column in zip(*sums, strict=True))))  # type: ignore[arg-type]
+
+    found = best_balance(times, 3, makespan)
+    every = [[a, b, 9 - a - b] for a in range(1, 8) for b in range(1, 9 - a)]
+    assert makespan_of(found) == pytest.approx(min(map(makespan_of, every)))
+    assert best_balance(times, 3, makespan, evaluations=1) == [3, 3, 3]
+
+
+def test_the_step_is_balanced_for_schedules_by_name() -> None:
+    module, sample = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6))), torch.randn(4, 8)
+    for partitions, schedule in ((2, "1f1b"), (4, "zb_v"), (2, "solve")):
+        balance = balance_by_makespan(partitions, module, sample, 4, schedule=schedule, timeout=0.0)
+        assert len(balance) == partitions and sum(balance) == 6 and min(balance) >= 1
+    with pytest.raises(ValueError, match=r"'zb_v' has 2 stages on each rank.*partitions is 3"):
+        balance_by_makespan(3, module, sample, 4, schedule="zb_v")
+
+
+def test_numbers_that_do_not_fit_are_named() -> None:
+    module, sample = nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2)
+    with pytest.raises(ValueError, match="partitions is 2 and the module has 1 layers; take 1 to 1"):
+        balance_by_time(2, module, sample)
+    with pytest.raises(ValueError, match="number of chunks must be positive integer, but is 0"):
+        balance_by_size(1, module, sample, chunks=0)
+    with pytest.raises(ValueError, match="param_scale must not be negative, but is -1"):
+        balance_by_size(1, module, sample, param_scale=-1.0)

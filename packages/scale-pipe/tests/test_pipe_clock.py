@@ -1,0 +1,69 @@
+"""The order of GPipe is a table, and the backward pass is the same table from its end."""
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from scale_pipe import Pipe
+from scale_pipe.one_process.clock import Task, clock_cycles
+
+
+def test_the_table_is_that_of_its_description() -> None:
+    expected = [
+        {0: 0},
+        {0: 1, 1: 0},
+        {0: 2, 1: 1, 2: 0},
+        {1: 2, 2: 1},
+        {2: 2},
+    ]
+    assert [{task.partition: task.micro_batch for task in cycle} for cycle in clock_cycles(3, 3)] == expected
+
+
+def test_every_task_stands_once_after_what_it_needs() -> None:
+    for num_micro_batches in range(1, 5):
+        for num_partitions in range(1, 5):
+            order = [task for cycle in clock_cycles(num_micro_batches, num_partitions) for task in cycle]
+            assert len(set(order)) == len(order) == num_micro_batches * num_partitions
+            for number, task in enumerate(order):
+                if task.partition:
+                    assert order.index(Task(task.micro_batch, task.partition - 1)) < number
+
+
+class Note(nn.Module):
+    """Notes when a micro-batch comes by, in both directions."""
+
+    def __init__(self, number: int, notes: list[tuple[str, int, int]]) -> None:
+        super().__init__()
+        self.number, self.notes, self.weight = number, notes, nn.Parameter(torch.ones(1))
+
+    def forward(self, input: Tensor) -> Tensor:
+        micro_batch = int(input.detach().flatten()[0])
+        self.notes.append(("forward", micro_batch, self.number))
+        output = input * self.weight
+        output.register_hook(partial(self.note_backward, micro_batch))
+        return output
+
+    def note_backward(self, micro_batch: int, gradient: Tensor) -> None:
+        self.notes.append(("backward", micro_batch, self.number))
+
+
+def test_the_backward_pass_is_the_forward_one_from_its_end() -> None:
+    notes: list[tuple[str, int, int]] = []
+    pipe = Pipe(nn.Sequential(*(Note(number, notes) for number in range(3))), [1, 1, 1], chunks=4, checkpoint="never")
+    pipe(torch.arange(4.0)[:, None]).sum().backward()
+    table = [("forward", *task) for cycle in clock_cycles(4, 3) for task in cycle]
+    assert notes[:12] == table
+    assert notes[12:] == [("backward", number, place) for _, number, place in reversed(table)]
+
+
+def test_the_last_micro_batch_goes_back_before_any_is_computed_again() -> None:
+    notes: list[tuple[str, int, int]] = []
+    pipe = Pipe(nn.Sequential(*(Note(number, notes) for number in range(2))), [1, 1], chunks=3)
+    pipe(torch.arange(3.0)[:, None]).sum().backward()
+    for place in range(2):
+        order = [note[:2] for note in notes[6:] if note[2] == place]
+        assert order[0] == ("backward", 2)
+        again = [number for kind, number in order if kind == "forward"]
+        assert again == [1, 0]
+        assert order.index(("backward", 1)) < order.index(("forward", 0))

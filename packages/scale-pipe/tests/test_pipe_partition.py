@@ -1,0 +1,99 @@
+"""A sequence is cut as the balance says, and a balance that does not fit says which numbers and what to call."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from scale_pipe.models.partition import partition
+
+CPU = torch.device("cpu")
+
+
+def layers(number: int = 4) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(2, 2) for _ in range(number)))
+
+
+def test_partitions_hold_the_very_layers_under_their_own_names() -> None:
+    module = layers()
+    modules, balance, devices = partition(module, (1, 3), ["cpu", "cpu", "cpu"])
+    assert [list(part._modules) for part in modules] == [["0"], ["1", "2", "3"]]
+    assert modules[1][0] is module[1]
+    assert balance == [1, 3] and devices == [CPU, CPU]
+    assert [key for part in modules for key in part.state_dict()] == list(module.state_dict())
+
+
+def test_each_partition_is_moved_to_its_device_unless_it_is_to_stay() -> None:
+    moved = partition(layers(), [2, 2], ["cpu", "meta"]).modules
+    assert [next(part.parameters()).device.type for part in moved] == ["cpu", "meta"]
+    stays = partition(layers(), [2, 2], ["cpu", "meta"], move=False).modules
+    assert all(not parameter.is_meta for part in stays for parameter in part.parameters())
+
+
+def test_a_sequence_without_layers_has_no_partitions() -> None:
+    assert partition(nn.Sequential(), [], [CPU]).modules == []
+
+
+def test_a_layer_that_is_frozen_in_evaluation_mode_stays_so() -> None:
+    module = layers()
+    module[1].eval()
+    parts = partition(module, [2, 2], [CPU] * 2).modules
+    assert [layer.training for part in parts for layer in part] == [True, False, True, True]
+    assert [part.training for part in parts] == [True, True]
+
+
+def test_the_mode_is_kept() -> None:
+    assert [part.training for part in partition(layers().eval(), [2, 2], [CPU] * 2).modules] == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("balance", "error", "message"),
+    [
+        (
+            None,
+            ValueError,
+            r"how many of the 4 layers each partition has.*scale_pipe.balance_by_time\(3, module, sample\)",
+        ),
+        (
+            [2, 1],
+            ValueError,
+            r"the balance \[2, 1\] places 3 layers, but the module has 4.*scale_pipe.balance_by_time\(2,",
+        ),
+        ([], ValueError, r"the balance \[\] places 0 layers.*scale_pipe.balance_by_time"),
+        ([0, 4], ValueError, r"at least one layer, but balance is \[0, 4\].*scale_pipe.balance_by_time"),
+        ([-1, 5], ValueError, r"at least one layer, but balance is \[-1, 5\].*scale_pipe.balance_by_time"),
+        ([2.0, 2], TypeError, r"balance\[0\] is 2.0"),
+        ([1, 1, 1, 1], IndexError, r"too few devices to hold given partitions \(devices: 3, partitions: 4\)"),
+    ],
+)
+def test_a_balance_that_does_not_fit_says_the_numbers_and_what_to_call(
+    balance: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        partition(layers(), balance, [CPU] * 3)
+
+
+def test_modules_that_cannot_be_partitioned_are_refused() -> None:
+    not_sequential: Any = nn.Linear(2, 2)
+    with pytest.raises(
+        TypeError, match=r"module must be nn.Sequential to be partitioned, but is Linear.*scale_pipe.split"
+    ):
+        partition(not_sequential, [1], [CPU])
+    layer = nn.Linear(2, 2)
+    with pytest.raises(
+        ValueError, match=r"module with duplicate children is not supported: '0' and '2' are one Linear"
+    ):
+        partition(nn.Sequential(layer, nn.ReLU(), layer), [3], [CPU])
+
+
+def test_one_tensor_cannot_be_on_two_devices() -> None:
+    module = layers(3)
+    module[2].weight = module[0].weight
+    with pytest.raises(
+        ValueError,
+        match=r"duplicate parameters on distinct devices is not supported: '0.weight' on cpu and '2.weight' on meta",
+    ):
+        partition(module, [2, 1], ["cpu", "meta"])
+    assert not module[0].weight.is_meta  # Nothing was moved.
+    assert len(partition(module, [2, 1], ["cpu", "cpu"]).modules) == 2
