@@ -1,7 +1,7 @@
 """The models that data parallel engines are compared on, and the engines: all train the same numbers.
 
-Each engine makes of a plain model one that averages its gradients over the ranks, and its optimizer: fused Adam on
-whatever that model calls its parameters.
+Each engine makes of a plain model one that averages its gradients over the ranks, and its optimizer: fused Adam, unless
+its title says otherwise, on whatever that model calls its parameters.
 """
 
 from __future__ import annotations
@@ -155,18 +155,27 @@ def fused_adam(model: nn.Module) -> Optimizer:
     return torch.optim.Adam(model.parameters(), lr=LEARNING_RATE, fused=True)
 
 
+def default_adam(model: nn.Module) -> Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
+
+
 def zero_redundancy_adam(model: nn.Module) -> Optimizer:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     return ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=LEARNING_RATE, fused=True)
 
 
-def _oss(model: nn.Module) -> scale_oss.OSS:
-    return scale_oss.OSS(model.parameters(), torch.optim.Adam, lr=LEARNING_RATE, fused=True)
+def _oss(model: nn.Module, *, fused: bool = True) -> scale_oss.OSS:
+    return scale_oss.OSS(model.parameters(), torch.optim.Adam, lr=LEARNING_RATE, fused=fused)
 
 
 def oss_with_ddp(model: nn.Module) -> tuple[nn.Module, Optimizer]:
     optimizer = _oss(model)
+    return ddp(model), optimizer
+
+
+def default_oss_with_ddp(model: nn.Module) -> tuple[nn.Module, Optimizer]:
+    optimizer = _oss(model, fused=False)
     return ddp(model), optimizer
 
 
@@ -201,6 +210,7 @@ def _engine(
 ENGINES = {
     "ddp": _engine("torch DDP", ddp),
     "ddp-views": _engine("torch DDP, gradients as bucket views", ddp_views, by_default=False),
+    "ddp-default": _engine("torch DDP, Adam as torch builds it", ddp, default_adam, by_default=False),
     "zero": _engine("torch DDP + ZeroRedundancyOptimizer", ddp, zero_redundancy_adam),
     "fsdp1": _engine("torch FSDP1, per block", fsdp1),
     "fsdp2": _engine("torch FSDP2, per block", fsdp2),
@@ -209,6 +219,7 @@ ENGINES = {
     "scale-flat": _engine("scale-fsdp, reshard, flat", _scale(True, flatten=True), by_default=False),
     "scale-keep-flat": _engine("scale-fsdp, no reshard, flat", _scale(False, flatten=True), by_default=False),
     "oss": Engine("scale-oss, OSS + DDP", oss_with_ddp),
+    "oss-default": Engine("scale-oss, OSS + DDP, Adam as torch builds it", default_oss_with_ddp, by_default=False),
     "oss-sharded": Engine("scale-oss, OSS + ShardedDataParallel", oss_with_sharded_ddp),
 }
 REFERENCE = "ddp"

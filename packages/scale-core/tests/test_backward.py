@@ -13,6 +13,7 @@ from scale_core.backward import (
     after_backward,
     after_gradient,
     arriving_grads_wanted,
+    at_end_of_backward,
     before_backward,
     in_backward,
     local_grads_wanted,
@@ -127,14 +128,26 @@ def test_an_output_that_is_a_view_is_still_watched_when_it_is_changed_in_place(c
 
 
 def test_outputs_are_made_one_s_own_only_where_somebody_could_interfere() -> None:
-    fresh, plain = source() * 2, torch.ones(4).view(2, 2)
     hooked = source() * 2
     hooked.register_hook(lambda grad: grad)
+    fresh, plain = source() * 2, torch.ones(4).view(2, 2)
     kept = own_outputs([fresh, plain, None, 3])
     assert kept[0] is fresh and kept[1] is plain and kept[2:] == [None, 3]
     own = own_outputs(hooked)
     assert own is not hooked and not own._is_view() and torch.equal(own, hooked)
     own.sum().backward()
+
+
+def test_what_is_computed_after_the_outputs_has_its_backward_after_they_are_watched() -> None:
+    weight, log = nn.Parameter(torch.tensor([2.0, -3.0])), list[str]()
+    output = weight * 3
+    penalty = weight.pow(2).sum()
+    penalty.register_hook(lambda _: log.append("penalty"))
+    output = own_outputs((output,))[0]
+    before_backward(output, lambda: log.append("before"))
+    (output.sum() + penalty).backward()
+    assert log == ["before", "penalty"]
+    assert weight.grad is not None and weight.grad.tolist() == [7, -3]
 
 
 def test_a_first_operation_in_place_keeps_the_gradients_right_and_is_not_waited_for() -> None:
@@ -194,6 +207,30 @@ def test_the_end_of_a_backward_comes_once_after_everything() -> None:
     out.sum().backward()
     assert module.log == ["before", "weight", "after", "end"]
     assert not in_backward()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_who_waits_for_the_end_of_a_backward_is_told_when_it_does_not_come_before_the_caller_is(fails: bool) -> None:
+    log: list[str] = []
+
+    def fall(_: Tensor) -> None:
+        raise ValueError("on the way")
+
+    def tell(how: str) -> None:
+        log.append(how)
+        if fails:
+            raise RuntimeError("which nobody sees")
+
+    x = source()
+    y = x * 1
+    y.register_hook(lambda _: at_end_of_backward(lambda: tell("finished"), lambda: tell("failed")))
+    if fails:
+        x.register_hook(fall)
+    try:
+        (y * 2).sum().backward()
+    except ValueError:
+        log.append("raised")
+    assert log == (["failed", "raised"] if fails else ["finished"])
 
 
 def test_local_gradients_reach_all_who_asked_until_they_stop_asking() -> None:

@@ -184,6 +184,16 @@ def test_a_group_tells_how_long_its_operations_may_take() -> None:
         dist.destroy_process_group()
 
 
+def test_it_is_known_whether_something_was_computed_later() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    first = leaf * 2
+    assert compat.is_newest([first])
+    second = first + 1
+    assert compat.is_newest([second]) and compat.is_newest([first, second]) and not compat.is_newest([first])
+    leaf.detach().mul(2)
+    assert compat.is_newest([second]) and compat.is_newest([]) and compat.is_newest([leaf])
+
+
 def test_the_end_of_a_recomputation_is_told_from_a_failure() -> None:
     from torch.utils.checkpoint import _StopRecomputationError
 

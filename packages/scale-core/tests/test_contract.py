@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from scale_core import last_words
-from scale_core.contract import Contract, ContractError, ScaleDistributedError
+from scale_core.contract import Contract, ContractError, ScaleDistributedError, StepError
 from scale_core.events import Event, PassKind
 from scale_core.exchange import exchange
 from scale_core.group import Group, group_of
@@ -134,6 +134,44 @@ def order_is_known_from_the_second_pass() -> list[tuple[bool, list[str]]]:
         contract.announce(Event("forward", units[1]))
         contract.close()
     return seen
+
+
+def some_give_up(who: list[int]) -> list[str]:
+    """At each event of the first step in turn; returns what was said, and that all go on afterwards is in the rows."""
+    contract = Contract(group_of(), LIMIT)
+    mine, told = contract.group.rank in who, []
+    for place in range(7):
+        contract.begin(FORWARD if place < 4 else BACKWARD, new_step=True)
+        for unit in "abc"[: place % 4]:
+            contract.announce(Event("forward", unit))
+        assert contract.compares_all
+        if mine:
+            told.append(contract.give_up(f"reason of {contract.group.rank}"))
+        else:
+            with pytest.raises(StepError) as error:
+                if place == 3:
+                    contract.leave()
+                elif place == 6:
+                    contract.close(1, 2, 3)
+                else:
+                    contract.announce(Event("forward", "c"))
+            assert error.value.step == contract.step
+            told.append(str(error.value))
+        assert not contract.is_broken
+        contract.history.break_off()
+    for _ in range(2):
+        run_step(contract, "abc")
+    contract.begin(FORWARD, new_step=True)
+    assert not contract.compares_all
+    return told
+
+
+def test_who_fails_where_all_compare_tells_them_at_the_next_comparison() -> None:
+    for world, who in ((2, [1]), (3, [0, 2]), (2, [0, 1])):
+        reasons = "; ".join(f"rank {rank}: reason of {rank}" for rank in who)
+        for told in run_ranks(some_give_up, world, who):
+            assert len(told) == 7
+            assert all("given up on all ranks" in words and reasons in words for words in told), told
 
 
 def one_raises() -> tuple[str, str, int, str] | None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from test_flat import gathered, local_grad, make
+from flat_by_hand import gathered, local_grad, make
 from torch import nn
 
 from scale_core.flat import Dtypes, FlatBuffer

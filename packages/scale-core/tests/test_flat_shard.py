@@ -25,7 +25,7 @@ def shard_on(rank: int, size: int, flatten: bool = False, trainable: Sequence[bo
     shard = FlatShard(NAMES, Dtypes(), flatten)
     shard._plan(layout, Groups(group), Devices().resolved(torch.device("cpu")))
     shard._house(shard._new_shard(torch.float32))
-    shard.exposed = shard._expose(trainable)
+    shard.exposed = shard._expose([nn.Parameter(torch.ones(()), wanted) for wanted in trainable])
     shard._written = [shard.shard]
     for index, whole in enumerate(WHOLES):
         shard.load(index, whole)
@@ -87,3 +87,12 @@ def test_a_whole_without_values_changes_nothing() -> None:
     shard = shard_on(0, 1)
     shard.load(0, nn.Parameter(torch.empty(7, 3, device="meta")))
     assert torch.equal(shard.pieces[0], WHOLES[0]) and not shard.is_meta
+
+
+def test_pieces_carry_the_attributes_that_users_gave_to_the_parameters() -> None:
+    params = [nn.Parameter(whole) for whole in WHOLES]
+    params[1]._no_weight_decay = True  # type: ignore[attr-defined]
+    shard = shard_on(0, 2)
+    assert [vars(param) for param in shard._expose(params)] == [{}, {"_no_weight_decay": True}, {}]
+    flat = shard_on(0, 2, flatten=True)
+    assert [vars(param) for param in flat._expose(params)] == [{}]

@@ -106,3 +106,18 @@ def test_a_cycle_that_is_broken_off_leaves_the_last_whole_one() -> None:
     history.break_off()
     run(history, FORWARD, "", ends=False)
     assert rest(history) == ["AaBb", "bBaA"]
+
+
+def test_what_has_begun_to_move_since_the_last_event_is_known() -> None:
+    history = History()
+    assert not history.is_open
+    history.begin(FORWARD, True)
+    assert history.is_open and history.transfers == []
+    history.add_transfer(Event("gather", "a#0"))
+    history.add(Event("forward", "a"))
+    assert history.transfers == []
+    for number in range(2):
+        history.add_transfer(Event("gather", f"b#{number}"))
+    assert history.transfers == [Event("gather", "b#0"), Event("gather", "b#1")]
+    history.end(closes=True)
+    assert not history.is_open

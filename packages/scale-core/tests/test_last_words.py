@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+import torch
 import torch.distributed as dist
 
 from scale_core import last_words
 from scale_core.group import Group, group_of
-from scale_core.last_words import LastWords
+from scale_core.last_words import LastWords, way_on
+from scale_core.snapshot import load_snapshot, save_snapshot
 from scale_core.testing import run_ranks
 
 
@@ -55,3 +60,15 @@ def test_without_a_store_nobody_has_left_a_word_and_nobody_waits() -> None:
     words.publish()
     assert list(words.of_all()) == [0]
     assert words.of_all()[0].startswith("left no word")
+
+
+def test_the_way_on_is_the_last_snapshot_that_was_written_or_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(last_words, "_snapshots", [])
+    assert way_on().endswith("start from the last checkpoint")
+    for step in (1, 2):
+        save_snapshot(tmp_path, step, {"x": torch.zeros(2)})
+    assert way_on().endswith(f"start from the last checkpoint, {tmp_path / 'step-00000002'}")
+    load_snapshot(tmp_path, {"x": torch.ones(2)}, step=1)
+    assert way_on().endswith("step-00000001")

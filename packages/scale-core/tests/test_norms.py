@@ -199,6 +199,22 @@ def test_a_norm_that_is_none_is_refused(norm_type: float) -> None:
         grad_norm([with_grad(torch.ones(2))], norm_type)
 
 
+@pytest.mark.parametrize("max_norm", [-1.0, -math.inf, math.nan])
+def test_a_bound_that_would_turn_gradients_round_is_refused_and_changes_nothing(max_norm: float) -> None:
+    param = with_grad(torch.tensor([3.0, 4.0]))
+    with pytest.raises(ValueError, match=f"max_norm of at least 0, got {max_norm}"):
+        clip_grad_norm(param, max_norm)
+    assert param.grad is not None and param.grad.tolist() == [3.0, 4.0]
+
+
+def test_no_bound_only_measures_and_a_bound_of_zero_leaves_nothing() -> None:
+    param = with_grad(torch.tensor([3.0, 4.0]))
+    assert clip_grad_norm(param, math.inf).item() == 5
+    assert param.grad is not None and param.grad.tolist() == [3.0, 4.0]
+    assert clip_grad_norm(param, 0.0).item() == 5
+    assert param.grad.tolist() == [0.0, 0.0]
+
+
 @pytest.mark.parametrize("norm_type", NORM_TYPES)
 def test_of_complex_gradients_the_magnitudes_count(norm_type: float) -> None:
     generator = torch.Generator().manual_seed(5)

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import gc
 import pickle
+import time
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from scale_core import pending
 from scale_core.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
 from scale_core.group import Group, group_of
-from scale_core.pending import Pending, TransferError
+from scale_core.pending import Pending, TransferError, wait_for
 from scale_core.testing import run_ranks
 
 
 def begin_on_a_group_whose_peer_has_left() -> list[str]:
     group = group_of()
     all_gather(torch.zeros(2), torch.zeros(1), group).wait()
-    pending = all_gather(torch.zeros(2), torch.zeros(1), group, tag=30 + group.rank)
+    handle = all_gather(torch.zeros(2), torch.zeros(1), group, tag=30 + group.rank)
     messages = []
     with pytest.raises(TransferError):
-        pending.wait(0.5)
+        handle.wait(0.5)
     # The group is dead now: nothing may raise anything else than a TransferError, nor before it is waited for.
     operations: list[Callable[[], Pending]] = [
         lambda: all_gather(torch.zeros(2), torch.zeros(1), group),
@@ -52,11 +55,11 @@ def dropped_without_wait() -> None:
 
 def given_up() -> None:
     group = group_of()
-    pending = all_gather(torch.zeros(2 * group.size), torch.zeros(2), group)
-    pending.abandon()
+    handle = all_gather(torch.zeros(2 * group.size), torch.zeros(2), group)
+    handle.abandon()
     with pytest.raises(TransferError, match="given up"):
-        pending.wait()
-    del pending
+        handle.wait()
+    del handle
     gc.collect()
     dist.barrier()
 
@@ -75,8 +78,8 @@ def test_a_handle_that_is_given_up_does_not_warn_and_has_no_result() -> None:
 
 
 def test_waiting_twice_returns_the_same_result() -> None:
-    pending = reduce_scatter(torch.tensor([1.0, 2.0]), Group())
-    assert pending.wait() is pending.wait()
+    handle = reduce_scatter(torch.tensor([1.0, 2.0]), Group())
+    assert handle.wait() is handle.wait()
 
 
 def test_in_a_world_of_one_a_handle_must_be_waited_for_as_well() -> None:
@@ -89,12 +92,33 @@ def test_in_a_world_of_one_a_handle_must_be_waited_for_as_well() -> None:
 
 def test_a_finished_handle_keeps_no_buffer_but_its_result() -> None:
     kept = torch.ones(2)
-    pending = Pending("all_gather", [], torch.zeros(2), keep=[kept])
-    pending.wait()
-    assert pending._keep == []
+    handle = Pending("all_gather", [], torch.zeros(2), keep=[kept])
+    handle.wait()
+    assert handle._keep == []
 
 
 def test_a_transfer_error_can_be_sent_to_another_process() -> None:
     error = pickle.loads(pickle.dumps(TransferError("all_gather", 1, "closed by peer")))
     assert str(error) == "all_gather with rank 1 failed: closed by peer"
     assert (error.op, error.peer) == ("all_gather", 1)
+
+
+class Slow:
+    """An operation that ends after a while."""
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        time.sleep(0.06)
+        return True
+
+
+def test_a_rank_that_nearly_lets_a_wait_fail_is_named_with_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_for("all_gather", 3, Slow(), 0.1)  # Under load a fraction of a second says nothing.
+    monkeypatch.setattr(pending, "_LONG_SECONDS", 0.01)
+    words = r"all_gather waited \d+ ms for rank 3, more than half of limit_seconds=0.1"
+    with pytest.warns(RuntimeWarning, match=words):
+        wait_for("all_gather", 3, Slow(), 0.1)
+    with pytest.warns(RuntimeWarning, match="for the group"):
+        Pending("all_reduce", [(None, Slow())], torch.zeros(1)).wait(0.1)
+    wait_for("all_gather", 3, Slow(), 60.0)
+    wait_for("all_gather", 3, Slow(), None)
+    Pending("all_reduce", [(0, Slow())], torch.zeros(1)).abandon()

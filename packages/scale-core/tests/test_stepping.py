@@ -45,6 +45,17 @@ def test_a_step_on_replaced_parameters_is_refused_by_name_and_changes_nothing() 
     assert param.tolist() == [1, 1] and optimizer.param_groups[0]["params"][0].tolist() == [1, 1]
 
 
+def test_an_optimizer_around_another_says_itself_how_it_is_built() -> None:
+    class Around(torch.optim.SGD):
+        construction = "Around(Adam, model.parameters(), ...)"
+
+    param = with_grad()
+    optimizer = Around([param], lr=1.0)
+    mark_replaced(param, Owner(), 0)
+    with pytest.raises(RuntimeError, match=r"afterwards: Around\(Adam, model.parameters\(\), \.\.\.\)"):
+        optimizer.step()
+
+
 def test_a_group_that_is_added_between_two_steps_is_looked_at_too() -> None:
     replaced = with_grad()
     mark_replaced(replaced, Owner(), 0)

@@ -71,6 +71,10 @@ def storages(model: nn.Module) -> set[int]:
     return {tensor.untyped_storage()._cdata for tensor in tensors}
 
 
+OF_PASSES = ("calls", "_had_backward")
+"""What a unit knows of passes whose backward may still come; a copy has had none."""
+
+
 def unlike(one: nn.Module, other: nn.Module) -> Iterator[str]:
     """Yields what a copy has otherwise than its original, without a communication."""
     ours, theirs = list(one.named_parameters()), list(other.named_parameters())
@@ -87,7 +91,9 @@ def unlike(one: nn.Module, other: nn.Module) -> Iterator[str]:
         yield "memory is shared"
     for mine, its in zip(units_in(one), units_in(other), strict=True):
         for name, value in vars(mine).items():
-            if isinstance(value, bool | int | str | None) and getattr(its, name) != value:
+            if name in OF_PASSES or not isinstance(value, bool | int | str | None):
+                continue
+            if getattr(its, name) != value:
                 yield f"unit {mine.name}: {name} is {getattr(its, name)!r} in place of {value!r}"
         if [unit.name for unit in mine.fetches.get("forward", ())] != [u.name for u in its.fetches.get("forward", ())]:
             yield f"unit {mine.name}: what it fetches"

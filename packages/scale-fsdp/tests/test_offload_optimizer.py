@@ -651,7 +651,7 @@ def test_the_garden_of_things_that_can_not_be() -> None:
     for setting in ("overlap_step", "overlap_copies"):
         with pytest.raises(TypeError, match=rf"expected {setting} to be True or False, got 'no'"):
             OffloadOptimizer(torch.optim.Adam, params, **{setting: "no"})
-    with pytest.raises(ValueError, match=r"max_norm to be at least 0, got -1\.0"):
+    with pytest.raises(ValueError, match=r"max_norm of at least 0, got -1\.0"):
         OffloadOptimizer(torch.optim.Adam, params).clip_grad_norm_(-1.0)
     with pytest.raises(ValueError, match=r"capturable=True can't be kept"):
         OffloadOptimizer(torch.optim.Adam, params, capturable=True)

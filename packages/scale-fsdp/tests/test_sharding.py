@@ -235,6 +235,30 @@ def convolve_channels_last() -> list[str]:
     ]
 
 
+class Tagged(nn.Linear):
+    """Looks at an attribute of its weight where it computes."""
+
+    def forward(self, x):
+        assert self.weight.kind == "matrix"
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("build", ["here", "meta"])
+def test_attributes_of_parameters_stay_through_sharding_and_moving(build):
+    with torch.device("meta" if build == "meta" else "cpu"):
+        model = nn.Sequential(Tagged(3, 3), nn.Linear(3, 2))
+    model[0].weight.kind = "matrix"
+    model[1].bias._no_weight_decay = True
+    fully_shard(model[0], init=False if build == "meta" else None)
+    fully_shard(model, init=False if build == "meta" else None)
+    if build == "meta":
+        model.to_empty(device="cpu")
+        model.load_state_dict(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)).state_dict())
+    for each in (model, model.double()):
+        assert [name for name, p in each.named_parameters() if getattr(p, "_no_weight_decay", False)] == ["1.bias"]
+        each(torch.ones(2, 3, dtype=next(each.parameters()).dtype)).sum().backward()
+
+
 def test_channels_last_weights_have_the_same_gradients_in_their_own_order_of_elements():
     assert_on_ranks(convolve_channels_last, 2)
 

@@ -2,13 +2,16 @@
 
 import collections
 import dataclasses
+import functools
 import gc
+import itertools
 import weakref
 
 import pytest
 import torch
 import torch.distributed as dist
 from fsdp_beside import Beside, adam, mean_square, noise, sharded
+from fsdp_cases import differing_grads
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
@@ -145,6 +148,39 @@ def forwards_before_it(model, rank, step):
     with torch.no_grad():
         model(noise(2, 4, seed=6))
     yield model(noise(2, 4, seed=step + rank)).square().mean()
+
+
+def accumulated_over_two_forwards_at_once() -> list[str]:
+    """A sum waits under no_sync; then two passes are forwarded before their backwards, and one graph is kept.
+
+    The last backward reduces what the passes before it have left in the sum, so a block that ends its backward after
+    the first of its three calls would send the sum by itself, and its own gradient later: other roundings.
+    """
+    rank, world, wrong = torch.distributed.get_rank(), torch.distributed.get_world_size(), []
+    for order, reshard in itertools.product(([0, 1, 2], [0, 2, 1], [0, 1, 1, 2], [0, 1, 2, 2]), (True, False)):
+        plain = Repeated()
+        model = sharded(plain, ["embed", "block", "head", ""], reshard_after_forward=reshard)
+        grads = []
+        for each in range(world):
+            for number in order:
+                plain(noise(2, 3, seed=10 * number + each)).square().mean().backward()
+            grads.append([param.grad for param in plain.parameters()])
+            plain.zero_grad()
+        for param, *of_ranks in zip(plain.parameters(), *grads, strict=True):
+            param.grad = functools.reduce(torch.add, of_ranks) / world
+        with model.no_sync():
+            losses = [model(noise(2, 3, seed=rank)).square().mean()]
+            losses[0].backward()
+            losses += [model(noise(2, 3, seed=10 * number + rank)).square().mean() for number in (1, 2)]
+            for number in order[1:-1]:
+                losses[number].backward(retain_graph=True)
+        losses[order[-1]].backward()
+        wrong += [f"{order}, reshard {reshard}: {line}" for line in differing_grads(model, plain)]
+    return wrong
+
+
+def test_passes_forwarded_together_add_up_as_in_the_plain_model_though_a_unit_is_called_again():
+    assert_on_ranks(accumulated_over_two_forwards_at_once, 2)
 
 
 def train_linears(step) -> list[str]:
@@ -378,6 +414,51 @@ def look_in_between(model, rank, step):
 
 def open_the_output(model, rank, step):
     yield model(noise(2, 4, seed=step + rank)).hidden.square().mean()
+
+
+class Penalised(nn.Module):
+    """Keeps a penalty on its weight in an attribute, computed before or after its output, or of its output."""
+
+    def __init__(self, when: str) -> None:
+        super().__init__()
+        self.linear, self.when, self.penalty = nn.Linear(4, 4), when, torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        penalty = self.linear.weight.pow(2).sum() if self.when == "before" else None
+        y = torch.tanh(self.linear(x))
+        if self.when == "after":
+            penalty = (self.linear.weight @ self.linear.weight.t()).square().mean()
+        self.penalty = y.pow(2).mean() if penalty is None else penalty
+        return y
+
+
+class PenalisedNet(nn.Module):
+    def __init__(self, when: str) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.first, self.block, self.last = nn.Linear(4, 4), Penalised(when), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.block(self.first(x)))
+
+
+def with_penalty(model, rank, step):
+    loss = model(noise(2, 4, seed=10 * step + rank)).square().mean()
+    yield loss + 0.1 * model.block.penalty
+
+
+def train_penalised() -> list[str]:
+    wrong = []
+    for when, units in itertools.product(("before", "after", "output"), (ALL_PENALISED, ["block", ""], [""])):
+        wrong += [f"{when}, {units}: {line}" for line in Beside(PenalisedNet(when), units, with_penalty).differences()]
+    return wrong
+
+
+ALL_PENALISED = ["first", "block", "last", ""]
+
+
+def test_what_a_unit_keeps_beside_its_outputs_may_be_a_part_of_the_loss():
+    assert_on_ranks(train_penalised, 2)
 
 
 def train_unknown_outputs() -> list[str]:

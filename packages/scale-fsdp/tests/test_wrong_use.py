@@ -6,11 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_beside import noise, sharded
+from fsdp_cases import differing_grads
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from scale_core.testing import run_ranks
-from scale_fsdp import fully_shard
+from scale_fsdp import OffloadOptimizer, class_policy, fully_shard, fully_shard_modules, get_fsdp_instances
 
 
 def test_a_module_is_sharded_once():
@@ -92,6 +93,34 @@ def test_an_optimizer_of_the_plain_parameters_is_refused_by_name():
     with pytest.raises(RuntimeError, match=r"AdamW was built before.*its '0.weight'.*AdamW\(model.parameters\(\)"):
         optimizer.step()
     torch.optim.AdamW(model.parameters()).step()
+
+
+def test_the_error_of_an_optimizer_of_the_plain_parameters_has_the_whole_line_that_mends_it():
+    model = nn.Linear(3, 3)
+    optimizer = OffloadOptimizer(torch.optim.AdamW, model.parameters())
+    fully_shard(model)(noise(2, 3)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"afterwards: OffloadOptimizer\(AdamW, model.parameters\(\), \.\.\.\)"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+@pytest.mark.parametrize("how", [fully_shard, lambda model: fully_shard_modules(model, class_policy(nn.Linear))])
+def test_hooks_that_would_be_lost_with_the_plain_parameters_are_refused_and_nothing_is_changed(how, register):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    handle = getattr(model[1].bias, register)(lambda _: None)
+    with pytest.raises(ValueError, match=r"a hook is registered on '1.bias'.*on_local_grads"):
+        how(model)
+    assert type(model) is nn.Sequential and not get_fsdp_instances(model)
+    handle.remove()
+    how(model)
+
+
+def test_a_lazy_module_has_to_have_run():
+    model = nn.Sequential(nn.LazyLinear(3))
+    with pytest.raises(ValueError, match=r"'0.weight' has no shape yet.*run the model once"):
+        fully_shard(model)
+    model(noise(2, 5))
+    assert fully_shard(model)(noise(2, 5)).shape == (2, 3)
 
 
 def test_hooks_on_local_shards_are_refused_by_the_next_forward():
@@ -241,3 +270,59 @@ def take_second_derivatives() -> None:
 
 def test_a_gradient_penalty_through_released_parameters_is_refused():
     run_ranks(take_second_derivatives, 2)
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+def test_parameters_that_are_lent_for_a_call_are_refused_and_the_models_own_are_not(flatten):
+    plain = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model = sharded(plain, ["1", ""], flatten_parameters=flatten)
+    x = noise(2, 3)
+    for name in ("0.weight", "1.bias"):
+        lent = {name: torch.zeros_like(plain.get_parameter(name))}
+        with pytest.raises(RuntimeError, match=f"stands in the place of '{name}'.*functional_call"):
+            torch.func.functional_call(model, lent, (x,))
+        assert torch.equal(model(x), plain(x))
+    if not flatten:
+        assert torch.equal(torch.func.functional_call(model, dict(model.named_parameters()), (x,)), plain(x))
+    for each in (model, plain):
+        each(x).square().mean().backward()
+    assert torch.equal(model.state_dict()["0.weight"], plain[0].weight)
+
+
+class Writes(nn.Module):
+    """Changes its own weight in a forward, if it is asked to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.now = nn.Linear(3, 3), False
+
+    def forward(self, x):
+        if self.now:
+            with torch.no_grad():
+                self.linear.weight.clamp_(-0.1, 0.1)
+        return self.linear(x)
+
+
+def overwrite_in_a_forward() -> list[str]:
+    torch.manual_seed(2)
+    plain = nn.Sequential(nn.Embedding(7, 3), Writes(), nn.Linear(3, 2))
+    model = sharded(plain, ["0", "1", ""])
+    x = torch.tensor([[1, 2], [3, 4]])
+    for step in range(6):
+        if step > 1:
+            where, grad = (("0.weight", "1.linear.weight")[step % 2], step < 4)
+            model[0].max_norm, model[1].now = (0.1, False) if step % 2 == 0 else (None, True)
+            with torch.set_grad_enabled(grad), pytest.raises(RuntimeError, match=f"'{where}'.* written to in place"):
+                model(x).sum().backward()
+            model[0].max_norm, model[1].now = None, False
+        for each in (model, plain):
+            each.zero_grad()
+            each(x).square().mean().backward()
+        if wrong := differing_grads(model, plain):
+            return [f"step {step}: {line}" for line in wrong]
+    return []
+
+
+def test_a_forward_that_writes_to_its_parameters_is_refused_and_training_goes_on():
+    """The change would be lost with the gathered copy: every rank would train other weights than the plain model."""
+    assert not any(run_ranks(overwrite_in_a_forward, 2))

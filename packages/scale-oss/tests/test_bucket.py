@@ -44,9 +44,13 @@ def update_and_publish(whole: bool, wire_dtype: torch.dtype | None) -> None:
             for _ in range(step):
                 expected = expected + 1 / 3
             assert torch.equal(param, expected if wire_dtype is None else expected.to(wire_dtype).float())
+    with torch.no_grad():
+        mine[0].fill_(0.7)
+    bucket.take_written()
     bucket.publish(1 << 21)  # Unrounded again: what was sent rounded was kept as it is.
     bucket.wait()
-    for param, old in zip(mine, before, strict=True):
+    assert bool((mine[0] == 0.7).all())
+    for param, old in zip(mine[1:], before[1:], strict=True):
         assert torch.equal(param, old.detach() + 1 / 3 + 1 / 3)
 
 

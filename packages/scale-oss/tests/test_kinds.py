@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
+from scale_core.optimizer_kinds import KINDS
+from scale_oss import OSS
 from scale_oss.kinds import check_kind, works_by_element
 
 
@@ -45,3 +48,17 @@ def test_of_any_other_class_nothing_is_assumed() -> None:
 def test_what_is_no_class_of_optimizers_is_refused() -> None:
     with pytest.raises(TypeError, match=r"expected optim to be a class of optimizers, such as torch.optim.AdamW"):
         works_by_element(torch.nn.Linear)  # type: ignore[arg-type]  # what a user may write
+
+
+def test_the_defaults_of_an_optimizer_that_was_built_will_do_as_arguments() -> None:
+    for cls in KINDS:
+        if KINDS[cls].scope == "all" or KINDS[cls].sparse:
+            continue
+        built = cls([nn.Parameter(torch.ones(2, 2))], lr=0.25)
+        ours = OSS(built.param_groups, cls, **built.defaults)
+        plain = [{key: value for key, value in group.items() if key != "params"} for group in built.param_groups]
+        assert [{key: value for key, value in group.items() if key != "params"} for group in ours.param_groups] == plain
+    with pytest.raises(TypeError, match="unexpected keyword argument 'betta'"):
+        OSS([nn.Parameter(torch.ones(2, 2))], torch.optim.Adam, betta=3)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'decoupled_weight_decay'"):
+        OSS([nn.Parameter(torch.ones(2, 2))], torch.optim.AdamW, decoupled_weight_decay=False)

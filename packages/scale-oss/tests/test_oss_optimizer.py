@@ -257,3 +257,16 @@ def ddp_with_unused() -> None:
 
 def test_what_has_no_gradient_is_left_alone() -> None:
     run_ranks(ddp_with_unused, 2)
+
+
+@pytest.mark.parametrize("max_norm", [-1.0, float("nan")])
+def test_a_bound_that_would_turn_gradients_round_is_refused_before_anything_is_measured(max_norm: float) -> None:
+    model = layers()
+    optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.1)
+    model(data(0)).sum().backward()
+    before = [param.grad.clone() for param in model.parameters() if param.grad is not None]
+    with pytest.raises(ValueError, match=r"expected max_norm of at least 0, got"):
+        optimizer.clip_grad_norm(max_norm)
+    optimizer.clip_grad_norm(torch.inf)
+    after = [param.grad for param in model.parameters() if param.grad is not None]
+    assert len(after) == 4 and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))

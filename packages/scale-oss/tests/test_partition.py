@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable, Sequence
 
 import pytest
 
-from scale_oss.partition import choose_owners, cut_evenly, give_whole, group_in_buckets
+from scale_oss.partition import choose_owners, cut_evenly, give_whole, group_from_the_end, group_in_buckets
 
 SHAPES: list[tuple[int, ...]] = [(7, 3), (), (5,), (0, 4), (1, 1, 9), (100, 3)]
 NAMES = [f"parameter {index}" for index in range(len(SHAPES))]
@@ -58,10 +59,17 @@ def test_what_ranks_have_already_counts() -> None:
     assert choose_owners([0, 0, 0], 3) == [0, 1, 2]
 
 
-def test_buckets_keep_the_order_and_are_no_larger_than_asked_but_for_single_parameters() -> None:
+@pytest.mark.parametrize("group", [group_in_buckets, group_from_the_end])
+def test_buckets_keep_the_order_and_are_no_larger_than_asked_but_for_single_parameters(
+    group: Callable[[Sequence[int], int], list[list[int]]],
+) -> None:
     random.seed(1)
     numels = [random.randint(0, 30) for _ in range(50)]
-    buckets = group_in_buckets(numels, 25)
+    buckets = group(numels, 25)
     assert [index for bucket in buckets for index in bucket] == list(range(50))
     assert all(len(bucket) == 1 or sum(numels[index] for index in bucket) <= 25 for bucket in buckets)
-    assert group_in_buckets([], 25) == []
+    assert group([], 25) == []
+
+
+def test_what_is_left_over_is_the_bucket_that_is_reduced_last() -> None:
+    assert [len(bucket) for bucket in group_from_the_end([1] * 10, 4)] == [2, 4, 4]

@@ -1,7 +1,9 @@
-"""reducing.py: a pass that fails, or is left out, on some ranks is given up by all of them, and leaves no trace."""
+"""reducing.py, giving_up.py: a pass that fails, or is left out, on some ranks is given up by all, without a trace."""
 
 from __future__ import annotations
 
+import itertools
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,8 +12,9 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from scale_core.contract import ScaleDistributedError
+from scale_core.contract import ContractError, ScaleDistributedError
 from scale_core.group import group_of
 from scale_core.testing import run_ranks
 from scale_oss import OSS, ShardedDataParallel, StepError
@@ -56,16 +59,16 @@ def batch(step: int) -> Tensor:
 class Case:
     """A model of three buckets, with a gate behind each layer but the last, beside the fault that they share."""
 
-    def __init__(self, *, buffers: bool = True) -> None:
+    def __init__(self, *, buffers: bool = True, bucket_numel: int = 75) -> None:
         self.fault = Fault()
         torch.manual_seed(0)
         front, middle = Gate("front", self.fault), Gate("middle", self.fault)
         layers = nn.Sequential(nn.Linear(6, 8), front, nn.Linear(8, 8), middle, nn.Linear(8, 2))
         if buffers:
             layers.append(nn.BatchNorm1d(2))
-        self.optimizer = OSS(layers.parameters(), torch.optim.Adam, lr=0.1, bucket_numel=75)
+        self.optimizer = OSS(layers.parameters(), torch.optim.Adam, lr=0.1, bucket_numel=bucket_numel)
         self.model = ShardedDataParallel(layers, self.optimizer)
-        assert len(self.optimizer.buckets) == 3
+        assert bucket_numel != 75 or len(self.optimizer.buckets) == 3
 
     def loss(self, step: int) -> Tensor:
         loss: Tensor = self.model(batch(step)).square().mean()
@@ -80,6 +83,13 @@ class Case:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    def accumulate(self, step: int) -> None:
+        with self.model.no_sync():
+            self.run(step)
+
+    def grads(self) -> list[Tensor | None]:
+        return [None if param.grad is None else param.grad.clone() for param in self.model.parameters()]
+
     def fails(self, backward: Callable[[], None], ranks: list[int]) -> str:
         """Runs a backward pass that fails on these ranks; returns what was raised."""
         began = time.monotonic()
@@ -88,7 +98,6 @@ class Case:
             backward()
         assert time.monotonic() - began < 4  # Nobody waits for a limit, nor for a connection to be cut.
         self.fault.where = ""
-        assert all(param.grad is None for param in self.model.parameters())
         return str(caught.value)
 
     def weights(self) -> list[Tensor]:
@@ -174,18 +183,58 @@ def forwards_that_all_ranks_drop() -> None:
     assert all(torch.equal(a, b) for a, b in zip(case.weights(), reference.weights(), strict=True))
 
 
-def failing_micro_batches() -> None:
-    """Gradients that were reduced before the pass that fails stay; those that were not are gone, on all ranks."""
-    case, reference = Case(), Case()
-    for each in (case, reference):
-        each.loss(0).backward()
-    with case.model.no_sync():
-        case.loss(1).backward()
-    case.fault.where, case.fault.ranks = "front", [1]
-    case.fails(case.loss(2).backward, [1])
-    for each in (case, reference):
-        each.optimizer.step()
-    assert all(torch.equal(a, b) for a, b in zip(case.weights(), reference.weights(), strict=True))
+def alike(mine: list[Tensor | None], theirs: list[Tensor | None]) -> bool:
+    return all((a is None and b is None) or torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def failing_micro_batches() -> list[str]:
+    """What was accumulated before the pass that fails stays, reduced or not; so training goes on as if it never was."""
+    messages = []
+    # Where each parameter has a bucket of its own, its gradient is taken over and not packed.
+    for bucket_numel, (where, last) in itertools.product((75, 1), (("front", False), ("middle, forward", True))):
+        case, reference = Case(bucket_numel=bucket_numel), Case(bucket_numel=bucket_numel)
+        for each in (case, reference):
+            each.run(0)
+            each.accumulate(1)
+        before = case.grads()
+        case.fault.where, case.fault.ranks = where, [1]
+        messages.append(case.fails(partial(case.run, 2), [1]))
+        assert alike(case.grads(), before) and before[0] is not None
+        for each in (case, reference):
+            each.accumulate(3)
+            if last:
+                each.run(4)
+            else:
+                each.model.reduce()
+            each.optimizer.step()
+        assert alike([*case.weights()], [*reference.weights()])
+        assert all(param.grad is None for param in case.model.parameters())
+    return messages
+
+
+def failing_under_no_sync() -> list[str]:
+    """The others hear of it when they reduce; each goes back to where it stood before the pass that raised on it."""
+    case, reference, messages = Case(bucket_numel=20), Case(bucket_numel=20), []
+    for turn, (where, by_hand) in enumerate(itertools.product(("middle", "front", "front, forward"), (False, True))):
+        step = 10 * turn
+        case.accumulate(100 + step)
+        case.fault.where, case.fault.ranks = where, [1]
+        if group_of().rank != 1:
+            case.accumulate(101 + step)
+        before = case.grads()
+        if group_of().rank == 1:
+            backward = partial(case.accumulate, 101 + step)
+        else:
+            backward = case.model.reduce if by_hand else partial(case.run, 102 + step)
+        messages.append(case.fails(backward, [1]))
+        assert alike(case.grads(), before) and before[0] is not None
+        case.optimizer.zero_grad()
+        case.model.zero_grad()
+        for each in (case, reference):
+            each.accumulate(step)
+            each.step(step + 1)
+    assert alike([*case.weights()], [*reference.weights()])
+    return messages
 
 
 def failing_hooks_of_ours() -> str:
@@ -203,6 +252,44 @@ def failing_hooks_of_ours() -> str:
     assert all(torch.equal(a, b) for a, b in zip(case.weights(), before, strict=True))
     case.step(2)
     return str(caught.value)
+
+
+class Product(nn.Module):
+    """One matrix, or two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.second = nn.Parameter(torch.randn(6, 6)), nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, x: Tensor, both: bool = True) -> Tensor:
+        y: Tensor = x @ self.first
+        return y @ self.second if both else y
+
+
+def two_models_in_one_backward_pass() -> str:
+    """As in adversarial training. Buckets of one size and number: nobody may take one for the other."""
+    found = []
+    for wraps in (ShardedDataParallel, None):
+        judge, maker = Product(), Product()
+        optimizers = [OSS(each.parameters(), torch.optim.SGD, lr=1e-3) for each in (judge, maker)]
+        models = [
+            wraps(model, optimizer) if wraps is not None else DistributedDataParallel(model)
+            for model, optimizer in zip((judge, maker), optimizers, strict=True)
+        ]
+        for step in range(3):
+            models[0](models[1](batch(step))).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.wait()
+        found.append([param.detach().clone() for each in (judge, maker) for param in each.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    models = [ShardedDataParallel(each, OSS(each.parameters(), lr=1e-3)) for each in (Product(), Product())]
+    with pytest.raises(ContractError) as caught:
+        models[0](models[1](batch(0)), group_of().rank == 1).sum().backward()
+    return "\n".join([str(caught.value), *caught.value.__notes__])
 
 
 def lost_ranks() -> str:
@@ -228,7 +315,7 @@ def test_a_backward_that_fails_on_some_ranks_is_given_up_by_all_and_leaves_no_tr
             if rank in failed:
                 assert message == f"lost at the {where}"
             else:
-                assert f"was given up on all ranks, because rank {failed[0]} failed in it" in message
+                assert f"was given up on all ranks, because rank {failed[0]} failed. Parameters" in message
                 assert "its backward pass failed" in message or f"ValueError: lost at the {where}" in message
                 assert "call optimizer.zero_grad(), and training can go on with the next batch" in message
 
@@ -247,13 +334,30 @@ def test_forward_passes_that_all_ranks_drop_change_nothing() -> None:
     run_ranks(forwards_that_all_ranks_drop, 2)
 
 
-def test_gradients_that_were_reduced_before_a_failing_pass_stay() -> None:
-    run_ranks(failing_micro_batches, 2)
+def test_gradients_that_were_accumulated_before_a_failing_pass_stay() -> None:
+    for rank, messages in enumerate(run_ranks(failing_micro_batches, 2)):
+        assert len(messages) == 4
+        assert all(("lost at" if rank else "so are gradients that were accumulated") in each for each in messages)
+
+
+def test_a_pass_that_fails_under_no_sync_is_given_up_where_the_others_reduce() -> None:
+    for rank, messages in enumerate(run_ranks(failing_under_no_sync, 3)):
+        assert len(messages) == 6
+        for message in messages:
+            assert message.startswith("lost at the") if rank == 1 else "because rank 1 failed. Parameters" in message
 
 
 def test_what_is_refused_on_one_rank_is_refused_on_all() -> None:
     mine, others = run_ranks(failing_hooks_of_ours, 2)
-    assert "has a gradient of its own" in mine and "rank 0 failed in it" in others
+    assert "has a gradient of its own" in mine and "because rank 0 failed" in others
+
+
+def test_buckets_of_two_models_are_never_taken_for_each_other() -> None:
+    for message in run_ranks(two_models_in_one_backward_pass, 2):
+        assert re.search(
+            r"rank 0: reduction of unit 'bucket 0 of optimizer (\d+)'; rank 1: .* of optimizer (?!\1)", message
+        )
+        assert "ShardedDataParallel(module, [optimizer, other_optimizer])" in message
 
 
 def test_a_rank_that_has_left_is_found_out_and_the_next_pass_is_refused_by_name() -> None:

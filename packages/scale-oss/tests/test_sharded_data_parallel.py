@@ -22,6 +22,7 @@ from scale_core.backward import on_local_grads
 from scale_core.group import group_of
 from scale_core.joining import current_share, join
 from scale_core.scaler import ShardedGradScaler
+from scale_core.shard import Axis, Held, Shard, mark
 from scale_core.testing import run_ranks
 from scale_oss import OSS, ShardedDataParallel
 
@@ -57,15 +58,28 @@ def parameters_are_waited_for_where_they_are_used() -> None:
         "module's forward": lambda model: model.module(data(0)),
         "parameters": lambda model: list(model.parameters()),
         "state_dict": lambda model: model.state_dict(),
+        "module's state_dict": lambda model: model.module.state_dict(),
+        "load_state_dict": lambda model: model.load_state_dict({f"module.{name}": x for name, x in ones.items()}),
+        "layers' load_state_dict": lambda model: [
+            layer.load_state_dict({name[2:]: x for name, x in ones.items() if name[0] == str(number)})
+            for number, layer in enumerate(model.module)
+        ],
     }
+    ones = {name: torch.ones_like(param) for name, param in layers().named_parameters()}
     model, optimizer = sharded(layers())
-    for way in ways.values():
+    for name, way in ways.items():
         model(data(group_of().rank)).square().mean().backward()
         optimizer.step()
         assert all(bucket.is_gathering for bucket in optimizer.buckets)
+        with pytest.raises(RuntimeError, match=r"call optimizer\.wait\(\) before"):
+            copy.deepcopy(model.module)
         with torch.no_grad():
             way(model)
         assert all(not bucket.is_gathering for bucket in optimizer.buckets)
+        assert all(bool((param == 1).all()) for param in model.parameters()) == ("load" in name)
+    replica = copy.deepcopy(model.module)
+    replica.load_state_dict({name: torch.zeros_like(value) for name, value in ones.items()})
+    assert not replica(data(0)).any() and all(bool(param.all()) for param in model.parameters())
     model, optimizer = sharded(layers(), overlap_gather=False)
     model(data(group_of().rank)).square().mean().backward()
     optimizer.step()
@@ -121,15 +135,42 @@ def refusals() -> list[str]:
     first = OSS(half[0].parameters(), torch.optim.SGD, lr=0.1)
     whole = layers()
     both = [OSS(whole.parameters(), torch.optim.SGD, lr=0.1), OSS(whole[2].parameters(), torch.optim.SGD, lr=0.1)]
-    for module, optimizers in ((half, first), (whole, both), (whole, [])):
-        with pytest.raises(ValueError, match=r"optimizer|OSS") as wrong:
+    shard = nn.Module()
+    shard.weight = nn.Parameter(torch.zeros(2))
+    mark(shard.weight, Shard("weight", (4,), 0, 2, (Axis(group_of(), Held.SHARD),)))
+    for module, optimizers in ((half, first), (whole, both), (whole, []), (model, optimizer), (shard, first)):
+        with pytest.raises(ValueError, match=r"optimizer|OSS|model") as wrong:
             ShardedDataParallel(module, optimizers)
         messages.append(str(wrong.value))
     plain = torch.optim.SGD(half.parameters(), lr=0.1)
     with pytest.raises(TypeError) as kind:
         ShardedDataParallel(half, plain)  # type: ignore[arg-type]  # what a user may write
     messages.append(str(kind.value))
+    reader = Reader()
+    model, optimizer = sharded(reader)
+    for reader.reads in (False, True):
+        loss = model(data(group_of().rank)).square().mean()
+        if reader.reads:
+            with pytest.raises(RuntimeError) as read:
+                loss.backward()
+            messages.append(str(read.value))
+        else:
+            loss.backward()
+            optimizer.step()
+    optimizer.wait()
     return messages
+
+
+class Reader(nn.Module):
+    """Calls its layer, or reads its weight past it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.reads = nn.Linear(6, 2, bias=False), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x @ self.layer.weight.T if self.reads else self.layer(x)
+        return y
 
 
 def parameters_that_no_optimizer_has() -> str:
@@ -212,11 +253,13 @@ def recomputed_activations() -> None:
         wrapped, replica = ShardedDataParallel(model, optimizer), DistributedDataParallel(plain)
         for step in range(3):
             for net, each in ((wrapped, optimizer), (replica, reference)):
+                net.train(step < 2)
                 net(data(group_of().rank, step)).square().mean().backward()
                 each.step()
                 each.zero_grad()
         for mine, other in zip(wrapped.parameters(), plain.parameters(), strict=True):
             assert torch.equal(mine, other), reentrant
+        assert wrapped._contract.step == 3  # Each backward was one pass, whatever ran inside of it.
 
 
 def frozen_between_backward_and_step() -> None:
@@ -242,8 +285,46 @@ def frozen_between_backward_and_step() -> None:
         assert [bucket.is_gathering for bucket in optimizer.buckets] == [False, True]
 
 
+class Odd(nn.Module):
+    """Tied, complex, packed and empty parameters, a number, and batch statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head, self.norm = nn.Embedding(7, 3), nn.Linear(3, 7, bias=False), nn.BatchNorm1d(3)
+        self.head.weight = self.table.weight
+        self.wave, self.scale = nn.Parameter(torch.randn(3, dtype=torch.complex64)), nn.Parameter(torch.tensor(2.0))
+        self.packed = nn.Parameter(torch.ones(4, dtype=torch.int8), requires_grad=False)
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+
+    def forward(self, indices: Tensor) -> Tensor:
+        x = self.norm(self.table(indices)) * self.wave.abs() * self.scale + self.nothing.sum()
+        y: Tensor = self.head(x) * self.packed.sum()
+        return y
+
+
+def odd_parameters_with_evaluation_in_between() -> None:
+    model, plain = Odd(), Odd()
+    optimizer, reference = _adam(model.parameters(), 0.01), torch.optim.Adam(plain.parameters(), lr=0.01)
+    wrapped, replica = ShardedDataParallel(model, optimizer), DistributedDataParallel(plain)
+    assert wrapped.to("cpu") is wrapped
+    for step in range(3):
+        indices = torch.tensor([step, 2 + group_of().rank, 5, 6])
+        for net, each in ((wrapped, optimizer), (replica, reference)):
+            net(indices).square().mean().backward()
+            net.eval()
+            net(indices)  # Nobody asks for its gradients.
+            net.train()
+            each.step()
+            each.zero_grad()
+    wrapped.sync_buffers(blocking=True)
+    for mine, other in zip(wrapped.state_dict().values(), plain.state_dict().values(), strict=True):
+        assert mine.dtype == other.dtype and torch.equal(mine, other)
+
+
 def as_plain_replicas() -> None:
     frozen_between_backward_and_step()
+    odd_parameters_with_evaluation_in_between()
     several_optimizers_of_mixed_parameters()
     recomputed_activations()
 
@@ -324,6 +405,32 @@ def scaled_losses(overflows: bool) -> None:
         assert torch.equal(mine, theirs)
 
 
+def scaled_where_one_rank_owns_nothing() -> None:
+    """An optimizer that gets whole tensors leaves the second rank without any."""
+    torch.manual_seed(0)
+    start, scaler, found = nn.Linear(6, 2, bias=False), ShardedGradScaler(init_scale=1024.0), []
+    for scales in (True, False):
+        model = copy.deepcopy(start)
+        optimizer = OSS(model.parameters(), torch.optim.Adafactor, lr=0.1)
+        wrapped = ShardedDataParallel(model, optimizer)
+        assert len(optimizer.buckets[0].stepped) == (1 if group_of().rank == 0 else 0)
+        for step in range(2):
+            loss = wrapped(data(group_of().rank, step)).square().mean()
+            (scaler.scale(loss) if scales else loss).backward()
+            if scales:
+                scaler.unscale_(optimizer)
+            optimizer.clip_grad_norm(1e6)
+            scaler.step(optimizer) if scales else optimizer.step()
+            scaler.update() if scales else None
+            optimizer.zero_grad()
+        found.append(wrapped.state_dict()["module.weight"])
+    assert torch.equal(*found)
+
+
+def test_a_scaler_steps_where_a_rank_has_no_gradients_of_its_own() -> None:
+    run_ranks(scaled_where_one_rank_owns_nothing, 2)
+
+
 @pytest.mark.parametrize("overflows", [False, True])
 def test_a_scaler_divides_the_gradients_where_they_stand_and_all_ranks_skip_together(overflows: bool) -> None:
     run_ranks(scaled_losses, 2, overflows)
@@ -396,7 +503,10 @@ def test_what_would_go_wrong_without_a_word_is_refused() -> None:
             "'2.weight' trains, but no optimizer holds it",
             "is in two of the optimizers",
             "expected an OSS or several, got none",
+            "a wrapper that is still there reduces the gradients of this optimizer already",
+            "'weight' is a shard, and a sharded model averages its gradients by itself",
             "expected sharded_optimizer to be an OSS, got SGD",
+            "'parameter 0 of group 0' was used before its update had arrived from the other ranks",
         ]
         for message, pattern in zip(messages, patterns, strict=True):
             assert pattern in message

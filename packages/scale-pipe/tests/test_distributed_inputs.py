@@ -216,6 +216,42 @@ def checkpointed() -> list[str]:
     return wrong
 
 
+def autocast() -> list[str]:
+    """Around a step autocast holds for the forwards and the loss, and not for the backwards."""
+    wrong = []
+    for schedule, balance in (("1f1b", [2, 2]), ("zb_v", [1, 1, 1, 1])):
+        pipe, plain = DistributedPipe(_mixed(), schedule, balance=balance, chunks=4), Plain(_mixed())
+        x, target = batch(8)
+        parts = list(zip(x.chunk(4), target.chunk(4), strict=True))
+        expected = plain.step(parts, _mse_of_floats, order_in(pipe), _call_in_autocast)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = pipe.step(x, target=target, loss_fn=_mse_of_floats)
+        wrong += differences(pipe, plain.grads) + [f"{loss} and {expected}"] * (not torch.equal(loss, expected))
+    return wrong
+
+
+class _Precise(nn.Linear):
+    """In fp32 whatever is around it; so has to be its backward."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(input.float())
+
+
+def _mixed() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), _Precise(8, 8), _Precise(8, 8), nn.Linear(8, 8))
+
+
+def _call_in_autocast(model: nn.Module, x: Tensor) -> Any:
+    with torch.autocast("cpu", torch.bfloat16):
+        return model(x)
+
+
+def _mse_of_floats(output: Tensor, target: Tensor) -> Tensor:
+    return mse(output.float(), target)
+
+
 class Block(nn.Module):
     """A model that is no sequence, cut by names."""
 
@@ -261,6 +297,7 @@ CASES: dict[str, Callable[[], list[str]]] = {
         loss_in_the_model,
         checkpointed,
         by_names,
+        autocast,
     )
 }
 

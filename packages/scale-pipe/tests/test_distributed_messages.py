@@ -115,7 +115,7 @@ def test_small_tensors_stand_in_one_message_and_are_not_copied_on_the_way_in() -
     before = found[1]._version
     found[0].add_(1)
     assert found[1]._version == before, "a change of one tensor is none of another"
-    assert not envelope.fits(form_of(*pack(torch.empty(1 << 17))))
+    assert not envelope.fits(form_of(*pack(torch.empty(1 << 16))))
 
 
 def test_forms_say_what_they_are() -> None:

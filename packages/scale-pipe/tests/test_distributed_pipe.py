@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from distributed_cases import Plain, batch, differences, mlp, mse, order_in, u_net
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from scale_core.testing import run_ranks
 from scale_pipe import DistributedPipe, Placement, Schedule, StageError, gpipe, interleaved_1f1b, weave
@@ -110,6 +111,13 @@ def own_schedules() -> list[str]:
     )
 
 
+def on_a_mesh() -> list[str]:
+    """The ranks of one axis of a mesh; the schedule's name written in another way."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "pipe"))
+    pipe = DistributedPipe(mlp(), "Zb-V", balance=[3] * 4, chunks=4, group=mesh["pipe"])
+    return compare(pipe, mlp(), [batch(8)], "on a mesh")
+
+
 def in_order() -> list[str]:
     """As on transports without tags: what arrives is taken in the order of the list."""
     with pytest.MonkeyPatch.context() as patch:
@@ -137,7 +145,7 @@ def compare_off_first(pipe: DistributedPipe, model: nn.Sequential) -> list[str]:
 
 
 def two_ranks() -> list[str]:
-    return every_schedule() + u_nets() + own_schedules() + in_order()
+    return every_schedule() + u_nets() + own_schedules() + in_order() + on_a_mesh()
 
 
 def four_ranks() -> list[str]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Container, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -45,14 +46,16 @@ class _Identity(torch.autograd.Function):
 
 
 def own_outputs(outputs: Any) -> Any:
-    """Returns outputs through which only the caller's gradients arrive, whatever is done to them afterwards.
+    """Returns outputs through which only the caller's gradients arrive, whatever is done to them afterwards, and first.
 
     A view that is changed in place takes its history from its base, and loses the hooks it has; a tensor that
-    somebody inside has returned already carries his.
+    somebody inside has returned already carries his. What was computed after all outputs and kept elsewhere, as a
+    penalty on weights in an attribute, has its backward before theirs, since autograd goes back in order.
     """
+    in_order = compat.is_newest(tensors_in(outputs))
 
     def own(tensor: Tensor) -> Tensor:
-        if not tensor.requires_grad or not (tensor._is_view() or tensor._backward_hooks):
+        if not tensor.requires_grad or (in_order and not (tensor._is_view() or tensor._backward_hooks)):
             return tensor
         identity: Tensor = _Identity.apply(tensor)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         return identity
@@ -112,6 +115,18 @@ def once_after_backward(callback: Callable[[], None]) -> None:
         RuntimeError: No backward pass is running.
     """
     compat.queue_after_backward(callback)
+
+
+def at_end_of_backward(finish: Callable[[], None], fail: Callable[[], None]) -> None:
+    """Calls `finish` at the very end of the backward pass that is running now, or `fail` where it does not come so far.
+
+    Autograd calls nobody when a backward pass fails. But it drops what was to be called at its end, before the error
+    reaches the user. What `fail` itself raises nobody sees: the user is about to see the error of the pass.
+
+    Raises:
+        RuntimeError: No backward pass is running.
+    """
+    once_after_backward(_EndOfBackward(finish, fail))
 
 
 def in_backward() -> bool:
@@ -210,6 +225,23 @@ def report_reduced_grads(params: Sequence[Tensor]) -> None:
     with torch.no_grad():
         for callback, _ in list(_reduced_grads_callbacks.values()):
             callback(params)
+
+
+class _EndOfBackward:
+    """Called by autograd when a backward pass has ended, and dropped without a call where it has failed."""
+
+    def __init__(self, finish: Callable[[], None], fail: Callable[[], None]) -> None:
+        self._finish = finish
+        self._fail: Callable[[], None] | None = fail
+
+    def __call__(self) -> None:
+        self._fail = None
+        self._finish()
+
+    def __del__(self) -> None:
+        if self._fail is not None:
+            with suppress(Exception):
+                self._fail()
 
 
 def _ignoring_the_gradient(callback: Callable[[], None]) -> Callable[[Tensor], None]:

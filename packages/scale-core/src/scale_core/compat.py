@@ -7,7 +7,7 @@ mode. Only the accelerator that is none takes a file of its own, `stand_in`, whi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
@@ -97,6 +97,16 @@ def default_store() -> Store | None:
 def queue_after_backward(callback: Callable[[], None]) -> None:
     """Calls `callback` when the backward pass that is running now has ended."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def is_newest(tensors: Iterable[Tensor]) -> bool:
+    """Whether autograd has recorded nothing on this thread since the newest of these tensors was computed.
+
+    It goes back from the newest operation to the oldest, as far as gradients have come.
+    """
+    numbers = [int(tensor.grad_fn._sequence_nr()) for tensor in tensors if tensor.grad_fn is not None]
+    newest: int = torch._C._autograd._get_sequence_nr()  # of the next operation
+    return max(numbers, default=newest - 1) >= newest - 1
 
 
 def in_backward() -> bool:

@@ -10,6 +10,8 @@ events and compares it with the others':
 3. at the end of every pass, a fingerprint of all its events (`close`);
 4. when a wait fails, the ranks tell each other what they did through the rendezvous store, never through the group,
    which may be dead (`waiting`).
+
+Where all ranks compare each event, one that fails has only to come to the next comparison and say so (`give_up`).
 """
 
 from __future__ import annotations
@@ -18,14 +20,15 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from scale_core import compat
+from scale_core.disagreement import Standing, disagreement, some_have_failed
 from scale_core.events import END, Event, PassKind, identity
 from scale_core.exchange import exchange, exchange_text
 from scale_core.group import Group
 from scale_core.history import History
-from scale_core.last_words import LastWords
+from scale_core.last_words import LastWords, way_on
 from scale_core.pending import TransferError
 
 # Where the group's own limit is longer: torch's default of half an hour is longer than anybody wants to look at a
@@ -37,6 +40,7 @@ _CHECKED_PASSES = 2
 _KEPT_EVENTS = 10_000
 # Ranks may meet at different places, and gloo can't take a message of another length: all their records have one.
 _NOTES = 3
+_FAILED = identity("this rank has failed")
 _LONGEST_REASON = 300
 
 _SAME_MODEL = (
@@ -83,23 +87,21 @@ class _Here(NamedTuple):
     came_by: Callable[[], Sequence[str]]
 
 
-class _Standing(NamedTuple):
-    """Where some rank stands, as it tells the others."""
-
-    name: str
-    came_by: list[str]
-    ran_last: list[str]
-
-
 class Contract:
     """What one model's ranks have promised each other.
 
     Args:
         group: The ranks.
         limit_seconds: The longest wait for another rank; None is the group's own limit, at most ten minutes.
+        in_words: Says that a step was given up, given what each rank has raised, by rank; "" where it has not.
     """
 
-    def __init__(self, group: Group, limit_seconds: float | None = None) -> None:
+    def __init__(
+        self,
+        group: Group,
+        limit_seconds: float | None = None,
+        in_words: Callable[[Sequence[str]], str] = some_have_failed,
+    ) -> None:
         self.group = group
         self.limit_seconds = limit_seconds or _limit_of(group)
         self.step = 0
@@ -109,6 +111,7 @@ class Contract:
         self._unsettled: deque[tuple[int, Event]] = deque(maxlen=_KEPT_EVENTS)  # since the ranks were last found equal
         self._broken: str | None = None
         self._words = LastWords(group)
+        self._in_words = in_words
 
     @property
     def alone(self) -> bool:
@@ -126,7 +129,7 @@ class Contract:
         here = _Here(f"the check of {what}", "", lambda: lines)
         _, places = self._meet(here, identity(*lines))
         if places:
-            raise ContractError(f"{_disagreement(places, what)}. {_SAME_MODEL}")
+            raise ContractError(f"{disagreement(places, what)}. {_SAME_MODEL}")
 
     def begin(self, kind: PassKind, *, new_step: bool) -> None:
         """A pass begins; forgets one that was left in the middle.
@@ -144,6 +147,7 @@ class Contract:
 
         Raises:
             ContractError: The ranks are compared here, and another one is about to do something else.
+            StepError: They are, and another one has come to give the step up.
         """
         self.history.add(event)
         if self.alone:
@@ -177,19 +181,22 @@ class Contract:
 
         Raises:
             ContractError: The events differ; names the first one that does, by rank.
+            StepError: Another rank has come to give the step up.
         """
-        fingerprint = self._end_pass(closes=True)
+        rows = [list(notes)]
+        if not self.alone:
+            # The pass is over only then: one that is given up here was none, on any rank.
+            rows = self._compare(_Here(str(END), "", self._ran), self._fingerprint(), notes)
+        self.history.end(closes=True)
         self._chain = 0
-        if self.alone:
-            return [list(notes)]
-        rows = self._compare(_Here(str(END), "", self._ran), fingerprint, notes)
         self._unsettled.clear()
         return rows
 
     def leave(self) -> None:
         """Ends the pass without comparing yet: the next `close` covers it."""
         self.announce(END)
-        self._chain = self._end_pass(closes=False)
+        self._chain = self._fingerprint()
+        self.history.end(closes=False)
 
     @contextmanager
     def waiting(self, event: Event) -> Iterator[None]:
@@ -202,6 +209,33 @@ class Contract:
             yield
         except TransferError as error:
             raise self._fail(self._explain(_Here(str(event), event.unit, list), error)) from error
+
+    @property
+    def compares_all(self) -> bool:
+        """Whether a pass runs now in which all ranks compare each event, so that the next they do is to compare."""
+        return not self.alone and self.history.is_open and self.history.times_seen < _CHECKED_PASSES
+
+    def give_up(self, reason: str) -> str:
+        """Comes to the next comparison of a pass in which all are compared, and says that this rank has failed.
+
+        Whatever the last event is made of, the others wait for before they compare: it must be under way. All ranks
+        then give the step up, and are where they were before it.
+
+        Args:
+            reason: What it has raised; not "".
+
+        Returns:
+            That the step was given up, in words, and why on which ranks.
+
+        Raises:
+            ScaleDistributedError: The others did not come.
+        """
+        assert self.compares_all, "a rank gives a step up alone only where all are compared"
+        try:
+            self._meet(_Here("a failure", "", list), _FAILED, reason=reason)
+        except StepError as told:
+            return str(told)
+        raise AssertionError("a rank that has failed finds that one has")
 
     def report_failure(self, error: BaseException) -> None:
         """Leaves word for the others that this rank failed by itself; they find it when their wait ends."""
@@ -224,9 +258,9 @@ class Contract:
         """Whether the ranks have lost each other."""
         return self._broken is not None
 
-    def _end_pass(self, *, closes: bool) -> int:
-        ended = self.history.end(closes=closes)
-        return identity(self._chain, ended.kind, *ended.events)
+    def _fingerprint(self) -> int:
+        """Of all events since the ranks last compared."""
+        return identity(self._chain, self.history.current.kind, *self.history.current.events)
 
     def _ran(self) -> list[str]:
         return [f"step {step}: {event}" for step, event in self._unsettled]
@@ -235,7 +269,7 @@ class Contract:
         if self._broken is not None:
             raise ScaleDistributedError(
                 f"the process group is broken since an earlier error and can't be used again:\n{self._broken}\n"
-                "end this process and start from the last checkpoint, or create a new process group",
+                f"{way_on()}, or create a new process group",
                 step=self.step,
             )
 
@@ -243,30 +277,41 @@ class Contract:
         """Returns every rank's notes, or raises where the ranks stand at different places or came there otherwise."""
         rows, places = self._meet(here, fingerprint, notes)
         if places:
-            message = f"step {self.step}: {_disagreement(places, 'what they ran')}. {_SAME_ORDER}"
+            message = f"step {self.step}: {disagreement(places, 'what they ran')}. {_SAME_ORDER}"
             raise self._fail(ContractError(message, step=self.step, unit=here.unit))
         return rows
 
     def _meet(
-        self, here: _Here, fingerprint: int, notes: Sequence[int] = ()
-    ) -> tuple[list[list[int]], list[_Standing]]:
+        self, here: _Here, fingerprint: int, notes: Sequence[int] = (), reason: str = ""
+    ) -> tuple[list[list[int]], list[Standing]]:
         """All ranks tell each other their fingerprints and notes.
 
         Returns:
             Every rank's notes, and where the fingerprints differ also every rank's place and how it came there.
+
+        Raises:
+            StepError: One of them has come only to say that it has failed (`reason`); on all ranks.
+            ScaleDistributedError: One did not come.
         """
         self._check_usable()
         record = [fingerprint, *notes, *[0] * (_NOTES - len(notes))]
         try:
             rows = exchange(record, self.group, limit_seconds=self.limit_seconds)
             told = [row[1 : 1 + len(notes)] for row in rows]
-            if all(row[0] == fingerprint for row in rows):
+            if fingerprint != _FAILED and all(row[0] == fingerprint for row in rows):
                 return told, []
+            if any(row[0] == _FAILED for row in rows):
+                self._raise_given_up(exchange_text(reason, self.group, limit_seconds=self.limit_seconds))
             words = json.dumps([here.place, here.came_by(), self._words.recent])
             texts = exchange_text(words, self.group, limit_seconds=self.limit_seconds)
         except TransferError as error:
             raise self._fail(self._explain(here, error)) from error
-        return told, [_Standing(*json.loads(text)) for text in texts]
+        return told, [Standing(*json.loads(text)) for text in texts]
+
+    def _raise_given_up(self, reasons: Sequence[str]) -> NoReturn:
+        self._chain = 0
+        self._unsettled.clear()
+        raise StepError(self._in_words(reasons), step=self.step)
 
     def _fail(self, error: ScaleDistributedError) -> ScaleDistributedError:
         self._broken = str(error)
@@ -276,10 +321,10 @@ class Contract:
         self._words.add(f"step {self.step}: waited in vain in {here.place} ({error})")
         self._words.publish()
         lines = [f"step {self.step}: {here.place}: {error}", "What each rank did last:"]
-        lines += [f"  rank {rank}: {history}" for rank, history in self._words.of_all().items()]
+        lines += [f"  rank {rank}: {history}" for rank, history in self._words.of_all(error.gone).items()]
         lines.append(
             f"{_SAME_ORDER}. A rank that skips a batch, an evaluation or a checkpoint, or that has died, leaves the "
-            "others waiting"
+            f"others waiting. The group is of no more use: {way_on()}"
         )
         return ScaleDistributedError("\n".join(lines), step=self.step, unit=here.unit)
 
@@ -288,28 +333,3 @@ def _limit_of(group: Group) -> float:
     if group.process_group is None or group.backend == "fake":
         return _LIMIT_SECONDS
     return min(compat.time_limit(group.process_group).total_seconds(), _LIMIT_SECONDS)
-
-
-def _by_rank(texts: Sequence[str]) -> str:
-    ranks: dict[str, list[int]] = {}
-    for rank, text in enumerate(texts):
-        ranks.setdefault(text, []).append(rank)
-    return "; ".join(
-        f"rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who))}: {text}" for text, who in ranks.items()
-    )
-
-
-def _disagreement(places: Sequence[_Standing], what: str) -> str:
-    here = [place.name for place in places]
-    if len(set(here)) == 1:
-        return _first_difference(what, [place.came_by for place in places])
-    last = _by_rank(["; then ".join(place.ran_last) or "nothing" for place in places])
-    return f"the ranks are about to run different things: {_by_rank(here)}. What they ran last: {last}"
-
-
-def _first_difference(what: str, lists: Sequence[Sequence[str]]) -> str:
-    for place in range(max(map(len, lists))):
-        here = [lines[place] if place < len(lines) else "nothing more" for lines in lists]
-        if len(set(here)) > 1:
-            return f"the ranks differ in {what}, first at place {place + 1}: {_by_rank(here)}"
-    return f"the ranks differ in {what}"

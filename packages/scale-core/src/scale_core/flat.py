@@ -4,33 +4,29 @@ Parameters of one dtype stand in one flat buffer. Each rank keeps its shard of i
 between a gather and a release, and the parameters that a module computes with are *views* of it. A collective
 therefore reads and writes the very memory that the module uses: nothing is split, concatenated or copied per
 parameter on the way in. Three verbs move it through its life: gather, release, reduce. ZeRO-1, -2 and -3 differ only
-in when they call them.
+in when they call them. Gather and release stand here; reduce, and what follows it, in `flat_reduced.py`.
 """
 
 from __future__ import annotations
 
 import enum
-import functools
 import weakref
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from scale_core.backward import local_grads_wanted, report_local_grads
 from scale_core.collectives import Pending, all_gather
-from scale_core.flat_gradient import FlatGradient
-from scale_core.flat_shard import FlatShard
+from scale_core.flat_reduced import FlatReduced, copy_stream
+from scale_core.flat_shard import give_attributes
 from scale_core.flat_terms import Devices, Dtypes, Groups
 from scale_core.group import Group
-from scale_core.joining import current_share
 from scale_core.layout import FlatLayout
-from scale_core.reduction import Reduction
 from scale_core.sending import Sending
 from scale_core.stepping import look_again, mark_copies, refuse_steps, watch_optimizers
-from scale_core.streams import HostStream, Stream, copy_over, stream_for
+from scale_core.streams import HostStream, Stream
 from scale_core.whole import Whole
 
 __all__ = ["Devices", "Dtypes", "FlatBuffer", "Groups", "State", "live_buffers", "wait_sent"]
@@ -48,12 +44,6 @@ _AS_GIVEN = Dtypes(), Devices()
 _KEPT = ("names", "layout", "dtypes", "devices", "flatten", "shard", "exposed", "_unit", "_flat_name")
 
 _live: weakref.WeakSet[FlatBuffer] = weakref.WeakSet()
-
-
-@functools.cache
-def _copy_stream(device: torch.device, what: str) -> Stream:
-    """The stream on which copies of one kind run; the ways to a device and back can be used at the same time."""
-    return stream_for(device)
 
 
 def live_buffers() -> Iterator[tuple[str, Tensor]]:
@@ -75,7 +65,7 @@ def wait_sent() -> None:
         buffer.wait_sent()
 
 
-class FlatBuffer(FlatShard):
+class FlatBuffer(FlatReduced):
     """Parameters of one dtype, sharded over a group.
 
     Args:
@@ -91,14 +81,11 @@ class FlatBuffer(FlatShard):
         wholes: What the module computes with: per parameter, a view of the full buffer in the full shape.
         state: Whether the wholes can be read.
         part: [W * S / size of the part's group], what `release(keep_part=True)` has left of the full buffer, or None.
-        gradient: This rank's own gradients of the wholes, before they are reduced.
-        reduction: What they have become, until `commit`.
     """
 
     state: State
     part: Tensor | None
     _gathering: Pending | None
-    _aside: list[tuple[nn.Parameter, Tensor]]
 
     def __init__(
         self,
@@ -116,10 +103,9 @@ class FlatBuffer(FlatShard):
         self._house(self._new_shard(params[0].dtype))
         for index, param in enumerate(params):
             self.load(index, param)
-        trainable = [param.requires_grad for param in params]
-        self.exposed = self._expose(trainable)
+        self.exposed = self._expose(params)
         self._written = [self.shard]
-        self._furnish(trainable)
+        self._furnish([param.requires_grad for param in params])
 
     # What it is.
 
@@ -136,11 +122,6 @@ class FlatBuffer(FlatShard):
         if self.gradient and not self.trains:
             self.gradient.drop()  # Of what is frozen now; it must not come back when it is unfrozen.
 
-    @property
-    def has_gradient(self) -> bool:
-        """Whether there is a gradient that was not reduced yet."""
-        return bool(self.gradient)
-
     # Gather and release.
 
     def gather(self, tag: int = 0) -> None:
@@ -154,15 +135,10 @@ class FlatBuffer(FlatShard):
         if self.is_aliased:
             self.state = State.GATHERED
             return
-        self.state = State.GATHERING
-        if not self.layout.full_numel:
-            return
-        self.full.untyped_storage().resize_(self.full.numel() * self.full.itemsize)
-        if self.part is not None and self.groups.part is not None:
-            self._gathering = all_gather(self.full, self.part, self.groups.part, tag=tag)
-            return
-        with self._stream.run():  # The collective starts there, when the shard has arrived.
-            self._gathering = all_gather(self.full, self._sent_shard(self.full), self.group, tag=tag)
+        if self.layout.full_numel:
+            self.full.untyped_storage().resize_(self.full.numel() * self.full.itemsize)
+            self._gathering = self._all_gather(tag)
+        self.state = State.GATHERING  # Only now: where there was no memory for it, it has not begun.
 
     def wait_gathered(self, limit_seconds: float | None = None) -> None:
         """Returns when the wholes can be read.
@@ -177,6 +153,15 @@ class FlatBuffer(FlatShard):
             self._stream.join()
         self.part = None
         self.state = State.GATHERED
+        self._whole_version = self.wholes[0]._version
+
+    @property
+    def is_overwritten(self) -> bool:
+        """Whether one of the wholes was written to in place since they were gathered: a release loses that.
+
+        They share one counter, which a gather leaves alone.
+        """
+        return not self.is_aliased and self.wholes[0]._version != self._whole_version
 
     def release(self, limit_seconds: float | None = None, *, keep_part: bool = False) -> None:
         """Frees the full buffer; the wholes keep their places in it and can't be read until the next gather.
@@ -208,70 +193,7 @@ class FlatBuffer(FlatShard):
         gathered = self.state is not State.SHARDED or self.part is not None
         return gathered and self.version != self._gathered_version
 
-    # Reduce.
-
-    def reduce(self, tag: int = 0) -> None:
-        """Starts to average the own gradients over the ranks, in `reduce_dtype`; what has none counts as zeros.
-
-        So does all of it on a rank that has run out of data (see `join`).
-        """
-        share = current_share()
-        if share is not None and not share.weight:
-            self.gradient.drop()
-        given = self.gradient.given()
-        gradient = self.gradient.take(self.compute_device)
-        if local_grads_wanted() and self.flatten:
-            report_local_grads(self.exposed, [gradient])
-        elif local_grads_wanted():
-            report_local_grads([self.exposed[i] for i in given], [self._view(gradient, i) for i in given])
-        if share is not None and share.weight not in (0, 1):
-            gradient.mul_(share.weight)
-        self.reduction.start(gradient.to(self.reduce_dtype), tag, None if share is None else share.divisor)
-
-    def wait_reduced(self, limit_seconds: float | None = None) -> None:
-        """Waits for the reduction, if there is one; its result waits for `commit`.
-
-        Raises:
-            TransferError: See `Pending.wait`.
-        """
-        self.reduction.wait(limit_seconds)
-
-    def set_aside(self, limit_seconds: float | None = None) -> list[tuple[nn.Parameter, Tensor]]:
-        """Waits for what was reduced since the last call, and returns it by exposed parameter, in their shapes.
-
-        It stands aside until `hand_out` or `commit`; until then it may be read.
-
-        Raises:
-            TransferError: See `Pending.wait`.
-        """
-        new: list[tuple[nn.Parameter, Tensor]] = []
-        for reduced in self.reduction.results(limit_seconds):
-            if reduced.device != self.shard.device:
-                reduced = copy_over(reduced, self.shard.device, self._grad_stream)
-            new += self._by_exposed(reduced)
-        self._aside += new
-        return new
-
-    def hand_out(self, params: Container[Tensor] | None = None) -> None:
-        """Adds what stands aside to the gradients of these exposed parameters; None is all."""
-        aside, self._aside = self._aside, []
-        for param, gradient in aside:
-            if params is not None and param not in params:
-                self._aside.append((param, gradient))
-            elif param.requires_grad or self.flatten:
-                _add_to_grad(param, gradient)
-
-    def commit(self, limit_seconds: float | None = None) -> None:
-        """Adds all that was reduced since the last commit to the gradients of the exposed parameters.
-
-        Own gradients that were not reduced join those that wait for a later reduction.
-
-        Raises:
-            TransferError: See `Pending.wait`.
-        """
-        self.set_aside(limit_seconds)
-        self.hand_out()
-        self.gradient.settle()
+    # The end of what is under way.
 
     def discard(self) -> None:
         """After an error: gives up every transfer, what was gathered and what came since the last `commit`.
@@ -356,9 +278,7 @@ class FlatBuffer(FlatShard):
 
     def _plan(self, layout: FlatLayout, groups: Groups, devices: Devices) -> None:
         super()._plan(layout, groups, devices)
-        self._stream: Stream = _copy_stream(self.compute_device, "shards") if self._moves else HostStream()
-        stays = devices.shard == devices.compute == devices.reduced
-        self._grad_stream: Stream = HostStream() if stays else _copy_stream(self.compute_device, "gradients")
+        self._stream: Stream = copy_stream(self.compute_device, "shards") if self._moves else HostStream()
         self._sending = Sending(self._stream)
 
     def _furnish(self, trainable: Sequence[bool]) -> None:
@@ -368,18 +288,16 @@ class FlatBuffer(FlatShard):
         self.wholes: list[nn.Parameter] = [Whole(view, requires_grad=False) for view in self._views(full)]
         # Written to through `.data`, which counts no versions: a gather only brings back what autograd has saved.
         self.full = full.data
-        for whole, wanted in zip(self.wholes, trainable, strict=True):
+        for index, (whole, wanted) in enumerate(zip(self.wholes, trainable, strict=True)):
             whole.requires_grad_(wanted)
+            if not self.flatten:
+                give_attributes(self.exposed[index], whole)
         self.state = State.GATHERED
         self.part = None
-        wide = torch.promote_types(self.reduce_dtype, self.dtype)
-        self.gradient = FlatGradient(self.wholes, self.layout, self.reduce_dtype, wide)
-        self.gradient.holds = self.gradient.holds and not self.is_aliased
         self._gathering = None
-        assert self.devices.reduced is not None
-        self._aside = []
-        where = self.devices.reduced, self._grad_stream
-        self.reduction = Reduction(self.group, self.groups.replicas, self.dtype, *where)
+        self._whole_version = self.wholes[0]._version
+        self._furnish_gradients(self.wholes)
+        self.gradient.holds = self.gradient.holds and not self.is_aliased
         self._gathered_version = self.version
         self.rename(self.names, self._unit, self._flat_name)
         self.release()
@@ -387,6 +305,12 @@ class FlatBuffer(FlatShard):
         mark_copies(self.wholes, self)
         refuse_steps(self)
         watch_optimizers()
+
+    def _all_gather(self, tag: int) -> Pending:
+        if self.part is not None and self.groups.part is not None:
+            return all_gather(self.full, self.part, self.groups.part, tag=tag)
+        with self._stream.run():  # The collective starts there, when the shard has arrived.
+            return all_gather(self.full, self._sent_shard(self.full), self.group, tag=tag)
 
     def _new_full(self, dtype: torch.dtype) -> Tensor:
         return torch.empty(self.layout.full_numel, dtype=dtype, device=self.compute_device)
@@ -409,14 +333,3 @@ class FlatBuffer(FlatShard):
 
     def _views(self, buffer: Tensor) -> list[Tensor]:
         return [self._view(buffer, index) for index in range(len(self.layout.entries))]
-
-    def _view(self, buffer: Tensor, index: int) -> Tensor:
-        entry = self.layout.entries[index]
-        return buffer.narrow(0, entry.offset, entry.numel).view(entry.shape)
-
-
-def _add_to_grad(param: nn.Parameter, grad: Tensor) -> None:
-    if param.grad is None:
-        param.grad = grad
-    else:
-        param.grad.add_(grad)

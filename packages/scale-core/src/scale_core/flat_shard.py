@@ -17,6 +17,15 @@ from scale_core.layout import FlatLayout
 from scale_core.shard import Axis, Held, Shard, mark
 
 
+def give_attributes(param: Tensor, other: Tensor) -> None:
+    """Has `other` carry the attributes that users gave to the parameter whose place it takes.
+
+    Such as `param._no_weight_decay = True`, by which parameter groups are made.
+    """
+    for name, value in vars(param).items():
+        vars(other).setdefault(name, value)  # What there is belongs to it, as a fake tensor's own device.
+
+
 class FlatShard:
     """This rank's shard of parameters of one dtype.
 
@@ -121,10 +130,14 @@ class FlatShard:
         # Empty ones, too, are views, so that a write to a parameter counts in the shard's version on every rank alike.
         self.pieces = [self.shard.narrow(0, span.shard_offset, span.numel).view(span.shape) for span in self.spans]
 
-    def _expose(self, trainable: Sequence[bool]) -> list[nn.Parameter]:
+    def _expose(self, params: Sequence[Tensor]) -> list[nn.Parameter]:
         if self.flatten:
-            return [nn.Parameter(self.shard, requires_grad=any(trainable))]
-        return [nn.Parameter(piece, requires_grad=wanted) for piece, wanted in zip(self.pieces, trainable, strict=True)]
+            return [nn.Parameter(self.shard, requires_grad=any(param.requires_grad for param in params))]
+        exposed = []
+        for piece, param in zip(self.pieces, params, strict=True):
+            exposed.append(nn.Parameter(piece, requires_grad=param.requires_grad))
+            give_attributes(param, exposed[-1])
+        return exposed
 
     def _take_in(self, exposed: Sequence[nn.Parameter]) -> None:
         """Exposes the shard through parameters that there are already, the same objects where torch can do that."""
@@ -136,6 +149,7 @@ class FlatShard:
                 self.exposed.append(param)
             else:
                 self.exposed.append(nn.Parameter(memory, requires_grad=param.requires_grad))
+                give_attributes(param, self.exposed[-1])
         # They keep version counters of their own, where those that are made from the shard share that of the shard.
         self._written = [self.shard, *self.exposed]
 

@@ -81,6 +81,21 @@ class History:
         return events[-1] if events else None
 
     @property
+    def is_open(self) -> bool:
+        """Whether a pass runs now."""
+        return self._current is not None
+
+    @property
+    def transfers(self) -> list[Event]:
+        """What has begun to move between ranks since the last event of the current pass."""
+        begun: list[Event] = []
+        for event, is_transfer in reversed(self.current.log):
+            if not is_transfer:
+                break
+            begun.insert(0, event)
+        return begun
+
+    @property
     def orders(self) -> dict[PassKind, list[Event]]:
         """The events of the last whole pass of each kind."""
         return {kind: list(order) for kind, order in self._orders.items()}

@@ -17,6 +17,8 @@ from scale_core.group import Group
 
 # How long a rank that has failed waits for the others to say what they did.
 _GRACE_SECONDS = 5.0
+# And for one that has closed the connection: it has said it by now, says it at once, or is dead.
+_GONE_GRACE_SECONDS = 0.5
 # What a rank keeps for the others, and what of it an error quotes.
 _LAST_EVENTS = 12
 _TOLD_EVENTS = 4
@@ -54,21 +56,40 @@ class LastWords:
             except Exception:  # The store may have died with the rank that hosts it; the error at hand matters more.
                 return
 
-    def of_all(self) -> dict[int, str]:
-        """Every rank's last few words, by rank; waits some seconds for those that have left none yet."""
+    def of_all(self, gone: int | None = None) -> dict[int, str]:
+        """Every rank's last few words, by rank; waits some seconds for those that have left none yet.
+
+        Args:
+            gone: A rank that has closed its connection to this one.
+        """
         store = compat.default_store()
-        deadline = time.monotonic() + _GRACE_SECONDS
+        began = time.monotonic()
         words = {}
         for rank in range(self._group.size):
-            words[rank] = "left no word: it has died, or is busy with something else"
+            words[rank] = f"left no word: it has died{'' if rank == gone else ', or is busy with something else'}"
             if store is None:
                 continue
+            left = began + (_GONE_GRACE_SECONDS if rank == gone else _GRACE_SECONDS) - time.monotonic()
             try:
-                store.wait([f"{self._name}/{rank}"], timedelta(seconds=max(0.05, deadline - time.monotonic())))
+                store.wait([f"{self._name}/{rank}"], timedelta(seconds=max(0.05, left)))
                 words[rank] = "; then ".join(json.loads(store.get(f"{self._name}/{rank}"))[-_TOLD_EVENTS:])
             except Exception:  # As above: no word from this rank.
                 continue
         return words
+
+
+_snapshots: list[str] = []
+
+
+def note_snapshot(path: str) -> None:
+    """A whole snapshot was written or read: where to go on from, should the ranks lose each other."""
+    _snapshots[:] = [path]
+
+
+def way_on() -> str:
+    """What is left to do when the ranks have lost each other."""
+    end = "end this process and start from the last checkpoint"
+    return f"{end}, {_snapshots[0]}" if _snapshots else end
 
 
 _numbers: dict[tuple[int, ...], int] = {}

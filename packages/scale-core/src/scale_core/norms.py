@@ -75,21 +75,24 @@ def clip_grad_norm(
 ) -> Tensor:
     """Scales all gradients in place so that their norm is at most `max_norm`; returns the norm before.
 
-    The factor is torch's, min(1, max_norm / (norm + 1e-6)), so that the result is torch's too.
+    The factor is torch's, so that the result is torch's too.
 
     Args:
         params: As in `grad_norm`.
-        max_norm: The largest norm allowed.
+        max_norm: The largest norm allowed; 0 or more, `math.inf` only measures.
         norm_type: As in `grad_norm`.
         limit_seconds: As in `grad_norm`.
 
     Raises:
         TransferError: As in `grad_norm`.
-        ValueError: As in `grad_norm`.
+        ValueError: As in `grad_norm` and `check_max_norm`.
     """
+    check_max_norm(max_norm)
     params = [params] if isinstance(params, Tensor) else list(params)
     norm = grad_norm(params, norm_type, limit_seconds)
-    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    if math.isinf(max_norm):
+        return norm  # Nothing to scale, and no gradient is touched for it.
+    factor = clip_factor(norm, max_norm)
     alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for param in params:
         if param.grad is not None and param.grad.numel():
@@ -97,6 +100,24 @@ def clip_grad_norm(
     for (_, device), grads in alike.items():
         torch._foreach_mul_(grads, factor.to(device))  # In the factor's own dtype: half precision would round it first.
     return norm
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """What torch multiplies gradients of this norm by, min(1, max_norm / (norm + 1e-6)); scalar, 1 without a bound."""
+    return torch.ones_like(norm) if math.isinf(max_norm) else torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+
+def check_max_norm(max_norm: float) -> None:
+    """Refuses a bound that no norm can keep, before anything is measured or sent.
+
+    Raises:
+        ValueError: `max_norm` is below 0, which would turn all gradients round, or not a number.
+    """
+    if not max_norm >= 0:
+        raise ValueError(
+            f"expected max_norm of at least 0, got {max_norm}, by which every gradient would be turned round or lost: "
+            "pass the largest norm allowed, or math.inf to measure the norm only"
+        )
 
 
 def _sharing_groups(param: Tensor) -> tuple[Group, ...]:

@@ -7,6 +7,7 @@ been waited for, and however it fails, it fails there and as one kind of error.
 
 from __future__ import annotations
 
+import re
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -16,6 +17,10 @@ from typing import Protocol
 
 from torch import Tensor
 
+# A wait that is shorter than this is nobody's business, however short the limit.
+_LONG_SECONDS = 5.0
+# All errors of a transport are of one type, so that only their words tell them apart.
+_CLOSED_BY_PEER = re.compile("(closed|reset) by peer")
 # How long the others may take to end a transfer that this rank has given up.
 _GRACE_SECONDS = 5.0
 
@@ -32,6 +37,7 @@ class TransferError(RuntimeError):
     Attributes:
         op: The collective, such as "all_gather".
         peer: The rank of the group that was waited for, or None where the transport does not say.
+        gone: The same, where that rank has closed the connection, as it does by ending; otherwise None.
     """
 
     def __init__(self, op: str, peer: int | None, cause: str) -> None:
@@ -39,6 +45,7 @@ class TransferError(RuntimeError):
         super().__init__(f"{op} with {whom} failed: {cause}")
         self.op = op
         self.peer = peer
+        self.gone = peer if _CLOSED_BY_PEER.search(cause) else None
         self._cause = cause
 
     def __reduce__(self) -> tuple[type[TransferError], tuple[str, int | None, str]]:
@@ -105,7 +112,7 @@ class Pending:
         deadline = time.monotonic() + _GRACE_SECONDS
         for peer, work in self._works:
             with suppress(TransferError):
-                wait_for(self.op, peer, work, max(0.001, deadline - time.monotonic()))
+                _wait_for(self.op, peer, work, max(0.001, deadline - time.monotonic()))
         self._result, self._finish = None, None
         self._works, self._keep = [], []
 
@@ -144,9 +151,25 @@ def wait_for(op: str, peer: int | None, work: Work, limit_seconds: float | None)
         work: The operation.
         limit_seconds: As in `Pending.wait`.
 
+    Warns where that took more than half of the limit: a rank that is slower still will be an error.
+
     Raises:
         TransferError: It failed, or took longer than the limit.
     """
+    began = time.monotonic()
+    _wait_for(op, peer, work, limit_seconds)
+    waited = time.monotonic() - began
+    if limit_seconds is not None and waited > max(limit_seconds / 2, _LONG_SECONDS):
+        whom = "the group" if peer is None else f"rank {peer}"
+        warnings.warn(
+            f"{op} waited {1000 * waited:.0f} ms for {whom}, more than half of limit_seconds={limit_seconds:g}, at "
+            "which a wait is an error: find out what keeps that rank, or raise the limit",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def _wait_for(op: str, peer: int | None, work: Work, limit_seconds: float | None) -> None:
     try:
         if limit_seconds is None:
             work.wait()

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from scale_core.group import Group, group_of
+from scale_core.last_words import note_snapshot
 from scale_core.manifest import JSON, Manifest, read_manifest, write_manifest
 from scale_core.pieces import Everyones, Own, State, is_tensor, read_parts, write_part
 from scale_core.state_match import StateMismatch, check_alike, check_keys
@@ -87,6 +88,7 @@ def save_snapshot(
     finally:
         for path in made:
             shutil.rmtree(path, ignore_errors=True)
+    note_snapshot(str(place))
     return place
 
 
@@ -125,6 +127,7 @@ def load_snapshot(
     together.each_does(lambda: _check(manifest, target, everyones, may_differ))
     together.each_does(lambda: read_parts(path, manifest, target))
     values = {key: value for key, value in manifest.values.items() if key in target}
+    note_snapshot(str(path))
     return Snapshot(path, manifest.step, {**target, **values}, manifest.extra)
 
 

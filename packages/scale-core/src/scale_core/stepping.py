@@ -68,6 +68,15 @@ def step_for_all(optimizer: torch.optim.Optimizer) -> None:
     _for_all.add(optimizer)
 
 
+def construction_of(optimizer: torch.optim.Optimizer) -> str:
+    """The line that builds an optimizer of this kind from a model's parameters, for errors.
+
+    One that takes more than parameters, as one around another does, has it as its attribute `construction`.
+    """
+    line = getattr(optimizer, "construction", None)
+    return line if isinstance(line, str) else f"{type(optimizer).__name__}(model.parameters(), ...)"
+
+
 @functools.cache
 def watch_optimizers() -> None:
     """Begins to look at the steps of all optimizers of this process; once is enough."""
@@ -105,7 +114,7 @@ def _refuse_replaced(optimizer: torch.optim.Optimizer) -> None:
             raise RuntimeError(
                 f"{type(optimizer).__name__} was built before the model was sharded: its '{owner.names[index]}' is not "
                 f"the model's parameter any more, and to step on it would train nothing. Build the optimizer "
-                f"afterwards: {type(optimizer).__name__}(model.parameters(), ...)"
+                f"afterwards: {construction_of(optimizer)}"
             )
         if param in _copies:
             held, index = _copies[param]
@@ -114,7 +123,7 @@ def _refuse_replaced(optimizer: torch.optim.Optimizer) -> None:
             raise RuntimeError(
                 f"{type(optimizer).__name__} was built while the model's parameters were whole, by unshard() or "
                 f"summon_full_params(): its {name} is a copy, and to step on it would train nothing. "
-                f"Build the optimizer from the shards: {type(optimizer).__name__}(model.parameters(), ...) after "
+                f"Build the optimizer from the shards: {construction_of(optimizer)} after "
                 "reshard(), or outside of summon_full_params()"
             )
 

@@ -30,6 +30,42 @@ def check_no_gradients(unit: Unit) -> None:
         )
 
 
+def check_own_parameters(unit: Unit) -> None:
+    """What stands in the module is about to be replaced by what is gathered, whatever it is.
+
+    Raises:
+        RuntimeError: It is neither shard nor whole parameter of the unit.
+    """
+    for module, attribute, buffer, number in unit.slots:
+        here = module._parameters.get(attribute)
+        shard = None if buffer.flatten else buffer.exposed[number]
+        if here is not shard and here is not buffer.wholes[number]:
+            raise RuntimeError(
+                f"another tensor stands in the place of '{buffer.names[number]}', as torch.func.functional_call puts "
+                f"it there, and {unit_title(unit.name)} would compute with its own parameter all the same: call it on "
+                "a plain copy of the model, or write the values: with torch.no_grad(), model.summon_full_params(): "
+                "param.copy_(values)"
+            )
+
+
+def check_not_overwritten(unit: Unit) -> None:
+    """What a unit computes with is a copy of its shards, and what is written to it goes with it.
+
+    Raises:
+        RuntimeError: Somebody has written to one of its parameters while it was whole.
+    """
+    for buffer in unit.buffers:
+        if buffer.is_overwritten:
+            names = ", ".join(f"'{name}'" for name in buffer.names[:4]) + (", ..." if len(buffer.names) > 4 else "")
+            which = names if len(buffer.names) == 1 else f"one of {names}"
+            raise RuntimeError(
+                f"{which} was written to in place while {unit_title(unit.name)} ran, as nn.Embedding(max_norm=...) "
+                "does, and that would be lost, since it is a gathered copy: keep what a forward updates in a buffer, "
+                "change parameters between steps inside model.summon_full_params(), or leave the module that holds it "
+                "unsharded"
+            )
+
+
 def check_unchanged(unit: Unit, before: Sequence[int], now: Sequence[int]) -> None:
     """Autograd's own rule: what a forward has used must not change before its backward.
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from scale_core.events import unit_title
 from scale_fsdp.assignments import refuse_assignments
+from scale_fsdp.interrupts import end_where_interrupted
 from scale_fsdp.unit import Unit, unit_of
 
 
@@ -52,14 +53,21 @@ class _Guard:
 
 
 def guarded_forward(cls: type[nn.Module]) -> Callable[..., Any]:
-    """Returns the class's forward, made to refuse to run on shards where it was not called through the module."""
+    """Returns the class's forward, made to refuse to run on shards, and to end its pass where it is interrupted."""
 
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         unit = unit_of(self)
         if unit is not None and any(slot.module is self for slot in unit.slots):
             refuse_shards(unit, self)
-        return cls.forward(self, *args, **kwargs)
+        try:
+            return cls.forward(self, *args, **kwargs)
+        except Exception:
+            raise  # torch calls the unit.
+        except BaseException as error:
+            if unit is not None:
+                end_where_interrupted(unit, error)
+            raise
 
     return forward
 

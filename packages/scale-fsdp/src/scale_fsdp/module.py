@@ -15,6 +15,7 @@ from scale_fsdp.assignments import watch_modules
 from scale_fsdp.by_hand import ByHand
 from scale_fsdp.describe import one_line
 from scale_fsdp.guard import guarded_forward, refuse_in_use
+from scale_fsdp.lasting import is_whole
 from scale_fsdp.moving.converting import Converting
 from scale_fsdp.places import remember
 from scale_fsdp.root import Root
@@ -32,14 +33,14 @@ class ShardedModule(WithState, ByHand, Converting):
         All ranks call it together, after `backward()`. `torch.nn.utils.clip_grad_norm_` sees local shards only.
 
         Args:
-            max_norm: The largest norm allowed.
+            max_norm: The largest norm allowed; `math.inf` only measures.
             norm_type: p of the p-norm; `math.inf` is the largest magnitude.
 
         Returns:
             The norm before, scalar; equal on all ranks and to that of the plain model.
 
         Raises:
-            ValueError: `norm_type` is not above 0.
+            ValueError: `max_norm` is below 0 or not a number, or `norm_type` is not above 0.
         """
         contract = outermost_root(self).contract
         with contract.waiting(Event("gradient norm", "")):
@@ -140,7 +141,7 @@ class ShardedModule(WithState, ByHand, Converting):
     def _make_known(self) -> None:
         """Enters a copy, or what was read from a file, where the process looks for units; once it is whole."""
         unit = unit_of(self)
-        if unit is not None and unit.is_whole and "_modules" in vars(self):
+        if unit is not None and is_whole(unit) and "_modules" in vars(self):
             remember(unit)
             watch_modules(unit)
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+
+from scale_core.nested import map_tensors
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,11 @@ class MixedPrecision:
         for name, dtype in vars(self).items():
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise ValueError(f"MixedPrecision({name}=...): expected a floating-point torch.dtype, got {dtype!r}")
+
+
+def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
+    """Returns tensors in containers of any kind, those of floating-point numbers in this dtype."""
+    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, tree)
 
 
 def resolve_precision(

@@ -3,19 +3,19 @@
 A rank that raises alone leaves the others waiting for its shards. But what they are waiting for is known, since every
 step is like the last one: so the rank that has failed serves the rest of that order, with its shards and with zeros for
 its gradients, and says at the end that it has failed. Then every rank raises, no optimizer has stepped, and what was
-reduced in this step is thrown away. Where the order can't be foretold, as in the first step, it leaves its last words
-in the store, and the others raise when their wait ends.
+reduced in this step is thrown away. In the first step the order can't be foretold, but there all ranks compare each
+event: the rank that has failed comes to the next comparison and says so. Where neither is so, as in the third
+micro-batch of the first step, it leaves its last words in the store, and the others raise when their wait ends.
 """
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from scale_core.contract import ScaleDistributedError, StepError
 from scale_core.events import END
+from scale_core.giving_up import as_told, given_up, tell_reasons
 from scale_core.history import Pass
 from scale_fsdp.arriving import uses_gradients_at_once
 
@@ -54,10 +54,17 @@ def give_up_together(root: Root, error: BaseException) -> bool:
     if isinstance(error, StepError) or error is root.told:
         return True
     contract, rest = root.contract, _rest(root)
-    if rest is None or contract.alone or contract.is_broken or isinstance(error, ScaleDistributedError):
+    if contract.alone or contract.is_broken or isinstance(error, ScaleDistributedError):
+        return False
+    if rest is None and not contract.compares_all:
         return False
     for unit in root.units:
         unit.withhold_gradients()
+    if rest is None:
+        _begin_last_event(root)
+        error.add_note(contract.give_up(as_told(error)))
+        return True
+    for unit in root.units:
         unit.end_transfers()
     for number, left in enumerate(rest):
         if number:
@@ -66,8 +73,7 @@ def give_up_together(root: Root, error: BaseException) -> bool:
         if number < len(rest) - 1:
             contract.leave()
     root.close(Notes(failed=True))
-    reasons = tell_reasons(root, error)
-    error.add_note(_in_words(root, reasons))
+    error.add_note(in_words(root, tell_reasons(error, contract)))
     return True
 
 
@@ -86,7 +92,7 @@ def raise_if_given_up(root: Root, notes: Sequence[Notes], error: BaseException |
         return
     if error is not None and root.contract.alone:
         raise error
-    words = _in_words(root, tell_reasons(root, error))
+    words = in_words(root, tell_reasons(error, root.contract))
     if error is None:
         raise StepError(words, step=root.contract.step)
     error.add_note(words)
@@ -94,35 +100,18 @@ def raise_if_given_up(root: Root, notes: Sequence[Notes], error: BaseException |
     raise error
 
 
-def tell_reasons(root: Root, error: BaseException | None) -> list[str]:
-    """All ranks tell each other why they failed; "" of one that did not."""
-    if error is None:
-        return root.tell("")
-    return root.tell("".join(traceback.format_exception(error)).rstrip())
-
-
-class EndOfBackward:
-    """Called by autograd when a backward pass has ended, and dropped without a call where it has failed."""
-
-    def __init__(self, root: Root) -> None:
-        self._root: Root | None = root
-
-    def __call__(self) -> None:
-        root, self._root = self._root, None
-        if root is not None:
-            root.finish_backward()
-
-    def __del__(self) -> None:
-        if self._root is not None:
-            # What the user is about to see is the error of the pass; that the others can't be reached either, the next
-            # pass says.
-            with suppress(Exception):
-                self._root.backward_has_failed()
-
-
 def _rest(root: Root) -> list[Pass] | None:
     """What the others expect of this rank until all compare again; None where that can't be foretold."""
     return root.contract.history.rest(in_order=root.contract.group.backend != "gloo")
+
+
+def _begin_last_event(root: Root) -> None:
+    """Has all under way that the others wait for before they compare the next event."""
+    event = root.contract.history.last_event
+    if event is not None and event.phase == "reduction":
+        root.by_name[event.unit].begin_rest("reduction")
+    for unit in root.opening:
+        unit.begin_rest("gather")
 
 
 def _serve(root: Root, left: Pass) -> None:
@@ -136,18 +125,12 @@ def _serve(root: Root, left: Pass) -> None:
         root.by_name[event.unit.rpartition("#")[0]].serve(event, keep_part=between)
 
 
-def _in_words(root: Root, reasons: Sequence[str]) -> str:
-    failed = [rank for rank, reason in enumerate(reasons) if reason]
-    who = f"rank {failed[0]}" if len(failed) == 1 else f"ranks {', '.join(map(str, failed))}"
-    first = "\n".join(f"  {line}" for line in reasons[failed[0]].splitlines())
+def in_words(root: Root, reasons: Sequence[str]) -> str:
+    """That the step was given up, and why, given what each rank has raised, by rank; "" where it has not."""
+    left = "Parameters and optimizer state are as before it, and training can go on with the next batch."
     if uses_gradients_at_once(root.units):
         left = (
             "An optimizer that updates during the backward pass (overlap_step=True) may have updated some of the "
             "parameters: load the last snapshot, or build it with overlap_step=False to be able to go on."
         )
-    else:
-        left = "Parameters and optimizer state are as before it, and training can go on with the next batch."
-    return (
-        f"step {root.contract.step} was given up on all ranks, because {who} failed. {left} "
-        f"What rank {failed[0]} raised:\n{first}"
-    )
+    return given_up(f"step {root.contract.step}", reasons, left)

@@ -11,10 +11,12 @@ from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from scale_core import compat
 from scale_core.contract import Contract
 from scale_core.flat import Devices, Dtypes, FlatBuffer, Groups
+from scale_core.flat_shard import give_attributes
 from scale_core.group import Group, GroupLike
 from scale_core.layout import FlatLayout
 from scale_core.stepping import mark_replaced
@@ -158,7 +160,7 @@ def _shard(module: M, options: UnitOptions, init: Init, *, sync: bool) -> M:
     """Takes the parameters out of the module and puts their shards into it; all that can be refused has been."""
     ranks = options.ranks
     own, borrowed = own_and_borrowed(list(param_places(module)))
-    _check_plain(own)
+    check_parameters(own)
     if init is False:
         _check_meta(own)
         buffers, slots = _make_buffers(own, Groups(ranks.shard, ranks.replicas), options, on_meta=True)
@@ -182,10 +184,21 @@ def _shard(module: M, options: UnitOptions, init: Init, *, sync: bool) -> M:
     return module
 
 
-def _check_plain(own: Sequence[ParamPlace]) -> None:
-    """Only what is one piece of memory can stand in a flat buffer."""
+def check_parameters(own: Sequence[ParamPlace]) -> None:
+    """Only what is one piece of memory can stand in a flat buffer, and what is bound to a parameter must go with it.
+
+    Raises:
+        TypeError: A parameter is made of other tensors.
+        ValueError: One has no shape yet, or a hook, which would never be called again.
+    """
     for place in own:
-        kind = type(place.param.data)
+        param = place.param
+        if is_lazy(param):
+            raise ValueError(
+                f"'{place.name}' has no shape yet, as that of a lazy module: run the model once, model(batch), before "
+                "fully_shard(...)"
+            )
+        kind = type(param.data)
         if kind not in compat.plain_tensor_types():
             hint = (
                 "shard the modules beside the one that holds it, and none around that, or leave out "
@@ -194,6 +207,13 @@ def _check_plain(own: Sequence[ParamPlace]) -> None:
                 else "leave the module that holds it out, or convert the parameter to a plain tensor first"
             )
             raise TypeError(f"'{place.name}' is a {kind.__name__}, which can't be cut into shards here: {hint}")
+        if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
+            raise ValueError(
+                f"a hook is registered on '{place.name}', whose place a shard takes, so it would never be called: "
+                "remove it before fully_shard(...), or build what has registered it afterwards; see gradients before "
+                "they are reduced by scale_core.on_local_grads(...), and change those after it, in param.grad when "
+                "backward() has returned"
+            )
 
 
 def _check_meta(own: Sequence[ParamPlace]) -> None:
@@ -245,7 +265,7 @@ def _make_buffers(
     precision = options.precision
     for (dtype, device, _), named in members.items():
         # Only their shapes: the values come when the views of the full buffer are made, and it is free again.
-        params = [nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad) for param in named]
+        params = [_on_meta(param) for param in named]
         names = list(named.values())
         floating = dtype.is_floating_point
         dtypes = Dtypes(precision.param_dtype, precision.reduce_dtype) if floating else Dtypes()
@@ -256,6 +276,13 @@ def _make_buffers(
         where.update({param: (buffer, index) for index, param in enumerate(named)})
     slots = [Slot(place.module, place.attribute, *where[place.param]) for place in own]
     return buffers, slots
+
+
+def _on_meta(param: nn.Parameter) -> nn.Parameter:
+    """A parameter of its shape, with whatever attributes the user has given it."""
+    like = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
+    give_attributes(param, like)
+    return like
 
 
 def _install(unit: Unit) -> None:

@@ -160,6 +160,21 @@ class Transfers:
                 self._reduce_one(number)
                 self.buffers[number].wait_reduced(contract.limit_seconds)
 
+    def begin_rest(self, phase: str) -> None:
+        """Begins those transfers of the last event that this rank has not begun, because it failed before.
+
+        Args:
+            phase: "gather" or "reduction".
+        """
+        begun = self._the_root.contract.history.transfers
+        for number, buffer in enumerate(self.buffers):
+            if self._transfer(phase, number) in begun:
+                continue
+            if phase == "gather" and buffer.state is State.SHARDED:
+                self._gather_one(number)
+            elif phase == "reduction" and buffer.trains:
+                self._reduce_one(number)
+
     # The end of what is under way.
 
     def end_transfers(self) -> None:

@@ -10,45 +10,36 @@ from __future__ import annotations
 
 import functools
 import sys
-import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch import nn
 
 from scale_core import compat
-from scale_core.backward import after_backward, after_gradient, before_backward, own_outputs
+from scale_core.backward import after_backward, before_backward, own_outputs
 from scale_core.events import unit_title
 from scale_core.flat import FlatBuffer
-from scale_core.nested import map_tensors
+from scale_core.listening import GradientListeners
 from scale_fsdp.checks import (
     check_no_gradients,
+    check_not_overwritten,
+    check_own_parameters,
     check_same_model,
     check_unchanged,
     refuse_hooks,
     refuse_second_derivatives,
 )
+from scale_fsdp.interrupts import ending_where_interrupted
+from scale_fsdp.lasting import lasting_state, restore
 from scale_fsdp.options import UnitOptions
+from scale_fsdp.precision import cast_floating
 from scale_fsdp.root import Root
 from scale_fsdp.slots import Slot, show_shards, show_wholes
 from scale_fsdp.transfers import Transfers
 
 _UNIT = "_scale_unit"
-_LASTING = (
-    "module",
-    "slots",
-    "buffers",
-    "lenders",
-    "options",
-    "name",
-    "lends",
-    "reshard_after_forward",
-    "reshard_after_backward",
-    "synchronizes",
-    "fetches",
-)
 
 
 def unit_of(module: nn.Module) -> Unit | None:
@@ -62,6 +53,13 @@ def units_in(module: nn.Module) -> list[Unit]:
     return [unit for child in module.modules() if (unit := unit_of(child)) is not None]
 
 
+@dataclass
+class _Calls:
+    """The forward calls of a unit in one pass whose backward can come."""
+
+    number: int = 0
+
+
 class Unit(Transfers):
     """The sharded life of one module.
 
@@ -73,7 +71,7 @@ class Unit(Transfers):
         options: How it was sharded.
 
     Attributes:
-        calls: Forward calls whose backward has not come yet in this pass.
+        calls: Forward calls whose backward has not come yet.
         uses: Reasons to be gathered right now: its own forward, its own backward, a borrower's.
         in_backward: Between the first gradient at its outputs and the last at its inputs.
         lends: Another unit shares one of its parameters.
@@ -102,7 +100,6 @@ class Unit(Transfers):
         self.calls = 0
         self.uses = 0
         self.in_backward = False
-        self._hooked: set[tuple[int, int]] = set()
         self.lends = False
         self.hidden = False
         self.summoned = False
@@ -110,35 +107,24 @@ class Unit(Transfers):
         self.synchronizes = True
         self.pinned = False
         self.fetches: dict[str, list[Unit]] = {}
+        self._in_pass = _Calls()
+        self._had_backward = False  # Since the last forward pass began.
         self._inputs_tell = False  # In this pass an input's gradient has said that a call's backward is over.
         self._error_at_entry: BaseException | None = None
+        self._listeners = GradientListeners(self.after_gradient)
         show_shards(self.slots)
         module.__dict__[_UNIT] = self
 
     def __getstate__(self) -> dict[str, Any]:
-        """What deepcopy and pickle take along: how it was made and set, and nothing of a pass or of other ranks."""
-        # Numbers of hooks are counted in each process: those that are added later must not be given the same.
-        return {name: getattr(self, name) for name in _LASTING} | {"next hook": RemovableHandle.next_id}
+        return lasting_state(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["module"], (), state["buffers"], state["lenders"], state["options"])  # type: ignore[misc]
-        for name in _LASTING:
-            setattr(self, name, state[name])
-        if not any(buffer.is_meta for buffer in self.buffers):
-            groups = self.options.ranks.with_part(self.options.reshard_after_forward)
-            for buffer in self.buffers:
-                buffer.groups = groups
-        RemovableHandle.next_id = max(RemovableHandle.next_id, state["next hook"])
-        cast(Any, self.module)._make_known()
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it has its state: a copy, or what is read from a file, is first made and then filled."""
-        return "fetches" in vars(self)
+        restore(self, state)
 
     # The step, in the order of time.
 
     @compat.untraced
+    @ending_where_interrupted
     def before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, method: str = ""
     ) -> tuple[Any, Any]:
@@ -147,7 +133,8 @@ class Unit(Transfers):
             check_no_gradients(self)
             return args, kwargs
         root = self._enter(method)
-        recomputing = root.in_backward
+        check_own_parameters(self)
+        recomputing = root.backward.runs
         root.announce("recomputation" if recomputing else "forward", self)
         if not (recomputing and self.in_backward):
             self._open()
@@ -155,9 +142,11 @@ class Unit(Transfers):
         if torch.is_grad_enabled() and not (recomputing and self.calls):
             (args, kwargs), _ = after_backward((args, kwargs), self.after_backward)
             self.calls += 1
+            self._in_pass.number += 1
         return args, kwargs
 
     @compat.untraced
+    @ending_where_interrupted
     def after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """The module has run, or failed: release, and be told when its backward comes."""
         if self.summoned or self.root is None:  # Without a root it has failed before it began.
@@ -167,43 +156,51 @@ class Unit(Transfers):
         if error is not None and error is not self._error_at_entry:
             return self._after_failed_forward(root, error)
         if self.precision.output_dtype is not None:
-            output = _cast(output, self.precision.output_dtype)
+            output = cast_floating(output, self.precision.output_dtype)
         if self._recomputed_for_its_backward:
-            root.recomputed()
+            root.backward.recomputed()
             return output  # Recomputed for its own backward, which needs the parameters now.
+        try:
+            check_not_overwritten(self)
+        except RuntimeError as written:
+            self._after_failed_forward(root, written)
+            raise
         root.note_output(self, output)
         if torch.is_grad_enabled():
             output = own_outputs(output)
-            seen = before_backward(output, functools.partial(self.before_backward, self._versions()))
+            seen = before_backward(output, functools.partial(self.before_backward, self._versions(), self._in_pass))
             # Where no output could be found, nobody will say when the backward comes: nothing is released until then.
             self.hidden = self.hidden or (not seen and self.trains)
         self._close(keep=root.keeps_after_forward(self))
         root.leave(self)
         return output
 
-    def before_backward(self, versions: Sequence[int]) -> None:
+    def before_backward(self, versions: Sequence[int], calls: _Calls) -> None:
         """A gradient has arrived at the module's outputs: gather, and fetch the unit before it ahead.
 
         Args:
             versions: Those of the shards when the module ran.
+            calls: Those of the forward pass in which it ran.
         """
         root = self._the_root
         refuse_second_derivatives(self)
-        root.begin_backward()
+        root.backward.begin()
         check_unchanged(self, versions, self._versions())
         if not self.in_backward:
             self.in_backward = True
+            # Where none is left, this graph was kept from an earlier pass, or lived through a forward after one.
+            self.calls = max(self.calls, 0) or calls.number
             root.announce("backward", self)
             self._open()
 
     def after_gradient(self, number: int, index: int) -> None:
         """A gradient of one of its parameters is whole: moves it to where it waits for the reduction."""
         root = self._the_root
-        root.begin_backward()
+        root.backward.begin()
         gradient = self.buffers[number].gradient
         if not gradient.has_begun:
-            root.make_room()
-        root.note_gradient(self, number, index)
+            root.backward.make_room()
+        root.backward.note_gradient(self, number, index)
         gradient.hold(index, accumulate=not root.reduces(self))
 
     def after_backward(self) -> None:
@@ -219,21 +216,25 @@ class Unit(Transfers):
             self._end_backward()
         # The backward of another call may come in a later pass; nobody would say so, so it stays gathered until then.
         self.hidden = self.hidden and self._inputs_tell and self.calls > 0
-        self.calls = self.calls if self.hidden else 0
+        self._had_backward = True
         self.uses = 0
         self._inputs_tell = False
 
     # What the step is made of.
 
+    def begin(self) -> None:
+        """A forward pass begins, with whichever unit."""
+        if self._had_backward and not self.hidden:
+            self.calls = 0  # Whatever has had no backward by now, as what an evaluation has returned, gets none.
+        self._had_backward, self._in_pass = False, _Calls()
+        self.follow_trainable()
+
     def follow_trainable(self) -> None:
         """Takes over what the user has frozen or unfrozen, and listens to what trains."""
-        for number, buffer in enumerate(self.buffers):
+        for buffer in self.buffers:
             buffer.follow_trainable()
             refuse_hooks(buffer)
-            for index, whole in enumerate(buffer.wholes):
-                if whole.requires_grad and (number, index) not in self._hooked:
-                    self._hooked.add((number, index))
-                    after_gradient(whole, self._listener(number, index))
+        self._listeners.listen([buffer.wholes for buffer in self.buffers])
 
     def discard(self) -> None:
         """After an error: back to the shards, whatever was under way; gradients of earlier passes stay."""
@@ -244,14 +245,14 @@ class Unit(Transfers):
 
     def move(self) -> None:
         """Its buffers have moved: there are other wholes to listen to, and all ranks have to agree on it anew."""
-        self._hooked.clear()
+        self._listeners.forget()
         self.calls = 0
         if self.root is not None:
             self.root.outdated = True
 
     @property
     def _recomputed_for_its_backward(self) -> bool:
-        return self._the_root.in_backward and self.in_backward
+        return self._the_root.backward.runs and self.in_backward
 
     def _enter(self, method: str) -> Root:
         self._error_at_entry = sys.exc_info()[1]
@@ -259,23 +260,29 @@ class Unit(Transfers):
         root.recover()
         if root.entry is self:
             root.abort(RuntimeError(f"the forward pass of {unit_title(self.name)} before this one was cut off"))
-        if root.entry is None and not root.in_backward:
+        if root.entry is None and not root.backward.runs:
             root.enter(self, method)
         return root
 
     def _open(self) -> None:
         """Gathers, waits, and puts the whole parameters into the module."""
         root = self._the_root
-        for unit in (*self.lenders, self):
+        root.opening = opening = self._to_gather()
+        for unit in opening:
             unit.gather()
+        root.opening = []
+        for unit in (*self.lenders, self):
             unit.uses += 1
-        root.fetch_ahead()
-        for unit in self.fetches.get("backward" if root.in_backward else "forward", ()):
-            check_same_model(self, unit)
-            unit.gather()
-        for unit in (*self.lenders, self):
             unit.wait_gathered()
         show_wholes(self.slots)
+
+    def _to_gather(self) -> list[Unit]:
+        """What is gathered when it opens, in this order: what it computes with, and what is fetched ahead."""
+        root = self._the_root
+        by_hand = self.fetches.get("backward" if root.backward.runs else "forward", [])
+        for unit in by_hand:
+            check_same_model(self, unit)
+        return [*self.lenders, self, *root.fetched_ahead(), *by_hand]
 
     def _close(self, *, keep: bool) -> None:
         """Puts the shards back into the module, and releases what nobody uses any more."""
@@ -289,7 +296,7 @@ class Unit(Transfers):
         self._let_go(root.keeps_after_backward)
         if not self.pinned:
             show_shards(self.slots)
-        root.reduce(self)
+        root.backward.reduce(self)
 
     def _let_go(self, keeps: Callable[[Unit], bool], *, keep_part: bool = False) -> None:
         for unit in (self, *self.lenders):
@@ -302,29 +309,19 @@ class Unit(Transfers):
 
     def _after_failed_forward(self, root: Root, error: BaseException) -> None:
         if self._recomputed_for_its_backward and compat.ends_recomputation(error):
-            root.recomputed()
+            root.backward.recomputed()
         elif self._recomputed_for_its_backward:
-            root.failure = error  # Autograd will tell nobody what it was.
+            root.backward.failure = error  # Autograd will tell nobody what it was.
         else:
             self._close(keep=False)
         if root.entry is self:
             root.abort(error)
 
-    def _listener(self, number: int, index: int) -> Callable[[Tensor], None]:
-        held = weakref.ref(self)  # Autograd holds the hook, and shows nobody what its hooks hold.
-
-        def listen(_: Tensor) -> None:
-            unit = held()
-            assert unit is not None, "a gradient has come to a unit that is gone"
-            unit.after_gradient(number, index)
-
-        return listen
-
     def _cast_inputs(self, inputs: tuple[Any, Any]) -> tuple[Any, Any]:
         dtype = self.precision.param_dtype
         if dtype is None or not self._the_root.casts_inputs_of(self):
             return inputs
-        cast: tuple[Any, Any] = _cast(inputs, dtype)
+        cast: tuple[Any, Any] = cast_floating(inputs, dtype)
         return cast
 
 
@@ -337,7 +334,3 @@ def root_of(unit: Unit) -> Root:
     if unit.root is None:
         unit.root = Root(unit, units_in(unit.module))
     return unit.root
-
-
-def _cast(tree: Any, dtype: torch.dtype) -> Any:
-    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, tree)

@@ -33,19 +33,24 @@ class Bucket:
         params: The user's own parameters, equal on all ranks; their data become views of the bucket's buffer.
         partition: Where each of them stands, and whose it is.
         group: The W ranks.
+        title: What ranks call it, and no other; their messages carry it.
 
     Attributes:
         params: As given.
+        title: As given.
         names: What errors call them.
         full: [partition.full_numel], all of them.
         pieces: Per parameter, what this rank updates of it, as a parameter in its local shape; a view of its part.
         places: Per parameter, where its state is kept.
         gradient: This rank's own gradients, where they are reduced here.
         is_due: A step may change the parameters, on some rank: the ranks must give each other what they have updated.
+        averaged: The numbers of the parameters whose gradients were reduced into the pieces; the same on all ranks.
     """
 
-    def __init__(self, params: Sequence[nn.Parameter], partition: Partition, group: Group) -> None:
-        self.params, self.partition, self.group = list(params), partition, group
+    def __init__(
+        self, params: Sequence[nn.Parameter], partition: Partition, group: Group, title: str = "bucket 0"
+    ) -> None:
+        self.params, self.partition, self.group, self.title = list(params), partition, group, title
         self.names = [entry.name for entry in partition.entries]
         self.dtype, self.device = params[0].dtype, params[0].device
         self.full = torch.zeros(partition.full_numel, dtype=self.dtype, device=self.device)
@@ -53,8 +58,10 @@ class Bucket:
         self.spans = partition.spans_by_rank[group.rank]
         self._mine = self.full.narrow(0, partition.start(group.rank), partition.sizes[group.rank])
         self._master: Tensor | None = None
+        self._sent_in = self.dtype
         axes = (Axis(group, Held.SHARD),)
-        self.pieces = [nn.Parameter(view) for view in self._pieces_of(self._mine)]
+        trains = self.dtype.is_floating_point or self.dtype.is_complex  # Others, as packed integers, torch lets nobody.
+        self.pieces = [nn.Parameter(view, requires_grad=trains) for view in self._pieces_of(self._mine)]
         for piece, span, entry in zip(self.pieces, self.spans, partition.entries, strict=True):
             mark(piece, Shard(entry.name, entry.shape, span.start, span.stop, axes))
         self.places = [self._place(index) for index in range(len(self.params))]
@@ -64,6 +71,8 @@ class Bucket:
         self._sizes = sizes
         self.reduction = Reduction(group, Group(), self.dtype, self.device, HostStream(), sizes)
         self.is_due = False
+        self.averaged: set[int] = set()
+        self._used_up: set[int] = set()  # Those that a step has taken since gradients were last cleared.
         self._gather = _Gather()
         # A program that ends after its last step, or begins anew, has nobody left who would wait.
         weakref.finalize(self, self._gather.abandon)
@@ -137,10 +146,41 @@ class Bucket:
         """
         for reduced in self.reduction.results(limit_seconds):
             self.is_due = True  # Even if it is frozen before the step, which the plain optimizer would not ask either.
+            self.averaged.update(index for index, param in enumerate(self.params) if param.requires_grad)
             views = self._pieces_of(reduced)
             for param, piece, view, place in zip(self.params, self.pieces, views, self.places, strict=True):
                 if param.requires_grad and place.stepped is not None:
                     piece.grad = view if piece.grad is None else piece.grad.add_(view)
+
+    def restore_unused(self, index: int) -> None:
+        """A parameter that no rank has used has no gradient, as it had none before."""
+        self.averaged.discard(index)
+        self.pieces[index].grad = None
+
+    def use_up(self) -> None:
+        """A step has taken the gradients of the pieces, and nothing more may add to them."""
+        self._used_up |= self.averaged
+        self.averaged = set()
+        for piece in self.pieces:
+            piece.grad = None
+
+    def clear_gradients(self, *, set_to_none: bool) -> None:
+        """Clears the gradients of the pieces, or makes them zeros, with which a step then updates, as in plain PyTorch."""
+        self.use_up()
+        cleared, self._used_up = self._used_up, set()
+        if set_to_none or not cleared:
+            return
+        self.averaged, self.is_due = cleared, True
+        for index in cleared:
+            if self.places[index].stepped is not None:
+                self.pieces[index].grad = torch.zeros_like(self.pieces[index])
+
+    def forget_packed(self) -> None:
+        """Forgets the gradients that were packed and not reduced; what stands in `param.grad` stays."""
+        grads = [param.grad for param in self.params]
+        self.gradient.drop()
+        for param, grad in zip(self.params, grads, strict=True):
+            param.grad = grad
 
     # From updated pieces to whole parameters.
 
@@ -154,12 +194,13 @@ class Bucket:
         """
         self.wait()
         self.is_due = False
-        if wire_dtype is None or wire_dtype == self.dtype:
+        self._sent_in = wire_dtype or self.dtype
+        if self._sent_in == self.dtype:
             if self._master is not None:
                 self._mine.copy_(self._master)
             self._gather.pending = all_gather(self.full, self._mine, self.group, sizes=self._sizes, tag=tag)
         else:
-            self._send_rounded(tag, wire_dtype)
+            self._send_rounded(tag, self._sent_in)
         if self.group.size == 1:
             self.wait()  # Nothing travels.
 
@@ -167,6 +208,12 @@ class Bucket:
         self._wire = self.full.new_empty(self.full.shape, dtype=wire_dtype)
         sent = self._keep_master().to(wire_dtype)
         self._gather.pending = all_gather(self._wire, sent, self.group, sizes=self._sizes, tag=tag)
+
+    def take_written(self) -> None:
+        """Takes over what somebody has written to parameters of which this rank keeps its part unrounded, too."""
+        if self._master is not None:
+            untouched = self._master.to(self._sent_in) == self._mine  # This compares in the wider dtype.
+            self._master.copy_(torch.where(untouched, self._master, self._mine))
 
     def wait(self, limit_seconds: float | None = None) -> None:
         """Returns when the parameters are whole and up to date.

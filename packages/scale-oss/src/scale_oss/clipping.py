@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 
 from scale_core.events import Event
-from scale_core.norms import grad_norm
+from scale_core.norms import check_max_norm, clip_factor, grad_norm
 
 if TYPE_CHECKING:  # optimizer.py stands on this file.
     from scale_oss.optimizer import OSS
@@ -22,6 +22,7 @@ def clip_together(
     filter_params_fn: Callable[[Iterator[nn.Parameter]], Iterable[nn.Parameter]] | None = None,
 ) -> Tensor:
     """Scales the gradients of several optimizers by one norm: see `OSS.clip_grad_norm`."""
+    check_max_norm(max_norm)
     params = [param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
     wanted = {id(param) for param in (params if filter_params_fn is None else filter_params_fn(iter(params)))}
     chosen: list[tuple[nn.Parameter, nn.Parameter]] = []  # whose gradient is measured, and whose is scaled
@@ -33,7 +34,9 @@ def clip_together(
     contract = optimizers[0].contract
     with contract.waiting(Event("gradient norm", "")):
         norm = grad_norm([piece for piece, _ in chosen], norm_type, contract.limit_seconds)
-    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    if math.isinf(max_norm):
+        return norm
+    factor = clip_factor(norm, max_norm)
     for _, scaled in chosen:
         if scaled.grad is not None:
             scaled.grad.mul_(factor.to(scaled.grad.device))

@@ -7,7 +7,8 @@ other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -18,11 +19,14 @@ from scale_core.backward import in_backward
 from scale_core.collectives import broadcast
 from scale_core.contract import Contract
 from scale_core.events import Event
-from scale_core.group import GroupLike, group_of
+from scale_core.group import GroupLike
 from scale_core.joining import current_share
 from scale_oss.bucket import Bucket
+from scale_oss.checks import check_held, check_optimizers
+from scale_oss.giving_up import forward_has_failed
 from scale_oss.optimizer import OSS
 from scale_oss.reducing import Reducer
+from scale_oss.waiting import Rest, wait_where_used
 
 
 class ShardedDataParallel(nn.Module):
@@ -74,7 +78,7 @@ class ShardedDataParallel(nn.Module):
         super().__init__()
         several = sharded_optimizer if isinstance(sharded_optimizer, list | tuple) else [sharded_optimizer]
         optimizers: list[OSS] = list(several)
-        _check(module, optimizers, process_group)
+        check_optimizers(module, optimizers, process_group)
         self.module = module
         self.sharded_optimizers = optimizers
         self.group = optimizers[0].group
@@ -83,15 +87,18 @@ class ShardedDataParallel(nn.Module):
         self.is_multi_device_module = len(set(devices)) > 1  # what torch's own wrapper says of itself
         self.device_type = next((device.type for device in devices), "cpu")
         self._contract = Contract(self.group, optimizers[0].contract.limit_seconds)
-        self._buffers_are_due = True
         self._reducer = Reducer(optimizers, self._contract, in_half=reduce_fp16)
         self._with_params = [member for member in module.modules() if member._parameters]
         self._overlaps = overlap_gather
+        self._rest = Rest()
+        if overlap_gather:
+            module.register_forward_pre_hook(self._rest)
         self._followed: list[Bucket] = []
         self._held: set[int] = set()  # their parameters, by id
         for optimizer in optimizers:
             optimizer.gets_reduced_gradients = True
             optimizer.waits_by_itself = not overlap_gather
+            optimizer.reduced_by = weakref.ref(self)
         if sync_models_at_startup:
             self._sync_model()
         self._follow_buckets()
@@ -103,20 +110,21 @@ class ShardedDataParallel(nn.Module):
         self._follow_buckets()
         if torch.is_grad_enabled() and self.training:
             self._check_held()
-        takes_buffers = self.broadcast_buffers and self._buffers_are_due and not in_backward()
+        takes_buffers = self.broadcast_buffers and self._reducer.begins_step and not in_backward()
         buffers = [buffer.data for buffer in self.module.buffers()] if takes_buffers else []
         self._reducer.prepare(in_step=bool(buffers))
         self._broadcast(buffers, "buffers")
         # As DistributedDataParallel does: after a pass that reduces, so once for all micro-batches of a step.
-        self._buffers_are_due = torch.is_grad_enabled() and self._reducer.synchronizes
-        if self.group.size == 1 or not self.training or not self._buffers_are_due or in_backward():
+        self._reducer.begins_step = torch.is_grad_enabled() and self._reducer.synchronizes
+        if self.group.size == 1 or not torch.is_grad_enabled() or in_backward():
             return self.module(*args, **kwargs)
         try:
             outputs = self.module(*args, **kwargs)
         except Exception as error:
-            self._reducer.forward_has_failed(error)
+            if self.training:  # After an evaluation nobody waits for a backward pass.
+                forward_has_failed(self._reducer, error)
             raise
-        self._reducer.forwards.watch(outputs)
+        self._reducer.forwards.watch(outputs, counts=self.training and self._reducer.synchronizes)
         return outputs
 
     def sync_buffers(self, blocking: bool = False) -> None:
@@ -148,15 +156,15 @@ class ShardedDataParallel(nn.Module):
     def reduce(self) -> None:
         """Reduces now what passes under `no_sync()` have left in `param.grad`; all ranks call it together.
 
+        A rank that has nothing there, as one that has skipped all of its micro-batches, counts as zeros.
+
         Raises:
-            RuntimeError: There is nothing to reduce on this rank.
+            RuntimeError: There is nothing to reduce on any rank.
         """
-        if all(param.grad is None for bucket in self._buckets for param in bucket.params):
+        if not self._reducer.reduce_now():
             raise RuntimeError(
                 "reduce(): no gradient waits for it: call it once, after the backward passes under no_sync()"
             )
-        self._reducer.reduce_now()
-        self._buffers_are_due = True
 
     # What surrounds it.
 
@@ -215,7 +223,7 @@ class ShardedDataParallel(nn.Module):
         """Runs before each forward, so it looks for names only where something is wrong."""
         here = (param for member in self._with_params for param in member._parameters.values() if param is not None)
         if any(param.requires_grad and id(param) not in self._held for param in here):
-            _check_held(self.module, self._followed)
+            check_held(self.module, self._followed)
 
     def _sync_model(self) -> None:
         self._broadcast([bucket.full for bucket in self._buckets], "parameters")
@@ -240,65 +248,4 @@ class ShardedDataParallel(nn.Module):
             self._followed += new
             self._held |= {id(param) for bucket in new for param in bucket.params}
             if self._overlaps:
-                self._wait_where_parameters_are_used(new)
-
-    def _wait_where_parameters_are_used(self, buckets: Sequence[Bucket]) -> None:
-        places = {id(param): self._followed.index(bucket) for bucket in buckets for param in bucket.params}
-        for module in self.module.modules():
-            numbers = {places[id(param)] for param in module._parameters.values() if id(param) in places}
-            if numbers:
-                used = {number: self._followed[number] for number in sorted(numbers)}
-                module.register_forward_pre_hook(_Waiting(used, self._contract))
-
-
-class _Waiting:
-    """A hook before a module's forward: its parameters must have arrived."""
-
-    def __init__(self, buckets: Mapping[int, Bucket], contract: Contract) -> None:
-        self._buckets, self._contract = buckets, contract
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        for number, bucket in self._buckets.items():
-            if bucket.is_gathering:
-                with self._contract.waiting(Event("parameters", f"bucket {number}")):
-                    bucket.wait(self._contract.limit_seconds)
-
-
-def _check(module: nn.Module, optimizers: Sequence[OSS], process_group: GroupLike) -> None:
-    for optimizer in optimizers:
-        if not isinstance(optimizer, OSS):
-            raise TypeError(
-                f"ShardedDataParallel: expected sharded_optimizer to be an OSS, got {type(optimizer).__name__}: "
-                "build OSS(model.parameters(), torch.optim.AdamW, lr=...), or take DistributedDataParallel"
-            )
-    if not optimizers:
-        raise ValueError("ShardedDataParallel: expected an OSS or several, got none")
-    groups = {optimizer.group.ranks for optimizer in optimizers}
-    if process_group is not None:
-        groups.add(group_of(process_group).ranks)
-    if len(groups) > 1:
-        raise ValueError(
-            f"ShardedDataParallel and its optimizers are on different ranks: {sorted(map(list, groups))}: pass the "
-            "same group to OSS(..., group=group) and ShardedDataParallel(..., process_group=group)"
-        )
-    held: dict[int, str] = {}
-    for optimizer in optimizers:
-        for bucket in optimizer.buckets:
-            for param, name in zip(bucket.params, bucket.names, strict=True):
-                if id(param) in held:
-                    raise ValueError(f"'{name}' is in two of the optimizers: give each parameter to one of them")
-                held[id(param)] = name
-    _check_held(module, [bucket for optimizer in optimizers for bucket in optimizer.buckets])
-
-
-def _check_held(module: nn.Module, buckets: Sequence[Bucket]) -> None:
-    """Parameters are other ones than before after `load_state_dict(..., assign=True)`, and new ones may train."""
-    held = {id(param) for bucket in buckets for param in bucket.params}
-    name = next((name for name, p in module.named_parameters() if p.requires_grad and id(p) not in held), None)
-    if name is None:
-        return
-    raise ValueError(
-        f"'{name}' trains, but no optimizer holds it, so its gradient would never be averaged: add it to OSS(...), "
-        "freeze it by requires_grad_(False), or, if load_state_dict(..., assign=True) has put it there, load without "
-        "assign"
-    )
+                self._rest.waitings += wait_where_used(self.module, new, self._contract)

@@ -8,6 +8,8 @@ backward has come to it.
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,22 +27,34 @@ class _Forward:
 
 
 class Forwards:
-    """This rank's forward passes for training, since the ranks were last found to do the same."""
+    """This rank's forward passes for training, since the ranks were last found to do the same.
 
-    def __init__(self) -> None:
+    Args:
+        met: Called when a backward comes to the outputs of one, before it goes on; and not held here.
+    """
+
+    def __init__(self, met: Callable[[], None]) -> None:
+        self._met = weakref.WeakMethod(met)
         self._all: list[_Forward] = []  # in order
         self._per_pass = 1  # how many the last backward pass has come to
         self._usual = 0  # how many all ranks alike leave without one, such as those whose outputs are only looked at
 
-    def watch(self, outputs: Any) -> None:
-        """Follows what becomes of the outputs of a forward pass."""
+    def watch(self, outputs: Any, *, counts: bool = True) -> None:
+        """Follows what becomes of the outputs of a forward pass.
+
+        Args:
+            outputs: Tensors anywhere in them.
+            counts: All ranks must run its backward; those that are not reduced some rank may leave out.
+        """
         # A view that is changed in place gets another history, its base keeps its own.
         roots = [tensor._base if tensor._base is not None else tensor for tensor in tensors_in(outputs)]
         nodes = {root.grad_fn for root in roots if root.grad_fn is not None}
         if not nodes:
             return
-        self._all.append(_Forward())
-        watch = _Watch(self._all[-1])
+        forward = _Forward()
+        if counts:
+            self._all.append(forward)
+        watch = _Watch(forward, self._met)
         for node in nodes:
             node.register_prehook(watch)
 
@@ -87,11 +101,14 @@ class Forwards:
 class _Watch:
     """A hook of the graph: called when a backward comes to the outputs, and dropped with the graph."""
 
-    def __init__(self, forward: _Forward) -> None:
-        self._forward = forward
+    def __init__(self, forward: _Forward, met: weakref.WeakMethod[Callable[[], None]]) -> None:
+        self._forward, self._met = forward, met
 
     def __call__(self, grads: tuple[Tensor | None, ...]) -> None:
         self._forward.is_met = True
+        met = self._met()
+        if met is not None:
+            met()
 
     def __del__(self) -> None:
         self._forward.is_dropped = True

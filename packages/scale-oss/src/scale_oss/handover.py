@@ -12,7 +12,7 @@ from scale_oss.bucket import Bucket
 
 
 def follow_parameters(buckets: Sequence[Bucket]) -> None:
-    """Takes back parameters whose data somebody has put elsewhere, as `param.data = ...` does.
+    """Takes back parameters whose data somebody has put elsewhere, as `param.data = ...` does, and what was written.
 
     Raises:
         RuntimeError: They are on another device now, or of another dtype.
@@ -28,6 +28,7 @@ def follow_parameters(buckets: Sequence[Bucket]) -> None:
                     "then build OSS(model.parameters(), ...)"
                 )
         bucket.adopt(strayed)
+        bucket.take_written()
 
 
 def give_gradients(buckets: Sequence[Bucket], *, are_reduced: bool) -> None:
@@ -52,32 +53,25 @@ def give_gradients(buckets: Sequence[Bucket], *, are_reduced: bool) -> None:
                 )
 
 
-def drop_gradients(buckets: Sequence[Bucket]) -> None:
-    """Clears the gradients of the pieces."""
-    for bucket in buckets:
-        for piece in bucket.pieces:
-            piece.grad = None
-
-
-def publish(buckets: Sequence[Bucket], *, in_half: bool) -> None:
-    """Starts to give all ranks the parts that this one has updated.
+def publish(bucket: Bucket, *, in_half: bool) -> None:
+    """Starts to give all ranks the parts of a bucket that each has updated, if a step may have changed them.
 
     Args:
-        buckets: In the order that all ranks have.
+        bucket: The bucket; all ranks have the same order of them.
         in_half: fp32 travels as fp16.
     """
-    for number, bucket in enumerate(buckets):
-        if bucket.is_due:
-            half = torch.float16 if in_half and bucket.dtype == torch.float32 else None
-            bucket.publish(message_tag(_event(number)), half)
+    if bucket.is_due:
+        half = torch.float16 if in_half and bucket.dtype == torch.float32 else None
+        bucket.publish(message_tag(way_of(bucket)), half)
 
 
 def wait(buckets: Sequence[Bucket], contract: Contract) -> None:
     """Returns when the parameters are whole again."""
-    for number, bucket in enumerate(buckets):
-        with contract.waiting(_event(number)):
+    for bucket in buckets:
+        with contract.waiting(way_of(bucket)):
             bucket.wait(contract.limit_seconds)
 
 
-def _event(number: int) -> Event:
-    return Event("parameters", f"bucket {number}")
+def way_of(bucket: Bucket) -> Event:
+    """What ranks call the way of updated parameters."""
+    return Event("parameters", bucket.title)

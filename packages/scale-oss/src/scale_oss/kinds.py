@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from scale_core.optimizer_kinds import ELEMENTWISE, KINDS, known_bases
@@ -53,3 +59,17 @@ def works_by_element(optim_class: type[Optimizer]) -> bool:
                 f"use torch.optim.Adam, or {kind.name} without OSS"
             )
     return optim_class in ELEMENTWISE
+
+
+def constructor_arguments(optim_class: type[Optimizer], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Leaves out of an optimizer's `defaults` what its class has fixed, so that it takes the others as its arguments.
+
+    Trainers build `OSS(optimizer.param_groups, type(optimizer), **optimizer.defaults)`, and among those of AdamW there
+    is one that only Adam takes. Anything else that it does not take, it refuses by itself.
+    """
+    parameters = inspect.signature(optim_class).parameters
+    taken = {key: value for key, value in defaults.items() if key in parameters}
+    if len(taken) == len(defaults) or any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        return dict(defaults)
+    fixed = optim_class([nn.Parameter(torch.zeros(1, 1))], **taken).defaults
+    return taken | {key: value for key, value in defaults.items() if key not in fixed or fixed[key] != value}

@@ -1,4 +1,4 @@
-"""What ranks tell each other at the end of a pass, and the words for one that they give up together."""
+"""What ranks tell each other at the end of a pass."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ class Notes(NamedTuple):
         order_is_known: It has learned in which order buckets become ready.
         failed: It has failed, and given the others zeros.
         left_out: It has done so for a pass that it did not run at all.
+        brought_some: It has had gradients to reduce.
     """
 
     num_late: int = 0
@@ -30,16 +31,18 @@ class Notes(NamedTuple):
     order_is_known: bool = False
     failed: bool = False
     left_out: bool = False
+    brought_some: bool = False
 
     def packed(self) -> tuple[int, int, int]:
         """As three integers, which is what ranks can tell each other there."""
-        flags = self.order_is_known + 2 * self.failed + 4 * self.left_out
-        return self.num_late, self.num_missing, 8 * self.num_unmet + flags
+        flags = self.order_is_known + 2 * self.failed + 4 * self.left_out + 8 * self.brought_some
+        return self.num_late, self.num_missing, 16 * self.num_unmet + flags
 
     @staticmethod
     def unpacked(row: Sequence[int]) -> Notes:
         num_late, num_missing, rest = row
-        return Notes(num_late, num_missing, rest // 8, bool(rest & 1), bool(rest & 2), bool(rest & 4))
+        flags = (bool(rest & bit) for bit in (1, 2, 4, 8))
+        return Notes(num_late, num_missing, rest // 16, *flags)
 
 
 def not_alike(step: int, unmet: Sequence[int]) -> str:
@@ -49,15 +52,4 @@ def not_alike(step: int, unmet: Sequence[int]) -> str:
         f"there are forward passes without a backward, {list(unmet)} by rank. A rank that skips a batch leaves the "
         "others in its backward, and averages its next one with theirs: skip it on all ranks; and put a forward pass "
         "that is only looked at under torch.no_grad()"
-    )
-
-
-def given_up(step: int, failed: Sequence[int], reason: str) -> str:
-    """In words: these ranks have failed, and the first of them for this reason."""
-    who = f"rank {failed[0]}" if len(failed) == 1 else f"ranks {', '.join(map(str, failed))}"
-    indented = "\n".join(f"  {line}" for line in reason.splitlines())
-    return (
-        f"pass {step} was given up on all ranks, because {who} failed in it. Parameters and optimizer state "
-        "are as before it: call optimizer.zero_grad(), and training can go on with the next batch. What rank "
-        f"{failed[0]} raised:\n{indented}"
     )

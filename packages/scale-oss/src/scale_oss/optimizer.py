@@ -6,7 +6,8 @@ optimizer that holds the state of that part alone, and the ranks then give each 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,16 +15,16 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from scale_core.contract import Contract
-from scale_core.group import Group, GroupLike, group_of
-from scale_core.shard import shard_of
+from scale_core.group import GroupLike, group_of
+from scale_core.optimizer_kinds import KINDS
 from scale_core.stepping import step_for_all
-from scale_oss.alike import refuse_alike
+from scale_oss.alike import next_number, refuse_alike
 from scale_oss.clipping import clip_together
-from scale_oss.handover import drop_gradients, follow_parameters, give_gradients, publish, wait
-from scale_oss.kinds import check_kind, works_by_element
-from scale_oss.places import sharding_group
-from scale_oss.sorting import Sorter, name_of
-from scale_oss.stepping import copy_options, step_by_buckets, step_on_one_rank
+from scale_oss.handover import follow_parameters, give_gradients, publish, wait
+from scale_oss.kinds import check_kind, constructor_arguments, works_by_element
+from scale_oss.places import ranks_of_shards
+from scale_oss.sorting import Sorter, lines_of_groups
+from scale_oss.stepping import copy_options, step_by_buckets, step_in_turn, step_on_one_rank
 from scale_oss.with_state import WithState
 
 BUCKET_NUMEL = 2**23
@@ -67,7 +68,7 @@ class OSS(WithState):
         bucket_numel: Elements that travel together; of shards that are put together for the step, elements that each
             rank gets at a time.
         limit_seconds: The longest wait for another rank; None is the group's own limit, at most ten minutes.
-        **defaults: Arguments of `optim`.
+        **defaults: Arguments of `optim`; the `defaults` of one that was built will do, too.
 
     Attributes:
         optim: The optimizer of this rank's part; its parameters are pieces of the user's.
@@ -77,6 +78,7 @@ class OSS(WithState):
         whole_buckets: The shards that are put together for the step.
         waits_by_itself: `step` returns with whole parameters; otherwise whoever uses them next calls `wait`.
         gets_reduced_gradients: Gradients are averaged into the pieces, bucket by bucket, by somebody else.
+        reduced_by: Who does so.
 
     Raises:
         TypeError: `optim` is no optimizer class.
@@ -110,14 +112,19 @@ class OSS(WithState):
         self._consolidated = None
         self.waits_by_itself = True
         self.gets_reduced_gradients = False
+        self.reduced_by: weakref.ref[nn.Module] | None = None
         super().__init__(params, dict(defaults))
-        self.group = self._ranks_of_shards() if group is None else group_of(group)
+        self.group = ranks_of_shards(self._all_params()) if group is None else group_of(group)
         self.contract = Contract(self.group, limit_seconds)
-        self.contract.agree("the parameters given to OSS", list(self._lines(self.param_groups)))
+        how = (
+            f"{optim.__name__}, elementwise={self.elementwise}, together={together}, {bucket_numel} elements per bucket"
+        )
+        self.contract.agree("the parameters given to OSS", [how, *lines_of_groups(self.param_groups)])
         self._sorter = Sorter(
             self.group,
             self.contract,
             optim.__name__,
+            next_number("the number of an OSS", self.contract),
             elementwise=self.elementwise,
             together=together,
             bucket_numel=bucket_numel,
@@ -135,7 +142,7 @@ class OSS(WithState):
         """The optimizer of this rank's part, which may refuse it, as Muon refuses what is no matrix."""
         made, refusal = None, None
         try:
-            made = self._optim_class(groups, **defaults)
+            made = self._optim_class(groups, **constructor_arguments(self._optim_class, defaults))
         except Exception as error:
             refusal = error
         refuse_alike(refusal, f"the start of {self._optim_class.__name__}", self.contract)
@@ -172,10 +179,8 @@ class OSS(WithState):
         copy_options(self.param_groups, self.optim.param_groups)
         self._update(kwargs)
         copy_options(self.optim.param_groups, self.param_groups)
-        drop_gradients(self.buckets)
         for shards in self.in_place_buckets:
             shards.publish()
-        publish(self.buckets, in_half=self.broadcast_fp16)
         if self.waits_by_itself:
             self.wait()
         return loss
@@ -183,7 +188,8 @@ class OSS(WithState):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of the parameters, and of this rank's pieces of them."""
         super().zero_grad(set_to_none)
-        drop_gradients(self.buckets)
+        for bucket in self.buckets:
+            bucket.clear_gradients(set_to_none=set_to_none)
 
     def clip_grad_norm(
         self,
@@ -196,7 +202,7 @@ class OSS(WithState):
         Each rank measures its own part, so that each element counts once and is measured once.
 
         Args:
-            max_norm: The largest norm allowed.
+            max_norm: The largest norm allowed; `math.inf` only measures.
             norm_type: p of the p-norm; `math.inf` is the largest magnitude.
             filter_params_fn: Gets an iterator over the parameters and returns those whose norm is meant.
 
@@ -204,7 +210,7 @@ class OSS(WithState):
             The norm before, scalar; equal on all ranks.
 
         Raises:
-            ValueError: `norm_type` is not above 0.
+            ValueError: `max_norm` is below 0 or not a number, or `norm_type` is not above 0.
         """
         return clip_together([self], max_norm, norm_type, filter_params_fn)
 
@@ -228,16 +234,39 @@ class OSS(WithState):
     # Parameter groups.
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, as of layers that begin to train; all ranks together."""
+        """Adds a group, as of layers that begin to train; all ranks together. What is refused is not added.
+
+        Raises:
+            ValueError: A parameter is in a group already, or can't be sharded; a `ContractError`: ranks differ.
+        """
         super().add_param_group(param_group)
         if not self._built:
             return
         number = len(self.param_groups) - 1
         group = self.param_groups[number]
-        self.contract.agree("a parameter group added to OSS", list(self._lines([group], number)))
+        try:
+            self.contract.agree("a parameter group added to OSS", list(lines_of_groups([group], number)))
+            (stepped,) = self._sorter.add([group], number)
+            self._add_stepped(group, stepped)
+        except BaseException:
+            del self.param_groups[number]
+            raise
         self._consolidated = None
-        self.optim.add_param_group(self._sorter.add([group], number)[0])
         copy_options(self.optim.param_groups[-1:], [group])
+
+    def _add_stepped(self, group: Mapping[str, Any], stepped: dict[str, Any]) -> None:
+        """Gives the optimizer of this rank's part what it has of a new group, which it may refuse."""
+        refusal, known = None, len(self.optim.param_groups)
+        try:
+            self.optim.add_param_group(stepped)
+        except Exception as error:
+            refusal = error
+        try:
+            refuse_alike(refusal, f"a group of {self._optim_class.__name__}", self.contract)
+        except BaseException:
+            del self.optim.param_groups[known:]
+            self._sorter.take_back(group["params"])
+            raise
 
     def partition_parameters(self) -> list[list[dict[str, Any]]]:
         """Returns, by rank, the parameter groups with those parameters of which the rank updates some part."""
@@ -265,33 +294,32 @@ class OSS(WithState):
         for shards in self._sorter.of_shards:
             yield from zip(shards.params, shards.params, strict=True)
 
-    def _ranks_of_shards(self) -> Group:
-        shards = [shard_of(param) for param in self._all_params()]
-        groups = {None if shard is None else sharding_group(shard, None) for shard in shards}
-        found = groups.pop() if len(groups) == 1 else None
-        return group_of() if found is None else found
-
-    def _lines(self, groups: Sequence[Mapping[str, Any]], first: int = 0) -> Iterator[str]:
-        how = f"elementwise={self.elementwise}, together={self.together}"
-        yield f"{self._optim_class.__name__}, {how}, {self._bucket_numel} elements per bucket"
-        for number, group in enumerate(groups, first):
-            for index, param in enumerate(group["params"]):
-                shard = shard_of(param)
-                shape = f"{tuple(param.shape)}" if shard is None else f"shard of {shard.shape}"
-                yield f"{name_of(group, number, index)} {shape} {param.dtype} trains={param.requires_grad}"
-
     # What the step is made of.
 
     def _update(self, kwargs: Mapping[str, Any]) -> None:
-        """Steps on this rank's parts."""
+        """Steps on this rank's parts, and sends those of which others have the rest."""
+        here = [param for shards in self.in_place_buckets for param in shards.stepped]
+        parts = [bucket.stepped for bucket in self.buckets]
+        if self._optim_class in KINDS and len(parts) > 1 and not self.whole_buckets and not self.together:
+            step_in_turn(self.optim, [*parts, here], self._send, self.contract, kwargs)
+            return
+        # Of what is not known it is not known either whether it bears several steps in place of one.
         if self.together:
             step_on_one_rank(self.optim, self.contract, kwargs)
         elif self.whole_buckets:
-            stepped = [bucket.stepped for bucket in self.buckets] + [bucket.stepped for bucket in self.in_place_buckets]
-            here = [param for params in stepped for param in params] if stepped else None
-            step_by_buckets(self.optim, here, self.whole_buckets, self.contract, kwargs)
+            here += [param for params in parts for param in params]
+            some_are_here = bool(parts or self.in_place_buckets)
+            step_by_buckets(self.optim, here if some_are_here else None, self.whole_buckets, self.contract, kwargs)
         else:
             self.optim.step(**kwargs)
+        for number in range(len(parts)):
+            self._send(number)
+
+    def _send(self, number: int) -> None:
+        """A bucket was stepped on; the last number is that of the shards, which stay where they are."""
+        if number < len(self.buckets):
+            self.buckets[number].use_up()
+            publish(self.buckets[number], in_half=self.broadcast_fp16)
 
     def take_gradients(self) -> None:
         """Lets pieces have their part of averaged gradients, where these are not reduced into them.

@@ -136,6 +136,19 @@ def group_in_buckets(numels: Sequence[int], bucket_numel: int) -> list[list[int]
     return buckets
 
 
+def group_from_the_end(numels: Sequence[int], bucket_numel: int) -> list[list[int]]:
+    """The same, begun with the last parameter, so that what is left over is the first bucket.
+
+    That one is reduced last in a backward pass, and needed first in the next forward pass: nothing hides its way.
+
+    >>> group_from_the_end([4, 4, 4, 20, 1], bucket_numel=10)
+    [[0], [1, 2], [3], [4]]
+    """
+    last = len(numels) - 1
+    buckets = group_in_buckets(numels[::-1], bucket_numel)
+    return [[last - place for place in reversed(members)] for members in reversed(buckets)]
+
+
 def group_in_rounds(numels: Sequence[int], owners: Sequence[int], bucket_numel: int) -> list[list[int]]:
     """Puts parameters together so that in each round every owner has its own to do, up to a bucket full.
 

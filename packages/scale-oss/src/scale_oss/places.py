@@ -14,7 +14,7 @@ from typing import NamedTuple
 from torch import nn
 
 from scale_core.exchange import exchange
-from scale_core.group import Group
+from scale_core.group import Group, group_of
 from scale_core.holdings import flat_buffer_of
 from scale_core.shard import Held, Shard, shard_of
 
@@ -120,6 +120,18 @@ def sharding_group(shard: Shard, within: Group | None) -> Group:
             f"{list(within.ranks)}: leave group out, or pass that of the model"
         )
     return groups[0]
+
+
+def ranks_of_shards(params: Sequence[nn.Parameter]) -> Group:
+    """Returns the ranks between which these are divided, if all are shards of the same ones, or else all ranks.
+
+    Raises:
+        ValueError: See `sharding_group`.
+    """
+    shards = [shard_of(param) for param in params]
+    groups = {None if shard is None else sharding_group(shard, None) for shard in shards}
+    found = groups.pop() if len(groups) == 1 else None
+    return group_of() if found is None else found
 
 
 def whole_shards(params: Sequence[nn.Parameter], within: Group, limit_seconds: float) -> list[Sharded]:

@@ -8,11 +8,12 @@ a shard, all on one rank       `InPlaceBucket`                   `InPlaceBucket`
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from scale_core.contract import Contract
 from scale_core.events import Event
@@ -20,7 +21,7 @@ from scale_core.group import Group
 from scale_core.shard import shard_of
 from scale_oss.bucket import Bucket
 from scale_oss.in_place import InPlaceBucket
-from scale_oss.partition import choose_owners, cut_evenly, give_whole, group_in_buckets, group_in_rounds
+from scale_oss.partition import choose_owners, cut_evenly, give_whole, group_from_the_end, group_in_rounds
 from scale_oss.places import Place, Sharded, refuse_flat, whole_shards
 from scale_oss.whole import WholeBucket
 
@@ -32,6 +33,7 @@ class Sorter:
         group: The ranks.
         contract: What they have promised each other.
         optim_name: What errors call the optimizer.
+        number: Of the optimizer, alike on all ranks.
         elementwise: Whether the optimizer updates each element by itself.
         together: Whether it looks at all tensors together, so that the first rank updates all of them.
         bucket_numel: Elements of a bucket; of one whose tensors go whole to their owners, elements of each owner.
@@ -48,12 +50,15 @@ class Sorter:
         group: Group,
         contract: Contract,
         optim_name: str,
+        number: int,
         *,
         elementwise: bool,
         together: bool,
         bucket_numel: int,
     ) -> None:
-        self._group, self._contract, self._optim_name = group, contract, optim_name
+        if bucket_numel < 1:
+            raise ValueError(f"OSS: expected bucket_numel of at least 1 element, got {bucket_numel}")
+        self._group, self._contract, self._optim_name, self._number = group, contract, optim_name, number
         self._elementwise, self._together, self._bucket_numel = elementwise, together, bucket_numel
         # Elements that each rank owns. What is frozen has no state, so it must not count beside what trains.
         self._loads: dict[tuple[tuple[int, ...], bool], list[int]] = {}
@@ -78,7 +83,7 @@ class Sorter:
             The groups with what this rank's optimizer steps on.
 
         Raises:
-            ValueError: A shard can't be put together, or its ranks are not all in the group.
+            ValueError: A shard can't be put together, or its ranks are not all in the group; nothing has changed then.
         """
         places: dict[int, Place] = {}
         for number, group in enumerate(groups, first):
@@ -99,6 +104,15 @@ class Sorter:
             }
             for group in groups
         ]
+
+    def take_back(self, params: Sequence[nn.Parameter]) -> None:
+        """Forgets all of a group that was just added, since the optimizer has refused it."""
+        refused = {id(param) for param in params}
+        self.replicated[:] = [bucket for bucket in self.replicated if id(bucket.params[0]) not in refused]
+        self.in_place[:] = [bucket for bucket in self.in_place if id(bucket.params[0]) not in refused]
+        self.whole[:] = [bucket for bucket in self.whole if id(bucket.params[0]) not in refused]
+        for key in refused:
+            del self.places[key]
 
     def updated_by(self) -> list[set[int]]:
         """Returns, by rank, the `id`s of the parameters of which the rank updates some part."""
@@ -135,7 +149,7 @@ class Sorter:
             if shard_of(param) is None:
                 alike.setdefault((param.dtype, param.device, param.requires_grad), []).append(index)
         for indices in alike.values():
-            for run in group_in_buckets([group["params"][index].numel() for index in indices], self._bucket_numel):
+            for run in group_from_the_end([group["params"][index].numel() for index in indices], self._bucket_numel):
                 members = [indices[place] for place in run]
                 names = [name_of(group, number, index) for index in members]
                 bucket = self._bucket([group["params"][index] for index in members], names)
@@ -144,13 +158,15 @@ class Sorter:
         return places
 
     def _bucket(self, params: Sequence[nn.Parameter], names: Sequence[str]) -> Bucket:
-        shapes = [tuple(param.shape) for param in params]
+        shapes, size = [tuple(param.shape) for param in params], self._group.size
         if self._elementwise:
-            return Bucket(params, cut_evenly(names, shapes, self._group.size), self._group)
-        if self._together:
-            return Bucket(params, give_whole(names, shapes, [0] * len(params), self._group.size), self._group)
-        owners = self._choose_owners([param.numel() for param in params], self._group, params[0].requires_grad)
-        return Bucket(params, give_whole(names, shapes, owners, self._group.size), self._group)
+            partition = cut_evenly(names, shapes, size)
+        elif self._together:
+            partition = give_whole(names, shapes, [0] * len(params), size)
+        else:
+            owners = self._choose_owners([param.numel() for param in params], self._group, params[0].requires_grad)
+            partition = give_whole(names, shapes, owners, size)
+        return Bucket(params, partition, self._group, f"bucket {len(self.replicated)} of optimizer {self._number}")
 
     def _add_shards(self, shards: Sequence[Sharded]) -> dict[int, Place]:
         in_place: dict[Group, list[Sharded]] = {}
@@ -171,7 +187,7 @@ class Sorter:
             numels = [shard.numel for shard in members]
             owners = self._choose_owners(numels, group, trains)
             for run in group_in_rounds(numels, owners, self._bucket_numel):
-                title = f"bucket {len(self.whole)} of whole tensors"
+                title = f"bucket {len(self.whole)} of whole tensors of optimizer {self._number}"
                 its_owners = [owners[index] for index in run]
                 self.whole.append(WholeBucket([members[index] for index in run], its_owners, title, self._contract))
                 buckets.append(self.whole[-1])
@@ -186,6 +202,28 @@ class Sorter:
 
     def _loads_of(self, group: Group, trains: bool) -> list[int]:
         return self._loads.setdefault((group.ranks, trains), [0] * group.size)
+
+
+def lines_of_groups(groups: Sequence[Mapping[str, Any]], first: int = 0) -> Iterator[str]:
+    """Yields what all ranks must have alike of each parameter.
+
+    Args:
+        groups: As in an optimizer.
+        first: The number of the first one.
+
+    Raises:
+        ValueError: One is of a lazy module that has never run.
+    """
+    for number, group in enumerate(groups, first):
+        for index, param in enumerate(group["params"]):
+            if is_lazy(param):
+                raise ValueError(
+                    f"OSS: '{name_of(group, number, index)}' has no shape yet: run the model once, model(batch), "
+                    "and build OSS(...) then"
+                )
+            shard = shard_of(param)
+            shape = f"{tuple(param.shape)}" if shard is None else f"shard of {shard.shape}"
+            yield f"{name_of(group, number, index)} {shape} {param.dtype} trains={param.requires_grad}"
 
 
 def name_of(group: Mapping[str, Any], number: int, index: int) -> str:

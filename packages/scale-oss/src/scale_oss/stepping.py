@@ -1,13 +1,13 @@
-"""The step of the optimizer that updates this rank's parts: of what is here at once, of whole tensors by buckets.
+"""The step of the optimizer that updates this rank's parts: of all at once, or bucket by bucket.
 
-Whole tensors of a sharded model have memory only while they are stepped on. So the optimizer, which has all of them in
-its groups, is shown a part of its groups for each bucket.
+What is updated first can travel while the rest is stepped on; and whole tensors of a sharded model have memory only
+while they are. So the optimizer, which has all parameters in its groups, is shown a part of its groups for each bucket.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -39,6 +39,34 @@ def step_on_one_rank(optim: Optimizer, contract: Contract, kwargs: Mapping[str, 
     with contract.waiting(Event("the owner's options", "")):
         told = exchange_text(mine, group, limit_seconds=contract.limit_seconds)[0]
     copy_options(pickle.loads(bytes.fromhex(told)), optim.param_groups)
+
+
+def step_in_turn(
+    optim: Optimizer,
+    parts: Sequence[Sequence[nn.Parameter]],
+    stepped_on: Callable[[int], None],
+    contract: Contract,
+    kwargs: Mapping[str, Any],
+) -> None:
+    """Steps on one part of the parameters after the other, so that what is updated can travel beside the next step.
+
+    Args:
+        optim: Has all of them, and looks at one at a time.
+        parts: Of its parameters.
+        stepped_on: Called with the number of each part when it is updated.
+        contract: What the ranks have promised each other.
+        kwargs: Of the step.
+    """
+    groups = stepped = optim.param_groups
+    try:
+        for number, params in enumerate(parts):
+            if params:
+                stepped = _step_on(optim, params, kwargs)
+            stepped_on(number)
+    except BaseException as error:
+        contract.report_failure(error)
+        raise
+    copy_options(stepped, groups)
 
 
 def step_by_buckets(

@@ -54,6 +54,19 @@ class Arguments(NamedTuple):
     kwargs: dict[str, Any]
 
 
+def check_chunks(chunks: Any) -> None:
+    """Checks a number of micro-batches.
+
+    Args:
+        chunks: As a user gives it.
+
+    Raises:
+        ValueError: It is no positive integer.
+    """
+    if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks <= 0:
+        raise ValueError(f"number of chunks must be positive integer, got {chunks!r}")
+
+
 def micro_batch_sizes(batch_size: int, chunks: int) -> list[int]:
     """Returns how many samples each micro-batch has, as `torch.chunk` cuts: there may be fewer of them than chunks.
 
@@ -100,12 +113,12 @@ def scatter(inputs: Any, chunks: int) -> list[Any]:
         chunks: Of which `torch.chunk` makes as many as there are samples for.
 
     Raises:
-        TypeError: No tensor in it can be cut.
+        TypeError: No tensor in it can be cut; one that is sparse or nested is to be cut.
         ValueError: Tensors have different numbers of samples.
     """
     batch_size = batch_size_of(inputs)
     if batch_size is None:
-        kinds = list(dict.fromkeys(type(leaf).__name__ for _, leaf in _leaves(inputs)))
+        kinds = list(dict.fromkeys(_kind(leaf) for _, leaf in _leaves(inputs)))
         raise TypeError(
             f"expected Tensor, but got {', '.join(kinds) or 'nothing'}: of all that a pipeline is given, at least one "
             "has to be a tensor with a first dimension, along which the mini-batch is cut"
@@ -121,6 +134,7 @@ def cut(inputs: Any, sizes: Sequence[int]) -> list[Any]:
         sizes: Samples of each micro-batch, N together.
 
     Raises:
+        TypeError: A tensor is sparse or nested.
         ValueError: Tensors have another number of samples.
     """
     batch_size = batch_size_of(inputs)
@@ -132,6 +146,7 @@ def cut(inputs: Any, sizes: Sequence[int]) -> list[Any]:
     whole = _has_whole(inputs)
     if len(sizes) == 1:
         return [_opened(inputs) if whole else inputs]
+    _check_strided(inputs)
     pieces: dict[int, Sequence[Tensor]] = {}
 
     def piece(number: int, tensor: Tensor) -> Tensor:
@@ -210,13 +225,40 @@ def _check_equal(name: str, values: Sequence[Any]) -> None:
         if value is values[0]:
             continue
         try:
-            same = type(value) is type(values[0]) and bool(value == values[0])
+            both_nan = value != value and values[0] != values[0]
+            same = type(value) is type(values[0]) and bool(both_nan or value == values[0])
         except (TypeError, ValueError, RuntimeError):  # What cannot be compared, as arrays of some libraries.
             same = False
         if not same:
             raise ValueError(
                 f"{name} is no tensor and differs between micro-batches: {values[0]!r} for 0, {value!r} for {number}; "
                 "return a tensor [N, ...], or what is the same for all samples"
+            )
+
+
+def in_words(given: Arguments) -> str:
+    """Says what a module is called with, for errors: "Tensor [3, 5] float32, mask=NoneType".
+
+    Args:
+        given: Any nesting.
+    """
+    words = [_kind(leaf) for _, leaf in _leaves(given.args)]
+    words += [f"{name}={_kind(leaf)}" for name, tree in given.kwargs.items() for _, leaf in _leaves(tree)]
+    return ", ".join([*words[:8], *["..."] * (len(words) > 8)]) or "nothing"
+
+
+def _kind(leaf: Any) -> str:
+    """Says what a tensor or anything else is: "Tensor [] float32"."""
+    return f"Tensor {_described(leaf)}" if isinstance(leaf, Tensor) else type(leaf).__name__
+
+
+def _check_strided(inputs: Any) -> None:
+    for path, leaf in _leaves(inputs):
+        if isinstance(leaf, Tensor) and (leaf.layout != torch.strided or leaf.is_nested):
+            kind = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
+            raise TypeError(
+                f"inputs{path} is a {kind} tensor, which cannot be cut along dimension 0: pass it in another layout, "
+                "by to_dense() or to_padded_tensor(0), or to every micro-batch as a whole: scale_pipe.NoChunk(tensor)"
             )
 
 

@@ -20,9 +20,10 @@ from torch import nn
 
 from scale_core.shard import full_shape
 from scale_core.snapshot import SnapshotError, latest_snapshot, load_snapshot, save_snapshot
-from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
+from scale_core.state import GROUPS, load_sharded_state_dict, sharded_state_dict, target_state_dict
 from scale_train.errors import InputError, reason_of
 from scale_train.options import RunOptions
+from scale_train.pipeline import Pipeline
 from scale_train.training import Training
 
 CHECKPOINTS = "checkpoints"
@@ -39,7 +40,9 @@ def save(training: Training, folder: Path) -> Path:
     Raises:
         InputError: The disk is full or cannot be written to; the checkpoints before it stay as they are. On all ranks.
     """
-    state = sharded_state_dict(training.engine.plain, training.optimizer)
+    state, pipeline = sharded_state_dict(training.engine.plain, training.optimizer), training.engine.pipeline
+    if pipeline is not None:
+        state[GROUPS] = pipeline.whole_groups(state[GROUPS])
     try:
         path = save_snapshot(folder, training.step, state, training.group, describe(training))
     except SnapshotError as error:
@@ -69,6 +72,8 @@ def describe(training: Training) -> dict[str, Any]:
 
 def shapes(model: nn.Module) -> dict[str, list[int]]:
     """The names of the parameters in the model's order, with the shapes that they have when they are whole."""
+    if isinstance(model, Pipeline):
+        return model.shapes
     return {name: list(full_shape(param)) for name, param in model.named_parameters()}
 
 
@@ -81,13 +86,13 @@ def load(training: Training, point: Path) -> None:
     Raises:
         InputError: It is no whole checkpoint of this program, or one of another model or text. On all ranks.
     """
-    model, optimizer = training.engine.plain, training.optimizer
+    model, optimizer, pipeline = training.engine.plain, training.optimizer, training.engine.pipeline
     asked = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
     def target(saved: Mapping[str, Any]) -> dict[str, Any]:
         parameters = {key.removeprefix("model."): tensor for key, tensor in saved.items() if key.startswith("model.")}
         check_same_model({name: list(tensor.shape) for name, tensor in parameters.items()}, shapes(model), point)
-        return target_state_dict(model, optimizer, saved)
+        return target_state_dict(model, optimizer, saved if pipeline is None else pipeline.part_of(saved))
 
     try:
         snapshot = load_snapshot(point.parent, target, training.group, step=_step_of(point))
@@ -100,7 +105,8 @@ def load(training: Training, point: Path) -> None:
     check_same_fields(extra.get("model"), asdict(model.config), point)
     if extra.get("text") != training.text.fingerprint():
         raise InputError(f"--resume {point}: it was trained on another text than {training.text.source}")
-    load_sharded_state_dict(snapshot.state, model, optimizer, copy=False)
+    state = snapshot.state if pipeline is None else pipeline.part_of(snapshot.state)
+    load_sharded_state_dict(state, model, optimizer, copy=False)
     for group, options in zip(optimizer.param_groups, asked, strict=True):
         group.update(options)
     training.sampler.load_state(_data_position(extra))

@@ -40,8 +40,8 @@ def held_out_starts(num_bytes: int, sequence: int, most_tokens: int) -> Tensor:
 def bits_per_byte(engine: Engine, text: Tensor, starts: Tensor, sequence: int, micro_batch: int, group: Group) -> float:
     """The mean over all windows; equal on all ranks, which all have to call this.
 
-    Each rank reads its share. Where the windows do not divide, a rank pads its batch with windows that do not count,
-    because a forward pass of a sharded model is one of all ranks.
+    Each rank reads its share; the ranks of a pipeline read all of it together. Where the windows do not divide, a rank
+    pads its batch with windows that do not count, because a forward pass of a sharded model is one of all ranks.
 
     Args:
         text: `[bytes]`, uint8.
@@ -49,10 +49,11 @@ def bits_per_byte(engine: Engine, text: Tensor, starts: Tensor, sequence: int, m
         micro_batch: Windows in a rank's forward pass.
     """
     engine.model.eval()
-    rounds = math.ceil(len(starts) / (group.size * micro_batch))
+    rank, size = (group.rank, group.size) if engine.pipeline is None else (0, 1)
+    rounds = math.ceil(len(starts) / (size * micro_batch))
     nats = 0.0
     for turn in range(rounds):
-        first = (turn * group.size + group.rank) * micro_batch
+        first = (turn * size + rank) * micro_batch
         mine = starts[first : first + micro_batch]
         padding = starts[:1].expand(micro_batch - len(mine))
         batch = windows_at(text, torch.cat([mine, padding]), sequence)
@@ -61,7 +62,7 @@ def bits_per_byte(engine: Engine, text: Tensor, starts: Tensor, sequence: int, m
             loss = engine.model(batch.tokens.to(engine.device), batch.targets.to(engine.device), "sum")
         nats += loss.item()
     engine.model.train()
-    return sum_over_ranks(nats, group) / (math.log(2) * len(starts) * sequence)
+    return sum_over_ranks(nats if rank == group.rank else 0.0, group) / (math.log(2) * len(starts) * sequence)
 
 
 def sum_over_ranks(value: float, group: Group) -> float:

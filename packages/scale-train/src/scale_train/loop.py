@@ -65,6 +65,10 @@ def one_step(training: Training) -> None:
 def forward_backward(training: Training) -> torch.Tensor:
     """Gradients of the global batch's mean loss; returns this rank's part of that loss, a scalar."""
     data, engine, group = training.options.data, training.engine, training.group
+    if engine.pipeline is not None:
+        batch = windows_at(training.text.train, training.sampler.starts(data.batch), data.sequence)
+        with engine.computing():
+            return engine.pipeline.step(batch.tokens, batch.targets)
     accumulate = training.options.parallel.accumulate
     micro_batches = slice_of_rank(training.sampler.starts(data.batch), group.rank, group.size, accumulate)
     total = torch.zeros((), device=engine.device)
@@ -137,7 +141,8 @@ def evaluate(training: Training) -> float:
     """Judges the held-out text, reports it, and returns the bits per byte."""
     data, group = training.options.data, training.group
     starts = held_out_starts(len(training.text.held_out), data.sequence, data.held_out_tokens)
-    micro_batch = data.batch // (group.size * training.options.parallel.accumulate)
+    ranks = 1 if training.engine.pipeline is not None else group.size
+    micro_batch = data.batch // (ranks * training.options.parallel.accumulate)
     bits = bits_per_byte(training.engine, training.text.held_out, starts, data.sequence, micro_batch, group)
     training.reporter.evaluation(EvaluationRecord(training.step, bits))
     return bits

@@ -15,6 +15,7 @@ from typing import Literal
 
 import torch
 
+from scale_pipe.distributed.building import schedule_for
 from scale_train.errors import InputError
 from scale_train.model import SIZES, ModelConfig
 
@@ -63,9 +64,9 @@ class ParallelOptions:
 
     ranks: int | None = None
     """Local ranks to start; by default every GPU, or two ranks on a CPU of several cores. Not under torchrun."""
-    parallel: Literal["fsdp", "sharded-ddp", "oss", "ddp", "none"] = "fsdp"
+    parallel: Literal["fsdp", "sharded-ddp", "oss", "ddp", "pipe", "none"] = "fsdp"
     """fsdp shards parameters, gradients and optimizer state; sharded-ddp gradients and state; oss the state alone; ddp
-    keeps all of it whole on each rank; none is one plain process."""
+    keeps all of it whole on each rank; pipe puts some of the blocks on each rank; none is one plain process."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto is cuda where there is a GPU."""
     precision: Literal["fp32", "bf16"] = "fp32"
@@ -81,6 +82,13 @@ class ParallelOptions:
     Without a word it means all."""
     offload_activations: bool = False
     """Move the activations that blocks keep to the memory of the host until the backward pass."""
+    stages: int | None = None
+    """pipe: parts that the model is cut into, a multiple of the ranks; by default what the schedule is made for."""
+    schedule: str = "1f1b"
+    """pipe: gpipe, 1f1b, interleaved_1f1b, looped_breadth_first, zb_h1, zb_v, v_half, v_min, dual_pipe_v; or solve,
+    which measures a step and finds one for it."""
+    chunks: int = 8
+    """pipe: micro-batches that the batch is cut into."""
     reshard_after_forward: bool = True
     """fsdp: release each block's parameters between its forward and its backward pass."""
 
@@ -207,9 +215,12 @@ def check(options: Options, num_ranks: int) -> None:
     _check_activations(options.parallel)
     if options.parallel.parallel == "none" and num_ranks > 1:
         raise InputError(
-            f"--parallel none is one process, but there are {num_ranks} ranks; take fsdp, sharded-ddp, oss, ddp, or "
-            "--ranks 1"
+            f"--parallel none is one process, but there are {num_ranks} ranks; take fsdp, sharded-ddp, oss, ddp, pipe, "
+            "or --ranks 1"
         )
+    if options.parallel.parallel == "pipe":
+        _check_pipeline(options, num_ranks)
+        return
     batch, accumulate = options.data.batch, options.parallel.accumulate
     parts = num_ranks * accumulate
     if batch % parts:
@@ -217,6 +228,39 @@ def check(options: Options, num_ranks: int) -> None:
         nearest = f"{below} or {below + parts}" if below else f"{parts}"
         raise InputError(
             f"--batch {batch} does not divide into {num_ranks} ranks x {accumulate} micro-batches; take {nearest}"
+        )
+
+
+def stages_per_rank(options: ParallelOptions, num_ranks: int) -> int:
+    """How many stages each rank has.
+
+    Raises:
+        InputError: There is no such schedule, or the stages do not suit it.
+    """
+    asked = None if options.stages is None else options.stages // num_ranks
+    try:
+        schedule = schedule_for(options.schedule, num_ranks, options.chunks, asked)
+    except ValueError as error:
+        raise InputError(f"--schedule {options.schedule}, --stages {options.stages}: {error}") from error
+    return schedule.num_stages // num_ranks
+
+
+def _check_pipeline(options: Options, num_ranks: int) -> None:
+    parallel, layers = options.parallel, model_config(options).layers
+    if parallel.stages is not None and (parallel.stages < num_ranks or parallel.stages % num_ranks):
+        raise InputError(
+            f"--stages {parallel.stages} does not divide among {num_ranks} ranks; take {num_ranks} or a multiple of it"
+        )
+    stages = stages_per_rank(parallel, num_ranks) * num_ranks
+    if stages > layers:
+        raise InputError(
+            f"--schedule {parallel.schedule} on {num_ranks} ranks has {stages} stages, but the model has {layers} "
+            f"blocks; take fewer --ranks, or --layers {stages}"
+        )
+    if parallel.accumulate > 1:
+        raise InputError(
+            f"--accumulate {parallel.accumulate}: with --parallel pipe it is --chunks that cuts the batch; take "
+            f"--chunks {parallel.accumulate * parallel.chunks}"
         )
 
 
@@ -235,10 +279,10 @@ def _check_activations(options: ParallelOptions) -> None:
         return
     if budget_bytes(choice) is None:
         raise InputError(f"--checkpoint-activations {choice}: take all, selective, or a budget, as budget:2GiB")
-    if options.parallel == "fsdp":
+    if options.parallel in ("fsdp", "pipe"):
         raise InputError(
-            f"--checkpoint-activations {choice}: a plan is measured on a whole model, and fsdp has it whole nowhere; "
-            "take all or selective, or --parallel sharded-ddp"
+            f"--checkpoint-activations {choice}: a plan is measured on a whole model, and {options.parallel} trains it "
+            "whole nowhere; take all or selective, or --parallel sharded-ddp"
         )
     if options.offload_activations:
         raise InputError(f"--offload-activations: the plan of --checkpoint-activations {choice} says what is offloaded")
@@ -249,6 +293,7 @@ def _check_numbers(options: Options) -> None:
         "--sequence": options.data.sequence,
         "--batch": options.data.batch,
         "--accumulate": options.parallel.accumulate,
+        "--chunks": options.parallel.chunks,
         "--steps": options.optimizer.steps,
         "--log-every": options.run.log_every,
     }
@@ -284,4 +329,11 @@ def without_effect(options: Options) -> list[str]:
         lines.append("--no-sync has no effect without --accumulate 2 or more")
     if not parallel.reshard_after_forward and parallel.parallel != "fsdp":
         lines.append(f"--no-reshard-after-forward has no effect with --parallel {parallel.parallel}")
+    for flag, is_set in (
+        ("--stages", parallel.stages is not None),
+        ("--schedule", parallel.schedule != ParallelOptions.schedule),
+        ("--chunks", parallel.chunks != ParallelOptions.chunks),
+    ):
+        if is_set and parallel.parallel != "pipe":
+            lines.append(f"{flag} has no effect with --parallel {parallel.parallel}")
     return lines

@@ -1,7 +1,7 @@
-"""One model and its optimizer, five ways to spread them over ranks, behind the few verbs that the training loop needs.
+"""One model and its optimizer, six ways to spread them over ranks, behind the few verbs that the training loop needs.
 
 The loop reads the same for all: call the model, go backward, clip, step. What differs between fully sharded, sharded in
-part, replicated and plain stands here and nowhere else.
+part, replicated, in stages and plain stands here and nowhere else.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from scale_train.activations import checkpoint_blocks
 from scale_train.building import Told
 from scale_train.model import GPT, Block
 from scale_train.options import OptimizerOptions, ParallelOptions
+from scale_train.pipeline import Pipeline
 
 
 @dataclass(frozen=True)
@@ -30,18 +31,24 @@ class Engine:
     """A model and its optimizer that are spread over the ranks of a group.
 
     Attributes:
-        model: What is called: the model itself, or the replicating module around it.
-        plain: The model itself, whose `named_parameters` have the plain names; local shards with fsdp.
+        model: What is called: the model itself, or the module around it that spreads it.
+        plain: The model itself, whose `named_parameters` have the plain names; local shards with fsdp, and with pipe
+            the stages of this rank.
         optimizer: Of the whole model, or of this rank's part of it.
         options: How they are spread.
         device: Where the model computes.
     """
 
     model: nn.Module
-    plain: GPT
+    plain: GPT | Pipeline
     optimizer: Optimizer
     options: ParallelOptions
     device: torch.device
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """The model, if it is in stages: then all ranks see the same batch."""
+        return self.plain if isinstance(self.plain, Pipeline) else None
 
     def computing(self) -> AbstractContextManager[object]:
         """Around each forward pass: the precision, where the model does not see to it itself."""
@@ -67,6 +74,8 @@ class Engine:
         if self.options.parallel == "fsdp":
             norm: Tensor = self.plain.clip_grad_norm_(max_norm)  # type: ignore[operator]
             return norm
+        if self.pipeline is not None:
+            return self.pipeline.clip(max_norm)
         return nn.utils.clip_grad_norm_(self.plain.parameters(), max_norm)
 
     def params(self) -> list[nn.Parameter]:
@@ -90,9 +99,14 @@ def spread(
 ) -> Engine:
     """Puts a model on the device, spreads it as asked and makes its optimizer; the model must be equal on all ranks.
 
+    With pipe the device gets this rank's stages alone.
+
     With fsdp the model may be on the meta device: its units are then given values one by one, and `progress` is told.
     """
     checkpoint_blocks(model, options.checkpoint_activations, offload=options.offload_activations)
+    if options.parallel == "pipe":
+        pipeline = Pipeline(model, options, group, device)
+        return Engine(pipeline, pipeline, _make_optimizer(pipeline, options, optimizer_options, group), options, device)
     if options.parallel == "fsdp":
         _shard(model, options, group, device, progress)
     else:
@@ -125,7 +139,9 @@ def _shard(
     )
 
 
-def _make_optimizer(model: GPT, parallel: ParallelOptions, options: OptimizerOptions, group: Group) -> AdamW | OSS:
+def _make_optimizer(
+    model: nn.Module, parallel: ParallelOptions, options: OptimizerOptions, group: Group
+) -> AdamW | OSS:
     """AdamW, with weight decay on matrices only."""
     params = list(model.parameters())
     # The whole parameter's shape: a local shard may have fewer dimensions, and must not change its group for it.

@@ -11,13 +11,12 @@ from scale_core.contract import ContractError, ScaleDistributedError
 from scale_core.exchange import exchange, exchange_text
 from scale_core.group import Group
 from scale_core.pending import TransferError
-from scale_core.shard import full_shape
 from scale_train.checkpoint import CHECKPOINTS, METRICS, Place, choose_place, load, save
 from scale_train.errors import InputError, RanksLost, reason_of
 from scale_train.loop import train
 from scale_train.memory import held_bytes, peak_bytes, replicated_bytes
 from scale_train.metrics import begin_metrics
-from scale_train.model import generate
+from scale_train.model import GPT, generate, num_parameters
 from scale_train.options import Options, check, without_effect
 from scale_train.plot import plot_loss
 from scale_train.progress import make_reporter
@@ -65,7 +64,9 @@ def conclude(training: Training, held_out: float, folder: Path) -> Report:
     options, group = training.options, training.group
     params = training.engine.params()
     held = held_bytes(params, training.engine.with_gradients(), training.optimizer)
-    rows = exchange([held, peak_bytes(training.engine.device)], group)
+    rows = exchange([held, peak_bytes(training.engine.device), replicated_bytes(params, training.optimizer)], group)
+    # Each stage of a pipeline knows its own parameters alone; with any other engine a rank knows all.
+    replicated = sum(row[2] for row in rows) if training.engine.pipeline is not None else rows[group.rank][2]
     prompt = os.fsencode(options.run.prompt) or SEPARATOR
     sample = b""
     if options.run.sample_length:
@@ -92,7 +93,7 @@ def conclude(training: Training, held_out: float, folder: Path) -> Report:
         held_out_bits_per_byte=held_out,
         parallel=options.parallel.parallel,
         held_memory_bytes=tuple(row[0] for row in rows),
-        ddp_memory_bytes=replicated_bytes(params, training.optimizer),
+        ddp_memory_bytes=replicated,
         peak_memory_bytes=tuple(row[1] for row in rows),
         device=training.engine.device.type,
         sample=readable(sample),
@@ -105,7 +106,8 @@ def _introduce(training: Training, place: Place) -> None:
     """Says what is about to happen."""
     options, group, reporter = training.options, training.group, training.reporter
     config, parallel = training.engine.plain.config, options.parallel
-    count = sum(full_shape(param).numel() for param in training.engine.plain.parameters())
+    with torch.device("meta"):
+        count = num_parameters(GPT(config))
     reporter.note(f"text   {training.text.describe()}")
     reporter.note(
         f"model  {options.model.size}: {config.layers} layers x {config.width}, {count / 1e6:.2f} M parameters, "

@@ -97,7 +97,7 @@ def build(options: Options, text: Text, group: Group) -> Training:
     sharded = options.parallel.parallel == "fsdp"  # Then it is never whole anywhere.
     with torch.device("meta") if sharded else nullcontext():
         model = GPT(model_config(options))
-    if not sharded:
+    if options.parallel.parallel not in ("fsdp", "pipe"):
         plan_blocks(model.to(device), options, group)
     with initialisation_bar(shown=sharded and group.rank == 0 and on_screen(options.run.log_format)) as progress:
         engine = spread(model, options.parallel, options.optimizer, group, device, progress)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from scale_core import compat
-from scale_core.norms import grad_norm
+from scale_core.norms import check_max_norm, clip_factor, grad_norm
 
 
 class PendingClipping:
@@ -27,15 +26,14 @@ class PendingClipping:
         Raises:
             RuntimeError: They were measured before, and have changed since.
             TransferError: As `scale_core.grad_norm`.
-            ValueError: As `scale_core.grad_norm`; or `max_norm` is below 0.
+            ValueError: As `scale_core.grad_norm`; or `max_norm` is below 0, or not a number.
         """
-        if not max_norm >= 0:
-            raise ValueError(f"expected max_norm to be at least 0, got {max_norm}")
+        check_max_norm(max_norm)
         if self._marks is not None and not self._is_any_there(params):
             self.forget()
         before = self.factor(params)
         norm = grad_norm(params, norm_type) * before
-        (factor,) = compat.values_of(torch.clamp(max_norm / (norm + 1e-6), max=1.0).reshape(1), simulated=[0.5])
+        (factor,) = compat.values_of(clip_factor(norm, max_norm).reshape(1), simulated=[0.5])
         self._factor = factor * before
         self._marks = [None if grad is None else (TensorWeakRef(grad), grad._version) for grad in _grads(params)]
         return norm

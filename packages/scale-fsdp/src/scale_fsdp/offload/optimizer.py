@@ -122,6 +122,11 @@ class OffloadOptimizer(Optimizer):
         self._placed.clear()
         self._placed.update(values)
 
+    @property
+    def construction(self) -> str:
+        """The line that builds one like this, as errors quote it."""
+        return f"{type(self).__name__}({self._arguments[0].__name__}, model.parameters(), ...)"
+
     def placement(self) -> Placement:
         """Returns how many elements have their state on the host and on the device, and its bytes by now."""
         return self._placed.placement()
@@ -159,7 +164,7 @@ class OffloadOptimizer(Optimizer):
 
         Raises:
             RuntimeError: With `overlap_step=True`; or gradients have changed since an earlier call.
-            ValueError: `max_norm` is below 0, by which gradients would change their signs.
+            ValueError: `max_norm` is below 0 or not a number, or `norm_type` is not above 0.
             TransferError: Another rank did not take part.
         """
         if self._in_backward is not None:

@@ -29,9 +29,9 @@ from torch import nn
 
 from scale_core.shard import shard_of
 from scale_fsdp.moving.materialise import check_init, who_initialises
-from scale_fsdp.places import param_places
+from scale_fsdp.places import own_and_borrowed, param_places
 from scale_fsdp.ranks import ranks_of
-from scale_fsdp.sharding import fully_shard
+from scale_fsdp.sharding import check_parameters, fully_shard
 from scale_fsdp.unit import units_in
 from scale_fsdp.wrapper import FullyShardedDataParallel
 from scale_fsdp.wrapping.policy import (
@@ -231,11 +231,13 @@ def fully_shard_modules(
         `module` itself.
 
     Raises:
-        ValueError: The policy doesn't fit the model; or nothing gives values to a parameter or buffer on the meta
-            device, in whichever unit it is. No unit is made then.
+        TypeError: A parameter is made of other tensors.
+        ValueError: The policy doesn't fit the model; a parameter has no shape yet, or a hook; or nothing gives values
+            to a parameter or buffer on the meta device, in whichever unit it is. No unit is made then.
     """
     names = [*(name for name in plan_units(module, policy) if name), ""]
     units = [module.get_submodule(name) for name in names]
+    check_parameters(own_and_borrowed(list(param_places(module)))[0])
     _check_initialisable([module], units, kwargs)
     for done, (name, unit) in enumerate(zip(names, units, strict=True), start=1):
         fully_shard(unit, **{**kwargs, **_configured(unit)})

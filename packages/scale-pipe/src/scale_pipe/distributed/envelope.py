@@ -15,7 +15,7 @@ from torch import Tensor
 
 from scale_pipe.distributed.messages import HEADER_LENGTH, Form, as_bytes
 
-LARGEST = 1 << 18
+LARGEST = 1 << 17
 """Bytes; to copy so many takes about as long as to send a message of its own."""
 
 _ALIGNMENT = 64
@@ -74,7 +74,8 @@ def packed(header: Sequence[int], form: Form, tensors: Sequence[Tensor]) -> Tens
     memory = empty_for(form)
     header_of(memory).copy_(torch.tensor(header))
     for one, tensor, start in zip(form.tensors, tensors, _places(form), strict=False):
-        memory[start : start + one.num_bytes].copy_(as_bytes(tensor))
+        if one.num_bytes:
+            memory[start : start + one.num_bytes].copy_(as_bytes(tensor))
     return memory
 
 

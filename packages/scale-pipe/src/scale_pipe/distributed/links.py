@@ -78,6 +78,9 @@ class Links:
         tags: The tag of each slot: the same on all ranks, no two alike.
         device: Where this rank computes.
         limit_seconds: The longest wait for one message.
+
+    Attributes:
+        device: Where this rank computes.
     """
 
     def __init__(
@@ -97,7 +100,7 @@ class Links:
         Args:
             device: Where what arrives is put.
         """
-        self._device = device
+        self.device = device
         self._on_device = device.type != HOST.type and self._group.backend == "nccl"
 
     @property
@@ -156,8 +159,7 @@ class Links:
         """Receives tensors whose forms are known by now."""
         if self._on_device:
             tensors = [
-                torch.empty_strided(one.shape, one.strides, dtype=one.dtype, device=self._device)
-                for one in form.tensors
+                torch.empty_strided(one.shape, one.strides, dtype=one.dtype, device=self.device) for one in form.tensors
             ]
             group = torch_group(self._group)
             works = [
@@ -171,8 +173,8 @@ class Links:
         return tensors
 
     def _content(self, form: Form, tensors: list[Tensor], share: Share) -> Content:
-        if self._device != HOST:
-            tensors = [tensor.to(self._device) for tensor in tensors]
+        if self.device != HOST:
+            tensors = [tensor.to(self.device) for tensor in tensors]
         for tensor, one in zip(tensors, form.tensors, strict=True):
             if one.requires_grad:
                 tensor.requires_grad_()
@@ -211,16 +213,17 @@ class Links:
                 self._forms[slot] = form
                 description = pickle.dumps(form)
         header = [says, len(description), *share]
-        wires = [as_bytes(tensor) for tensor in tensors if tensor.numel()]
         together = expected is not None and envelope.fits(expected)
+        wires: list[Tensor] = []
         if says is Says.SAME and together and expected is not None:
-            host, wires = [envelope.packed(header, expected, [tensor.cpu() for tensor in tensors])], []
+            host = [envelope.packed(header, expected, [tensor.cpu() for tensor in tensors])]
         else:
             host = [torch.tensor(header, dtype=torch.int64)]
             if says is not Says.SAME and expected is not None and not together:
                 host += [torch.zeros(1, dtype=torch.uint8) for one in expected.tensors if one.num_bytes]
             if description:
                 host.append(torch.frombuffer(bytearray(description), dtype=torch.uint8))
+            wires = [as_bytes(tensor) for tensor in tensors if tensor.numel()]
             if not self._on_device:
                 host += [wire.cpu() for wire in wires]
         works = [self._start(part, peer, slot) for part in host]

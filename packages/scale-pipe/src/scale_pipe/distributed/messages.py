@@ -250,10 +250,12 @@ def dense(tensor: Tensor) -> Tensor:
     """
     if tensor.layout != torch.strided:
         raise TypeError(f"expected a strided tensor to send, but got one of layout {tensor.layout}: send .to_dense()")
-    requires_grad, tensor = tensor.requires_grad, tensor.detach().resolve_conj().resolve_neg()
+    requires_grad, tensor = tensor.requires_grad, tensor.detach()
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
     if not (tensor.is_contiguous() or _is_dense(tensor)):
         tensor = tensor.contiguous()
-    return tensor.requires_grad_(requires_grad)
+    return tensor.requires_grad_() if requires_grad else tensor
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

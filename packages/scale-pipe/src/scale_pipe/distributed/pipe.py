@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NoReturn, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from scale_core import Contract, Event, GroupLike, ScaleDistributedError, group_of, message_tag
 from scale_core.last_words import LastWords
@@ -28,19 +27,18 @@ from scale_pipe.distributed.links import Links
 from scale_pipe.distributed.measuring import costs_of, gathered_spans, measured, solved
 from scale_pipe.distributed.messages import Failure
 from scale_pipe.distributed.order import Order
+from scale_pipe.distributed.own_stages import OwnStages
 from scale_pipe.distributed.plan import Send, forward_plan, plan, shared_slots
 from scale_pipe.distributed.runtime import Run, spans_of
 from scale_pipe.distributed.shared import Shared
 from scale_pipe.distributed.stage import Checkpoint, Stage
 from scale_pipe.distributed.state import StagesState, clip_over_stages, state_slots
-from scale_pipe.distributed.verdict import Verdict, agree_on_end
+from scale_pipe.distributed.stepping import Optimizers, stepper
+from scale_pipe.distributed.verdict import Verdict, agree_on_end, mean_loss
 from scale_pipe.micro_batches import Arguments, gather
 from scale_pipe.models.deferred_batch_norm import DeferredBatchNorm
 from scale_pipe.schedules.schedule import Schedule
 from scale_pipe.schedules.simulation import Simulation, Span
-
-Optimizers = Optimizer | Mapping[int, Optimizer]
-"""One for all stages of a rank, or one for each."""
 
 _MEASURED_STEP = 2  # The first one is slower than all that follow.
 
@@ -142,7 +140,7 @@ class DistributedPipe(nn.Module):
     @property
     def stages(self) -> MutableMapping[int, nn.Module]:
         """This rank's stages, by number; one may be replaced by a wrapper around it, such as `fully_shard(stage)`."""
-        return _OwnStages(self)
+        return OwnStages(self)
 
     @property
     def chunks(self) -> int:
@@ -218,7 +216,7 @@ class DistributedPipe(nn.Module):
         self._begin()
         before = [(param, None if param.grad is None else param.grad.clone()) for param in self._live_parameters()]
         given = given_for(asked, self._schedule, self.group.rank, self._device, trains=True)
-        given = given._replace(on_step=_stepper(optimizer, list(self.stages)))
+        given = given._replace(on_step=stepper(optimizer, list(self.stages)))
         self._shared.begin()
         with torch.enable_grad():
             run, verdict = self._run(self._order, self._links, given)
@@ -282,7 +280,7 @@ class DistributedPipe(nn.Module):
             run.go()
             if run.failure is not None and run.failure.lost:
                 failures.raise_lost(run.failure, self._num_passes, self._words)
-            loss = _mean_loss(run) if run.losses else None
+            loss = mean_loss(run.losses, run.shares) if run.losses else None
             verdict = agree_on_end(self.group, failed=run.failure is not None, loss=loss, limit_seconds=limit)
         except TransferError as error:
             self._lose(failures.of_end(error, self.group.rank))
@@ -424,32 +422,6 @@ class DistributedPipe(nn.Module):
         )
 
 
-class _OwnStages(MutableMapping[int, nn.Module]):
-    """A rank's stages, by number, as the modules of its pipeline."""
-
-    def __init__(self, pipe: nn.Module) -> None:
-        self._pipe = pipe
-
-    def __getitem__(self, index: int) -> nn.Module:
-        module = self._pipe._modules.get(str(index))
-        if module is None:
-            raise KeyError(f"stage {index} is not on this rank, which holds {list(self)}")
-        return module
-
-    def __setitem__(self, index: int, module: nn.Module) -> None:
-        self[index]  # Another one would never run.
-        self._pipe._modules[str(index)] = module
-
-    def __delitem__(self, index: int) -> None:
-        raise TypeError("a stage can be replaced, but not taken away")
-
-    def __iter__(self) -> Iterator[int]:
-        return map(int, self._pipe._modules)
-
-    def __len__(self) -> int:
-        return len(self._pipe._modules)
-
-
 _num_pipes = 0
 
 
@@ -458,35 +430,3 @@ def _next_number() -> int:
     global _num_pipes
     _num_pipes += 1
     return _num_pipes
-
-
-def _stepper(optimizer: Optimizers | None, stages: list[int]) -> Callable[[int], None] | None:
-    """Returns what steps a stage; one optimizer for all of them steps with the last."""
-    if optimizer is None:
-        return None
-    if isinstance(optimizer, Mapping):
-        by_stage = dict(optimizer)
-
-        def step_one(stage: int) -> None:
-            if stage in by_stage:
-                by_stage[stage].step()
-
-        return step_one
-    waiting = set(stages)
-
-    def step(stage: int) -> None:
-        waiting.discard(stage)
-        if not waiting:
-            optimizer.step()
-
-    return step
-
-
-def _mean_loss(run: Run) -> Tensor:
-    """The mean over the samples of all micro-batches, added up in their order."""
-    total: Tensor | None = None
-    for number in sorted(run.losses):
-        part = run.losses[number].reshape(()) * run.shares[number].weight
-        total = part if total is None else total + part
-    assert total is not None
-    return total

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -213,7 +214,8 @@ class Run:
         kind, number, micro_batch = action
         stage = self._stages[number]
         if kind is Kind.WEIGHT_GRADIENT:
-            stage.weight_gradients(micro_batch)
+            with self._outside_autocast():
+                stage.weight_gradients(micro_batch)
             return {}
         reduces = self._is_last_turn(number, micro_batch, share)
         if kind is Kind.FORWARD:
@@ -237,14 +239,20 @@ class Run:
                 (self.losses if self._given.to_loss else self.outputs)[micro_batch] = kept
             return results
         seed = self.losses.get(micro_batch) if number == self._order.num_stages - 1 else None
-        gradients = stage.backward(
-            micro_batch,
-            arrived,
-            None if seed is None else torch.full_like(seed, share.weight),
-            apart=kind is Kind.INPUT_GRADIENT,
-            reduces=reduces,
-        )
+        with self._outside_autocast():
+            gradients = stage.backward(
+                micro_batch,
+                arrived,
+                None if seed is None else torch.full_like(seed, share.weight),
+                apart=kind is Kind.INPUT_GRADIENT,
+                reduces=reduces,
+            )
         return {name: Content(*pack(found), share) for name, found in gradients.items()}
+
+    def _outside_autocast(self) -> AbstractContextManager[object]:
+        """A backward runs in the types that its forward has chosen, as it does in plain loops, outside of autocast."""
+        kind = self._links.device.type
+        return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
     def _is_last_turn(self, stage: int, micro_batch: int, share: Share) -> bool:
         """Whether this micro-batch's backward is the stage's last one of those that the mini-batch has."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from scale_core.exchange import exchange
 from scale_core.group import Group
+from scale_pipe.distributed.messages import Share
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -50,3 +52,18 @@ def agree_on_end(group: Group, *, failed: bool, loss: Tensor | None, limit_secon
     return Verdict(
         [rank for rank, row in enumerate(rows) if row[0]], value, _DTYPES[known[2]] if known else torch.float32
     )
+
+
+def mean_loss(losses: Mapping[int, Tensor], shares: Mapping[int, Share]) -> Tensor:
+    """Returns the mean over the samples of all micro-batches, added up in their order.
+
+    Args:
+        losses: Means of one element, by micro-batch; one at least.
+        shares: Which parts of the mini-batch these are.
+    """
+    total: Tensor | None = None
+    for number in sorted(losses):
+        part = losses[number].reshape(()) * shares[number].weight
+        total = part if total is None else total + part
+    assert total is not None
+    return total

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from scale_pipe.distributed.building import SOLVE, schedule_for
-from scale_pipe.micro_batches import scatter
+from scale_pipe.micro_batches import check_chunks, scatter
 from scale_pipe.models.block_partition import block_partition
 from scale_pipe.models.partition import check_sequential
 from scale_pipe.models.profiling import StageTimes, layer_bytes, layer_times
@@ -46,7 +46,7 @@ def balance_by_time(
         How many layers each partition has, as `Pipe` and `DistributedPipe` take it.
 
     Raises:
-        TypeError: The module is no `nn.Sequential`.
+        TypeError: The module is no `nn.Sequential`, or has a forward of its own; partitions is no integer.
         ValueError: There are fewer layers than partitions, or none; a layer stands twice in the module.
     """
     _check(partitions, module)
@@ -82,8 +82,7 @@ def balance_by_size(
         ValueError: As in `balance_by_time`; or chunks is not positive, or param_scale is negative.
     """
     _check(partitions, module)
-    if chunks < 1:
-        raise ValueError(f"number of chunks must be positive integer, but is {chunks}")
+    check_chunks(chunks)
     if not param_scale >= 0:
         raise ValueError(f"param_scale must not be negative, but is {param_scale}")
     sizes = layer_bytes(module, scatter(input, chunks)[0], device)
@@ -209,6 +208,8 @@ def _costs(times: Sequence[StageTimes], balance: Sequence[int], link: float) -> 
 
 def _check(partitions: int, module: nn.Sequential) -> None:
     check_sequential(module)
+    if isinstance(partitions, bool) or not isinstance(partitions, int):
+        raise TypeError(f"partitions is how many there are, an integer, but is {partitions!r}")
     if not 1 <= partitions <= len(module):
         raise ValueError(
             f"each partition has at least one layer, but partitions is {partitions} and the module has {len(module)} "

@@ -17,7 +17,7 @@ holds neither parameters nor buffers that are saved is *free*: it stands on ever
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -80,9 +80,11 @@ def plan_cuts(model: nn.Module, cuts: Sequence[str], hold: Mapping[str, int | Se
             of registration says.
 
     Raises:
-        TypeError: A cut is no name, or names a module that is never called.
+        TypeError: The model is no module; cuts or `hold` are no names and numbers; a cut is never called.
         ValueError: There is no module of a name; cuts are out of order or stand twice; there is no such stage.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model that is cut is an nn.Module, but is {type(model).__name__}")
     items = list(_items(model))
     positions: dict[str, int] = {item.name: position for position, item in enumerate(items)}
     starts = _check_cuts(model, items, positions, cuts)
@@ -148,7 +150,8 @@ def _with_ancestors(name: str) -> Iterator[str]:
 def _check_cuts(
     model: nn.Module, items: Sequence[_Item], positions: Mapping[str, int], cuts: Sequence[str]
 ) -> list[int]:
-    if isinstance(cuts, str) or not all(isinstance(cut, str) for cut in cuts):
+    given: object = cuts
+    if isinstance(cuts, str) or not isinstance(given, Sequence) or not all(isinstance(cut, str) for cut in cuts):
         raise TypeError(f'cuts are a list of names, as ["blocks.4", "blocks.8"], but got {cuts!r}')
     names = [item.name for item in items if item.module is not None and item.name]
     starts: list[int] = []
@@ -179,12 +182,17 @@ def _sorted(cuts: Sequence[str], names: Sequence[str]) -> list[str]:
 def _check_hold(
     hold: Mapping[str, int | Sequence[int]], positions: Mapping[str, int], num_stages: int, cuts: Sequence[str]
 ) -> dict[str, tuple[int, ...]]:
+    if not isinstance(hold, Mapping):
+        raise TypeError(f'hold gives the stage of each name, as {{"head": 0}}, but got {hold!r}')
     given: dict[str, tuple[int, ...]] = {}
     for name, numbers in hold.items():
         if name not in positions or not name:
             near = difflib.get_close_matches(name, positions, n=3, cutoff=0.5)
             raise ValueError(f"hold names {name!r}, which the model does not have; near names: {near}")
-        stages = (numbers,) if isinstance(numbers, int) else tuple(sorted(set(numbers)))
+        many = list(numbers) if isinstance(numbers, Iterable) else [numbers]
+        if not all(isinstance(number, int) for number in many):
+            raise TypeError(f"hold[{name!r}] is the number of a stage, or a list of them, but is {numbers!r}")
+        stages = tuple(sorted(set(many)))
         if not stages or min(stages) < 0 or max(stages) >= num_stages:
             raise ValueError(
                 f"hold[{name!r}] is {numbers!r}, but {len(cuts)} cuts make the stages 0 to {num_stages - 1}"

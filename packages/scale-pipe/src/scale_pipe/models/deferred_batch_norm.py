@@ -6,14 +6,17 @@ be wrong is to move the running averages once per micro-batch; so they are colle
 
 from __future__ import annotations
 
+import copy
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from scale_checkpoint import is_recomputing
+from scale_pipe.micro_batches import check_chunks
 
 
 class _Collected(NamedTuple):
@@ -21,7 +24,7 @@ class _Collected(NamedTuple):
 
     Attributes:
         num_micro_batches: How many.
-        num_values: Per channel.
+        num_values: Per channel; none in a mini-batch without samples.
         mean: [C].
         deviations: [C] the sum of the squared deviations from the mean.
     """
@@ -34,7 +37,7 @@ class _Collected(NamedTuple):
     def joined(self, other: _Collected) -> _Collected:
         """Of both together, without the loss of digits that the difference of two large sums would bring."""
         num_values = self.num_values + other.num_values
-        delta, share = other.mean - self.mean, other.num_values / num_values
+        delta, share = other.mean - self.mean, other.num_values / max(1, num_values)
         return _Collected(
             self.num_micro_batches + other.num_micro_batches,
             num_values,
@@ -54,6 +57,9 @@ class DeferredBatchNorm(_BatchNorm):
         momentum: Of the running statistics; None averages over all mini-batches.
         affine: Whether it has a weight and a bias [C].
         chunks: Micro-batches in a mini-batch, where no pipeline says how many there are.
+
+    Raises:
+        ValueError: Chunks is not positive.
     """
 
     def __init__(
@@ -64,6 +70,7 @@ class DeferredBatchNorm(_BatchNorm):
         affine: bool = True,
         chunks: int = 1,
     ) -> None:
+        check_chunks(chunks)
         super().__init__(num_features, eps, momentum, affine, track_running_stats=True)
         self.chunks = chunks
         self._expected: int | None = None
@@ -96,8 +103,8 @@ class DeferredBatchNorm(_BatchNorm):
         mean, variance = torch.zeros_like(mean), torch.zeros_like(variance)
         output = F.batch_norm(input, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
         if not is_recomputing():
-            num_values = input.numel() // input.shape[1]  # Two at least: the kernel refuses to normalise less.
-            self._collect(_Collected(1, num_values, mean, variance * (num_values - 1)))
+            num_values = input.numel() // max(1, input.shape[1])  # None or two: the kernel refuses to normalise one.
+            self._collect(_Collected(1, num_values, mean, variance * max(0, num_values - 1)))
         return output
 
     def _collect(self, collected: _Collected) -> None:
@@ -113,6 +120,8 @@ class DeferredBatchNorm(_BatchNorm):
         mean, variance, tracked = self.running_mean, self.running_var, self.num_batches_tracked
         assert mean is not None and variance is not None and tracked is not None
         tracked.add_(1)
+        if collected.num_values == 0:
+            return  # `BatchNorm` counts a batch without samples, too, and learns nothing of it.
         share: float | Tensor = 1.0 / tracked.to(mean.dtype) if self.momentum is None else self.momentum
         mean.copy_((1 - share) * mean + share * collected.mean)
         # Unbiased, as `BatchNorm` keeps it.
@@ -130,7 +139,8 @@ class DeferredBatchNorm(_BatchNorm):
     def convert_deferred_batch_norm(cls, module: nn.Module, chunks: int = 1) -> nn.Module:
         """Puts a `DeferredBatchNorm` in the place of each `BatchNorm1d`, `2d` and `3d` with running statistics.
 
-        Parameters and buffers stay the same tensors. `SyncBatchNorm` and instance norms stay what they are.
+        Parameters and buffers stay the same tensors, hooks and attributes stay. `SyncBatchNorm`, instance norms, and
+        batch norms with a forward of their own stay what they are.
 
         Args:
             module: A batch norm, or what holds some; changed in place.
@@ -138,7 +148,17 @@ class DeferredBatchNorm(_BatchNorm):
 
         Returns:
             `module` itself, or what stands for it.
+
+        Raises:
+            ValueError: Chunks is not positive; a lazy batch norm has no channels yet.
         """
+        check_chunks(chunks)
+        for name, part in module.named_modules():
+            if isinstance(part, _BatchNorm) and isinstance(part, LazyModuleMixin):
+                raise ValueError(
+                    f"{name or 'module'!r} is a {type(part).__name__}, and nobody knows its number of channels yet: "
+                    "run the module once before it is converted"
+                )
         return cls._converted(module, chunks, {})
 
     @classmethod
@@ -150,15 +170,31 @@ class DeferredBatchNorm(_BatchNorm):
             known[id(module)] = module
             return module
         new = module
-        if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d) and module.track_running_stats:
-            deferred = cls(module.num_features, module.eps, module.momentum, module.affine, chunks)
-            deferred._parameters, deferred._buffers = dict(module._parameters), dict(module._buffers)
-            new = deferred.train(module.training)
+        if _is_plain(module):
+            deferred = cls.__new__(
+                cls
+            )  # With all that the module has, hooks and attributes of the user's own included.
+            vars(deferred).update(vars(module))
+            vars(deferred).update(
+                {kind: copy.copy(found) for kind, found in vars(module).items() if isinstance(found, dict)}
+            )
+            deferred.chunks, deferred._expected, deferred._collected = chunks, None, None
+            new = deferred
         known[id(module)] = new
         for name, child in module._modules.items():
             if child is not None:
                 new._modules[name] = cls._converted(child, chunks, known)
         return new
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether a module is a batch norm with running statistics that does what torch's class does."""
+    return (
+        isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d)
+        and module.running_mean is not None
+        and type(module).forward is _BatchNorm.forward
+        and "forward" not in vars(module)
+    )
 
 
 def begin_mini_batch(module: nn.Module, num_micro_batches: int) -> None:

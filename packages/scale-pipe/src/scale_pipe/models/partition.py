@@ -8,9 +8,10 @@ The layers keep their names, so partition 1 of these holds the layer "2" and no 
 
 from __future__ import annotations
 
+import operator
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -37,7 +38,7 @@ class Partitions(NamedTuple):
 
 def partition(
     module: nn.Sequential,
-    balance: Sequence[int] | None,
+    balance: Iterable[int] | None,
     devices: Sequence[torch.device | str | int],
     *,
     move: bool = True,
@@ -51,9 +52,10 @@ def partition(
         move: Whether the layers are moved to their devices.
 
     Raises:
-        TypeError: The module is no `nn.Sequential`, or a number of the balance is no integer.
-        ValueError: A layer stands twice in the sequence; one tensor would have to be on two devices; the balance is
-            missing, its sum is not the number of layers, or a number is not positive.
+        TypeError: The module is no `nn.Sequential`, or has a forward of its own; a number of the balance is no integer.
+        ValueError: A layer stands twice in the sequence; the sequence itself has hooks; one tensor would have to be on
+            two devices; one on the meta device would have to leave it; the balance is missing, its sum is not the
+            number of layers, or a number is not positive.
         IndexError: There are fewer devices than partitions.
     """
     check_sequential(module)
@@ -72,25 +74,38 @@ def partition(
         del layers[:number]
     _check_one_device_each(modules, own)
     if move:
+        _check_values(modules, own)
         for part, device in zip(modules, own, strict=True):
             part.to(device)
     return Partitions(modules, numbers, own)
 
 
 def check_sequential(module: nn.Module) -> None:
-    """Checks that a module is a sequence of layers, each of which stands in it once.
+    """Checks that a module is a sequence of layers, each of which stands in it once, and nothing beside it.
 
     Args:
         module: Any.
 
     Raises:
-        TypeError: It is no `nn.Sequential`.
-        ValueError: A layer stands in it twice.
+        TypeError: It is no `nn.Sequential`, or has a forward of its own.
+        ValueError: A layer stands in it twice; it has forward or backward hooks itself.
     """
     if not isinstance(module, nn.Sequential):
         raise TypeError(
             f"module must be nn.Sequential to be partitioned, but is {type(module).__name__}; "
             'cut other models by names: scale_pipe.split(module, ["blocks.4"])'
+        )
+    # Its layers are called one by one, past itself: what it does around them would be left out without a word.
+    if "forward" in vars(module) or type(module).forward is not nn.Sequential.forward:
+        raise TypeError(
+            f"module has a forward of its own, that of {type(module).__name__}, which would not run, as its layers are "
+            "called one by one: let a layer do what it does, or cut the model by names: "
+            'scale_pipe.split(module, ["4"])'
+        )
+    if own_hooks(module):
+        raise ValueError(
+            f"module has hooks of its own, {own_hooks(module)}, which would not run, as its layers are called one by "
+            "one: register them on its layers"
         )
     first: dict[int, str] = {}
     for name, layer in module._modules.items():
@@ -102,7 +117,17 @@ def check_sequential(module: nn.Module) -> None:
         first[id(layer)] = name
 
 
-def check_balance(balance: Sequence[int] | None, num_layers: int, num_devices: int = 2) -> list[int]:
+def own_hooks(module: nn.Module) -> list[str]:
+    """Returns the names of all hooks around the forward and backward of a module itself, not of what it holds.
+
+    Args:
+        module: Any.
+    """
+    kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    return [getattr(hook, "__qualname__", repr(hook)) for kind in kinds for hook in vars(module)[kind].values()]
+
+
+def check_balance(balance: Iterable[int] | None, num_layers: int, num_devices: int = 2) -> list[int]:
     """Returns a balance as a list of positive integers.
 
     Args:
@@ -114,18 +139,29 @@ def check_balance(balance: Sequence[int] | None, num_layers: int, num_devices: i
         TypeError: A number is no integer, or the balance no sequence.
         ValueError: It is missing, its sum is not the number of layers, or a number is not positive.
     """
-    mend = MEND.format(num_partitions=num_devices if balance is None else len(balance) or num_devices)
     if balance is None:
+        mend = MEND.format(num_partitions=num_devices)
         raise ValueError(f"a balance is needed: how many of the {num_layers} layers each partition has; {mend}")
-    numbers = list(balance)
-    for index, number in enumerate(numbers):
-        if isinstance(number, bool) or not isinstance(number, int):
-            raise TypeError(f"a balance has integers, but balance[{index}] is {number!r}")
+    given: object = balance
+    if not isinstance(given, Iterable):
+        mend = MEND.format(num_partitions=given if isinstance(given, int) and given > 0 else num_devices)
+        raise TypeError(f"a balance is a list, how many layers each partition has, but is {balance!r}; {mend}")
+    numbers = [_integer(index, number) for index, number in enumerate(balance)]
+    mend = MEND.format(num_partitions=len(numbers) or num_devices)
     if sum(numbers) != num_layers:
         raise ValueError(f"the balance {numbers} places {sum(numbers)} layers, but the module has {num_layers}; {mend}")
     if any(number <= 0 for number in numbers):
         raise ValueError(f"each partition has at least one layer, but balance is {numbers}; {mend}")
     return numbers
+
+
+def _integer(index: int, number: Any) -> int:
+    try:
+        if isinstance(number, bool):
+            raise TypeError
+        return operator.index(number)  # Those of NumPy and of tensors as well.
+    except TypeError:
+        raise TypeError(f"a balance has integers, but balance[{index}] is {number!r}") from None
 
 
 def _check_one_device_each(modules: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
@@ -138,4 +174,14 @@ def _check_one_device_each(modules: Sequence[nn.Module], devices: Sequence[torch
                     f"module with duplicate parameters on distinct devices is not supported: {other!r} on {before} and "
                     f"{name!r} on {device} are one tensor; put both layers on one device, or use DistributedPipe, "
                     "which keeps such parameters equal"
+                )
+
+
+def _check_values(modules: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
+    for part, device in zip(modules, devices, strict=True):
+        for name, tensor in [*part.named_parameters(), *part.named_buffers()]:
+            if tensor.is_meta and device.type != "meta":
+                raise ValueError(
+                    f"{name!r} is on the meta device and has no values that could be moved to {device}: "
+                    'give it some before, module.to_empty(device="cpu") and then its initialisation or load_state_dict'
                 )

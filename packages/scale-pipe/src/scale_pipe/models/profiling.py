@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
@@ -84,14 +84,22 @@ def profile_stages(
         kwargs: For the first stage, by keyword.
 
     Raises:
+        TypeError: The stages are one module, and no list.
         ValueError: There is no stage, or the number of links is not one less than that of stages.
+        Exception: What a stage has raised, with a note on which one.
     """
+    given_stages: object = stages
+    if not isinstance(given_stages, Iterable):
+        raise TypeError(
+            f"stages are a list of modules, but got one {type(given_stages).__name__}: write [module], or what "
+            "split(module, [...]) returns"
+        )
     if not stages:
         raise ValueError("there are no stages to be measured; give the list that split(model, [...]) returns")
     given, times = _Passing(args, kwargs, {}), []
-    for stage in stages:
+    for number, stage in enumerate(stages):
         device = next((p.device for p in stage.parameters()), _device_of(given))
-        with undisturbed(stage):
+        with _named(f"stage {number}", stage), undisturbed(stage):
             found, given = _times(stage, given, device, timeout / len(stages))
         times.append(found)
     forward, input_gradient, weight_gradient = zip(*times, strict=True)
@@ -137,10 +145,21 @@ def _each_layer(
     with _random_numbers_kept(place):
         given = _Passing((map_tensors(lambda tensor: tensor.to(place), sample),), {}, {})
         results = []
-        for layer in module:
-            result, given = measure(copy.deepcopy(layer).to(place).train(), given, place)
+        for name, layer in module.named_children():
+            with _named(f"layer {name!r}", layer):
+                result, given = measure(copy.deepcopy(layer).to(place).train(), given, place)
             results.append(result)
     return results
+
+
+@contextmanager
+def _named(title: str, module: nn.Module) -> Iterator[None]:
+    """Says in errors of a module which one it is."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"where {title}, a {type(module).__name__}, was measured")
+        raise
 
 
 @contextmanager

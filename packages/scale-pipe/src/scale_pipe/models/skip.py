@@ -115,7 +115,7 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
     Raises:
         TypeError: Names are no list of words; what is decorated is no class of modules.
     """
-    declared = Declared(_names("stash", stash), _names("pop", pop))
+    declared = Declared(_names("@skippable: stash", stash), _names("@skippable: pop", pop))
 
     def decorate(cls: type[M]) -> type[M]:
         given: object = cls
@@ -123,11 +123,17 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
             raise TypeError(f"@skippable: expected a class derived from torch.nn.Module, got {cls!r}")
         made: Any = cls
         plain = made.forward
+        # A forward that calls that of a skippable class before it may leave it to that one to stash and pop.
+        is_first = getattr(cls, "_declared_skips", None) is None
 
         @wraps(plain)
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             output = plain(self, *args, **kwargs)
-            return _follow(self, declared, output) if isgenerator(output) else output
+            if isgenerator(output):
+                return _follow(self, declared, output)
+            if is_first:
+                _check_all_done(self, set(declared.stash), set(declared.pop))
+            return output
 
         made.forward, made.isolate, made._declared_skips = forward, _isolate, declared
         return cls
@@ -137,11 +143,11 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
 
 def _names(title: str, names: Iterable[str]) -> tuple[str, ...]:
     if isinstance(names, str):
-        raise TypeError(f'@skippable: {title} takes a list of names, got {names!r}: write {title}=["{names}"]')
+        raise TypeError(f'{title} takes a list of names, got {names!r}: write {title.split()[-1]}=["{names}"]')
     found = tuple(names)
     for name in found:
         if not isinstance(name, str):
-            raise TypeError(f"@skippable: {title} takes names, got {name!r}")
+            raise TypeError(f"{title} takes names, got {name!r}")
     return tuple(dict.fromkeys(found))
 
 
@@ -156,12 +162,18 @@ def _isolate(self: nn.Module, namespace: Namespace, *, only: Iterable[str] | Non
         The module.
 
     Raises:
+        TypeError: It is no namespace; `only` is no list of names.
         ValueError: A name in `only` is not declared.
     """
+    if not isinstance(namespace, Namespace):
+        raise TypeError(
+            f"isolate: expected a Namespace, got {namespace!r}: namespace = scale_pipe.Namespace(), one for all layers "
+            "that stash and pop the same"
+        )
     declared = declared_by(self)
     assert declared is not None
     all_names = (*declared.stash, *declared.pop)
-    names = all_names if only is None else _names("only", only)
+    names = all_names if only is None else _names("isolate: only", only)
     for name in names:
         if name not in all_names:
             raise ValueError(f"isolate: {name!r} is not among the names of a {type(self).__name__}: {all_names}")
@@ -255,7 +267,7 @@ def run_with_skips(
 
 def _follow(module: nn.Module, declared: Declared, layer: Generator[Any, Any, Any]) -> Any:
     """Runs a skippable layer's generator, and does what it says; errors come out of its own `yield`."""
-    carrier, title = _current.carrier, type(module).__name__
+    carrier = _current.carrier
     to_stash, to_pop = set(declared.stash), set(declared.pop)
     try:
         command = next(layer)
@@ -274,11 +286,18 @@ def _follow(module: nn.Module, declared: Declared, layer: Generator[Any, Any, An
             command = layer.send(answer)
     except StopIteration as end:
         output = end.value
-    for names, did in ((to_stash, "stashed"), (to_pop, "popped")):
+    _check_all_done(module, to_stash, to_pop)
+    return output
+
+
+def _check_all_done(module: nn.Module, to_stash: set[str], to_pop: set[str]) -> None:
+    for names, did, verb in ((to_stash, "stashed", "stash"), (to_pop, "popped", "pop")):
         if names:
             words = ", ".join(map(repr, sorted(names)))
-            raise RuntimeError(f"{words} must be {did} but have not: a {title} declares what each of its forwards does")
-    return output
+            raise RuntimeError(
+                f"{words} must be {did} but have not: a {type(module).__name__} declares what each of its forwards "
+                f"does; let it yield {verb}(...), or leave it out of @skippable"
+            )
 
 
 def _problem(command: Any, declared: Declared, carrier: _Carrier, module: nn.Module) -> Exception | None:

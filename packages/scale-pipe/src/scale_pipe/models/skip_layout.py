@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from inspect import isgeneratorfunction
 from typing import NamedTuple
 
 from torch import nn
@@ -44,6 +45,8 @@ def skip_layout(partitions: Sequence[nn.Module]) -> list[Skip]:
 def verify_skippables(module: nn.Sequential | Sequence[nn.Module]) -> None:
     """Proves that each name that is popped was stashed before, by exactly one layer, and the other way round.
 
+    A forward that yields and that nobody follows is found as well: its class lacks the decorator.
+
     Args:
         module: A sequential module, or its layers; what these hold counts as theirs.
 
@@ -55,6 +58,13 @@ def verify_skippables(module: nn.Sequential | Sequence[nn.Module]) -> None:
     popped: dict[SkipKey, str] = {}
     layers = module.named_children() if isinstance(module, nn.Module) else enumerate(module)
     for name, layer in layers:
+        for part in layer.modules():
+            kind = type(part)
+            # A decorated forward is no generator any more. Inside of a layer, others may be such, and who calls them.
+            if isgeneratorfunction(kind.forward) and (part is layer or declared_by(part)):
+                problems.append(
+                    f"layer '{name}' has a forward that yields: write @skippable above class {kind.__name__}"
+                )
         declared = declared_by(layer)
         both = set(declared.stash) & set(declared.pop) if declared else set()
         problems += [f"layer '{name}' both stashes and pops {word!r}" for word in sorted(both)]

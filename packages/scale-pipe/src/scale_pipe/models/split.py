@@ -17,6 +17,7 @@ from torch import nn
 from scale_pipe.models.absent import absent, shape_of
 from scale_pipe.models.cuts import CutPlan, plan_cuts
 from scale_pipe.models.frame import Elsewhere, Parts, StageForward
+from scale_pipe.models.partition import own_hooks
 
 _FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _STATE_HOOKS = (
@@ -61,15 +62,19 @@ def split(
         One more than there are cuts. Where an `nn.Sequential` is cut at its own layers, they are sequences.
 
     Raises:
-        TypeError: A cut is no name, or names a module that is never called.
+        TypeError: The model is no module; cuts, `hold` or `pass_on` are no names; a cut is a module that is never
+            called.
         ValueError: There is no module or argument of a name; cuts are out of order or stand twice; there is no such
             stage; a module's forward was replaced, which a copy of it could not follow.
     """
     plan = plan_cuts(model, cuts, hold)
     if not cuts:
         return [model]
+    if isinstance(pass_on, str):
+        raise TypeError(f'pass_on is a list of names, as ["labels"], but got {pass_on!r}')
     names = None if pass_on is None else frozenset(pass_on)
-    if type(model) is nn.Sequential and not hold and not any("." in cut for cut in cuts):
+    whole = "forward" in vars(model) or own_hooks(model) or hold or any("." in cut for cut in cuts)
+    if type(model) is nn.Sequential and not whole:
         return _slices(model, cuts)
     forwards = [StageForward(plan, stage, names) for stage in range(plan.num_stages)]
     return [_stage(model, forward) for forward in forwards]
@@ -79,7 +84,10 @@ def _slices(model: nn.Sequential, cuts: Sequence[str]) -> list[nn.Module]:
     layers = list(model.named_children())
     starts = [0, *(next(i for i, (name, _) in enumerate(layers) if name == cut) for cut in cuts), len(layers)]
     slices = (layers[start:end] for start, end in pairwise(starts))
-    return [nn.Sequential(OrderedDict(part)).train(model.training) for part in slices]
+    stages: list[nn.Module] = [nn.Sequential(OrderedDict(part)) for part in slices]
+    for stage in stages:
+        stage.training = model.training  # Of itself alone: a layer may be frozen in evaluation mode.
+    return stages
 
 
 def _stage(model: nn.Module, forward: StageForward) -> nn.Module:

@@ -12,7 +12,7 @@ from torch import nn
 from scale_checkpoint import checkpoint_wrapper
 from scale_checkpoint.randomness import Drawn, replaying
 from scale_core.nested import map_tensors
-from scale_pipe.micro_batches import Arguments
+from scale_pipe.micro_batches import Arguments, in_words
 from scale_pipe.models.skip import SkipKey, run_with_skips
 from scale_pipe.one_process.copying import copied_to
 
@@ -34,11 +34,15 @@ class Partition(nn.Sequential):
             args: Of the first layer.
             kwargs: Of the first layer.
         """
-        layers = iter(self)
-        output = next(layers)(*args, **kwargs)
-        for layer in layers:
-            output = layer(output)
-        return output
+        given = Arguments(args, kwargs)
+        for name, layer in self._modules.items():
+            assert layer is not None
+            try:
+                given = Arguments((layer(*given.args, **given.kwargs),), {})
+            except Exception as error:  # In a recomputation as well, where no traceback says which layer it is.
+                error.add_note(f"in layer {name!r} of the pipeline, a {type(layer).__name__}, given {in_words(given)}")
+                raise
+        return given.args[0]
 
 
 class PartitionRun(nn.Module):
@@ -47,14 +51,18 @@ class PartitionRun(nn.Module):
     Args:
         partition: Some layers.
         device: Where they are.
+
+    Attributes:
+        device: The same.
+        works_in_place: Whether the first layer overwrites what it is given.
     """
 
     def __init__(self, partition: nn.Module, device: torch.device) -> None:
         super().__init__()
         self.partition, self.device = partition, device
         # Random numbers are seen to here: with a thread for each device, only its own generators stand still.
-        self._recomputed = checkpoint_wrapper(_Recomputed(partition), preserve_random_state=False)
-        self._works_in_place = _works_in_place(partition)
+        self._recomputed = checkpoint_wrapper(RecomputedPartition(partition), preserve_random_state=False)
+        self.works_in_place = _works_in_place(partition)
 
     def forward(self, given: Arguments, popped: Mapping[SkipKey, Any], checkpoint: bool, from_batch: bool) -> Result:
         """Computes a micro-batch.
@@ -67,15 +75,15 @@ class PartitionRun(nn.Module):
         """
         args, kwargs, popped = copied_to(self.device, (given.args, given.kwargs, dict(popped)))
         if checkpoint:
-            result: Result = self._recomputed(args, kwargs, popped, _Draws(self.device), self._works_in_place)
+            result: Result = self._recomputed(args, kwargs, popped, _Draws(self.device), self.works_in_place)
             return result
-        if self._works_in_place and from_batch:  # Pieces of one tensor share a counter of changes, too.
+        if self.works_in_place and from_batch:  # Pieces of one tensor share a counter of changes, too.
             args, kwargs = map_tensors(torch.clone, (args, kwargs))
         return run_with_skips(self.partition, popped, *args, **kwargs)
 
 
-class _Recomputed(nn.Module):
-    """A partition as a function of what it is given and pops.
+class RecomputedPartition(nn.Module):
+    """A partition as a function of what it is given and pops; errors of checkpointing have this name.
 
     Args:
         partition: Some layers.

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, NoReturn, TypeAlias, cast, overload
+from typing import Any, Literal, NoReturn, TypeAlias, overload
 
 import torch
 from torch import nn
 
-from scale_pipe.micro_batches import Arguments, gather, scatter
+from scale_pipe.micro_batches import Arguments, check_chunks, gather, scatter
 from scale_pipe.models.deferred_batch_norm import DeferredBatchNorm, begin_mini_batch
-from scale_pipe.models.partition import check_sequential, partition
+from scale_pipe.models.partition import check_balance, check_sequential, partition
 from scale_pipe.models.skip_layout import verify_skippables
+from scale_pipe.one_process.devices import devices_of
 from scale_pipe.one_process.loading import plain_keys
 from scale_pipe.one_process.partition_run import Partition
 from scale_pipe.one_process.pipeline import Pipeline
@@ -43,8 +44,8 @@ class Pipe(nn.Module):
     Args:
         module: The layers, each of them once. They are moved to their devices; each calls the next with its output.
         balance: How many layers each partition has.
-        devices: Of each partition; one may stand several times. None is all accelerators, or the CPU where there is
-            none.
+        devices: A list with the device of each partition; one may stand several times. None is all accelerators, or
+            the CPU where there is none.
         chunks: Micro-batches in a mini-batch; fewer where it has fewer samples.
         checkpoint: Which micro-batches keep the partitions' inputs alone: "always", "except_last" (the last one goes
             back at once, so nothing would be gained), or "never". None of them do in eval mode.
@@ -59,9 +60,11 @@ class Pipe(nn.Module):
         pipeline: What runs them.
 
     Raises:
-        TypeError: The module is no `nn.Sequential`; `stash` and `pop` of its layers do not match.
+        TypeError: The module is no `nn.Sequential`, or has a forward of its own; balance or devices is no list; `stash`
+            and `pop` of its layers do not match.
         ValueError: The balance is missing, or does not fit; chunks or checkpoint is none of those above; a layer stands
-            in it twice; one tensor would have to be on two devices.
+            in it twice; the sequence itself has hooks; one tensor would have to be on two devices; there is no such
+            device.
         IndexError: There are fewer devices than partitions.
     """
 
@@ -84,9 +87,9 @@ class Pipe(nn.Module):
         _check_settings(chunks, checkpoint)
         check_sequential(module)
         verify_skippables(module)
-        numbers = None if balance is None else list(balance)
+        numbers = None if balance is None else check_balance(balance, len(module))
         with _keeping_modes(module):
-            cut = partition(module, numbers, _devices(devices, numbers), move=False)
+            cut = partition(module, numbers, devices_of(devices, numbers), move=False)
         if deferred_batch_norm:
             DeferredBatchNorm.convert_deferred_batch_norm(module, chunks)
         with _keeping_modes(module):
@@ -120,22 +123,41 @@ class Pipe(nn.Module):
         Raises:
             TypeError: There is no tensor to cut.
             ValueError: Tensors have different numbers of samples; outputs cannot be put together.
-            Exception: What a layer has raised, with its own traceback. The next mini-batch is not affected.
+            RuntimeError: A layer was replaced after the pipeline was made.
+            Exception: What a layer has raised, with its own traceback, and a note on where that was. The next
+                mini-batch is not affected.
         """
         _check_settings(self.chunks, self.checkpoint)
-        micro_batches = scatter(Arguments(args, kwargs), self.chunks)
+        self._check_layers()
         if not self.partitions:
-            return args[0] if len(args) == 1 else args
+            (input,) = scatter(_only_input(args, kwargs), 1)
+            return input
+        micro_batches = scatter(Arguments(args, kwargs), self.chunks)
         checkpointed = {"always": len(micro_batches), "except_last": len(micro_batches) - 1, "never": 0}
-        if self.training:
-            begin_mini_batch(self, len(micro_batches))
+        begin_mini_batch(self, len(micro_batches))
         return gather(self.pipeline.run(micro_batches, checkpointed[self.checkpoint] if self.training else 0))
 
+    def _check_layers(self) -> None:
+        """Layers stand in this module under their names and in their partitions, and have to be the same in both."""
+        for name, layer in self._layers():
+            now = self._modules.get(name)
+            if now is not layer:
+                raise RuntimeError(
+                    f"layer {name!r} of the pipeline is a {type(now).__name__} by its name, and another one, a "
+                    f"{type(layer).__name__}, in its partition: it was replaced in one of these places after the "
+                    "pipeline was made; replace layers before that, Pipe(module, balance), or inside of a layer"
+                )
+
     def __len__(self) -> int:
-        return len(self._modules)
+        return sum(self.balance)
 
     def __iter__(self) -> Iterator[nn.Module]:
-        return iter(cast(Iterable[nn.Module], self._modules.values()))
+        return (layer for _, layer in self._layers())
+
+    def _layers(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yields the layers by name; what was added to this module beside them is none."""
+        for part in self.partitions:
+            yield from part.named_children()
 
     @overload
     def __getitem__(self, index: int) -> nn.Module: ...
@@ -146,7 +168,7 @@ class Pipe(nn.Module):
     def __getitem__(self, index: int | slice) -> nn.Module:
         """Returns a layer by its number, or some of them as a sequence of their own."""
         if isinstance(index, slice):
-            return nn.Sequential(OrderedDict(list(self.named_children())[index]))
+            return nn.Sequential(OrderedDict(list(self._layers())[index]))
         return list(self)[index]
 
     def train(self, mode: bool = True) -> Pipe:
@@ -199,22 +221,18 @@ def _keeping_modes(module: nn.Module) -> Iterator[None]:
 
 
 def _check_settings(chunks: Any, checkpoint: Any) -> None:
-    if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks <= 0:
-        raise ValueError(f"number of chunks must be positive integer, got {chunks!r}")
+    check_chunks(chunks)
     if checkpoint not in _MODES:
         raise ValueError(f"checkpoint is not one of 'always', 'except_last', or 'never', but {checkpoint!r}")
 
 
-def _devices(devices: Iterable[torch.device | str | int] | None, balance: Sequence[int] | None) -> list[torch.device]:
-    """The devices that are meant, each with its index: without one, the same device would have two names."""
-    if devices is None:
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        if accelerator is None:
-            return [torch.device("cpu")] * max(1, len(balance or ()))
-        return [torch.device(accelerator.type, index) for index in range(torch.accelerator.device_count())]
-    found = [torch.device(device) for device in devices]
-    unnumbered = torch.device("cuda")
-    return [torch.device("cuda", torch.cuda.current_device()) if one == unnumbered else one for one in found]
+def _only_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if len(args) != 1 or kwargs:
+        raise TypeError(
+            "a pipeline without layers returns its one input, but is given "
+            f"{len(args)} by place and {len(kwargs)} by keyword: pipe(input)"
+        )
+    return args[0]
 
 
 def _deny(verb: str) -> NoReturn:

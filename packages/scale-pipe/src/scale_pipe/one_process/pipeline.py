@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from scale_pipe.micro_batches import Arguments
+from scale_pipe.models.skip import SkipKey
 from scale_pipe.models.skip_layout import skip_layout
-from scale_pipe.one_process.clock import clock_cycles
-from scale_pipe.one_process.partition_run import PartitionRun
+from scale_pipe.one_process.clock import Task, clock_cycles
+from scale_pipe.one_process.partition_run import PartitionRun, Result
 from scale_pipe.one_process.portals import Portals
 from scale_pipe.one_process.workers import Workers
 
@@ -38,26 +39,43 @@ class Pipeline:
             num_checkpointed: So many, the first ones, are computed again in the backward pass.
 
         Raises:
-            Exception: What the first partition that failed has raised, with its own traceback.
+            Exception: What the first partition that failed has raised, with its own traceback and a note on where.
         """
         waiting, portals = list(micro_batches), Portals(self._skips)
         for cycle in clock_cycles(len(micro_batches), len(self._runs)):
             results = self._workers.run(
                 [
                     (
-                        self._runs[place].device,
+                        self._runs[task.partition].device,
                         partial(
-                            self._runs[place],
-                            waiting[number],
-                            portals.take(number, place),
-                            checkpoint=number < num_checkpointed,
-                            from_batch=place == 0 and len(micro_batches) > 1,
+                            self._compute,
+                            task,
+                            waiting[task.micro_batch],
+                            self._popped(task, waiting[task.micro_batch], portals),
+                            checkpoint=task.micro_batch < num_checkpointed,
+                            from_batch=task.partition == 0 and len(micro_batches) > 1,
                         ),
                     )
-                    for number, place in cycle
+                    for task in cycle
                 ]
             )
             for (number, _), (output, stashed) in zip(cycle, results, strict=True):
                 waiting[number] = Arguments((output,), {})
                 portals.put(number, stashed)
         return [arguments.args[0] for arguments in waiting]
+
+    def _popped(self, task: Task, given: Arguments, portals: Portals) -> dict[SkipKey, Any]:
+        if self._runs[task.partition].works_in_place:
+            portals.check_kept(task.micro_batch, given)
+        return portals.take(*task)
+
+    def _compute(
+        self, task: Task, given: Arguments, popped: Mapping[SkipKey, Any], *, checkpoint: bool, from_batch: bool
+    ) -> Result:
+        run = self._runs[task.partition]
+        try:
+            result: Result = run(given, popped, checkpoint, from_batch)
+        except Exception as error:
+            error.add_note(f"in partition {task.partition} on {run.device}, micro-batch {task.micro_batch}")
+            raise
+        return result

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from scale_core.nested import tensors_in
 from scale_pipe.models.skip import SkipKey
 from scale_pipe.models.skip_layout import Skip
 
@@ -27,7 +31,31 @@ class Portals:
         for key, value in stashed.items():
             self._waiting[micro_batch, key] = value
 
+    def check_kept(self, micro_batch: int, given: Any) -> None:
+        """Checks that what waits is not overwritten, by a layer that works in place on what it is given.
+
+        Whether the skip changed with it would hang on devices and on checkpointing, which copy and which do not.
+
+        Args:
+            micro_batch: Its number.
+            given: What the layer is given.
+
+        Raises:
+            RuntimeError: A tensor in it waits as a skip as well.
+        """
+        storages = set(map(_storage, tensors_in(given)))
+        for (number, (_, name)), value in self._waiting.items():
+            if number == micro_batch and not storages.isdisjoint(map(_storage, tensors_in(value))):
+                raise RuntimeError(
+                    f"{name!r} is stashed, and a layer overwrites it in place before it is popped: stash a copy, "
+                    f"yield stash({name!r}, input.clone()), or give the layer inplace=False"
+                )
+
     def take(self, micro_batch: int, partition: int) -> dict[SkipKey, Any]:
         """Hands out what a partition will pop of a micro-batch, and holds it no longer."""
         keys = [skip.key for skip in self._layout if skip.popped_in == partition]
         return {key: self._waiting.pop((micro_batch, key)) for key in keys if (micro_batch, key) in self._waiting}
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)

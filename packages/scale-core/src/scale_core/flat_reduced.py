@@ -1,0 +1,137 @@
+"""From a rank's own gradients of whole parameters to the gradients of its shard, which an optimizer sees.
+
+What was reduced stands aside until the pass has gone well on every rank: an optimizer must not see half of a pass, and
+a pass that fails must leave no trace in a sum.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Container, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from scale_core.backward import local_grads_wanted, report_local_grads
+from scale_core.flat_gradient import FlatGradient
+from scale_core.flat_shard import FlatShard
+from scale_core.flat_terms import Devices, Groups
+from scale_core.joining import current_share
+from scale_core.layout import FlatLayout
+from scale_core.reduction import Reduction
+from scale_core.streams import HostStream, Stream, copy_over, stream_for
+
+
+@functools.cache
+def copy_stream(device: torch.device, what: str) -> Stream:
+    """The stream on which copies of one kind run; the ways to a device and back can be used at the same time."""
+    return stream_for(device)
+
+
+class FlatReduced(FlatShard):
+    """The gradients of parameters that are sharded over a group.
+
+    Attributes:
+        gradient: This rank's own gradients of the wholes, before they are reduced.
+        reduction: What they have become, until `commit`.
+    """
+
+    gradient: FlatGradient
+    reduction: Reduction
+    _aside: list[tuple[nn.Parameter, Tensor]]
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether there is a gradient that was not reduced yet."""
+        return bool(self.gradient)
+
+    def reduce(self, tag: int = 0) -> None:
+        """Starts to average the own gradients over the ranks, in `reduce_dtype`; what has none counts as zeros.
+
+        So does all of it on a rank that has run out of data (see `join`).
+        """
+        share = current_share()
+        if share is not None and not share.weight:
+            self.gradient.drop()
+        given = self.gradient.given()
+        gradient = self.gradient.take(self.compute_device)
+        if local_grads_wanted() and self.flatten:
+            report_local_grads(self.exposed, [gradient])
+        elif local_grads_wanted():
+            report_local_grads([self.exposed[i] for i in given], [self._view(gradient, i) for i in given])
+        if share is not None and share.weight not in (0, 1):
+            gradient.mul_(share.weight)
+        self.reduction.start(gradient.to(self.reduce_dtype), tag, None if share is None else share.divisor)
+
+    def wait_reduced(self, limit_seconds: float | None = None) -> None:
+        """Waits for the reduction, if there is one; its result waits for `commit`.
+
+        Raises:
+            TransferError: See `Pending.wait`.
+        """
+        self.reduction.wait(limit_seconds)
+
+    def set_aside(self, limit_seconds: float | None = None) -> list[tuple[nn.Parameter, Tensor]]:
+        """Waits for what was reduced since the last call, and returns it by exposed parameter, in their shapes.
+
+        It stands aside until `hand_out` or `commit`; until then it may be read.
+
+        Raises:
+            TransferError: See `Pending.wait`.
+        """
+        new: list[tuple[nn.Parameter, Tensor]] = []
+        for reduced in self.reduction.results(limit_seconds):
+            if reduced.device != self.shard.device:
+                reduced = copy_over(reduced, self.shard.device, self._grad_stream)
+            new += self._by_exposed(reduced)
+        self._aside += new
+        return new
+
+    def hand_out(self, params: Container[Tensor] | None = None) -> None:
+        """Adds what stands aside to the gradients of these exposed parameters; None is all."""
+        aside, self._aside = self._aside, []
+        for param, gradient in aside:
+            if params is not None and param not in params:
+                self._aside.append((param, gradient))
+            elif param.requires_grad or self.flatten:
+                _add_to_grad(param, gradient)
+
+    def commit(self, limit_seconds: float | None = None) -> None:
+        """Adds all that was reduced since the last commit to the gradients of the exposed parameters.
+
+        Own gradients that were not reduced join those that wait for a later reduction.
+
+        Raises:
+            TransferError: See `Pending.wait`.
+        """
+        self.set_aside(limit_seconds)
+        self.hand_out()
+        self.gradient.settle()
+
+    # What these are made of.
+
+    def _plan(self, layout: FlatLayout, groups: Groups, devices: Devices) -> None:
+        super()._plan(layout, groups, devices)
+        stays = devices.shard == devices.compute == devices.reduced
+        self._grad_stream: Stream = HostStream() if stays else copy_stream(self.compute_device, "gradients")
+
+    def _furnish_gradients(self, wholes: Sequence[nn.Parameter]) -> None:
+        """No gradient yet, and whatever brings one from the wholes to the shard."""
+        wide = torch.promote_types(self.reduce_dtype, self.dtype)
+        self.gradient = FlatGradient(wholes, self.layout, self.reduce_dtype, wide)
+        self._aside = []
+        assert self.devices.reduced is not None
+        where = self.devices.reduced, self._grad_stream
+        self.reduction = Reduction(self.group, self.groups.replicas, self.dtype, *where)
+
+    def _view(self, buffer: Tensor, index: int) -> Tensor:
+        """A parameter's place in a buffer [W * S], in its full shape."""
+        entry = self.layout.entries[index]
+        return buffer.narrow(0, entry.offset, entry.numel).view(entry.shape)
+
+
+def _add_to_grad(param: nn.Parameter, grad: Tensor) -> None:
+    if param.grad is None:
+        param.grad = grad
+    else:
+        param.grad.add_(grad)

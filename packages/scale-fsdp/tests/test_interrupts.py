@@ -1,0 +1,136 @@
+"""interrupts.py: Ctrl-C in a forward pass leaves the model as any error does, also on ranks that it has not reached."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from fsdp_beside import noise
+from fsdp_cases import differing_weights
+from torch import Tensor, nn
+
+from scale_core.flat import State
+from scale_core.group import group_of
+from scale_core.testing import run_ranks
+from scale_fsdp import StepError, fully_shard, register_forward_method
+from scale_fsdp.unit import units_in
+
+PLACES = ("block", "root", "entry", "exit", "method", "evaluation")
+
+
+class Interrupted(nn.Module):
+    """A block that is interrupted once, where it is asked to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.now = nn.Linear(3, 3), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.now:
+            self.now = False
+            raise KeyboardInterrupt
+        return torch.tanh(self.linear(x))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks, self.head = nn.Sequential(Interrupted(), Interrupted()), Interrupted()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(x))
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.blocks(x)
+
+
+def sharded(plain: nn.Module) -> nn.Module:
+    model = copy.deepcopy(plain)
+    for block in model.blocks:
+        fully_shard(block)
+    register_forward_method(fully_shard(model), "encode")
+    return model
+
+
+def interrupt(model: nn.Module, place: str, patch: pytest.MonkeyPatch) -> None:
+    """The next pass is interrupted there, on this rank."""
+
+    def now(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    root = units_in(model)[0].root
+    if place == "entry":
+        patch.setattr(root, "announce", now)
+    elif place == "exit":
+        patch.setattr(root, "leave", now)
+    elif place == "root":
+        model.head.now = True
+    else:
+        model.blocks[1].now = True
+
+
+def run(model: nn.Module, place: str, x: Tensor) -> None:
+    if place == "evaluation":
+        with torch.no_grad():
+            model(x)
+    else:
+        (model.encode if place == "method" else model)(x).square().mean().backward()
+
+
+def left_behind(model: nn.Module) -> list[str]:
+    """What a pass that has ended must not leave."""
+    units = units_in(model)
+    wrong = [f"{unit.name} is in use" for unit in units if unit.uses or unit.in_backward]
+    wrong += [f"{unit.name} is gathered" for unit in units for b in unit.buffers if b.state is not State.SHARDED]
+    shards = {id(param) for unit in units for buffer in unit.buffers for param in buffer.exposed}
+    return wrong + [f"{name} is no shard" for name, param in model.named_parameters() if id(param) not in shards]
+
+
+def interrupted_everywhere(on_all: bool) -> list[str]:
+    group, wrong = group_of(), []
+    plain = Net()
+    model = sharded(plain)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+    for step, place in enumerate(("", "", *PLACES)):
+        if place in ("method", "evaluation"):
+            run(model, place, noise(2, 3))  # Its order becomes known, or all of it is compared.
+        if place:
+            mine = on_all or group.rank == group.size - 1
+            with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt if mine else StepError):
+                if mine:
+                    interrupt(model, place, patch)
+                run(model, place, noise(2, 3))
+            wrong += [f"{place}: {line}" for line in left_behind(model)]
+            model.zero_grad()
+        for each in (model, plain):
+            each(noise(2, 3, seed=step)).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    # Every rank has the same batch, so a mean over 2 ranks is to the bit that of one.
+    return wrong + differing_weights(model, plain)
+
+
+@pytest.mark.parametrize("on_all", [False, True])
+def test_a_pass_that_is_interrupted_leaves_nothing_gathered_and_training_goes_on(on_all: bool) -> None:
+    assert run_ranks(interrupted_everywhere, 2, on_all) == [[], []]
+
+
+def test_in_a_world_of_one_too() -> None:
+    assert interrupted_everywhere(True) == []
+
+
+def test_what_the_others_make_of_it_does_not_hide_the_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = sharded(Net())
+    model(noise(2, 3))
+
+    def lost(_: BaseException) -> None:
+        raise RuntimeError("nobody there")
+
+    monkeypatch.setattr(units_in(model)[0].root, "abort", lost)
+    model.head.now = True
+    with pytest.raises(KeyboardInterrupt) as caught:
+        model(noise(2, 3))
+    assert caught.value.__notes__ == ["the other ranks could not be told: nobody there"]

@@ -1,0 +1,133 @@
+"""Models of transformers cut at names of modules: their own forward runs in stages, and nothing else changes."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import client_models as models
+import pytest
+import torch
+from torch import Tensor, nn
+
+from scale_core.testing import run_ranks
+from scale_pipe import AbsentTensorError, DistributedPipe, shared_parameters, split
+
+IDS = torch.arange(4 * 9).view(4, 9) * 7 % models.VOCABULARY
+MASK = torch.ones_like(IDS)
+MASK[0, :3] = 0
+
+
+def gpt2() -> nn.Module:
+    model = models.gpt2()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.1
+    return model
+
+
+def of_language_model(model: Callable[..., Any], **kwargs: Any) -> Any:
+    return model(input_ids=IDS, attention_mask=MASK, labels=IDS, **kwargs)
+
+
+def in_turn(stages: list[nn.Module]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        output = stages[0](*args, **kwargs)
+        for stage in stages[1:]:
+            output = stage(output)
+        return output
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("build", "cuts", "kwargs"),
+    [
+        (gpt2, ["transformer.h.0", "transformer.h.1", "lm_head"], {}),
+        (gpt2, ["transformer.h.1"], {"use_cache": False, "output_hidden_states": False}),
+        (models.llama, ["model.layers.1", "model.norm"], {}),
+        (models.mixtral, ["model.layers.1"], {"use_cache": False}),
+    ],
+)
+def test_stages_of_a_language_model_are_the_model(
+    build: Callable[[], nn.Module], cuts: list[str], kwargs: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    model = build().train()
+    plain = copy.deepcopy(model)
+    stages = split(model, cuts)
+    for seed in range(2):
+        torch.manual_seed(seed)
+        expected = of_language_model(plain, **kwargs)
+        expected.loss.backward()
+        torch.manual_seed(seed)
+        output = of_language_model(in_turn(stages), **kwargs)
+        output.loss.backward()
+        assert type(output) is type(expected)
+        assert torch.equal(output.loss, expected.loss) and torch.equal(output.logits, expected.logits)
+    for (name, one), other in zip(plain.named_parameters(), model.parameters(), strict=True):
+        assert one.grad is not None and other.grad is not None and torch.equal(one.grad, other.grad), name
+    assert {key for stage in stages for key in stage.state_dict()} == set(plain.state_dict())
+
+
+def test_tied_embeddings_are_found() -> None:
+    stages = split(models.gpt2(), ["transformer.h.1"])
+    assert shared_parameters(stages) == [[(0, "transformer.wte.weight"), (1, "lm_head.weight")]]
+
+
+def test_a_cut_inside_of_a_layer_has_its_residual_go_around_it() -> None:
+    norms = [f"model.layers.0.{name}" for name in ("input_layernorm", "post_attention_layernorm")]
+    stages = split(models.llama(), ["model.layers.0.mlp"], hold=dict.fromkeys(norms, 0))
+    with pytest.raises(AbsentTensorError, match=r"went around the cut at 'model.layers.0.mlp'"):
+        of_language_model(in_turn(stages), use_cache=False)
+
+
+def test_an_encoder_and_a_decoder_whose_blocks_are_given_all_that_they_need() -> None:
+    torch.manual_seed(0)
+    model = models.t5().train()
+
+    def run(model: Callable[..., Any]) -> Tensor:
+        logits: Tensor = model(input_ids=IDS, decoder_input_ids=IDS[:, :5], use_cache=False).logits
+        return logits
+
+    expected = run(copy.deepcopy(model))
+    for cuts in (["encoder.block.1", "decoder.block.0", "decoder.block.1"], ["decoder"], ["encoder", "decoder"]):
+        assert torch.equal(run(in_turn(split(model, cuts))), expected)
+
+
+def train_over_ranks() -> tuple[list[float], dict[str, Tensor]]:
+    torch.manual_seed(0)
+    model = models.gpt2()
+    stages = split(model, ["transformer.h.1"], pass_on=[])
+    pipe = DistributedPipe(stages, "1f1b", chunks=2)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.5)
+    losses = []
+    for _ in range(2):
+        loss = pipe.step(input_ids=IDS, use_cache=False, target=IDS, loss_fn=loss_of)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, pipe.state_dict(full=True)
+
+
+def loss_of(output: Any, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), target[:, 1:].flatten())
+
+
+def test_stages_on_two_ranks_train_as_the_model_with_its_tied_embedding() -> None:
+    (losses, state), (other_losses, _) = run_ranks(train_over_ranks, 2)
+    torch.manual_seed(0)
+    model = models.gpt2()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    expected = []
+    for _ in range(2):
+        parts = [loss_of(model(input_ids=ids, use_cache=False), ids) / 2 for ids in IDS.chunk(2)]
+        for part in parts:
+            part.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(sum(part.item() for part in parts))
+    assert losses == other_losses == pytest.approx(expected, rel=1e-6)
+    plain = model.state_dict()
+    assert list(state) and set(state) == set(plain)
+    for name, tensor in plain.items():
+        torch.testing.assert_close(state[name], tensor, rtol=1e-5, atol=1e-7, msg=name)

@@ -1,0 +1,208 @@
+"""scale-pipe with data parallelism across replicas of the pipeline, and with checkpointed parts of stages.
+
+Four ranks are two pipelines of two ranks. Each replica of a stage is wrapped in one way or the other; whatever wraps
+it, two steps equal plain PyTorch: each replica's gradients accumulated over its micro-batches, and their mean stepped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from scale_core import ShardedGradScaler
+from scale_core.group import group_of
+from scale_core.testing import run_ranks
+from scale_fsdp import full_state_dict, fully_shard
+from scale_oss import OSS, ShardedDataParallel
+
+pytest.importorskip("scale_pipe")
+from scale_checkpoint import checkpoint_wrapper
+from scale_pipe import DistributedPipe, split
+
+CHUNKS = 4
+LR = 0.5
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 10), nn.Linear(10, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
+        return y
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.blocks = nn.Linear(3, 6), nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        y: Tensor = self.head(x)
+        return y
+
+
+def batch_of(step: int, replica: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(10 * step + replica)
+    return torch.randn(8, 3, generator=generator), torch.randn(8, 2, generator=generator)
+
+
+Wrap = Callable[[DistributedPipe, dist.ProcessGroup], list[torch.optim.Optimizer]]
+"""Wraps the stages of a pipeline for the replicas of it; returns what steps them."""
+
+
+def with_ddp(pipe: DistributedPipe, replicas: dist.ProcessGroup) -> list[torch.optim.Optimizer]:
+    for index, stage in pipe.stages.items():
+        pipe.stages[index] = DistributedDataParallel(stage, process_group=replicas)
+    return [torch.optim.SGD(pipe.parameters(), lr=LR)]
+
+
+def with_fsdp(pipe: DistributedPipe, replicas: dist.ProcessGroup) -> list[torch.optim.Optimizer]:
+    for stage in pipe.stages.values():
+        for module in [*stage.modules()][::-1]:
+            if isinstance(module, Block) and any(True for _ in module.parameters()):
+                fully_shard(module, replicas)
+        fully_shard(stage, replicas)
+    return [torch.optim.SGD(pipe.parameters(), lr=LR)]
+
+
+def with_oss(pipe: DistributedPipe, replicas: dist.ProcessGroup) -> list[torch.optim.Optimizer]:
+    optimizers: list[torch.optim.Optimizer] = []
+    for index, stage in pipe.stages.items():
+        optimizer = OSS(stage.parameters(), torch.optim.SGD, replicas, lr=LR)
+        pipe.stages[index] = ShardedDataParallel(stage, optimizer, replicas)
+        optimizers.append(optimizer)
+    return optimizers
+
+
+def with_checkpoints_in_ddp(pipe: DistributedPipe, replicas: dist.ProcessGroup) -> list[torch.optim.Optimizer]:
+    for stage in pipe.stages.values():
+        for module in stage.modules():
+            if isinstance(module, Block) and any(True for _ in module.parameters()):
+                checkpoint_wrapper(module)
+    return with_ddp(pipe, replicas)
+
+
+WAYS: Mapping[str, Wrap] = {
+    "ddp": with_ddp,
+    "fsdp": with_fsdp,
+    "oss": with_oss,
+    "checkpoints": with_checkpoints_in_ddp,
+}
+
+
+def whole(pipe: DistributedPipe) -> dict[str, Tensor]:
+    """This rank's parameters, whole, by the names of the model."""
+    found: dict[str, Tensor] = {}
+    for stage in pipe.stages.values():
+        plain = stage.module if isinstance(stage, DistributedDataParallel | ShardedDataParallel) else stage
+        assert isinstance(plain, nn.Module)
+        found |= {name: tensor.clone() for name, tensor in full_state_dict(plain).items()}
+    return found
+
+
+def train_replicas() -> dict[str, dict[str, Any]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "pipe"))
+    replicas, replica = mesh.get_group("replica"), mesh.get_local_rank("replica")
+    results: dict[str, dict[str, Any]] = {}
+    for schedule, cuts in (("1f1b", ["blocks.2"]), ("zb_v", ["blocks.1", "blocks.2", "blocks.3"])):
+        for name, wrap in WAYS.items():
+            pipe = DistributedPipe(split(Net(), cuts), schedule, chunks=CHUNKS, group=mesh["pipe"])
+            optimizers = wrap(pipe, replicas)
+            losses = []
+            for step in range(2):
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+                x, target = batch_of(step, replica)
+                losses.append(pipe.step(x, target=target, loss_fn=nn.functional.mse_loss).item())
+                for optimizer in optimizers:
+                    optimizer.step()
+            results[f"{name} {schedule}"] = {"losses": losses, "parameters": whole(pipe)}
+    results["scaler"] = {"steps": scaled(mesh, replicas, replica)}
+    return results
+
+
+def scaled(mesh: Any, replicas: dist.ProcessGroup, replica: int) -> list[bool]:
+    """Whether steps were taken, where the gradients of one rank overflow in the first: all ranks skip it."""
+    pipe = DistributedPipe(split(Net(), ["blocks.2"]), chunks=CHUNKS, group=mesh["pipe"])
+    (optimizer,) = with_fsdp(pipe, replicas)
+    scaler = ShardedGradScaler(init_scale=8.0, process_group=group_of(), device="cpu")
+    scaler.scale(torch.ones(()))  # Ranks without a loss know the scale, too.
+    steps = []
+    for step in range(2):
+        before = [param.detach().clone() for param in pipe.parameters()]
+        optimizer.zero_grad()
+        x, target = batch_of(step, replica)
+        factor = math.inf if step == 0 and replica == 0 else 1.0
+        pipe.step(
+            x,
+            target=target,
+            loss_fn=lambda output, to, factor=factor: scaler.scale(nn.functional.mse_loss(output, to)) * factor,
+        )
+        scaler.step(optimizer)
+        scaler.update()
+        steps.append(not all(map(torch.equal, before, pipe.parameters())))
+    return steps
+
+
+def plain_steps() -> tuple[list[list[float]], dict[str, Tensor]]:
+    """The losses of each replica, and the parameters after two steps of plain PyTorch."""
+    model, losses = Net(), [[0.0, 0.0], [0.0, 0.0]]
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    for step in range(2):
+        grads = []
+        for replica in range(2):
+            model.zero_grad()
+            x, target = batch_of(step, replica)
+            for part, to in zip(x.chunk(CHUNKS), target.chunk(CHUNKS), strict=True):
+                loss = nn.functional.mse_loss(model(part), to) / CHUNKS
+                loss.backward()
+                losses[replica][step] += loss.item()
+            grads.append([param.grad for param in model.parameters()])
+        for param, *both in zip(model.parameters(), *grads, strict=True):
+            param.grad = (both[0] + both[1]) / 2
+        optimizer.step()
+    return losses, {name: tensor.detach() for name, tensor in model.state_dict().items()}
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Ranks compute with one thread, and some kernels sum in another order with more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_stages_with_replicas_train_as_one_process() -> None:
+    by_rank = run_ranks(train_replicas, 4)
+    losses, parameters = plain_steps()
+    for way in by_rank[0]:
+        if way == "scaler":
+            assert [results[way]["steps"] for results in by_rank] == [[False, True]] * 4
+            continue
+        seen: set[str] = set()
+        for rank, results in enumerate(by_rank):
+            assert results[way]["losses"] == pytest.approx(losses[rank // 2], rel=1e-6), way
+            for name, tensor in results[way]["parameters"].items():
+                # Micro-batches in the order 0, 1, ...: the very sums of the plain loop; in another order, its rounding.
+                if "1f1b" in way:
+                    assert torch.equal(tensor, parameters[name]), (way, name)
+                torch.testing.assert_close(tensor, parameters[name], rtol=1e-5, atol=1e-7, msg=f"{way}: {name}")
+                seen.add(name)
+        assert seen == set(parameters), way

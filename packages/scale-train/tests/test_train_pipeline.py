@@ -1,0 +1,148 @@
+"""A model in stages trains as one process that accumulates, and any number of stages goes on from its checkpoints."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from scale_core.group import Group, group_of
+from scale_core.testing import run_ranks
+from scale_train.checkpoint import load, save
+from scale_train.errors import InputError
+from scale_train.loop import evaluate, one_step
+from scale_train.model import generate
+from scale_train.options import (
+    DataOptions,
+    ModelOptions,
+    OptimizerOptions,
+    Options,
+    ParallelOptions,
+    check,
+    without_effect,
+)
+from scale_train.pipeline import cuts
+from scale_train.progress import Silent, StepRecord
+from scale_train.text import read_text
+from scale_train.training import Training, build
+
+STEPS = 4
+
+
+class Recorder(Silent):
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.norms: list[float | None] = []
+
+    def step(self, record: StepRecord) -> None:
+        self.losses.append(record.loss)
+        self.norms.append(record.gradient_norm)
+
+
+def options_for(text: Path, parallel: str = "pipe", *, clip: float = 0.5, **more) -> Options:
+    options = Options(
+        data=DataOptions(text=(text,), sequence=16, batch=12, held_out_tokens=80),
+        model=ModelOptions(layers=4, width=16, heads=2),
+        parallel=ParallelOptions(parallel=parallel, device="cpu", **{"chunks": 3, **more}),
+        optimizer=OptimizerOptions(steps=STEPS, clip=clip, fused=False, warmup=2),
+    )
+    return replace(options, run=replace(options.run, log_every=1, seed=1))
+
+
+def train(training: Training, steps: int) -> Recorder:
+    training.reporter = recorder = Recorder()
+    while training.step < steps:
+        one_step(training)
+    return recorder
+
+
+def begin(options: Options, group: Group) -> Training:
+    return build(options, read_text(options.data.text), group)
+
+
+def go_on(options: Options, point: Path, group: Group) -> list[float]:
+    training = begin(options, group)
+    load(training, point)
+    return train(training, STEPS).losses
+
+
+def trained(several: list[Options], folder: Path, resumed: list[Options]) -> list[tuple]:
+    """Trains in each way; saves half-way, and goes on from there in other ways."""
+    results, group = [], group_of()
+    for number, options in enumerate(several):
+        training = begin(options, group)
+        first = train(training, STEPS // 2)
+        point = save(training, folder / str(number))
+        rest = train(training, STEPS)
+        bits = evaluate(training)
+        text = generate(training.engine.plain, torch.tensor([97]), 2, context=16, seed=0, temperature=0.5).tolist()
+        others = [go_on(other, point, group) for other in resumed] if number == 0 else []
+        results.append((first.losses + rest.losses, first.norms + rest.norms, bits, text, others, point))
+    return results
+
+
+@pytest.fixture
+def text(tmp_path) -> Path:
+    path = tmp_path / "text"
+    path.write_bytes(bytes(torch.randint(97, 123, (5_000,), generator=torch.Generator().manual_seed(0)).tolist()))
+    return path
+
+
+def test_stages_train_judge_write_save_and_go_on_as_one_process(text, tmp_path):
+    [(losses, norms, bits, sample, _, plain_point)] = trained(
+        [options_for(text, "none", accumulate=3)], tmp_path / "plain", []
+    )
+    ways = [
+        options_for(text, schedule="1f1b"),
+        options_for(text, schedule="solve", checkpoint_activations="all"),
+    ]
+    resumed = [options_for(text, schedule="gpipe", stages=4), options_for(text, "fsdp")]
+    by_rank = run_ranks(trained, 2, ways, tmp_path / "pipe", resumed)
+    for own, own_norms, own_bits, own_sample, others, _ in by_rank[0]:
+        assert own == pytest.approx(losses, rel=1e-5)
+        assert own_norms == pytest.approx(norms, rel=1e-4)
+        assert own_bits == pytest.approx(bits, rel=1e-5)
+        assert own_sample == sample
+        for other in others:
+            assert other == pytest.approx(losses[STEPS // 2 :], rel=1e-4)
+    assert [result[:4] for result in by_rank[1]] == [result[:4] for result in by_rank[0]]
+    # One process goes on from stages, and stages from one process.
+    plain = options_for(text, "none", accumulate=3)
+    assert go_on(plain, by_rank[0][0][5], Group()) == pytest.approx(losses[STEPS // 2 :], rel=1e-5)
+    assert go_on(options_for(text, schedule="gpipe"), plain_point, Group()) == pytest.approx(
+        losses[STEPS // 2 :], rel=1e-5
+    )
+
+
+def test_blocks_are_divided_evenly():
+    assert cuts(4, 2) == ["blocks.2"]
+    assert cuts(10, 4) == ["blocks.2", "blocks.5", "blocks.7"]
+    assert cuts(3, 1) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"stages": 3}, "--stages 3 does not divide among 2 ranks; take 2 or a multiple"),
+        ({"stages": 1}, "--stages 1 does not divide among 2 ranks"),
+        ({"schedule": "zb"}, "--schedule zb, --stages None: there is no schedule 'zb'"),
+        ({"schedule": "1f1b", "stages": 4}, "--schedule 1f1b, --stages 4: .*1 stage on each rank"),
+        ({"schedule": "gpipe", "stages": 6}, "has 6 stages, but the model has 4 blocks; take fewer --ranks"),
+        ({"accumulate": 2}, "--accumulate 2: with --parallel pipe it is --chunks that cuts the batch; take --chunks 6"),
+        ({"chunks": 0}, "--chunks 0: at least 1 is needed"),
+        ({"checkpoint_activations": "budget:1GiB"}, "and pipe trains it whole nowhere"),
+    ],
+)
+def test_what_makes_no_pipeline_is_said_before_anything_starts(text, changes, message):
+    with pytest.raises(InputError, match=message):
+        check(options_for(text, **changes), 2)
+
+
+def test_any_batch_will_do_and_what_has_no_effect_is_said(text):
+    options = options_for(text)
+    check(replace(options, data=replace(options.data, batch=7)), 2)
+    assert without_effect(options) == []
+    flags = options_for(text, "ddp", stages=2, schedule="zb_v")
+    assert without_effect(flags) == [
+        f"{flag} has no effect with --parallel ddp" for flag in ("--stages", "--schedule", "--chunks")
+    ]
