@@ -77,6 +77,30 @@ def test_a_handle_that_is_given_up_does_not_warn_and_has_no_result() -> None:
     run_ranks(given_up, 2)
 
 
+class _Interrupting:
+    """A message that has arrived; whoever waited for it is interrupted, if that is asked for. Counts waits."""
+
+    def __init__(self, interruption: BaseException | None = None) -> None:
+        self.interruption, self.num_waits = interruption, 0
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        self.num_waits += 1
+        if self.interruption is not None:
+            raise self.interruption
+        return True
+
+
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt(), RuntimeWarning("that is an error")])
+def test_a_wait_that_is_interrupted_ends_when_nobody_writes_into_the_buffers_any_more(
+    interruption: BaseException,
+) -> None:
+    works = [_Interrupting(), _Interrupting(interruption), _Interrupting(), _Interrupting()]
+    handle = Pending("all_gather", list(enumerate(works)), torch.zeros(2))
+    with pytest.raises(type(interruption)):
+        handle.wait(1.0)
+    assert [work.num_waits for work in works] == [1, 1, 1, 1]
+
+
 def test_waiting_twice_returns_the_same_result() -> None:
     handle = reduce_scatter(torch.tensor([1.0, 2.0]), Group())
     assert handle.wait() is handle.wait()

@@ -114,21 +114,21 @@ def given_up_together(cases: list[tuple[str, int, int, int]]) -> list[str]:
 
 
 def what_waited_is_kept() -> None:
-    """In the first step the others can't be served, so all learn of it in the end; the spoilt pass leaves nothing."""
-    model, beside = sharded(error_if_nonfinite=True), sharded()
-    mine = group_of().rank == 1
-    with pytest.raises(FloatingPointError if mine else StepError):
-        train(model, 0, 3, (1, "backward") if mine else None)
-    for micro in range(1 if mine else 2):
-        with beside.no_sync():
-            beside(data(0, 0) if micro == 0 else data(0, 1)).square().mean().backward()
-        if mine:
+    """In the first step all are told at once where all is compared, and in the end where it is not any more."""
+    for spoilt in (1, 2):
+        model, beside = sharded(error_if_nonfinite=True), sharded()
+        mine = group_of().rank == 1
+        with pytest.raises(FloatingPointError if mine else StepError):
+            train(model, 0, 4, (spoilt, "backward") if mine else None)
+        for micro in range(3):
+            # Told at once, no rank keeps the pass; otherwise the other one has it, and the spoilt one leaves nothing.
+            keeps = micro < spoilt or (spoilt == 2 and not mine)
             with beside.no_sync():
-                (beside(data(0, 1)) * 0).sum().backward()  # The other one runs a pass more.
-    for each in (model, beside):
-        each(data(1)).square().mean().backward()
-    for param, expected in zip(model.parameters(), beside.parameters(), strict=True):
-        assert param.grad is not None and expected.grad is not None and torch.equal(param.grad, expected.grad)
+                (beside(data(0, micro)).square().mean() if keeps else (beside(data(0, micro)) * 0).sum()).backward()
+        for each in (model, beside):
+            each(data(1)).square().mean().backward()
+        for param, expected in zip(model.parameters(), beside.parameters(), strict=True):
+            assert param.grad is not None and expected.grad is not None and torch.equal(param.grad, expected.grad)
 
 
 def test_all_ranks_give_the_step_up_and_the_one_whose_it_was_says_where() -> None:

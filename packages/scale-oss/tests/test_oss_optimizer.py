@@ -130,6 +130,38 @@ def test_what_looks_at_all_tensors_does_not_take_shards_nor_anything_the_meta_de
         OSS(nn.Linear(2, 2, device="meta").named_parameters(), torch.optim.Adam)
 
 
+class Picky(torch.optim.SGD):
+    """Takes no group of one parameter."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        if len(param_group["params"]) == 1:
+            raise ValueError("one is too few")
+
+
+def test_a_group_that_is_refused_leaves_nothing_behind() -> None:
+    model, late = layers(), nn.Linear(3, 3)
+    optimizer = OSS(model.parameters(), Picky, lr=0.1)
+    refused = {"on the meta device": nn.Linear(2, 2, device="meta").parameters(), "one is too few": [late.weight]}
+    for words, params in refused.items():
+        with pytest.raises(ValueError, match=words):
+            optimizer.add_param_group({"params": params})
+        assert len(optimizer.param_groups) == len(optimizer.optim.param_groups) == len(optimizer.buckets) == 1
+        model(late(data(0))).sum().backward()
+        optimizer.step()
+    before = late.weight.detach().clone()
+    optimizer.add_param_group({"params": late.parameters()})
+    optimizer.step()
+    assert not torch.equal(late.weight, before)
+
+
+def test_what_has_no_shape_or_no_size_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"'weight' has no shape yet: run the model once"):
+        OSS(nn.LazyLinear(3).named_parameters(), torch.optim.SGD, lr=0.1)
+    with pytest.raises(ValueError, match=r"expected bucket_numel of at least 1 element, got 0"):
+        OSS(layers().parameters(), torch.optim.SGD, lr=0.1, bucket_numel=0)
+
+
 def test_a_copy_that_would_update_nothing_is_refused() -> None:
     model = layers()
     optimizer = OSS(model.parameters(), torch.optim.Adam)

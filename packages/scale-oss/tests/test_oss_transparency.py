@@ -81,6 +81,7 @@ class Case:
         skip_branch: No rank uses the branch in every other step.
         half: Gradients travel in fp16.
         scaled: The loss is scaled, and the gradients are divided again.
+        zeros: Gradients are cleared to zeros, with which what is not used is stepped on, too.
     """
 
     optimizer: str = "adam"
@@ -94,6 +95,7 @@ class Case:
     skip_branch: bool = False
     half: bool = False
     scaled: bool = False
+    zeros: bool = False
     bucket_numel: int = 40
     overlap: bool = True
     groups: bool = False
@@ -142,7 +144,7 @@ class Side:
             self.norms.append(float(clip(case.clip)))
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(set_to_none=not case.zeros)
 
     def _pass(self, case: Case, step: int, rank: int, micro: int) -> None:
         branch = not (case.skip_branch and step % 2)
@@ -237,6 +239,9 @@ CASES = [
     Case(buffers=False, groups=True),
     Case(skip_branch=True, optimizer="adamw"),
     Case(skip_branch=True, accumulate=2, optimizer="sgd"),
+    Case(skip_branch=True, optimizer="adamw", zeros=True),
+    Case(skip_branch=True, freeze=True, optimizer="adafactor", zeros=True),
+    Case(skip_branch=True, optimizer="sgd", sharded=False, zeros=True),
     Case(groups=True, sharded=False, bucket_numel=1),
     Case(bucket_numel=10_000, groups=True, optimizer="sgd"),
 ]

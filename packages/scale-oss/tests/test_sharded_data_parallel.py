@@ -138,7 +138,14 @@ def refusals() -> list[str]:
     shard = nn.Module()
     shard.weight = nn.Parameter(torch.zeros(2))
     mark(shard.weight, Shard("weight", (4,), 0, 2, (Axis(group_of(), Held.SHARD),)))
-    for module, optimizers in ((half, first), (whole, both), (whole, []), (model, optimizer), (shard, first)):
+    for module, optimizers in (
+        (half, first),
+        (whole, both),
+        (whole, []),
+        (model, optimizer),
+        (shard, first),
+        (DistributedDataParallel(half), first),
+    ):
         with pytest.raises(ValueError, match=r"optimizer|OSS|model") as wrong:
             ShardedDataParallel(module, optimizers)
         messages.append(str(wrong.value))
@@ -322,7 +329,26 @@ def odd_parameters_with_evaluation_in_between() -> None:
         assert mine.dtype == other.dtype and torch.equal(mine, other)
 
 
+def micro_batches_that_one_rank_skips() -> None:
+    """A rank without any gradient counts as zeros in `reduce()`, too."""
+    torch.manual_seed(0)
+    model = nn.Linear(6, 2)
+    plain = copy.deepcopy(model)
+    optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.1)
+    wrapped = ShardedDataParallel(model, optimizer)
+    with wrapped.no_sync():
+        if group_of().rank == 0:
+            wrapped(data(0)).square().mean().backward()
+    wrapped.reduce()
+    optimizer.step()
+    optimizer.wait()
+    (plain(data(0)).square().mean() / group_of().size).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
 def as_plain_replicas() -> None:
+    micro_batches_that_one_rank_skips()
     frozen_between_backward_and_step()
     odd_parameters_with_evaluation_in_between()
     several_optimizers_of_mixed_parameters()
@@ -505,6 +531,7 @@ def test_what_would_go_wrong_without_a_word_is_refused() -> None:
             "expected an OSS or several, got none",
             "a wrapper that is still there reduces the gradients of this optimizer already",
             "'weight' is a shard, and a sharded model averages its gradients by itself",
+            "the model is under DistributedDataParallel, which would average the same gradients",
             "expected sharded_optimizer to be an OSS, got SGD",
             "'parameter 0 of group 0' was used before its update had arrived from the other ranks",
         ]

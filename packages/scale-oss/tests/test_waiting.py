@@ -54,6 +54,13 @@ def followed(model: nn.Module) -> list[OnItsWay]:
     return buckets
 
 
+def hooked() -> nn.Module:
+    """A hook that was there before ours computes with its module's parameters, as weight norm does."""
+    layer = nn.Linear(4, 4)
+    layer.register_forward_pre_hook(lambda layer, inputs: (inputs[0] * layer.weight.sum(),))
+    return nn.Sequential(layer, nn.Linear(4, 4))
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "layers": lambda: nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Sequential(nn.Linear(4, 4))),
     "what reads past its layers": Reader,
@@ -64,6 +71,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         nn.LSTM(4, 4, batch_first=True),
     ),
     "parametrized": lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 4)),
+    "with hooks": hooked,
 }
 
 

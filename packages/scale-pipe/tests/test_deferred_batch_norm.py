@@ -104,3 +104,49 @@ def test_state_of_fairscale_with_what_it_has_collected_is_loaded() -> None:
 def test_inputs_without_channels_are_refused() -> None:
     with pytest.raises(ValueError, match=r"expected an input \[N, C, ...\] of at least 2 dimensions, got \[3\]"):
         DeferredBatchNorm(3)(torch.ones(3))
+
+
+def test_conversion_keeps_hooks_and_attributes() -> None:
+    model: Any = nn.Sequential(nn.BatchNorm1d(3, momentum=None))
+    model[0].mine = "mine"
+    model[0].register_forward_hook(lambda module, args, output: output * 2)
+    x = torch.randn(4, 3)
+    expected = model(x)
+    DeferredBatchNorm.convert_deferred_batch_norm(model)
+    assert type(model[0]) is DeferredBatchNorm and model[0].mine == "mine" and model[0].momentum is None
+    assert torch.equal(model(x), expected)
+
+
+class Doubled(nn.BatchNorm1d):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 2
+
+
+def test_a_batch_norm_with_a_forward_of_its_own_stays_what_it_is() -> None:
+    model = nn.Sequential(Doubled(3))
+    DeferredBatchNorm.convert_deferred_batch_norm(model)
+    assert type(model[0]) is Doubled
+
+
+def test_a_mini_batch_without_samples_moves_nothing_and_is_counted_as_by_a_plain_batch_norm() -> None:
+    plain, none, batch = nn.BatchNorm1d(3), torch.empty(0, 3), torch.randn(4, 3) + 7
+    norm = deferred(plain, chunks=2)
+    for pieces in ([none, none], batch.chunk(2), [none, batch]):
+        plain(torch.cat([*pieces]))
+        for piece in pieces:
+            norm(piece)
+        assert_same_statistics(norm, plain)
+
+
+def test_what_cannot_be_deferred_is_refused() -> None:
+    for chunks in (0, 1.5):
+        for make in (
+            DeferredBatchNorm(3).convert_deferred_batch_norm,
+            lambda _, chunks: DeferredBatchNorm(3, chunks=chunks),
+        ):
+            with pytest.raises(ValueError, match=f"number of chunks must be positive integer, got {chunks}"):
+                make(nn.ReLU(), chunks=chunks)
+    lazy = nn.Sequential(nn.BatchNorm1d(3), nn.LazyBatchNorm1d())
+    with pytest.raises(ValueError, match="'1' is a LazyBatchNorm1d, and nobody knows its number of channels yet"):
+        DeferredBatchNorm.convert_deferred_batch_norm(lazy)
+    assert type(lazy[0]) is nn.BatchNorm1d  # What is refused was not changed.

@@ -126,6 +126,11 @@ class Sparse(nn.Module):
         return x.detach().to_sparse()
 
 
+class Mean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean()
+
+
 class Steps:
     """An optimizer that fails."""
 
@@ -148,8 +153,17 @@ def wrong_use() -> dict[str, str]:
         "no loss": raised_by(lambda: pipe.step(x)),
         "detached loss": raised_by(lambda: pipe.step(x, loss_fn=lambda output: output.detach().mean())),
         "stage inputs": raised_by(lambda: pipe.step(x, target=target, loss_fn=mse, stage_inputs={1: {"extra": x[:2]}})),
+        "no stage": raised_by(lambda: pipe.step(x, target=target, loss_fn=mse, stage_inputs={7: {"extra": x}})),
+        "no dict": raised_by(lambda: pipe.step(x, target=target, loss_fn=mse, stage_inputs=[x])),  # type: ignore[arg-type]
+        "no target": raised_by(lambda: pipe.step(x, loss_fn=mse)),
+        "complex loss": raised_by(lambda: pipe.step(x, loss_fn=lambda output: output.mean() * 1j)),
         "optimizer": raised_by(lambda: pipe.step(x, target=target, loss_fn=mse, optimizer=optimizer)),
+        "no optimizer": raised_by(lambda: pipe.step(x, target=target, loss_fn=mse, optimizer="sgd")),  # type: ignore[arg-type]
+        "optimizer elsewhere": raised_by(
+            lambda: pipe.step(x, target=target, loss_fn=mse, optimizer={1: optimizer} if rank == 0 else None)
+        ),
         "evaluation": raised_by(lambda: pipe.evaluate()),
+        "loss in an evaluation": raised_by(lambda: DistributedPipe(nn.Sequential(mlp(1), Mean())).evaluate(x)),
         "shapes": raised_by(lambda: DistributedPipe(wide, "1f1b", balance=[2, 1]).step(x, target=target, loss_fn=mse)),
         "function": raised_by(
             lambda: DistributedPipe(nn.Sequential(Lambda(), nn.Tanh()), "1f1b").step(x, target=target, loss_fn=mse)
@@ -158,6 +172,13 @@ def wrong_use() -> dict[str, str]:
             lambda: DistributedPipe(nn.Sequential(Sparse(), nn.Tanh()), "1f1b").step(x, target=target, loss_fn=mse)
         ),
     }
+    small = DistributedPipe(mlp(2), "solve", balance=[1, 2, 2, 1], chunks=4, memory_cap=0.1)
+    small.step(x, target=target, loss_fn=mse)
+    try:
+        small.step(x, target=target, loss_fn=mse)
+    except ValueError as error:  # The second step is measured; those after it run as it did.
+        told["refused"] = str(error)
+    small.step(x, target=target, loss_fn=mse)
     pipe.zero_grad()
     plain = Plain(mlp(2))
     plain.step(list(zip(x.chunk(4), target.chunk(4), strict=True)), mse, order_in(pipe))
@@ -172,7 +193,15 @@ TOLD = {
     "other sizes": "has 8 samples, and inputs.args[0][1] [3, 8] has 3",
     "no loss": "has to be a tensor with one element, and is a tensor [2, 8]: pass loss_fn=",
     "detached loss": "the loss does not depend on anything that requires a gradient",
-    "stage inputs": "stage 1 was given inputs for 2 micro-batches, but the mini-batch makes 4",
+    "stage inputs": "stage 1 was given inputs of 2 samples, but the mini-batch has 8: give every stage inputs of the",
+    "no stage": "stage_inputs has inputs for stage 7, but there are 2 stages, 0 to 1",
+    "no dict": "expected stage_inputs to be a dict of keyword arguments by stage, but got list: write stage_inputs={1:",
+    "no target": "No target was given on the rank of the last stage: write pipe.step(..., target=target)",
+    "complex loss": "the loss of a micro-batch has to be real, and is torch.complex64",
+    "no optimizer": "expected an optimizer, or a dict of them by stage, but got str",
+    "optimizer elsewhere": "an optimizer was given for stage 1, but this rank holds the stages [0]",
+    "loss in an evaluation": "stage 1 on rank 1 raised ValueError in the forward: the output is a tensor without",
+    "refused": "no schedule was found; ZB-V stays: rank 0: one micro-batch on each of its 2 stages must fit",
     "optimizer": "raised OSError in the optimizer's step: no step",
     "step that is done": "Stages 1 had been stepped by then, which can't be taken back",
     "evaluation": "expected Tensor, but got nothing",
@@ -262,5 +291,5 @@ def test_a_rank_that_dies_is_named_by_each_of_the_others_with_the_stage_that_the
         first, second = (tmp_path / str(rank)).read_text().split("\n====\n")
         assert first.startswith(f"ScaleDistributedError step 2: rank {rank} waited for the ")
         assert f"of stage {stage} for stage {rank}" in first and f"(stage {stage} stands on rank {stage})" in first
-        assert "rank 1: left no word: it has died" in first
+        assert "rank 1: left no word: it has died" in first and "(in a step)" in first
         assert "have lost each other in an earlier step" in second

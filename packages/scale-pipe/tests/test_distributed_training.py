@@ -88,6 +88,15 @@ def tied() -> list[str]:
     copies: list[Any] = [None, None]
     dist.all_gather_object(copies, dict(pipe.named_parameters())["0.weight" if rank == 0 else "4.weight"].detach())
     wrong += ["copies do not begin equal"] * (not torch.equal(*copies))
+    pipe.load_state_dict(tied_model().state_dict(), assign=True)  # Other tensors than those that were found to be tied.
+    pipe.step(*(steps[0][:1]), target=steps[0][1], loss_fn=nn.functional.cross_entropy)
+    wrong += [f"assigned: {w}" for w in differences(pipe, tied_grads(pipe, steps[:1]))]
+    pipe.zero_grad()
+    mine = "0.weight" if rank == 0 else "4.weight"
+    dict(pipe.named_parameters())[mine].requires_grad_(False)
+    pipe.step(*(steps[0][:1]), target=steps[0][1], loss_fn=nn.functional.cross_entropy)
+    left = {name for name, param in pipe.named_parameters() if param.grad is None}
+    wrong += [f"frozen: without gradients are {left}"] * (left != {mine})
     v = DistributedPipe(tied_model(), "zb_v", balance=[1, 1, 2, 1], chunks=4)
     x, target = words(8)
     v.step(x, target=target, loss_fn=nn.functional.cross_entropy)

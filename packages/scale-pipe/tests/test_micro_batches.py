@@ -8,7 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from scale_pipe.micro_batches import Arguments, NoChunk, batch_size_of, cut, gather, micro_batch_sizes, scatter
+from scale_pipe.micro_batches import (
+    Arguments,
+    NoChunk,
+    batch_size_of,
+    cut,
+    gather,
+    in_words,
+    micro_batch_sizes,
+    scatter,
+)
 
 
 @dataclass(frozen=True)
@@ -125,3 +134,34 @@ def test_one_output_in_two_places_has_to_be_one_in_all_micro_batches() -> None:
     assert joined[0] is joined[1] and torch.equal(joined[0], torch.cat([x, y]))
     with pytest.raises(ValueError, match="is one tensor with another output for micro-batch 0"):
         gather([(x, x), (y, y.clone())])
+
+
+def test_tensors_that_cannot_be_cut_are_named() -> None:
+    sparse = torch.ones(4, 2).to_sparse()
+    with pytest.raises(TypeError, match=r"inputs.args\[1\] is a sparse_coo tensor.*to_dense\(\).*NoChunk"):
+        scatter(Arguments((torch.ones(4), sparse), {}), 2)
+    nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)
+    with pytest.raises(TypeError, match=r"inputs.kwargs\['words'\] is a nested tensor.*to_padded_tensor"):
+        scatter(Arguments((), {"words": nested}), 2)
+    assert scatter(Arguments((sparse,), {}), 1)[0].args[0] is sparse
+    assert scatter(Arguments((torch.ones(4), NoChunk(sparse)), {}), 2)[1].args[1] is sparse
+
+
+def test_a_tensor_without_dimensions_is_named_as_such() -> None:
+    with pytest.raises(
+        TypeError, match=r"expected Tensor, but got Tensor \[\] float32, str: .* with a first dimension"
+    ):
+        scatter(Arguments((torch.tensor(1.0), "text"), {}), 2)
+
+
+def test_what_is_no_number_in_all_outputs_is_the_same() -> None:
+    assert str(gather([(torch.ones(1), float("nan"))] * 2 + [(torch.ones(1), float("nan"))])[1]) == "nan"
+    with pytest.raises(ValueError, match=r"output\[1\] is no tensor and differs between micro-batches: nan for 0, 1.0"):
+        gather([(torch.ones(1), float("nan")), (torch.ones(1), 1.0)])
+
+
+def test_errors_say_what_a_module_was_given() -> None:
+    given = Arguments((torch.ones(2, 3), [None]), {"mask": torch.ones(2, dtype=torch.bool), "flag": True})
+    assert in_words(given) == "Tensor [2, 3] float32, NoneType, mask=Tensor [2] bool, flag=bool"
+    assert in_words(Arguments((), {})) == "nothing"
+    assert in_words(Arguments(tuple(range(9)), {})).endswith("int, ...")

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from scale_checkpoint import is_checkpointing
-from scale_pipe import Pipe, skippable
+from scale_checkpoint import is_checkpointing, is_recomputing
+from scale_pipe import Pipe, pop, skippable, stash
 
 
 def layers() -> nn.Sequential:
@@ -78,6 +78,8 @@ def test_an_empty_sequence_returns_its_input() -> None:
     assert pipe(x) is x and len(pipe) == 0
     with pytest.raises(TypeError, match="expected Tensor, but got int"):
         pipe(3)
+    with pytest.raises(TypeError, match="returns its one input, but is given 1 by place and 1 by keyword"):
+        pipe(x, mask=x)
 
 
 def test_what_cannot_be_a_pipe_is_refused() -> None:
@@ -85,10 +87,15 @@ def test_what_cannot_be_a_pipe_is_refused() -> None:
     tied = layers()
     tied[2].weight = tied[0].weight
     both = skippable(stash=["x"])(type("Stash", (nn.Module,), {}))()
+    doubled = type("Doubled", (nn.Sequential,), {"forward": lambda self, input: input * 2})
     cases: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
         (nn.ReLU(), {}, TypeError, "module must be nn.Sequential to be partitioned"),
         (nn.Sequential(repeated, repeated), {"balance": [2]}, ValueError, "duplicate children is not supported"),
+        (doubled(nn.ReLU()), {"balance": [1]}, TypeError, "has a forward of its own, that of Doubled"),
         (layers(), {}, ValueError, "balance_by_time"),
+        (layers(), {"balance": 2}, TypeError, "balance_by_time"),
+        (layers(), {"balance": [3], "devices": "cpu"}, TypeError, "devices are a list"),
+        (layers(), {"balance": [3], "devices": ["gpu"]}, ValueError, "there is no device 'gpu'"),
         (layers(), {"balance": [2, 2]}, ValueError, "balance_by_time"),
         (layers(), {"balance": [3, 0]}, ValueError, "balance_by_time"),
         (layers(), {"balance": [2, 1], "devices": ["cpu"]}, IndexError, "too few devices to hold given partitions"),
@@ -216,3 +223,78 @@ def test_hooks_on_partitions_and_layers_are_called() -> None:
     pipe[2].register_forward_hook(lambda *_: calls.append(is_checkpointing()))
     pipe(torch.ones(3, 2))
     assert calls.count("partition") == 3 and [call for call in calls if call != "partition"] == [True, True, False]
+
+
+def test_an_error_says_where_in_the_pipeline_it_was_also_when_it_is_computed_again() -> None:
+    pipe = Pipe(layers(), [2, 1], chunks=2)
+    with pytest.raises(RuntimeError) as caught:
+        pipe(torch.ones(4, 3))
+    assert caught.value.__notes__ == [
+        "in layer '0' of the pipeline, a Linear, given Tensor [2, 3] float32",
+        "in partition 0 on cpu, micro-batch 0",
+    ]
+    again = Pipe(nn.Sequential(nn.Linear(2, 2), FailsAgain(), nn.Tanh()), [3], chunks=2)
+    with pytest.raises(ZeroDivisionError) as second:
+        again(torch.ones(4, 2)).sum().backward()
+    assert second.value.__notes__ == ["in layer '1' of the pipeline, a FailsAgain, given Tensor [2, 2] float32"]
+
+
+class FailsAgain(nn.Module):
+    def forward(self, input: Tensor) -> Tensor:
+        if is_recomputing():
+            raise ZeroDivisionError
+        return input
+
+
+def test_a_layer_that_was_replaced_is_found_before_it_computes_something_else() -> None:
+    x = torch.ones(2, 2)
+    by_name, in_its_partition, gone = (Pipe(layers(), [2, 1]) for _ in range(3))
+    setattr(by_name, "1", nn.Tanh())
+    in_its_partition.partitions[0][1] = nn.Tanh()  # type: ignore[operator, index]
+    del gone._modules["1"]
+    for pipe in (by_name, in_its_partition, gone):
+        with pytest.raises(RuntimeError, match=r"layer '1' of the pipeline is a .*replace layers before that, Pipe\("):
+            pipe(x)
+
+
+def test_what_is_added_beside_the_layers_is_no_layer() -> None:
+    pipe = Pipe(layers(), [2, 1])
+    pipe.loss = nn.MSELoss()
+    assert len(pipe) == len(list(pipe)) == len(pipe[:]) == 3 and pipe(torch.ones(2, 2)).shape == (2, 2)
+
+
+def test_norms_that_are_trained_in_a_pipeline_that_is_evaluated_see_whole_mini_batches_too() -> None:
+    norm = nn.BatchNorm1d(2)
+    pipe = Pipe(nn.Sequential(nn.Identity(), copy.deepcopy(norm)), [1, 1], chunks=4, deferred_batch_norm=True)
+    pipe.eval()[1].train()
+    for size in (8, 4):
+        x = torch.randn(size, 2)
+        pipe.chunks = size // 2
+        pipe(x)
+        norm(x)
+        torch.testing.assert_close(pipe[1].running_var, norm.running_var)
+
+
+@skippable(stash=["skip"])
+class Stashes(nn.Module):
+    def forward(self, input: Tensor) -> Any:
+        yield stash("skip", input)
+        return input
+
+
+@skippable(pop=["skip"])
+class Pops(nn.Module):
+    def forward(self, input: Tensor) -> Any:
+        return input + (yield pop("skip"))
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_a_skip_that_a_layer_between_would_overwrite_is_refused_whatever_is_computed_again(checkpoint: Any) -> None:
+    for in_place in (True, False):
+        made = nn.Sequential(nn.Linear(2, 2), Stashes(), nn.ReLU(inplace=in_place), Pops())
+        pipe = Pipe(made, [2, 1, 1], chunks=2, checkpoint=checkpoint)
+        if not in_place:
+            pipe(torch.ones(2, 2))
+            continue
+        with pytest.raises(RuntimeError, match=r"'skip' is stashed, and a layer overwrites it in place before it is"):
+            pipe(torch.ones(2, 2))

@@ -1,5 +1,7 @@
 """Balances: what is dear gets fewer neighbours, whether it is dear in time, in memory, or in the step."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -85,7 +87,10 @@ def test_numbers_that_do_not_fit_are_named() -> None:
     module, sample = nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2)
     with pytest.raises(ValueError, match="partitions is 2 and the module has 1 layers; take 1 to 1"):
         balance_by_time(2, module, sample)
-    with pytest.raises(ValueError, match="number of chunks must be positive integer, but is 0"):
+    with pytest.raises(ValueError, match="number of chunks must be positive integer, got 0"):
         balance_by_size(1, module, sample, chunks=0)
+    many: Any = "2"
+    with pytest.raises(TypeError, match="partitions is how many there are, an integer, but is '2'"):
+        balance_by_time(many, module, sample)
     with pytest.raises(ValueError, match="param_scale must not be negative, but is -1"):
         balance_by_size(1, module, sample, param_scale=-1.0)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from scale_pipe.models.partition import partition
 
@@ -64,6 +64,8 @@ def test_the_mode_is_kept() -> None:
         ([0, 4], ValueError, r"at least one layer, but balance is \[0, 4\].*scale_pipe.balance_by_time"),
         ([-1, 5], ValueError, r"at least one layer, but balance is \[-1, 5\].*scale_pipe.balance_by_time"),
         ([2.0, 2], TypeError, r"balance\[0\] is 2.0"),
+        ([True, 3], TypeError, r"balance\[0\] is True"),
+        (2, TypeError, r"a balance is a list.*, but is 2;.*scale_pipe.balance_by_time\(2, module, sample\)"),
         ([1, 1, 1, 1], IndexError, r"too few devices to hold given partitions \(devices: 3, partitions: 4\)"),
     ],
 )
@@ -97,3 +99,36 @@ def test_one_tensor_cannot_be_on_two_devices() -> None:
         partition(module, [2, 1], ["cpu", "meta"])
     assert not module[0].weight.is_meta  # Nothing was moved.
     assert len(partition(module, [2, 1], ["cpu", "cpu"]).modules) == 2
+
+
+def test_a_balance_may_be_of_integers_of_any_library() -> None:
+    assert partition(layers(), torch.tensor([1, 3]), [CPU] * 2).balance == [1, 3]  # type: ignore[arg-type]
+
+
+class Doubled(nn.Sequential):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 2
+
+
+def test_what_a_sequence_does_beside_its_layers_would_be_lost_and_is_refused() -> None:
+    with pytest.raises(
+        TypeError, match=r"a forward of its own, that of Doubled, which would not run.*scale_pipe.split"
+    ):
+        partition(Doubled(nn.ReLU()), [1], [CPU])
+    replaced = layers(1)
+    replaced.forward = nn.ReLU().forward  # type: ignore[method-assign]
+    with pytest.raises(TypeError, match="a forward of its own, that of Sequential, which would not run"):
+        partition(replaced, [1], [CPU])
+    for register in ("forward_pre", "forward", "full_backward_pre", "full_backward"):
+        hooked = layers(1)
+        getattr(hooked, f"register_{register}_hook")(print)
+        with pytest.raises(ValueError, match=r"hooks of its own, \['print'\], which would not run.*on its layers"):
+            partition(hooked, [1], [CPU])
+
+
+def test_what_has_no_values_cannot_be_moved() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    with pytest.raises(ValueError, match=r"'1.weight' is on the meta device and has no values.*to_empty"):
+        partition(module, [1, 1], ["meta", "cpu"])
+    assert not module[0].weight.is_meta  # Nothing was moved.
+    assert len(partition(module, [1, 1], ["cpu", "meta"]).modules) == 2

@@ -3,6 +3,7 @@
 import gc
 import weakref
 
+import pytest
 import torch
 
 from scale_pipe.models.skip_layout import Skip
@@ -33,3 +34,12 @@ def test_what_was_taken_is_held_no_longer() -> None:
         assert seen() is None and portals.take(0, 1) == {}
     finally:
         gc.enable()
+
+
+def test_what_waits_is_not_overwritten_in_place() -> None:
+    portals, tensor = Portals([Skip(FAR, 0, 2)]), torch.ones(2, 2)
+    portals.put(0, {FAR: [tensor]})
+    portals.check_kept(0, (tensor.clone(), tensor.to_sparse()))
+    portals.check_kept(1, tensor)  # Of another micro-batch.
+    with pytest.raises(RuntimeError, match=r"'far' is stashed.*yield stash\('far', input.clone\(\)\).*inplace=False"):
+        portals.check_kept(0, {"input": tensor[1:]})

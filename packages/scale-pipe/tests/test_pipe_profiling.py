@@ -89,3 +89,19 @@ def test_stages_of_a_split_model_are_measured_in_their_mode() -> None:
 def test_without_stages_there_is_nothing_to_measure() -> None:
     with pytest.raises(ValueError, match="there are no stages"):
         profile_stages([], torch.ones(1))
+
+
+def test_one_module_is_no_list_of_stages() -> None:
+    stage: Any = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"stages are a list of modules, but got one Linear: write \[module\]"):
+        profile_stages(stage, torch.ones(1, 2))
+
+
+def test_an_error_says_what_was_measured() -> None:
+    module = nn.Sequential(nn.ReLU(), nn.Linear(2, 2))
+    with pytest.raises(RuntimeError) as caught:
+        layer_times(module, torch.ones(1, 3), timeout=0.0)
+    assert caught.value.__notes__ == ["where layer '1', a Linear, was measured"]
+    with pytest.raises(RuntimeError) as caught:
+        profile_stages(list(module), torch.ones(1, 3), timeout=0.0)
+    assert caught.value.__notes__ == ["where stage 1, a Linear, was measured"]

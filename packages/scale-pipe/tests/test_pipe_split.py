@@ -3,6 +3,7 @@
 import copy
 import pickle
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -220,3 +221,26 @@ def test_a_frame_whose_forward_was_replaced_is_refused() -> None:
     checkpoint_wrapper(model[0])
     with pytest.raises(ValueError, match=r"'0' is cut through, but its forward was replaced \(TreatedForward\)"):
         split(model, ["0.blocks.2"])
+
+
+def test_a_sequence_keeps_its_hooks_and_the_modes_of_its_layers() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    model[1].eval()
+    assert [[layer.training for layer in stage] for stage in split(model, ["1"])] == [[True], [False, True]]  # type: ignore[attr-defined]
+    model.register_forward_hook(lambda module, args, output: output * 3)
+    model.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+    assert_stages_are_the_model(model, ["1"], lambda run: run(INPUT))
+
+
+def test_names_that_are_no_list_are_refused() -> None:
+    wrong: list[Any] = [({"cuts": None}, "cuts are a list"), ({"pass_on": "mask"}, "pass_on is a list of names")]
+    wrong += [
+        ({"hold": ["head"]}, "hold gives the stage of each name"),
+        ({"hold": {"head": 1.0}}, "is the number of a stage"),
+    ]
+    for options, message in wrong:
+        with pytest.raises(TypeError, match=message):
+            split(Tower(), **{"cuts": ["blocks.1"], **options})
+    function: Any = print
+    with pytest.raises(TypeError, match=r"the model that is cut is an nn.Module, but is builtin_function_or_method"):
+        split(function, ["blocks.1"])

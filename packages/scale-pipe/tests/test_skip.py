@@ -177,3 +177,32 @@ def test_what_is_no_list_of_names_and_what_is_no_module_is_refused() -> None:
         skippable(pop=[3])  # type: ignore[list-item]
     with pytest.raises(TypeError, match=r"expected a class derived from torch.nn.Module, got <class 'int'>"):
         skippable()(int)  # type: ignore[type-var]
+
+
+def test_a_forward_that_yields_nothing_does_not_do_what_it_declares() -> None:
+    plain = {"forward": lambda self, input: input}
+    with pytest.raises(
+        RuntimeError, match=r"'skip' must be stashed but have not: a Silent declares.*let it yield stash"
+    ):
+        skippable(stash=["skip"])(type("Silent", (nn.Module,), plain))()(torch.ones(2))
+    with pytest.raises(RuntimeError, match="'skip' must be popped but have not: a Silent declares"):
+        skippable(pop=["skip"])(type("Silent", (nn.Module,), plain))()(torch.ones(2))
+
+
+def test_a_derived_class_may_leave_it_to_the_class_before() -> None:
+    @skippable(stash=["skip"])
+    class Derived(Stash):
+        def forward(self, input: Tensor) -> Any:
+            return super().forward(input)
+
+    _, stashed = run_with_skips(Derived(), {}, torch.ones(2))
+    assert list(stashed) == [(None, "skip")]
+
+
+def test_a_layer_is_put_into_a_namespace_and_nothing_else() -> None:
+    layer: Any = Stash()
+    for wrong in ("outer", Namespace):
+        with pytest.raises(TypeError, match=r"isolate: expected a Namespace, got .*scale_pipe.Namespace\(\)"):
+            layer.isolate(wrong)
+    with pytest.raises(TypeError, match=r"isolate: only takes a list of names, got 'skip': write only=\[\"skip\"\]"):
+        layer.isolate(Namespace(), only="skip")

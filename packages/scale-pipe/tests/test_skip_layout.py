@@ -1,9 +1,12 @@
 """Each skip has one end that stashes and one that pops, and the layout says where they are."""
 
-import pytest
-from torch import nn
+from collections.abc import Generator
+from typing import Any
 
-from scale_pipe import Namespace, skippable, verify_skippables
+import pytest
+from torch import Tensor, nn
+
+from scale_pipe import Namespace, skippable, stash, verify_skippables
 from scale_pipe.models.skip_layout import Skip, skip_layout
 
 
@@ -52,3 +55,21 @@ def test_all_problems_are_listed_at_once() -> None:
     with pytest.raises(TypeError) as caught:
         verify_skippables(nn.Sequential(stashing("a"), popping("b")))
     assert str(caught.value).count("\n  * ") == 2
+
+
+class Yields(nn.Module):
+    def forward(self, input: Tensor) -> Generator[Any, Any, Tensor]:
+        yield stash("a", input)
+        return input
+
+
+def test_a_forward_that_nobody_follows_is_found() -> None:
+    derived = type("Derived", (skippable(stash=["a"])(type("Base", (nn.Module,), {})),), {"forward": Yields.forward})
+    for kind in (Yields, derived):
+        with pytest.raises(
+            TypeError, match=f"layer '0' has a forward that yields: write @skippable above class {kind.__name__}"
+        ):
+            verify_skippables(nn.Sequential(kind(), popping("a")))
+    holder = nn.ReLU()
+    holder.inner = Yields()
+    verify_skippables(nn.Sequential(holder))  # Who calls it may take what it yields.

@@ -90,8 +90,7 @@ class Pending:
             works, self._works = self._works, []
             if result is not None and result.is_cuda:
                 limit_seconds = None  # NCCL would hold the host up to keep a limit; its own watchdog keeps the group's.
-            for peer, work in works:
-                wait_for(self.op, peer, work, limit_seconds)
+            _wait_for_all(self.op, works, limit_seconds)
             finish, self._finish = self._finish, None
             works, self._keep = [], []  # What was sent is free before `finish` takes memory of its own.
             self._result = result if finish is None else finish()
@@ -167,6 +166,20 @@ def wait_for(op: str, peer: int | None, work: Work, limit_seconds: float | None)
             RuntimeWarning,
             stacklevel=3,
         )
+
+
+def _wait_for_all(op: str, works: list[tuple[int | None, Work]], limit_seconds: float | None) -> None:
+    while works:
+        peer, work = works.pop(0)
+        try:
+            wait_for(op, peer, work, limit_seconds)
+        except TransferError:
+            raise
+        except BaseException:  # Ctrl-C, or a warning that is an error: the transport still writes into the buffers.
+            for other, left in works:
+                with suppress(TransferError):
+                    _wait_for(op, other, left, limit_seconds)
+            raise
 
 
 def _wait_for(op: str, peer: int | None, work: Work, limit_seconds: float | None) -> None:

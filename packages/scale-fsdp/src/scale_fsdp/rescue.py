@@ -39,7 +39,7 @@ class Notes(NamedTuple):
 
 def can_give_up(root: Root) -> bool:
     """Whether an error that is raised here and now comes to an end on all ranks."""
-    return root.contract.alone or _rest(root) is not None
+    return root.contract.alone or root.contract.compares_all or _rest(root) is not None
 
 
 def give_up_together(root: Root, error: BaseException) -> bool:

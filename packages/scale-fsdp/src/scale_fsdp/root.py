@@ -127,7 +127,7 @@ class Root:
     def raise_if_not_finite(self) -> None:
         """At the end of a pass in which the ranks compare nothing.
 
-        Where the others could not be served, as in the first step, the fault waits until they compare.
+        Where the others could not be told, as in the third micro-batch of the first step, it waits until they compare.
 
         Raises:
             FloatingPointError: Something was not finite.

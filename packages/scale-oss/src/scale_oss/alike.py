@@ -6,11 +6,38 @@ Where one of them raised alone, the others would go on, and wait for it in vain.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 from scale_core.contract import Contract
 from scale_core.events import Event
 from scale_core.exchange import exchange, exchange_text
 
+T = TypeVar("T")
+
 _next_number = 0
+
+
+def do_alike(act: Callable[[], T], what: str, contract: Contract) -> T:
+    """Does what this rank may refuse, for itself; raises on every rank if one does. All ranks call it together.
+
+    Args:
+        act: Called once; returns what this returns.
+        what: As in `refuse_alike`.
+        contract: As in `refuse_alike`.
+
+    Raises:
+        Exception: What `act` has raised; or `ValueError`, with the words of the first rank where it has.
+        ScaleDistributedError: A rank did something else.
+    """
+    done: list[T] = []
+    refusal = None
+    try:
+        done.append(act())
+    except Exception as error:
+        refusal = error
+    refuse_alike(refusal, what, contract)
+    return done[0]
 
 
 def refuse_alike(refusal: Exception | None, what: str, contract: Contract, error: type[Exception] = ValueError) -> None:

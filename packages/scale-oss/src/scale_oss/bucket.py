@@ -165,7 +165,7 @@ class Bucket:
             piece.grad = None
 
     def clear_gradients(self, *, set_to_none: bool) -> None:
-        """Clears the gradients of the pieces, or makes them zeros, with which a step then updates, as in plain PyTorch."""
+        """Clears the gradients of the pieces, or makes zeros of them, with which the next step updates."""
         self.use_up()
         cleared, self._used_up = self._used_up, set()
         if set_to_none or not cleared:

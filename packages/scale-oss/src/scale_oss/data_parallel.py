@@ -92,7 +92,7 @@ class ShardedDataParallel(nn.Module):
         self._overlaps = overlap_gather
         self._rest = Rest()
         if overlap_gather:
-            module.register_forward_pre_hook(self._rest)
+            module.register_forward_pre_hook(self._rest, prepend=True)
         self._followed: list[Bucket] = []
         self._held: set[int] = set()  # their parameters, by id
         for optimizer in optimizers:

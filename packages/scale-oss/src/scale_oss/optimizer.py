@@ -18,7 +18,7 @@ from scale_core.contract import Contract
 from scale_core.group import GroupLike, group_of
 from scale_core.optimizer_kinds import KINDS
 from scale_core.stepping import step_for_all
-from scale_oss.alike import next_number, refuse_alike
+from scale_oss.alike import do_alike, next_number
 from scale_oss.clipping import clip_together
 from scale_oss.handover import follow_parameters, give_gradients, publish, wait
 from scale_oss.kinds import check_kind, constructor_arguments, works_by_element
@@ -140,13 +140,11 @@ class OSS(WithState):
 
     def _build(self, groups: list[dict[str, Any]], defaults: dict[str, Any]) -> Optimizer:
         """The optimizer of this rank's part, which may refuse it, as Muon refuses what is no matrix."""
-        made, refusal = None, None
-        try:
-            made = self._optim_class(groups, **constructor_arguments(self._optim_class, defaults))
-        except Exception as error:
-            refusal = error
-        refuse_alike(refusal, f"the start of {self._optim_class.__name__}", self.contract)
-        assert made is not None, "what did not fail was made"
+        made = do_alike(
+            lambda: self._optim_class(groups, **constructor_arguments(self._optim_class, defaults)),
+            f"the start of {self._optim_class.__name__}",
+            self.contract,
+        )
         if self.together:
             step_for_all(made)
         return made
@@ -244,29 +242,17 @@ class OSS(WithState):
             return
         number = len(self.param_groups) - 1
         group = self.param_groups[number]
+        what = f"a group of {self._optim_class.__name__}"
         try:
             self.contract.agree("a parameter group added to OSS", list(lines_of_groups([group], number)))
             (stepped,) = self._sorter.add([group], number)
-            self._add_stepped(group, stepped)
+            do_alike(lambda: self.optim.add_param_group(stepped), what, self.contract)
         except BaseException:
-            del self.param_groups[number]
+            del self.param_groups[number:], self.optim.param_groups[number:]
+            self._sorter.take_back(group["params"])
             raise
         self._consolidated = None
         copy_options(self.optim.param_groups[-1:], [group])
-
-    def _add_stepped(self, group: Mapping[str, Any], stepped: dict[str, Any]) -> None:
-        """Gives the optimizer of this rank's part what it has of a new group, which it may refuse."""
-        refusal, known = None, len(self.optim.param_groups)
-        try:
-            self.optim.add_param_group(stepped)
-        except Exception as error:
-            refusal = error
-        try:
-            refuse_alike(refusal, f"a group of {self._optim_class.__name__}", self.contract)
-        except BaseException:
-            del self.optim.param_groups[known:]
-            self._sorter.take_back(group["params"])
-            raise
 
     def partition_parameters(self) -> list[list[dict[str, Any]]]:
         """Returns, by rank, the parameter groups with those parameters of which the rank updates some part."""

@@ -106,13 +106,13 @@ class Sorter:
         ]
 
     def take_back(self, params: Sequence[nn.Parameter]) -> None:
-        """Forgets all of a group that was just added, since the optimizer has refused it."""
+        """Forgets what it has of a group that was just added, or was about to be, and was refused."""
         refused = {id(param) for param in params}
         self.replicated[:] = [bucket for bucket in self.replicated if id(bucket.params[0]) not in refused]
         self.in_place[:] = [bucket for bucket in self.in_place if id(bucket.params[0]) not in refused]
         self.whole[:] = [bucket for bucket in self.whole if id(bucket.params[0]) not in refused]
         for key in refused:
-            del self.places[key]
+            self.places.pop(key, None)
 
     def updated_by(self) -> list[set[int]]:
         """Returns, by rank, the `id`s of the parameters of which the rank updates some part."""

@@ -110,7 +110,8 @@ def wait_where_used(model: nn.Module, buckets: Sequence[Bucket], contract: Contr
         numbers = _numbers_in(members, places)
         if numbers:
             waiting = Waiting([buckets[number] for number in numbers], contract, has_run=module in inside)
-            module.register_forward_pre_hook(waiting.before_forward)
+            # Before hooks that were there already: those of weight and spectral norm compute with parameters.
+            module.register_forward_pre_hook(waiting.before_forward, prepend=True)
             module.register_state_dict_pre_hook(waiting.wait)
             # What is loaded would be overwritten by what is still on its way.
             module.register_load_state_dict_pre_hook(waiting.wait)

@@ -150,7 +150,8 @@ def raise_together(
     notes = "".join(f"\n{note}" for _, note in told if note)
     batch = "" if first.micro_batch < 0 else f" of micro-batch {first.micro_batch}"
     where = f"stage {first.stage} on rank {first.rank}" if first.stage >= 0 else f"rank {first.rank}"
-    error = StageError(
+    # Raised unnamed: a name in this frame would be a cycle, which keeps what the traceback holds until it is collected.
+    raise StageError(
         f"step {step}: {where} raised {first.kind} in {first.doing}{batch}: {first.text}\n"
         f"All ranks gave the step up; gradients are as before it.{notes}\n{first.trace}".rstrip(),
         step=step,
@@ -158,5 +159,4 @@ def raise_together(
         rank=first.rank,
         stage=first.stage,
         micro_batch=first.micro_batch,
-    )
-    raise error from (cause if first.rank == group.rank else None)
+    ) from (cause if first.rank == group.rank else None)

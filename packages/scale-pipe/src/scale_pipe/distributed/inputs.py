@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -11,8 +11,9 @@ from torch import Tensor
 from scale_core.nested import map_tensors
 from scale_pipe.distributed.failure import of_error
 from scale_pipe.distributed.messages import Share
-from scale_pipe.distributed.runtime import Given
+from scale_pipe.distributed.runtime import Given, Parts
 from scale_pipe.distributed.stage import ToLoss
+from scale_pipe.distributed.stepping import Optimizers, stepper
 from scale_pipe.micro_batches import Arguments, batch_size_of, cut, micro_batch_sizes, scatter
 from scale_pipe.schedules.schedule import Schedule
 
@@ -27,12 +28,14 @@ class Asked(NamedTuple):
         target: What the loss function compares with, [N, ...]; None where it needs none.
         loss_fn: From output and target to their mean loss; None where the last stage returns it.
         stage_inputs: By stage, further arguments by keyword.
+        optimizer: Steps stages as soon as their gradients are there; None leaves that to the caller.
     """
 
     arguments: Arguments
     target: Any
     loss_fn: LossFunction | None
     stage_inputs: Mapping[int, Mapping[str, Any]]
+    optimizer: Optimizers | None = None
 
 
 def given_for(asked: Asked, schedule: Schedule, rank: int, device: torch.device, *, trains: bool) -> Given:
@@ -49,18 +52,21 @@ def given_for(asked: Asked, schedule: Schedule, rank: int, device: torch.device,
     stage = stages[0]
     try:
         shares, arguments = [], {}
+        _check_stages(asked.stage_inputs, schedule.num_stages)
+        on_step = stepper(asked.optimizer, stages)
         for stage in stages:
             extra = dict(asked.stage_inputs.get(stage, {}))
             if stage == 0:
                 inputs = Arguments(asked.arguments.args, {**asked.arguments.kwargs, **extra})
-                arguments[0] = _moved(scatter(inputs, schedule.num_micro_batches), device)
+                parts = _moved(scatter(inputs, schedule.num_micro_batches), device)
                 shares = _shares(inputs, schedule.num_micro_batches)
+                arguments[0] = Parts(parts, shares[0].total)
             elif extra:
-                arguments[stage] = _moved(_cut(Arguments((), extra), schedule.num_micro_batches), device)
+                arguments[stage] = _cut(Arguments((), extra), schedule.num_micro_batches, device)
         if not trains or schedule.num_stages - 1 not in stages:
-            return Given(shares, arguments)
+            return Given(shares, arguments, on_step=on_step)
         stage = schedule.num_stages - 1
-        return Given(shares, arguments, _loss_of(asked, schedule.num_micro_batches, device))
+        return Given(shares, arguments, _loss_of(asked, schedule.num_micro_batches, device), on_step)
     except Exception as error:
         return Given(failure=of_error(error, rank=rank, stage=stage, micro_batch=-1, doing=doing), cause=error)
 
@@ -72,27 +78,46 @@ def _shares(inputs: Any, chunks: int) -> list[Share]:
     return [Share(size, total, len(sizes)) for size in sizes]
 
 
-def _cut(inputs: Any, chunks: int) -> list[Any]:
+def _check_stages(stage_inputs: Any, num_stages: int) -> None:
+    if not isinstance(stage_inputs, Mapping):
+        raise TypeError(
+            f"expected stage_inputs to be a dict of keyword arguments by stage, but got {type(stage_inputs).__name__}: "
+            'write stage_inputs={1: {"mask": mask}}'
+        )
+    for index in stage_inputs:
+        if index not in range(num_stages):
+            raise ValueError(
+                f"stage_inputs has inputs for stage {index!r}, but there are {num_stages} stages, 0 to {num_stages - 1}"
+            )
+
+
+def _cut(inputs: Any, chunks: int, device: torch.device) -> Parts:
     """Cuts inputs; those without a tensor [N, ...] go to every micro-batch."""
     total = batch_size_of(inputs)
-    return [inputs] * chunks if total is None else cut(inputs, micro_batch_sizes(total, chunks))
+    parts = [inputs] * chunks if total is None else cut(inputs, micro_batch_sizes(total, chunks))
+    return Parts(_moved(parts, device), total)
 
 
 def _loss_of(asked: Asked, chunks: int, device: torch.device) -> ToLoss:
-    targets: Sequence[Any] = []
-    total: int | None = None
+    loss_fn, targets = asked.loss_fn, Parts([], None)
     if asked.target is not None:
-        total = batch_size_of(asked.target)
-        targets = _moved(_cut(asked.target, chunks), device)
+        targets = _cut(asked.target, chunks, device)
 
     def to_loss(output: Any, micro_batch: int, share: Share) -> Any:
-        if total is not None and share.total and total != share.total:
+        if targets.total is not None and targets.total != share.total:
             raise ValueError(
-                f"the mini-batch has {share.total} samples, and target has {total}: give target for the same samples"
+                f"the mini-batch has {share.total} samples, and target has {targets.total}: give target for the same "
+                "samples"
             )
-        if asked.loss_fn is None:
+        if loss_fn is None:
             return output
-        return asked.loss_fn(output, targets[micro_batch]) if asked.target is not None else asked.loss_fn(output)
+        if asked.target is not None:
+            return loss_fn(output, targets.of[micro_batch])
+        try:
+            return loss_fn(output)
+        except TypeError as error:
+            error.add_note("No target was given on the rank of the last stage: write pipe.step(..., target=target)")
+            raise
 
     return to_loss
 

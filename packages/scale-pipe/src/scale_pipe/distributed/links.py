@@ -181,9 +181,9 @@ class Links:
         return Content(form.structure, tensors, share)
 
     def _description(self, slot: Slot, peer: int, length: int) -> bytes:
-        data = torch.empty(length, dtype=torch.uint8)
-        self._wait(slot, self._receive(data, peer, slot))
-        return data.numpy().tobytes()
+        content = bytearray(length)
+        self._wait(slot, self._receive(torch.frombuffer(content, dtype=torch.uint8), peer, slot))
+        return bytes(content)
 
     # Sending.
 

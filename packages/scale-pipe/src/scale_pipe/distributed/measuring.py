@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from scale_core.exchange import exchange_text
 from scale_core.group import Group
@@ -12,6 +13,9 @@ from scale_pipe.schedules.costs import Costs
 from scale_pipe.schedules.schedule import Schedule
 from scale_pipe.schedules.simulation import Simulation, Span
 from scale_pipe.schedules.solver import solve
+
+_SEARCH_SECONDS = 120.0
+"""The longest that the solver may take beside the limit of a transfer."""
 
 _KINDS = (Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT, Kind.BACKWARD)
 
@@ -78,20 +82,29 @@ def solved(
         limit_seconds: How long to wait for another rank, beside the search.
 
     Raises:
+        ValueError: The solver refuses, as where the cap is too small; on all ranks alike.
         TransferError: A rank did not come.
     """
-    text = ""
+    found: dict[str, Any] = {}
+    cause: ValueError | None = None
     if group.rank == 0:
-        found = solve(
-            costs,
-            schedule.num_ranks,
-            schedule.num_micro_batches,
-            memory_cap=memory_cap,
-            placement=schedule.placement,
-        )
-        text = json.dumps(found.schedule.to_json())
-    texts = exchange_text(text, group, limit_seconds=limit_seconds)
-    return Schedule.from_json(json.loads(texts[0]))
+        try:
+            solution = solve(
+                costs,
+                schedule.num_ranks,
+                schedule.num_micro_batches,
+                memory_cap=memory_cap,
+                placement=schedule.placement,
+            )
+            found["schedule"] = solution.schedule.to_json()
+        except ValueError as error:
+            cause = error
+            found["refused"] = str(error)
+    limit = None if limit_seconds is None else limit_seconds + _SEARCH_SECONDS
+    told = json.loads(exchange_text(json.dumps(found), group, limit_seconds=limit)[0])
+    if "refused" in told:
+        raise ValueError(f"no schedule was found; {schedule.name} stays: {told['refused']}") from cause
+    return Schedule.from_json(told["schedule"])
 
 
 def measured(schedule: Schedule, spans: tuple[Span, ...]) -> Simulation:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NoReturn, get_args
 
 import torch
 from torch import Tensor, nn
 
-from scale_core import Contract, Event, GroupLike, ScaleDistributedError, group_of, message_tag
-from scale_core.last_words import LastWords
+from scale_core import Contract, Event, GroupLike, group_of, message_tag
 from scale_core.messages import HOST, UNIT_TAGS
-from scale_core.pending import TransferError
-from scale_pipe.distributed import failure as failures
 from scale_pipe.distributed.building import (
     SOLVE,
     connections,
@@ -22,20 +18,22 @@ from scale_pipe.distributed.building import (
     schedule_for,
     stages_each,
 )
+from scale_pipe.distributed.failure import of_error
 from scale_pipe.distributed.inputs import Asked, LossFunction, given_for
 from scale_pipe.distributed.links import Links
 from scale_pipe.distributed.measuring import costs_of, gathered_spans, measured, solved
-from scale_pipe.distributed.messages import Failure
+from scale_pipe.distributed.names import plain_name, plain_names
 from scale_pipe.distributed.order import Order
 from scale_pipe.distributed.own_stages import OwnStages
+from scale_pipe.distributed.passes import Passes, kept_gradients
 from scale_pipe.distributed.plan import Send, forward_plan, plan, shared_slots
-from scale_pipe.distributed.runtime import Run, spans_of
+from scale_pipe.distributed.replicas import reduces_apart
+from scale_pipe.distributed.runtime import Given
 from scale_pipe.distributed.shared import Shared
 from scale_pipe.distributed.stage import Checkpoint, Stage
 from scale_pipe.distributed.state import StagesState, clip_over_stages, state_slots
-from scale_pipe.distributed.stepping import Optimizers, stepper
-from scale_pipe.distributed.verdict import Verdict, agree_on_end, mean_loss
-from scale_pipe.micro_batches import Arguments, gather
+from scale_pipe.distributed.stepping import Optimizers
+from scale_pipe.micro_batches import Arguments
 from scale_pipe.models.deferred_batch_norm import DeferredBatchNorm
 from scale_pipe.schedules.schedule import Schedule
 from scale_pipe.schedules.simulation import Simulation, Span
@@ -101,32 +99,34 @@ class DistributedPipe(nn.Module):
         stages_per_rank = stages_per_rank or stages_each(module, self.group.size, balance)
         self._schedule = schedule_for(schedule, self.group.size, chunks, stages_per_rank)
         self._to_be_solved = isinstance(schedule, str) and schedule.lower() == SOLVE
+        if memory_cap is not None and not self._to_be_solved:
+            raise ValueError(
+                f'memory_cap={memory_cap} is for schedule="solve", and {self._schedule.name} does not look at it: take '
+                '"solve", or "v_half" or "v_min", which need less memory'
+            )
         self._memory_cap = memory_cap
         stages = cut_in_stages(module, self._schedule.num_stages, balance)
         placement = self._schedule.placement
         self._wiring, self._skip_keys, tied = connections(stages, placement)
         self._state = StagesState(stages, self.group)
         self._contract = Contract(self.group, limit_seconds)
-        self._words = LastWords(self.group)
+        self._passes = Passes(self.group, self._contract.limit_seconds)
         self._contract.agree("how the pipeline is built", list(described(self._schedule, stages, self._wiring)))
         for index in placement.stages_of[self.group.rank]:
             stage = stages[index] if device is None else stages[index].to(device)
             if deferred_batch_norm:
                 stage = DeferredBatchNorm.convert_deferred_batch_norm(stage, self._schedule.num_micro_batches)
             self._modules[str(index)] = stage
-        own = set(self.stages)
         self._tied = {
-            name: self.stages[stage].get_parameter(listed)
+            name: plain_name(plain_names(self.stages[stage]), listed)
             for name, places in tied.items()
             for stage, listed in places.items()
-            if stage in own
+            if stage in self.stages
         }
         self._runners: dict[int, Stage] = {}
         self._number = _next_number()
-        self._num_passes = self._num_steps = 0
+        self._num_steps = 0
         self._wished = HOST if device is None else torch.device(device)
-        self._broken: str | None = None
-        self._last: tuple[tuple[Span, ...], float] | None = None
         self._prepare()
         self._shared.make_equal(self._host_links, placement, self.group.rank, self._wiring.shared)
 
@@ -160,7 +160,7 @@ class DistributedPipe(nn.Module):
         forwards = [forward_plan(tasks) for tasks in plans]
         self._order = Order(plans, rank, schedule.num_stages, self._wiring)
         self._forward_order = Order(forwards, rank, schedule.num_stages, self._wiring)
-        self._shared = Shared(self._wiring.shared, schedule.placement, rank, self._tied)
+        self._shared = Shared(self._wiring.shared, schedule.placement, rank, self._tied_now())
         slots = [task.slot for tasks in plans for task in tasks if isinstance(task, Send)]
         kept = shared_slots(schedule.placement, self._wiring.shared)
         states = state_slots(schedule.placement)
@@ -212,21 +212,20 @@ class DistributedPipe(nn.Module):
                 the step, and training can go on.
             ScaleDistributedError: The ranks have lost each other.
         """
-        asked = Asked(Arguments(args, kwargs), target, loss_fn, stage_inputs or {})
-        self._begin()
-        before = [(param, None if param.grad is None else param.grad.clone()) for param in self._live_parameters()]
-        given = given_for(asked, self._schedule, self.group.rank, self._device, trains=True)
-        given = given._replace(on_step=stepper(optimizer, list(self.stages)))
-        self._shared.begin()
-        with torch.enable_grad():
-            run, verdict = self._run(self._order, self._links, given)
-        if verdict.failed:
-            self._give_up(run, before)
-        assert verdict.loss is not None
+        asked = Asked(Arguments(args, kwargs), target, loss_fn, stage_inputs or {}, optimizer)
+        self._begin("a step")
+        # In whatever mode a step is called it computes gradients, and such as can be used outside of inference mode.
+        with torch.inference_mode(False), torch.enable_grad():
+            with kept_gradients(self._live_parameters(), self._runners):
+                given = self._checked(given_for(asked, self._schedule, self.group.rank, self._device, trains=True))
+                self._shared.begin()
+                _, verdict = self._passes.run(self._order, self._links, self._runners, given, self._shared)
+            assert verdict.loss is not None
+            loss = torch.tensor(verdict.loss, dtype=verdict.dtype, device=self._device)
         self._num_steps += 1
         if self._to_be_solved and self._num_steps >= _MEASURED_STEP:
             self._solve()
-        return torch.tensor(verdict.loss, dtype=verdict.dtype, device=self._device)
+        return loss
 
     @torch.no_grad()
     def evaluate(self, *args: Any, stage_inputs: Mapping[int, Mapping[str, Any]] | None = None, **kwargs: Any) -> Any:
@@ -245,83 +244,59 @@ class DistributedPipe(nn.Module):
             ScaleDistributedError: As in `step`.
         """
         asked = Asked(Arguments(args, kwargs), None, None, stage_inputs or {})
-        self._begin()
+        self._begin("an evaluation")
         given = given_for(asked, self._schedule, self.group.rank, self._device, trains=False)
-        run, verdict = self._run(self._forward_order, self._forward_links, given)
-        if verdict.failed:
-            self._give_up(run, [])
-        return gather([run.outputs[number] for number in sorted(run.outputs)]) if run.outputs else None
+        run, _ = self._passes.run(self._forward_order, self._forward_links, self._runners, given, self._shared)
+        return run.output
 
-    def _begin(self) -> None:
-        if self._broken is not None:
-            raise ScaleDistributedError(
-                f"the ranks of the pipeline have lost each other in an earlier step:\n{self._broken}\n"
-                "end this process and start from the last checkpoint",
-                step=self._num_passes,
-            )
-        self._num_passes += 1
+    def _begin(self, kind: str) -> None:
+        self._passes.begin(kind)
         device = self.device
         if device != self._device:
             self._device = device
             self._links.compute_on(device)
             self._forward_links.compute_on(device)
-
-    def _run(self, order: Order, links: Links, given: Any) -> tuple[Run, Verdict]:
-        """One pass on this rank, and what all ranks know after it."""
-        stages = self._runners
         for index, module in self.stages.items():
-            if index not in stages or stages[index].module is not module:
+            known = self._runners.get(index)
+            if known is None or known.module is not module:
                 pops, stashes = self._keys(index, pops=True), self._keys(index, pops=False)
-                stages[index] = Stage(index, module, pops, stashes, self.checkpoint)
-        limit = self._contract.limit_seconds
-        run = Run(self.group, order, stages, links, given, self._shared, limit)
-        began, clock = time.time(), time.perf_counter()
+                self._runners[index] = Stage(index, module, pops, stashes, self.checkpoint)
+
+    def _checked(self, given: Given) -> Given:
+        """Looks at shared parameters again; what is wrong with them fails the step on all ranks alike."""
         try:
-            run.go()
-            if run.failure is not None and run.failure.lost:
-                failures.raise_lost(run.failure, self._num_passes, self._words)
-            loss = mean_loss(run.losses, run.shares) if run.losses else None
-            verdict = agree_on_end(self.group, failed=run.failure is not None, loss=loss, limit_seconds=limit)
-        except TransferError as error:
-            self._lose(failures.of_end(error, self.group.rank))
-        except BaseException as error:
-            self._broken = str(error)
-            raise
-        if verdict.failed:
-            for stage in stages.values():
-                stage.discard()
-        self._last = spans_of(run.times, self.group.rank, clock), began
-        return run, verdict
+            self._shared.look_again(self._tied_now())
+        except ValueError as error:
+            words = "what its stages are wrapped in"
+            return given._replace(
+                failure=of_error(error, rank=self.group.rank, stage=min(self.stages), micro_batch=-1, doing=words),
+                cause=error,
+            )
+        return given
+
+    def _tied_now(self) -> dict[str, nn.Parameter]:
+        """By name, this rank's copies of the parameters that it shares with others.
+
+        Raises:
+            ValueError: A wrapper reduces the gradient of one by itself, so it can't be added to those of other stages.
+        """
+        if not self._tied:
+            return {}
+        listed = dict(self.named_parameters(remove_duplicate=False))
+        for plain in self._tied.values():
+            if plain not in listed or any(reduces_apart(stage, listed[plain]) for stage in self.stages.values()):
+                raise ValueError(
+                    f"{plain} is one parameter with that of another stage, whose gradients are added up after the last "
+                    "backward, but a wrapper around it shards or reduces its gradient before: wrap the modules beside "
+                    "it alone, or the whole stage in torch's DistributedDataParallel"
+                )
+        return {name: listed[plain] for name, plain in self._tied.items()}
 
     def _keys(self, index: int, *, pops: bool) -> dict[str, Any]:
         skips = self._wiring.skips
         return {
             skip.name: self._skip_keys[skip.name] for skip in skips if index == (skip.target if pops else skip.source)
         }
-
-    def _give_up(self, run: Run, before: Sequence[tuple[nn.Parameter, Tensor | None]]) -> NoReturn:
-        """Puts gradients back, and raises on all ranks what was raised on one."""
-        for param, grad in before:
-            param.grad = grad
-        note = ""
-        if run.stepped:
-            note = (
-                f"Stages {', '.join(map(str, run.stepped))} had been stepped by then, which can't be taken back: load "
-                "the last checkpoint"
-            )
-        try:
-            failures.raise_together(
-                run.failure, self.group, self._num_passes, run.cause, self._contract.limit_seconds, note
-            )
-        except TransferError as error:
-            self._lose(failures.of_end(error, self.group.rank))
-
-    def _lose(self, failure: Failure) -> NoReturn:
-        try:
-            failures.raise_lost(failure, self._num_passes, self._words)
-        except ScaleDistributedError as error:
-            self._broken = str(error)
-            raise
 
     def _live_parameters(self) -> Iterator[nn.Parameter]:
         seen: set[int] = set()
@@ -336,7 +311,7 @@ class DistributedPipe(nn.Module):
     @property
     def last_trace(self) -> tuple[Span, ...]:
         """What this rank has computed in its last pass, in seconds from its begin."""
-        return () if self._last is None else self._last[0]
+        return () if self._passes.last is None else self._passes.last[0]
 
     def measured(self) -> Simulation:
         """Returns the last pass of all ranks, to be drawn beside the plan; all ranks call it together.
@@ -347,9 +322,9 @@ class DistributedPipe(nn.Module):
             RuntimeError: There was none.
             TransferError: A rank did not come.
         """
-        if self._last is None:
+        if self._passes.last is None:
             raise RuntimeError("there is nothing measured before the first step: call pipe.step(...) first")
-        spans, began = self._last
+        spans, began = self._passes.last
         return measured(self._schedule, gathered_spans(spans, self.group, began, self._contract.limit_seconds))
 
     def _solve(self) -> None:

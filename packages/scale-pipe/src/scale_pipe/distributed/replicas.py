@@ -78,6 +78,17 @@ class Replicas:
             wrapper.zero_grad()
 
 
+def reduces_apart(module: nn.Module, param: nn.Parameter) -> bool:
+    """Whether a wrapper in a stage reduces the gradient of a parameter by itself, at a time of its own.
+
+    Args:
+        module: The stage's.
+        param: One of its parameters.
+    """
+    own = (one for one in _outermost(module) if not isinstance(one, DistributedDataParallel))
+    return any(param is other for wrapper in own for other in wrapper.parameters())
+
+
 def _average(params: list[nn.Parameter], group: Group, limit_seconds: float | None) -> None:
     for param in params:
         if param.grad is None:

@@ -25,7 +25,7 @@ from scale_pipe.distributed.order import Order
 from scale_pipe.distributed.plan import AddShared, Average, Flow, Receive, Send, Slot
 from scale_pipe.distributed.shared import Shared
 from scale_pipe.distributed.stage import OUTPUT, Stage, ToLoss
-from scale_pipe.micro_batches import Arguments
+from scale_pipe.micro_batches import Arguments, gather
 from scale_pipe.schedules.action import EVERY_MICRO_BATCH, Action, Kind
 from scale_pipe.schedules.simulation import Span
 
@@ -44,22 +44,34 @@ _NOT_THERE = Share(0, 0, 0)
 _NOTHING_GIVEN = Arguments((), {})
 
 
+class Parts(NamedTuple):
+    """Something that is given for a mini-batch, by micro-batch.
+
+    Attributes:
+        of: By micro-batch.
+        total: Samples of the mini-batch that it was cut from; None where each micro-batch gets the whole.
+    """
+
+    of: Sequence[Any]
+    total: int | None
+
+
 class Given(NamedTuple):
     """What a rank is given for a pass.
 
     Attributes:
         shares: Of each micro-batch, on the rank of the first stage; elsewhere they arrive.
-        arguments: By stage of this rank and by micro-batch, what it is called with beside what arrives.
+        arguments: By stage of this rank, the `Arguments` that it is called with beside what arrives.
         to_loss: On the rank of the last stage, in a training step.
-        on_step: Called for each stage where the schedule steps it.
+        on_step: Called for each stage where the schedule steps it; returns the stages whose parameters were updated.
         failure: What was wrong with it.
         cause: What was raised then.
     """
 
     shares: Sequence[Share] = ()
-    arguments: Mapping[int, Sequence[Arguments]] = {}
+    arguments: Mapping[int, Parts] = {}
     to_loss: ToLoss | None = None
-    on_step: Callable[[int], None] | None = None
+    on_step: Callable[[int], Sequence[int]] | None = None
     failure: Failure | None = None
     cause: Exception | None = None
 
@@ -80,7 +92,7 @@ class Run:
         failure: Why the step is given up; None while it goes well.
         cause: What was raised on this rank.
         losses: By micro-batch, on the rank of the last stage.
-        outputs: Likewise, in an evaluation.
+        output: Of the whole mini-batch, likewise, in an evaluation.
         shares: By micro-batch, those that this rank has seen.
         stepped: The stages whose parameters were updated.
         times: What was computed, when it began and when it was over, in seconds of `time.perf_counter`.
@@ -99,7 +111,7 @@ class Run:
         self.failure: Failure | None = given.failure
         self.cause: Exception | None = given.cause
         self.losses: dict[int, Tensor] = {}
-        self.outputs: dict[int, Any] = {}
+        self.output: Any = None
         self.shares: dict[int, Share] = dict(enumerate(given.shares))
         self.stepped: list[int] = []
         self.times: list[tuple[Action, float, float]] = []
@@ -112,6 +124,7 @@ class Run:
         self._limit = limit_seconds
         self._inbox: dict[Slot, Message] = {}
         self._outbox: dict[Slot, Message] = {}
+        self._outputs: dict[int, Any] = {}
         self._num_posted = 0
 
     def go(self) -> None:
@@ -139,6 +152,7 @@ class Run:
                 self._compute(task)
                 self._forget(self._order.receipts.get(index, ()))
         self._forget(None)
+        self._join_outputs()
 
     # Transfers.
 
@@ -220,15 +234,15 @@ class Run:
         reduces = self._is_last_turn(number, micro_batch, share)
         if kind is Kind.FORWARD:
             given = self._given.arguments.get(number)
-            if given and len(given) != share.num_micro_batches:
+            if given is not None and given.total is not None and given.total != share.total:
                 raise ValueError(
-                    f"stage {number} was given inputs for {len(given)} micro-batches, but the mini-batch makes "
-                    f"{share.num_micro_batches}: give every stage inputs of the same mini-batch"
+                    f"stage {number} was given inputs of {given.total} samples, but the mini-batch has {share.total}: "
+                    "give every stage inputs of the same samples"
                 )
             is_last = number == self._order.num_stages - 1
             results, kept = stage.forward(
                 micro_batch,
-                given[micro_batch] if given else _NOTHING_GIVEN,
+                _NOTHING_GIVEN if given is None else given.of[micro_batch],
                 arrived,
                 share,
                 reduces=reduces,
@@ -236,7 +250,7 @@ class Run:
                 to_loss=self._given.to_loss if is_last else None,
             )
             if is_last:
-                (self.losses if self._given.to_loss else self.outputs)[micro_batch] = kept
+                (self.losses if self._given.to_loss else self._outputs)[micro_batch] = kept
             return results
         seed = self.losses.get(micro_batch) if number == self._order.num_stages - 1 else None
         with self._outside_autocast():
@@ -260,6 +274,14 @@ class Run:
         return next((turn for turn in reversed(turns) if turn < share.num_micro_batches), None) == micro_batch
 
     # What stands at the end.
+
+    def _join_outputs(self) -> None:
+        """Puts the outputs of an evaluation together, while all ranks can still be told that they do not fit."""
+        if self._outputs and self.failure is None:
+            try:
+                self.output = gather([self._outputs[number] for number in sorted(self._outputs)])
+            except Exception as error:
+                self._raised(error, Action(Kind.FORWARD, self._order.num_stages - 1, EVERY_MICRO_BATCH))
 
     def _average(self, number: int) -> None:
         """Averages a stage's gradients over its replicas, unless one of these has failed."""
@@ -287,8 +309,7 @@ class Run:
     def _step(self, action: Action) -> None:
         if self.failure is None and self._given.on_step is not None:
             try:
-                self._given.on_step(action.stage)
-                self.stepped.append(action.stage)
+                self.stepped += self._given.on_step(action.stage)
             except Exception as error:
                 self._raised(error, action)
 

@@ -58,6 +58,14 @@ class Shared:
             if rank in holders:
                 self._copies[parameter.name] = _Copy(own[parameter.name], holders[rank], tuple(holders.values()))
 
+    def look_again(self, own: Mapping[str, nn.Parameter]) -> None:
+        """Takes the copies as they are now: `load_state_dict(assign=True)` and wrappers put others in their places.
+
+        Args:
+            own: By name, this rank's copies.
+        """
+        self._copies = {name: copy._replace(param=own[name]) for name, copy in self._copies.items()}
+
     def counted_elsewhere(self) -> set[nn.Parameter]:
         """The copies that another rank counts: those of all holders but the first."""
         return {copy.param for copy in self._copies.values() if copy.stage != copy.stages[0]}
@@ -68,31 +76,30 @@ class Shared:
         for copy in self._copies.values():
             copy.param.grad = None
 
-    def message(self, name: str) -> Content:
-        """Returns what is sent: this rank's gradient; zeros where there is none.
+    def message(self, name: str) -> Content | Share:
+        """Returns what is sent: this rank's gradient, or word that there is none.
 
         Args:
             name: Of a parameter.
         """
-        param = self._copies[name].param
-        return Content(*pack(torch.zeros_like(param) if param.grad is None else param.grad), _WHOLE)
+        grad = self._copies[name].param.grad
+        return _WHOLE if grad is None else Content(*pack(grad), _WHOLE)
 
     def add(self, arrived: Mapping[Slot, Content]) -> None:
-        """Adds up the gradients of all holders.
+        """Adds up the gradients of all holders; where none has one, as of frozen parameters, there is none.
 
         Args:
-            arrived: Those of the others.
+            arrived: Those of the others that have one.
         """
         others = {(slot.name, slot.source): content.tensors[0] for slot, content in arrived.items()}
         for name, (param, stage, stages) in self._copies.items():
-            own = torch.zeros_like(param) if param.grad is None else param.grad
             total: Tensor | None = None
             for source in stages:
-                part = own if source == stage else others[name, source]
-                total = part.clone() if total is None else total.add_(part)
+                part = param.grad if source == stage else others.get((name, source))
+                if part is not None:
+                    total = part.clone() if total is None else total.add_(part)
             before = self._aside.pop(name)
-            assert total is not None
-            param.grad = total if before is None else before.add_(total)
+            param.grad = total if before is None else before if total is None else before.add_(total)
 
     @torch.no_grad()
     def make_equal(

@@ -73,6 +73,7 @@ class Stage:
         self._live: dict[int, _Live] = {}
         self._later: dict[int, Backward] = {}
         self._splits = self._counted = False
+        self._kept_memory: set[int] = set()
         self.replicas = Replicas(module)
 
     def begin(self, *, splits: bool) -> None:
@@ -84,6 +85,7 @@ class Stage:
         self._counted = False
         self.replicas = Replicas(self.module)
         self._splits = splits and self._checkpoint == "never" and not self.replicas.any and not _recomputes(self.module)
+        self._kept_memory = {_memory(buffer) for buffer in self.module.buffers()}
 
     def forward(
         self,
@@ -139,7 +141,7 @@ class Stage:
         for name, tree in handed.items():
             structure, tensors = pack(tree)
             roots[name] = [get_gradient_edge(tensor) for tensor in tensors if tensor.requires_grad] if trains else []
-            leaving[name] = Content(structure, [_cut_off(tensor) for tensor in tensors], share)
+            leaving[name] = Content(structure, [self._cut_off(tensor) for tensor in tensors], share)
         if trains:
             leaves = {name: [t for t in content.tensors if t.requires_grad] for name, content in arrived.items()}
             self._live[micro_batch] = _Live(leaves, roots)
@@ -184,8 +186,18 @@ class Stage:
         """
         self._later.pop(micro_batch).run_weights()
 
+    def _cut_off(self, tensor: Tensor) -> Tensor:
+        """The same memory without its history, and a leaf where it has one.
+
+        A buffer is copied: the next micro-batch may change it before this one is sent, or looked at.
+        """
+        own = tensor.detach()
+        if self._kept_memory and _memory(own) in self._kept_memory:
+            own = own.clone()
+        return own.requires_grad_(tensor.requires_grad)
+
     def discard(self) -> None:
-        """Forgets all micro-batches: the step was given up."""
+        """Forgets all micro-batches of a step that was given up, and gradients that wait in wrappers."""
         self._live.clear()
         self._later.clear()
         self.replicas.discard()
@@ -252,9 +264,9 @@ def _note_changes(leaves: Sequence[Tensor], entries: Sequence[Tensor]) -> None:
             increment_version(leaf)
 
 
-def _cut_off(tensor: Tensor) -> Tensor:
-    """The same memory without its history, and a leaf where it has one."""
-    return tensor.detach().requires_grad_(tensor.requires_grad)
+def _memory(tensor: Tensor) -> int:
+    """Tells memory apart while it is there."""
+    return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else id(tensor)
 
 
 def _checked(loss: Any) -> Tensor:
@@ -264,6 +276,8 @@ def _checked(loss: Any) -> Tensor:
             f"the loss of a micro-batch has to be a tensor with one element, and is {got}: pass "
             "loss_fn=lambda output, target: ..., or let the last stage return the mean loss"
         )
+    if loss.is_complex():
+        raise ValueError(f"the loss of a micro-batch has to be real, and is {loss.dtype}: take its .real or its .abs()")
     if not loss.requires_grad:
         raise ValueError(
             "the loss does not depend on anything that requires a gradient: no parameter trains, or the last stage or "

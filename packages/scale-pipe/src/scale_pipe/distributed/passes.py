@@ -1,0 +1,138 @@
+"""The passes of one rank, one after the other: each ends on all ranks alike, with a result or with an error."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import NoReturn
+
+from torch import Tensor, nn
+
+from scale_core import ScaleDistributedError
+from scale_core.group import Group
+from scale_core.last_words import LastWords
+from scale_core.pending import TransferError
+from scale_pipe.distributed import failure as failures
+from scale_pipe.distributed.links import Links
+from scale_pipe.distributed.messages import Failure
+from scale_pipe.distributed.order import Order
+from scale_pipe.distributed.runtime import Given, Run, spans_of
+from scale_pipe.distributed.shared import Shared
+from scale_pipe.distributed.stage import Stage
+from scale_pipe.distributed.verdict import Verdict, agree_on_end, mean_loss
+from scale_pipe.schedules.simulation import Span
+
+
+class Passes:
+    """What a rank knows of its passes.
+
+    Args:
+        group: The ranks of the pipeline.
+        limit_seconds: The longest wait for another rank.
+
+    Attributes:
+        last: What the last one has computed, in seconds from its begin, and when that was; None before the first.
+    """
+
+    def __init__(self, group: Group, limit_seconds: float | None) -> None:
+        self.last: tuple[tuple[Span, ...], float] | None = None
+        self._group = group
+        self._limit = limit_seconds
+        self._words = LastWords(group)
+        self._number = 0
+        self._kind = ""
+        self._broken: str | None = None
+
+    def begin(self, kind: str) -> None:
+        """Another one begins.
+
+        Args:
+            kind: "a step" or "an evaluation": ranks that do not do the same are found out by it.
+
+        Raises:
+            ScaleDistributedError: The ranks have lost each other before.
+        """
+        if self._broken is not None:
+            raise ScaleDistributedError(
+                f"the ranks of the pipeline have lost each other in an earlier step:\n{self._broken}\n"
+                "end this process and start from the last checkpoint",
+                step=self._number,
+            )
+        self._number += 1
+        self._kind = kind
+
+    def run(
+        self, order: Order, links: Links, stages: Mapping[int, Stage], given: Given, shared: Shared
+    ) -> tuple[Run, Verdict]:
+        """Goes through a list, and returns what came of it here, and what all ranks know of it.
+
+        Args:
+            order: What this rank does.
+            links: To the others.
+            stages: Of this rank.
+            given: What it is given.
+            shared: The parameters that it shares with others.
+
+        Raises:
+            StageError: A stage has failed, on whichever rank.
+            ScaleDistributedError: The ranks have lost each other.
+        """
+        run = Run(self._group, order, stages, links, given, shared, self._limit)
+        began, clock = time.time(), time.perf_counter()
+        try:
+            run.go()
+            if run.failure is not None and run.failure.lost:
+                self._lose(run.failure)
+            loss = mean_loss(run.losses, run.shares) if run.losses else None
+            verdict = agree_on_end(self._group, failed=run.failure is not None, loss=loss, limit_seconds=self._limit)
+            if verdict.failed:
+                self._give_up(run)
+        except TransferError as error:
+            self._lose(failures.of_end(error, self._group.rank))
+        except failures.StageError:
+            raise
+        except BaseException as error:  # The others may still wait for this rank, which has left its list.
+            self._broken = self._broken or f"rank {self._group.rank} left step {self._number}: {error!r}"
+            raise
+        self.last = spans_of(run.times, self._group.rank, clock), began
+        return run, verdict
+
+    def _give_up(self, run: Run) -> NoReturn:
+        """Raises on all ranks what was raised on one."""
+        note = ""
+        if run.stepped:
+            note = (
+                f"Stages {', '.join(map(str, run.stepped))} had been stepped by then, which can't be taken back: load "
+                "the last checkpoint"
+            )
+        cause, run.cause = run.cause, None  # Its traceback leads to the run: what is a cycle outlives the error.
+        failures.raise_together(run.failure, self._group, self._number, cause, self._limit, note)
+
+    def _lose(self, failure: Failure) -> NoReturn:
+        told = failure._replace(text=f"{failure.text} (in {self._kind})")
+        try:
+            failures.raise_lost(told, self._number, self._words)
+        except ScaleDistributedError as error:
+            self._broken = str(error)
+            raise
+
+
+@contextmanager
+def kept_gradients(params: Iterable[nn.Parameter], stages: Mapping[int, Stage]) -> Iterator[None]:
+    """Around a step: gradients are afterwards as before it if it raises anything.
+
+    Args:
+        params: Of this rank.
+        stages: Likewise; what they hold is let go of.
+    """
+    before: list[tuple[nn.Parameter, Tensor | None]]
+    before = [(param, None if param.grad is None else param.grad.clone()) for param in params]
+    try:
+        yield
+    except BaseException:
+        for stage in stages.values():
+            stage.discard()
+        for param, grad in before:
+            param.grad = grad
+        raise
