@@ -359,3 +359,9 @@ def test_a_transfer_that_fails_elsewhere_is_no_other_error() -> None:
 def test_an_error_can_be_sent_to_another_process() -> None:
     error = pickle.loads(pickle.dumps(ContractError("message", step=3, unit="a")))
     assert (type(error), str(error), error.step, error.unit) == (ContractError, "message", 3, "a")
+
+
+@pytest.mark.parametrize("limit", [0, -1.0, float("nan")])
+def test_a_limit_without_time_is_refused(limit: float) -> None:
+    with pytest.raises(ValueError, match="expected limit_seconds above 0, or None"):
+        Contract(group_of(None), limit)

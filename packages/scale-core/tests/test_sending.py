@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import scale_core.flat
 import scale_core.sending
+from scale_core import flat, flat_reduced
 from scale_core.flat import Devices, Dtypes, FlatBuffer, wait_sent
 from scale_core.group import Group
 from scale_core.layout import FlatLayout
@@ -47,7 +47,8 @@ class Told(HostStream):
 @contextmanager
 def told_streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     log: list[str] = []
-    monkeypatch.setattr(scale_core.flat, "_copy_stream", lambda device, what: Told(log, what))
+    for module in (flat, flat_reduced):
+        monkeypatch.setattr(module, "copy_stream", lambda device, what: Told(log, what))
     yield log
 
 
@@ -178,7 +179,7 @@ def test_a_copy_to_a_device_is_waited_for_by_the_device_and_one_to_the_host_by_t
 def test_on_cuda_a_cast_shard_equals_that_of_the_host_and_does_not_stop_the_host(dtype: torch.dtype) -> None:
     shard = torch.randn((1 << 25) + 5).pin_memory()
     device = torch.device("cuda", torch.cuda.current_device())
-    stream = scale_core.flat._copy_stream(device, "shards")
+    stream = flat_reduced.copy_stream(device, "shards")
     target, sending = torch.empty(shard.shape, dtype=dtype, device=device), Sending(stream)
     with stream.run():
         torch.cuda._sleep(1_000_000_000)  # About half a second.

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import scale_core.flat
 import scale_core.sending
+from scale_core import flat, flat_reduced
 from scale_core.state import load_sharded_state_dict, sharded_state_dict
 from scale_core.streams import HostStream
 from scale_fsdp import MixedPrecision, ShardedEMA, fully_shard
@@ -48,7 +48,8 @@ class Late(HostStream):
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[Late]:
     stream = Late()
-    monkeypatch.setattr(scale_core.flat, "_copy_stream", lambda device, what: stream)
+    for module in (flat, flat_reduced):
+        monkeypatch.setattr(module, "copy_stream", lambda device, what: stream)
     monkeypatch.setattr(scale_core.sending, "copy_into", stream.begin)
     yield stream
     stream.synchronize()

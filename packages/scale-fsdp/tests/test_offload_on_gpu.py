@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import scale_core.flat
 import scale_fsdp.offload.backward
+from scale_core import flat_reduced
 from scale_core.backward import on_arriving_grads
 from scale_fsdp import MixedPrecision, OffloadOptimizer, ShardedEMA, fully_shard
 
@@ -44,7 +44,7 @@ def data(step: int = 0) -> Tensor:
 def delay(what: str) -> None:
     """Has the copies of one kind wait half a second."""
     device = torch.device("cuda", torch.cuda.current_device())
-    with scale_core.flat._copy_stream(device, what).run(after_caller=False):
+    with flat_reduced.copy_stream(device, what).run(after_caller=False):
         torch.cuda._sleep(_HALF_A_SECOND)
 
 
@@ -110,7 +110,7 @@ def test_gradients_that_alone_go_to_the_host_go_beside_the_computation() -> None
 
     def look(_: Tensor) -> None:
         torch.cuda.current_stream().synchronize()
-        copies: Any = scale_core.flat._copy_stream(device, "gradients").record()
+        copies: Any = flat_reduced.copy_stream(device, "gradients").record()
         done.append((torch.cuda.current_stream().query(), copies.query()))
 
     for step in range(2):  # The first takes memory, for which the device is waited for.

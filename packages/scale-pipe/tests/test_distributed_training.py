@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from scale_core import ShardedGradScaler
 from scale_core.testing import run_ranks
-from scale_pipe import DistributedPipe, draw, simulate, validate
+from scale_pipe import DistributedPipe, StageError, draw, simulate, validate
 
 WORDS = 7
 
@@ -97,6 +98,13 @@ def tied() -> list[str]:
     pipe.step(*(steps[0][:1]), target=steps[0][1], loss_fn=nn.functional.cross_entropy)
     left = {name for name, param in pipe.named_parameters() if param.grad is None}
     wrong += [f"frozen: without gradients are {left}"] * (left != {mine})
+    for stage in pipe.stages.values():
+        stage.no_sync = nullcontext  # As wrappers have it that reduce gradients themselves.
+    try:
+        pipe.step(*(steps[0][:1]), target=steps[0][1], loss_fn=nn.functional.cross_entropy)
+        wrong.append("a wrapper around a tied parameter: nothing was raised")
+    except StageError as error:
+        wrong += [str(error)] * ("0.weight is one parameter with that of another stage" not in str(error))
     v = DistributedPipe(tied_model(), "zb_v", balance=[1, 1, 2, 1], chunks=4)
     x, target = words(8)
     v.step(x, target=target, loss_fn=nn.functional.cross_entropy)

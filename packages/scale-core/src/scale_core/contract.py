@@ -103,7 +103,9 @@ class Contract:
         in_words: Callable[[Sequence[str]], str] = some_have_failed,
     ) -> None:
         self.group = group
-        self.limit_seconds = limit_seconds or _limit_of(group)
+        if limit_seconds is not None and not limit_seconds > 0:
+            raise ValueError(f"expected limit_seconds above 0, or None for the group's own, got {limit_seconds}")
+        self.limit_seconds = _limit_of(group) if limit_seconds is None else limit_seconds
         self.step = 0
         self.history = History()
         self._checking = False
