@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import io
 import os
 import pickle
 import signal
@@ -192,3 +193,5 @@ def _redirect_output(path: Path) -> None:
     with path.open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # Between what C prints, in the order in which it was said.
