@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed_cases import Plain, batch, differences, mlp, mse, order_in, u_net
+from distributed_cases import Plain, batch, differences, mlp, mse, order_in
+from pipe_u_net import u_net
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -111,6 +112,15 @@ def own_schedules() -> list[str]:
     )
 
 
+def beside_a_pipeline_of_one_rank() -> list[str]:
+    """A rank that has built one pipeline more, in another group, numbers the common one as the others do."""
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    if dist.get_rank() == 0:
+        DistributedPipe(mlp(1), balance=[3], group=alone[0])
+    pipe = DistributedPipe(mlp(), balance=[5, 7], chunks=4, limit_seconds=20.0)
+    return compare(pipe, mlp(), [batch()], "beside another")
+
+
 def on_a_mesh() -> list[str]:
     """The ranks of one axis of a mesh; the schedule's name written in another way."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "pipe"))
@@ -145,7 +155,7 @@ def compare_off_first(pipe: DistributedPipe, model: nn.Sequential) -> list[str]:
 
 
 def two_ranks() -> list[str]:
-    return every_schedule() + u_nets() + own_schedules() + in_order() + on_a_mesh()
+    return every_schedule() + u_nets() + own_schedules() + in_order() + on_a_mesh() + beside_a_pipeline_of_one_rank()
 
 
 def four_ranks() -> list[str]:
@@ -192,7 +202,7 @@ def test_a_pipeline_needs_no_process_group_in_a_world_of_one() -> None:
         ({"balance": [6, 6]}, "'1f1b' has 1 stage on each rank, but there are to be 2"),
         ({"schedule": gpipe(1, 2), "balance": [6, 6]}, r"the schedule has 1 stages, but balance \[6, 6\] makes 2"),
         ({"balance": None}, "a balance is needed"),
-        ({"checkpoint": "sometimes"}, "checkpoint is not one of 'always', 'except_last', 'never'"),
+        ({"checkpoint": "sometimes"}, "checkpoint is not one of 'always', 'except_last', or 'never', but 'sometimes'"),
         ({"schedule": Schedule("two", Placement.loop(2), 1, ((), ()))}, "'two' has 2 ranks, but the group has 1"),
     ],
 )

@@ -17,6 +17,7 @@ The files in reading order; each stands only on those above it:
 - `disagreement`: what is said of ranks that are not alike;
 - `contract`: the promise that all ranks do the same, and the error that says who did not;
 - `giving_up`: what ranks say when one has failed, and all give the pass up;
+- `numbering`: numbers that all ranks give to the same thing;
 - `packing`: the placement of atoms in even shards; integers only;
 - `layout`: where parameters stand in a flat buffer; pure arithmetic;
 - `shard`: what a local shard is a piece of;

@@ -92,14 +92,23 @@ def clip_grad_norm(
     norm = grad_norm(params, norm_type, limit_seconds)
     if math.isinf(max_norm):
         return norm  # Nothing to scale, and no gradient is touched for it.
-    factor = clip_factor(norm, max_norm)
+    scale_gradients(params, clip_factor(norm, max_norm))
+    return norm
+
+
+def scale_gradients(params: Iterable[Tensor], factor: Tensor) -> None:
+    """Multiplies what the parameters have in `grad` by a scalar, in place.
+
+    Args:
+        params: Those without a gradient are left out.
+        factor: Scalar; its own dtype is computed in, since half precision would round it first.
+    """
     alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for param in params:
         if param.grad is not None and param.grad.numel():
             alike.setdefault((param.grad.dtype, param.grad.device), []).append(param.grad)
     for (_, device), grads in alike.items():
-        torch._foreach_mul_(grads, factor.to(device))  # In the factor's own dtype: half precision would round it first.
-    return norm
+        torch._foreach_mul_(grads, factor.to(device))
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""What all ranks do alike: refuse what one of them refuses, and call a thing by one number.
+"""What all ranks do alike: refuse what one of them refuses.
 
 An optimizer checks the parameters that it is given, which are other ones on every rank; and ranks may read other files.
 Where one of them raised alone, the others would go on, and wait for it in vain.
@@ -11,11 +11,9 @@ from typing import TypeVar
 
 from scale_core.contract import Contract
 from scale_core.events import Event
-from scale_core.exchange import exchange, exchange_text
+from scale_core.exchange import exchange_text
 
 T = TypeVar("T")
-
-_next_number = 0
 
 
 def do_alike(act: Callable[[], T], what: str, contract: Contract) -> T:
@@ -61,21 +59,3 @@ def refuse_alike(refusal: Exception | None, what: str, contract: Contract, error
     for rank, text in enumerate(texts):
         if text:
             raise error(f"{text} (on rank {rank})")
-
-
-def next_number(what: str, contract: Contract) -> int:
-    """Returns a number that no rank of the group has given to anything yet; all ranks call it together.
-
-    Args:
-        what: What is to be numbered, for those who wait in vain.
-        contract: What the ranks have promised each other.
-
-    Raises:
-        ScaleDistributedError: A rank did something else.
-    """
-    global _next_number  # Each rank may have made others of the kind in other groups.
-    with contract.waiting(Event(what, "")):
-        rows = exchange([_next_number], contract.group, limit_seconds=contract.limit_seconds)
-    number = max(row[0] for row in rows)
-    _next_number = number + 1
-    return number

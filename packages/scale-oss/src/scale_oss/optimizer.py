@@ -16,9 +16,10 @@ from torch.optim import SGD, Optimizer
 
 from scale_core.contract import Contract
 from scale_core.group import GroupLike, group_of
+from scale_core.numbering import next_number
 from scale_core.optimizer_kinds import KINDS
 from scale_core.stepping import step_for_all
-from scale_oss.alike import do_alike, next_number
+from scale_oss.alike import do_alike
 from scale_oss.clipping import clip_together
 from scale_oss.handover import follow_parameters, give_gradients, publish, wait
 from scale_oss.kinds import check_kind, constructor_arguments, works_by_element

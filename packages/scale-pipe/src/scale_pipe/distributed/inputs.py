@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from scale_core.nested import map_tensors
+from scale_pipe.copying import copied_to
 from scale_pipe.distributed.failure import of_error
 from scale_pipe.distributed.messages import Share
 from scale_pipe.distributed.runtime import Given, Parts
@@ -58,7 +57,7 @@ def given_for(asked: Asked, schedule: Schedule, rank: int, device: torch.device,
             extra = dict(asked.stage_inputs.get(stage, {}))
             if stage == 0:
                 inputs = Arguments(asked.arguments.args, {**asked.arguments.kwargs, **extra})
-                parts = _moved(scatter(inputs, schedule.num_micro_batches), device)
+                parts = copied_to(device, scatter(inputs, schedule.num_micro_batches))
                 shares = _shares(inputs, schedule.num_micro_batches)
                 arguments[0] = Parts(parts, shares[0].total)
             elif extra:
@@ -95,7 +94,7 @@ def _cut(inputs: Any, chunks: int, device: torch.device) -> Parts:
     """Cuts inputs; those without a tensor [N, ...] go to every micro-batch."""
     total = batch_size_of(inputs)
     parts = [inputs] * chunks if total is None else cut(inputs, micro_batch_sizes(total, chunks))
-    return Parts(_moved(parts, device), total)
+    return Parts(copied_to(device, parts), total)
 
 
 def _loss_of(asked: Asked, chunks: int, device: torch.device) -> ToLoss:
@@ -120,13 +119,3 @@ def _loss_of(asked: Asked, chunks: int, device: torch.device) -> ToLoss:
             raise
 
     return to_loss
-
-
-def _moved(tree: Any, device: torch.device) -> Any:
-    if device.type == "cpu":
-        return tree
-
-    def move(tensor: Tensor) -> Tensor:
-        return tensor.to(device, non_blocking=True)
-
-    return map_tensors(move, tree)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, NoReturn, get_args
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from scale_core import Contract, Event, GroupLike, group_of, message_tag
 from scale_core.messages import HOST, UNIT_TAGS
+from scale_core.numbering import next_number
+from scale_pipe.checkpoint_mode import Checkpoint, check_checkpoint
 from scale_pipe.distributed.building import (
     SOLVE,
     connections,
@@ -30,7 +32,7 @@ from scale_pipe.distributed.plan import Send, forward_plan, plan, shared_slots
 from scale_pipe.distributed.replicas import reduces_apart
 from scale_pipe.distributed.runtime import Given
 from scale_pipe.distributed.shared import Shared
-from scale_pipe.distributed.stage import Checkpoint, Stage
+from scale_pipe.distributed.stage import Stage
 from scale_pipe.distributed.state import StagesState, clip_over_stages, state_slots
 from scale_pipe.distributed.stepping import Optimizers
 from scale_pipe.micro_batches import Arguments
@@ -92,8 +94,7 @@ class DistributedPipe(nn.Module):
         limit_seconds: float | None = None,
     ) -> None:
         super().__init__()
-        if checkpoint not in get_args(Checkpoint):
-            raise ValueError(f"checkpoint is not one of {', '.join(map(repr, get_args(Checkpoint)))}: {checkpoint!r}")
+        check_checkpoint(checkpoint)
         self.group = group_of(group)
         self.checkpoint: Checkpoint = checkpoint
         stages_per_rank = stages_per_rank or stages_each(module, self.group.size, balance)
@@ -124,7 +125,7 @@ class DistributedPipe(nn.Module):
             if stage in self.stages
         }
         self._runners: dict[int, Stage] = {}
-        self._number = _next_number()
+        self._number = next_number("the number of a pipeline", self._contract)
         self._num_steps = 0
         self._wished = HOST if device is None else torch.device(device)
         self._prepare()
@@ -395,13 +396,3 @@ class DistributedPipe(nn.Module):
         return clip_over_stages(
             params, own, self.group, float(max_norm), float(norm_type), self._contract.limit_seconds
         )
-
-
-_num_pipes = 0
-
-
-def _next_number() -> int:
-    """Tells the messages of pipelines apart: ranks make them in one order."""
-    global _num_pipes
-    _num_pipes += 1
-    return _num_pipes

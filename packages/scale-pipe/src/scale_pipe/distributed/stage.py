@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, increment_vers
 
 from scale_checkpoint import checkpoint_wrapper, disable_checkpointing, is_checkpointed
 from scale_core.nested import map_tensors
+from scale_pipe.checkpoint_mode import Checkpoint, works_in_place
 from scale_pipe.distributed.messages import Content, Share, pack, unpack
 from scale_pipe.distributed.replicas import Replicas
 from scale_pipe.distributed.split_backward import Backward
@@ -23,7 +24,6 @@ from scale_pipe.micro_batches import Arguments
 from scale_pipe.models.deferred_batch_norm import begin_mini_batch
 from scale_pipe.models.skip import SkipKey, run_with_skips
 
-Checkpoint: TypeAlias = Literal["always", "except_last", "never"]
 ToLoss: TypeAlias = Callable[[Any, int, Share], Any]
 """From the last stage's output, the number of the micro-batch and its share to its loss, a scalar."""
 
@@ -69,7 +69,7 @@ class Stage:
         self._checkpoint = checkpoint
         self._run: nn.Module = _Run(module)
         if checkpoint != "never":
-            self._run = checkpoint_wrapper(_Run(module, clones=_works_in_place(module)))
+            self._run = checkpoint_wrapper(_Run(module, clones=works_in_place(module)))
         self._live: dict[int, _Live] = {}
         self._later: dict[int, Backward] = {}
         self._splits = self._counted = False
@@ -291,13 +291,6 @@ def _in_groups(found: Sequence[Tensor | None], lengths: Any) -> Iterator[list[Te
     for length in lengths:
         yield list(found[start : start + length])
         start += length
-
-
-def _works_in_place(module: nn.Module) -> bool:
-    """Whether the first layer that runs says that it overwrites what it is given."""
-    while isinstance(module, nn.Sequential) and len(module):
-        module = module[0]
-    return getattr(module, "inplace", False) is True
 
 
 def _recomputes(module: nn.Module) -> bool:

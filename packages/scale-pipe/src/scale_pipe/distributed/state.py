@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from scale_core.exchange import exchange
 from scale_core.group import Group
-from scale_core.norms import check_max_norm, clip_factor, grad_norm
+from scale_core.norms import check_max_norm, clip_factor, grad_norm, scale_gradients
 from scale_pipe.distributed.links import Links
 from scale_pipe.distributed.messages import Content, Share, pack, unpack
 from scale_pipe.distributed.names import plain_name, plain_names
@@ -177,11 +177,5 @@ def clip_over_stages(
     total = torch.linalg.vector_norm(norms, norm_type)  # A NaN of any rank stays one, for the largest magnitude too.
     norm: Tensor = total.to(own.dtype).to(own.device)
     if not math.isinf(max_norm):
-        factor = clip_factor(norm, max_norm)
-        alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        for param in params:
-            if param.grad is not None and param.grad.numel():
-                alike.setdefault((param.grad.dtype, param.grad.device), []).append(param.grad)
-        for (_, device), grads in alike.items():
-            torch._foreach_mul_(grads, factor.to(device))
+        scale_gradients(params, clip_factor(norm, max_norm))
     return norm

@@ -12,9 +12,10 @@ from torch import nn
 from scale_checkpoint import checkpoint_wrapper
 from scale_checkpoint.randomness import Drawn, replaying
 from scale_core.nested import map_tensors
+from scale_pipe.checkpoint_mode import works_in_place
+from scale_pipe.copying import copied_to
 from scale_pipe.micro_batches import Arguments, in_words
 from scale_pipe.models.skip import SkipKey, run_with_skips
-from scale_pipe.one_process.copying import copied_to
 
 Result: TypeAlias = tuple[Any, dict[SkipKey, Any]]
 """A partition's output, and what it has stashed."""
@@ -62,7 +63,7 @@ class PartitionRun(nn.Module):
         self.partition, self.device = partition, device
         # Random numbers are seen to here: with a thread for each device, only its own generators stand still.
         self._recomputed = checkpoint_wrapper(RecomputedPartition(partition), preserve_random_state=False)
-        self.works_in_place = _works_in_place(partition)
+        self.works_in_place = works_in_place(partition)
 
     def forward(self, given: Arguments, popped: Mapping[SkipKey, Any], checkpoint: bool, from_batch: bool) -> Result:
         """Computes a micro-batch.
@@ -132,11 +133,3 @@ class _Draws:
             torch.cuda.init()
             found.append(torch.cuda.default_generators[self._device.index])
         return found
-
-
-def _works_in_place(partition: nn.Module) -> bool:
-    """Whether the first layer that runs says that it overwrites what it is given, as `nn.ReLU(inplace=True)` does."""
-    layer = partition
-    while isinstance(layer, nn.Sequential) and len(layer):
-        layer = layer[0]
-    return getattr(layer, "inplace", False) is True

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, NoReturn, TypeAlias, overload
+from typing import Any, NoReturn, overload
 
 import torch
 from torch import nn
 
+from scale_pipe.checkpoint_mode import Checkpoint, check_checkpoint
 from scale_pipe.micro_batches import Arguments, check_chunks, gather, scatter
 from scale_pipe.models.deferred_batch_norm import DeferredBatchNorm, begin_mini_batch
 from scale_pipe.models.partition import check_balance, check_sequential, partition
@@ -18,11 +19,6 @@ from scale_pipe.one_process.devices import devices_of
 from scale_pipe.one_process.loading import plain_keys
 from scale_pipe.one_process.partition_run import Partition
 from scale_pipe.one_process.pipeline import Pipeline
-
-Checkpoint: TypeAlias = Literal["always", "except_last", "never"]
-"""Which micro-batches are computed again in the backward pass."""
-
-_MODES = ("always", "except_last", "never")
 
 
 class Pipe(nn.Module):
@@ -222,8 +218,7 @@ def _keeping_modes(module: nn.Module) -> Iterator[None]:
 
 def _check_settings(chunks: Any, checkpoint: Any) -> None:
     check_chunks(chunks)
-    if checkpoint not in _MODES:
-        raise ValueError(f"checkpoint is not one of 'always', 'except_last', or 'never', but {checkpoint!r}")
+    check_checkpoint(checkpoint)
 
 
 def _only_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
