@@ -1,7 +1,11 @@
-"""What holds for the tests of every package: some need a CUDA device, and ranks import once what many tests need."""
+"""What holds for the tests of every package: the same cases in every run, a CUDA device for some, one import for ranks.
+
+`pytest --hypothesis-seed=7` tries cases of Hypothesis that other runs have not tried.
+"""
 
 import re
 import sys
+from importlib.util import find_spec
 
 import pytest
 
@@ -9,6 +13,16 @@ import pytest
 SHARED = re.compile(
     r"pytest|hypothesis|scale_\w+|peft|transformers\.modeling_outputs|transformers\.models\.\w+\.modeling_\w+"
 )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Has Hypothesis try the same cases in every run, where it is installed and no seed is given."""
+    if find_spec("hypothesis") is None or config.getoption("--hypothesis-seed", None) is not None:
+        return
+    from hypothesis import settings
+
+    settings.register_profile("same-cases", derandomize=True)
+    settings.load_profile("same-cases")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

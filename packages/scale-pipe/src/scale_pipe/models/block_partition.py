@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from fractions import Fraction
 from itertools import accumulate, pairwise
-
-_UNITS = 1 << 40
-"""What the sum of all costs is rounded to, so that sums are exact and the result is the same everywhere."""
 
 
 def block_partition(costs: Sequence[float], num_blocks: int) -> list[int]:
@@ -38,9 +36,15 @@ def block_partition(costs: Sequence[float], num_blocks: int) -> list[int]:
     for index, cost in enumerate(costs):
         if not (math.isfinite(cost) and cost >= 0):
             raise ValueError(f"costs are finite and not negative, but that of layer {index} is {cost}")
-    unit = (sum(costs) or 1.0) / _UNITS
-    sums = [0, *accumulate(round(cost / unit) for cost in costs)]
+    sums = [0, *accumulate(_whole_numbers(costs))]
     return _most_even(sums, num_blocks, _least_maximum(sums, num_blocks))
+
+
+def _whole_numbers(costs: Sequence[float]) -> list[int]:
+    """Returns `costs` as multiples of one unit, without rounding: a float is a whole number over a power of two."""
+    fractions = [Fraction(float(cost)) for cost in costs]
+    unit = math.lcm(*(fraction.denominator for fraction in fractions))
+    return [int(fraction * unit) for fraction in fractions]
 
 
 def _least_maximum(sums: list[int], num_blocks: int) -> int:
