@@ -58,3 +58,23 @@ def test_a_model_without_repetition_asks_for_names() -> None:
     model = nn.ModuleDict({"body": nn.Sequential(nn.Linear(2, 2), nn.ReLU())})
     with pytest.raises(ValueError, match=r"name what is to be planned: blocks=\['body'\]"):
         find_blocks(model)
+
+
+class Twice(nn.Module):
+    """A block that stands in two lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.ModuleList(ConvBlock(4, 4) for _ in range(2))
+        self.second = nn.ModuleList([self.first[0], ConvBlock(4, 4)])
+
+
+def test_a_block_that_stands_in_two_places_is_one() -> None:
+    model = Twice()
+    assert list(find_blocks(model)) == ["first.0", "first.1", "second.1"]
+    assert list(find_blocks(model, ["second.0"])) == ["second.0"]
+    with pytest.raises(ValueError, match=r"but '(first|second)\.0' and '(first|second)\.0' are one module; name one"):
+        find_blocks(model, ["first.0", "second.0"])
+    inside = nn.Sequential(model, nn.Sequential(model.first[0]))
+    with pytest.raises(ValueError, match=r"but '1\.0' lies in '0'; name one of them"):
+        find_blocks(inside, ["0", "1.0"])

@@ -12,6 +12,7 @@ import torch
 from planned_models import Transformer, build
 from torch import nn
 
+from scale_checkpoint import is_checkpointed
 from scale_checkpoint.measure import measure_step
 from scale_checkpoint.plan import BudgetError, MemoryPlan, apply_plan, best_plan, memory_front, plan_memory
 from scale_checkpoint.profile import MemoryProfile, profile_memory
@@ -178,6 +179,36 @@ def test_ways_that_a_profile_does_not_know_are_refused() -> None:
         MemoryPlan(dict.fromkeys(profile.blocks, "sleep"), profile)
     with pytest.raises(ValueError, match="but names 'head'"):
         MemoryPlan({**dict.fromkeys(profile.blocks, "keep"), "head": "keep"}, profile)
+
+
+class Skips(nn.Module):
+    """Its last block never runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.blocks[1](self.blocks[0](x))
+        return y
+
+
+def test_blocks_that_never_run_have_a_way_as_well_and_wrong_operators_change_nothing(tmp_path: Path) -> None:
+    profile = profile_memory(Skips(), torch.randn(2, 4), repeats=1)
+    ways = dict.fromkeys(profile.blocks, "recompute")
+    for wrong in ({**ways, "blocks.2": "never"}, {name: ways[name] for name in ("blocks.0", "blocks.1")}):
+        with pytest.raises(ValueError, match=r"block 'blocks\.2' is treated in one of the ways 'keep', .* plan says"):
+            MemoryPlan(wrong, profile)
+    MemoryPlan({**ways, "blocks.2": "selective"}, profile).save(tmp_path / "plan.json")
+    text = (tmp_path / "plan.json").read_text()
+    (tmp_path / "plan.json").write_text(text.replace('"selective": "selective"', '"selective": ["admm"]'))
+    model = Skips()
+    with pytest.raises(ValueError, match="'admm' is the name of no operator"):
+        apply_plan(model, MemoryPlan.load(tmp_path / "plan.json"))
+    assert not any(is_checkpointed(block) for block in model.blocks)
+    (tmp_path / "plan.json").write_text(text.replace('"budget_bytes": null', '"budget_bytes": "4 GiB"'))
+    with pytest.raises(ValueError, match="holds no memory plan: its budget_bytes are '4 GiB'"):
+        MemoryPlan.load(tmp_path / "plan.json")
 
 
 def test_a_plan_is_printed_as_a_table_and_a_chart() -> None:

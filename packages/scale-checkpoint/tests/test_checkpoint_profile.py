@@ -1,6 +1,7 @@
 """Profiles of models that are not a plain row of blocks, beside what is measured."""
 
 import itertools
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from planned_models import ResNet, Transformer, build
 from torch import Tensor, nn
 from torch.nn import functional
 
-from scale_checkpoint import MemoryPlan, apply_plan, measure_step, profile_memory
+from scale_checkpoint import MemoryPlan, apply_plan, is_checkpointed, measure_step, profile_memory
 
 WAYS = ("keep", "recompute", "offload")
 
@@ -110,3 +111,64 @@ def test_live_bytes_are_what_the_allocator_gives_out() -> None:
     sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
     allocated = max(itertools.accumulate(sizes))
     assert measure_step(model, batch, repeats=0).peak_bytes == pytest.approx(standing + allocated, rel=0.02)
+
+
+@dataclass
+class State:
+    hidden: Tensor
+    depth: int = 0
+
+
+class OnStates(nn.Module):
+    """Takes a dataclass, and returns one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32))
+
+    def forward(self, state: State) -> State:
+        return State(state.hidden + self.layers(state.hidden), state.depth + 1)
+
+
+def test_blocks_may_take_and_return_dataclasses_and_a_model_as_well() -> None:
+    model = nn.Sequential(*(OnStates() for _ in range(3)))
+    batch = State(torch.randn(256, 32))
+    assert all(len(segment.ways) > 1 for segment in profile_memory(model, batch, repeats=1).segments[1::2])
+    agree(model, batch)
+
+
+class Cache:
+    """What a model hands from block to block, and no container that could be taken apart."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+
+class Remembers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+    def forward(self, x: Tensor, cache: Cache) -> Tensor:
+        cache.seen.append(self.layer(x))
+        return sum(cache.seen[:1], start=x).exp()
+
+
+class Caching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Remembers() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        cache = Cache()
+        for block in self.blocks:
+            x = block(x, cache)
+        return x
+
+
+def test_a_block_that_changes_what_it_is_given_is_named() -> None:
+    model = Caching()
+    with pytest.raises(RuntimeError) as raised:
+        profile_memory(model, torch.randn(2, 4), repeats=1)
+    assert any("'blocks.0' was tried by itself" in note or "given a Cache" in note for note in raised.value.__notes__)
+    assert not any(is_checkpointed(block) for block in model.blocks)

@@ -51,3 +51,39 @@ def test_gradients_buffers_and_random_numbers_stay() -> None:
         assert model[0].weight.grad is not gradient
     assert model[0].weight.grad is gradient and bool((gradient == 1).all())
     assert all(map(torch.equal, model.buffers(), before)) and torch.equal(torch.get_rng_state(), state)
+
+
+class Replaces(nn.Module):
+    """Assigns a buffer anew, and lets a table grow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("calls", torch.zeros(3))
+        self.register_buffer("table", torch.zeros(1))
+        self.table_length = 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls = self.calls + 1
+        if len(x) > self.table_length:
+            self.table, self.table_length = torch.arange(float(len(x))), len(x)
+        return x * self.weight * self.calls * self.table[: len(x)]
+
+
+def test_buffers_that_a_step_assigns_anew_are_put_back_but_for_a_table_that_has_grown() -> None:
+    model = Replaces()
+    calls = model.calls
+    with undisturbed(model):
+        Step(model, torch.ones(3), None).run()
+        assert torch.equal(model.calls, torch.ones(3))
+    assert model.calls is calls and torch.equal(calls, torch.zeros(3))
+    assert len(model.table) == model.table_length == 3
+
+
+def test_a_model_that_is_not_initialised_has_nothing_to_measure() -> None:
+    for model, name in (
+        (nn.Sequential(nn.LazyLinear(2)), "0.weight"),
+        (nn.LazyBatchNorm1d(affine=False), "running_me"),
+    ):
+        with pytest.raises(ValueError, match=rf"'{name}.* of a lazy module has no shape .* call model\(\.\.\.\) once"):
+            Step(model, torch.ones(2, 2), None)

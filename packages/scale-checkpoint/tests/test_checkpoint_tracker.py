@@ -42,10 +42,47 @@ def test_steps_follow_one_another() -> None:
         tracker.monitor(model)
     for _ in range(2):
         model(batch).backward()
+    so_far = tracker.memory_traces  # Of a tracker that is not stopped yet.
+    tracker.stop()
+    assert so_far == tracker.memory_traces
     tracker.stop()
     names = [trace.module_name for trace in tracker.memory_traces if trace.module_name]
     assert names[: len(names) // 2] == names[len(names) // 2 :]
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_forward_alone_is_followed_in_inference_mode_too_and_after_one_that_failed() -> None:
+    class Picky(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if len(x) == 3:
+                raise KeyError("three")
+            return x.exp()
+
+    model = nn.Sequential(nn.Linear(64, 64), Picky(), nn.Linear(64, 64)).eval()
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with mode(), LayerMemoryTracker(model) as tracker:
+            with pytest.raises(KeyError):
+                model(torch.randn(3, 64))
+            model(torch.randn(2, 64))
+        names = [trace.module_name for trace in tracker.memory_traces if trace.module_name in "012" and trace.kind]
+        assert names == ["0", "0", "1", "2"] and all(trace.is_forward for trace in tracker.memory_traces)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_hook_that_fails_before_a_module_is_entered_takes_nothing_out_of_another() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh())
+
+    def fail(*_: object) -> None:
+        raise KeyError("hook")
+
+    with LayerMemoryTracker(model) as tracker:
+        for module in (model[1], model[0], model):
+            handle = module.register_forward_pre_hook(fail, prepend=True)
+            with pytest.raises(KeyError):
+                model(torch.randn(2, 64))
+            handle.remove()
+        model(torch.randn(2, 64))
+    assert [trace.module_name for trace in tracker.forward_traces if trace.kind == "Tanh"] == ["1"]
 
 
 def test_it_is_printed_saved_and_drawn(tmp_path: Path) -> None:

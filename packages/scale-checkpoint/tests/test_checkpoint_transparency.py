@@ -14,7 +14,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from scale_checkpoint import apply_checkpointing, checkpoint_wrapper, disable_checkpointing, is_recomputing
+from scale_checkpoint import (
+    apply_checkpointing,
+    checkpoint_wrapper,
+    disable_checkpointing,
+    is_recomputing,
+    offload_activations,
+)
 from scale_checkpoint_cases import differing, train
 
 
@@ -263,6 +269,59 @@ def test_what_needs_no_gradient_is_not_recomputed() -> None:
     assert len(runs) == 1 and not model[0](torch.randn(1, 5, 8)).requires_grad
 
 
+@pytest.mark.parametrize("how", HOWS)
+def test_layers_that_work_in_place_on_one_storage_or_on_what_they_have_saved(how: str, tmp_path: Path) -> None:
+    """The gates of recurrent layers are pieces of one storage, each with a version of its own; RReLU saves its noise,
+    and then draws it."""
+    kwargs = dict(HOWS[how])
+    if "offload_to" in kwargs:
+        kwargs["offload_to"] = tmp_path
+    for build in (
+        lambda: nn.GRU(8, 6, 2, dropout=0.3, batch_first=True),
+        lambda: nn.LSTMCell(8, 6),
+        lambda: nn.GRUCell(8, 6),
+        lambda: nn.Sequential(nn.Linear(8, 6), nn.RReLU(), nn.AlphaDropout(0.4), nn.Linear(6, 6)),
+        lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True),
+    ):
+        found = []
+        for treatment in ({"how": "keep"}, kwargs):
+            torch.manual_seed(0)
+            module = apply_checkpointing(build(), **treatment)
+            x = torch.randn(3, 8) if isinstance(module, nn.RNNCellBase) else torch.randn(3, 5, 8)
+            for _ in range(2):
+                output = module(x)
+                (output if isinstance(output, Tensor) else output[0]).square().sum().backward()
+            found.append([*(param.grad for param in module.parameters()), torch.rand(2)])
+        assert differing(found[1], found[0]) == [], type(module).__name__
+
+
+@pytest.mark.parametrize("how", ["recompute", "offload", "selective"])
+def test_lazy_modules_are_made_by_the_first_forward_and_checkpointed_from_the_second_on(how: str) -> None:
+    found = []
+    for treatment in ("keep", how):
+        torch.manual_seed(0)
+        block = nn.Sequential(nn.LazyLinear(6), nn.LazyBatchNorm1d(), nn.Tanh(), nn.Dropout(0.3), nn.LazyLinear(8))
+        apply_checkpointing(block, treatment, offload_inputs=True, min_bytes=0)
+        model = nn.Sequential(nn.Linear(8, 8), apply_checkpointing(nn.LazyLinear(8), treatment, min_bytes=0), block)
+        with torch.no_grad():
+            again = pickle.loads(pickle.dumps(model))
+        torch.manual_seed(1)
+        for _ in range(3):
+            model(torch.randn(5, 8)).square().sum().backward()
+        found.append([*(param.grad for param in model.parameters()), *model.buffers(), torch.rand(2)])
+        torch.manual_seed(1)
+        again(torch.randn(5, 8)).sum().backward()
+    assert differing(found[1], found[0]) == []
+    runs: list[None] = []
+    block[2].register_forward_pre_hook(lambda *_: runs.append(None))
+    model(torch.randn(5, 8)).sum().backward()
+    assert len(runs) == (1 if how == "offload" else 2)
+    layer = nn.LazyLinear(8)
+    with offload_activations(layer, min_bytes=0):
+        layer(torch.randn(2, 4)).sum().backward()
+    assert layer.weight.grad is not None
+
+
 class Power(nn.Module):
     """Changes buffers of its own in the forward, in place and by assignment, and computes with them."""
 
@@ -320,17 +379,19 @@ def test_a_buffer_that_changes_only_later_is_an_error_and_no_wrong_gradient() ->
         module(x)
 
 
-def test_a_module_is_freed_without_a_garbage_collection() -> None:
+@pytest.mark.parametrize("how", ["recompute", "offload", "selective"])
+def test_a_module_is_freed_without_a_garbage_collection(how: str) -> None:
     import gc
     import weakref
 
     gc.disable()
     try:
-        module = checkpoint_wrapper(Block())
+        module = apply_checkpointing(Block(), how, offload_inputs=True, min_bytes=0)
         module(torch.randn(2, 5, 8)).sum().backward()
+        unused = module(torch.randn(2, 5, 8))
         reference = weakref.ref(module)
         forward = module.forward
-        del module
+        del module, unused
         assert reference() is None
         with pytest.raises(ReferenceError, match="keep the module"):
             forward(torch.randn(2, 5, 8))

@@ -52,3 +52,19 @@ def test_a_pattern_that_matches_nothing_says_what_is_there(pattern: str, said: s
     assert treated_names(net) == []
     with pytest.raises(TypeError, match="got one string"):
         checkpoint_modules(net, pattern)
+
+
+def test_nothing_is_changed_where_one_of_several_is_told_something_wrong() -> None:
+    net = model()
+    with pytest.raises(ValueError, match=r"expected \"keep\", .* got 'drop'"):
+        checkpoint_modules(net, lambda name, module: "drop" if name == "head" else "recompute")
+    with pytest.raises(ValueError, match="'admm' is the name of no operator"):
+        checkpoint_modules(net, [r"layers\.0"], ["admm"])
+    assert treated_names(net) == []
+
+
+def test_operators_that_can_be_read_once_are_those_of_all_modules() -> None:
+    net = model()
+    checkpoint_modules(net, [r"layers\.[01]"], (name for name in ("addmm", "tanh")))
+    kept = [treated(layer).treatment.keep for layer in net.layers[:2]]
+    assert kept[0] == kept[1] and repr(kept[1]) == "['addmm', 'tanh']"

@@ -83,7 +83,7 @@ def test_what_no_recomputation_asks_for_is_not_kept_again() -> None:
         output.sum().backward()
     last = 500 * 8 * 4  # The last product's result: the output itself, which stands for nothing that is needed.
     assert kept == [2 * 500 * 32 * 4] * 3 and last == output.nbytes
-    assert len(model.forward._unused) == 1
+    assert len(model.forward._learned.unused) == 1
 
 
 class InPlace(nn.Module):
@@ -161,6 +161,9 @@ def test_a_policy_that_keeps_what_was_drawn_does_not_shift_the_numbers_of_others
 def test_views_and_operators_that_change_their_arguments_are_never_kept() -> None:
     assert can_be_kept(aten.mm.default) and can_be_kept(aten.native_layer_norm.default)
     assert not any(map(can_be_kept, (aten.view.default, aten.add_.Tensor, aten.detach.default, aten.t.default)))
+    # Another rank waits for what sends; a process group brings these operators.
+    if torch.distributed.is_available():
+        assert not can_be_kept(torch.ops.c10d.send.default) and not can_be_kept(torch.ops.c10d.barrier.default)
 
 
 class WrittenOut(nn.Module):
@@ -224,3 +227,59 @@ def test_wrong_operators_are_refused() -> None:
         policy_of("mm")
     with pytest.raises(TypeError, match=r"expected names of operators or torch\.ops, got a int: 3"):
         policy_of([3])  # type: ignore[list-item]
+
+
+class ByAnAlias(nn.Module):
+    """Changes in place what a layer without bias has returned: an alias of the product, with versions of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, inside: bool) -> tuple[Tensor, Tensor]:
+        y = self.first(x)
+        if inside:
+            y.sigmoid_()
+        return y, self.second((y * 2).exp())
+
+
+@pytest.mark.parametrize("keep", ["selective", ["mm"], lambda *args, **kwargs: True])
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_result_that_is_changed_by_way_of_an_alias_is_computed_again(keep: Any, inside: bool) -> None:
+    plain = ByAnAlias()
+    ours = checkpoint_wrapper(copy.deepcopy(plain), keep=keep)
+    found = []
+    for module in (plain, ours):
+        x = torch.linspace(-1, 1, 24).reshape(2, 3, 4).requires_grad_()
+        y, z = module(x, inside)
+        if not inside:
+            y.mul_(3)  # By whom it was given to.
+        (y.sum() + z.square().sum()).backward()
+        found.append([z.detach(), x.grad, *(param.grad for param in module.parameters())])
+    assert differing(found[1], found[0]) == []
+
+
+class Casts(nn.Module):
+    """Its weight is cast in the first call, and taken out of autocast's cache in the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(4, 4), nn.Parameter(torch.rand(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(torch.tanh(self.layer(x)) * self.scale)
+        return y
+
+
+@pytest.mark.parametrize("keep", [["_to_copy"], [".*"], lambda *args, **kwargs: True])
+def test_casts_that_autocast_caches_are_not_taken_for_one_another(keep: Any) -> None:
+    plain = Casts()
+    ours = checkpoint_wrapper(copy.deepcopy(plain), keep=keep)
+    found = []
+    for module in (plain, ours):
+        x = torch.linspace(-1, 1, 16).reshape(4, 4)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = module(module(x))
+        y.float().square().sum().backward()
+        found.append([y.detach(), *(param.grad for param in module.parameters())])
+    assert differing(found[1], found[0]) == []

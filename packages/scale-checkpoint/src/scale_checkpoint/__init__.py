@@ -9,6 +9,7 @@ The files in reading order; each stands only on those above it:
 - `weights`: what a forward computes with, and a recomputation, too;
 - `batch_norm`: the same for those who recompute in another way;
 - `live`: the bytes of all storages that live;
+- `versions`: that what was saved is as it was;
 - `lanes`: copies that run beside the computation;
 - `places`: where offloaded bytes are kept;
 - `store`: what has left, in the order in which it left, and is fetched ahead;
@@ -16,6 +17,8 @@ The files in reading order; each stands only on those above it:
 - `operators`: whose results are kept;
 - `selective`: results kept in the forward, and given back;
 - `recheck`: a recomputation that differs;
+- `treatment`: what is done with a module's activations;
+- `recomputation`: one call of a module, computed again;
 - `forward`: what is called in the place of a module's forward;
 - `wrapper`: `checkpoint_wrapper` and `apply_checkpointing`;
 - `selection`: many modules at once, by their names;

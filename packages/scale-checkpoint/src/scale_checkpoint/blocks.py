@@ -24,7 +24,7 @@ def find_blocks(model: nn.Module, blocks: Sequence[str] | None = None) -> dict[s
         blocks: Qualified names of modules, none inside another; None finds them.
 
     Raises:
-        ValueError: No blocks are found, a name is not a module's, or one block lies in another.
+        ValueError: No blocks are found, a name is not a module's, one block lies in another, or two names are one's.
     """
     if blocks is None:
         return _found(model)
@@ -46,7 +46,10 @@ def _found(model: nn.Module) -> dict[str, nn.Module]:
         repeated = dict(_repeated(model, ""))
         names = set(repeated)
         classes = {type(module) for module in repeated.values() if type(module) not in _CONTAINERS}
-    found = dict(_outermost(model, "", names, classes))
+    found: dict[str, nn.Module] = {}
+    for name, block in _outermost(model, "", names, classes):
+        if block not in found.values():  # One that stands in two places is visited twice, and treated in one way.
+            found[name] = block
     if not found:
         inner = [name for name, child in model.named_children() if _has_children(child)]
         example = ", ".join(map(repr, inner[:3])) or "'name'"
@@ -95,7 +98,9 @@ def _has_children(module: nn.Module) -> bool:
 
 
 def _check_apart(blocks: dict[str, nn.Module]) -> None:
-    for name in blocks:
-        for other in blocks:
-            if name.startswith(f"{other}."):
-                raise ValueError(f"blocks lie beside one another, but {name!r} lies in {other!r}; name one of them")
+    for name, block in blocks.items():
+        for other, around in blocks.items():
+            if name != other and any(inner is block for inner in around.modules()):
+                is_same = around is block
+                told = f"{name!r} and {other!r} are one module" if is_same else f"{name!r} lies in {other!r}"
+                raise ValueError(f"blocks lie beside one another, but {told}; name one of them")

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from scale_checkpoint.live import LiveBytes, storage_bytes
+from scale_checkpoint.nested import tensors_in
 from scale_checkpoint.step import Step, device_of, least_seconds, steady, undisturbed
-from scale_checkpoint.tracing import tensors_in
 
 
 @dataclass(frozen=True)

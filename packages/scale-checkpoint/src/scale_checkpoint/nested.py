@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 _ATOMS = frozenset((type(None), bool, int, float, str))
@@ -47,6 +47,24 @@ def take_tensors(tree: Any) -> tuple[list[Tensor], Any]:
 def put_tensors(tree: Any, tensors: Sequence[Tensor]) -> Any:
     """Returns what `take_tensors` was given, with `tensors` in the places of those that it took."""
     return map_leaves(lambda leaf: tensors[leaf.number] if isinstance(leaf, _Place) else leaf, tree)
+
+
+def strangers_in(tree: Any) -> list[str]:
+    """Returns the classes of the leaves that hold something of their own, so that they may change; each once, by name.
+
+    Args:
+        tree: Of `take_tensors`.
+    """
+    found: dict[str, None] = {}
+
+    def note(leaf: Any) -> Any:
+        is_known = isinstance(leaf, (Tensor, _Place, nn.Module, type)) or callable(leaf)
+        if hasattr(leaf, "__dict__") and not is_known:
+            found[type(leaf).__name__] = None
+        return leaf
+
+    map_leaves(note, tree)
+    return list(found)
 
 
 def tensors_in(tree: Any) -> list[Tensor]:

@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.parameter import is_lazy
 
 from scale_checkpoint.lanes import lanes_of
 from scale_checkpoint.phase import Aside
-from scale_checkpoint.places import Target
+from scale_checkpoint.places import Target, place_for
 from scale_checkpoint.store import Packed, store_for
+from scale_checkpoint.versions import Stayed
 
 MIN_BYTES = 1 << 16
 """Storages below this stay where they are: a copy of its own would cost more than it saves."""
@@ -44,44 +46,144 @@ class offload_activations(saved_tensors_hooks):  # noqa: N801  # a context manag
     """
 
     def __init__(self, *modules: nn.Module, to: Target = "host", min_bytes: int = MIN_BYTES) -> None:
-        if min_bytes < 0:
-            raise ValueError(f"min_bytes: expected 0 or more, got {min_bytes}")
-        super().__init__(packing(modules, to, min_bytes), _unpack)
+        check_target(to, min_bytes)
+        self._waiting = _Waiting(sending(modules, to, min_bytes))
+        super().__init__(self._waiting.pack, _unpack)
+
+    def __exit__(self, *error: object) -> None:
+        """Lets go of the hooks, and sends what waits, unless an exception is on its way."""
+        super().__exit__(*error)
+        if not any(error):
+            self._waiting.send()
 
 
-def packing(modules: Sequence[nn.Module], to: Target, min_bytes: int) -> Callable[[Tensor], Tensor | Packed]:
-    """Returns what packs tensors away, but for the modules' own and for those that are too small."""
+class _Waiting:
+    """What one operator has saved: it leaves when the operator has run, since some write into what they have saved.
+
+    `rrelu` does: it saves its noise, and then draws it.
+
+    Args:
+        send: Sends a tensor away; None where it stays.
+    """
+
+    def __init__(self, send: Callable[[Tensor], Packed | None]) -> None:
+        self._send = send
+        self._operator = -1
+        self._leaving: list[_Leaving] = []
+
+    def pack(self, tensor: Tensor) -> _Leaving:
+        """Takes a tensor that autograd saves, and sends those that other operators have saved before."""
+        # Each operator that saves anything has a node of its own, with a number that is given before it saves.
+        operator = torch._C._autograd._get_sequence_nr()
+        if operator != self._operator:
+            self._operator = operator
+            self.send()
+        with Aside():
+            leaving = _Leaving(tensor)
+        self._leaving.append(leaving)
+        return leaving
+
+    def send(self) -> None:
+        """Sends what waits."""
+        waiting, self._leaving = self._leaving, []
+        for leaving in waiting:
+            leaving.leave(self._send)
+
+
+def offload_inputs(module: nn.Module, to: Target, min_bytes: int) -> saved_tensors_hooks:
+    """Returns hooks for a module that is computed again: what autograd saves for it, its inputs, leaves at once.
+
+    Args:
+        module: Whose parameters and buffers stay.
+        to: "host" or the path of a folder.
+        min_bytes: Smaller storages stay.
+    """
+    send = sending([module], to, min_bytes)
+
+    def pack(tensor: Tensor) -> _Leaving:
+        with Aside():
+            leaving = _Leaving(tensor)
+        leaving.leave(send)
+        return leaving
+
+    return saved_tensors_hooks(pack, _unpack)
+
+
+class _Leaving:
+    """What autograd holds of a tensor that may leave.
+
+    Args:
+        tensor: As it is saved.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._here: Stayed | None = Stayed(tensor)
+        self._sent: Packed | None = None
+
+    def leave(self, send: Callable[[Tensor], Packed | None]) -> None:
+        """Sends it away; not what was changed in place meanwhile, which is an error if autograd comes back to it."""
+        if self._here is not None and self._here.is_intact:
+            self._sent = send(self._here.tensor)
+            if self._sent is not None:
+                self._here = None
+
+    def unpack(self) -> Tensor:
+        if self._sent is not None:
+            return self._sent.unpack()
+        assert self._here is not None
+        return self._here.unpack()
+
+
+def check_target(to: Target, min_bytes: int) -> None:
+    """Checks what offloading is told.
+
+    Args:
+        to: "host" or the path of a folder.
+        min_bytes: Smaller storages stay.
+
+    Raises:
+        ValueError: `to` is another word, or `min_bytes` is negative.
+        NotADirectoryError: There is no such folder.
+    """
+    place_for(to)
+    if min_bytes < 0:
+        raise ValueError(f"min_bytes: expected 0 or more, got {min_bytes}")
+
+
+def sending(modules: Sequence[nn.Module], to: Target, min_bytes: int) -> Callable[[Tensor], Packed | None]:
+    """Returns what sends tensors away; for the modules' own and for those that are too small, it returns None.
+
+    Args:
+        modules: Whose parameters and buffers stay.
+        to: "host" or the path of a folder.
+        min_bytes: Smaller storages stay.
+    """
     store = store_for(to)
     staying: set[int] = set()
+    is_known = False
 
-    def pack(tensor: Tensor) -> Tensor | Packed:
-        # Their own memory, looked up late: a sharded module has it only while it runs.
-        if not staying and modules:
-            staying.update(_storages(modules))
+    def send(tensor: Tensor) -> Packed | None:
+        nonlocal is_known
+        if not is_known:
+            # Their own memory, looked up late: a sharded module has it only while it runs, a lazy one only after.
+            own = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+            is_known = not any(map(is_lazy, own))
+            staying.update(_storages(tensor for tensor in own if not is_lazy(tensor)))
         if not _may_leave(tensor, min_bytes) or tensor.untyped_storage()._cdata in staying:
-            with Aside():
-                return tensor.detach()  # Not the tensor itself: it would hold the node that saves it.
+            return None
         with Aside():
             return store.pack(tensor)
 
-    return pack
+    return send
 
 
-def _unpack(packed: Tensor | Packed) -> Tensor:
-    if not isinstance(packed, Packed):
-        return packed
+def _unpack(leaving: _Leaving) -> Tensor:
     with Aside():
-        return packed.unpack()
+        return leaving.unpack()
 
 
-def _storages(modules: Iterable[nn.Module]) -> set[int]:
-    """The storages of all parameters and buffers."""
-    found = set()
-    for module in modules:
-        for tensor in (*module.parameters(), *module.buffers()):
-            if tensor.layout is torch.strided:
-                found.add(tensor.untyped_storage()._cdata)
-    return found
+def _storages(tensors: Iterable[Tensor]) -> set[int]:
+    return {tensor.untyped_storage()._cdata for tensor in tensors if tensor.layout is torch.strided}
 
 
 def _may_leave(tensor: Tensor, min_bytes: int) -> bool:

@@ -141,10 +141,19 @@ def _all_names() -> frozenset[str]:
     return default.union(full, (name.partition(".")[0] for name in full))
 
 
+# Casts are made by autocast as well, which caches those of parameters: they may run in the forward and not in the
+# recomputation, or the other way round, and so cannot be told apart by how many have run before.
+_ALWAYS_RUN = frozenset((torch.ops.aten.detach.default, torch.ops.aten._to_copy.default))
+
+
 @cache
 def can_be_kept(operator: Any) -> bool:
-    """Whether an operator computes something of its own: what changes its arguments, or returns views, always runs."""
-    return not (operator._schema.is_mutable or operator.is_view) and operator is not torch.ops.aten.detach.default
+    """Whether an operator computes something of its own: what changes its arguments, or returns views, always runs.
+
+    So does what sends and receives: another rank waits for it.
+    """
+    computes = not (operator._schema.is_mutable or operator.is_view) and operator.namespace != "c10d"
+    return computes and operator not in _ALWAYS_RUN
 
 
 def draws(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

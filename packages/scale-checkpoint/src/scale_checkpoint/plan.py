@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from scale_checkpoint.chart import bar_chart, format_bytes, format_seconds, way_table
 from scale_checkpoint.profile import FORMAT, MemoryProfile, profile_memory, read_json
 from scale_checkpoint.solver import UNLIMITED, fastest, least_peak
+from scale_checkpoint.step import device_of
 from scale_checkpoint.timeline import Timeline, timeline
-from scale_checkpoint.ways import KEEP, Ways
+from scale_checkpoint.ways import KEEP, Ways, resolve
 from scale_checkpoint.wrapper import apply_checkpointing
 
 
@@ -49,11 +50,13 @@ class MemoryPlan:
     budget_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        for segment in self.profile.segments:
-            if segment.is_block and self.ways.get(segment.name) not in segment.ways:
+        open_ways = {segment.name: segment.ways for segment in self.profile.segments if segment.is_block}
+        for name in self.profile.blocks:
+            known = list(open_ways.get(name, self.profile.hows))
+            if self.ways.get(name) not in known:
                 raise ValueError(
-                    f"block {segment.name!r} is treated in one of the ways {', '.join(map(repr, segment.ways))}, "
-                    f"but the plan says {self.ways.get(segment.name)!r}"
+                    f"block {name!r} is treated in one of the ways {', '.join(map(repr, known))}, "
+                    f"but the plan says {self.ways.get(name)!r}"
                 )
         strangers = [name for name in self.ways if name not in self.profile.blocks]
         if strangers:
@@ -104,8 +107,10 @@ class MemoryPlan:
         content = read_json(path, "a memory plan")
         try:
             ways, profile, budget_bytes = dict(content["ways"]), content["profile"], content["budget_bytes"]
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} holds no memory plan: {type(error).__name__}: {error}") from error
+        if not (budget_bytes is None or isinstance(budget_bytes, int)):
+            raise ValueError(f"{path} holds no memory plan: its budget_bytes are {budget_bytes!r}")
         return cls(ways, MemoryProfile.from_json(profile, path), budget_bytes)
 
     def plot(self, path: str | PathLike[str]) -> None:
@@ -186,7 +191,7 @@ def best_plan(profile: MemoryProfile, budget_bytes: int, *, beside_bytes: int = 
         TypeError: A number of bytes is no int.
     """
     for name, given in (("budget_bytes", budget_bytes), ("beside_bytes", beside_bytes)):
-        if not isinstance(given, int):
+        if type(given) is not int:
             raise TypeError(
                 f"{name}: expected a whole number of bytes, got a {type(given).__name__}: {given!r}; write "
                 f"{name}=2 * 2**30 for 2 GiB"
@@ -234,12 +239,14 @@ def apply_plan(model: nn.Module, plan: MemoryPlan) -> nn.Module:
         The same model.
 
     Raises:
-        ValueError: The model's blocks are others than the plan's: names the first difference. Nothing was changed.
+        ValueError: The model's blocks are others than the plan's: names the first difference; or a way of the plan
+            names an operator that there is not. Nothing was changed.
     """
     check_same_blocks(model, plan.profile)
+    hows = resolve(plan.profile.hows, device_of(model))
     modules = dict(model.named_modules(remove_duplicate=False))
     for name, way in plan.ways.items():
-        apply_checkpointing(modules[name], plan.profile.hows[way])
+        apply_checkpointing(modules[name], hows[way])
     return model
 
 

@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from scale_checkpoint.assembling import Tried, assemble, pooled
 from scale_checkpoint.blocks import find_blocks
 from scale_checkpoint.live import storage_bytes
+from scale_checkpoint.nested import tensors_in
 from scale_checkpoint.offload import fetched_early
 from scale_checkpoint.step import Step, device_of, least_seconds, steady, undisturbed
 from scale_checkpoint.timeline import Crossing, Segment, Way
-from scale_checkpoint.tracing import StepTrace, Visit, following, tensors_in
+from scale_checkpoint.tracing import StepTrace, Visit, following
 from scale_checkpoint.trial import Call, Trial, try_memory, try_time
 from scale_checkpoint.ways import KEEP, OFFLOAD, RECOMPUTE, Ways, resolve, treated
 
@@ -260,7 +261,15 @@ def _try_blocks(
             return
         is_trying = True
         visit = waiting[len(found)]
-        found.append(trying.tried(block, Call(args, kwargs, visit.wants_gradient)) if visit.gives_gradient else {})
+        try:
+            found.append(trying.tried(block, Call(args, kwargs, visit.wants_gradient)) if visit.gives_gradient else {})
+        except RuntimeError as error:
+            error.add_note(
+                f"This happened while the block '{visit.name}' was tried by itself. It runs several times on what the "
+                "model has given it, so it must not change that, as it changes a cache: write "
+                "model.config.use_cache = False for models of transformers."
+            )
+            raise
         is_trying = False
 
     with ExitStack() as stack:

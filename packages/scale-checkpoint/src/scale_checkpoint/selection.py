@@ -10,7 +10,8 @@ from typing import TypeAlias
 from torch import nn
 
 from scale_checkpoint.places import Target
-from scale_checkpoint.wrapper import How, apply_checkpointing
+from scale_checkpoint.treatment import Treatment
+from scale_checkpoint.wrapper import How, give, treatment_for
 
 ModulePolicy: TypeAlias = Callable[[str, nn.Module], How | None]
 """Called with a module's qualified name and the module; returns what is done with it, or None for nothing."""
@@ -48,7 +49,7 @@ def checkpoint_modules(
     Raises:
         TypeError: `select` is one string.
         ValueError: A pattern is no regular expression, or matches nothing (the error lists near names) or nothing but a
-            list of modules, which is never called.
+            list of modules, which is never called; or `how` is none: see `apply_checkpointing`. Nothing was changed.
     """
     if isinstance(select, str):
         raise TypeError(f"select holds several patterns, but got one string, {select!r}: write [{select!r}]")
@@ -58,8 +59,13 @@ def checkpoint_modules(
         if name:
             names.setdefault(module, []).append(name)
     chosen = _by_function(names, select) if callable(select) else _by_pattern(names, select, how)
-    for module, treatment in chosen.items():
-        apply_checkpointing(module, treatment, offload_to=offload_to, offload_inputs=offload_inputs)
+    # Nothing is changed before all is known to be right; what is said of several modules is read once.
+    told: dict[int, Treatment | None] = {}
+    for said in chosen.values():
+        if id(said) not in told:
+            told[id(said)] = treatment_for(said, offload_to=offload_to, offload_inputs=offload_inputs)
+    for module, said in chosen.items():
+        give(module, told[id(said)])
     return [names[module][0] for module in chosen]
 
 

@@ -19,12 +19,26 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 from scale_checkpoint.operators import NamedOperators, OperatorPolicy, can_be_kept, draws
 from scale_checkpoint.phase import is_aside
 from scale_checkpoint.store import Packed
+from scale_checkpoint.versions import alias_of, counter_of
 
 Key = tuple[int, int]
 """An operator, by its identity, which is quicker than its hash, and how many times it had run before."""
 
-Pack = Callable[[Tensor], Tensor | Packed]
-"""Moves a kept tensor away, or returns it where it stays."""
+_OWN_COUNTERS = frozenset(
+    map(
+        id,
+        (
+            torch.ops.aten._unsafe_view.default,
+            torch.ops.aten.unsafe_split.Tensor,
+            torch.ops.aten.unsafe_split_with_sizes.default,
+        ),
+    )
+)
+"""Operators whose results share the memory of their argument, but count changes in place for themselves: of a linear
+layer without bias on [..., n], and of the gates of recurrent layers."""
+
+Send = Callable[[Tensor], Packed | None]
+"""Moves a kept tensor away; None where it stays."""
 
 
 class Kept:
@@ -33,18 +47,27 @@ class Kept:
     Args:
         policy: Which results are kept.
         unused: Keys of results that no recomputation of the module has asked for; shared by all its calls.
-        pack: Where they are kept, if not where they are.
+        send: Moves them away, if they are to leave.
     """
 
-    def __init__(self, policy: OperatorPolicy, unused: set[Key], pack: Pack | None) -> None:
-        self.policy, self.unused, self.pack = policy, unused, pack
+    def __init__(self, policy: OperatorPolicy, unused: set[Key], send: Send | None) -> None:
+        self.policy, self.unused, self._send = policy, unused, send
         self.results: dict[Key, Any] = {}
         self.operators: set[int] = set()
+        self._by_storage: dict[int, list[_Held]] = {}
 
     def keep(self, key: Key, result: Any) -> None:
         """Keeps a result: a tensor, or a tuple or list of tensors and other things."""
         self.operators.add(key[0])
-        self.results[key] = _map(self._hold, result)
+        self.results[key] = kept = _map(self._hold, result)
+        for held in _held(kept):
+            self._by_storage.setdefault(held.storage, []).append(held)
+
+    def watch(self, result: Any) -> None:
+        """Watches what shares the memory of kept results, and counts its own versions."""
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            for held in self._by_storage.get(tensor.untyped_storage()._cdata, ()):
+                held.watch(counter_of(tensor))
 
     def has(self, key: Key) -> bool:
         """Whether a result is there as it was; not so what was used up, or changed in place since."""
@@ -65,35 +88,47 @@ class Kept:
         self.unused.update(self.results)
 
     def _hold(self, value: Any) -> Any:
-        return _Held(value, self.pack) if isinstance(value, Tensor) else value
+        return _Held(value, self._send) if isinstance(value, Tensor) else value
 
 
 class _Held:
-    """A kept tensor."""
+    """A kept tensor, where it is or away.
 
-    def __init__(self, tensor: Tensor, pack: Pack | None) -> None:
-        tensor = _alias(tensor)
-        packed = tensor if pack is None else pack(tensor)
-        self._packed = packed
+    Args:
+        tensor: The result of an operator.
+        send: Moves it away, if it is to leave.
+    """
+
+    def __init__(self, tensor: Tensor, send: Send | None) -> None:
+        tensor = alias_of(tensor)
+        self._sent = None if send is None else send(tensor)
         # What has left is as it was; what has stayed may be changed by whoever has it, and is then computed again.
-        self._version = None if isinstance(packed, Packed) else tensor._version
+        self._stayed = tensor if self._sent is None else None
+        self._counters = [(tensor, tensor._version)] if self._sent is None else []
 
     def fetch(self) -> None:
-        if isinstance(self._packed, Packed):
-            self._packed.fetch()
+        if self._sent is not None:
+            self._sent.fetch()
+
+    @property
+    def storage(self) -> int:
+        """The identity of its memory, if it has stayed; 0 otherwise."""
+        stayed = self._stayed
+        return 0 if stayed is None or stayed.layout is not torch.strided else stayed.untyped_storage()._cdata
+
+    def watch(self, counter: Tensor) -> None:
+        """Counts its changes by another version counter as well."""
+        self._counters.append((counter, counter._version))
 
     @property
     def is_intact(self) -> bool:
-        return isinstance(self._packed, Packed) or self._packed._version == self._version
+        return all(counter._version == version for counter, version in self._counters)
 
     def use(self) -> Tensor:
-        return self._packed.unpack() if isinstance(self._packed, Packed) else self._packed
-
-
-def _alias(tensor: Tensor) -> Tensor:
-    """The same values and the same version counter, without a history."""
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-        return tensor.detach()
+        if self._stayed is not None:
+            return self._stayed
+        assert self._sent is not None
+        return self._sent.unpack()
 
 
 def _held(result: Any) -> list[_Held]:
@@ -126,6 +161,8 @@ class Keeping(TorchDispatchMode):
         """Runs `func`, and keeps its result where that is wanted."""
         kwargs = {} if kwargs is None else kwargs
         result = func(*args, **kwargs)
+        if id(func) in _OWN_COUNTERS and not is_aside():
+            self._kept.watch(result)
         if not self._may_keep(func) or is_aside():
             return result
         count = self._counts.get(id(func), 0)

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from scale_checkpoint.tracing import tensors_in
+from scale_checkpoint.nested import tensors_in
 
 SHORT_SECONDS = 0.05
 """What is done sooner is measured more often."""
@@ -23,9 +24,13 @@ class Step:
         model: Any module.
         sample_input: See `plan_memory`.
         loss: See `plan_memory`.
+
+    Raises:
+        ValueError: A parameter or buffer of the model is not initialised yet.
     """
 
     def __init__(self, model: nn.Module, sample_input: Any, loss: Callable[[Any], Tensor] | None) -> None:
+        _check_initialized(model)
         self.model = model
         self.args: tuple[Any, ...] = ()
         self.kwargs: dict[str, Any] = {}
@@ -64,6 +69,15 @@ class Step:
         """Lets the gradients go."""
         for parameter in self.model.parameters():
             parameter.grad = None
+
+
+def _check_initialized(model: nn.Module) -> None:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise ValueError(
+                f"'{name}' of a lazy module has no shape before the first forward, so nothing can be measured yet: "
+                "call model(...) once on a batch, before anything else"
+            )
 
 
 def _default_loss(output: Any) -> Tensor:
@@ -109,7 +123,12 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
         module: Whose parameters and buffers.
     """
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    buffers = [
+        (part, name, buffer, buffer.detach().clone())
+        for part in module.modules()
+        for name, buffer in part._buffers.items()
+        if buffer is not None
+    ]
     for parameter, _ in gradients:
         parameter.grad = None
     devices = list({tensor.device for tensor in module.parameters() if tensor.device.type != "cpu"})
@@ -120,8 +139,12 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for parameter, gradient in gradients:
                 parameter.grad = gradient
-            for buffer, value in buffers:
+            for part, name, buffer, value in buffers:
                 buffer.copy_(value)
+                now = part._buffers.get(name)
+                # One of another shape is a table that has grown, and the module counts on it.
+                if now is not None and now.shape == buffer.shape:
+                    part._buffers[name] = buffer
 
 
 def device_of(model: nn.Module) -> torch.device:

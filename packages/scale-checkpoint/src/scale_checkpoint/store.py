@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from scale_checkpoint.lanes import Mark, lanes_of
 from scale_checkpoint.places import Away, Place, Target, place_for, whole_storage
+from scale_checkpoint.versions import counter_of, have_one_counter
 
 _IN_FLIGHT_BYTES = 1 << 30  # Beyond this the device waits until what it computes with has left.
 _MOST_AHEAD = 64
@@ -146,6 +148,24 @@ class Packed:
             self._gone.drop_view()
 
 
+class _Known(NamedTuple):
+    """A storage that has left, as it was at one version.
+
+    Attributes:
+        owner: The storage: one that is gone may leave its number to another.
+        counter: Has the version counter of the tensor that was packed, and no memory.
+        link: Its place in the order.
+    """
+
+    owner: StorageWeakRef
+    counter: Tensor
+    link: _Link
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Whether a tensor of that storage and version is as it was when this one left."""
+        return not self.owner.expired() and have_one_counter(tensor, self.counter)
+
+
 class Store:
     """All that was packed away to one place, in the order in which it left.
 
@@ -156,9 +176,8 @@ class Store:
     def __init__(self, place: Place) -> None:
         self._place = place
         self._last: _Link | None = None
-        # By storage and version: what was changed in place since leaves once more. Each entry knows its own storage,
-        # since one that is gone may leave its number to another.
-        self._known: dict[tuple[int, int], tuple[StorageWeakRef, _Link]] = {}
+        # By storage and version: what was changed in place since leaves once more.
+        self._known: dict[tuple[int, int], _Known] = {}
         self._in_flight: deque[tuple[Away, Tensor, Tensor, int]] = deque()
         self._in_flight_bytes = 0
         self._lock = threading.RLock()  # Graphs are let go of in the threads of the backward pass.
@@ -174,12 +193,12 @@ class Store:
             self._land()
             storage = tensor.untyped_storage()
             key = storage._cdata, tensor._version
-            owner, link = self._known.get(key, (None, None))
-            gone = None if link is None or owner is None or owner.expired() else link.gone()
-            if gone is None:
+            known = self._known.get(key)
+            gone = None if known is None or not known.is_of(tensor) else known.link.gone()
+            if known is None or gone is None:
                 gone, link = self._send(tensor, key)
-            assert link is not None
-            return Packed(self, link, gone, tensor)
+                return Packed(self, link, gone, tensor)
+            return Packed(self, known.link, gone, tensor)
 
     def fetch_ahead(self, link: _Link) -> None:
         """Starts to bring back what left before a storage that is needed now, as much as may be here early."""
@@ -204,8 +223,7 @@ class Store:
         away = self._place.put(source)
         gone = Gone(source, away)
         self._last = link = _Link(gone, self._last)
-        owner = StorageWeakRef(tensor.untyped_storage())
-        self._known[key] = owner, link
+        self._known[key] = _Known(StorageWeakRef(tensor.untyped_storage()), counter_of(tensor), link)
         weakref.finalize(gone, self._forget, key, link).atexit = False
         if not away.is_safe():
             self._in_flight.append((away, source, tensor.detach(), tensor._version))
@@ -217,7 +235,7 @@ class Store:
             link.take_out()
             if self._last is link:
                 self._last = link.before
-            if key in self._known and self._known[key][1] is link:
+            if key in self._known and self._known[key].link is link:
                 del self._known[key]
 
     def _land(self) -> None:

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
 
 from scale_checkpoint.live import LiveBytes
+from scale_checkpoint.nested import tensors_in
 
 BETWEEN = ""
 """The name of what runs outside of the blocks."""
@@ -109,14 +109,22 @@ class StepTrace(LiveBytes):
         self._inside.append(name)
         return self.enter(name)
 
-    def go_out(self) -> None:
-        """Comes back to what has called the module."""
+    def go_out(self, name: str) -> None:
+        """Comes back to what has called the module, unless it was not entered, since a hook before has raised."""
+        if self._inside[-1] != name:
+            return
         self._inside.pop()
         self.enter(self._inside[-1])
+
+    @property
+    def running(self) -> Pass | None:
+        """The pass that has begun and not ended; None after `finish`."""
+        return self._pass
 
     def finish(self) -> None:
         """Ends the last pass."""
         self._end()
+        self._pass = None
         self.close()
 
     def before(self, func: Any) -> None:
@@ -193,7 +201,7 @@ def _hooked(trace: StepTrace, name: str, block: nn.Module) -> list[Any]:
             tensors = tensors_in(output)
             trace.visits[-1].outputs = [trace.number(tensor) for tensor in tensors]
             trace.visits[-1].gives_gradient = any(tensor.requires_grad for tensor in tensors)
-            trace.go_out()
+            trace.go_out(name)
 
     return [
         block.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
@@ -214,11 +222,6 @@ def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def tensors_in(value: Any) -> list[Tensor]:
-    """Returns the tensors in nested containers, in order."""
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
 def _running_node() -> Any:
     """The node of the backward that runs now; None in a forward."""
     return torch._C._current_autograd_node()
@@ -226,7 +229,7 @@ def _running_node() -> Any:
 
 def _next_node() -> int:
     """The number that autograd gives next; one is used up."""
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
         node = torch.empty(0, requires_grad=True).view(0).grad_fn
     assert node is not None
     return int(node._sequence_nr()) + 1

@@ -85,14 +85,12 @@ class LayerMemoryTracker:
 
     Args:
         model: To start with at once, in a `with` block; None for one that is given to `monitor`.
-
-    Attributes:
-        memory_traces: Every pass that changed anything, in the order of time.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
-        self.memory_traces: list[LayerTrace] = []
         self._model = model
+        self._finished: list[LayerTrace] = []
+        self._running: tuple[StepTrace, dict[str, str]] | None = None
         self._stack: ExitStack | None = None
 
     def monitor(self, model: nn.Module) -> None:
@@ -110,7 +108,8 @@ class LayerMemoryTracker:
         modules = {name or type(model).__name__: module for name, module in model.named_modules()}
         kinds = {name: type(module).__name__ for name, module in modules.items()}
         self._stack = ExitStack()
-        self._stack.callback(self._take, trace, kinds)
+        self._running = trace, kinds
+        self._stack.callback(self._finish)
         self._stack.enter_context(following(trace, modules))
 
     def stop(self) -> None:
@@ -129,6 +128,11 @@ class LayerMemoryTracker:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.stop()
+
+    @property
+    def memory_traces(self) -> list[LayerTrace]:
+        """Every pass that changed anything, in the order of time, and so far where the tracker is not stopped yet."""
+        return self._finished if self._running is None else [*self._finished, *_taken(*self._running)]
 
     @property
     def forward_traces(self) -> list[LayerTrace]:
@@ -213,7 +217,7 @@ class LayerMemoryTracker:
         """
         tracker = cls()
         try:
-            tracker.memory_traces = [LayerTrace(**entry) for entry in json.loads(Path(path).read_text("utf-8"))]
+            tracker._finished = [LayerTrace(**entry) for entry in json.loads(Path(path).read_text("utf-8"))]
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path} was expected to hold traces of a LayerMemoryTracker: {error}") from error
         return tracker
@@ -221,14 +225,20 @@ class LayerMemoryTracker:
     def __str__(self) -> str:
         return self.summary
 
-    def _take(self, trace: StepTrace, kinds: dict[str, str]) -> None:
-        for index, is_backward in trace.order:
-            visit = trace.visits[index]
-            taken = visit.backward if is_backward else visit.forward
-            assert taken is not None
-            sizes = (taken.start_bytes, taken.peak_bytes, taken.end_bytes)
-            if len(set(sizes)) > 1:  # Between two of its children a module often does nothing.
-                self.memory_traces.append(LayerTrace(visit.name, kinds.get(visit.name, ""), not is_backward, *sizes))
+    def _finish(self) -> None:
+        self._finished, self._running = self.memory_traces, None
+
+
+def _taken(trace: StepTrace, kinds: dict[str, str]) -> list[LayerTrace]:
+    taken = []
+    for index, is_backward in trace.order:
+        visit = trace.visits[index]
+        run = visit.backward if is_backward else visit.forward
+        assert run is not None
+        sizes = (run.start_bytes, run.peak_bytes, trace.current_bytes if run is trace.running else run.end_bytes)
+        if len(set(sizes)) > 1:  # Between two of its children a module often does nothing.
+            taken.append(LayerTrace(visit.name, kinds.get(visit.name, ""), not is_backward, *sizes))
+    return taken
 
 
 def suggest_checkpoint_location(

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from scale_checkpoint.nested import put_tensors, take_tensors, tensors_in
 from scale_checkpoint.offload import MIN_BYTES, offload_activations
 from scale_checkpoint.step import now, scalar_of, undisturbed
-from scale_checkpoint.tracing import StepTrace, following, tensors_in
+from scale_checkpoint.tracing import StepTrace, following
 
 BLOCK = "block"
 
@@ -116,16 +116,12 @@ def try_time(block: nn.Module, call: Call, device: torch.device) -> float:
 
 def _forward(block: nn.Module, call: Call, start: Tensor) -> Tensor:
     """Runs the block between its two neighbours; nothing but the graph holds what passes between them."""
-    leaves, shape = tree_flatten((call.args, call.kwargs))
-    places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    tensors, rest = take_tensors((call.args, call.kwargs))
     given: tuple[Tensor, ...] = ()
-    if places:
-        tensors = (leaves[index] for index in places)
+    if tensors:
         given = _Before.apply(start, call.wants_gradient, *tensors)  # type: ignore[no-untyped-call]
-    for i, index in enumerate(places):
-        leaves[index] = given[i]
-    args, kwargs = tree_unflatten(leaves, shape)
-    del given, leaves
+    args, kwargs = put_tensors(rest, given)
+    del given, tensors
     output = block(*args, **kwargs)
     del args, kwargs
     results = tensors_in(output)

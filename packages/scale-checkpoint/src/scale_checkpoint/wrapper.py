@@ -8,10 +8,11 @@ from typing import Any, Literal, TypeAlias, TypeVar
 from torch import nn
 from torch._ops import OpOverload, OpOverloadPacket
 
-from scale_checkpoint.forward import TreatedForward, Treatment, treat, treat_no_more, treated
-from scale_checkpoint.offload import MIN_BYTES
+from scale_checkpoint.forward import TreatedForward, treat, treat_no_more, treated
+from scale_checkpoint.offload import MIN_BYTES, check_target
 from scale_checkpoint.operators import SELECTIVE, OperatorPolicy, policy_of
-from scale_checkpoint.places import Target, place_for
+from scale_checkpoint.places import Target
+from scale_checkpoint.treatment import Treatment
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -63,12 +64,12 @@ def checkpoint_wrapper(
 
     Raises:
         TypeError: `module` is no module, or is a list of modules, which is never called.
-        ValueError: It is checkpointed in another way already; an operator has no such name; `offload_to` is no target.
+        ValueError: It is checkpointed in another way already; an operator has no such name; `offload_to` is no target;
+            `min_bytes` is negative.
         NotADirectoryError: There is no such folder.
     """
     target: Target | None = "host" if offload_to_cpu and offload_to is None else offload_to
-    if target is not None:
-        place_for(target)
+    check_target("host" if target is None else target, min_bytes)
     policy = None if keep is None else policy_of(keep)
     _treat(module, Treatment(True, policy, target, min_bytes, preserve_random_state))
     return module
@@ -98,27 +99,58 @@ def apply_checkpointing(
 
     Raises:
         TypeError: `module` is no module, or is a list of modules, which is never called.
-        ValueError: `how` is another word; an operator has no such name; `offload_to` is no target.
+        ValueError: `how` is another word; an operator has no such name; `offload_to` is no target; `min_bytes` is
+            negative.
         NotADirectoryError: There is no such folder.
     """
-    treatment: Treatment | None
-    place_for(offload_to)
-    inputs_to = offload_to if offload_inputs else None
-    if how == "keep":
-        treatment = None
-    elif how == "recompute":
-        treatment = Treatment(offload_to=inputs_to, min_bytes=min_bytes)
-    elif how == "offload":
-        treatment = Treatment(recompute=False, offload_to=offload_to, min_bytes=min_bytes)
-    elif isinstance(how, str) and how != SELECTIVE:
-        raise ValueError(f'how: expected "keep", "recompute", "offload", "selective" or operators, got {how!r}')
-    else:
-        treatment = Treatment(keep=policy_of(how), offload_to=inputs_to, min_bytes=min_bytes)
+    give(module, treatment_for(how, offload_to=offload_to, offload_inputs=offload_inputs, min_bytes=min_bytes))
+    return module
+
+
+def give(module: nn.Module, treatment: Treatment | None) -> None:
+    """Gives a module a treatment in the place of the one that it has; None makes it plain.
+
+    Args:
+        module: Changed in place.
+        treatment: Of `treatment_for`.
+
+    Raises:
+        TypeError: `module` is no module, or is a list of modules.
+    """
     _check_is_called(module)
     treat_no_more(module)
     if treatment is not None:
         _treat(module, treatment)
-    return module
+
+
+def treatment_for(
+    how: How, *, offload_to: Target = "host", offload_inputs: bool = False, min_bytes: int = MIN_BYTES
+) -> Treatment | None:
+    """Returns what `apply_checkpointing` does with a module; None leaves it plain. Changes nothing.
+
+    Args:
+        how: See `apply_checkpointing`; so the others.
+        offload_to: Where to.
+        offload_inputs: Of a module that is recomputed.
+        min_bytes: Smaller storages stay.
+
+    Raises:
+        ValueError: `how` is another word; an operator has no such name; `offload_to` is no target; `min_bytes` is
+            negative.
+        TypeError: `how` holds what is no operator.
+        NotADirectoryError: There is no such folder.
+    """
+    check_target(offload_to, min_bytes)
+    inputs_to = offload_to if offload_inputs else None
+    if isinstance(how, str) and how != SELECTIVE:
+        if how == "keep":
+            return None
+        if how == "recompute":
+            return Treatment(offload_to=inputs_to, min_bytes=min_bytes)
+        if how == "offload":
+            return Treatment(recompute=False, offload_to=offload_to, min_bytes=min_bytes)
+        raise ValueError(f'how: expected "keep", "recompute", "offload", "selective" or operators, got {how!r}')
+    return Treatment(keep=policy_of(how), offload_to=inputs_to, min_bytes=min_bytes)
 
 
 def is_checkpointed(module: nn.Module) -> bool:

@@ -15,9 +15,6 @@ from scale_train.options import Options, budget_bytes
 
 CHOICES = ("none", "all", "selective")
 
-SELECTIVE = ("mm", "addmm", "_scaled_dot_product.*")
-"""What is kept of a block that is checkpointed selectively: the results of its linear layers and of its attention."""
-
 
 def checkpoint_blocks(model: GPT, choice: str, *, offload: bool) -> None:
     """Checkpoints each block of a model, before or after it is spread over ranks.
@@ -35,7 +32,7 @@ def checkpoint_blocks(model: GPT, choice: str, *, offload: bool) -> None:
         if choice == "none":
             apply_checkpointing(block, "offload" if offload else "keep")
         else:
-            apply_checkpointing(block, "recompute" if choice == "all" else SELECTIVE, offload_inputs=offload)
+            apply_checkpointing(block, "recompute" if choice == "all" else "selective", offload_inputs=offload)
 
 
 def plan_blocks(model: GPT, options: Options, group: Group) -> None:

@@ -1,0 +1,144 @@
+"""Tensors that autograd has saved, and that must be as they were when it comes back to them.
+
+Autograd itself sees a saved tensor that was changed in place, and raises; but not where hooks stand between, as those
+of torch's checkpointing and of an offload do. So whoever hooks compares the tensor's version, here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.autograd.graph import increment_version, saved_tensors_hooks
+
+
+class Stayed:
+    """What autograd holds of a tensor that was not moved away.
+
+    Args:
+        tensor: As it is saved.
+
+    Attributes:
+        tensor: The same, sharing its memory.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor.detach()  # Not the tensor itself: it would hold the node that saves it.
+        self._version = tensor._version
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether it was not changed in place since."""
+        return self.tensor._version == self._version
+
+    def unpack(self) -> Tensor:
+        """Returns the tensor.
+
+        Raises:
+            RuntimeError: It was changed in place since.
+        """
+        if not self.is_intact:
+            raise RuntimeError(
+                f"a tensor {list(self.tensor.shape)} that autograd has saved where activations are offloaded was "
+                "modified by an inplace operation before its backward, and has stayed where it is: it is small or a "
+                "parameter, or was changed at once; change it after loss.backward(), or change a copy"
+            )
+        return self.tensor
+
+
+def alias_of(tensor: Tensor) -> Tensor:
+    """Returns the same values with the same version counter and without a history, in dispatch modes, too."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
+def counter_of(tensor: Tensor) -> Tensor:
+    """Returns a tensor without memory that shares its version counter with `tensor`."""
+    counter = alias_of(tensor)
+    counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return counter
+
+
+def have_one_counter(tensor: Tensor, counter: Tensor) -> bool:
+    """Whether two tensors have one version counter, as a tensor and its views have.
+
+    Not so the pieces of `unsafe_chunk`, into which recurrent layers cut the gates of one storage: each counts for
+    itself what is changed in place, and of another one's changes says nothing.
+
+    Args:
+        tensor: Of any shape.
+        counter: Of `counter_of`.
+    """
+    before = counter._version
+    with _unsafe_preserve_version_counter(tensor):
+        increment_version(tensor)
+        return counter._version != before
+
+
+class Watch:
+    """Watches what one call's recomputation saves until autograd has taken it.
+
+    Args:
+        title: The module's class, for errors.
+        strangers: Returns the classes of what the call was given that could not be taken apart, for errors.
+    """
+
+    def __init__(self, title: str, strangers: Callable[[], Sequence[str]]) -> None:
+        self._title, self._strangers = title, strangers
+        self._versions: list[int] = []
+
+    def forward(self) -> saved_tensors_hooks:
+        """Returns hooks for the forward, around those of torch's checkpointing, which stand there already."""
+        pack, unpack = _standing_hooks()
+        count = 0
+
+        def numbered(tensor: Tensor) -> tuple[Any, int]:
+            nonlocal count
+            count += 1
+            return pack(tensor), count - 1
+
+        def compared(packed: tuple[Any, int]) -> Tensor:
+            try:
+                tensor = unpack(packed[0])  # This is where it is recomputed.
+            except Exception as error:
+                error.add_note(self._note())
+                raise
+            if tensor._version != self._versions[packed[1]]:
+                raise RuntimeError(
+                    f"the forward of a {self._title}, which is checkpointed, modifies a tensor {list(tensor.shape)} by "
+                    "an inplace operation after autograd has saved it: let it change a copy (inplace=False where a "
+                    "layer has that), as it would have to without checkpointing"
+                )
+            return tensor
+
+        return saved_tensors_hooks(numbered, compared)
+
+    def _note(self) -> str:
+        told = f"This happened while the forward of a {self._title} was computed again."
+        strangers = self._strangers()
+        if not strangers:
+            return told
+        return (
+            f"{told} It was given a {' and a '.join(strangers)}, which the recomputation gets as it is by now: if the "
+            "forward has changed it, as it changes a cache, do without (model.config.use_cache = False in "
+            "transformers), or register its class with torch.utils._pytree, so that it is given as it was."
+        )
+
+    def recomputation(self) -> saved_tensors_hooks:
+        """Returns hooks for the recomputation, around those of torch's checkpointing."""
+        pack, unpack = _standing_hooks()
+        versions = self._versions = []
+
+        def noted(tensor: Tensor) -> Any:
+            versions.append(tensor._version)  # First, since torch's may end the recomputation.
+            return pack(tensor)
+
+        return saved_tensors_hooks(noted, unpack)
+
+
+def _standing_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+    """The hooks on saved tensors that stand now; ours are called in their place, and call them."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)

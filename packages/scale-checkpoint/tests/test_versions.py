@@ -1,0 +1,97 @@
+"""Saved tensors that are changed in place: an error, as it is where no hooks stand between autograd and them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from scale_checkpoint import apply_checkpointing, checkpoint_wrapper, offload_activations
+from scale_checkpoint.versions import Stayed, counter_of, have_one_counter
+
+LARGE = 1 << 40  # Nothing leaves.
+
+
+def test_a_counter_is_that_of_a_tensor_and_its_views_and_has_no_memory() -> None:
+    base = torch.arange(12.0).reshape(3, 4)
+    counter = counter_of(base[1:])
+    assert counter.untyped_storage().nbytes() == 0
+    assert have_one_counter(base, counter) and have_one_counter(base.t().detach(), counter)
+    assert not have_one_counter(base.data, counter) and not have_one_counter(base.clone(), counter)
+    first, second = base.unsafe_chunk(2, 1)  # As recurrent layers cut the gates of one storage.
+    assert have_one_counter(first[0], counter_of(first)) and not have_one_counter(second, counter_of(first))
+    assert base._version == 0, "asking changes no version"
+
+
+def test_what_has_stayed_is_given_back_until_it_is_changed() -> None:
+    base = torch.ones(2, 3, requires_grad=True)
+    stayed = Stayed(base[0])
+    assert stayed.unpack().data_ptr() == base.data_ptr() and not stayed.unpack().requires_grad
+    with torch.no_grad():
+        base[1] = 2.0
+    with pytest.raises(
+        RuntimeError, match=r"a tensor \[3\] that autograd has saved .* modified by an inplace operation"
+    ):
+        stayed.unpack()
+
+
+class Overwrites(nn.Module):
+    """Writes into a result that autograd has saved, and saves more after that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x).exp()
+        y.mul_(2)
+        return y.sin()
+
+
+@pytest.mark.parametrize("min_bytes", [0, LARGE])
+@pytest.mark.parametrize("how", ["keep", "recompute", "offload", "selective", ["exp"]])
+def test_a_forward_that_overwrites_what_is_saved_is_an_error_and_no_wrong_gradient(how: Any, min_bytes: int) -> None:
+    module = apply_checkpointing(Overwrites(), how, offload_inputs=True, min_bytes=min_bytes)
+    loss = module(torch.randn(2, 4)).sum()
+    with pytest.raises(RuntimeError, match="inplace operation"):
+        loss.backward()
+
+
+def test_the_error_names_the_module_and_nothing_of_it_stays() -> None:
+    module = checkpoint_wrapper(Overwrites())
+    loss = module(torch.randn(2, 4)).sum()
+    with pytest.raises(RuntimeError, match=r"the forward of a Overwrites, .* modifies a tensor \[2, 4\] by an inplace"):
+        loss.backward()
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+@pytest.mark.parametrize("how", ["recompute", "offload", "selective"])
+def test_an_input_that_is_changed_before_the_backward_is_noticed_where_it_has_not_left(how: str) -> None:
+    expected = None
+    for treatment, min_bytes in (("keep", 0), (how, 0), (how, LARGE)):
+        torch.manual_seed(0)
+        module = apply_checkpointing(nn.Linear(4, 4), treatment, offload_inputs=True, min_bytes=min_bytes)
+        x = torch.randn(2, 4)
+        module(x).sum().backward()
+        expected = module.weight.grad if expected is None else expected
+        module.zero_grad()
+        loss = module(x).sum()
+        x.mul_(2)
+        if treatment != "keep" and min_bytes == 0:
+            loss.backward()  # What has left is as it was.
+            assert torch.equal(module.weight.grad, expected)
+        else:
+            with pytest.raises(RuntimeError, match="inplace operation"):
+                loss.backward()
+
+
+def test_what_nobody_comes_back_to_may_be_changed() -> None:
+    layer = nn.Linear(4, 4)
+    x, y = torch.randn(2, 4), torch.randn(2, 4, requires_grad=True)
+    with offload_activations(layer):
+        one, other = layer(x).sum(), y.exp().sum()
+    x.mul_(2)
+    other.backward()
+    assert torch.equal(y.grad, y.exp()) and one.requires_grad
