@@ -196,7 +196,7 @@ TOLD = {
     "stage inputs": "stage 1 was given inputs of 2 samples, but the mini-batch has 8: give every stage inputs of the",
     "no stage": "stage_inputs has inputs for stage 7, but there are 2 stages, 0 to 1",
     "no dict": "expected stage_inputs to be a dict of keyword arguments by stage, but got list: write stage_inputs={1:",
-    "no target": "No target was given on the rank of the last stage: write pipe.step(..., target=target)",
+    "no target": "No target was given on the rank of the last stage: write target=target, as loss_fn takes it",
     "complex loss": "the loss of a micro-batch has to be real, and is torch.complex64",
     "no optimizer": "expected an optimizer, or a dict of them by stage, but got str",
     "optimizer elsewhere": "an optimizer was given for stage 1, but this rank holds the stages [0]",
@@ -253,9 +253,7 @@ def differing() -> list[str]:
 def test_ranks_that_have_built_other_pipelines_are_told_what_differs() -> None:
     for told in run_ranks(differing, 2):
         assert "rank 0: schedule 1F1B, 8 micro-batches" in told[0] and "rank 1: schedule GPipe" in told[0]
-        assert (
-            "rank 0: stage 0: Sequential of 0, 1, 2, 3, 4, 5; rank 1: stage 0: Sequential of 0, 1, 2, 3, 4" in told[1]
-        )
+        assert "rank 0: stage 0: Partition of 0, 1, 2, 3, 4, 5; rank 1: stage 0: Partition of 0, 1, 2, 3, 4" in told[1]
         assert "rank 0: schedule 1F1B, 4 micro-batches" in told[2] and "rank 1: schedule 1F1B, 8" in told[2]
         assert "rank 0: stage 0: 1.weight [8, 8]" in told[3] and "rank 1: stage 0: 1.weight [9, 9]" in told[3]
 

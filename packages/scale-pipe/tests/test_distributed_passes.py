@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -10,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from distributed_cases import Plain, batch, differences, mlp, mse, order_in
 from torch import Tensor, nn
 
 from scale_core import ScaleDistributedError
+from scale_core.testing import run_ranks
 from scale_pipe import DistributedPipe, StageError
 
 
@@ -182,6 +185,23 @@ def test_an_evaluation_that_fails_leaves_the_gradients_of_wrappers() -> None:
     assert differences(pipe, plain.grads) == []
 
 
+def test_wrappers_that_would_both_reduce_one_parameter_are_refused() -> None:
+    x, target = batch()
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    layers[1].weight = layers[0].weight
+    pipe = DistributedPipe(layers, "zb_v", balance=[1, 1], chunks=4)
+    pipe.step(x, target=target, loss_fn=mse)
+    for index, stage in pipe.stages.items():
+        pipe.stages[index] = Wrapper(stage)
+    for _ in range(2):
+        with pytest.raises(
+            StageError, match=r"1\.weight of stage 1 is one parameter with that of stage 0 on the same rank"
+        ):
+            pipe.step(x, target=target, loss_fn=mse)
+    pipe.stages[1] = pipe.stages[1].module  # type: ignore[assignment]
+    pipe.step(x, target=target, loss_fn=mse)
+
+
 def test_one_optimizer_for_all_stages_has_stepped_none_before_the_last() -> None:
     x, target = batch()
     pipe = DistributedPipe(mlp(), "zb_v", balance=[6, 6], chunks=4)
@@ -198,3 +218,62 @@ def test_one_optimizer_for_all_stages_has_stepped_none_before_the_last() -> None
 def test_a_cap_of_memory_that_nothing_looks_at_is_refused() -> None:
     with pytest.raises(ValueError, match=r'memory_cap=2\.0 is for schedule="solve", and 1F1B does not look at it'):
         DistributedPipe(mlp(), "1f1b", balance=[12], memory_cap=2.0)
+
+
+def test_an_evaluation_has_the_loss_the_output_or_both_as_it_is_asked() -> None:
+    x, target = batch()
+    pipe, model = DistributedPipe(mlp(), "zb_v", balance=[6, 6], chunks=4), mlp()
+    with torch.no_grad():
+        outputs = [model(part) for part in x.chunk(4)]
+        losses = [mse(output, to) for output, to in zip(outputs, target.chunk(4), strict=True)]
+        mean = losses[0] / 4 + losses[1] / 4 + losses[2] / 4 + losses[3] / 4
+    assert torch.equal(pipe.evaluate(x), torch.cat(outputs))
+    loss = pipe.evaluate(x, target=target, loss_fn=mse)
+    assert torch.equal(loss, mean) and not loss.requires_grad
+    loss, output = pipe.evaluate(x, target=target, loss_fn=mse, with_output=True)
+    assert torch.equal(loss, mean) and torch.equal(output, torch.cat(outputs))
+    assert torch.equal(pipe.evaluate(x, loss_fn=lambda output: output.sum()), sum(y.sum() / 4 for y in outputs))
+    assert all(param.grad is None for param in pipe.parameters())
+    with torch.inference_mode():  # Then too, what follows can train.
+        assert torch.equal(pipe.evaluate(x, target=target, loss_fn=mse), mean)
+    pipe.step(x, target=target, loss_fn=mse)
+    for wrong, words in ((mse, "No target was given"), (lambda output: output, "has to be a tensor with one element")):
+        with pytest.raises(StageError, match=words):
+            pipe.evaluate(x, loss_fn=wrong)
+
+
+def other_calls() -> dict[str, Any]:
+    """Ranks that call different things: the error on this one, in how many seconds, and whether a step works after."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    x, target = batch()
+    found: dict[str, Any] = {}
+    for name in ("1f1b", "zb_v"):
+        each = 1 if name == "1f1b" else 2
+        pipe, plain = DistributedPipe(mlp(), name, balance=[12 // size // each] * size * each, chunks=4), Plain(mlp())
+        plain.step(parts_of(x, target), mse, order_in(pipe))
+        pipe.step(x, target=target, loss_fn=mse)
+        for odd in range(size):
+            for evaluates in (rank == odd, rank != odd):
+                began = time.monotonic()
+                with pytest.raises(StageError) as raised:
+                    pipe.evaluate(x) if evaluates else pipe.step(x, target=target, loss_fn=mse)
+                seconds = time.monotonic() - began
+                found[f"{name} {odd} {evaluates}"] = str(raised.value).splitlines()[0], seconds, evaluates
+        wrong = differences(pipe, plain.grads)
+        plain.step(parts_of(x, target), mse, order_in(pipe))
+        pipe.step(x, target=target, loss_fn=mse)
+        found[name] = wrong + differences(pipe, plain.grads)
+    return found
+
+
+def test_ranks_that_call_different_things_say_so_at_once_and_go_on() -> None:
+    for results in zip(*(found.items() for found in run_ranks(other_calls, 3)), strict=True):
+        assert len({key.rpartition(" ")[0] for key, _ in results}) == 1
+        if " " not in results[0][0]:
+            assert [wrong for _, wrong in results] == [[]] * 3
+            continue
+        texts, seconds, evaluates = zip(*(found for _, found in results), strict=True)
+        assert len(set(texts)) == 1 and max(seconds) < 10
+        first = next(rank for rank in range(3) if evaluates[rank] != evaluates[0])
+        mine = "an evaluation with pipe.evaluate(...)" if evaluates[first] else "a step with pipe.step(...)"
+        assert f"rank {first} began {mine}, and rank " in texts[0]

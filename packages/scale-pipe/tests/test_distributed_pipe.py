@@ -38,6 +38,15 @@ def even(num_layers: int, num_stages: int) -> list[int]:
     return [num_layers // num_stages + (index < num_layers % num_stages) for index in range(num_stages)]
 
 
+def weighed(losses: list[Tensor], parts: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """The mean over all samples of micro-batches' means, added up in their order."""
+    samples = sum(len(x) for x, _ in parts)
+    total = torch.zeros(())
+    for loss, (x, _) in zip(losses, parts, strict=True):
+        total = total + loss * (len(x) / samples)
+    return total
+
+
 def compare(pipe: DistributedPipe, model: nn.Sequential, steps: list[tuple[Tensor, Tensor]], title: str) -> list[str]:
     """Steps of a pipeline beside the plain model's, accumulated, with evaluations between them."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -54,10 +63,13 @@ def compare(pipe: DistributedPipe, model: nn.Sequential, steps: list[tuple[Tenso
         output = pipe.evaluate(*given)
         if (output is not None) != (rank == last):
             wrong.append(f"{title}: output on rank {rank} of {size}")
-        if output is not None:
-            with torch.no_grad():
-                if not torch.equal(output, torch.cat([model(x) for x, _ in parts])):
-                    wrong.append(f"{title}: another output")
+        judged = pipe.evaluate(*given, target=target if rank == last else None, loss_fn=mse if rank == last else None)
+        with torch.no_grad():
+            outputs = [model(x) for x, _ in parts]
+        if not torch.equal(judged, weighed([mse(y, to) for y, (_, to) in zip(outputs, parts, strict=True)], parts)):
+            wrong.append(f"{title}: another loss in the evaluation")
+        if output is not None and not torch.equal(output, torch.cat(outputs)):
+            wrong.append(f"{title}: another output")
     return wrong
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pipe_schedules import BUILDERS
 
-from scale_pipe import Kind, Placement, one_forward_one_backward, zb_v
+from scale_pipe import Kind, Placement, interleaved_1f1b, one_forward_one_backward, zb_v
 from scale_pipe.distributed.order import Order
 from scale_pipe.distributed.plan import (
     AddShared,
@@ -21,6 +21,7 @@ from scale_pipe.distributed.plan import (
     arriving,
     forward_plan,
     plan,
+    probe_slots,
     receipts,
     shared_slots,
 )
@@ -144,3 +145,24 @@ def test_a_slot_says_what_it_is() -> None:
     assert str(slot) == "activation of stage 1 for stage 2, micro-batch 3"
     assert str(slot.back()) == "gradient of stage 2 for stage 1, micro-batch 3"
     assert str(Slot(Flow.ACTIVATION, "skip", 0, 2, 0)) == "activation 'skip' of stage 0 for stage 2, micro-batch 0"
+
+
+def test_links_are_probed_there_and_back_where_stages_stand_on_two_ranks() -> None:
+    probes = probe_slots(Placement((0, 1, 1, 0)))
+    assert list(probes) == [0, 2]
+    assert [(slot.flow, slot.source, slot.target) for slot in probes[2]] == [(Flow.PROBE, 2, 3), (Flow.PROBE, 3, 2)]
+    assert str(probes[0][1]) == "probe of the link of stage 1 for stage 0"
+
+
+def test_a_rank_waits_for_its_first_message_before_it_sends_and_the_one_that_begins_for_none() -> None:
+    for schedule in (one_forward_one_backward(3, 4), zb_v(3, 4), interleaved_1f1b(3, 3, 2)):
+        plans = [plan(schedule, rank, PLAIN) for rank in range(3)]
+        forwards = [forward_plan(tasks) for tasks in plans]
+        for rank in range(3):
+            step, evaluation = (Order(tasks, rank, schedule.num_stages, PLAIN) for tasks in (plans, forwards))
+            assert step.opening == evaluation.opening
+            assert (step.opening is None) == (schedule.placement.rank_of[0] == rank)
+            assert step.opening is None or (step.opening.flow, step.opening.micro_batch) == (Flow.ACTIVATION, 0)
+            for tasks in (step.tasks, evaluation.tasks):
+                first = next(index for index, task in enumerate(tasks) if isinstance(task, Action))
+                assert not any(isinstance(task, Send) for task in tasks[:first])

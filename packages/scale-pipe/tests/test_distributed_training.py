@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from scale_core import ShardedGradScaler
 from scale_core.testing import run_ranks
 from scale_pipe import DistributedPipe, StageError, draw, simulate, validate
+from scale_pipe.distributed.measuring import link_times
 
 WORDS = 7
 
@@ -241,6 +242,36 @@ def measured() -> list[str]:
     own = tuple(span.action for span in pipe.last_trace)
     wrong += ["own spans"] * (own != pipe.schedule.computes()[dist.get_rank()])
     wrong += ["picture"] * ("<svg" not in draw([simulate(pipe.schedule, found.costs), found]))
+    links = link_times(pipe.schedule.placement, pipe._traffic.links, pipe._traffic.probes, pipe.group, 60)
+    everyones: list[Any] = [None, None]
+    dist.all_gather_object(everyones, links)
+    wrong += [f"links {links}"] * (everyones[0] != everyones[1])
+    # In a V, the two stages in the middle stand on one rank.
+    wrong += [f"times {links}"] * ([seconds > 0 for seconds in links] != [True, False, True] or max(links) > 5)
+    return wrong
+
+
+def on_meta() -> list[str]:
+    """Stages that get their values after the pipeline was made, each on its rank; those of a tied weight are equal."""
+    rank, wrong = dist.get_rank(), []
+    for first in (True, False):  # The first holder has its values from the beginning, or not.
+        with torch.device("meta"):
+            model = tied_model()
+        if first and rank == 0:
+            embed = tied_model()[0]
+            assert isinstance(embed, nn.Embedding)
+            model[0].weight = model[4].weight = embed.weight
+        pipe = DistributedPipe(model, "1f1b", balance=[2, 3], chunks=4, device="cpu")
+        for stage in pipe.stages.values():
+            for path, module in stage.named_modules():
+                for name, param in module._parameters.items():
+                    if param is not None and param.is_meta:
+                        value = tied_model().state_dict()[f"{path}.{name}"]
+                        tied_elsewhere = rank == 1 and path == "4"
+                        module._parameters[name] = nn.Parameter(torch.zeros_like(value) if tied_elsewhere else value)
+        x, target = words(8)
+        pipe.step(x, target=target, loss_fn=nn.functional.cross_entropy)
+        wrong += [f"{first}: {w}" for w in differences(pipe, tied_grads(pipe, [(x, target)]))]
     return wrong
 
 
@@ -265,7 +296,7 @@ def scaled() -> list[str]:
 
 
 CASES: dict[str, Callable[[], list[str]]] = {
-    case.__name__: case for case in (tied, optimizers, norms, states, measured, scaled)
+    case.__name__: case for case in (tied, optimizers, norms, states, measured, on_meta, scaled)
 }
 
 

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from scale_pipe import pop, skippable, stash
 from scale_pipe.micro_batches import Arguments
-from scale_pipe.one_process.partition_run import Partition, PartitionRun
+from scale_pipe.models.partition import Partition
+from scale_pipe.one_process.partition_run import PartitionRun
 
 CPU = torch.device("cpu")
 KEY = (None, "skip")

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from scale_checkpoint import disable_checkpointing, is_checkpointing, is_recomputing, phase
 from scale_pipe.one_process import workers
@@ -99,3 +101,21 @@ def test_an_error_comes_with_its_own_traceback_when_nothing_runs_any_more(
 def test_workers_can_be_copied() -> None:
     pool = Workers([CPU])
     assert pool.run([(CPU, lambda: 1)]) == copy.deepcopy(pool).run([(CPU, lambda: 1)]) == [1]
+
+
+class Seen(TorchFunctionMode):
+    """A mode of somebody's."""
+
+
+def test_a_mode_that_would_miss_what_a_worker_does_is_refused() -> None:
+    with (
+        FlopCounterMode(display=False),
+        pytest.raises(RuntimeError, match=r"_FlopCounterMode is active.*outside of it"),
+    ):
+        Surroundings([CPU])
+    with Seen(), pytest.raises(RuntimeError, match=r"Seen is active around the pipeline"):
+        Surroundings([CPU])
+    with torch.device("meta"):  # A worker takes this one over.
+        assert Surroundings([CPU]).call(CPU, lambda: torch.ones(1)).is_meta
+    with FlopCounterMode(display=False):  # Without a thread of its own there is nothing to miss.
+        assert Workers([CPU]).run([(CPU, lambda: 1)]) == [1]

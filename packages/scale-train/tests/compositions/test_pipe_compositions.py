@@ -25,9 +25,13 @@ from scale_oss import OSS, ShardedDataParallel
 
 pytest.importorskip("scale_pipe")
 from scale_checkpoint import checkpoint_wrapper
-from scale_pipe import DistributedPipe, split
+from scale_pipe import DistributedPipe, StageError, split
 
 CHUNKS = 4
+TOLD = {
+    "ways": "is one parameter in stages 0 and 1, and their wrappers do not reduce its gradient at the same time",
+    "hidden": "a wrapper around it hides it, or reduces its gradient in a way of its own: use fully_shard",
+}
 LR = 0.5
 
 
@@ -54,6 +58,23 @@ class Net(nn.Module):
             x = block(x)
         y: Tensor = self.head(x)
         return y
+
+
+class Back(nn.Module):
+    """What comes last in a model whose first and last weight are one."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight, self.bias = weight, nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight + self.bias
+
+
+class TiedNet(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head: nn.Module = Back(self.embed.weight)
 
 
 def batch_of(step: int, replica: int) -> tuple[Tensor, Tensor]:
@@ -89,6 +110,19 @@ def with_oss(pipe: DistributedPipe, replicas: dist.ProcessGroup) -> list[torch.o
     return optimizers
 
 
+def with_tied_units(pipe: DistributedPipe, replicas: dist.ProcessGroup) -> list[torch.optim.Optimizer]:
+    """The modules that share a weight are units of their own, so that its parts are the same in both stages."""
+    for stage in pipe.stages.values():
+        for module in (stage.embed, stage.head):
+            if isinstance(module, nn.Module) and any(True for _ in module.parameters()):
+                fully_shard(module, replicas)
+    return with_fsdp(pipe, replicas)
+
+
+def with_ddp_and_fsdp(pipe: DistributedPipe, replicas: dist.ProcessGroup) -> list[torch.optim.Optimizer]:
+    return (with_ddp if 0 in pipe.stages else with_fsdp)(pipe, replicas)
+
+
 def with_checkpoints_in_ddp(pipe: DistributedPipe, replicas: dist.ProcessGroup) -> list[torch.optim.Optimizer]:
     for stage in pipe.stages.values():
         for module in stage.modules():
@@ -102,6 +136,20 @@ WAYS: Mapping[str, Wrap] = {
     "fsdp": with_fsdp,
     "oss": with_oss,
     "checkpoints": with_checkpoints_in_ddp,
+}
+
+
+def with_flat_parameters(pipe: DistributedPipe, replicas: dist.ProcessGroup) -> None:
+    for stage in pipe.stages.values():
+        fully_shard(stage, replicas, flatten_parameters=True)
+
+
+TIED_WAYS: Mapping[str, Wrap] = {
+    "tied, ddp": with_ddp,
+    "tied, fsdp": with_fsdp,
+    "tied, units": with_tied_units,
+    "tied, ddp and fsdp": with_ddp_and_fsdp,
+    "tied, oss": with_oss,
 }
 
 
@@ -131,8 +179,24 @@ def train_replicas() -> dict[str, dict[str, Any]]:
                 losses.append(pipe.step(x, target=target, loss_fn=nn.functional.mse_loss).item())
                 for optimizer in optimizers:
                     optimizer.step()
-            results[f"{name} {schedule}"] = {"losses": losses, "parameters": whole(pipe)}
+            x, target = batch_of(2, replica)
+            judged = pipe.eval().evaluate(x, target=target, loss_fn=nn.functional.mse_loss).item()
+            results[f"{name} {schedule}"] = {"losses": losses, "judged": judged, "parameters": whole(pipe)}
     results["scaler"] = {"steps": scaled(mesh, replicas, replica)}
+    for name, wrap in TIED_WAYS.items():
+        pipe = DistributedPipe(split(TiedNet(), ["blocks.2"]), "1f1b", chunks=CHUNKS, group=mesh["pipe"])
+        optimizers = wrap(pipe, replicas)
+        norms = []
+        for step in range(2):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            x, _ = batch_of(step, replica)
+            pipe.step(x, target=x, loss_fn=nn.functional.mse_loss)
+            norms.append(pipe.clip_grad_norm_(1.0).item())
+            for optimizer in optimizers:
+                optimizer.step()
+        results[name] = {"norms": norms, "parameters": whole(pipe)}
+    results["failures"] = failures(mesh, replicas, replica)
     return results
 
 
@@ -157,6 +221,43 @@ def scaled(mesh: Any, replicas: dist.ProcessGroup, replica: int) -> list[bool]:
         scaler.update()
         steps.append(not all(map(torch.equal, before, pipe.parameters())))
     return steps
+
+
+def failures(mesh: Any, replicas: dist.ProcessGroup, replica: int) -> dict[str, str]:
+    """What is told where replicas of stages with a tied weight do not go together, by what was wrong."""
+    told = {}
+
+    def oss_and_ddp(pipe: DistributedPipe, group: dist.ProcessGroup) -> object:
+        return (with_oss if 0 in pipe.stages else with_ddp)(pipe, group)
+
+    for name, wrap in (("ways", oss_and_ddp), ("hidden", with_flat_parameters), ("replica", with_oss)):
+        pipe = DistributedPipe(split(TiedNet(), ["blocks.2"]), "1f1b", chunks=CHUNKS, group=mesh["pipe"])
+        wrap(pipe, replicas)
+        x, _ = batch_of(0, replica)
+        fails = name == "replica" and replica == 1
+
+        def loss_of(output: Tensor, target: Tensor, fails: bool = fails) -> Tensor:
+            if fails:
+                raise OSError("no loss")
+            return nn.functional.mse_loss(output, target)
+
+        with pytest.raises(StageError) as raised:
+            pipe.step(x, target=x, loss_fn=loss_of)
+        told[name] = str(raised.value)
+    return told
+
+
+def tied_steps() -> tuple[list[float], dict[str, Tensor]]:
+    """The norms of two steps of plain PyTorch over the samples of both replicas, and the parameters after them."""
+    model, norms = TiedNet(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    for step in range(2):
+        optimizer.zero_grad()
+        x = torch.cat([batch_of(step, replica)[0] for replica in range(2)])
+        nn.functional.mse_loss(model(x), x).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        optimizer.step()
+    return norms, {name: tensor.detach() for name, tensor in model.state_dict().items()}
 
 
 def plain_steps() -> tuple[list[list[float]], dict[str, Tensor]]:
@@ -192,6 +293,25 @@ def one_thread() -> Iterator[None]:
 def test_stages_with_replicas_train_as_one_process() -> None:
     by_rank = run_ranks(train_replicas, 4)
     losses, parameters = plain_steps()
+    norms, tied_parameters = tied_steps()
+    model = Net()
+    model.load_state_dict(parameters)
+    with torch.no_grad():
+        judged = [nn.functional.mse_loss(model(x), to).item() for x, to in (batch_of(2, replica) for replica in (0, 1))]
+    for rank, results in enumerate(by_rank):
+        told = results.pop("failures")
+        assert ("no loss" if rank // 2 == 1 else "replicas of this stage failed: ranks [1]") in told["replica"]
+        assert all(words in told[name] for name, words in TOLD.items()), told
+    for way in TIED_WAYS:
+        copies: list[Tensor] = []
+        for results in by_rank:
+            assert results[way]["norms"] == pytest.approx(norms, rel=1e-5), way
+            found = results.pop(way)["parameters"]
+            for name, tensor in found.items():
+                torch.testing.assert_close(tensor, tied_parameters[name], rtol=1e-5, atol=1e-6, msg=f"{way}: {name}")
+            copies += [tensor for name, tensor in found.items() if name in ("embed.weight", "head.weight")]
+        # On every replica and every stage the same to the bit: so they stay one parameter.
+        assert len(copies) == 4 and all(torch.equal(copy, copies[0]) for copy in copies), way
     for way in by_rank[0]:
         if way == "scaler":
             assert [results[way]["steps"] for results in by_rank] == [[False, True]] * 4
@@ -199,6 +319,7 @@ def test_stages_with_replicas_train_as_one_process() -> None:
         seen: set[str] = set()
         for rank, results in enumerate(by_rank):
             assert results[way]["losses"] == pytest.approx(losses[rank // 2], rel=1e-6), way
+            assert results[way]["judged"] == pytest.approx(judged[rank // 2], rel=1e-5), way
             for name, tensor in results[way]["parameters"].items():
                 # Micro-batches in the order 0, 1, ...: the very sums of the plain loop; in another order, its rounding.
                 if "1f1b" in way:

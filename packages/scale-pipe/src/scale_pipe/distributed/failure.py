@@ -12,7 +12,7 @@ from scale_core.group import Group
 from scale_core.last_words import LastWords
 from scale_core.pending import TransferError
 from scale_pipe.distributed.links import LinkError
-from scale_pipe.distributed.messages import Content, Failure
+from scale_pipe.distributed.messages import Content, Failure, Pass
 from scale_pipe.distributed.plan import Slot
 from scale_pipe.schedules.action import EVERY_MICRO_BATCH
 
@@ -90,6 +90,24 @@ def passed_on(failure: Failure, *, rank: int, slot: Slot, peer: int) -> Failure:
     """
     text = f"rank {rank} waited for the {slot} (stage {slot.source} stands on rank {peer}), which said: {failure.text}"
     return failure._replace(rank=rank, stage=slot.target, micro_batch=slot.micro_batch, text=text[:_LONGEST_TEXT])
+
+
+def of_other_pass(mine: Pass, theirs: Pass, *, rank: int, stage: int, peer: int) -> Failure:
+    """Puts into words that the ranks were called for different passes.
+
+    Args:
+        mine: What this rank was called for.
+        theirs: What the rank was called for that the first message has come from.
+        rank: Here.
+        stage: The first of this rank.
+        peer: Who has sent the message.
+    """
+    calls = {Pass.STEP: "pipe.step(...)", Pass.EVALUATION: "pipe.evaluate(...)"}
+    text = (
+        f"rank {rank} began {mine} with {calls[mine]}, and rank {peer} {theirs} with {calls[theirs]}: all ranks make "
+        "the same calls in the same order; look for a condition around one of them that is not the same on all ranks"
+    )
+    return Failure(rank, stage, EVERY_MICRO_BATCH, "what it was called with", "RuntimeError", text, "")
 
 
 def of_end(error: TransferError, rank: int) -> Failure:

@@ -9,7 +9,7 @@ import torch
 
 from scale_pipe.copying import copied_to
 from scale_pipe.distributed.failure import of_error
-from scale_pipe.distributed.messages import Share
+from scale_pipe.distributed.messages import Pass, Share
 from scale_pipe.distributed.runtime import Given, Parts
 from scale_pipe.distributed.stage import ToLoss
 from scale_pipe.distributed.stepping import Optimizers, stepper
@@ -20,7 +20,7 @@ LossFunction = Callable[..., Any]
 
 
 class Asked(NamedTuple):
-    """What a step was called with.
+    """What a step or an evaluation was called with.
 
     Attributes:
         arguments: Of the first stage; on other ranks they may be empty.
@@ -28,6 +28,7 @@ class Asked(NamedTuple):
         loss_fn: From output and target to their mean loss; None where the last stage returns it.
         stage_inputs: By stage, further arguments by keyword.
         optimizer: Steps stages as soon as their gradients are there; None leaves that to the caller.
+        with_output: Of an evaluation with a loss: the output is wanted as well.
     """
 
     arguments: Arguments
@@ -35,17 +36,18 @@ class Asked(NamedTuple):
     loss_fn: LossFunction | None
     stage_inputs: Mapping[int, Mapping[str, Any]]
     optimizer: Optimizers | None = None
+    with_output: bool = False
 
 
-def given_for(asked: Asked, schedule: Schedule, rank: int, device: torch.device, *, trains: bool) -> Given:
+def given_for(asked: Asked, kind: Pass, schedule: Schedule, rank: int, device: torch.device) -> Given:
     """Returns what this rank goes into a pass with.
 
     Args:
         asked: What the call says.
+        kind: A step has a loss anyhow, an evaluation where it is given what makes one.
         schedule: Says which stages are here, and how many micro-batches there may be.
         rank: This one.
         device: Where it computes.
-        trains: A loss is asked for.
     """
     doing, stages = "what it was called with", schedule.placement.stages_of[rank]
     stage = stages[0]
@@ -62,10 +64,15 @@ def given_for(asked: Asked, schedule: Schedule, rank: int, device: torch.device,
                 arguments[0] = Parts(parts, shares[0].total)
             elif extra:
                 arguments[stage] = _cut(Arguments((), extra), schedule.num_micro_batches, device)
-        if not trains or schedule.num_stages - 1 not in stages:
-            return Given(shares, arguments, on_step=on_step)
+        given = Given(shares, arguments, on_step=on_step)
+        if schedule.num_stages - 1 not in stages:
+            return given
         stage = schedule.num_stages - 1
-        return Given(shares, arguments, _loss_of(asked, schedule.num_micro_batches, device), on_step)
+        has_loss = kind is Pass.STEP or asked.target is not None or asked.loss_fn is not None
+        return given._replace(
+            to_loss=_loss_of(asked, schedule.num_micro_batches, device) if has_loss else None,
+            keeps_output=kind is Pass.EVALUATION and (asked.with_output or not has_loss),
+        )
     except Exception as error:
         return Given(failure=of_error(error, rank=rank, stage=stage, micro_batch=-1, doing=doing), cause=error)
 
@@ -115,7 +122,9 @@ def _loss_of(asked: Asked, chunks: int, device: torch.device) -> ToLoss:
         try:
             return loss_fn(output)
         except TypeError as error:
-            error.add_note("No target was given on the rank of the last stage: write pipe.step(..., target=target)")
+            error.add_note(
+                "No target was given on the rank of the last stage: write target=target, as loss_fn takes it"
+            )
             raise
 
     return to_loss

@@ -81,6 +81,8 @@ class Links:
 
     Attributes:
         device: Where this rank computes.
+        kind: Of the pass that this rank is in; 0 outside of passes. Messages say it.
+        heard: Of the pass that the last message was from.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Links:
         self._group = group
         self._tags = tags
         self._limit = limit_seconds
+        self.kind = self.heard = 0
         self._forms: dict[Slot, Form] = {}  # what came last in each place, or was sent there
         self._posted: dict[Slot, _Posted] = {}
         self._sent: dict[Slot, tuple[int, _Works, list[Tensor]]] = {}
@@ -107,6 +110,15 @@ class Links:
     def in_order(self) -> bool:
         """Whether slots have to be received in the order of the plan."""
         return self._on_device
+
+    def num_bytes(self, slot: Slot) -> int:
+        """Returns how much has travelled in a place the last time; 0 where nothing has.
+
+        Args:
+            slot: Any.
+        """
+        form = self._forms.get(slot)
+        return 0 if form is None else form.num_bytes
 
     # Receiving.
 
@@ -138,7 +150,7 @@ class Links:
         posted = self._posted.pop(slot)
         for work in posted.works:
             self._wait(slot, work)
-        says, length, samples, total, count = envelope.header_of(posted.memory).tolist()
+        says, length, samples, total, count, self.heard = envelope.header_of(posted.memory).tolist()
         share = Share(samples, total, count)
         if says == Says.ABSENT:
             return share
@@ -212,7 +224,7 @@ class Links:
             if says is Says.DESCRIBED:
                 self._forms[slot] = form
                 description = pickle.dumps(form)
-        header = [says, len(description), *share]
+        header = [says, len(description), *share, self.kind]
         together = expected is not None and envelope.fits(expected)
         wires: list[Tensor] = []
         if says is Says.SAME and together and expected is not None:

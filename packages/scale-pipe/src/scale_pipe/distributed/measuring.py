@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
+
 from scale_core.exchange import exchange_text
 from scale_core.group import Group
+from scale_pipe.distributed.links import Links
+from scale_pipe.distributed.messages import Content, Share, pack
+from scale_pipe.distributed.plan import Flow, Slot, probe_slots
 from scale_pipe.schedules.action import Action, Kind
 from scale_pipe.schedules.costs import Costs
+from scale_pipe.schedules.placement import Placement
 from scale_pipe.schedules.schedule import Schedule
 from scale_pipe.schedules.simulation import Simulation, Span
 from scale_pipe.schedules.solver import solve
 
 _SEARCH_SECONDS = 120.0
 """The longest that the solver may take beside the limit of a transfer."""
+
+_ROUNDS = 4  # Of which the first makes what the others find made.
 
 _KINDS = (Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT, Kind.BACKWARD)
 
@@ -43,12 +52,13 @@ def gathered_spans(spans: Iterable[Span], group: Group, begin: float, limit_seco
     return tuple(sorted(found, key=lambda span: (span.start, span.end, span.rank)))
 
 
-def costs_of(spans: Iterable[Span], num_stages: int) -> Costs:
+def costs_of(spans: Iterable[Span], num_stages: int, link: float | Sequence[float] = 0.0) -> Costs:
     """Returns the mean times of each stage; where the gradients were computed together, each is taken for a half.
 
     Args:
         spans: Of all ranks.
         num_stages: How many stages there are.
+        link: Times of transfers, of all links or by link; spans do not tell them from waiting.
     """
     times: dict[tuple[Kind, int], list[float]] = {}
     for span in spans:
@@ -62,7 +72,60 @@ def costs_of(spans: Iterable[Span], num_stages: int) -> Costs:
         ]
 
     forward, there, weights = (of(kind) for kind in _KINDS[:3])
-    return Costs.measured(forward, there, weights)
+    return Costs.measured(forward, there, weights, link)
+
+
+def link_times(
+    placement: Placement, links: Links, probes: Links, group: Group, limit_seconds: float | None
+) -> list[float]:
+    """Returns the time of a transfer from each stage to the next, in seconds; all ranks call it together.
+
+    As many bytes as an activation of the last pass had go there and back, one link after the other; the least half of
+    such a time counts. Where both stages stand on one rank, nothing travels.
+
+    Args:
+        placement: Which rank holds which stage.
+        links: Of the passes: they know the activations.
+        probes: What is sent over.
+        group: The ranks.
+        limit_seconds: How long to wait for another rank.
+
+    Raises:
+        LinkError, TransferError: A rank did not come.
+    """
+    found = {}
+    for stage, (there, back) in probe_slots(placement).items():
+        here, peer = placement.rank_of[stage], placement.rank_of[stage + 1]
+        if group.rank == here:
+            num_bytes = links.num_bytes(Slot(Flow.ACTIVATION, "", stage, stage + 1, 0))
+            found[stage] = min(_round_trip(probes, there, back, peer, num_bytes) for _ in range(_ROUNDS)) / 2
+        elif group.rank == peer:
+            for _ in range(_ROUNDS):
+                _echo(probes, there, back, here)
+    told = [json.loads(text) for text in exchange_text(json.dumps(found), group, limit_seconds=limit_seconds)]
+    times = {int(stage): seconds for own in told for stage, seconds in own.items()}
+    return [times.get(stage, 0.0) for stage in range(placement.num_stages - 1)]
+
+
+def _round_trip(probes: Links, there: Slot, back: Slot, peer: int, num_bytes: int) -> float:
+    content = torch.zeros(max(1, num_bytes), dtype=torch.uint8, device=probes.device)
+    probes.post(back, peer)
+    start = time.perf_counter()
+    probes.send(there, peer, Content(*pack(content), Share(1, 1, 1)))
+    message = probes.take(back, peer)
+    assert isinstance(message, Content)
+    message.tensors[0][-1].item()  # A device may still be busy with it.
+    end = time.perf_counter()
+    probes.finish()
+    return end - start
+
+
+def _echo(probes: Links, there: Slot, back: Slot, peer: int) -> None:
+    probes.post(there, peer)
+    message = probes.take(there, peer)
+    assert isinstance(message, Content)
+    probes.send(back, peer, message)
+    probes.finish()
 
 
 def solved(

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-HEADER_LENGTH = 5
+HEADER_LENGTH = 6
 """Integers of 64 bits in a header."""
 
 
@@ -35,6 +35,16 @@ class Says(IntEnum):
 
     ABSENT = 3
     """The mini-batch has no such micro-batch."""
+
+
+class Pass(IntEnum):
+    """What the ranks go through together: each message tells of which kind of pass it is."""
+
+    STEP = 1
+    EVALUATION = 2
+
+    def __str__(self) -> str:
+        return "a step" if self is Pass.STEP else "an evaluation"
 
 
 class Share(NamedTuple):
@@ -145,7 +155,7 @@ class Failure(NamedTuple):
         return json.dumps(list(self)).encode()
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Failure:
+    def from_bytes(cls, data: bytes | bytearray) -> Failure:
         """Reads what `to_bytes` has written."""
         return cls(*json.loads(data))
 

@@ -28,6 +28,7 @@ class Order:
         leaving: By computation, what it gives.
         peers: Of what comes from another rank, which one.
         sent: What goes to another rank.
+        opening: What this rank waits for before it does anything; None on the rank that begins.
     """
 
     def __init__(self, plans: Sequence[Sequence[Task]], rank: int, num_stages: int, wiring: Wiring) -> None:
@@ -45,3 +46,5 @@ class Order:
         self.leaving = {action: leaving(action, num_stages, wiring) for _, action in computes}
         self.peers: dict[Slot, int] = {task.slot: task.peer for task in self.receives}
         self.sent = frozenset(task.slot for task in self.tasks if isinstance(task, Send))
+        first = self.arriving[computes[0][1]] if computes else ()
+        self.opening = next((slot for slot in first if self.receives and slot == self.receives[0].slot), None)

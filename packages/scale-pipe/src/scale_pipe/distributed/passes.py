@@ -15,7 +15,7 @@ from scale_core.last_words import LastWords
 from scale_core.pending import TransferError
 from scale_pipe.distributed import failure as failures
 from scale_pipe.distributed.links import Links
-from scale_pipe.distributed.messages import Failure
+from scale_pipe.distributed.messages import Failure, Pass
 from scale_pipe.distributed.order import Order
 from scale_pipe.distributed.runtime import Given, Run, spans_of
 from scale_pipe.distributed.shared import Shared
@@ -41,14 +41,14 @@ class Passes:
         self._limit = limit_seconds
         self._words = LastWords(group)
         self._number = 0
-        self._kind = ""
+        self._kind = Pass.STEP
         self._broken: str | None = None
 
-    def begin(self, kind: str) -> None:
+    def begin(self, kind: Pass) -> None:
         """Another one begins.
 
         Args:
-            kind: "a step" or "an evaluation": ranks that do not do the same are found out by it.
+            kind: Of which kind.
 
         Raises:
             ScaleDistributedError: The ranks have lost each other before.
@@ -63,12 +63,12 @@ class Passes:
         self._kind = kind
 
     def run(
-        self, order: Order, links: Links, stages: Mapping[int, Stage], given: Given, shared: Shared
+        self, orders: Mapping[Pass, Order], links: Links, stages: Mapping[int, Stage], given: Given, shared: Shared
     ) -> tuple[Run, Verdict]:
         """Goes through a list, and returns what came of it here, and what all ranks know of it.
 
         Args:
-            order: What this rank does.
+            orders: What this rank does in passes of each kind.
             links: To the others.
             stages: Of this rank.
             given: What it is given.
@@ -78,7 +78,7 @@ class Passes:
             StageError: A stage has failed, on whichever rank.
             ScaleDistributedError: The ranks have lost each other.
         """
-        run = Run(self._group, order, stages, links, given, shared, self._limit)
+        run = Run(self._group, self._kind, orders, stages, links, given, shared, self._limit)
         began, clock = time.time(), time.perf_counter()
         try:
             run.go()

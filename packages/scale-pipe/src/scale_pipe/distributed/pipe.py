@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from scale_core import Contract, Event, GroupLike, group_of, message_tag
-from scale_core.messages import HOST, UNIT_TAGS
+from scale_core import Contract, GroupLike, group_of
+from scale_core.messages import HOST
 from scale_core.numbering import next_number
 from scale_pipe.checkpoint_mode import Checkpoint, check_checkpoint
 from scale_pipe.distributed.building import (
@@ -22,19 +22,19 @@ from scale_pipe.distributed.building import (
 )
 from scale_pipe.distributed.failure import of_error
 from scale_pipe.distributed.inputs import Asked, LossFunction, given_for
-from scale_pipe.distributed.links import Links
-from scale_pipe.distributed.measuring import costs_of, gathered_spans, measured, solved
-from scale_pipe.distributed.names import plain_name, plain_names
-from scale_pipe.distributed.order import Order
-from scale_pipe.distributed.own_stages import OwnStages
+from scale_pipe.distributed.measuring import costs_of, gathered_spans, link_times, measured, solved
+from scale_pipe.distributed.messages import Pass
 from scale_pipe.distributed.passes import Passes, kept_gradients
-from scale_pipe.distributed.plan import Send, forward_plan, plan, shared_slots
-from scale_pipe.distributed.replicas import reduces_apart
+from scale_pipe.distributed.plain_face import PlainFace
+from scale_pipe.distributed.replicas import check_apart, gradients_of
 from scale_pipe.distributed.runtime import Given
 from scale_pipe.distributed.shared import Shared
 from scale_pipe.distributed.stage import Stage
-from scale_pipe.distributed.state import StagesState, clip_over_stages, state_slots
+from scale_pipe.distributed.state import StagesState, clip_over_stages
 from scale_pipe.distributed.stepping import Optimizers
+from scale_pipe.distributed.tied import Tied
+from scale_pipe.distributed.traffic import traffic_of
+from scale_pipe.distributed.verdict import Verdict
 from scale_pipe.micro_batches import Arguments
 from scale_pipe.models.deferred_batch_norm import DeferredBatchNorm
 from scale_pipe.schedules.schedule import Schedule
@@ -43,7 +43,7 @@ from scale_pipe.schedules.simulation import Simulation, Span
 _MEASURED_STEP = 2  # The first one is slower than all that follow.
 
 
-class DistributedPipe(nn.Module):
+class DistributedPipe(PlainFace):
     """A pipeline over the ranks of a group: each holds some stages of the model, and follows its list of the schedule.
 
     Every rank builds the same model and the same pipeline, and calls `step` for each batch.
@@ -60,13 +60,14 @@ class DistributedPipe(nn.Module):
 
     Args:
         module: An `nn.Sequential`, or the stages that `split(model, [...])` returns; only those of this rank are kept.
-        schedule: A name ("1f1b", "zb_v", ...), a `Schedule`, or "solve": the second step is measured, and the following
-            ones run by the schedule that the solver finds for these times.
+        schedule: A name ("1f1b", "zb_v", ...), a `Schedule`, or "solve": the second step and the links are measured,
+            and the following steps run by the schedule that the solver finds for these times.
         balance: How many layers each stage has, of a sequence.
         chunks: The most micro-batches of a step; a `Schedule` has its own number.
         stages_per_rank: For schedules that leave it open.
         group: The ranks, in the order of the stages: a process group or a `DeviceMesh` of one dimension; None for all.
-        device: Where the stages of this rank are moved; None leaves them where they are.
+        device: Where the stages of this rank are moved; None leaves them where they are. On the meta device they stay:
+            give this rank's stages memory and values before the first step.
         checkpoint: For which micro-batches activations are computed again in the backward pass.
         deferred_batch_norm: Batch norms move their running statistics once per step, by those of the whole batch.
         memory_cap: Of "solve": live micro-batches on a rank, in model equivalents.
@@ -114,22 +115,21 @@ class DistributedPipe(nn.Module):
         self._passes = Passes(self.group, self._contract.limit_seconds)
         self._contract.agree("how the pipeline is built", list(described(self._schedule, stages, self._wiring)))
         for index in placement.stages_of[self.group.rank]:
-            stage = stages[index] if device is None else stages[index].to(device)
+            stage = stages[index]
+            if device is not None and not any(param.is_meta for param in stage.parameters()):
+                stage = stage.to(device)
             if deferred_batch_norm:
                 stage = DeferredBatchNorm.convert_deferred_batch_norm(stage, self._schedule.num_micro_batches)
-            self._modules[str(index)] = stage
-        self._tied = {
-            name: plain_name(plain_names(self.stages[stage]), listed)
-            for name, places in tied.items()
-            for stage, listed in places.items()
-            if stage in self.stages
-        }
+            self._hold(index, stage)
+        self._tied = Tied(tied, self.stages)
         self._runners: dict[int, Stage] = {}
+        self._are_new = True  # The stages, as they are wrapped now.
         self._number = next_number("the number of a pipeline", self._contract)
         self._num_steps = 0
         self._wished = HOST if device is None else torch.device(device)
         self._prepare()
-        self._shared.make_equal(self._host_links, placement, self.group.rank, self._wiring.shared)
+        self._shared = Shared(self._wiring.shared, placement, self.group.rank, self._tied.now(self, self.stages))
+        self._shared.make_equal(self._traffic.host_links, placement, self.group.rank)
 
     # What it is made of.
 
@@ -137,11 +137,6 @@ class DistributedPipe(nn.Module):
     def schedule(self) -> Schedule:
         """What runs now."""
         return self._schedule
-
-    @property
-    def stages(self) -> MutableMapping[int, nn.Module]:
-        """This rank's stages, by number; one may be replaced by a wrapper around it, such as `fully_shard(stage)`."""
-        return OwnStages(self)
 
     @property
     def chunks(self) -> int:
@@ -156,24 +151,15 @@ class DistributedPipe(nn.Module):
 
     def _prepare(self) -> None:
         """Makes all that follows from the schedule."""
-        schedule, rank = self._schedule, self.group.rank
-        plans = [plan(schedule, other, self._wiring) for other in range(schedule.num_ranks)]
-        forwards = [forward_plan(tasks) for tasks in plans]
-        self._order = Order(plans, rank, schedule.num_stages, self._wiring)
-        self._forward_order = Order(forwards, rank, schedule.num_stages, self._wiring)
-        self._shared = Shared(self._wiring.shared, schedule.placement, rank, self._tied_now())
-        slots = [task.slot for tasks in plans for task in tasks if isinstance(task, Send)]
-        kept = shared_slots(schedule.placement, self._wiring.shared)
-        states = state_slots(schedule.placement)
-        # Of other pipelines, of other passes and of what else this group sends, no message is taken for one of these.
-        first = message_tag(Event(f"pipeline {self._number}", schedule.name)) - UNIT_TAGS.start
-        tags = (
-            UNIT_TAGS[(first + index) % len(UNIT_TAGS)] for index in range(2 * len(slots) + len(kept) + len(states))
+        self._device = self.device
+        self._traffic = traffic_of(
+            self._schedule,
+            self._wiring,
+            self.group,
+            number=self._number,
+            device=self._device,
+            limit_seconds=self._contract.limit_seconds,
         )
-        limit, self._device = self._contract.limit_seconds, self.device
-        self._links = Links(self.group, {slot: next(tags) for slot in slots}, self._device, limit)
-        self._forward_links = Links(self.group, {slot: next(tags) for slot in slots}, self._device, limit)
-        self._host_links = Links(self.group, {slot: next(tags) for slot in (*kept, *states)}, HOST, limit)
 
     # Steps.
 
@@ -214,59 +200,89 @@ class DistributedPipe(nn.Module):
             ScaleDistributedError: The ranks have lost each other.
         """
         asked = Asked(Arguments(args, kwargs), target, loss_fn, stage_inputs or {}, optimizer)
-        self._begin("a step")
+        self._begin(Pass.STEP)
+        params = dict.fromkeys(param for stage in self.stages.values() for param in stage.parameters())
         # In whatever mode a step is called it computes gradients, and such as can be used outside of inference mode.
         with torch.inference_mode(False), torch.enable_grad():
-            with kept_gradients(self._live_parameters(), self._runners):
-                given = self._checked(given_for(asked, self._schedule, self.group.rank, self._device, trains=True))
+            with kept_gradients(params, self._runners):
+                given = self._checked(given_for(asked, Pass.STEP, self._schedule, self.group.rank, self._device))
                 self._shared.begin()
-                _, verdict = self._passes.run(self._order, self._links, self._runners, given, self._shared)
-            assert verdict.loss is not None
-            loss = torch.tensor(verdict.loss, dtype=verdict.dtype, device=self._device)
+                _, verdict = self._run(given)
+            loss = verdict.loss_on(self._device)
+            assert loss is not None
         self._num_steps += 1
         if self._to_be_solved and self._num_steps >= _MEASURED_STEP:
             self._solve()
         return loss
 
     @torch.no_grad()
-    def evaluate(self, *args: Any, stage_inputs: Mapping[int, Mapping[str, Any]] | None = None, **kwargs: Any) -> Any:
+    def evaluate(
+        self,
+        *args: Any,
+        target: Any = None,
+        loss_fn: LossFunction | None = None,
+        with_output: bool = False,
+        stage_inputs: Mapping[int, Mapping[str, Any]] | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """Runs a batch forward alone, in the mode that the modules are in (`pipe.eval()`).
+
+            output = pipe.evaluate(batch)
+            loss = pipe.evaluate(batch, target=target, loss_fn=loss_fn)
 
         Args:
             args: As in `step`.
+            target: As in `step`.
+            loss_fn: As in `step`. Where the last stage returns the loss itself: `loss_fn=lambda loss: loss`.
+            with_output: Beside a loss, the output as well; otherwise that is not kept.
             stage_inputs: As in `step`.
             kwargs: As in `step`.
 
         Returns:
-            The output of the whole batch on the rank of the last stage, None on the others.
+            Where the rank of the last stage is given a target or a loss function, the mean loss as `step` has it, a
+            scalar, the same on all ranks; with `with_output` a tuple of the loss and the output. Without them the
+            output. The output is that of the whole batch on the rank of the last stage, and None on the others.
 
         Raises:
             StageError: As in `step`.
             ScaleDistributedError: As in `step`.
         """
-        asked = Asked(Arguments(args, kwargs), None, None, stage_inputs or {})
-        self._begin("an evaluation")
-        given = given_for(asked, self._schedule, self.group.rank, self._device, trains=False)
-        run, _ = self._passes.run(self._forward_order, self._forward_links, self._runners, given, self._shared)
-        return run.output
+        asked = Asked(Arguments(args, kwargs), target, loss_fn, stage_inputs or {}, with_output=with_output)
+        self._begin(Pass.EVALUATION)
+        output, verdict = self._run(given_for(asked, Pass.EVALUATION, self._schedule, self.group.rank, self._device))
+        loss = verdict.loss_on(self._device)
+        return output if loss is None else (loss, output) if with_output else loss
 
-    def _begin(self, kind: str) -> None:
+    def _run(self, given: Given) -> tuple[Any, Verdict]:
+        run, verdict = self._passes.run(self._traffic.orders, self._traffic.links, self._runners, given, self._shared)
+        return run.output, verdict
+
+    def _begin(self, kind: Pass) -> None:
         self._passes.begin(kind)
+        if self._shared.is_unequal:
+            self._shared.look_again(self._tied.now(self, self.stages))
+            self._shared.make_equal(self._traffic.host_links, self._schedule.placement, self.group.rank)
         device = self.device
         if device != self._device:
             self._device = device
-            self._links.compute_on(device)
-            self._forward_links.compute_on(device)
+            self._traffic.compute_on(device)
         for index, module in self.stages.items():
             known = self._runners.get(index)
             if known is None or known.module is not module:
+                self._are_new = True
                 pops, stashes = self._keys(index, pops=True), self._keys(index, pops=False)
                 self._runners[index] = Stage(index, module, pops, stashes, self.checkpoint)
 
     def _checked(self, given: Given) -> Given:
-        """Looks at shared parameters again; what is wrong with them fails the step on all ranks alike."""
+        """Looks at wrappers and shared parameters again; what is wrong there fails the step on all ranks alike."""
         try:
-            self._shared.look_again(self._tied_now())
+            if self._are_new:
+                check_apart(self.stages)
+                self._are_new = False
+            tied = self._tied.now(self, self.stages)
+            self._shared.look_again(tied)
+            for runner in self._runners.values():
+                runner.shared = [param for param, _ in tied.values()]
         except ValueError as error:
             words = "what its stages are wrapped in"
             return given._replace(
@@ -275,37 +291,11 @@ class DistributedPipe(nn.Module):
             )
         return given
 
-    def _tied_now(self) -> dict[str, nn.Parameter]:
-        """By name, this rank's copies of the parameters that it shares with others.
-
-        Raises:
-            ValueError: A wrapper reduces the gradient of one by itself, so it can't be added to those of other stages.
-        """
-        if not self._tied:
-            return {}
-        listed = dict(self.named_parameters(remove_duplicate=False))
-        for plain in self._tied.values():
-            if plain not in listed or any(reduces_apart(stage, listed[plain]) for stage in self.stages.values()):
-                raise ValueError(
-                    f"{plain} is one parameter with that of another stage, whose gradients are added up after the last "
-                    "backward, but a wrapper around it shards or reduces its gradient before: wrap the modules beside "
-                    "it alone, or the whole stage in torch's DistributedDataParallel"
-                )
-        return {name: listed[plain] for name, plain in self._tied.items()}
-
     def _keys(self, index: int, *, pops: bool) -> dict[str, Any]:
         skips = self._wiring.skips
         return {
             skip.name: self._skip_keys[skip.name] for skip in skips if index == (skip.target if pops else skip.source)
         }
-
-    def _live_parameters(self) -> Iterator[nn.Parameter]:
-        seen: set[int] = set()
-        for module in self.stages.values():
-            for param in module.parameters():
-                if id(param) not in seen:
-                    seen.add(id(param))
-                    yield param
 
     # Measured and solved.
 
@@ -331,24 +321,13 @@ class DistributedPipe(nn.Module):
     def _solve(self) -> None:
         self._to_be_solved = False
         spans = self.measured().spans
-        costs = costs_of(spans, self._schedule.num_stages)
-        limit = self._contract.limit_seconds
+        limit, traffic = self._contract.limit_seconds, self._traffic
+        link = link_times(self._schedule.placement, traffic.links, traffic.probes, self.group, limit)
+        costs = costs_of(spans, self._schedule.num_stages, link)
         self._schedule = solved(self._schedule, costs, self.group, self._memory_cap, limit)
         self._prepare()
 
     # State.
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields this rank's parameters by the names of the plain model."""
-        yield from self._state.named(self.stages, lambda module: module.named_parameters(), prefix, remove_duplicate)
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yields this rank's buffers by the names of the plain model."""
-        yield from self._state.named(self.stages, lambda module: module.named_buffers(), prefix, remove_duplicate)
 
     def state_dict(  # type: ignore[override]  # torch overloads it
         self, *args: Any, full: bool = False, **kwargs: Any
@@ -360,21 +339,8 @@ class DistributedPipe(nn.Module):
             full: The whole model, on the host of the first rank, and nothing on the others; all ranks call it together.
             kwargs: Likewise.
         """
-        own = self._state.of(self.stages, *args, **kwargs)
-        return self._state.whole(own, self._host_links, self._schedule.placement) if full else own
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Takes this rank's part of a state of the plain model, whole or of this rank alone.
-
-        Args:
-            state_dict: By the names of the plain model.
-            strict: What is missing on this rank, or stands in no stage at all, is an error.
-            assign: As torch has it.
-
-        Raises:
-            RuntimeError: Names or shapes do not fit.
-        """
-        return self._state.load(self.stages, state_dict, strict=strict, assign=assign)
+        own = super().state_dict(*args, **kwargs)
+        return self._state.whole(own, self._traffic.host_links, self._schedule.placement) if full else own
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales all gradients of all stages so that their norm is at most `max_norm`; all ranks call it together.
@@ -390,9 +356,10 @@ class DistributedPipe(nn.Module):
             ValueError: One of the two is no such number.
             TransferError: A rank did not come.
         """
-        params = list(self._live_parameters())
         elsewhere = {id(param) for param in self._shared.counted_elsewhere()}
-        own = [param for param in params if id(param) not in elsewhere]
+        holders = {id(param): holder for stage in self.stages.values() for param, holder in gradients_of(stage)}
+        params = list(holders.values())
+        own = [holder for param, holder in holders.items() if param not in elsewhere]
         return clip_over_stages(
             params, own, self.group, float(max_norm), float(norm_type), self._contract.limit_seconds
         )

@@ -37,6 +37,7 @@ class Flow(StrEnum):
     GRADIENT = "gradient"
     SHARED = "gradient of a shared parameter"
     STATE = "state"
+    PROBE = "probe of the link"
 
 
 class Slot(NamedTuple):
@@ -228,6 +229,23 @@ def shared_slots(placement: Placement, parameters: Sequence[SharedParameter]) ->
             if source != target
         ]
     return slots
+
+
+def probe_slots(placement: Placement) -> dict[int, tuple[Slot, Slot]]:
+    """Returns what travels to measure a link, there and back, by the first of its two stages.
+
+    Args:
+        placement: Which rank holds which stage; between stages of one rank there is no link.
+    """
+    pairs = ((stage, stage + 1) for stage in range(placement.num_stages - 1))
+    return {
+        first: (
+            Slot(Flow.PROBE, "", first, second, EVERY_MICRO_BATCH),
+            Slot(Flow.PROBE, "", second, first, EVERY_MICRO_BATCH),
+        )
+        for first, second in pairs
+        if placement.rank_of[first] != placement.rank_of[second]
+    }
 
 
 def first_holders(parameter: SharedParameter, placement: Placement) -> Mapping[int, int]:

@@ -3,20 +3,57 @@
 A wrapper that has `no_sync()` is told so for every pass but the stage's last backward. torch's DistributedDataParallel
 prepares for one backward after each forward and can't have several micro-batches under way; so all its passes run under
 `no_sync()`, and its gradients are averaged here after the last one: the same numbers, sent once.
+
+A parameter that other stages hold as well (`shared`) needs the sum of all their gradients, and sums over stages and
+over replicas may be taken in either order. Where each rank gets a part of the reduced gradient in `param.grad` (FSDP),
+the parts are added up after the reduction. Where whole gradients wait for a call of `reduce()` (ShardedDataParallel),
+they are added up before it. So each element is sent between stages once, and no wrapper has to know of the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from enum import Enum
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from scale_core.collectives import all_reduce
+from scale_core.exchange import exchange
 from scale_core.group import Group, group_of
+from scale_core.shard import Held, Ranges, shard_of, unit_shard_of
+
+
+class Reduced(Enum):
+    """When the gradient of a parameter is averaged over the replicas of its stage."""
+
+    NEVER = "there are none"
+    AT_ONCE = "with the stage's last backward, or right after it"
+    ON_CALL = "when `reduce()` of the wrapper is called"
+
+
+class Standing(NamedTuple):
+    """How a parameter's gradient stands on a rank after the stage's last backward.
+
+    Attributes:
+        reduced: When it is averaged.
+        groups: Between whose ranks it is divided, or of whom each has it whole.
+        start: The first element that `param.grad` has here, in the row-major order of the whole parameter, or of what
+            `ranges` leave of it.
+        stop: One past the last.
+        numel: Elements of the whole parameter.
+        ranges: Of a piece that is no range of elements, the indices of each dimension; empty is all of them.
+    """
+
+    reduced: Reduced
+    groups: tuple[Group, ...]
+    start: int
+    stop: int
+    numel: int
+    ranges: Ranges = ()
 
 
 class Replicas:
@@ -24,12 +61,14 @@ class Replicas:
 
     Args:
         module: The stage's; wrappers may be itself, or inside of it.
+        shared: Parameters that other stages hold as well.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, shared: Sequence[nn.Parameter] = ()) -> None:
         self._wrappers = list(_outermost(module))
         self._plain = [one for one in self._wrappers if isinstance(one, DistributedDataParallel)]
         self._own = [one for one in self._wrappers if not isinstance(one, DistributedDataParallel)]
+        self._on_call: list[Any] = [one for one in self._own if any(_reduces_on_call(one, param) for param in shared)]
 
     @property
     def any(self) -> bool:
@@ -47,7 +86,7 @@ class Replicas:
             yield
             return
         with ExitStack() as stack:
-            for wrapper in self._wrappers if quiet else self._plain:
+            for wrapper in self._wrappers if quiet else (*self._plain, *self._on_call):
                 stack.enter_context(_no_sync(wrapper))
             yield
 
@@ -72,21 +111,113 @@ class Replicas:
             for params in alike.values():
                 _average(params, group, limit_seconds)
 
+    def reduce(self, *, failed: bool, limit_seconds: float | None = None) -> None:
+        """Reduces what waits for a call, once the gradients of shared parameters are added up; all replicas call it.
+
+        Args:
+            failed: The step was given up here.
+            limit_seconds: How long to wait for another replica.
+
+        Raises:
+            RuntimeError: It was given up in another replica.
+            TransferError: One did not come.
+        """
+        for wrapper in self._on_call:
+            if agree_to_go_on(group_of(wrapper.group), failed=failed, limit_seconds=limit_seconds):
+                wrapper.reduce()
+
     def discard(self) -> None:
         """Drops gradients that wait for their reduction."""
         for wrapper in self._own:
             wrapper.zero_grad()
 
 
-def reduces_apart(module: nn.Module, param: nn.Parameter) -> bool:
-    """Whether a wrapper in a stage reduces the gradient of a parameter by itself, at a time of its own.
+def agree_to_go_on(group: Group, *, failed: bool, limit_seconds: float | None = None) -> bool:
+    """Tells all replicas whether a step was given up here; returns whether it goes on.
+
+    Args:
+        group: The replicas of a stage.
+        failed: It was given up here.
+        limit_seconds: How long to wait for another replica.
+
+    Raises:
+        RuntimeError: It was given up in another replica, and not here.
+        TransferError: One did not come.
+    """
+    rows = exchange([failed], group, limit_seconds=limit_seconds)
+    others = [rank for rank, row in enumerate(rows) if row[0]]
+    if others and not failed:
+        raise RuntimeError(f"replicas of this stage failed: ranks {others} of its data-parallel group")
+    return not others
+
+
+def standing_of(module: nn.Module, param: nn.Parameter) -> Standing | None:
+    """Returns how a parameter's gradient stands after the last backward; None where a wrapper lets nobody know.
 
     Args:
         module: The stage's.
         param: One of its parameters.
     """
-    own = (one for one in _outermost(module) if not isinstance(one, DistributedDataParallel))
-    return any(param is other for wrapper in own for other in wrapper.parameters())
+    shard = shard_of(param)
+    axes = () if shard is None else tuple(axis.group for axis in shard.axes if axis.held is Held.SHARD)
+    groups = tuple(group for group in axes if group.size > 1)
+    place: tuple[int, int, int, Ranges] = (0, param.numel(), param.numel(), ())
+    if shard is not None:
+        place = shard.start, shard.stop, shard.numel, shard.ranges
+    wrapper = next((one for one in _outermost(module) if any(param is other for other in one.parameters())), None)
+    if wrapper is None:
+        return Standing(Reduced.NEVER, groups, *place)
+    if isinstance(wrapper, DistributedDataParallel):
+        return Standing(Reduced.AT_ONCE, (*groups, group_of(wrapper.process_group)), *place)
+    if unit_shard_of(param) is not None:
+        return Standing(Reduced.AT_ONCE, groups, *place)
+    if _reduces_on_call(wrapper, param):
+        return Standing(Reduced.ON_CALL, groups, *place)
+    return None
+
+
+def check_apart(stages: Mapping[int, nn.Module]) -> None:
+    """Checks that no two wrappers of a rank reduce the gradient of one parameter, each by itself.
+
+    Args:
+        stages: Of this rank, by number.
+
+    Raises:
+        ValueError: They do.
+    """
+    first: dict[int, tuple[int, nn.Module]] = {}
+    for index, stage in stages.items():
+        for wrapper in _outermost(stage):
+            if isinstance(wrapper, DistributedDataParallel):
+                continue  # It reduces nothing itself here.
+            for name, param in wrapper.named_parameters():
+                other, before = first.setdefault(id(param), (index, wrapper))
+                if before is not wrapper:
+                    raise ValueError(
+                        f"{name} of stage {index} is one parameter with that of stage {other} on the same rank, and "
+                        f"each {type(wrapper).__name__} around them would reduce its gradient: wrap both in torch's "
+                        "DistributedDataParallel, or take a schedule that has these stages on two ranks, such as 1f1b"
+                    )
+
+
+def gradients_of(module: nn.Module) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Yields each parameter of a stage with what has its averaged gradient: itself, or a piece in an optimizer.
+
+    Args:
+        module: The stage's.
+    """
+    pieces: dict[int, Tensor] = {}
+    for wrapper in _outermost(module):
+        for optimizer in getattr(wrapper, "sharded_optimizers", ()):
+            pieces.update((id(param), piece) for param, piece in optimizer.measured())
+    for param in module.parameters():
+        yield param, pieces.get(id(param), param)
+
+
+def _reduces_on_call(wrapper: nn.Module, param: nn.Parameter) -> bool:
+    """Whether a wrapper lets whole gradients wait for its `reduce()`, that of this parameter among them."""
+    waits = callable(getattr(wrapper, "reduce", None)) and hasattr(wrapper, "group") and unit_shard_of(param) is None
+    return waits and any(param is other for other in wrapper.parameters())
 
 
 def _average(params: list[nn.Parameter], group: Group, limit_seconds: float | None) -> None:

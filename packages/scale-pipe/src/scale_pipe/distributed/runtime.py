@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from scale_core.exchange import exchange
 from scale_core.group import Group
 from scale_core.pending import TransferError
 from scale_pipe.distributed import failure as failures
 from scale_pipe.distributed.links import LinkError, Links
-from scale_pipe.distributed.messages import Content, Failure, Message, Share, pack
+from scale_pipe.distributed.messages import Content, Failure, Message, Pass, Share, pack
 from scale_pipe.distributed.order import Order
 from scale_pipe.distributed.plan import AddShared, Average, Flow, Receive, Send, Slot
+from scale_pipe.distributed.replicas import agree_to_go_on
 from scale_pipe.distributed.shared import Shared
 from scale_pipe.distributed.stage import OUTPUT, Stage, ToLoss
 from scale_pipe.micro_batches import Arguments, gather
@@ -62,7 +62,8 @@ class Given(NamedTuple):
     Attributes:
         shares: Of each micro-batch, on the rank of the first stage; elsewhere they arrive.
         arguments: By stage of this rank, the `Arguments` that it is called with beside what arrives.
-        to_loss: On the rank of the last stage, in a training step.
+        to_loss: On the rank of the last stage, where a loss is wanted.
+        keeps_output: On the rank of the last stage, in an evaluation: its output is wanted.
         on_step: Called for each stage where the schedule steps it; returns the stages whose parameters were updated.
         failure: What was wrong with it.
         cause: What was raised then.
@@ -71,6 +72,7 @@ class Given(NamedTuple):
     shares: Sequence[Share] = ()
     arguments: Mapping[int, Parts] = {}
     to_loss: ToLoss | None = None
+    keeps_output: bool = False
     on_step: Callable[[int], Sequence[int]] | None = None
     failure: Failure | None = None
     cause: Exception | None = None
@@ -81,7 +83,8 @@ class Run:
 
     Args:
         group: The ranks of the pipeline.
-        order: What this rank does.
+        kind: What this rank was called for.
+        orders: What it does in passes of each kind.
         stages: Its stages, by number.
         links: To the others.
         given: What it is given.
@@ -101,7 +104,8 @@ class Run:
     def __init__(
         self,
         group: Group,
-        order: Order,
+        kind: Pass,
+        orders: Mapping[Pass, Order],
         stages: Mapping[int, Stage],
         links: Links,
         given: Given,
@@ -116,7 +120,9 @@ class Run:
         self.stepped: list[int] = []
         self.times: list[tuple[Action, float, float]] = []
         self._rank = group.rank
-        self._order = order
+        self._kind = kind
+        self._orders = orders
+        self._order = orders[kind]
         self._stages = stages
         self._links = links
         self._given = given
@@ -129,6 +135,7 @@ class Run:
 
     def go(self) -> None:
         """Does all tasks; what goes wrong is in `failure` afterwards."""
+        self._agree_on_kind()
         for stage in self._stages.values():
             stage.begin(splits=self._order.splits)
         num_received = 0
@@ -137,7 +144,7 @@ class Run:
             if isinstance(task, Receive):
                 num_received += 1
                 self._post(num_received + LOOKAHEAD)
-                if self._links.in_order:
+                if self._links.in_order and task.slot not in self._inbox:
                     self._inbox[task.slot] = self._take(task.slot)
             elif isinstance(task, Send):
                 self._send(task)
@@ -153,6 +160,22 @@ class Run:
                 self._forget(self._order.receipts.get(index, ()))
         self._forget(None)
         self._join_outputs()
+
+    def _agree_on_kind(self) -> None:
+        """Waits for the first message, before anything was sent: it tells which pass its sender was called for.
+
+        A rank that was called for another one goes through the list of that pass, as one that has failed.
+        """
+        self._links.kind = self._links.heard = self._kind
+        slot = self._order.opening
+        if slot is None:
+            return
+        self._post(1)
+        self._inbox[slot] = self._take(slot)
+        if self._links.heard != self._kind:
+            theirs, stage, peer = Pass(self._links.heard), slot.target, self._order.peers[slot]
+            self._fail(failures.of_other_pass(self._kind, theirs, rank=self._rank, stage=stage, peer=peer))
+            self._order, self._links.kind = self._orders[theirs], theirs
 
     # Transfers.
 
@@ -249,8 +272,10 @@ class Run:
                 is_last=is_last,
                 to_loss=self._given.to_loss if is_last else None,
             )
-            if is_last:
-                (self.losses if self._given.to_loss else self._outputs)[micro_batch] = kept
+            if kept.loss is not None:
+                self.losses[micro_batch] = kept.loss
+            if is_last and self._given.keeps_output:
+                self._outputs[micro_batch] = kept.output
             return results
         seed = self.losses.get(micro_batch) if number == self._order.num_stages - 1 else None
         with self._outside_autocast():
@@ -288,10 +313,7 @@ class Run:
         stage = self._stages[number]
         for group in stage.replicas.groups():
             try:
-                rows = exchange([self.failure is not None], group, limit_seconds=self._limit)
-                failed = [rank for rank, row in enumerate(rows) if row[0]]
-                if failed and self.failure is None:
-                    raise RuntimeError(f"replicas of this stage failed: ranks {failed} of its data-parallel group")
+                agree_to_go_on(group, failed=self.failure is not None, limit_seconds=self._limit)
             except (RuntimeError, TransferError) as error:
                 self._raised(error, Action(Kind.BACKWARD, number, EVERY_MICRO_BATCH))
         if self.failure is None:
@@ -303,8 +325,13 @@ class Run:
     def _add_shared(self) -> None:
         """Adds up the gradients of parameters that other ranks hold as well."""
         arrived = {slot: self._arrived(slot) for slot in self._order.peers if slot.flow is Flow.SHARED}
-        if self.failure is None:
-            self._shared.add({slot: message for slot, message in arrived.items() if isinstance(message, Content)})
+        contents = {slot: message for slot, message in arrived.items() if isinstance(message, Content)}
+        try:
+            self._shared.add(contents, failed=self.failure is not None, limit_seconds=self._limit)
+            for stage in self._stages.values():
+                stage.replicas.reduce(failed=self.failure is not None, limit_seconds=self._limit)
+        except Exception as error:
+            self._raised(error, Action(Kind.BACKWARD, min(self._stages), EVERY_MICRO_BATCH))
 
     def _step(self, action: Action) -> None:
         if self.failure is None and self._given.on_step is not None:

@@ -2,6 +2,10 @@
 
 Copies begin equal and get equal gradients, so optimizers that are set up alike keep them equal. The gradient of each is
 the sum of what all holders have computed, added up in the order of their stages: the same to the bit on all of them.
+
+Where stages have replicas, a copy may be in parts, each on one of them (`replicas`). What arrives from another stage is
+the part that this replica of it has: mostly the very part that is needed here, since stages are cut alike. Where it is
+not, the replicas of this stage make the whole of what each has got, and take their own parts of it.
 """
 
 from __future__ import annotations
@@ -12,9 +16,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from scale_core.collectives import all_reduce
+from scale_core.exchange import exchange
+from scale_core.shard import Ranges
 from scale_pipe.distributed.links import Links
-from scale_pipe.distributed.messages import Content, Share, pack
+from scale_pipe.distributed.messages import Content, Share, pack, unpack
 from scale_pipe.distributed.plan import SharedParameter, Slot, first_holders, shared_slots
+from scale_pipe.distributed.replicas import Reduced, Standing
 from scale_pipe.schedules.placement import Placement
 
 _WHOLE = Share(1, 1, 1)
@@ -24,14 +32,38 @@ class _Copy(NamedTuple):
     """This rank's copy.
 
     Attributes:
-        param: It.
+        param: It, or the part of it that this replica has.
+        standing: How its gradient stands after the last backward.
         stage: By which stage this rank stands among the holders.
         stages: Those of all holders, in order.
     """
 
     param: nn.Parameter
+    standing: Standing
     stage: int
     stages: tuple[int, ...]
+
+
+class _Part(NamedTuple):
+    """What another holder has sent.
+
+    Attributes:
+        start: The first element of the parameter that it is of.
+        stop: One past the last.
+        ranges: Of a piece that is no range of elements, the indices of each dimension.
+        reduced: When that holder averages over its replicas.
+        grad: The gradient, [stop - start] elements in any shape.
+    """
+
+    start: int
+    stop: int
+    ranges: Ranges
+    reduced: str
+    grad: Tensor
+
+
+Own = Mapping[str, tuple[nn.Parameter, Standing]]
+"""By name, this rank's copies of shared parameters, and how their gradients stand."""
 
 
 class Shared:
@@ -49,22 +81,26 @@ class Shared:
         parameters: tuple[SharedParameter, ...],
         placement: Placement,
         rank: int,
-        own: Mapping[str, nn.Parameter],
+        own: Own,
     ) -> None:
         self._copies: dict[str, _Copy] = {}
         self._aside: dict[str, Tensor | None] = {}
+        self._unequal = parameters
+        self._received: dict[str, Tensor] = {}
         for parameter in parameters:
             holders = first_holders(parameter, placement)
             if rank in holders:
-                self._copies[parameter.name] = _Copy(own[parameter.name], holders[rank], tuple(holders.values()))
+                self._copies[parameter.name] = _Copy(*own[parameter.name], holders[rank], tuple(holders.values()))
 
-    def look_again(self, own: Mapping[str, nn.Parameter]) -> None:
+    def look_again(self, own: Own) -> None:
         """Takes the copies as they are now: `load_state_dict(assign=True)` and wrappers put others in their places.
 
         Args:
             own: By name, this rank's copies.
         """
-        self._copies = {name: copy._replace(param=own[name]) for name, copy in self._copies.items()}
+        self._copies = {
+            name: copy._replace(param=own[name][0], standing=own[name][1]) for name, copy in self._copies.items()
+        }
 
     def counted_elsewhere(self) -> set[nn.Parameter]:
         """The copies that another rank counts: those of all holders but the first."""
@@ -82,53 +118,169 @@ class Shared:
         Args:
             name: Of a parameter.
         """
-        grad = self._copies[name].param.grad
-        return _WHOLE if grad is None else Content(*pack(grad), _WHOLE)
+        param, standing, _, _ = self._copies[name]
+        if param.grad is None:
+            return _WHOLE
+        return Content(
+            *pack((standing.start, standing.stop, standing.ranges, standing.reduced.name, param.grad)), _WHOLE
+        )
 
-    def add(self, arrived: Mapping[Slot, Content]) -> None:
+    def add(self, arrived: Mapping[Slot, Content], *, failed: bool = False, limit_seconds: float | None = None) -> None:
         """Adds up the gradients of all holders; where none has one, as of frozen parameters, there is none.
 
         Args:
             arrived: Those of the others that have one.
+            failed: The step was given up here; the replicas of this rank's stages are told so.
+            limit_seconds: How long to wait for a replica.
+
+        Raises:
+            RuntimeError: The step was given up in a replica; or stages are wrapped in ways that do not go together.
+            TransferError: A replica did not come.
         """
-        others = {(slot.name, slot.source): content.tensors[0] for slot, content in arrived.items()}
-        for name, (param, stage, stages) in self._copies.items():
+        parts = {(s.name, s.source): _Part(*unpack(c.structure, list(c.tensors))) for s, c in arrived.items()}
+        for name, copy in self._copies.items():
+            others = {source: parts.get((name, source)) for source in copy.stages if source != copy.stage}
+            grads = _parts_needed(name, copy, others, failed=failed, limit_seconds=limit_seconds)
+            if failed and copy.standing.groups:
+                break  # The replicas know it, and leave here, too.
+            if failed:
+                continue
             total: Tensor | None = None
-            for source in stages:
-                part = param.grad if source == stage else others.get((name, source))
+            for source in copy.stages:
+                part = copy.param.grad if source == copy.stage else grads[source]
                 if part is not None:
                     total = part.clone() if total is None else total.add_(part)
             before = self._aside.pop(name)
-            param.grad = total if before is None else before if total is None else before.add_(total)
+            copy.param.grad = total if before is None else before if total is None else before.add_(total)
+
+    @property
+    def is_unequal(self) -> bool:
+        """Whether there are copies here that have not got the values of the first one: they had no memory yet."""
+        return bool(self._unequal or self._received)
 
     @torch.no_grad()
-    def make_equal(
-        self, links: Links, placement: Placement, rank: int, parameters: tuple[SharedParameter, ...]
-    ) -> None:
-        """Gives all holders the values of the first one; all ranks call it together.
+    def make_equal(self, links: Links, placement: Placement, rank: int) -> None:
+        """Gives all holders the values of the first one, if they have not got them yet; all ranks call it together.
+
+        Copies on the meta device have no values: where the first holder's is there, all try it again the next time;
+        where another one's is there, it gets them then.
 
         Args:
             links: To the others.
             placement: Which rank holds which stage.
             rank: This one.
-            parameters: Of the model.
 
         Raises:
             LinkError: A rank did not come.
+            ValueError: A copy has another shape.
         """
-        first = {parameter.name: min(parameter.stages) for parameter in parameters}
+        if self._unequal:
+            self._exchange_values(links, placement, rank)
+        for name, value in list(self._received.items()):
+            param = self._copies[name].param
+            if param.is_meta:
+                continue
+            if param.shape != value.shape:
+                raise ValueError(
+                    f"{name} is one parameter with that of another stage and has the shape {list(value.shape)}, but is "
+                    f"{list(param.shape)} here: give stages their values before you wrap them, and wrap them after the "
+                    "pipeline was made"
+                )
+            param.copy_(self._received.pop(name))
+
+    def _exchange_values(self, links: Links, placement: Placement, rank: int) -> None:
+        first = {parameter.name: min(parameter.stages) for parameter in self._unequal}
         rank_of = placement.rank_of
-        slots = [slot for slot in shared_slots(placement, parameters) if slot.source == first[slot.name]]
+        slots = [slot for slot in shared_slots(placement, self._unequal) if slot.source == first[slot.name]]
         coming = [slot for slot in slots if rank_of[slot.target] == rank]
         for slot in coming:
             links.post(slot, rank_of[slot.source])
+        there: set[str] = set()
         for slot in slots:
             if rank_of[slot.source] == rank:
                 value = self._copies[slot.name].param.detach()
-                nothing = value.is_meta
-                links.send(slot, rank_of[slot.target], _WHOLE if nothing else Content(*pack(value), _WHOLE))
+                there |= {slot.name} if not value.is_meta else set()
+                links.send(slot, rank_of[slot.target], _WHOLE if value.is_meta else Content(*pack(value), _WHOLE))
         for slot in coming:
-            message, param = links.take(slot, rank_of[slot.source]), self._copies[slot.name].param
-            if isinstance(message, Content) and not param.is_meta:
-                param.copy_(message.tensors[0])
+            message = links.take(slot, rank_of[slot.source])
+            if isinstance(message, Content):
+                there.add(slot.name)
+                self._received[slot.name] = message.tensors[0]
         links.finish()
+        own = tuple(parameter for parameter in self._unequal if parameter.name in self._copies)
+        self._unequal = tuple(parameter for parameter in own if parameter.name not in there)
+
+
+def _parts_needed(
+    name: str, copy: _Copy, others: Mapping[int, _Part | None], *, failed: bool, limit_seconds: float | None
+) -> dict[int, Tensor | None]:
+    """Returns what belongs to this rank's part of a parameter, of the gradients that other stages have sent.
+
+    Args:
+        name: Of the parameter.
+        copy: This rank's.
+        others: By stage, what its rank beside this one has sent.
+        failed: The step was given up here.
+        limit_seconds: How long to wait for a replica.
+
+    Raises:
+        RuntimeError: The step was given up in a replica; or stages are wrapped in ways that do not go together.
+        TransferError: A replica did not come.
+    """
+    param, standing = copy.param, copy.standing
+    if not failed:
+        _check_together(name, copy, others)
+    # Whether any replica needs what it has not got, and whether any has got something, of each stage.
+    flags = [int(failed)]
+    for part in others.values():
+        flags += [int(part is not None and not _covers(part, standing)), int(part is not None)]
+    for group in standing.groups:
+        rows = exchange(flags, group, limit_seconds=limit_seconds)
+        flags = [max(column) for column in zip(*rows, strict=True)]
+    if flags[0]:
+        if not failed:
+            raise RuntimeError(f"replicas of stage {copy.stage} failed, which shares {name}")
+        return {}
+    found: dict[int, Tensor | None] = {}
+    for (source, part), lacks, has in zip(others.items(), flags[1::2], flags[2::2], strict=True):
+        if not has:
+            found[source] = None
+            continue
+        start = 0 if part is None else part.start
+        flat = None if part is None else part.grad.reshape(-1)
+        if lacks or flat is None:
+            whole = torch.zeros(standing.numel, dtype=param.dtype, device=param.device)
+            if part is not None and flat is not None:
+                whole[part.start : part.stop] = flat
+            for group in standing.groups:
+                all_reduce(whole, group).wait(limit_seconds)
+            start, flat = 0, whole
+        found[source] = flat[standing.start - start : standing.stop - start].view_as(param)
+    return found
+
+
+def _covers(part: _Part, standing: Standing) -> bool:
+    within = part.start <= standing.start and standing.stop <= part.stop
+    return standing.start == standing.stop or (within and part.ranges == standing.ranges)
+
+
+def _check_together(name: str, copy: _Copy, others: Mapping[int, _Part | None]) -> None:
+    """Sums before and after the reduction can't be added: one of them is not averaged yet."""
+    mine = copy.standing
+    for stage, part in others.items():
+        if part is None:
+            continue
+        ways = {mine.reduced, Reduced[part.reduced]}
+        if Reduced.ON_CALL in ways and len(ways) > 1:
+            raise RuntimeError(
+                f"{name} is one parameter in stages {copy.stage} and {stage}, and their wrappers do not reduce its "
+                "gradient at the same time: wrap both stages alike, in ShardedDataParallel or in another one"
+            )
+        can_be_gathered = mine.groups and not (mine.ranges or part.ranges)
+        if not (can_be_gathered or _covers(part, mine)):
+            raise RuntimeError(
+                f"{name} is one parameter in stages {copy.stage} and {stage}; {stage} has other elements of it on "
+                f"this rank's side of the pipeline ({part.start} to {part.stop} of {part.ranges or 'all'}) than "
+                f"{copy.stage} needs ({mine.start} to {mine.stop} of {mine.ranges or 'all'}): wrap or divide both "
+                "stages alike, as in fully_shard(stage, replicas)"
+            )

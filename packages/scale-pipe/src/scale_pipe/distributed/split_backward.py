@@ -137,7 +137,20 @@ class Backward:
             edges, given = _present(part.edges, kept)
             del kept
             if edges:
-                torch.autograd.backward(edges, given, inputs=part.leaves)
+                _accumulate(edges, given, part.leaves)
+
+
+def _accumulate(edges: Sequence[GradientEdge], gradients: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
+    """Adds what follows from the gradients of edges to the `grad` of leaves.
+
+    The engine is called as `torch.autograd.backward` calls it, without what that does before: it would look at shapes
+    that come from the engine itself, and copy the context, which takes longer than all of the engine's own work. A
+    stage has a part for nearly each of its layers.
+    """
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.run_backward(
+        tuple(edges), tuple(gradients), False, False, tuple(leaves), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 def _present(edges: Sequence[GradientEdge], gradients: Gradients) -> tuple[list[GradientEdge], list[Tensor]]:

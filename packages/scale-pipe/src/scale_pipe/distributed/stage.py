@@ -22,6 +22,7 @@ from scale_pipe.distributed.replicas import Replicas
 from scale_pipe.distributed.split_backward import Backward
 from scale_pipe.micro_batches import Arguments
 from scale_pipe.models.deferred_batch_norm import begin_mini_batch
+from scale_pipe.models.partition import run_layers
 from scale_pipe.models.skip import SkipKey, run_with_skips
 
 ToLoss: TypeAlias = Callable[[Any, int, Share], Any]
@@ -43,6 +44,18 @@ class _Live(NamedTuple):
     roots: Mapping[str, list[GradientEdge]]
 
 
+class Kept(NamedTuple):
+    """What stays with the last stage after a forward; nothing on others.
+
+    Attributes:
+        loss: Without its history, where one was asked for.
+        output: Likewise the stage's output, where no gradients are wanted.
+    """
+
+    loss: Tensor | None = None
+    output: Any = None
+
+
 class Stage:
     """A stage's module, and its micro-batches.
 
@@ -52,6 +65,10 @@ class Stage:
         pops: By the names of the skips that end here, the keys that its layers know.
         stashes: Of those that begin here.
         checkpoint: For which micro-batches activations are computed again in the backward pass.
+
+    Attributes:
+        shared: Its parameters that other ranks hold as well.
+        replicas: The wrappers in it, as they are in this pass.
     """
 
     def __init__(
@@ -74,6 +91,7 @@ class Stage:
         self._later: dict[int, Backward] = {}
         self._splits = self._counted = False
         self._kept_memory: set[int] = set()
+        self.shared: Sequence[nn.Parameter] = ()
         self.replicas = Replicas(module)
 
     def begin(self, *, splits: bool) -> None:
@@ -83,7 +101,7 @@ class Stage:
             splits: The schedule computes gradients of inputs and of parameters apart.
         """
         self._counted = False
-        self.replicas = Replicas(self.module)
+        self.replicas = Replicas(self.module, self.shared)
         self._splits = splits and self._checkpoint == "never" and not self.replicas.any and not _recomputes(self.module)
         self._kept_memory = {_memory(buffer) for buffer in self.module.buffers()}
 
@@ -97,7 +115,7 @@ class Stage:
         reduces: bool = False,
         is_last: bool = False,
         to_loss: ToLoss | None = None,
-    ) -> tuple[dict[str, Content], Any]:
+    ) -> tuple[dict[str, Content], Kept]:
         """Computes a micro-batch.
 
         Args:
@@ -107,10 +125,10 @@ class Stage:
             share: Which part of the mini-batch it is.
             reduces: Its backward will be the stage's last one in this step.
             is_last: It is the model's last stage, whose output goes to nobody.
-            to_loss: Then, in a training step.
+            to_loss: Then, where a loss is asked for.
 
         Returns:
-            By name, what is handed on; and the detached loss, or the output of the last stage in an evaluation.
+            By name, what is handed on; and what stays here.
 
         Raises:
             ValueError: The loss is no scalar, or has no gradient.
@@ -129,13 +147,13 @@ class Stage:
         for name, content in arrived.items():
             _note_changes(content.tensors, entries[name])
         handed = {name: stashed.pop(key) for name, key in self._stashes.items()}
-        leaving, kept = {}, None
+        leaving, kept = {}, Kept()
         roots: dict[str, list[GradientEdge]] = {}
-        if to_loss is not None:
-            loss = _checked(to_loss(output, micro_batch, share))
-            roots[OUTPUT], kept = [get_gradient_edge(loss)], loss.detach()
-        elif is_last:
-            kept = output
+        if is_last:
+            loss = None if to_loss is None else _checked(to_loss(output, micro_batch, share), trains=trains)
+            if loss is not None and trains:
+                roots[OUTPUT] = [get_gradient_edge(loss)]
+            kept = Kept(None if loss is None else loss.detach(), None if trains else output)
         else:
             handed = {OUTPUT: output, **handed}
         for name, tree in handed.items():
@@ -230,14 +248,10 @@ class _Run(nn.Module):
         return run_with_skips(self._call, popped, *args, **kwargs)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        """A sequence gives all that it gets to its first layer, which is more than torch's own takes."""
-        if type(self.module) is not nn.Sequential or (len(args) == 1 and not kwargs) or not len(self.module):
-            return self.module(*args, **kwargs)
-        layers = iter(self.module)
-        output = next(layers)(*args, **kwargs)
-        for layer in layers:
-            output = layer(output)
-        return output
+        """A sequence that somebody has made a stage gives all that it gets to its first layer, too."""
+        if type(self.module) is nn.Sequential and (len(args) != 1 or kwargs) and len(self.module):
+            return run_layers(self.module, args, kwargs)
+        return self.module(*args, **kwargs)
 
 
 class _Entry(torch.autograd.Function):
@@ -269,7 +283,7 @@ def _memory(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else id(tensor)
 
 
-def _checked(loss: Any) -> Tensor:
+def _checked(loss: Any, *, trains: bool) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = f"a tensor {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise ValueError(
@@ -278,7 +292,7 @@ def _checked(loss: Any) -> Tensor:
         )
     if loss.is_complex():
         raise ValueError(f"the loss of a micro-batch has to be real, and is {loss.dtype}: take its .real or its .abs()")
-    if not loss.requires_grad:
+    if trains and not loss.requires_grad:
         raise ValueError(
             "the loss does not depend on anything that requires a gradient: no parameter trains, or the last stage or "
             "loss_fn detaches its output"

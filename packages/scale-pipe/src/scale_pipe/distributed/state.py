@@ -16,6 +16,7 @@ from scale_core.norms import check_max_norm, clip_factor, grad_norm, scale_gradi
 from scale_pipe.distributed.links import Links
 from scale_pipe.distributed.messages import Content, Share, pack, unpack
 from scale_pipe.distributed.names import plain_name, plain_names
+from scale_pipe.distributed.own_stages import key_of
 from scale_pipe.distributed.plan import Flow, Slot
 from scale_pipe.schedules.action import EVERY_MICRO_BATCH
 from scale_pipe.schedules.placement import Placement
@@ -104,6 +105,21 @@ class StagesState:
         links.finish()
         return {**found, **on_host} if self._group.rank == 0 else {}
 
+    def rename(self, stages: Mapping[int, nn.Module], state: dict[str, Any], prefix: str) -> None:
+        """Gives what stands in this rank's stages the names that it has there; what stands in others is dropped.
+
+        Args:
+            stages: By number.
+            state: By plain names behind the prefix; changed in place.
+            prefix: Of the pipeline, in a larger module.
+        """
+        whole = {name: state.pop(prefix + name) for name in self._all_names if prefix + name in state}
+        for index, stage in stages.items():
+            names = plain_names(stage)
+            for listed in stage.state_dict():
+                if (name := plain_name(names, listed)) in whole:
+                    state[f"{prefix}{key_of(index)}.{listed}"] = whole[name]
+
     def load(self, stages: Mapping[int, nn.Module], state: Mapping[str, Any], *, strict: bool, assign: bool) -> Any:
         """Loads what stands in this rank's stages; nothing is changed where something is missing.
 
@@ -148,8 +164,8 @@ def state_slots(placement: Placement) -> list[Slot]:
 
 @torch.no_grad()
 def clip_over_stages(
-    params: Sequence[nn.Parameter],
-    counted: Sequence[nn.Parameter],
+    params: Sequence[Tensor],
+    counted: Sequence[Tensor],
     group: Group,
     max_norm: float,
     norm_type: float,

@@ -29,6 +29,14 @@ class Verdict(NamedTuple):
     loss: float | None
     dtype: torch.dtype
 
+    def loss_on(self, device: torch.device) -> Tensor | None:
+        """Returns the loss as a scalar.
+
+        Args:
+            device: Where it is wanted.
+        """
+        return None if self.loss is None else torch.tensor(self.loss, dtype=self.dtype, device=device)
+
 
 def agree_on_end(group: Group, *, failed: bool, loss: Tensor | None, limit_seconds: float | None) -> Verdict:
     """Tells all ranks how the pass went here; the one place where a step waits for what a device has computed.

@@ -10,16 +10,57 @@ from __future__ import annotations
 
 import operator
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from scale_pipe.micro_batches import Arguments, in_words
+
 MEND = (
     "let times decide: from scale_pipe import balance_by_time; "
     "balance = scale_pipe.balance_by_time({num_partitions}, module, sample)"
 )
+
+
+class Partition(nn.Sequential):
+    """Some layers of a sequence; the first one takes whatever the pipeline is given, each other one what comes before.
+
+    Args:
+        layers: By their names in the whole sequence.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the layers.
+
+        Args:
+            args: Of the first layer.
+            kwargs: Of the first layer.
+        """
+        return run_layers(self, args, kwargs)
+
+
+def run_layers(layers: nn.Sequential, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Runs a sequence whose first layer takes more than the one argument that torch's own hands on.
+
+    Args:
+        layers: At least one.
+        args: Of the first layer.
+        kwargs: Of the first layer.
+
+    Raises:
+        Exception: What a layer has raised, with a note that says which it was and what it was given.
+    """
+    given = Arguments(args, dict(kwargs))
+    for name, layer in layers._modules.items():
+        assert layer is not None
+        try:
+            given = Arguments((layer(*given.args, **given.kwargs),), {})
+        except Exception as error:  # In a recomputation as well, where no traceback says which layer it is.
+            error.add_note(f"in layer {name!r} of the pipeline, a {type(layer).__name__}, given {in_words(given)}")
+            raise
+    return given.args[0]
 
 
 class Partitions(NamedTuple):
@@ -31,7 +72,7 @@ class Partitions(NamedTuple):
         devices: Of each one.
     """
 
-    modules: list[nn.Sequential]
+    modules: list[Partition]
     balance: list[int]
     devices: list[torch.device]
 
@@ -68,7 +109,7 @@ def partition(
     own = [torch.device(device) for device in devices[: len(numbers)]]
     layers, modules = list(module.named_children()), []
     for number in numbers:
-        part = nn.Sequential(OrderedDict(layers[:number]))
+        part = Partition(OrderedDict(layers[:number]))
         part.training = module.training  # Of the sequence alone: a layer may be frozen in evaluation mode.
         modules.append(part)
         del layers[:number]

@@ -14,36 +14,11 @@ from scale_checkpoint.randomness import Drawn, replaying
 from scale_core.nested import map_tensors
 from scale_pipe.checkpoint_mode import works_in_place
 from scale_pipe.copying import copied_to
-from scale_pipe.micro_batches import Arguments, in_words
+from scale_pipe.micro_batches import Arguments
 from scale_pipe.models.skip import SkipKey, run_with_skips
 
 Result: TypeAlias = tuple[Any, dict[SkipKey, Any]]
 """A partition's output, and what it has stashed."""
-
-
-class Partition(nn.Sequential):
-    """Some layers of a sequence; the first one takes whatever the pipeline is given, each other one what comes before.
-
-    Args:
-        layers: By their names in the whole sequence.
-    """
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the layers.
-
-        Args:
-            args: Of the first layer.
-            kwargs: Of the first layer.
-        """
-        given = Arguments(args, kwargs)
-        for name, layer in self._modules.items():
-            assert layer is not None
-            try:
-                given = Arguments((layer(*given.args, **given.kwargs),), {})
-            except Exception as error:  # In a recomputation as well, where no traceback says which layer it is.
-                error.add_note(f"in layer {name!r} of the pipeline, a {type(layer).__name__}, given {in_words(given)}")
-                raise
-        return given.args[0]
 
 
 class PartitionRun(nn.Module):
@@ -65,16 +40,26 @@ class PartitionRun(nn.Module):
         self._recomputed = checkpoint_wrapper(RecomputedPartition(partition), preserve_random_state=False)
         self.works_in_place = works_in_place(partition)
 
-    def forward(self, given: Arguments, popped: Mapping[SkipKey, Any], checkpoint: bool, from_batch: bool) -> Result:
-        """Computes a micro-batch.
+    def fetch(self, given: Arguments, popped: Mapping[SkipKey, Any]) -> tuple[Arguments, dict[SkipKey, Any]]:
+        """Returns what a micro-batch needs, on this partition's device.
 
         Args:
             given: What the partition is called with, on any device.
             popped: What it pops, on any device.
+        """
+        args, kwargs, own = copied_to(self.device, (given.args, given.kwargs, dict(popped)))
+        return Arguments(args, kwargs), own
+
+    def forward(self, given: Arguments, popped: dict[SkipKey, Any], checkpoint: bool, from_batch: bool) -> Result:
+        """Computes a micro-batch.
+
+        Args:
+            given: What the partition is called with, on its device.
+            popped: What it pops, likewise.
             checkpoint: Keep the inputs alone, and compute the rest again in the backward pass.
             from_batch: The inputs may be pieces of the caller's tensors, not results of a partition.
         """
-        args, kwargs, popped = copied_to(self.device, (given.args, given.kwargs, dict(popped)))
+        args, kwargs = given
         if checkpoint:
             result: Result = self._recomputed(args, kwargs, popped, _Draws(self.device), self.works_in_place)
             return result

@@ -17,7 +17,6 @@ from scale_pipe.models.partition import check_balance, check_sequential, partiti
 from scale_pipe.models.skip_layout import verify_skippables
 from scale_pipe.one_process.devices import devices_of
 from scale_pipe.one_process.loading import plain_keys
-from scale_pipe.one_process.partition_run import Partition
 from scale_pipe.one_process.pipeline import Pipeline
 
 
@@ -94,14 +93,13 @@ class Pipe(nn.Module):
         self.training = module.training
         # Past `add_module`, which refuses names that this class uses itself; partitions are no part of any name.
         self._modules.update(module.named_children())
-        parts = [Partition(OrderedDict(part.named_children())) for part in cut.modules]
-        for part in parts:
+        for part in cut.modules:
             part.training = module.training  # Of its own alone: a layer may be in another mode than the sequence.
         self.__dict__.update(
             balance=cut.balance,
             devices=cut.devices,
-            partitions=nn.ModuleList(parts),
-            pipeline=Pipeline(parts, cut.devices),
+            partitions=nn.ModuleList(cut.modules),
+            pipeline=Pipeline(cut.modules, cut.devices),
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,10 +1,14 @@
-"""A mini-batch through all partitions: for each tick of the clock, compute what it says."""
+"""A mini-batch through all partitions: for each tick of the clock, fetch what it needs, and compute what it says.
+
+All copies of a tick are issued before the first computation of it. A copy between two accelerators waits for what its
+source has been given to do by then: behind the next micro-batch's computation there it would be a tick late.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -16,6 +20,8 @@ from scale_pipe.one_process.clock import Task, clock_cycles
 from scale_pipe.one_process.partition_run import PartitionRun, Result
 from scale_pipe.one_process.portals import Portals
 from scale_pipe.one_process.workers import Workers
+
+R = TypeVar("R")
 
 
 class Pipeline:
@@ -43,22 +49,32 @@ class Pipeline:
         """
         waiting, portals = list(micro_batches), Portals(self._skips)
         for cycle in clock_cycles(len(micro_batches), len(self._runs)):
-            results = self._workers.run(
-                [
-                    (
-                        self._runs[task.partition].device,
-                        partial(
-                            self._compute,
-                            task,
-                            waiting[task.micro_batch],
-                            self._popped(task, waiting[task.micro_batch], portals),
-                            checkpoint=task.micro_batch < num_checkpointed,
-                            from_batch=task.partition == 0 and len(micro_batches) > 1,
-                        ),
-                    )
-                    for task in cycle
-                ]
-            )
+            devices = [self._runs[task.partition].device for task in cycle]
+            fetches = [
+                partial(
+                    self._told,
+                    task,
+                    self._runs[task.partition].fetch,
+                    waiting[task.micro_batch],
+                    self._popped(task, waiting[task.micro_batch], portals),
+                )
+                for task in cycle
+            ]
+            fetched = self._workers.run(list(zip(devices, fetches, strict=True)))
+            computations = [
+                partial(
+                    self._told,
+                    task,
+                    self._runs[task.partition],
+                    given,
+                    popped,
+                    task.micro_batch < num_checkpointed,
+                    task.partition == 0 and len(micro_batches) > 1,
+                )
+                for task, (given, popped) in zip(cycle, fetched, strict=True)
+            ]
+            results: list[Result] = self._workers.run(list(zip(devices, computations, strict=True)))
+            del fetches, fetched, computations  # What is held here would outlive the micro-batch's own use of it.
             for (number, _), (output, stashed) in zip(cycle, results, strict=True):
                 waiting[number] = Arguments((output,), {})
                 portals.put(number, stashed)
@@ -69,13 +85,11 @@ class Pipeline:
             portals.check_kept(task.micro_batch, given)
         return portals.take(*task)
 
-    def _compute(
-        self, task: Task, given: Arguments, popped: Mapping[SkipKey, Any], *, checkpoint: bool, from_batch: bool
-    ) -> Result:
-        run = self._runs[task.partition]
+    def _told(self, task: Task, do: Callable[..., R], *args: Any) -> R:
+        """Does something for a task; an error says which task it was."""
         try:
-            result: Result = run(given, popped, checkpoint, from_batch)
+            return do(*args)
         except Exception as error:
-            error.add_note(f"in partition {task.partition} on {run.device}, micro-batch {task.micro_batch}")
+            device = self._runs[task.partition].device
+            error.add_note(f"in partition {task.partition} on {device}, micro-batch {task.micro_batch}")
             raise
-        return result

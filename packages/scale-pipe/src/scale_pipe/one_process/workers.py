@@ -13,6 +13,9 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Any, TypeVar
 
 import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from scale_checkpoint import disable_checkpointing, phase
 from scale_core.streams import Inline, worker_for
@@ -69,10 +72,14 @@ class Surroundings:
 
     Args:
         devices: Whose current streams count.
+
+    Raises:
+        RuntimeError: A mode of dispatch is active, which sees what its own thread calls, and could be in no other one.
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         devices = list(devices)
+        _check_modes()
         self._grad, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         self._autocast = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
@@ -112,3 +119,15 @@ class Surroundings:
             yield torch.cuda.stream(stream)
         if device.type == "cuda":
             yield torch.cuda.device(device)
+
+
+def _check_modes() -> None:
+    modes: list[Any] = list(_get_current_dispatch_mode_stack())
+    modes += [mode for mode in _get_current_function_mode_stack() if not isinstance(mode, DeviceContext)]
+    if modes:
+        names = " and ".join(dict.fromkeys(type(mode).__name__ for mode in modes))
+        raise RuntimeError(
+            f"{names} is active around the pipeline and sees the operators of one thread alone, but each accelerator "
+            "has a thread of its own, whose operators it would miss: call the pipeline outside of it, or put such a "
+            'mode into a layer, or make the pipeline of devices=["cpu"] * n to look at it'
+        )

@@ -34,7 +34,7 @@ def list_schedule(problem: Problem, urgencies: Sequence[float], patience: float)
     num_micro_batches, size = problem.num_micro_batches, problem.size
     num_ranks = problem.placement.num_ranks
     durations, sources, delays, channels = problem.durations, problem.sources, problem.delays, problem.channels
-    arrivals = [-1.0] * (3 * size)
+    arrivals = [-1.0] * (3 * size) + [0.0]  # The last one is what a first stage waits for: its source is -1.
     # by stage: how many micro-batches have passed its forward, its input gradient, its weight gradient
     forwards, gradients, weights = ([0] * problem.placement.num_stages for _ in range(3))
     links_free = [0.0] * (num_ranks * num_ranks)
@@ -50,25 +50,16 @@ def list_schedule(problem: Problem, urgencies: Sequence[float], patience: float)
         for index, stage in enumerate(stages_of[rank]):
             base = stage * num_micro_batches
             forward, gradient, weight = forwards[stage], gradients[stage], weights[stage]
-            if gradient < forward:
-                code = size + base + gradient
-                arrival = arrivals[sources[code]]
-                if arrival >= 0:
-                    if arrival <= limit:
-                        if urgencies[code] < urgency:
-                            best, urgency = code, urgencies[code]
-                    elif arrival < soon:
-                        soon = arrival
+            waiting = [size + base + gradient] if gradient < forward else []
             if forward < num_micro_batches and room + index >= 0:
-                code = base + forward
-                source = sources[code]
-                arrival = arrivals[source] if source >= 0 else 0.0
-                if arrival >= 0:
-                    if arrival <= limit:
-                        if urgencies[code] < urgency:
-                            best, urgency = code, urgencies[code]
-                    elif arrival < soon:
-                        soon = arrival
+                waiting.append(base + forward)
+            for code in waiting:
+                arrival = arrivals[sources[code]]
+                if limit >= arrival >= 0:
+                    if urgencies[code] < urgency:
+                        best, urgency = code, urgencies[code]
+                elif limit < arrival < soon:
+                    soon = arrival
             if weight < gradient:
                 code = 2 * size + base + weight
                 if urgencies[code] < urgency and now + durations[code] * patience < soon:

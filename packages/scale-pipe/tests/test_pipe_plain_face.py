@@ -1,0 +1,161 @@
+"""Who asks a pipeline what it holds sees the plain model: torch.distributed.checkpoint, optimizers, larger modules."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from distributed_cases import batch, mlp, mse
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from scale_core.testing import run_ranks
+from scale_pipe import DistributedPipe, split
+
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+class Net(nn.Module):
+    """A model with names that a pipeline has itself, in modules that stand on several stages."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.stages = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(4))
+        self.group = nn.Linear(8, 8)
+        self.register_buffer("lost", torch.zeros(2), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for stage in self.stages:
+            x = stage(x)
+        y: torch.Tensor = self.group(x)
+        return y
+
+
+def trained(pipe: DistributedPipe) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.1)
+    x, target = batch()
+    pipe.step(x, target=target, loss_fn=mse)
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+def of_all_ranks(own: dict[str, Any]) -> dict[str, Any]:
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, own)
+    return {name: value for theirs in everyones for name, value in theirs.items()}
+
+
+def different(found: dict[str, Any], expected: dict[str, Any], title: str) -> list[str]:
+    if set(found) != set(expected):
+        return [f"{title}: {sorted(set(found) ^ set(expected))}"]
+    values = ((name, found[name], value) for name, value in expected.items())
+    return [f"{title}: {name}" for name, a, b in values if not (torch.equal(a, b) if torch.is_tensor(a) else a == b)]
+
+
+def saved_and_loaded(folder: Path) -> list[str]:
+    """A pipeline of four stages, saved; loaded into two stages, of which one is wrapped, and into one."""
+    rank, wrong = dist.get_rank(), []
+    cuts = [f"stages.{index}" for index in (1, 2, 3)]
+    pipe = DistributedPipe(split(Net(), cuts), "zb_v", chunks=2)
+    optimizer = trained(pipe)
+    model, state = get_model_state_dict(pipe), get_optimizer_state_dict(pipe, optimizer, options=FLAT)
+    whole, whole_state = of_all_ranks(model), of_all_ranks(state)
+    wrong += different({**dict.fromkeys(whole)}, dict.fromkeys(Net().state_dict()), "names")
+    wrong += different(model, pipe.state_dict(), "model")
+    both = get_state_dict(pipe, optimizer)
+    wrong += different(dict(both[0]), model, "both")
+    wrong += different(dict.fromkeys(both[1]["state"]), dict.fromkeys(dict(pipe.named_parameters())), "parameters")
+    dcp.save({"model": model, "optimizer": state}, checkpoint_id=folder)
+    alone = [dist.new_group([index]) for index in range(2)][rank]
+    for title, other in (
+        ("two stages", DistributedPipe(split(Net(1), cuts[1:2]), "1f1b", chunks=2)),
+        ("one process", DistributedPipe([Net(2)], "gpipe", stages_per_rank=1, chunks=2, group=alone)),
+    ):
+        if title == "two stages":
+            for index, stage in other.stages.items():
+                if index == 1:
+                    other.stages[index] = DistributedDataParallel(stage, process_group=alone)
+        theirs = torch.optim.AdamW(other.parameters(), lr=0.5)
+        target = {
+            "model": get_model_state_dict(other),
+            "optimizer": get_optimizer_state_dict(other, theirs, options=FLAT),
+        }
+        dcp.load(target, checkpoint_id=folder)
+        set_model_state_dict(other, target["model"])
+        set_optimizer_state_dict(other, theirs, target["optimizer"], options=FLAT)
+        wrong += different(of_all_ranks(other.state_dict()), whole, title)
+        found = of_all_ranks(get_optimizer_state_dict(other, theirs, options=FLAT))
+        wrong += different(found, whole_state, f"{title}, optimizer")
+        # The whole of it as well, of which each rank takes its part.
+        set_model_state_dict(other, Net(3).state_dict())
+        wrong += different(of_all_ranks(other.state_dict()), Net(3).state_dict(), f"{title}, whole")
+    return wrong
+
+
+def test_torchs_functions_save_plain_names_and_load_them_at_another_number_of_stages(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert run_ranks(saved_and_loaded, 2, tmp_path) == [[], []]
+
+
+def test_a_sequence_in_stages_has_the_numbers_of_its_layers() -> None:
+    pipe = DistributedPipe(mlp(), "zb_v", balance=[6, 6])
+    plain = mlp()
+    assert [name for name, _ in pipe.named_children()] == [name for name, _ in plain.named_children()]
+    assert list(pipe.children()) == list(pipe.stages.values())
+    assert get_model_state_dict(pipe).keys() == plain.state_dict().keys()
+    assert list(pipe.named_parameters(recurse=False)) == list(pipe.named_buffers(recurse=False)) == []
+    pipe.apply(lambda module: setattr(module, "seen", True))
+    assert all(module.seen for stage in pipe.stages.values() for module in stage.modules())
+    pipe.double().eval()
+    assert all(param.dtype == torch.float64 for param in pipe.parameters())
+    assert not any(module.training for module in pipe.modules())
+
+
+def test_modules_and_tensors_are_found_by_their_plain_names() -> None:
+    pipe = DistributedPipe(split(Net(), ["stages.2"]), "zb_v", chunks=2)
+    for name, param in pipe.named_parameters():
+        assert pipe.get_parameter(name) is param
+    for name, buffer in pipe.named_buffers():
+        assert pipe.get_buffer(name) is buffer
+    assert pipe.get_submodule("") is pipe and isinstance(pipe.get_submodule("stages.3.1"), nn.BatchNorm1d)
+    with pytest.raises(
+        AttributeError, match=r"'nothing\.weight' is in no stage of this rank, which holds the stages \[0, 1\]"
+    ):
+        pipe.get_parameter("nothing.weight")
+    with pytest.raises(AttributeError, match=r"'nothing' is in no stage"):
+        pipe.get_submodule("nothing")
+    averaged = torch.optim.swa_utils.AveragedModel(pipe)
+    averaged.update_parameters(pipe)
+    assert all(map(torch.equal, averaged.module.parameters(), pipe.parameters()))
+
+
+def test_a_pipeline_in_a_larger_module_is_saved_and_loaded_with_it() -> None:
+    def outer(seed: int) -> nn.Module:
+        pipe = DistributedPipe(split(Net(seed), ["stages.2"]), "zb_v", chunks=2)
+        return nn.ModuleDict({"pipe": pipe, "beside": nn.Linear(2, 2)})
+
+    first, second = outer(0), outer(1)
+    state = first.state_dict()
+    assert {f"pipe.{name}" for name in Net().state_dict()} < state.keys()
+    second.load_state_dict(state)
+    assert all(torch.equal(value, state[name]) for name, value in second.state_dict().items())
+    with pytest.raises(RuntimeError, match=r"Missing key.*group\.weight"):
+        second.load_state_dict({name: value for name, value in state.items() if name != "pipe.group.weight"})
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*typo"):
+        second.load_state_dict({**state, "pipe.typo": torch.ones(1)})
