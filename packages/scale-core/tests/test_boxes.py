@@ -174,3 +174,41 @@ def test_a_shard_alone_is_not_pickled() -> None:
         TypeError, match=r"torch.distributed.checkpoint.save or .*model.local_state_dict\(\), or whole ones"
     ):
         torch.save({"w": shard()}, io.BytesIO())
+
+
+INDICES = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)).map(sorted).map(tuple), min_size=1, max_size=3)
+
+
+@given(INDICES, INDICES, st.data())
+def test_of_some_indices_the_boxes_hold_what_stands_there(rows: Any, columns: Any, data: st.DataObject) -> None:
+    def apart(side: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+        """Those of the ranges that meet none before them: of a dimension each index is taken once."""
+        found = [r for n, r in enumerate(side) if all(r[1] <= o[0] or o[1] <= r[0] for o in side[:n])]
+        return tuple(r for r in found if r[0] < r[1]) or ((0, 0),)
+
+    held = (apart(rows), apart(columns))
+    whole = torch.arange(36).view(6, 6)
+    part = whole[[i for a, b in held[0] for i in range(a, b)]][:, [i for a, b in held[1] for i in range(a, b)]]
+    start = data.draw(st.integers(0, part.numel()))
+    stop = data.draw(st.integers(start, part.numel()))
+    mine = part.reshape(-1)[start:stop].clone()
+    tensor = LocalShard(mine, (6, 6), start, stop, held)
+    found = [
+        (box, piece) for box, piece in tensor.pieces.items() if elements((6, 6), box) == piece.reshape(-1).tolist()
+    ]
+    assert len(found) == len(tensor.pieces)
+    assert sorted(number for _, piece in found for number in piece.reshape(-1).tolist()) == sorted(mine.tolist())
+    for _, piece in found:
+        piece.zero_()
+    assert not mine.any(), "the pieces are views"
+    tensor.copy_(whole)
+    assert torch.equal(mine, part.reshape(-1)[start:stop])
+    with pytest.raises(ValueError, match="to copy, got"):
+        tensor.copy_(LocalShard(torch.zeros(1, dtype=torch.int64), (6, 6), 0, 1, (((5, 6),), ((5, 6),), ())[:2]))
+
+
+def test_copies_keep_the_indices() -> None:
+    held = (((0, 2),), ((1, 2), (3, 4)))
+    tensor = LocalShard(torch.zeros(2, 2), (2, 5), 0, 4, held)
+    for other in (tensor.clone(), copy.deepcopy(tensor), tensor.double(), torch.empty_like(tensor)):
+        assert other.ranges == held

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -43,6 +44,16 @@ def test_a_message_stays_on_a_device_that_the_group_reaches() -> None:
     with compat.fake_default_group(rank=0, world_size=2):
         for wished, found in (("cuda:0", "cuda:0"), ("cpu", "cpu"), ("meta", "cpu")):
             assert compat.control_device(default_group(), torch.device(wished)) == torch.device(found)
+
+
+def test_gradients_are_added_as_torch_adds_them_with_the_engine_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0], requires_grad=True)
+    other = torch.ones(2, requires_grad=True)
+    for expected in ([10.0, 40.0], [20.0, 80.0]):
+        edge = get_gradient_edge(x * weight + other)
+        compat.add_gradients([edge], [torch.tensor([10.0, 20.0])], [weight])
+        assert weight.grad is not None and weight.grad.tolist() == expected and other.grad is None
+        monkeypatch.setattr(torch.autograd, "Variable", object())  # As in a torch that keeps its engine elsewhere.
 
 
 def test_values_are_the_tensor_s_own() -> None:

@@ -10,7 +10,7 @@ import torch
 from flat_by_hand import SHAPES, average, backward, local_grad, make, pieces_of, whole_params
 from torch import Tensor
 
-from scale_core.backward import on_local_grads
+from scale_core.backward import are_local_grads_reported, on_local_grads
 from scale_core.flat import Dtypes
 from scale_core.group import Group, group_of
 from scale_core.testing import run_ranks
@@ -106,9 +106,48 @@ def local_gradients_are_reported() -> None:
     assert torch.equal(grads[1], local_grad(group.rank, 4, (7,)))
 
 
+def each_pass_is_reported_alone() -> None:
+    """Of passes whose gradients are summed, those that are not reduced are told of when they have gone well."""
+    group = group_of()
+    heard: list[list[Tensor]] = []
+
+    def listen(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        heard.append([grad.clone() for grad in grads])
+
+    for flatten in (False, True):
+        buffer = make(group, flatten=flatten)
+        assert all(are_local_grads_reported(param) for param in buffer.exposed)
+        handle = on_local_grads(listen)
+        backward(buffer, [0, 4], group.rank, accumulate=True)
+        buffer.commit()
+        backward(buffer, [], group.rank, accumulate=True)
+        buffer.commit()  # Nothing new, so nobody is told.
+        backward(buffer, [0], group.rank)
+        buffer.reduce()
+        handle.remove()
+        buffer.commit()
+        first, last = heard
+        heard.clear()
+        one, other = local_grad(group.rank, 0, (5, 3)), local_grad(group.rank, 4, (7,))
+        if flatten:
+            for found, grads in ((first, {0: one, 4: other}), (last, {0: one})):
+                expected = torch.zeros(buffer.layout.full_numel)
+                for index, grad in grads.items():
+                    expected[buffer.layout.entries[index].offset :][: grad.numel()] = grad.reshape(-1)
+                assert len(found) == 1 and torch.equal(found[0], expected)
+        else:
+            assert [grad.tolist() for grad in first] == [one.tolist(), other.tolist()]
+            assert [grad.tolist() for grad in last] == [one.tolist()]
+        assert not are_local_grads_reported(torch.nn.Parameter(torch.ones(2)))
+
+
 @pytest.mark.parametrize("reduce_dtype", [None, torch.bfloat16])
 def test_gradients_are_averaged_and_what_a_rank_has_not_used_counts_as_zeros(reduce_dtype: torch.dtype | None) -> None:
     run_ranks(reductions, 3, {1: [0, 2], 2: []}, reduce_dtype)
+
+
+def test_each_backward_pass_is_reported_alone() -> None:
+    run_ranks(each_pass_is_reported_alone, 2)
 
 
 def test_what_nobody_used_gets_zeros() -> None:

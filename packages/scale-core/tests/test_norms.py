@@ -225,3 +225,29 @@ def test_of_complex_gradients_the_magnitudes_count(norm_type: float) -> None:
     for one, other in zip(ours, plain, strict=True):
         torch.testing.assert_close(one.grad, other.grad)
     assert grad_norm(with_grad(grads[0].to(torch.complex128))).dtype == torch.float64
+
+
+def of_copies() -> tuple[float, float, float]:
+    """Both ranks have one half of a matrix each by columns, and copies of another tensor."""
+    group, grads = group_of(), whole_grads()
+    axes = (Axis(group, Held.SHARD),)
+    columns = with_grad(grads["table"].split([17, 13], 1)[group.rank].contiguous())
+    ranges = (((0, 40),), (((0, 17), (17, 30))[group.rank],))
+    mark(columns, Shard.of_ranges("", (40, 30), ranges, axes))
+    copied = with_grad(grads["weight"].clone())
+    mark(copied, Shard.of_ranges("", (7, 5), (((0, 7),), ((0, 5),)), axes, counted=group.rank == 0))
+    replicated = with_grad(grads["bias"].clone())
+    mark(replicated, Shard("", (3,), 0, 3, (Axis(group, Held.REPLICATE),)))
+    params = [columns, copied, replicated]
+    before = clip_grad_norm(params, 0.5)
+    return before.item(), grad_norm(params).item(), copied.grad.norm().item()
+
+
+def test_columns_count_once_and_of_copies_one_counts() -> None:
+    grads = whole_grads()
+    plain = [with_grad(grads[name].clone()) for name in ("table", "weight", "bias")]
+    expected = clip_grad_norm_(plain, 0.5).item()
+    for before, after, copied in run_ranks(of_copies, 2):
+        assert before == pytest.approx(expected, rel=1e-6)
+        assert after == pytest.approx(0.5, rel=1e-5)
+        assert copied == pytest.approx(plain[1].grad.norm().item(), rel=1e-6), "every copy is scaled"

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from scale_core.group import Group
-from scale_core.shard import Axis, Held, Shard, full_shape, mark, shard_of
+from scale_core.shard import Axis, Held, Shard, elements_of, full_shape, is_divided, mark, shard_of, unit_shard_of
 
 
 def piece(name: str = "weight") -> Shard:
@@ -64,3 +64,41 @@ def test_a_mark_survives_what_replaces_the_values() -> None:
     param.data = torch.zeros(6)
     param.requires_grad_(False)
     assert shard_of(param) == piece()
+
+
+AXES = (Axis(Group(0, 2, ranks=(0, 1)), Held.SHARD),)
+WHOLE = torch.arange(12).view(4, 3)
+
+
+def test_indices_that_are_one_range_of_elements_are_said_to_be() -> None:
+    rows = Shard.of_ranges("weight", (4, 3), (((1, 3),), ((0, 3),)), AXES)
+    assert rows == Shard("weight", (4, 3), 3, 9, AXES, gathered=False)
+    assert elements_of(WHOLE, rows.start, rows.stop, rows.ranges).tolist() == list(range(3, 9))
+
+
+def test_columns_and_groups_of_rows_are_said_by_their_indices() -> None:
+    columns = Shard.of_ranges("weight", (4, 3), (((0, 4),), ((1, 3),)), AXES)
+    assert (columns.start, columns.stop) == (0, 8)
+    assert elements_of(WHOLE, 0, 8, columns.ranges).tolist() == WHOLE[:, 1:].reshape(-1).tolist()
+    groups = Shard.of_ranges("weight", (4, 3), (((0, 1), (2, 3)), ((0, 3),)), AXES)
+    assert elements_of(WHOLE, groups.start, groups.stop, groups.ranges).tolist() == [0, 1, 2, 6, 7, 8]
+
+
+def test_a_piece_of_a_piece_counts_from_where_that_begins() -> None:
+    other = (Axis(Group(1, 2, ranks=(1, 3)), Held.SHARD),)
+    rows = Shard.of_ranges("", (4, 3), (((1, 3),), ((0, 3),)), AXES, counted=False).cut("weight", 2, 5, other, "layer")
+    assert rows == Shard("weight", (4, 3), 5, 8, other + AXES, "layer", counted=False)
+    columns = Shard.of_ranges("", (4, 3), (((0, 4),), ((1, 3),)), AXES).cut("weight", 3, 8, other)
+    assert elements_of(WHOLE, columns.start, columns.stop, columns.ranges).tolist() == [5, 7, 8, 10, 11]
+
+
+def test_what_a_module_computes_with_is_no_shard_of_a_unit() -> None:
+    of_layer, of_unit, plain = (nn.Parameter(torch.ones(2, 3)) for _ in range(3))
+    mark(of_layer, Shard.of_ranges("weight", (4, 3), (((1, 3),), ((0, 3),)), AXES))
+    mark(of_unit, Shard("weight", (4, 3), 0, 6, AXES))
+    assert unit_shard_of(of_layer) is None
+    assert unit_shard_of(of_unit) == shard_of(of_unit)
+    assert unit_shard_of(plain) is None
+    assert [is_divided(param) for param in (of_layer, of_unit, plain)] == [True, True, False]
+    mark(of_layer, Shard("weight", (2, 3), 0, 6, (Axis(AXES[0].group, Held.REPLICATE),)))
+    assert not is_divided(of_layer)

@@ -35,10 +35,27 @@ def make_whole() -> None:
     assert torch.equal(b["n"], count) and b["n"].dtype == torch.int64
     kept, _ = whole_slots(here, keeps=group.rank == 0, on_host=True)
     assert isinstance(kept["sum"], LocalShard) is (group.rank != 0)
+    of_some_indices(group)
     # Whoever holds no shard of anything takes no part.
     alone = whole_slots([slots("c", (3,), [0, 3], Group(), sum=torch.ones(3))])
     assert torch.equal(alone[0]["sum"], torch.ones(3))
     assert whole_slots([]) == []
+
+
+def of_some_indices(group: Group) -> None:
+    """Columns, and copies of rows that the last rank has as well."""
+    axes, whole = (Axis(group, Held.SHARD),), torch.arange(20.0).view(4, 5)
+    cuts = [0, 1, 4, 5] if group.size == 3 else [0, 4, 5]
+    mine = (cuts[group.rank], cuts[group.rank + 1])
+    columns = Shard.of_ranges("columns", (4, 5), (((0, 4),), (mine,)), axes)
+    rows = (0, 2) if group.rank else (2, 4)
+    copies = Shard.of_ranges("copies", (4, 5), ((rows,), ((0, 5),)), axes, counted=group.rank < 2)
+    here = []
+    for shard, part in ((columns, whole[:, slice(*mine)]), (copies, whole[slice(*rows)])):
+        state = LocalShard(part.contiguous(), (4, 5), shard.start, shard.stop, shard.ranges)
+        here.append(Slots(shard, HOST, {"sum": state}))
+    for found in whole_slots(here):
+        assert torch.equal(found["sum"], whole)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])

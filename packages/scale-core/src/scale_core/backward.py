@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from scale_core import compat
 from scale_core.nested import map_tensors, tensors_in
@@ -31,6 +32,7 @@ ReducedGradsCallback = Callable[[Sequence[Tensor]], None]
 _local_grads_callbacks: OrderedDict[int, LocalGradsCallback] = OrderedDict()  # a handle can't refer weakly to a dict
 _arriving_grads_callbacks: OrderedDict[int, ArrivingGradsCallback] = OrderedDict()
 _reduced_grads_callbacks: OrderedDict[int, tuple[ReducedGradsCallback, Container[Tensor]]] = OrderedDict()
+_reported: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 class _Identity(torch.autograd.Function):
@@ -137,6 +139,10 @@ def in_backward() -> bool:
 def on_local_grads(callback: LocalGradsCallback) -> RemovableHandle:
     """Calls `callback(params, grads)` with gradients as this rank computed them, before they are reduced.
 
+    Each backward pass is told of by itself: where gradients of several passes are added up before they are reduced, as
+    under `no_sync()` of scale-fsdp, each one is that of its pass alone. scale-oss tells of the sum, when it is reduced:
+    its parameters are whole, so that a hook on them sees each pass.
+
     Args:
         callback: Gets the parameters as `parameters()` yields them and, in the same order, the whole local gradient
             of each, in the full shape (see `full_shape`) and possibly in a lower precision than the parameter. The
@@ -148,6 +154,17 @@ def on_local_grads(callback: LocalGradsCallback) -> RemovableHandle:
     handle = RemovableHandle(_local_grads_callbacks)
     _local_grads_callbacks[handle.id] = callback
     return handle
+
+
+def mark_reported(params: Sequence[Tensor]) -> None:
+    """Records that no gradient comes to these parameters by itself: `report_local_grads` tells of all they get."""
+    for param in params:
+        _reported[param] = None
+
+
+def are_local_grads_reported(param: Tensor) -> bool:
+    """Whether a hook on this parameter would never be called, and `on_local_grads` tells of its gradients."""
+    return param in _reported
 
 
 def local_grads_wanted() -> bool:

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from scale_core.shard import Ranges, elements_of
+
 
 class Box(NamedTuple):
     """An axis-aligned box of a tensor: where it begins and how long it is, along each dimension."""
@@ -66,20 +68,48 @@ def _boxes(shape: tuple[int, ...], start: int, stop: int, fixed: tuple[int, ...]
         yield from _boxes(shape[1:], 0, stop - end_whole * row, (*fixed, end_whole))
 
 
+def _sizes(ranges: Ranges) -> tuple[int, ...]:
+    return tuple(sum(last - first for first, last in held) for held in ranges)
+
+
+def _placed(box: Box, piece: Tensor, ranges: Ranges) -> dict[Box, Tensor]:
+    """Cuts a box of what `ranges` leave into boxes of the whole tensor, each with its elements: views of `piece`."""
+    found = {box: piece}
+    for dim, held in enumerate(ranges):
+        cut: dict[Box, Tensor] = {}
+        for part, elements in found.items():
+            before = 0
+            for first, last in held:
+                begin = max(part.offsets[dim], before)
+                end = min(part.offsets[dim] + part.sizes[dim], before + last - first)
+                if begin < end:
+                    offsets = (*part.offsets[:dim], first + begin - before, *part.offsets[dim + 1 :])
+                    sizes = (*part.sizes[:dim], end - begin, *part.sizes[dim + 1 :])
+                    cut[Box(offsets, sizes)] = elements.narrow(dim, begin - part.offsets[dim], end - begin)
+                before += last - first
+        found = cut
+    return found
+
+
+def _described(start: int, stop: int, ranges: Ranges) -> str:
+    return f"[{start}, {stop})" + (f" of the indices {[list(held) for held in ranges]}" if ranges else "")
+
+
 class LocalShard(Tensor):
-    """The elements `[start, stop)` of a tensor of `shape`, as this rank holds them.
+    """The elements `[start, stop)` of a tensor of `shape`, or of some of its indices, as this rank holds them.
 
     To torch it is a tensor of the whole shape whose elements are elsewhere, as a DTensor is; unlike one, it may consist
     of several boxes. `torch.distributed.checkpoint` saves it and loads into it in place, at any number of ranks. It can
     be copied and moved between devices; what would need all elements raises.
 
     `LocalShard(tensor, shape, start, stop)` keeps `tensor`, which is contiguous, has `stop - start` elements in any
-    shape, and is not copied.
+    shape, and is not copied. With `ranges`, the elements are counted in what these leave of the whole tensor.
 
     Attributes:
         tensor: As given.
         start: As given.
         stop: As given.
+        ranges: As given: those of each dimension (`scale_core.Shard`), or empty.
 
     Raises:
         ValueError: The tensor has another number of elements, or is not contiguous.
@@ -88,11 +118,12 @@ class LocalShard(Tensor):
     tensor: Tensor
     start: int
     stop: int
+    ranges: Ranges
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch's docs say
 
     @staticmethod
-    def __new__(cls, tensor: Tensor, shape: Sequence[int], start: int, stop: int) -> Self:
+    def __new__(cls, tensor: Tensor, shape: Sequence[int], start: int, stop: int, ranges: Ranges = ()) -> Self:
         if tensor.numel() != stop - start or not tensor.is_contiguous():
             raise ValueError(
                 f"expected a contiguous tensor of {stop - start} elements for [{start}, {stop}), "
@@ -101,7 +132,7 @@ class LocalShard(Tensor):
         made: Self = cast(Any, Tensor)._make_wrapper_subclass(
             cls, tuple(shape), dtype=tensor.dtype, device=tensor.device, requires_grad=False
         )
-        made.tensor, made.start, made.stop = tensor, start, stop
+        made.tensor, made.start, made.stop, made.ranges = tensor, start, stop, ranges
         return made
 
     @property
@@ -111,9 +142,9 @@ class LocalShard(Tensor):
         if math.prod(shape) == 0:  # Nothing is held, but the tensor is there, and must be written by someone.
             return {Box((0,) * len(shape), shape): self.tensor.detach().view(shape)}
         flat, position, found = self.tensor.detach().view(-1), 0, {}
-        for box in boxes(shape, self.start, self.stop):
+        for box in boxes(_sizes(self.ranges) if self.ranges else shape, self.start, self.stop):
             length = math.prod(box.sizes)
-            found[box] = flat[position : position + length].view(box.sizes)
+            found.update(_placed(box, flat[position : position + length].view(box.sizes), self.ranges))
             position += length
         return found
 
@@ -181,17 +212,18 @@ class LocalShard(Tensor):
 
     def _with(self, tensor: Tensor) -> LocalShard:
         """The same range, with these elements."""
-        return LocalShard(tensor, self.shape, self.start, self.stop)
+        return LocalShard(tensor, self.shape, self.start, self.stop, self.ranges)
 
     def _part_of(self, source: Tensor) -> Tensor:
         """What of `source`, the same shard or the whole tensor, belongs here; in the shape of `tensor`."""
         if source.shape != self.shape:
             raise ValueError(f"expected a tensor of shape {tuple(self.shape)} to copy, got {tuple(source.shape)}")
         if not isinstance(source, LocalShard):
-            return source.detach().reshape(-1)[self.start : self.stop].view(self.tensor.shape)
-        if (source.start, source.stop) != (self.start, self.stop):
+            return elements_of(source.detach(), self.start, self.stop, self.ranges).view(self.tensor.shape)
+        if (source.start, source.stop, source.ranges) != (self.start, self.stop, self.ranges):
             raise ValueError(
-                f"expected the elements [{self.start}, {self.stop}) to copy, got [{source.start}, {source.stop})"
+                f"expected the elements {_described(self.start, self.stop, self.ranges)} to copy, got "
+                f"{_described(source.start, source.stop, source.ranges)}"
             )
         return source.tensor.view(self.tensor.shape)
 

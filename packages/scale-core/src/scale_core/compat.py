@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 from torch.distributed.device_mesh import DeviceMesh
 
 if TYPE_CHECKING:
@@ -97,6 +98,21 @@ def default_store() -> Store | None:
 def queue_after_backward(callback: Callable[[], None]) -> None:
     """Calls `callback` when the backward pass that is running now has ended."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def add_gradients(edges: Iterable[GradientEdge], gradients: Iterable[Tensor], leaves: Iterable[Tensor]) -> None:
+    """Adds what follows from the gradients of edges to the `grad` of leaves, as `torch.autograd.backward` does.
+
+    The engine is called as that calls it in torch 2.8 to 2.13, without what comes before: it would look at shapes that
+    come from the engine itself, and copy the context, which takes longer than all of the engine's own work where
+    graphs are small. Where torch has no such engine any more, it is called itself.
+    """
+    edges, gradients, leaves = tuple(edges), tuple(gradients), tuple(leaves)
+    engine: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
+    if engine is None:
+        torch.autograd.backward(edges, gradients, inputs=leaves)
+        return
+    engine.run_backward(edges, gradients, False, False, leaves, allow_unreachable=True, accumulate_grad=True)
 
 
 def is_newest(tensors: Iterable[Tensor]) -> bool:

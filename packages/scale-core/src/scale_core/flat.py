@@ -41,7 +41,7 @@ class State(enum.Enum):
 
 
 _AS_GIVEN = Dtypes(), Devices()
-_KEPT = ("names", "layout", "dtypes", "devices", "flatten", "shard", "exposed", "_unit", "_flat_name")
+_KEPT = ("names", "layout", "dtypes", "devices", "flatten", "shard", "exposed", "_unit", "_flat_name", "_within")
 
 _live: weakref.WeakSet[FlatBuffer] = weakref.WeakSet()
 
@@ -262,7 +262,7 @@ class FlatBuffer(FlatReduced):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.names, self._unit, self._flat_name = state["names"], state["_unit"], state["_flat_name"]
-        self.dtypes, self.flatten = state["dtypes"], state["flatten"]
+        self.dtypes, self.flatten, self._within = state["dtypes"], state["flatten"], state["_within"]
         self._past = 0
         shard, devices = state["shard"], state["devices"]
         if shard.device != devices.shard:  # torch.load has mapped it elsewhere.

@@ -124,6 +124,17 @@ class FlatGradient:
         given = set(self.given())
         return [index for index, whole in enumerate(self._wholes) if whole.requires_grad and index not in given]
 
+    def of_pass(self) -> tuple[list[int], Tensor | None]:
+        """The parameters that the pass that runs now has brought gradients to, and these, without any sum that waits.
+
+        Returns:
+            Their numbers, and [W * S], zero where there is no gradient; None where there is none at all.
+        """
+        self.pack()
+        if self.flat is not None and (not all(self._packed) or self._layout.padding):
+            self._fill_gaps(self.flat)
+        return [index for index, has in enumerate(self._packed) if has], self.flat
+
     def take(self, device: torch.device) -> Tensor:
         """Returns the flat gradient [W * S], narrow or wide, and forgets it; what was not used is zero.
 

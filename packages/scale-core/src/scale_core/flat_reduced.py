@@ -53,12 +53,9 @@ class FlatReduced(FlatShard):
         share = current_share()
         if share is not None and not share.weight:
             self.gradient.drop()
-        given = self.gradient.given()
+        if local_grads_wanted():
+            self._report_local_grads()
         gradient = self.gradient.take(self.compute_device)
-        if local_grads_wanted() and self.flatten:
-            report_local_grads(self.exposed, [gradient])
-        elif local_grads_wanted():
-            report_local_grads([self.exposed[i] for i in given], [self._view(gradient, i) for i in given])
         if share is not None and share.weight not in (0, 1):
             gradient.mul_(share.weight)
         self.reduction.start(gradient.to(self.reduce_dtype), tag, None if share is None else share.divisor)
@@ -106,9 +103,21 @@ class FlatReduced(FlatShard):
         """
         self.set_aside(limit_seconds)
         self.hand_out()
+        if local_grads_wanted() and self.gradient.has_begun:
+            self._report_local_grads()
         self.gradient.settle()
 
     # What these are made of.
+
+    def _report_local_grads(self) -> None:
+        """Tells of the gradients of the pass that runs now, without the sum of those before it."""
+        indices, flat = self.gradient.of_pass()
+        if self.flatten:
+            report_local_grads(self.exposed if indices else [], [flat] if flat is not None and indices else [])
+        else:
+            report_local_grads(
+                [self.exposed[i] for i in indices], [self._view(flat, i) for i in indices] if flat is not None else []
+            )
 
     def _plan(self, layout: FlatLayout, groups: Groups, devices: Devices) -> None:
         super()._plan(layout, groups, devices)

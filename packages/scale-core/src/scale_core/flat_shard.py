@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from scale_core import compat
+from scale_core.backward import mark_reported
 from scale_core.flat_terms import Devices, Dtypes, Groups
 from scale_core.layout import FlatLayout
-from scale_core.shard import Axis, Held, Shard, mark
+from scale_core.shard import Axis, Held, Shard, mark, shard_of
 
 
 def give_attributes(param: Tensor, other: Tensor) -> None:
@@ -43,6 +44,7 @@ class FlatShard:
 
     exposed: list[nn.Parameter]
     _written: list[Tensor]
+    _within: list[Shard | None]  # What each parameter is a piece of already, on other axes of the mesh.
 
     def __init__(self, names: Sequence[str], dtypes: Dtypes, flatten: bool) -> None:
         self.dtypes, self.flatten = dtypes, flatten
@@ -61,16 +63,27 @@ class FlatShard:
         """
         self.names = list(names)
         self._unit, self._flat_name = unit, flat_name
+        mark_reported(self.exposed)
         axes: tuple[Axis, ...] = (Axis(self.group, Held.SHARD),)
         if self.groups.replicas.size > 1:
             axes += (Axis(self.groups.replicas, Held.REPLICATE),)
         if self.flatten:
+            divided = [name for name, within in zip(names, self._within, strict=True) if within is not None]
+            if divided:
+                raise ValueError(
+                    f"'{divided[0]}' is divided between ranks by its layer, and one flat parameter can't say of which "
+                    "tensors it holds parts: leave flatten_parameters out"
+                )
             start = self.group.rank * self.layout.shard_numel
             stop = start + self.layout.shard_numel
             mark(self.exposed[0], Shard(flat_name, (self.layout.full_numel,), start, stop, axes, unit))
             return
-        for name, entry, span, param in zip(names, self.layout.entries, self.spans, self.exposed, strict=True):
-            mark(param, Shard(name, entry.shape, span.start, span.stop, axes, unit))
+        pieces = zip(names, self.layout.entries, self.spans, self.exposed, self._within, strict=True)
+        for name, entry, span, param, within in pieces:
+            if within is None:
+                mark(param, Shard(name, entry.shape, span.start, span.stop, axes, unit))
+            else:
+                mark(param, within.cut(name, span.start, span.stop, axes, unit))
 
     def exposed_of(self, index: int) -> nn.Parameter:
         """What an optimizer has of a parameter: its own piece, or the one flat parameter that holds it."""
@@ -131,6 +144,8 @@ class FlatShard:
         self.pieces = [self.shard.narrow(0, span.shard_offset, span.numel).view(span.shape) for span in self.spans]
 
     def _expose(self, params: Sequence[Tensor]) -> list[nn.Parameter]:
+        known = [shard_of(param) for param in params]
+        self._within = [shard if shard is not None and not shard.gathered else None for shard in known]
         if self.flatten:
             return [nn.Parameter(self.shard, requires_grad=any(param.requires_grad for param in params))]
         exposed = []

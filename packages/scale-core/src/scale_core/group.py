@@ -7,6 +7,7 @@ whether there are others at all. `Group` answers them once, so that a world of o
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, cast
 
@@ -101,6 +102,20 @@ def group_of(process_group: GroupLike = None) -> Group:
         f"expected a ProcessGroup, a DeviceMesh or None, got {type(process_group).__name__}: "
         "pass the result of torch.distributed.new_group(), or nothing for the default group"
     )
+
+
+def check_not_forgotten() -> None:
+    """Where no group is given: several ranks that each took themselves for the only one would each train alone.
+
+    Raises:
+        RuntimeError: A launcher has started several ranks, and torch.distributed is not initialised.
+    """
+    count = os.environ.get("WORLD_SIZE", "1")
+    if count.isdecimal() and int(count) > 1 and not (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError(
+            f"this is one of {count} ranks (WORLD_SIZE), but torch.distributed is not initialised, so that each would "
+            "train alone: call scale_core.launch.init_distributed() or torch.distributed.init_process_group() first"
+        )
 
 
 def _found_again(rank: int, size: int, ranks: tuple[int, ...]) -> Group:

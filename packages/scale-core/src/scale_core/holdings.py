@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from scale_core.flat import FlatBuffer
 from scale_core.optimizer_kinds import NUMBERS
-from scale_core.shard import Held, shard_of
+from scale_core.shard import Held, Ranges, shard_of
 
 _flat: WeakIdKeyDictionary = WeakIdKeyDictionary()  # each flat parameter, to a weak reference to its buffer
 
@@ -37,7 +37,7 @@ class Holding:
         name: Its qualified name in the plain model.
         owner: What an optimizer steps on: the parameter, a shard of it, or a flat parameter.
         shape: The shape of the whole parameter.
-        start: The first element held, in row-major order.
+        start: The first element held, in row-major order, or in that of what `ranges` leave.
         stop: One past the last element held.
         offset: Where the held elements begin in the flattened `owner`.
         local_shape: The shape of what is held.
@@ -45,6 +45,7 @@ class Holding:
         shares_owner: The owner is a flat parameter, which holds others, too.
         state: What this rank has of the optimizer's state: that of the elements held; all of it, of any shape, where
             one rank steps on the whole parameter; or nothing, where others do.
+        ranges: Of which indices of the whole parameter the elements are; see `scale_core.Shard`.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Holding:
     is_shard: bool = True
     shares_owner: bool = False
     state: Literal["elements", "all", "nothing"] = "elements"
+    ranges: Ranges = ()
 
     def view(self, tensor: Tensor) -> Tensor:
         """What belongs to it of a tensor of the owner's shape: the owner, or a state of it."""
@@ -92,7 +94,8 @@ def holdings_of(param: Tensor, listed: str) -> Iterator[Holding]:
             place = (entry.shape, span.start, span.stop, span.shard_offset, span.shape)
             yield Holding(name, param, *place, shares_owner=True)
     elif shard is not None:
-        yield Holding(shard.name, param, shard.shape, shard.start, shard.stop, 0, tuple(param.shape))
+        place = (shard.shape, shard.start, shard.stop, 0, tuple(param.shape))
+        yield Holding(shard.name or listed, param, *place, ranges=shard.ranges)
     else:
         shape = tuple(param.shape)
         yield Holding(listed, param, shape, 0, param.numel(), 0, shape, is_shard=False)

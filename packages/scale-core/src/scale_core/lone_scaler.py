@@ -37,6 +37,6 @@ def refuse_lone_scaler(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any)
         if shard is not None and any(axis.held is Held.SHARD and axis.group.size > 1 for axis in shard.axes):
             raise RuntimeError(
                 f"{type(scaler).__name__}.step({type(optimizer).__name__}): torch's scaler looks for inf and NaN in "
-                f"this rank's gradients alone, and of '{shard.name}' other ranks have other elements: some would step "
+                f"this rank's gradients alone, and of {shard.title} other ranks have other elements: some would step "
                 "and others not. Write scaler = scale_core.ShardedGradScaler(...), which has all ranks agree"
             )

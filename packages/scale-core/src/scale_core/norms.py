@@ -52,7 +52,7 @@ def grad_norm(params: Iterable[Tensor], norm_type: float = 2.0, limit_seconds: f
     classes: dict[tuple[Group, ...], list[Tensor]] = {}
     for param in params:
         members = classes.setdefault(_sharing_groups(param), [])
-        if param.grad is not None:
+        if param.grad is not None and _counts(param):
             # Of a complex number its magnitude counts, as in torch.
             members.append(param.grad.abs() if param.grad.is_complex() else param.grad)
     grads = [grad for members in classes.values() for grad in members]
@@ -137,10 +137,16 @@ def _sharing_groups(param: Tensor) -> tuple[Group, ...]:
     for axis in shard.axes:
         if axis.held is Held.PARTIAL:
             raise ValueError(
-                f"the gradient of '{shard.name}' is a partial sum over ranks {list(axis.group.ranks)}: "
+                f"the gradient of {shard.title} is a partial sum over ranks {list(axis.group.ranks)}: "
                 "reduce it before its norm is taken"
             )
     return tuple(axis.group for axis in shard.axes if axis.held is Held.SHARD and axis.group.size > 1)
+
+
+def _counts(param: Tensor) -> bool:
+    """Whether this rank is the one that speaks for the elements it holds."""
+    shard = shard_of(param)
+    return shard is None or shard.counted
 
 
 def _share(grads: list[Tensor], norm_type: float, device: torch.device) -> Tensor:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from scale_core.boxes import LocalShard
 from scale_core.holdings import Holding, check_known, is_number, named_holdings
+from scale_core.shard import elements_of
 from scale_core.state_match import SavedTensor, StateMismatch
 
 GROUPS = "optim.groups"
@@ -52,7 +53,9 @@ def owners_of(model: nn.Module, optimizer: Optimizer) -> dict[Tensor, list[Holdi
 def piece(holding: Holding, tensor: Tensor) -> LocalShard | Tensor:
     """What belongs to a holding of a tensor of its owner's shape, without a copy."""
     view = holding.view(tensor)
-    return LocalShard(view, holding.shape, holding.start, holding.stop) if holding.is_shard else view
+    if not holding.is_shard:
+        return view
+    return LocalShard(view, holding.shape, holding.start, holding.stop, holding.ranges)
 
 
 def optimizer_entries(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -172,8 +175,8 @@ def part_of(key: str, value: LocalShard | Tensor, holding: Holding) -> Tensor:
     if not isinstance(value, LocalShard):
         if not holding.is_shard:
             return value.detach()
-        return value.detach().reshape(-1)[holding.start : holding.stop].view(holding.local_shape)
-    if (value.start, value.stop) != (holding.start, holding.stop):
+        return elements_of(value.detach(), holding.start, holding.stop, holding.ranges).view(holding.local_shape)
+    if (value.start, value.stop, value.ranges) != (holding.start, holding.stop, holding.ranges):
         raise StateMismatch(
             f"{key}: this rank holds the elements [{holding.start}, {holding.stop}), the state has [{value.start}, "
             f"{value.stop}): write it with save_snapshot and read it with load_snapshot, which exchange them"

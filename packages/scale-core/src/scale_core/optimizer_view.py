@@ -23,10 +23,21 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from scale_core.holdings import flat_buffer_of, is_number
-from scale_core.shard import Shard, shard_of
+from scale_core.shard import Shard, elements_of, shard_of
 
 _ASKS = "torch.distributed.checkpoint.state_dict"
-_BETWEEN = ("torch.optim", "torch.nn", "torch._dynamo", "torch._compile", "torch.utils", "scale_core", "scale_fsdp")
+_SAVES = ("torch.distributed.checkpoint.state_dict_saver", "torch.distributed.checkpoint.state_dict_loader")
+_BETWEEN = (
+    "torch.optim",
+    "torch.nn",
+    "torch._dynamo",
+    "torch._compile",
+    "torch.utils",
+    "scale_core",
+    "scale_fsdp",
+    "scale_tp",
+    "scale_adascale",
+)
 
 # How many parameters each optimizer had when it was looked at; it may be given more.
 _seen: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
@@ -76,13 +87,24 @@ def asked_by_torch() -> Asked | None:
 
     Nobody tells it who did, so that is read off the stack, and so are the options.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and str(frame.f_globals.get("__name__")).startswith(_BETWEEN):
-        frame = frame.f_back
+    frame = _asking(sys._getframe(1))
     if frame is None or frame.f_globals.get("__name__") != _ASKS:
         return None
     options = frame.f_locals.get("info")
     return Asked(getattr(options, "full_state_dict", False), getattr(options, "cpu_offload", False))
+
+
+def saved_by_torch() -> bool:
+    """Whether `dcp.save` or `dcp.load` was given the module itself, and has called the `state_dict()` that runs now."""
+    frame = _asking(sys._getframe(1))
+    return frame is not None and frame.f_globals.get("__name__") in _SAVES
+
+
+def _asking(frame: FrameType | None) -> FrameType | None:
+    """The first caller that is neither a module's nor an optimizer's own machinery."""
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith(_BETWEEN):
+        frame = frame.f_back
+    return frame
 
 
 def _with_ranges(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
@@ -114,7 +136,7 @@ def _with_ranges(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
                 f"optimizer state {shard.name}.{key} has shape {tuple(value.shape)}, expected the shard's "
                 f"{tuple(param.shape)} or a number: this optimizer needs whole parameters, so it can't step on shards"
             )
-        return LocalShard(value.detach().contiguous(), shard.shape, shard.start, shard.stop)
+        return LocalShard(value.detach().contiguous(), shard.shape, shard.start, shard.stop, shard.ranges)
 
     labelled = _changed(optimizer, state_dict, label)
     return _made_whole(optimizer, labelled, asked) if asked.whole else labelled
@@ -143,7 +165,8 @@ def _with_own_elements(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict
 
     def cut(key: str, value: Tensor, param: Tensor, shard: Shard) -> Tensor:
         if boxes is not None and isinstance(value, boxes.LocalShard):
-            if (value.start, value.stop) != (shard.start, shard.stop) or tuple(value.shape) != shard.shape:
+            held = (shard.start, shard.stop, shard.ranges)
+            if (value.start, value.stop, value.ranges) != held or tuple(value.shape) != shard.shape:
                 raise ValueError(
                     f"optimizer state {shard.name}.{key}: expected the elements [{shard.start}, {shard.stop}) of "
                     f"{shard.shape}, got [{value.start}, {value.stop}) of {tuple(value.shape)}: load it by "
@@ -152,7 +175,7 @@ def _with_own_elements(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict
             local: Tensor = value.tensor
             return local.view(param.shape)
         if tuple(value.shape) == shard.shape != tuple(param.shape) and not is_number(key, value.shape, shard.shape):
-            return value.detach().reshape(-1)[shard.start : shard.stop].view(param.shape)
+            return elements_of(value.detach(), shard.start, shard.stop, shard.ranges).view(param.shape)
         return value
 
     return _changed(optimizer, state_dict, cut)

@@ -218,7 +218,7 @@ class ShardedGradScaler(GradScaler):
             for axis in () if shard is None else shard.axes:
                 if axis.group.size > 1 and not set(axis.group.ranks) <= set(group.ranks):
                     raise ValueError(
-                        f"'{shard.name if shard else ''}' is shared by the ranks {list(axis.group.ranks)}, but the "
+                        f"{shard.title if shard else ''} is shared by the ranks {list(axis.group.ranks)}, but the "
                         f"scaler asks only the ranks {list(group.ranks)}: leave process_group out, or pass "
                         "ShardedGradScaler a group of all ranks that share a parameter"
                     )

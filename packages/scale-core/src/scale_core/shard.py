@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from scale_core.group import Group
+
+Ranges: TypeAlias = tuple[tuple[tuple[int, int], ...], ...]
+"""For each dimension the indices that are taken of it, as ranges [first, one past the last) in their order."""
 
 
 class Held(enum.Enum):
@@ -39,12 +44,18 @@ class Shard:
     """The piece of a parameter that this rank holds.
 
     Attributes:
-        name: The parameter's qualified name in the plain model.
+        name: The parameter's qualified name in the plain model; "" where only the model that lists it knows.
         shape: The shape of the whole parameter.
-        start: First element held, in the row-major order of the whole parameter.
+        start: First element held, in the row-major order of the whole parameter, or of what `ranges` leave of it.
         stop: One past the last element held; `start == stop` where this rank holds nothing.
         axes: How each mesh axis holds it.
         unit: The name of the unit that gathers it; "" is the root.
+        ranges: Of which indices the piece is, where it is no range of elements: some columns, or several groups of
+            rows. Empty is all of them.
+        counted: Whether no other rank of a `SHARD` axis that comes first holds the same elements as well. Of such
+            copies, one counts in a norm.
+        gathered: Whether a unit puts the whole together for the forward; otherwise the module computes with the piece
+            as it is, as a tensor parallel layer does.
     """
 
     name: str
@@ -53,6 +64,35 @@ class Shard:
     stop: int
     axes: tuple[Axis, ...] = ()
     unit: str = ""
+    ranges: Ranges = ()
+    counted: bool = True
+    gathered: bool = True
+
+    @classmethod
+    def of_ranges(
+        cls, name: str, shape: Sequence[int], ranges: Ranges, axes: tuple[Axis, ...] = (), *, counted: bool = True
+    ) -> Self:
+        """Returns the piece of a parameter that has these indices of each dimension, and all combinations of them.
+
+        Where these are one range of elements, it says so. Modules compute with such a piece as it is.
+        """
+        whole = tuple(((0, size),) for size in shape)
+        if shape and len(ranges[0]) == 1 and ranges[1:] == whole[1:]:
+            row = math.prod(shape[1:])
+            first, last = ranges[0][0]
+            return cls(name, tuple(shape), first * row, last * row, axes, counted=counted, gathered=False)
+        numel = math.prod(sum(stop - start for start, stop in held) for held in ranges)
+        return cls(name, tuple(shape), 0, numel, axes, ranges=ranges, counted=counted, gathered=False)
+
+    def cut(self, name: str, start: int, stop: int, axes: tuple[Axis, ...], unit: str = "") -> Self:
+        """Returns a piece of this piece, its elements [start, stop), as further axes hold it between them."""
+        place = (name, self.shape, self.start + start, self.start + stop)
+        return type(self)(*place, axes + self.axes, unit, self.ranges, self.counted)
+
+    @property
+    def title(self) -> str:
+        """What errors call it."""
+        return f"'{self.name}'" if self.name else f"a parameter of shape {self.shape}"
 
     @property
     def numel(self) -> int:
@@ -74,7 +114,31 @@ def shard_of(param: Tensor) -> Shard | None:
     return found
 
 
+def unit_shard_of(param: Tensor) -> Shard | None:
+    """Returns what a unit has cut `param` out of, or None if its module computes with it as it is.
+
+    A parameter of a tensor parallel layer is such: a piece to those who take norms or write files, and to those who cut
+    and gather parameters between other ranks a parameter like any.
+    """
+    shard = shard_of(param)
+    return shard if shard is not None and shard.gathered else None
+
+
+def is_divided(param: Tensor) -> bool:
+    """Whether other ranks hold other elements of the parameter that `param` is a piece of."""
+    shard = shard_of(param)
+    return shard is not None and any(axis.held is Held.SHARD and axis.group.size > 1 for axis in shard.axes)
+
+
 def full_shape(param: Tensor) -> torch.Size:
     """Returns the shape of the whole parameter, whether `param` is a piece of it or all of it."""
     shard = shard_of(param)
     return param.shape if shard is None else torch.Size(shard.shape)
+
+
+def elements_of(whole: Tensor, start: int, stop: int, ranges: Ranges = ()) -> Tensor:
+    """Returns the elements `[start, stop)` of a whole tensor, or of what `ranges` leave of it; one dimension."""
+    for dim, held in enumerate(ranges):
+        if held != ((0, whole.shape[dim]),):
+            whole = torch.cat([whole.narrow(dim, first, last - first) for first, last in held], dim)
+    return whole.reshape(-1)[start:stop]

@@ -140,18 +140,18 @@ def _refuse_pieces(optimizer: torch.optim.Optimizer) -> None:
     if needs_all is not None and optimizer not in _for_all:
         raise RuntimeError(
             f"{kind}.step(): it measures {needs_all}, and this rank has only a part of them, as of "
-            f"'{shards[0].name}': every rank would take another direction. Train with an optimizer that works element "
+            f"{shards[0].title}: every rank would take another direction. Train with an optimizer that works element "
             "by element, such as AdamW, or leave the model unsharded"
         )
     if any(base.sparse for base in bases):
         raise RuntimeError(
-            f"{kind}.step(): it takes sparse gradients, and those of shards are dense, as that of '{shards[0].name}': "
+            f"{kind}.step(): it takes sparse gradients, and those of shards are dense, as that of {shards[0].title}: "
             "train with torch.optim.Adam(model.parameters(), ...)"
         )
     cut = next((shard for shard in shards if 0 < shard.stop - shard.start < shard.numel), None)
     if needs is not None and cut is not None:
         raise RuntimeError(
-            f"{kind}.step(): its update of a parameter needs {needs}, and of '{cut.name}' this rank has elements "
+            f"{kind}.step(): its update of a parameter needs {needs}, and of {cut.title} this rank has elements "
             f"{cut.start:,} to {cut.stop:,} of {cut.numel:,} only. Let scale-oss hand each whole tensor to one rank "
             f"for the step, OSS(model.parameters(), optim={kind}, ...); or keep every parameter whole on one rank, "
             'fully_shard(module, atom="parameter"), and give it those that are here, '

@@ -7,6 +7,7 @@ takes part all the same.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from scale_core.boxes import LocalShard
+from scale_core.boxes import Box, LocalShard
 from scale_core.collectives import all_gather
 from scale_core.contract import Contract
 from scale_core.events import Event, message_tag
@@ -85,17 +86,17 @@ def _group_of(shard: Shard) -> Group:
 
 
 def _told(slots: Slots) -> list[Any]:
-    """What a rank says of a parameter: which elements it holds, and which state, with its dtype."""
+    """What a rank says of a parameter: which elements it holds, which state, with its dtype, and of which indices."""
     kinds = {key: str(v.dtype).removeprefix("torch.") for key, v in slots.values.items() if isinstance(v, LocalShard)}
-    return [slots.shard.name, slots.shard.start, slots.shard.stop, kinds]
+    return [slots.shard.name, slots.shard.start, slots.shard.stop, kinds, slots.shard.ranges]
 
 
 def _agreed(name: str, rows: Sequence[Sequence[Any]]) -> dict[str, str]:
     """The dtype of each state that there is of a parameter, in one order on all ranks."""
     kinds: dict[str, str] = {}
-    for _, _, _, its_kinds in rows:
+    for _, _, _, its_kinds, _ in rows:
         kinds = {**its_kinds, **kinds}
-    for rank, (its_name, start, stop, its_kinds) in enumerate(rows):
+    for rank, (its_name, start, stop, its_kinds, _) in enumerate(rows):
         if its_name != name or (its_kinds != kinds and stop > start):
             raise RuntimeError(
                 f"the ranks have other state of '{name}': {sorted(kinds)} on some, {sorted(its_kinds)} of '{its_name}' "
@@ -109,10 +110,27 @@ def _gathered(
 ) -> Tensor:
     held = slots.values.get(key)
     mine = held.tensor.detach().reshape(-1) if isinstance(held, LocalShard) else torch.empty(0, dtype=dtype)
-    whole = torch.empty(slots.shard.numel, dtype=dtype, device=slots.device)
-    sizes = [stop - start for _, start, stop, _ in rows]
-    assert sum(sizes) == whole.numel(), f"the ranks hold {sizes} of the {whole.numel()} elements of {slots.shard.name}"
-    if whole.numel():
+    sizes = [stop - start for _, start, stop, _, _ in rows]
+    gathered = torch.empty(sum(sizes), dtype=dtype, device=slots.device)
+    if gathered.numel():
         tag = message_tag(_EVENT._replace(unit=slots.shard.name))
-        all_gather(whole, mine.to(slots.device), group, sizes=sizes, tag=tag).wait(contract.limit_seconds)
-    return whole.view(slots.shard.shape)
+        all_gather(gathered, mine.to(slots.device), group, sizes=sizes, tag=tag).wait(contract.limit_seconds)
+    begins = [0, *itertools.accumulate(sizes)]
+    in_order = begins[-1] == slots.shard.numel and all(
+        not ranges and start in (begin, stop) for begin, (_, start, stop, _, ranges) in zip(begins, rows, strict=False)
+    )
+    return gathered.view(slots.shard.shape) if in_order else _put_together(slots.shard, gathered.split(sizes), rows)
+
+
+def _put_together(shard: Shard, parts: Sequence[Tensor], rows: Sequence[Sequence[Any]]) -> Tensor:
+    """The whole tensor, of parts that are not one range of elements each, or copies."""
+    whole = torch.empty(shard.shape, dtype=parts[0].dtype, device=parts[0].device)
+    found: dict[Box, Tensor] = {}
+    for part, (_, start, stop, _, ranges) in zip(parts, rows, strict=True):
+        held = tuple(tuple((first, last) for first, last in indices) for indices in ranges)
+        found.update(LocalShard(part, shard.shape, start, stop, held).pieces)
+    numel = sum(piece.numel() for piece in found.values())
+    assert numel == shard.numel, f"the ranks hold {numel} of the {shard.numel} elements of {shard.name}"
+    for box, piece in found.items():
+        whole[tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))] = piece
+    return whole

@@ -8,7 +8,6 @@ between nodes, which is what keeps hundreds of ranks busy.
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -21,7 +20,7 @@ from scale_core import compat
 from scale_core.collectives import broadcast
 from scale_core.exchange import exchange
 from scale_core.flat import Groups
-from scale_core.group import Group, GroupLike, group_of
+from scale_core.group import Group, GroupLike, check_not_forgotten, group_of
 
 
 @dataclass(frozen=True)
@@ -94,19 +93,9 @@ def ranks_of(process_group: GroupLike) -> Ranks:
         replicas, shard = (group_of(process_group.get_group(axis)) for axis in (0, 1))
         return Ranks(shard, replicas, group_of(compat.flatten_mesh(process_group)))
     if process_group is None:
-        _check_not_forgotten()
+        check_not_forgotten()
     group = group_of(process_group)
     return Ranks(group, Group(), group)
-
-
-def _check_not_forgotten() -> None:
-    """Several ranks that each take themselves for the only one would train several models, without a word."""
-    count = os.environ.get("WORLD_SIZE", "1")
-    if count.isdecimal() and int(count) > 1 and not dist.is_initialized():
-        raise RuntimeError(
-            f"this is one of {count} ranks (WORLD_SIZE), but torch.distributed is not initialised, so that each would "
-            "train alone: call scale_core.launch.init_distributed() or torch.distributed.init_process_group() first"
-        )
 
 
 def _check_divides(group: Group, size: int) -> None:

@@ -19,6 +19,7 @@ from scale_core.flat import Devices, Dtypes, FlatBuffer, Groups
 from scale_core.flat_shard import give_attributes
 from scale_core.group import Group, GroupLike
 from scale_core.layout import FlatLayout
+from scale_core.shard import mark, shard_of
 from scale_core.stepping import mark_replaced
 from scale_fsdp.guard import guard_modules
 from scale_fsdp.module import sharded_class
@@ -282,6 +283,8 @@ def _on_meta(param: nn.Parameter) -> nn.Parameter:
     """A parameter of its shape, with whatever attributes the user has given it."""
     like = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
     give_attributes(param, like)
+    if (shard := shard_of(param)) is not None:
+        mark(like, shard)
     return like
 
 

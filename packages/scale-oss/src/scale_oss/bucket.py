@@ -20,7 +20,7 @@ from scale_core.flat_gradient import FlatGradient
 from scale_core.group import Group
 from scale_core.joining import current_share
 from scale_core.reduction import Reduction
-from scale_core.shard import Axis, Held, Shard, mark
+from scale_core.shard import Axis, Held, Shard, mark, shard_of
 from scale_core.streams import HostStream
 from scale_oss.partition import Partition
 from scale_oss.places import Place, Range
@@ -62,8 +62,12 @@ class Bucket:
         axes = (Axis(group, Held.SHARD),)
         trains = self.dtype.is_floating_point or self.dtype.is_complex  # Others, as packed integers, torch lets nobody.
         self.pieces = [nn.Parameter(view, requires_grad=trains) for view in self._pieces_of(self._mine)]
-        for piece, span, entry in zip(self.pieces, self.spans, partition.entries, strict=True):
-            mark(piece, Shard(entry.name, entry.shape, span.start, span.stop, axes))
+        for param, piece, span, entry in zip(self.params, self.pieces, self.spans, partition.entries, strict=True):
+            within = shard_of(param)  # Its layer may have divided it already, between other ranks.
+            if within is None:
+                mark(piece, Shard(entry.name, entry.shape, span.start, span.stop, axes))
+            else:
+                mark(piece, within.cut(entry.name, span.start, span.stop, axes))
         self.places = [self._place(index) for index in range(len(self.params))]
         self.gradient = FlatGradient(self.params, partition, self.dtype, self.dtype)
         self.gradient.names = self.names

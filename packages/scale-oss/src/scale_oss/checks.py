@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from scale_core.group import GroupLike, group_of
-from scale_core.shard import shard_of
+from scale_core.shard import unit_shard_of
 from scale_oss.bucket import Bucket
 from scale_oss.optimizer import OSS
 
@@ -75,7 +75,7 @@ def check_held(module: nn.Module, buckets: Sequence[Bucket]) -> None:
     name, param = next(named, ("", None))
     if param is None:
         return
-    if shard_of(param) is not None:
+    if unit_shard_of(param) is not None:
         raise ValueError(
             f"'{name}' is a shard, and a sharded model averages its gradients by itself: train it as it is, without "
             "ShardedDataParallel, with the OSS alone"

@@ -16,7 +16,7 @@ from torch import nn
 from scale_core.exchange import exchange
 from scale_core.group import Group, group_of
 from scale_core.holdings import flat_buffer_of
-from scale_core.shard import Held, Shard, shard_of
+from scale_core.shard import Held, Shard, unit_shard_of
 
 
 class Range(NamedTuple):
@@ -128,7 +128,7 @@ def ranks_of_shards(params: Sequence[nn.Parameter]) -> Group:
     Raises:
         ValueError: See `sharding_group`.
     """
-    shards = [shard_of(param) for param in params]
+    shards = [unit_shard_of(param) for param in params]
     groups = {None if shard is None else sharding_group(shard, None) for shard in shards}
     found = groups.pop() if len(groups) == 1 else None
     return group_of() if found is None else found
@@ -141,7 +141,7 @@ def whole_shards(params: Sequence[nn.Parameter], within: Group, limit_seconds: f
         ValueError: See `sharding_group`; or the ranks do not hold each element once.
         TransferError: A rank did not answer.
     """
-    shards = [shard_of(param) for param in params]
+    shards = [unit_shard_of(param) for param in params]
     known = [shard for shard in shards if shard is not None]
     assert len(known) == len(params), "asked of a parameter that is no shard"
     groups = [sharding_group(shard, within) for shard in known]

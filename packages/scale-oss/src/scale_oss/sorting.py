@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from scale_core.contract import Contract
 from scale_core.events import Event
 from scale_core.group import Group
-from scale_core.shard import shard_of
+from scale_core.shard import is_divided, unit_shard_of
 from scale_oss.bucket import Bucket
 from scale_oss.in_place import InPlaceBucket
 from scale_oss.partition import choose_owners, cut_evenly, give_whole, group_from_the_end, group_in_rounds
@@ -90,7 +90,7 @@ class Sorter:
             for index, param in enumerate(group["params"]):
                 self._check(param, name_of(group, number, index))
         with self._contract.waiting(Event("the shards given to OSS", "")):
-            shards = [param for group in groups for param in group["params"] if shard_of(param) is not None]
+            shards = [param for group in groups for param in group["params"] if unit_shard_of(param) is not None]
             known = whole_shards(shards, self._group, self._contract.limit_seconds)
         for number, group in enumerate(groups, first):
             places.update(self._add_replicated(group, number))
@@ -130,12 +130,12 @@ class Sorter:
     def _check(self, param: nn.Parameter, name: str) -> None:
         if not self._elementwise:
             refuse_flat(param, name, self._optim_name)
-        if shard_of(param) is None and param.is_meta:
+        if unit_shard_of(param) is None and param.is_meta:
             raise ValueError(
                 f"OSS: '{name}' is on the meta device, where there is nothing to update: call "
                 "model.to_empty(device=...) and initialise it before"
             )
-        if shard_of(param) is not None and self._together:
+        if self._together and (unit_shard_of(param) is not None or is_divided(param)):
             raise ValueError(
                 f"OSS: {self._optim_name} looks at all tensors together, which no rank has of a sharded model, and "
                 f"'{name}' is a shard: take another optimizer, or ShardedDataParallel for the model"
@@ -146,7 +146,7 @@ class Sorter:
         places: dict[int, Place] = {}
         alike: dict[tuple[torch.dtype, torch.device, bool], list[int]] = {}
         for index, param in enumerate(group["params"]):
-            if shard_of(param) is None:
+            if unit_shard_of(param) is None:
                 alike.setdefault((param.dtype, param.device, param.requires_grad), []).append(index)
         for indices in alike.values():
             for run in group_from_the_end([group["params"][index].numel() for index in indices], self._bucket_numel):
@@ -221,7 +221,7 @@ def lines_of_groups(groups: Sequence[Mapping[str, Any]], first: int = 0) -> Iter
                     f"OSS: '{name_of(group, number, index)}' has no shape yet: run the model once, model(batch), "
                     "and build OSS(...) then"
                 )
-            shard = shard_of(param)
+            shard = unit_shard_of(param)
             shape = f"{tuple(param.shape)}" if shard is None else f"shard of {shard.shape}"
             yield f"{name_of(group, number, index)} {shape} {param.dtype} trains={param.requires_grad}"
 
@@ -231,5 +231,5 @@ def name_of(group: Mapping[str, Any], number: int, index: int) -> str:
     names = group.get("param_names")
     if names:
         return str(names[index])
-    shard = shard_of(group["params"][index])
+    shard = unit_shard_of(group["params"][index])
     return shard.name if shard is not None else f"parameter {index} of group {number}"

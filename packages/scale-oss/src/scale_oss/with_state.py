@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from scale_core.contract import Contract
 from scale_core.group import Group
 from scale_core.holdings import Holding
+from scale_core.shard import unit_shard_of
 from scale_core.state_match import StateMismatch
 from scale_oss.alike import refuse_alike
 from scale_oss.gathering import Recipient, gather_states
@@ -150,11 +151,13 @@ class WithState(Optimizer):
             return holding
         if place.stepped is None:
             return replace(holding, start=0, stop=0, is_shard=True, state="nothing")
+        # Of what its layer has divided, a rank's range counts from where this rank's part begins.
+        first = holding.start if unit_shard_of(holding.owner) is None else 0
         return replace(
             holding,
             owner=place.stepped,
-            start=place.mine.start,
-            stop=place.mine.stop,
+            start=first + place.mine.start,
+            stop=first + place.mine.stop,
             local_shape=tuple(place.stepped.shape),
             is_shard=True,
             state="elements" if place.owner is None else "all",

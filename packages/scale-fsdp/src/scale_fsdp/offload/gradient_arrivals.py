@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from scale_core.backward import after_gradient, on_arriving_grads, on_reduced_grads
-from scale_core.shard import shard_of
+from scale_core.shard import unit_shard_of
 
 
 class GradientArrivals:
@@ -57,7 +57,7 @@ class GradientArrivals:
             if param in watched or not param.requires_grad:
                 continue
             watched.add(param)
-            if shard_of(param) is None:
+            if unit_shard_of(param) is None:
                 self._handles.append(_after_gradient(param, arrived))
             elif not self._hears_of_shards:
                 self._hears_of_shards = True

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from scale_core.flat import FlatBuffer
-from scale_core.optimizer_view import asked_by_torch, view_all
+from scale_core.optimizer_view import asked_by_torch, saved_by_torch, view_all
+from scale_core.shard import Held, shard_of
 from scale_fsdp.options import StateDictForm, resolve_form
 from scale_fsdp.slots import Slot, flat_name_of
 from scale_fsdp.state.loading import take_pieces
@@ -133,6 +134,8 @@ def state_dict_of(module: nn.Module, plain: Callable[..., Any], *args: Any, **kw
             "which torch's function looks for: call scale_fsdp.full_state_dict(model) for full tensors, or "
             "scale_core.state.sharded_state_dict(model) for torch.distributed.checkpoint.save"
         )
+    if asked is not None or saved_by_torch():
+        _refuse_divided(module)
     unit = unit_of(module)
     assert unit is not None
     form = unit.options.form
@@ -165,6 +168,19 @@ def _give(
     if hasattr(destination, "_metadata"):
         destination._metadata.update(getattr(given, "_metadata", {}))
     return destination
+
+
+def _refuse_divided(module: nn.Module) -> None:
+    """Refuses to call that whole which is a part of what a layer has divided along another axis."""
+    for unit in units_in(module):
+        for buffer in unit.buffers:
+            shards = [shard for param in buffer.exposed if (shard := shard_of(param)) is not None]
+            divided = next((s for s in shards if sum(axis.held is Held.SHARD for axis in s.axes) > 1), None)
+            if divided is not None:
+                raise RuntimeError(
+                    f"state_dict: {divided.title} is divided by its layer, and sharded along another axis: "
+                    "call scale_core.state.sharded_state_dict(model, optimizer) for torch.distributed.checkpoint.save"
+                )
 
 
 def _is_flat(module: nn.Module) -> bool:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from scale_core.group import GroupLike
-from scale_core.shard import shard_of
+from scale_core.shard import unit_shard_of
 from scale_fsdp.config import FSDPConfig
 from scale_fsdp.sharding import fully_shard
 from scale_fsdp.unit import unit_of
@@ -81,7 +81,7 @@ def _check(name: str, norm: nn.Module, refuses_config: bool) -> None:
             "replaced by assert_on_collision=False"
         )
     for param in norm.parameters():
-        shard = shard_of(param)
+        shard = unit_shard_of(param)
         if shard is not None:
             raise ValueError(
                 f"auto_wrap_bn: {title} belongs to a unit that was sharded before, as '{shard.name}': "

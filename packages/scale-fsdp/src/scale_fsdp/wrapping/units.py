@@ -27,7 +27,7 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
-from scale_core.shard import shard_of
+from scale_core.shard import unit_shard_of
 from scale_fsdp.moving.materialise import check_init, who_initialises
 from scale_fsdp.places import own_and_borrowed, param_places
 from scale_fsdp.ranks import ranks_of
@@ -62,7 +62,7 @@ def plan_units(
     chosen.check(module)
     units: list[str] = []
     visited: set[nn.Module] = set()
-    taken = {param for param in module.parameters() if shard_of(param) is not None}
+    taken = {param for param in module.parameters() if unit_shard_of(param) is not None}
 
     def candidate(name: str, part: nn.Module) -> Candidate:
         return Candidate(name, part, sum(p.numel() for p in part.parameters() if p not in taken), part is module)
