@@ -10,13 +10,13 @@ from torch import nn
 
 from scale_checkpoint import checkpoint_wrapper, offload_activations
 from scale_checkpoint.live import LiveBytes
-from scale_checkpoint.offload import sending
+from scale_checkpoint.offload import Sender
 from scale_checkpoint_cases import differing
 
 
 def test_what_stays_where_it_is() -> None:
     layer = nn.Linear(64, 64)
-    send = sending([layer], "host", 1000)
+    send = Sender([layer], "host", 1000).send
     large = torch.randn(64, 64)
     stays = {
         "a parameter": layer.weight,

@@ -2,10 +2,13 @@
 
 import copy
 import itertools
+import json
 import random
 import time
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -125,11 +128,11 @@ def test_a_plan_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 def test_what_is_no_plan_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    for text, told in (("{", "not JSON"), ("[]", "its format is None"), ('{"format": 1}', "holds no memory plan")):
+    for text, told in (("{", "not JSON"), ("[]", "its format is None"), ('{"format": 2}', "holds no memory plan")):
         path.write_text(text)
         with pytest.raises(ValueError, match=told):
             MemoryPlan.load(path)
-    path.write_text('{"format": 1, "ways": {}, "profile": {"segments": [{}]}, "budget_bytes": null}')
+    path.write_text('{"format": 2, "ways": {}, "profile": {"segments": [{}]}, "budget_bytes": null}')
     with pytest.raises(ValueError, match="holds no memory profile"):
         MemoryPlan.load(path)
     path.write_bytes(b"\xff\xfe\x00")
@@ -171,6 +174,40 @@ def test_a_plan_names_the_first_difference_to_another_model() -> None:
     other.blocks[1] = nn.Identity()
     with pytest.raises(ValueError, match=r"'blocks\.1' is a AttentionBlock there, but a Identity here"):
         apply_plan(other, plan)
+
+
+def test_a_model_that_has_more_blocks_than_the_plan_is_another_model() -> None:
+    plan = MemoryPlan(dict.fromkeys(profile_of("transformer").blocks, "recompute"), profile_of("transformer"))
+    longer = Transformer(num_blocks=7)
+    with pytest.raises(ValueError, match=r"'blocks\.5' is a AttentionBlock here, .* but the plan has no such block"):
+        apply_plan(longer, plan)
+    assert not any(is_checkpointed(module) for module in longer.modules())
+    # But one that was left out when the blocks were named may be there.
+    profile = profile_memory(Skips(), torch.randn(2, 4), blocks=["blocks.1"], repeats=1)
+    assert profile.left_out == ("blocks.0", "blocks.2")
+    model = apply_plan(Skips(), MemoryPlan({"blocks.1": "recompute"}, profile))
+    assert is_checkpointed(model.blocks[1]) and not is_checkpointed(model.blocks[0])
+
+
+@pytest.mark.parametrize(
+    ("cut", "told"),
+    [
+        (lambda plan: plan["profile"]["blocks"].popitem(), "visit the block 'blocks.4', which its blocks do not have"),
+        (lambda plan: plan["ways"].popitem(), "block 'blocks.4' is treated in one of the ways"),
+        (lambda plan: plan["profile"].__delitem__("blocks"), "holds no memory profile: KeyError: 'blocks'"),
+        (lambda plan: plan["profile"]["crossings"].clear(), r"holds crossing \d+ of 0"),
+        (lambda plan: plan["profile"]["segments"].pop(), r"crossing \d+ passes from segment \d+ to 10 of 10"),
+    ],
+)
+def test_a_plan_file_that_was_cut_is_refused(cut: Callable[[Any], Any], told: str, tmp_path: Path) -> None:
+    profile = profile_of("transformer")
+    MemoryPlan(dict.fromkeys(profile.blocks, "recompute"), profile).save(tmp_path / "plan.json")
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    cut(plan)
+    plan["ways"] = {name: plan["ways"][name] for name in plan["ways"] if name in plan["profile"].get("blocks", ())}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    with pytest.raises(ValueError, match=told):
+        MemoryPlan.load(tmp_path / "plan.json")
 
 
 def test_ways_that_a_profile_does_not_know_are_refused() -> None:

@@ -95,3 +95,63 @@ def test_what_nobody_comes_back_to_may_be_changed() -> None:
     x.mul_(2)
     other.backward()
     assert torch.equal(y.grad, y.exp()) and one.requires_grad
+
+
+@pytest.mark.parametrize("how", ["recompute", "offload", "selective"])
+def test_a_tensor_that_is_saved_at_two_versions_is_right_for_who_comes_back_to_the_later_one(how: str) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y, scale = self.layer(x), torch.ones(4)
+            early = y * scale
+            scale.mul_(3)
+            return early, y * scale
+
+    found = []
+    for treatment in ("keep", how):
+        torch.manual_seed(0)
+        module = apply_checkpointing(Twice(), treatment)
+        _, late = module(torch.randn(2, 4))
+        late.sum().backward()
+        found.append(module.layer.weight.grad)
+        early, late = module(torch.randn(2, 4))
+        with pytest.raises(RuntimeError, match="inplace operation"):
+            (early + late).sum().backward()
+    assert torch.equal(*found)
+
+
+class Reuses(torch.autograd.Function):
+    """Doubles; its backward takes what it has saved for its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        with torch.no_grad():
+            x.zero_()
+        return gradient * 2
+
+
+class Overlaps(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 1
+        return y.square() + Reuses.apply(y)
+
+
+def test_a_backward_that_writes_into_what_another_one_has_saved_spoils_nothing_unseen() -> None:
+    for how in ("keep", "recompute", "selective"):
+        x = torch.randn(3, 4, requires_grad=True)
+        loss = apply_checkpointing(Overlaps(), how)(x).sum()
+        with pytest.raises(RuntimeError, match="inplace operation"):
+            loss.backward()
+    x = torch.randn(3, 4, requires_grad=True)
+    module = apply_checkpointing(Overlaps(), "offload", min_bytes=0)
+    module(x).sum().backward()
+    assert torch.equal(x.grad, 2 * x.detach() + 2), "what has left is fetched once more"

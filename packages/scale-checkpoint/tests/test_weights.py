@@ -92,6 +92,33 @@ def test_a_functional_parameter_that_is_changed_before_the_backward_is_an_error(
             loss.backward()
 
 
+def test_a_buffer_that_is_changed_before_the_backward_is_an_error_and_one_that_is_assigned_is_put_back() -> None:
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.register_buffer("centre", torch.linspace(-1, 1, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.layer(x) - self.centre).tanh().exp()
+
+    found = []
+    for wrap in (nn.Module.train, checkpoint_wrapper):
+        torch.manual_seed(0)
+        model = wrap(Centred())
+        loss = model(torch.ones(2, 4)).sum()
+        model.centre = model.centre * 3
+        loss.backward()
+        found.append([*(p.grad for p in model.parameters()), model.centre])
+    assert differing(found[1], found[0]) == []
+    loss = model(torch.ones(2, 4)).sum()
+    model.centre.mul_(3)  # A subtraction saves nothing, so the plain module would go on; here its value is gone.
+    with pytest.raises(
+        RuntimeError, match=r"the buffer 'centre' \[4\] of a Centred was changed in place .*assign a new"
+    ):
+        loss.backward()
+
+
 def test_what_an_engine_has_let_go_of_is_left_to_the_engine() -> None:
     """A shard in the place of a gathered parameter: of another shape or, on one rank, of the same."""
     layer = nn.Linear(2, 2)

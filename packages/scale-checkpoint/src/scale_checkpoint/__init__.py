@@ -6,7 +6,9 @@ The files in reading order; each stands only on those above it:
 - `nested`: tensors taken out of what a module is given, and put back;
 - `randomness`: random numbers that are drawn again;
 - `buffers`: what a forward changes, and a recomputation must not;
+- `buffer_replay`: these in a recomputation;
 - `weights`: what a forward computes with, and a recomputation, too;
+- `modes`: `train()` and `eval()`, as in the forward;
 - `batch_norm`: the same for those who recompute in another way;
 - `live`: the bytes of all storages that live;
 - `versions`: that what was saved is as it was;
@@ -26,12 +28,14 @@ The files in reading order; each stands only on those above it:
 - `solver`: the fastest plan within a budget;
 - `ways`: what may be done with a block, by name;
 - `blocks`: the modules for which a plan decides;
+- `shape`: what a plan knows a model by;
 - `tracing`: where a step's memory stands at each block;
 - `step`, `trial`, `assembling`, `profile`: what the blocks of a model cost;
 - `chart`, `plot`: plans as text and as pictures;
 - `plan`: `plan_memory` and `apply_plan`;
 - `measure`: what a step takes, beside what a plan predicts;
-- `tracker`: memory by module.
+- `tracker`: memory by module;
+- `suggest`: where to checkpoint, by that.
 """
 
 from scale_checkpoint.batch_norm import patch_batchnorm
@@ -42,7 +46,8 @@ from scale_checkpoint.plan import BudgetError, MemoryPlan, apply_plan, best_plan
 from scale_checkpoint.profile import MemoryProfile, profile_memory
 from scale_checkpoint.recheck import RecomputationError, check_recomputation
 from scale_checkpoint.selection import checkpoint_modules
-from scale_checkpoint.tracker import LayerMemoryTracker, LayerTrace, SuggestedCheckpoints, suggest_checkpoint_location
+from scale_checkpoint.suggest import SuggestedCheckpoints, suggest_checkpoint_location
+from scale_checkpoint.tracker import LayerMemoryTracker, LayerTrace
 from scale_checkpoint.wrapper import apply_checkpointing, checkpoint_wrapper, is_checkpointed
 
 __version__ = "2026.11.0"

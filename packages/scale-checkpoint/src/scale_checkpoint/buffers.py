@@ -1,15 +1,14 @@
 """Buffers that a forward changes, such as a batch norm's statistics: a recomputation must not change them again.
 
-A recomputation is to find what the first forward found, and to leave no trace. So it is given copies of the values from
-before, of those buffers only that the forward has changed. Which ones these are is learned from each module's first
-forward, for which all its buffers are copied; later ones copy what was found to change.
+A recomputation is to find what the first forward found, and to leave no trace. So the values from before are kept, of
+those buffers only that the forward changes. Which ones these are is learned from each module's first forward, for which
+all its buffers are copied; later ones copy what was found to change.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -65,7 +64,7 @@ class Watched:
                 changes = True if known is None else known.get((part.training, name), True)
                 # Buffers of a norm are written to by kernels that raise no version.
                 changes = changes or (isinstance(part, _NormBase) and part.training)
-                copy = _copy_of(buffer) if changes else None
+                copy = copy_of(buffer) if changes else None
                 seen.append(_Seen(part, name, buffer, buffer._version, copy))
         return seen
 
@@ -79,7 +78,7 @@ class Watched:
         for part, name, buffer, version, copy in seen:
             now = part._buffers.get(name)
             replaced = now is not buffer
-            has_changed = replaced or buffer._version != version or (copy is not None and _differ(copy, buffer))
+            has_changed = replaced or buffer._version != version or (copy is not None and differ(copy, buffer))
             if has_changed and copy is None and not (replaced and buffer._version == version):
                 raise RuntimeError(
                     f"the forward of a {type(part).__name__} has changed its buffer '{name}' [{list(buffer.shape)}] "
@@ -96,7 +95,7 @@ class Watched:
         return self._changing.get(part, {}).get((part.training, name), False)
 
 
-def _differ(copy: Tensor, buffer: Tensor) -> bool:
+def differ(copy: Tensor, buffer: Tensor) -> bool:
     """Whether their values differ; what has no values, in a simulation, tells by its version alone."""
     if type(copy) is not Tensor or copy.is_meta:
         return False
@@ -104,23 +103,10 @@ def _differ(copy: Tensor, buffer: Tensor) -> bool:
         return not torch.equal(copy, buffer)
 
 
-def _copy_of(buffer: Tensor) -> Tensor:
+def copy_of(buffer: Tensor) -> Tensor:
+    """Returns a copy, of the buffer's shape and strides."""
     with Aside():
         return buffer.detach().clone(memory_format=torch.preserve_format)
-
-
-@contextmanager
-def replaying(changed: Iterable[Changed]) -> Iterator[None]:
-    """Inside, these buffers have the values from before; afterwards the modules hold what they held."""
-    held: list[tuple[nn.Module, str, Tensor | None]] = []
-    try:
-        for module, name, before in changed:
-            held.append((module, name, module._buffers.get(name)))
-            module._buffers[name] = _copy_of(before)
-        yield
-    finally:
-        for module, name, buffer in held:
-            module._buffers[name] = buffer
 
 
 def parts_of(module: nn.Module) -> list[nn.Module]:

@@ -5,7 +5,7 @@ What is a parameter's or a buffer's own memory stays, and so does what is too sm
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -47,8 +47,8 @@ class offload_activations(saved_tensors_hooks):  # noqa: N801  # a context manag
 
     def __init__(self, *modules: nn.Module, to: Target = "host", min_bytes: int = MIN_BYTES) -> None:
         check_target(to, min_bytes)
-        self._waiting = _Waiting(sending(modules, to, min_bytes))
-        super().__init__(self._waiting.pack, _unpack)
+        self._waiting = _Waiting(Sender(modules, to, min_bytes))
+        super().__init__(self._waiting.pack, _Leaving.unpack)
 
     def __exit__(self, *error: object) -> None:
         """Lets go of the hooks, and sends what waits, unless an exception is on its way."""
@@ -63,11 +63,11 @@ class _Waiting:
     `rrelu` does: it saves its noise, and then draws it.
 
     Args:
-        send: Sends a tensor away; None where it stays.
+        sender: Sends tensors away.
     """
 
-    def __init__(self, send: Callable[[Tensor], Packed | None]) -> None:
-        self._send = send
+    def __init__(self, sender: Sender) -> None:
+        self._sender = sender
         self._operator = -1
         self._leaving: list[_Leaving] = []
 
@@ -78,16 +78,16 @@ class _Waiting:
         if operator != self._operator:
             self._operator = operator
             self.send()
-        with Aside():
-            leaving = _Leaving(tensor)
-        self._leaving.append(leaving)
+        leaving = _Leaving(tensor)
+        if self._sender.may_leave(tensor):
+            self._leaving.append(leaving)
         return leaving
 
     def send(self) -> None:
         """Sends what waits."""
         waiting, self._leaving = self._leaving, []
         for leaving in waiting:
-            leaving.leave(self._send)
+            leaving.leave(self._sender)
 
 
 def offload_inputs(module: nn.Module, to: Target, min_bytes: int) -> saved_tensors_hooks:
@@ -98,15 +98,14 @@ def offload_inputs(module: nn.Module, to: Target, min_bytes: int) -> saved_tenso
         to: "host" or the path of a folder.
         min_bytes: Smaller storages stay.
     """
-    send = sending([module], to, min_bytes)
+    sender = Sender([module], to, min_bytes)
 
     def pack(tensor: Tensor) -> _Leaving:
-        with Aside():
-            leaving = _Leaving(tensor)
-        leaving.leave(send)
+        leaving = _Leaving(tensor)
+        leaving.leave(sender)
         return leaving
 
-    return saved_tensors_hooks(pack, _unpack)
+    return saved_tensors_hooks(pack, _Leaving.unpack)
 
 
 class _Leaving:
@@ -120,16 +119,17 @@ class _Leaving:
         self._here: Stayed | None = Stayed(tensor)
         self._sent: Packed | None = None
 
-    def leave(self, send: Callable[[Tensor], Packed | None]) -> None:
+    def leave(self, sender: Sender) -> None:
         """Sends it away; not what was changed in place meanwhile, which is an error if autograd comes back to it."""
         if self._here is not None and self._here.is_intact:
-            self._sent = send(self._here.tensor)
+            self._sent = sender.send(self._here.tensor)
             if self._sent is not None:
                 self._here = None
 
     def unpack(self) -> Tensor:
         if self._sent is not None:
-            return self._sent.unpack()
+            with Aside():
+                return self._sent.unpack()
         assert self._here is not None
         return self._here.unpack()
 
@@ -150,36 +150,42 @@ def check_target(to: Target, min_bytes: int) -> None:
         raise ValueError(f"min_bytes: expected 0 or more, got {min_bytes}")
 
 
-def sending(modules: Sequence[nn.Module], to: Target, min_bytes: int) -> Callable[[Tensor], Packed | None]:
-    """Returns what sends tensors away; for the modules' own and for those that are too small, it returns None.
+class Sender:
+    """Sends tensors away, but for those of the modules themselves and those that are too small.
 
     Args:
         modules: Whose parameters and buffers stay.
         to: "host" or the path of a folder.
         min_bytes: Smaller storages stay.
-    """
-    store = store_for(to)
-    staying: set[int] = set()
-    is_known = False
 
-    def send(tensor: Tensor) -> Packed | None:
-        nonlocal is_known
-        if not is_known:
-            # Their own memory, looked up late: a sharded module has it only while it runs, a lazy one only after.
-            own = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-            is_known = not any(map(is_lazy, own))
-            staying.update(_storages(tensor for tensor in own if not is_lazy(tensor)))
-        if not _may_leave(tensor, min_bytes) or tensor.untyped_storage()._cdata in staying:
+    Raises:
+        ValueError: `to` is another word.
+        NotADirectoryError: There is no such folder.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], to: Target, min_bytes: int) -> None:
+        self._modules, self._store, self._min_bytes = modules, store_for(to), min_bytes
+        self._staying: set[int] = set()
+        self._knows_all = False
+
+    def may_leave(self, tensor: Tensor) -> bool:
+        """Whether a tensor leaves unless it is a module's own: it is a plain one with enough memory of its own."""
+        return _may_leave(tensor, self._min_bytes)
+
+    def send(self, tensor: Tensor) -> Packed | None:
+        """Starts to move a tensor away; returns None where it stays."""
+        if not self.may_leave(tensor) or self._is_own(tensor):
             return None
         with Aside():
-            return store.pack(tensor)
+            return self._store.pack(tensor)
 
-    return send
-
-
-def _unpack(leaving: _Leaving) -> Tensor:
-    with Aside():
-        return leaving.unpack()
+    def _is_own(self, tensor: Tensor) -> bool:
+        if not self._knows_all:
+            # Looked up late: a sharded module has its memory only while it runs, a lazy one only after.
+            own = [each for module in self._modules for each in (*module.parameters(), *module.buffers())]
+            self._knows_all = not any(map(is_lazy, own))
+            self._staying.update(_storages(each for each in own if not is_lazy(each)))
+        return tensor.untyped_storage()._cdata in self._staying
 
 
 def _storages(tensors: Iterable[Tensor]) -> set[int]:

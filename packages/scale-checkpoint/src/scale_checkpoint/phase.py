@@ -77,13 +77,15 @@ class _Entered(AbstractContextManager[None]):
         self._recomputing = recomputing
 
     def __enter__(self) -> None:
-        self._before = _phase.checkpointing, _phase.recomputing
+        self._before = _phase.checkpointing, _phase.recomputing, _phase.disabled
         # What is first run inside of a recomputation is both.
         _phase.checkpointing = not self._recomputing
         _phase.recomputing = self._recomputing or _phase.recomputing
+        if self._recomputing:  # Whoever disables a backward comes too late: the forward was checkpointed.
+            _phase.disabled = False
 
     def __exit__(self, *_: object) -> None:
-        _phase.checkpointing, _phase.recomputing = self._before
+        _phase.checkpointing, _phase.recomputing, _phase.disabled = self._before
 
 
 def checkpointing() -> AbstractContextManager[None]:

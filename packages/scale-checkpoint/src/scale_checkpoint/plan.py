@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from scale_checkpoint.chart import bar_chart, format_bytes, format_seconds, way_table
 from scale_checkpoint.profile import FORMAT, MemoryProfile, profile_memory, read_json
+from scale_checkpoint.shape import check_same_blocks
 from scale_checkpoint.solver import UNLIMITED, fastest, least_peak
 from scale_checkpoint.step import device_of
 from scale_checkpoint.timeline import Timeline, timeline
@@ -239,8 +240,8 @@ def apply_plan(model: nn.Module, plan: MemoryPlan) -> nn.Module:
         The same model.
 
     Raises:
-        ValueError: The model's blocks are others than the plan's: names the first difference; or a way of the plan
-            names an operator that there is not. Nothing was changed.
+        ValueError: The model's blocks are others than the plan's, or more: names the first difference; or a way of
+            the plan names an operator that there is not. Nothing was changed.
     """
     check_same_blocks(model, plan.profile)
     hows = resolve(plan.profile.hows, device_of(model))
@@ -248,34 +249,6 @@ def apply_plan(model: nn.Module, plan: MemoryPlan) -> nn.Module:
     for name, way in plan.ways.items():
         apply_checkpointing(modules[name], hows[way])
     return model
-
-
-def check_same_blocks(model: nn.Module, profile: MemoryProfile) -> None:
-    """Checks that a model has the blocks that a profile was made of.
-
-    Args:
-        model: Any module.
-        profile: What it is compared with.
-
-    Raises:
-        ValueError: It has others: names the first difference.
-    """
-    modules = dict(model.named_modules(remove_duplicate=False))
-    for name, block in profile.blocks.items():
-        module = modules.get(name)
-        told = f"the plan was made for another model: {name!r}"
-        mend = "plan again with plan_memory(model, ...)"
-        if module is None:
-            raise ValueError(f"{told} is a {block.kind} there, but {type(model).__name__} has no such module; {mend}")
-        if type(module).__name__ != block.kind:
-            raise ValueError(f"{told} is a {block.kind} there, but a {type(module).__name__} here; {mend}")
-        shapes = {key: tuple(parameter.shape) for key, parameter in module.named_parameters()}
-        for key in [*block.parameters, *shapes]:
-            planned, present = block.parameters.get(key), shapes.get(key)
-            if planned != present:
-                raise ValueError(
-                    f"{told} has the parameter {key!r} of shape {planned} there, but {present} here; {mend}"
-                )
 
 
 def _by_block(profile: MemoryProfile, chosen: Sequence[str]) -> dict[str, str]:

@@ -24,26 +24,14 @@ from scale_checkpoint.blocks import find_blocks
 from scale_checkpoint.live import storage_bytes
 from scale_checkpoint.nested import tensors_in
 from scale_checkpoint.offload import fetched_early
+from scale_checkpoint.shape import BlockShape, left_out, shape_of
 from scale_checkpoint.step import Step, device_of, least_seconds, steady, undisturbed
 from scale_checkpoint.timeline import Crossing, Segment, Way
 from scale_checkpoint.tracing import StepTrace, Visit, following
 from scale_checkpoint.trial import Call, Trial, try_memory, try_time
 from scale_checkpoint.ways import KEEP, OFFLOAD, RECOMPUTE, Ways, resolve, treated
 
-FORMAT = 1
-
-
-@dataclass(frozen=True)
-class BlockShape:
-    """What a plan knows a block by.
-
-    Attributes:
-        kind: The name of its class.
-        parameters: Shapes by name.
-    """
-
-    kind: str
-    parameters: Mapping[str, tuple[int, ...]]
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -56,6 +44,7 @@ class MemoryProfile:
         blocks: What the blocks are, by name.
         hows: What each way does, by its name, as `apply_checkpointing` takes it.
         device: The device that it was measured on, such as "cuda".
+        left_out: Modules of the same classes that are no blocks: of these names the model may have more.
     """
 
     segments: tuple[Segment, ...]
@@ -63,6 +52,7 @@ class MemoryProfile:
     blocks: Mapping[str, BlockShape]
     hows: Mapping[str, str | tuple[str, ...]]
     device: str
+    left_out: tuple[str, ...] = ()
 
     def save(self, path: str | PathLike[str]) -> None:
         """Writes the profile as JSON.
@@ -110,9 +100,11 @@ class MemoryProfile:
                 for name, block in content["blocks"].items()
             }
             hows = {name: how if isinstance(how, str) else tuple(how) for name, how in content["hows"].items()}
-            return cls(segments, crossings, blocks, hows, content["device"])
+            profile = cls(segments, crossings, blocks, hows, content["device"], tuple(content["left_out"]))
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} holds no memory profile: {type(error).__name__}: {error}") from error
+        _check_whole(profile, path)
+        return profile
 
 
 def read_json(path: str | PathLike[str], what: str) -> dict[str, Any]:
@@ -179,8 +171,8 @@ def profile_memory(
         seconds = min(seconds, _seconds_of(step, found, device, repeats))
     standing_bytes = storage_bytes([*model.parameters(), *model.buffers(), *tensors_in((step.args, step.kwargs))])
     segments, crossings = assemble(trace, tried, standing_bytes, seconds)
-    shapes = {name: _shape_of(block) for name, block in found.items()}
-    return MemoryProfile(segments, crossings, shapes, hows, device.type)
+    shapes = {name: shape_of(block) for name, block in found.items()}
+    return MemoryProfile(segments, crossings, shapes, hows, device.type, left_out(model, found))
 
 
 def _follow(step: Step, blocks: Mapping[str, nn.Module], device: torch.device) -> StepTrace:
@@ -230,7 +222,7 @@ class _Trying:
         for name, how in self._hows.items():
             with treated(block, how):
                 trials[name] = try_memory(block, call, device)
-        kind = repr(_shape_of(block)), tuple(trials.values())
+        kind = repr(shape_of(block)), tuple(trials.values())
         seconds = least_seconds(
             {name: partial(self._seconds, block, call, how) for name, how in self._hows.items()},
             1 if kind in self._timed else self._repeats,
@@ -280,8 +272,21 @@ def _try_blocks(
     return found
 
 
-def _shape_of(block: nn.Module) -> BlockShape:
-    return BlockShape(type(block).__name__, {key: tuple(param.shape) for key, param in block.named_parameters()})
+def _check_whole(profile: MemoryProfile, path: object) -> None:
+    """Checks that what a file says of segments, blocks and crossings belongs together: it may have been cut."""
+    told = f"{path} holds no whole memory profile"
+    for segment in profile.segments:
+        if segment.is_block and segment.name not in profile.blocks:
+            raise ValueError(f"{told}: its segments visit the block {segment.name!r}, which its blocks do not have")
+        for number in (number for way in segment.ways.values() for number in way.holds):
+            if not 0 <= number < len(profile.crossings):
+                raise ValueError(f"{told}: {segment.name!r} holds crossing {number} of {len(profile.crossings)}")
+    for number, crossing in enumerate(profile.crossings):
+        if not 0 <= crossing.born <= crossing.last < len(profile.segments):
+            raise ValueError(
+                f"{told}: crossing {number} passes from segment {crossing.born} to {crossing.last} of "
+                f"{len(profile.segments)}"
+            )
 
 
 def _way(holds: Sequence[int] = (), **numbers: Any) -> Way:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -11,13 +11,16 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 
-from scale_checkpoint import buffers, phase, randomness, weights
+from scale_checkpoint import buffers, modes, phase, randomness, weights
+from scale_checkpoint.buffer_replay import Replay, Standing, decides_results, standing_in
 from scale_checkpoint.nested import put_tensors, strangers_in, take_tensors
-from scale_checkpoint.offload import sending
+from scale_checkpoint.offload import Sender
 from scale_checkpoint.recheck import Comparing, active_check
 from scale_checkpoint.selective import GivingBack, Keeping, Kept, Key
 from scale_checkpoint.treatment import Treatment
 from scale_checkpoint.versions import Watch
+
+_NOTHING = nullcontext()
 
 
 class Learned:
@@ -84,7 +87,7 @@ def _run(function: Callable[..., Any], tensors: Sequence[Tensor], call: _Call) -
         *tensors,
         use_reentrant=False,
         preserve_rng_state=False,
-        context_fn=lambda: (_First(call, tensors), _Again(call)),
+        context_fn=lambda: (_first(call, tensors), _Again(call)),
     )
 
 
@@ -100,7 +103,9 @@ class _Call:
     Attributes:
         drawn: The generators that the forward has drawn from.
         changed: The buffers that it has changed.
-        used: The parameters and the other buffers that it has computed with.
+        standing: Those that it has left alone.
+        used: The parameters and buffers that it has computed with.
+        modes: The modes that its parts have run in.
         kept: The results that it has kept, if it keeps some.
         saved: The tensors that autograd saves in it.
         check: Compares the recomputation with it, where that is wanted.
@@ -113,100 +118,134 @@ class _Call:
         self.module, self.treatment, self.watched = module, treatment, learned.buffers
         self.drawn: list[randomness.Drawn] = []
         self.changed: list[buffers.Changed] = []
-        self.used: list[weights.Used] = []
+        self.standing: list[Standing] = []
+        self.modes: list[modes.Mode] = []
+        self.used: list[weights.Row] = []
         self.kept: Kept | None = None
         if treatment.keep is not None:
             to, least = treatment.offload_to, treatment.min_bytes
-            self.kept = Kept(treatment.keep, learned.unused, None if to is None else sending([module], to, least))
+            self.kept = Kept(treatment.keep, learned.unused, None if to is None else Sender([module], to, least).send)
         self.saved = Watch(type(module).__name__, strangers)
         self.check = active_check()
         self.steps: list[Any] = []
 
 
-class _First(AbstractContextManager[None]):
+@contextmanager
+def _first(call: _Call, tensors: Sequence[Tensor]) -> Iterator[None]:
     """Around the forward: finds out what it draws, changes and computes with.
 
     Args:
         call: Is told.
         tensors: That the forward is given.
+
+    Raises:
+        RuntimeError: See `run_recomputed`.
     """
+    given = [(tensor, _version_of(tensor)) for tensor in tensors]
+    parts = buffers.parts_of(call.module)
+    call.modes = modes.modes_of(parts)
+    drawn = randomness.states() if call.treatment.preserve_random_state else []
+    seen = call.watched.look(parts)
+    with phase.checkpointing(), call.saved.forward(), _following(call):
+        yield
+    call.changed = call.watched.changed_since(seen)
+    call.drawn = randomness.drawn_since(drawn) if drawn else []
+    call.standing = standing_in(parts, call.changed)
+    call.used = weights.used_by(parts, call.changed)
+    _check_given(call, given)
 
-    def __init__(self, call: _Call, tensors: Sequence[Tensor]) -> None:
-        self._call = call
-        self._given = [(tensor, _version_of(tensor)) for tensor in tensors]
 
-    def __enter__(self) -> None:
-        call = self._call
-        self._parts = buffers.parts_of(call.module)
-        self._drawn = randomness.states() if call.treatment.preserve_random_state else []
-        self._seen = call.watched.look(self._parts)
-        self._stack = ExitStack()
-        self._stack.enter_context(phase.checkpointing())
-        self._stack.enter_context(call.saved.forward())
+def _following(call: _Call) -> AbstractContextManager[Any]:
+    """Follows the operators of a forward, where somebody wants to know of them."""
+    if call.kept is None and call.check is None:
+        return _NOTHING
+    with ExitStack() as stack:
         if call.kept is not None:
-            self._stack.enter_context(Keeping(call.kept))
+            stack.enter_context(Keeping(call.kept))
         if call.check is not None:
-            call.steps = self._stack.enter_context(Comparing(call.check, call.module)).steps
+            call.steps = stack.enter_context(Comparing(call.check, call.module)).steps
+        return stack.pop_all()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._stack.__exit__(kind, error, traceback)
-        if error is None:
-            call = self._call
-            call.changed = call.watched.changed_since(self._seen)
-            if call.treatment.preserve_random_state:
-                call.drawn = randomness.drawn_since(self._drawn)
-            call.used = weights.used_by(self._parts)
-            self._check_given()
-        del self._drawn, self._seen, self._stack, self._parts, self._given
 
-    def _check_given(self) -> None:
-        """Autograd would notice as well, but in the backward, and could not say where."""
-        changed = [tensor for tensor, version in self._given if _version_of(tensor) != version]
-        if not changed:
-            return
-        given = (tensor for tensor, _ in self._given)
-        if any(tensor.requires_grad for tensor in (*given, *(use.tensor for use in self._call.used))):
-            title = type(self._call.module).__name__
-            raise RuntimeError(
-                f"the forward of a {title} changes a tensor {list(changed[0].shape)} that it is given in place, so it "
-                "could not be computed again: let it change a copy (inplace=False where its first layer has that), or "
-                "leave it out of the checkpointed ones"
-            )
+def _check_given(call: _Call, given: Sequence[tuple[Tensor, int]]) -> None:
+    """Autograd would notice as well, but in the backward, and could not say where."""
+    changed = [tensor for tensor, version in given if _version_of(tensor) != version]
+    if not changed:
+        return
+    if any(tensor.requires_grad for tensor, _ in given) or any(weights.ask_for_gradients(call.used)):
+        title = type(call.module).__name__
+        raise RuntimeError(
+            f"the forward of a {title} changes a tensor {list(changed[0].shape)} that it is given in place, so it "
+            "could not be computed again: let it change a copy (inplace=False where its first layer has that), or "
+            "leave it out of the checkpointed ones"
+        )
+
+
+@contextmanager
+def _again(call: _Call) -> Iterator[None]:
+    """Around a recomputation: gives it what the forward has found, and takes it back.
+
+    Args:
+        call: Of the forward.
+
+    Raises:
+        RuntimeError: What the forward has computed with was changed since, or the recomputation has changed other
+            buffers than the forward.
+    """
+    with phase.recomputing(), _found_again(call), call.saved.recomputation(any(map(decides_results, call.changed))):
+        try:
+            yield
+        except _StopRecomputationError:  # By which torch ends it as soon as it has all that was saved.
+            _note_unused(call)
+            raise
+        _note_unused(call)
 
 
 class _Again(AbstractContextManager[None]):
-    """Around a recomputation: gives it what the forward has found, and takes it back."""
+    """`_again`, once for each backward over a graph that is retained: torch enters the same object each time.
+
+    Args:
+        call: Of the forward.
+    """
 
     def __init__(self, call: _Call) -> None:
         self._call = call
 
     def __enter__(self) -> None:
-        call = self._call
-        with ExitStack() as stack:  # What was entered is left again where the next one raises.
-            if call.drawn:
-                stack.enter_context(randomness.replaying(call.drawn))
-            if replaced := weights.replaced(call.used):
-                stack.enter_context(weights.put_back(replaced))
-            if call.changed:
-                stack.enter_context(buffers.replaying(call.changed))
-            stack.enter_context(phase.recomputing())
-            if call.kept is not None:
-                call.kept.fetch()
-                stack.enter_context(GivingBack(call.kept))
-            if call.check is not None:
-                stack.enter_context(Comparing(call.check, call.module, call.steps))
-            stack.enter_context(call.saved.recomputation())
-            self._stack = stack.pop_all()
+        self._now = _again(self._call)
+        self._now.__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._stack.__exit__(kind, error, traceback)
-        # torch ends a recomputation by an error of its own as soon as it has all that was saved.
-        if self._call.kept is not None and (error is None or isinstance(error, _StopRecomputationError)):
-            self._call.kept.note_unused()
+        self._now.__exit__(kind, error, traceback)
+
+
+def _found_again(call: _Call) -> AbstractContextManager[Any]:
+    """What the forward has found, and is not there any more or not to be changed: of most modules nothing."""
+    switched, replaced = modes.changed_since(call.modes), weights.replaced(call.used)
+    if not (call.drawn or switched or replaced or call.changed or call.standing or call.kept is not None or call.check):
+        return _NOTHING
+    with ExitStack() as stack:  # What was entered is left again where the next one raises.
+        if call.drawn:
+            stack.enter_context(randomness.replaying(call.drawn))
+        if switched:
+            stack.enter_context(modes.restored(switched))
+        if replaced:
+            stack.enter_context(weights.put_back(replaced))
+        if call.changed or call.standing:
+            stack.enter_context(Replay(call.changed, call.standing))
+        if call.kept is not None:
+            call.kept.fetch()
+            stack.enter_context(GivingBack(call.kept))
+        if call.check is not None:
+            stack.enter_context(Comparing(call.check, call.module, call.steps))
+        return stack.pop_all()
+
+
+def _note_unused(call: _Call) -> None:
+    if call.kept is not None:
+        call.kept.note_unused()
 
 
 def _version_of(tensor: Tensor) -> int:

@@ -73,6 +73,7 @@ class Gone:
         self.num_bytes, self.device, self.views = source.numel(), source.device, 0
         self._away = away
         self._fetched: tuple[Tensor, Mark] | None = None
+        self._version = 0  # Of what was fetched, as it came.
         self._is_waited_for = False
 
     @property
@@ -89,10 +90,13 @@ class Gone:
         if self._fetched is None:
             memory = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device)
             self._fetched = memory, self._away.into(memory)
+            self._version = memory._version
             self._is_waited_for = False
 
     def take(self) -> Tensor:
         """Returns its bytes, uint8 [n], on the device, for one view."""
+        if self._fetched is not None and self._fetched[0]._version != self._version:
+            self._fetched = None  # Who has had a view before has written into it, and this one gets it as it was.
         self.fetch()
         assert self._fetched is not None
         memory, mark = self._fetched

@@ -1,4 +1,4 @@
-"""Memory by module over steps as they are: where it is made, where it peaks, and where checkpointing would help.
+"""Memory by module over steps as they are: where it is made, and where it peaks.
 
     >>> import torch
     >>> from torch import nn
@@ -12,8 +12,6 @@
     0       Linear  32.00 KiB  40.00 KiB   24.99 KiB  169.26 KiB
     1       GELU    32.00 KiB  72.00 KiB  -32.00 KiB  168.26 KiB
     2       Linear   8.00 KiB  80.00 KiB   64.25 KiB  168.26 KiB
-    >>> suggest_checkpoint_location(tracker.memory_traces, num_checkpoints=1).split_modules
-    ('1',)
 
 A backward leaves gradients behind, and lets go of what the forward has kept.
 """
@@ -21,7 +19,6 @@ A backward leaves gradients behind, and lets go of what the forward has kept.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from os import PathLike
@@ -60,21 +57,6 @@ class LayerTrace:
     def memory_diff(self) -> int:
         """What it has left behind: in a forward activations, in a backward gradients less what it let go of."""
         return self.end_bytes - self.start_bytes
-
-
-@dataclass(frozen=True)
-class SuggestedCheckpoints:
-    """Where to checkpoint.
-
-    Attributes:
-        max_memory: The most bytes that lie between two neighbouring checkpoints.
-        split_modules: The modules at which a new checkpointed part begins.
-        all_modules: Those that were looked at.
-    """
-
-    max_memory: int
-    split_modules: tuple[str, ...]
-    all_modules: tuple[str, ...]
 
 
 class LayerMemoryTracker:
@@ -239,68 +221,6 @@ def _taken(trace: StepTrace, kinds: dict[str, str]) -> list[LayerTrace]:
         if len(set(sizes)) > 1:  # Between two of its children a module often does nothing.
             taken.append(LayerTrace(visit.name, kinds.get(visit.name, ""), not is_backward, *sizes))
     return taken
-
-
-def suggest_checkpoint_location(
-    traces: Sequence[LayerTrace], num_checkpoints: int, num_skipped_layers: int = 0
-) -> SuggestedCheckpoints:
-    """Suggests where to split a model into parts that are checkpointed, so that the largest part is as small as can be.
-
-    Looks at what each forward leaves behind. `plan_memory` decides by time as well, and tells what it costs.
-
-    Args:
-        traces: Of a tracker.
-        num_checkpoints: How many splits.
-        num_skipped_layers: Forward passes at the beginning that are left out.
-
-    Raises:
-        ValueError: There are fewer passes than splits, or a number is negative.
-    """
-    passes = [trace for trace in traces if trace.is_forward and trace.module_name][num_skipped_layers:]
-    if num_checkpoints < 0 or num_skipped_layers < 0 or num_checkpoints >= max(1, len(passes)):
-        raise ValueError(
-            f"{num_checkpoints} checkpoints need more than as many forward passes, but {len(passes)} are left after "
-            f"{num_skipped_layers} that are skipped; run a forward inside `with LayerMemoryTracker(model) as tracker`"
-        )
-    max_memory, splits = find_best_reset_points([max(0, trace.memory_diff) for trace in passes], num_checkpoints)
-    names = tuple(trace.module_name for trace in passes)
-    return SuggestedCheckpoints(max_memory, tuple(names[split] for split in splits), names)
-
-
-def find_best_reset_points(activation_sizes: Sequence[int], num_checkpoints: int) -> tuple[int, list[int]]:
-    """Cuts a row of sizes into `num_checkpoints` + 1 parts, the largest sum being as small as can be.
-
-    >>> find_best_reset_points([4, 1, 3, 6, 2], 1)
-    (8, [3])
-
-    Args:
-        activation_sizes: None negative; more than `num_checkpoints`.
-        num_checkpoints: Cuts.
-
-    Returns:
-        The largest sum, and the index of the first size of each part but the first.
-    """
-    low, high = max(activation_sizes, default=0), sum(activation_sizes)
-    while low < high:
-        middle = (low + high) // 2
-        if len(_cuts(activation_sizes, middle)) <= num_checkpoints:
-            high = middle
-        else:
-            low = middle + 1
-    cuts = _cuts(activation_sizes, low)
-    spare = [index for index in range(1, len(activation_sizes)) if index not in cuts]
-    return low, sorted(cuts + spare[: num_checkpoints - len(cuts)])
-
-
-def _cuts(sizes: Sequence[int], most: int) -> list[int]:
-    """Where parts begin if each takes as many sizes as `most` holds."""
-    cuts, filled = [], 0
-    for index, size in enumerate(sizes):
-        filled += size
-        if filled > most:
-            cuts.append(index)
-            filled = size
-    return cuts
 
 
 def _signed(num_bytes: int) -> str:

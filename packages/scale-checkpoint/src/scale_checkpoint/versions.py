@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import increment_version, saved_tensors_hooks
+from torch.utils.checkpoint import _StopRecomputationError
+
+from scale_checkpoint.phase import Aside
 
 
 class Stayed:
@@ -26,8 +29,11 @@ class Stayed:
     """
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor.detach()  # Not the tensor itself: it would hold the node that saves it.
         self._version = tensor._version
+        if tensor.requires_grad:  # It would hold the node that saves it.
+            with Aside():
+                tensor = tensor.detach()
+        self.tensor = tensor
 
     @property
     def is_intact(self) -> bool:
@@ -88,25 +94,21 @@ class Watch:
 
     def __init__(self, title: str, strangers: Callable[[], Sequence[str]]) -> None:
         self._title, self._strangers = title, strangers
-        self._versions: list[int] = []
+        # By the identity of the tensor that torch's checkpointing holds, so that the forward need not number them.
+        self._versions: dict[int, int] = {}
 
     def forward(self) -> saved_tensors_hooks:
         """Returns hooks for the forward, around those of torch's checkpointing, which stand there already."""
         pack, unpack = _standing_hooks()
-        count = 0
+        versions = self._versions
 
-        def numbered(tensor: Tensor) -> tuple[Any, int]:
-            nonlocal count
-            count += 1
-            return pack(tensor), count - 1
-
-        def compared(packed: tuple[Any, int]) -> Tensor:
+        def compared(packed: Any) -> Tensor:
             try:
-                tensor = unpack(packed[0])  # This is where it is recomputed.
+                tensor = unpack(packed)  # This is where it is recomputed.
             except Exception as error:
                 error.add_note(self._note())
                 raise
-            if tensor._version != self._versions[packed[1]]:
+            if tensor._version != versions[id(tensor)]:
                 raise RuntimeError(
                     f"the forward of a {self._title}, which is checkpointed, modifies a tensor {list(tensor.shape)} by "
                     "an inplace operation after autograd has saved it: let it change a copy (inplace=False where a "
@@ -114,7 +116,7 @@ class Watch:
                 )
             return tensor
 
-        return saved_tensors_hooks(numbered, compared)
+        return saved_tensors_hooks(pack, compared)
 
     def _note(self) -> str:
         told = f"This happened while the forward of a {self._title} was computed again."
@@ -127,16 +129,42 @@ class Watch:
             "transformers), or register its class with torch.utils._pytree, so that it is given as it was."
         )
 
-    def recomputation(self) -> saved_tensors_hooks:
-        """Returns hooks for the recomputation, around those of torch's checkpointing."""
+    def recomputation(self, whole: bool = False) -> saved_tensors_hooks:
+        """Returns hooks for the recomputation, around those of torch's checkpointing.
+
+        Args:
+            whole: The forward runs to its end, also when all that is saved is there, which is where torch ends it.
+        """
         pack, unpack = _standing_hooks()
-        versions = self._versions = []
+        versions = self._versions
 
         def noted(tensor: Tensor) -> Any:
-            versions.append(tensor._version)  # First, since torch's may end the recomputation.
+            if tensor.requires_grad:
+                tensor = tensor.detach()  # As torch would: what it is given here is what it holds.
+            version = tensor._version
+            if versions.setdefault(id(tensor), version) != version:
+                # Saved before, at another version; or the number is that of a tensor which is gone.
+                tensor = tensor.detach()
+                versions[id(tensor)] = version
             return pack(tensor)
 
-        return saved_tensors_hooks(noted, unpack)
+        return saved_tensors_hooks(_until_all_is_there(noted) if whole else noted, unpack)
+
+
+def _until_all_is_there(pack: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    """Keeps torch from ending a recomputation; what is saved after that nobody comes back to."""
+    is_there = False
+
+    def packed(tensor: Tensor) -> Any:
+        nonlocal is_there
+        if not is_there:
+            try:
+                return pack(tensor)
+            except _StopRecomputationError:
+                is_there = True
+        return None
+
+    return packed
 
 
 def _standing_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:

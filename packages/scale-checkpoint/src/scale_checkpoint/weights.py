@@ -1,18 +1,21 @@
-"""The parameters that a forward has computed with, which its recomputation must find as they were.
+"""The parameters and buffers that a forward has computed with, which its recomputation must find as they were.
 
 A recomputation reads them from the module once more, in the backward pass. By then they may be others: those of
-`torch.func.functional_call` are gone from the module, and are put back for it; what was changed in place since is lost,
-and an error, as it is in the plain module for all that autograd has saved.
+`torch.func.functional_call` are gone from the module, and are put back for it, as are those that were frozen meanwhile;
+what was changed in place since is lost, and an error, as it is in the plain module for all that autograd has saved.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from scale_checkpoint.buffers import Changed
 
 
 class Used(NamedTuple):
@@ -20,63 +23,96 @@ class Used(NamedTuple):
 
     Attributes:
         module: Which held it.
+        place: Where it stood: the module's parameters or buffers.
         name: Its name there.
-        is_buffer: Whether it was a buffer.
-        tensor: Itself.
-        version: How often it had been changed in place.
+        tensor: Itself, of any shape and dtype.
+        version: How often it had been changed in place; -1 where that does not matter.
+        requires_grad: Whether a gradient was asked of it.
     """
 
     module: nn.Module
+    place: dict[str, Tensor | None]
     name: str
-    is_buffer: bool
     tensor: Tensor
     version: int
+    requires_grad: bool
 
     @property
-    def place(self) -> dict[str, Tensor | None]:
-        """Where it stood."""
-        place: dict[str, Tensor | None] = self.module._buffers if self.is_buffer else self.module._parameters  # type: ignore[assignment]
-        return place
+    def is_buffer(self) -> bool:
+        """Whether it was a buffer, and not a parameter."""
+        return self.place is self.module._buffers
 
 
-def used_by(parts: Iterable[nn.Module]) -> list[Used]:
+Row: TypeAlias = tuple[nn.Module, dict[str, Tensor | None], str, Tensor, int, bool]
+"""The fields of `Used` in a plain tuple: each forward makes one for every tensor, and few are ever looked at."""
+
+
+def used_by(parts: Iterable[nn.Module], changed: Iterable[Changed] = ()) -> list[Row]:
     """After a forward: returns all that it may have computed with.
 
     Args:
         parts: The module and all that it holds.
+        changed: The buffers that the forward has changed, of which there are copies.
     """
-    used = []
+    copied = {(change.module, change.name) for change in changed}
+    used: list[Row] = []
     for part in parts:
-        for name, parameter in part._parameters.items():
-            if parameter is not None and not parameter.is_inference():
-                used.append(Used(part, name, False, parameter, parameter._version))
-        for name, buffer in part._buffers.items():
-            if buffer is not None:
-                used.append(Used(part, name, True, buffer, -1))
+        parameters: dict[str, Tensor | None] = part._parameters  # type: ignore[assignment]
+        for name, tensor in parameters.items():
+            if tensor is not None and not tensor.is_inference():
+                used.append((part, parameters, name, tensor, tensor._version, tensor.requires_grad))
+        for name, tensor in part._buffers.items():
+            if tensor is not None:
+                # Those of a norm change with each of its forwards, and a recomputation in training reads none of them.
+                is_free = isinstance(part, _NormBase) or tensor.is_inference() or (part, name) in copied
+                version = -1 if is_free else tensor._version
+                used.append((part, part._buffers, name, tensor, version, tensor.requires_grad))
     return used
 
 
-def replaced(used: Iterable[Used]) -> list[Used]:
-    """Before a recomputation: returns what a functional call had put into the module, and has taken out since.
+def replaced(used: Iterable[Row]) -> list[Used]:
+    """Before a recomputation: returns what is not as it was, and can be put back.
 
-    A parameter that another one stands for, as a shard does for the whole, is left to whoever has put it there.
+    That is what a functional call had put into the module, and has taken out since, what was assigned anew, and what
+    was frozen or thawed. A parameter that another one stands for, as a shard does for the whole, is left to whoever
+    has put it there.
+
+    Args:
+        used: Of `used_by`.
 
     Raises:
-        RuntimeError: A parameter was changed in place since the forward.
+        RuntimeError: A parameter or buffer was changed in place since the forward.
     """
     found = []
-    for use in used:
-        now = use.place.get(use.name)
-        is_replaced = now is not use.tensor and _is_to_be_put_back(use, now)
-        if (now is use.tensor or is_replaced) and not use.is_buffer and use.tensor._version != use.version:
-            raise RuntimeError(
-                f"the parameter '{use.name}' {list(use.tensor.shape)} of a {type(use.module).__name__} was changed in "
-                "place between the forward and the backward of a checkpointed module, which is computed again with "
-                "it: call loss.backward() before optimizer.step(), and change parameters after it"
-            )
-        if is_replaced:
-            found.append(use)
+    for row in used:
+        _, place, name, tensor, version, requires_grad = row
+        now = place.get(name)
+        is_there = now is tensor
+        if is_there or _is_to_be_put_back(Used(*row), now):
+            if version >= 0 and tensor._version != version:
+                raise RuntimeError(_changed(Used(*row)))
+            if not is_there or tensor.requires_grad is not requires_grad:
+                found.append(Used(*row))
     return found
+
+
+def ask_for_gradients(used: Iterable[Row]) -> Iterator[bool]:
+    """Yields of each tensor whether a gradient is asked of it.
+
+    Args:
+        used: Of `used_by`.
+    """
+    return (row[-1] for row in used)
+
+
+def _changed(use: Used) -> str:
+    kind, mend = "parameter", "call loss.backward() before optimizer.step(), and change parameters after it"
+    if use.is_buffer:
+        kind, mend = "buffer", f"change it after loss.backward(), or assign a new tensor, module.{use.name} = ..."
+    return (
+        f"the {kind} '{use.name}' {list(use.tensor.shape)} of a {type(use.module).__name__} was changed in place "
+        f"between the forward and the backward of a checkpointed module, which is computed again with it: {mend}"
+    )
 
 
 def _is_to_be_put_back(use: Used, now: Tensor | None) -> bool:
@@ -103,16 +139,20 @@ def _has_memory(tensor: Tensor) -> bool:
 
 @contextmanager
 def put_back(used: Sequence[Used]) -> Iterator[None]:
-    """Inside, the modules hold these tensors; afterwards what they held.
+    """Inside, the modules hold these tensors, and gradients are asked of them as they were; afterwards as before.
 
     Args:
         used: Of `replaced`.
     """
-    held = [use.place.get(use.name) for use in used]
+    held = [(use, use.place.get(use.name), use.tensor.requires_grad) for use in used]
     try:
         for use in used:
             use.place[use.name] = use.tensor
+            if use.tensor.requires_grad is not use.requires_grad:
+                use.tensor.requires_grad = use.requires_grad
         yield
     finally:
-        for use, tensor in zip(used, held, strict=True):
+        for use, tensor, requires_grad in held:
             use.place[use.name] = tensor
+            if use.tensor.requires_grad is not requires_grad:
+                use.tensor.requires_grad = requires_grad
