@@ -1,4 +1,152 @@
-"""Tensor parallel layers for PyTorch."""
+"""Tensor, sequence and context parallelism for PyTorch: a layer that several devices compute together.
+
+The files in reading order; each stands only on those above it:
+
+- `split_sizes`: how the indices of a dimension are dealt to the ranks; integers only;
+- `groups`: which ranks compute a layer together;
+- `moves`: sums and parts of tensors between them;
+- `sequence_parts`: how long the parts of a sequence are that the ranks hold;
+- `regions`: the same with gradients;
+- `initialising`: a part of a matrix with the values that it has in the whole one;
+- `layer`: what all layers have in common;
+- `linear`, `embedding`, `norms`, `dropout`: the layers;
+- `cross_entropy`: a loss over logits that no rank has alone;
+- `randomness`: random numbers that are the same on all ranks, and others;
+- `heads`, `copies`: attention heads that are divided, and those that are copies on several ranks;
+- `attention`: a layer of divided heads;
+- `sequence_order`: which positions of a sequence each rank holds, where ranks divide all of it between them;
+- `blockwise`, `ring`, `ulysses`: exact attention over such a sequence;
+- `overlap`: linear layers whose communication runs beside their product;
+- `plan`, `divided_randomness`, `divided`, `stretches`, `changes`, `refusals`, `parallelize`: modules that exist
+  already, divided in place;
+- `state`, `llama`: whole tensors in and out, and the reference checkpoints of Llama.
+"""
+
+from scale_tp.attention import ParallelAttention
+from scale_tp.cross_entropy import vocab_parallel_cross_entropy
+from scale_tp.dropout import ParallelDropout
+from scale_tp.embedding import ParallelEmbedding, VocabParallelEmbedding
+from scale_tp.groups import (
+    destroy_model_parallel,
+    get_context_parallel_group,
+    get_context_parallel_rank,
+    get_context_parallel_ranks,
+    get_context_parallel_world_size,
+    get_data_parallel_group,
+    get_data_parallel_rank,
+    get_data_parallel_ranks,
+    get_data_parallel_world_size,
+    get_model_parallel_group,
+    get_model_parallel_rank,
+    get_model_parallel_ranks,
+    get_model_parallel_src_rank,
+    get_model_parallel_world_size,
+    get_pipeline_parallel_group,
+    get_pipeline_parallel_rank,
+    get_pipeline_parallel_ranks,
+    get_pipeline_parallel_world_size,
+    initialize_model_parallel,
+    model_parallel_is_initialized,
+)
+from scale_tp.heads import ATTENTION_RULES, AttentionRule
+from scale_tp.linear import ColumnParallelLinear, RowParallelLinear
+from scale_tp.llama import iterate_consolidated, read_consolidated
+from scale_tp.norms import ParallelLayerNorm, ParallelRMSNorm, sum_gradients_over
+from scale_tp.overlap import gather_linear, linear_scatter
+from scale_tp.parallelize import parallelize
+from scale_tp.plan import GPT2_PLAN, Style
+from scale_tp.randomness import (
+    RandomStreams,
+    checkpoint,
+    get_cuda_rng_tracker,
+    get_rng_tracker,
+    model_parallel_cuda_manual_seed,
+    model_parallel_manual_seed,
+)
+from scale_tp.regions import (
+    copy_all_to_model_parallel_region,
+    copy_to_model_parallel_region,
+    gather_from_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    scatter_to_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from scale_tp.ring import ring_attention
+from scale_tp.sequence_order import join_sequence, positions, split_sequence
+from scale_tp.split_sizes import HeadSplit, Split, split_heads
+from scale_tp.state import full_state_dict, load_full_tensors
+from scale_tp.ulysses import ulysses_attention
 
 __version__ = "2026.11.0"
-__all__: list[str] = []
+__all__ = [
+    "ATTENTION_RULES",
+    "GPT2_PLAN",
+    "AttentionRule",
+    "ColumnParallelLinear",
+    "HeadSplit",
+    "ParallelAttention",
+    "ParallelDropout",
+    "ParallelEmbedding",
+    "ParallelLayerNorm",
+    "ParallelRMSNorm",
+    "RandomStreams",
+    "RowParallelLinear",
+    "Split",
+    "Style",
+    "VocabParallelEmbedding",
+    "checkpoint",
+    "copy_all_to_model_parallel_region",
+    "copy_to_model_parallel_region",
+    "destroy_model_parallel",
+    "full_state_dict",
+    "gather_from_model_parallel_region",
+    "gather_from_sequence_parallel_region",
+    "gather_linear",
+    "get_context_parallel_group",
+    "get_context_parallel_rank",
+    "get_context_parallel_ranks",
+    "get_context_parallel_world_size",
+    "get_cuda_rng_tracker",
+    "get_data_parallel_group",
+    "get_data_parallel_rank",
+    "get_data_parallel_ranks",
+    "get_data_parallel_world_size",
+    "get_model_parallel_group",
+    "get_model_parallel_rank",
+    "get_model_parallel_ranks",
+    "get_model_parallel_src_rank",
+    "get_model_parallel_world_size",
+    "get_pipeline_parallel_group",
+    "get_pipeline_parallel_rank",
+    "get_pipeline_parallel_ranks",
+    "get_pipeline_parallel_world_size",
+    "get_rng_tracker",
+    "initialize_model_parallel",
+    "iterate_consolidated",
+    "join_sequence",
+    "linear_scatter",
+    "load_full_tensors",
+    "model_parallel_cuda_manual_seed",
+    "model_parallel_is_initialized",
+    "model_parallel_manual_seed",
+    "parallelize",
+    "positions",
+    "read_consolidated",
+    "reduce_from_model_parallel_region",
+    "reduce_scatter_to_sequence_parallel_region",
+    "ring_attention",
+    "scatter_to_model_parallel_region",
+    "scatter_to_sequence_parallel_region",
+    "split_heads",
+    "split_sequence",
+    "sum_gradients_over",
+    "ulysses_attention",
+    "vocab_parallel_cross_entropy",
+]
+
+for _name in __all__:
+    if hasattr(globals()[_name], "__qualname__"):  # Tracebacks and documentation show the path that people write.
+        globals()[_name].__module__ = __name__
+del _name

@@ -1,0 +1,117 @@
+"""What becomes of each module of a model that is divided: its kind, and how its parameters stand on the ranks.
+
+Arithmetic on names, shapes and styles; nothing is changed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from scale_core.group import Group
+from scale_tp.divided import Alike, Columns, Divided, Rows, Summed, Width, Words, outputs_dim, weight_of
+from scale_tp.heads import AttentionRule, Heads, heads_of, in_elements
+from scale_tp.layer import Placement
+from scale_tp.plan import Style
+from scale_tp.split_sizes import Split
+
+
+@dataclass
+class Change:
+    """What becomes of one module.
+
+    Attributes:
+        path: Its name.
+        module: The module.
+        kind: What is added to its class.
+        placements: How its parameters are to stand on the ranks.
+        facts: The attributes of `kind`.
+    """
+
+    path: str
+    module: nn.Module
+    kind: type[Divided]
+    placements: dict[str, Placement]
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def split(self) -> Split:
+        split = self.facts["split"]
+        assert isinstance(split, Split)
+        return split
+
+
+def all_heads(
+    modules: Mapping[str, nn.Module], styles: Mapping[str, Style], ranks: Group, rules: tuple[AttentionRule, ...]
+) -> dict[str, Heads]:
+    """The heads of each attention module, by its name."""
+    below: dict[str, dict[str, int]] = {}
+    for path, style in styles.items():
+        if style.divides == "outputs" and style.output == "part":
+            parent, _, name = path.rpartition(".")
+            below.setdefault(parent, {})[name] = weight_of(modules[path]).shape[outputs_dim(modules[path])]
+    found = {
+        parent: heads_of(modules[parent], parent, children, ranks.size, rules) for parent, children in below.items()
+    }
+    return {parent: heads for parent, heads in found.items() if heads is not None}
+
+
+def split_of(path: str, module: nn.Module, style: Style, ranks: Group, heads: Mapping[str, Heads]) -> Split | None:
+    """How the dimension that is divided is dealt to the ranks; None where no weight is."""
+    if style.divides in ("sequence", "nothing"):
+        return None
+    parent, _, name = path.rpartition(".")
+    if style.divides in ("words", "width"):
+        return Split.even(weight_of(module).shape[0 if style.divides == "words" else 1], ranks.size)
+    dim = outputs_dim(module)
+    total = weight_of(module).shape[dim if style.divides == "outputs" else 1 - dim]
+    of = heads.get(parent)
+    if of is not None and style.output == "part" and name in (*of.rule.query, *of.rule.key_value, *of.rule.fused):
+        query, key_value = (in_elements(split, of.head_size) for split in of.split)
+        if name in of.rule.fused:
+            return Split.stacked(query, key_value, key_value)
+        return query if name in of.rule.query else key_value
+    if (
+        of is not None
+        and style.divides == "inputs"
+        and style.input == "part"
+        and total == of.split.query.total * of.head_size
+    ):
+        return in_elements(of.split.query, of.head_size)
+    if total % style.stacked:
+        raise ValueError(f"'{path}': expected {style.stacked} stacked matrices of one size, got {total} rows in all")
+    if style.stacked == 1:
+        return Split.even(total, ranks.size)
+    return Split.stacked(*[Split.even(total // style.stacked, ranks.size)] * style.stacked)
+
+
+def change_of(path: str, module: nn.Module, style: Style, split: Split | None, ranks: Group, inside: bool) -> Change:
+    """What becomes of a module; `inside` of a stretch, each rank has a part of the sequence around it."""
+    shapes = {name: tuple(param.shape) for name, param in module.named_parameters(recurse=False)}
+    whole = {name: Placement(shape) for name, shape in shapes.items()}
+    if split is None:
+        if style.sums_gradients:
+            return Change(path, module, Alike, whole)
+        return Change(path, module, Summed, whole)
+    if style.divides == "words":
+        return Change(path, module, Words, whole | {"weight": Placement(shapes["weight"], 0, split)}, {"split": split})
+    if style.divides == "width":
+        return Change(path, module, Width, whole | {"weight": Placement(shapes["weight"], 1, split)}, {"split": split})
+    dim = outputs_dim(module)
+    if style.divides == "outputs":
+        placed = {"weight": Placement(shapes["weight"], dim, split)}
+        if "bias" in shapes:
+            placed["bias"] = Placement(shapes["bias"], 0, split)
+        gathers = style.output == "whole"
+        return Change(path, module, Columns, placed, {"split": split, "entrance": 0, "gathers": gathers})
+    facts = {
+        "split": split,
+        "splits_input": style.input == "whole",
+        "sums": style.output != "summand",
+        "sequence_parallel": inside,
+        "path": path,
+    }
+    return Change(path, module, Rows, whole | {"weight": Placement(shapes["weight"], 1 - dim, split)}, facts)

@@ -1,0 +1,233 @@
+"""Cross entropy over logits of which each rank has some words, without the whole logits on any rank.
+
+With m the largest logit and s the sum of exp(logit - m) over all words, the loss of a token is m + log(s) - its
+target's logit. Each rank finds these three for its own words, in fp32, some rows at a time; one message tells them to
+the others. The gradient, softmax minus one at the target, is computed from the logits as they are: nobody has written
+to them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, get_args
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from scale_core.compat import untraced
+from scale_core.exchange import exchange
+from scale_core.group import Group, GroupLike
+from scale_tp.groups import layer_group
+from scale_tp.moves import gather_along
+from scale_tp.split_sizes import Split, check_size
+
+Reduction = Literal["none", "mean", "sum"]
+
+_CHUNK_ELEMENTS = 1 << 22
+"""So many logits are widened at once, 16 MB of them, unless a row is longer."""
+
+# Of each group, what the ranks have said by how many words this one has.
+_widths: WeakKeyDictionary[dist.ProcessGroup, dict[int, Split]] = WeakKeyDictionary()
+
+
+class _Terms(NamedTuple):
+    """What the loss is made of beside the logits.
+
+    Attributes:
+        group: The ranks.
+        start: The first word of this rank.
+        vocabulary: How many words all ranks have.
+        ignore_index: A target that means no word.
+        label_smoothing: How much of the target is spread evenly over all words.
+        z_loss: The factor of log(s)^2.
+        chunk: How many rows are widened at once.
+    """
+
+    group: Group
+    start: int
+    vocabulary: int
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    chunk: int
+
+
+@untraced
+def vocab_parallel_cross_entropy(
+    vocab_parallel_logits: Tensor,
+    target: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: Reduction = "none",
+    z_loss: float = 0.0,
+    vocabulary_size: int | None = None,
+    chunk_rows: int | None = None,
+    group: GroupLike = None,
+) -> Tensor:
+    """Returns the cross entropy of logits whose last dimension is divided between ranks.
+
+    Args:
+        vocab_parallel_logits: [..., words of this rank], such as a `ColumnParallelLinear` without `gather_output`
+            gives. They are not changed, and not copied as a whole.
+        target: [...] of integers: words of the whole vocabulary; the same on all ranks.
+        ignore_index: Where the target is this, the loss is 0, and `"mean"` does not count it.
+        label_smoothing: From 0 to 1, as in `torch.nn.functional.cross_entropy`.
+        reduction: "none" gives a loss for each target, "sum" adds them, "mean" divides by those that count.
+        z_loss: Adds so many times log(sum of exp(logits))^2, which keeps logits from drifting away.
+        vocabulary_size: How many words all ranks have, divided as evenly as can be. None asks the other ranks how many
+            they have, once for each number; pass it where a model has several vocabularies.
+        chunk_rows: How many rows are widened to fp32 at once; None is as many as take 16 MB.
+        group: The ranks; None is the model axis of `initialize_model_parallel`, or this process alone.
+
+    Returns:
+        [...], or a scalar; fp32, or fp64 where the logits are.
+
+    Raises:
+        ValueError: The shapes don't fit, or an option makes no sense.
+        IndexError: A target is no word (on CUDA, as in torch, an error of the device).
+    """
+    ranks = layer_group(group)
+    _check(vocab_parallel_logits, target, label_smoothing, reduction, chunk_rows)
+    width = vocab_parallel_logits.shape[-1]
+    split = _words_of_all(width, vocabulary_size, ranks)
+    chunk = chunk_rows or max(1, _CHUNK_ELEMENTS // max(width, 1))
+    ((start, _),) = split.ranges[ranks.rank]
+    terms = _Terms(ranks, start, split.total, ignore_index, label_smoothing, z_loss, chunk)
+    rows = vocab_parallel_logits.reshape(target.numel(), width)
+    losses: Tensor = _CrossEntropy.apply(rows, target.reshape(-1), terms)  # type: ignore[no-untyped-call]
+    if reduction == "none":
+        return losses.view(target.shape)
+    if reduction == "sum":
+        return losses.sum()
+    return losses.sum() / (target != ignore_index).sum()
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, terms: _Terms) -> Tensor:
+        counts = target != terms.ignore_index
+        largest, total, chosen, summed = _all_words(_own_words(logits, target, counts, terms), terms.group)
+        log_total = largest + total.log()
+        losses = log_total - chosen
+        if terms.label_smoothing:
+            even = log_total - summed / terms.vocabulary
+            losses = (1 - terms.label_smoothing) * losses + terms.label_smoothing * even
+        if terms.z_loss:
+            losses = losses + terms.z_loss * log_total.square()
+        ctx.save_for_backward(logits, target, log_total)
+        ctx.terms = terms
+        return losses.masked_fill(~counts, 0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        logits, target, log_total = ctx.saved_tensors
+        terms: _Terms = ctx.terms
+        factor = grad.to(log_total.dtype).masked_fill(target == terms.ignore_index, 0)
+        result = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        local = target - terms.start
+        own = (local >= 0) & (local < logits.shape[1]) & (target != terms.ignore_index)
+        for rows in _chunks(len(target), terms.chunk):
+            part = (logits[rows] - log_total[rows, None]).exp_()
+            if terms.z_loss:
+                part.mul_(1 + 2 * terms.z_loss * log_total[rows, None])
+            if terms.label_smoothing:
+                part.sub_(terms.label_smoothing / terms.vocabulary)
+            if logits.shape[1]:
+                hit = own[rows].to(part.dtype).mul_(terms.label_smoothing - 1).unsqueeze(1)
+                part.scatter_add_(1, local[rows].masked_fill(~own[rows], 0).unsqueeze(1), hit)
+            result[rows] = part.mul_(factor[rows, None])
+        return result, None, None
+
+
+def _words_of_all(width: int, vocabulary_size: int | None, group: Group) -> Split:
+    """Which words each rank has, of which this one has `width`."""
+    if vocabulary_size is None:
+        if group.process_group is None:
+            return Split.even(width, 1)
+        known = _widths.setdefault(group.process_group, {})
+        if width not in known:
+            known[width] = Split.of_sizes([row[0] for row in exchange([width], group)])
+        return known[width]
+    split = Split.even(vocabulary_size, group.size)
+    if split.sizes[group.rank] != width:
+        raise ValueError(
+            f"expected logits of {split.sizes[group.rank]} words on rank {group.rank}, of the {vocabulary_size} that "
+            f"{group.size} ranks have, got {width}: divide the last layer alike, or leave vocabulary_size out"
+        )
+    return split
+
+
+def _own_words(logits: Tensor, target: Tensor, counts: Tensor, terms: _Terms) -> Tensor:
+    """Largest logit, sum of exponentials, target's logit and sum of logits, of this rank's words: [4, rows], wide."""
+    num_rows, width = logits.shape
+    found = logits.new_zeros(4, num_rows, dtype=_wide(logits.dtype))
+    found[0].fill_(-torch.inf)
+    local = target - terms.start
+    own = (local >= 0) & (local < width) & counts
+    # A target that is no word is looked up where there is nothing: torch says so, on this device as on any.
+    no_word = counts & ((target < 0) | (target >= terms.vocabulary))
+    place = local.masked_fill(~own, 0).masked_fill(no_word, max(width, 1))
+    for rows in _chunks(num_rows, terms.chunk):
+        part = logits[rows].to(found.dtype)
+        if width == 0:  # A rank without words takes part with one that can't come.
+            part = part.new_full((len(part), 1), -torch.inf)
+        elif terms.label_smoothing:
+            found[3, rows] = part.sum(1)
+        found[0, rows] = largest = part.amax(1)
+        found[2, rows] = _looked_up(part, place[rows], terms).masked_fill(~own[rows], 0)
+        found[1, rows] = (part - largest.masked_fill(largest == -torch.inf, 0).unsqueeze(1)).exp_().sum(1)
+    return found
+
+
+def _looked_up(part: Tensor, place: Tensor, terms: _Terms) -> Tensor:
+    try:
+        return part.gather(1, place.unsqueeze(1)).squeeze(1)
+    except RuntimeError as error:  # torch tells of a place that there is not.
+        raise IndexError(
+            f"expected targets to be words from 0 to {terms.vocabulary - 1}, or ignore_index={terms.ignore_index}, got "
+            "another one"
+        ) from error
+
+
+def _all_words(own: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same of all words, from that of each rank's; the ranks are added in their order."""
+    if group.size == 1:
+        largest, total, chosen, summed = own
+        return largest, total, chosen, summed
+    by_rank = gather_along(own.unsqueeze(0), group, 0, [1] * group.size)
+    largest = by_rank[:, 0].amax(0)
+    total, chosen, summed = torch.zeros_like(largest), torch.zeros_like(largest), torch.zeros_like(largest)
+    for its_largest, its_total, its_chosen, its_sum in by_rank:
+        total = total + its_total * (its_largest - largest).exp()
+        chosen, summed = chosen + its_chosen, summed + its_sum
+    return largest, total, chosen, summed
+
+
+def _chunks(total: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, total)) for start in range(0, total, size)]
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _check(logits: Tensor, target: Tensor, label_smoothing: float, reduction: str, chunk_rows: int | None) -> None:
+    if logits.dim() < 1 or logits.shape[:-1] != target.shape:
+        raise ValueError(
+            f"expected logits [..., words of this rank] and a target [...], got {list(logits.shape)} and "
+            f"{list(target.shape)}"
+        )
+    if not logits.is_floating_point():
+        raise ValueError(f"expected logits of floating point, got {logits.dtype}")
+    if target.is_floating_point() or target.dtype == torch.bool:
+        raise ValueError(f"expected a target of integers, the words, got {target.dtype}")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"expected label_smoothing from 0 to 1, got {label_smoothing}")
+    if reduction not in get_args(Reduction):
+        raise ValueError(f"expected reduction to be one of {', '.join(get_args(Reduction))}, got {reduction!r}")
+    if chunk_rows is not None:
+        check_size("chunk_rows", chunk_rows, 1)

@@ -1,0 +1,79 @@
+"""Random numbers inside of what is divided: each rank draws its own, and outside all of them go on alike.
+
+What ranks compute alike has to drop alike. But where heads, features or positions are divided, ranks draw other
+numbers, and how many depends on what each has. So on the way in a seed is drawn, the same one on all ranks; inside,
+each goes on from that seed and its own number; on the way out all go back to where they stood when they went in. A
+recomputation that begins from the same random state draws the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from scale_core import compat
+from scale_core.group import Group
+
+
+class DividedRandomness:
+    """The random numbers of one part of a model that ranks divide.
+
+    Args:
+        group: The ranks.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self._wanted = False
+        self._outside: tuple[Tensor, Tensor | None] | None = None
+
+    def before(self, module: nn.Module, args: Any) -> None:
+        """A forward pre-hook of the module that holds the part: where nothing is dropped, nothing has to be drawn."""
+        self._wanted = drops(module)
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        """A forward hook of that module, for what has not been left, as after an error."""
+        self.leave()
+
+    def enter_if_wanted(self) -> None:
+        """Goes on with numbers of this rank's own, if something may be dropped; within, nothing happens."""
+        if self._wanted and self._outside is None:
+            self.enter()
+
+    def enter(self) -> None:
+        """Goes on with numbers of this rank's own."""
+        drawn = torch.randint(1 << 52, (1,), dtype=torch.float64)
+        seed = int(compat.values_of(drawn, simulated=[0.0])[0])
+        self._outside = _current()
+        torch.manual_seed(seed * self.group.size + self.group.rank)
+
+    def leave(self) -> None:
+        """Goes back to the numbers that all ranks draw alike; without `enter` nothing happens."""
+        outside, self._outside = self._outside, None
+        if outside is not None:
+            _go_to(outside)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"group": self.group, "_wanted": False, "_outside": None}
+
+
+def drops(module: nn.Module) -> bool:
+    """Whether a module in training may drop something: by a dropout below it, or an attribute that says how much."""
+    if not module.training:
+        return False
+    if any(name.find("drop") >= 0 and isinstance(value, float) and value > 0 for name, value in vars(module).items()):
+        return True
+    return any(isinstance(child, nn.modules.dropout._DropoutNd) and child.p > 0 for child in module.children())
+
+
+def _current() -> tuple[Tensor, Tensor | None]:
+    return torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+
+
+def _go_to(state: tuple[Tensor, Tensor | None]) -> None:
+    host, device = state
+    torch.set_rng_state(host)
+    if device is not None:
+        torch.cuda.set_rng_state(device)

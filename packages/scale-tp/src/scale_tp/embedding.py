@@ -1,0 +1,246 @@
+"""Embeddings whose table is divided between ranks, by words or by features.
+
+By words, each rank looks up those that it has, and the rows of all ranks are added: of each word, all but one are
+zeros. By features, each rank looks all words up in its columns, and the columns are gathered.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from scale_core.group import GroupLike
+from scale_tp.groups import layer_group
+from scale_tp.initialising import Initialiser
+from scale_tp.layer import ParallelModule, Placement, ranks_described
+from scale_tp.regions import (
+    gather_from_model_parallel_region,
+    reduce_from_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from scale_tp.split_sizes import Split, check_size
+
+
+class _DividedEmbedding(ParallelModule):
+    """What both have in common: torch's arguments, and a table that is divided along one dimension."""
+
+    weight: nn.Parameter
+    master_weight: Tensor | None
+    _dim: int
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None,
+        max_norm: float | None,
+        norm_type: float,
+        scale_grad_by_freq: bool,
+        sparse: bool,
+        init_method: Initialiser,
+        keep_master_weight_for_test: bool,
+        group: GroupLike,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        check_size("num_embeddings", num_embeddings)
+        check_size("embedding_dim", embedding_dim)
+        padding_idx = _known_padding(padding_idx, num_embeddings)
+        super().__init__(layer_group(group))
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.padding_idx, self.max_norm, self.norm_type = padding_idx, max_norm, norm_type
+        self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
+        self.init_method = init_method
+        shape = (num_embeddings, embedding_dim)
+        self.split = Split.even(shape[self._dim], self.group.size)
+        self.place("weight", Placement(shape, self._dim, self.split), device=device, dtype=dtype)
+        self.master_weight = self.initialise("weight", init_method, keep_whole=keep_master_weight_for_test)
+
+    def reset_parameters(self) -> None:
+        """Gives the table the values that it begins with; on all ranks from the same random numbers."""
+        self.initialise("weight", self.init_method)
+
+    def get_master_weight(self) -> Tensor:
+        """Returns the whole table [num_embeddings, embedding_dim]; all ranks call it together."""
+        return self.whole_parameter("weight")
+
+    def extra_repr(self) -> str:
+        """What stands in the layer's line of a printed model."""
+        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        return f"{self.num_embeddings}, {self.embedding_dim}{padding}{ranks_described(self.group)}"
+
+    def _looked_up(self, ids: Tensor, table: Tensor, padding_idx: int | None) -> Tensor:
+        """What torch gives for these rows of this rank's table."""
+        return F.embedding(ids, table, padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse)
+
+
+class VocabParallelEmbedding(_DividedEmbedding):
+    """`torch.nn.Embedding` of which each rank has some words.
+
+    Args:
+        num_embeddings: How many words there are; they need not divide by the ranks.
+        embedding_dim: Features of a word.
+        padding_idx: A word whose row gets no gradient; negative counts from the last.
+        max_norm: Rows that are looked up are scaled down to this norm, in the table.
+        norm_type: p of that norm.
+        scale_grad_by_freq: Divide a row's gradient by how often the word stands in the input.
+        sparse: Gradients of the table are sparse.
+        init_method: What fills the whole table in place; each rank keeps its part of the same values.
+        keep_master_weight_for_test: Keep the whole table, as it began, in `master_weight`.
+        group: As in `ColumnParallelLinear`.
+        device: As in `ColumnParallelLinear`.
+        dtype: Of the table.
+        sequence_parallel: Whether the output is this rank's part of the sequence alone.
+        sequence_dim: The dimension of the sequence in the output then.
+
+    Attributes:
+        weight: [words of this rank, embedding_dim]
+        split: Which words each rank has.
+
+    Raises:
+        ValueError: A size or option that makes no sense, or a group that is not known.
+    """
+
+    _dim = 0
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        init_method: Initialiser = nn.init.xavier_normal_,
+        keep_master_weight_for_test: bool = False,
+        *,
+        group: GroupLike = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        sequence_parallel: bool = False,
+        sequence_dim: int = -2,
+    ) -> None:
+        options = (padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, init_method)
+        keep = keep_master_weight_for_test
+        super().__init__(num_embeddings, embedding_dim, *options, keep, group, device, dtype)
+        self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
+
+    def forward(self, input_: Tensor) -> Tensor:
+        """Looks words up.
+
+        Args:
+            input_: [any shape] of integers, the same on all ranks.
+
+        Returns:
+            [..., embedding_dim], the same on all ranks or, with `sequence_parallel`, this rank's part of the sequence.
+
+        Raises:
+            IndexError: There is no such word.
+        """
+        if self.group.size == 1:
+            return self._looked_up(input_, self.weight, self.padding_idx)
+        rows = self._own_rows(input_)
+        if self.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(rows, self.group, dim=self.sequence_dim)
+        return reduce_from_model_parallel_region(rows, self.group)
+
+    def _own_rows(self, ids: Tensor) -> Tensor:
+        """The rows of the words that this rank has, and zeros for the others."""
+        ((start, stop),) = self.split.ranges[self.group.rank]
+        others = (ids < start) | (ids >= stop)
+        padding = None if self.padding_idx is None or not start <= self.padding_idx < stop else self.padding_idx - start
+        # A rank without words has a row for the lookup nevertheless.
+        table = self.weight if stop > start else self.weight.new_zeros(1, self.embedding_dim)
+        # A word that no rank has gets a row that there is not: torch says so, on this device as on any.
+        unknown = (ids < 0) | (ids >= self.num_embeddings)
+        local = (ids - start).masked_fill(others, 0).masked_fill(unknown, table.shape[0])
+        if self.max_norm is None and not self.scale_grad_by_freq:
+            rows = self._looked_up(local, table, padding).masked_fill(others.unsqueeze(-1), 0)
+        else:  # The first row must not seem to have been looked up for the words of other ranks.
+            mine = ~others | unknown
+            rows = table.new_zeros(*ids.shape, self.embedding_dim)
+            rows = rows.index_put((mine,), self._looked_up(local[mine], table, padding))
+        # Every rank has a gradient for its part, be it of zeros.
+        return rows if stop > start else rows + self.weight.sum()
+
+
+class ParallelEmbedding(_DividedEmbedding):
+    """`torch.nn.Embedding` of which each rank has some features of all words.
+
+    Args:
+        num_embeddings: How many words there are.
+        embedding_dim: Features of a word; they need not divide by the ranks.
+        padding_idx: A word whose row gets no gradient; negative counts from the last.
+        max_norm: Only in a world of one rank: no rank has all that the norm of a row is made of.
+        norm_type: p of that norm.
+        scale_grad_by_freq: Divide a row's gradient by how often the word stands in the input.
+        sparse: Gradients of the table are sparse.
+        init_method: What fills the whole table in place; each rank keeps its part of the same values.
+        keep_master_weight_for_test: Keep the whole table, as it began, in `master_weight`.
+        group: As in `ColumnParallelLinear`.
+        device: As in `ColumnParallelLinear`.
+        dtype: Of the table.
+
+    Attributes:
+        weight: [num_embeddings, features of this rank]
+        split: Which features each rank has.
+
+    Raises:
+        ValueError: A size or option that makes no sense, or a group that is not known.
+    """
+
+    _dim = 1
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        init_method: Initialiser = nn.init.xavier_normal_,
+        keep_master_weight_for_test: bool = False,
+        *,
+        group: GroupLike = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if max_norm is not None and (size := layer_group(group).size) > 1:
+            raise ValueError(
+                f"ParallelEmbedding: max_norm={max_norm} needs whole rows, and {size} ranks have some features each: "
+                "use VocabParallelEmbedding, which divides the words"
+            )
+        options = (padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, init_method)
+        keep = keep_master_weight_for_test
+        super().__init__(num_embeddings, embedding_dim, *options, keep, group, device, dtype)
+
+    def forward(self, input_: Tensor) -> Tensor:
+        """Looks words up.
+
+        Args:
+            input_: [any shape] of integers, the same on all ranks.
+
+        Returns:
+            [..., embedding_dim], the same on all ranks.
+
+        Raises:
+            IndexError: There is no such word.
+        """
+        columns = self._looked_up(input_, self.weight, self.padding_idx)
+        return gather_from_model_parallel_region(columns, self.group, sizes=self.split.sizes)
+
+
+def _known_padding(padding_idx: Any, num_embeddings: int) -> int | None:
+    if padding_idx is None:
+        return None
+    if isinstance(padding_idx, bool) or not isinstance(padding_idx, int):
+        raise TypeError(f"expected padding_idx to be an integer or None, got {padding_idx!r}")
+    if not -num_embeddings <= padding_idx < num_embeddings:
+        raise ValueError(f"expected padding_idx to be one of {num_embeddings} words, got {padding_idx}")
+    return padding_idx % num_embeddings

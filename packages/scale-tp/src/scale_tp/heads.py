@@ -1,0 +1,179 @@
+"""What attention modules compute with the number of their heads, and how that is mended where heads are divided.
+
+A module that was written for one process reshapes by its own number of heads. Where its projections are divided, that
+number is another one, and so is whatever depends on it. Which attribute means what is written down here, as rules with
+names; a module that no rule fits is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from scale_tp.split_sizes import HeadSplit, Split, split_heads
+
+_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "n_local_heads")
+_KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_local_kv_heads")
+_HEAD_SIZES = ("head_dim", "attention_head_size", "head_size")
+
+
+@dataclass(frozen=True)
+class AttentionRule:
+    """How a family of attention modules calls its parts, and what in it depends on the number of heads.
+
+    Attributes:
+        name: What the family is called in errors.
+        query: The projections of the queries that are known, by name.
+        key_value: Those of the keys and values.
+        fused: Projections of all three in one, queries first.
+        heads: Attributes that hold the number of heads.
+        key_value_heads: Attributes that hold that of the key-value heads.
+        ratio: Attributes that hold how many heads share a key-value head.
+        widths: Attributes that hold the heads times the head size.
+    """
+
+    name: str
+    query: tuple[str, ...] = ()
+    key_value: tuple[str, ...] = ()
+    fused: tuple[str, ...] = ()
+    heads: tuple[str, ...] = _HEADS
+    key_value_heads: tuple[str, ...] = _KEY_VALUE_HEADS
+    ratio: tuple[str, ...] = ("num_key_value_groups", "n_rep")
+    widths: tuple[str, ...] = field(default=("split_size", "all_head_size", "inner_dim"))
+
+
+ATTENTION_RULES: tuple[AttentionRule, ...] = (
+    AttentionRule("projections one by one", query=("q_proj", "wq", "query", "q"),
+                  key_value=("k_proj", "v_proj", "wk", "wv", "key", "value", "k", "v")),
+    AttentionRule("one projection for all three", fused=("c_attn", "qkv", "qkv_proj", "query_key_value", "Wqkv")),
+)  # fmt: skip
+"""The rules that `parallelize` knows; give it others beside them as `attention_rules`."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The heads of one attention module.
+
+    Attributes:
+        module: The attention module.
+        path: Its name.
+        rule: The rule that fits it.
+        split: Which heads each rank computes.
+        head_size: The width of one head.
+    """
+
+    module: nn.Module
+    path: str
+    rule: AttentionRule
+    split: HeadSplit
+    head_size: int
+
+    def mended(self, rank: int) -> dict[str, int]:
+        """The attributes that have another value on this rank, with that value."""
+        heads, key_value_heads = self.split.query.sizes[rank], self.split.key_value.sizes[rank]
+        values: dict[str, tuple[int, int]] = {}  # what it is in the whole module, and what here
+        whole, whole_key_value = self.split.query.total, self.split.key_value.total
+        values |= dict.fromkeys(self.rule.heads, (whole, heads))
+        values |= dict.fromkeys(self.rule.key_value_heads, (whole_key_value, key_value_heads))
+        values |= dict.fromkeys(self.rule.ratio, (whole // whole_key_value, heads // max(key_value_heads, 1)))
+        values |= dict.fromkeys(self.rule.widths, (whole * self.head_size, heads * self.head_size))
+        found = {}
+        for name, (before, here) in values.items():
+            has = getattr(self.module, name, None)
+            if isinstance(has, int) and not isinstance(has, bool):
+                if has != before:
+                    raise ValueError(
+                        f"'{self.path}': expected its attribute {name} to be {before}, as its heads say (rule "
+                        f"{self.rule.name!r}), got {has}: pass an AttentionRule of your own in attention_rules, which "
+                        "says what it means"
+                    )
+                found[name] = here
+        return found
+
+
+def in_elements(heads: Split, head_size: int) -> Split:
+    """Which elements each rank has, from which heads it has.
+
+    Example:
+        >>> in_elements(Split.even(3, 2), 4)
+        Split(total=12, ranges=(((0, 8),), ((8, 12),)))
+    """
+    ranges = tuple(tuple((start * head_size, stop * head_size) for start, stop in held) for held in heads.ranges)
+    return Split(heads.total * head_size, ranges)
+
+
+def heads_of(
+    module: nn.Module, path: str, children: Mapping[str, int], num_ranks: int, rules: tuple[AttentionRule, ...]
+) -> Heads | None:
+    """Returns the heads of a module whose projections are to be divided, or None where it has none.
+
+    Args:
+        module: The module.
+        path: Its name.
+        children: The number of outputs of each linear layer below it that is divided by outputs and keeps its part.
+        num_ranks: Between how many ranks they are divided.
+        rules: The rules to try, in order.
+
+    Raises:
+        ValueError: It has an attribute that looks like a number of heads and fits no rule, its heads don't fit its
+            projections, or there are more ranks than heads.
+    """
+    for rule in rules:
+        queries = [name for name in children if name in rule.query or name in rule.fused]
+        if not queries:
+            continue
+        heads = _number(module, rule.heads, _HEADS)
+        if heads is None:
+            continue
+        key_value_heads = _number(module, rule.key_value_heads, _KEY_VALUE_HEADS) or heads
+        return _checked(module, path, rule, children, queries[0], heads, key_value_heads, num_ranks)
+    told = [name for name in _HEADS if isinstance(getattr(module, name, None), int)]
+    if told and children:
+        raise ValueError(
+            f"'{path}' ({type(module).__name__}) computes with its attribute {told[0]}, but no rule fits its "
+            f"projections {', '.join(children)}: pass attention_rules=(AttentionRule({type(module).__name__!r}, "
+            f"query=({next(iter(children))!r},), ...),), or give it the style 'colwise_gather_output'"
+        )
+    return None
+
+
+def _checked(
+    module: nn.Module,
+    path: str,
+    rule: AttentionRule,
+    children: Mapping[str, int],
+    query: str,
+    heads: int,
+    key_value_heads: int,
+    num_ranks: int,
+) -> Heads:
+    in_query = heads + 2 * key_value_heads if query in rule.fused else heads
+    size = next((found for name in _HEAD_SIZES if isinstance(found := getattr(module, name, None), int)), None)
+    size = children[query] // in_query if size is None else size
+    expected = {query: in_query * size}
+    expected |= {name: key_value_heads * size for name in children if name in rule.key_value}
+    for name, number in expected.items():
+        if children[name] != number:
+            raise ValueError(
+                f"'{path}.{name}': expected {number} outputs for {heads} heads and {key_value_heads} key-value heads "
+                f"of {size}, got {children[name]}: pass an AttentionRule of your own in attention_rules"
+            )
+    if num_ranks > heads:
+        raise ValueError(
+            f"'{path}': expected at least one head for each of {num_ranks} ranks, got {heads} heads: divide it between "
+            f"{heads} ranks at most, or leave its projections out of the plan"
+        )
+    return Heads(module, path, rule, split_heads(heads, key_value_heads, num_ranks), size)
+
+
+def _number(module: nn.Module, names: tuple[str, ...], in_config: tuple[str, ...]) -> int | None:
+    """The first of these attributes that is a number, of the module or else of its configuration."""
+    config = getattr(module, "config", None)
+    for owner, attributes in ((module, names), (config, in_config)):
+        for name in attributes:
+            value = getattr(owner, name, None)
+            if isinstance(value, int) and not isinstance(value, bool):
+                return value
+    return None

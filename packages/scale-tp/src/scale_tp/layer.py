@@ -1,0 +1,208 @@
+"""What the layers of this package have in common: parameters of which each rank has a part.
+
+A layer says of each parameter what the whole one is, and along which dimension it is divided. From that follow what
+memory it gets, what values, what `scale_core.shard_of` says of it, and that a state dict with whole tensors may be
+loaded into it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+
+from scale_core.group import Group
+from scale_core.optimizer_view import Asked, asked_by_torch, saved_by_torch, view_all
+from scale_core.shard import Axis, Held, Shard, mark, shard_of, unit_shard_of
+from scale_core.stepping import watch_optimizers
+from scale_tp.initialising import Initialiser, initialise_part
+from scale_tp.moves import gather_along
+from scale_tp.split_sizes import Split, check_size
+
+
+class Placement(NamedTuple):
+    """How a parameter stands on the ranks.
+
+    Attributes:
+        shape: Of the whole parameter.
+        dim: The dimension that is divided.
+        split: How it is divided; None where each rank has all of it.
+    """
+
+    shape: tuple[int, ...]
+    dim: int = 0
+    split: Split | None = None
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """The shape of a rank's part."""
+        if self.split is None:
+            return self.shape
+        return (*self.shape[: self.dim], self.split.sizes[rank], *self.shape[self.dim + 1 :])
+
+    def take(self, whole: Tensor, rank: int) -> Tensor:
+        """A rank's part of the whole parameter."""
+        return whole if self.split is None else self.split.take(whole, rank, self.dim)
+
+    def shard(self, group: Group, name: str = "") -> Shard:
+        """What scale-core's norms, optimizers and checkpoints are told of a rank's part."""
+        if self.split is None:
+            numel = torch.Size(self.shape).numel()
+            return Shard(name, self.shape, 0, numel, (Axis(group, Held.REPLICATE),), gathered=False)
+        ranges = tuple(
+            self.split.ranges[group.rank] if dim == self.dim else ((0, size),) for dim, size in enumerate(self.shape)
+        )
+        axes = (Axis(group, Held.SHARD),)
+        return Shard.of_ranges(name, self.shape, ranges, axes, counted=self.split.counts(group.rank))
+
+
+class ParallelModule(nn.Module):
+    """A module whose parameters are divided between ranks.
+
+    Args:
+        group: The ranks.
+
+    Attributes:
+        group: The ranks.
+        placements: How each parameter stands on them, by its name.
+    """
+
+    group: Group
+    placements: dict[str, Placement]
+
+    def __init__(self, group: Group) -> None:
+        super().__init__()
+        self.group, self.placements = group, {}
+
+    def place(
+        self, name: str, placement: Placement, *, device: torch.device | str | None, dtype: torch.dtype | None
+    ) -> None:
+        """Gives the layer a parameter, without values: this rank's part."""
+        self.placements[name] = placement
+        shape = placement.local_shape(self.group.rank)
+        self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
+
+    def initialise(self, name: str, init_method: Initialiser, *, keep_whole: bool = False) -> Tensor | None:
+        """Gives a parameter the values that it has in the layer that is not divided; see `initialise_part`."""
+        placement, param = self.placements[name], self.get_parameter(name)
+        split = placement.split or Split.even(placement.shape[placement.dim], 1)
+        rank = self.group.rank if placement.split is not None else 0
+        return initialise_part(param, placement.shape, placement.dim, split, rank, init_method, keep_whole=keep_whole)
+
+    def whole_parameter(self, name: str) -> Tensor:
+        """Returns a parameter as a whole, on all ranks; all of them call it together. The result is not connected."""
+        placement, param = self.placements[name], self.get_parameter(name).detach()
+        if placement.split is None or self.group.size == 1:
+            return param.clone()
+        parts = gather_along(param, self.group, placement.dim, placement.split.sizes)
+        return placement.split.join(parts.split(list(placement.split.sizes), placement.dim), placement.dim)
+
+    # What is known of a parameter must outlive all that can be done to a module.
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As any module's; a parameter that is put in the place of another one is a part of the same whole."""
+        super().register_parameter(name, param)
+        self._mark(name)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        for name in self.placements:
+            self._mark(name)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        for name in self.placements:
+            self._mark(name)
+        return self
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
+    ) -> None:
+        """Takes this rank's part out of whole tensors, and out of what torch's checkpoint functions have read."""
+        for name, placement in self.placements.items():
+            value = state_dict.get(prefix + name)
+            local = placement.local_shape(self.group.rank)
+            held = _held_here(value) if isinstance(value, Tensor) else None
+            if held is not None:
+                state_dict[prefix + name] = held.view(local)
+            elif isinstance(value, Tensor) and tuple(value.shape) == placement.shape != local:
+                part = placement.take(value, self.group.rank)
+                if local_metadata.get("assign_to_params_buffers"):  # Or the part would keep the whole in memory.
+                    part = part.detach().clone(memory_format=torch.contiguous_format)
+                state_dict[prefix + name] = part
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """Says of each part which one it is, or makes it whole, where torch's checkpoint functions ask."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.group.size == 1:
+            return
+        asked = asked_by_torch() or (Asked() if saved_by_torch() else None)
+        if asked is None:
+            return
+        from scale_core.boxes import LocalShard  # Loads torch's checkpoint package, which has asked.
+
+        for name, placement in self.placements.items():
+            param = self._parameters.get(name)
+            if param is None or placement.split is None or unit_shard_of(param) is not None:
+                continue
+            shard = placement.shard(self.group)
+            if asked.whole:
+                destination[prefix + name] = self.whole_parameter(name)
+            else:
+                part = param.detach().contiguous()
+                destination[prefix + name] = LocalShard(part, shard.shape, shard.start, shard.stop, shard.ranges)
+
+    def _mark(self, name: str) -> None:
+        """Records what a parameter is a part of, if it is one and nobody has said more of it."""
+        placement, param = self.placements.get(name), self._parameters.get(name)
+        if placement is None or param is None or self.group.size == 1 or shard_of(param) is not None:
+            return
+        if tuple(param.shape) == placement.local_shape(self.group.rank):
+            mark(param, placement.shard(self.group))
+            # Optimizers that need whole tensors are refused, and those that don't say what their state is a part of.
+            watch_optimizers()
+            view_all()
+
+
+def split_of(what: str, total: int, group: Group, stride: int, split: Split | None) -> Split:
+    """Returns how the features of a layer are divided: as it was given, or by its stride.
+
+    Raises:
+        TypeError: The stride is no integer.
+        ValueError: Both were given, or what was given is of another number of features or ranks.
+    """
+    check_size("stride", stride, 1)
+    if split is None:
+        return Split.strided(total, group.size, stride)
+    if stride != 1:
+        raise ValueError("expected stride or split, got both: split says all that stride would")
+    if split.total != total or split.num_ranks != group.size:
+        raise ValueError(
+            f"expected a split of {what}={total} between {group.size} ranks, got one of {split.total} between "
+            f"{split.num_ranks}"
+        )
+    return split
+
+
+def check_features(layer: str, input_: Any, expected: int) -> None:
+    """Refuses an input of another last dimension.
+
+    Raises:
+        ValueError: It has another one.
+    """
+    if input_.dim() == 0 or input_.shape[-1] != expected:
+        raise ValueError(f"{layer}: expected an input [..., {expected}], got {list(input_.shape)}")
+
+
+def ranks_described(group: Group) -> str:
+    """What a printed layer says of its ranks."""
+    return f", rank={group.rank} of {group.size}" if group.size > 1 else ""
+
+
+def _held_here(value: Tensor) -> Tensor | None:
+    """What this rank holds of a tensor that only says it is whole; None if it is."""
+    boxes = sys.modules.get("scale_core.boxes")  # Without it nobody can have made such a thing.
+    return value.tensor if boxes is not None and isinstance(value, boxes.LocalShard) else None

@@ -1,0 +1,310 @@
+"""Linear layers whose weight is divided between ranks, by columns of the product or by its rows.
+
+A pair of them needs one sum: the first is divided by its outputs, so each rank computes some features alone; what comes
+next works feature by feature; the second is divided by its inputs, so each rank has a summand of the result.
+
+                  column                       row
+    input  -->  [ W0 ] --> features of rank 0 --> [ V0 ] --\
+    (on all)    [ W1 ] --> features of rank 1 --> [ V1 ] ---+--> sum (on all)
+
+In a world of one rank both are `torch.nn.Linear`, to the bit.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from scale_core.compat import untraced
+from scale_core.exchange import exchange
+from scale_core.group import GroupLike
+from scale_tp.groups import layer_group
+from scale_tp.initialising import Initialiser
+from scale_tp.layer import ParallelModule, Placement, check_features, ranks_described, split_of
+from scale_tp.regions import (
+    copy_all_to_model_parallel_region,
+    copy_to_model_parallel_region,
+    entered_with,
+    gather_from_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    scatter_to_model_parallel_region,
+)
+from scale_tp.split_sizes import Split, check_size
+
+
+class ColumnParallelLinear(ParallelModule):
+    """`y = x W^T + b`, of which each rank computes some of the output features.
+
+    Args:
+        in_features: Size of the input's last dimension.
+        out_features: Size of the whole output's last dimension; it need not divide by the ranks.
+        bias: Whether there is a bias; it is divided as the output is, and begins as zeros.
+        gather_output: Whether every rank gets the whole output. Otherwise it gets its own features, for a
+            `RowParallelLinear` with `input_is_parallel=True`.
+        init_method: What fills the whole weight in place; each rank keeps its part of the same values. A function that
+            does nothing leaves the memory as it is, for a checkpoint.
+        stride: How many equal matrices are stacked in this one, each of which is divided by itself.
+        keep_master_weight_for_test: Keep the whole weight, as it began, in `master_weight`.
+        group: The ranks that divide the layer: a process group or a `DeviceMesh` of one dimension; None is the model
+            axis of `initialize_model_parallel`, or this process alone.
+        device: Where the parameters are; on "meta" they get no values until `reset_parameters()`.
+        dtype: Of the parameters.
+        sequence_parallel: Whether the input is this rank's part of the sequence, of which all parts are gathered.
+        sequence_dim: The dimension of the sequence then.
+        split: Which output features each rank has, in place of `stride`.
+
+    Attributes:
+        weight: [out features of this rank, in_features]
+        bias: [out features of this rank], or None.
+        split: Which output features each rank has.
+
+    Raises:
+        ValueError: A size or option that makes no sense, or a group that is not known.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    master_weight: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        gather_output: bool = True,
+        init_method: Initialiser = nn.init.xavier_normal_,
+        stride: int = 1,
+        keep_master_weight_for_test: bool = False,
+        *,
+        group: GroupLike = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        sequence_parallel: bool = False,
+        sequence_dim: int = -2,
+        split: Split | None = None,
+    ) -> None:
+        check_size("in_features", in_features)
+        check_size("out_features", out_features)
+        ranks = layer_group(group)
+        chosen = split_of("out_features", out_features, ranks, stride, split)
+        super().__init__(ranks)
+        self.in_features, self.out_features = in_features, out_features
+        self.gather_output, self.split = gather_output, chosen
+        self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
+        self.init_method = init_method
+        self.place("weight", Placement((out_features, in_features), 0, chosen), device=device, dtype=dtype)
+        if bias:
+            self.place("bias", Placement((out_features,), 0, chosen), device=device, dtype=dtype)
+        else:
+            self.register_parameter("bias", None)
+        self.master_weight = self._fill(keep_master_weight_for_test)
+
+    @property
+    def output_size_per_partition(self) -> int:
+        """How many output features this rank has."""
+        return self.split.sizes[self.group.rank]
+
+    def reset_parameters(self) -> None:
+        """Gives the parameters the values that they begin with; on all ranks from the same random numbers."""
+        self._fill(False)
+
+    def get_master_weight(self) -> Tensor:
+        """Returns the whole weight [out_features, in_features]; all ranks call it together."""
+        return self.whole_parameter("weight")
+
+    def forward(self, input_: Tensor) -> Tensor:
+        """Computes this rank's output features, or all of them.
+
+        Args:
+            input_: [..., in_features]: the same on all ranks or, with `sequence_parallel`, this rank's part.
+
+        Returns:
+            [..., out_features], or [..., out features of this rank] without `gather_output`; always of the whole
+            sequence.
+
+        Raises:
+            ValueError: The input has another last dimension.
+        """
+        check_features("ColumnParallelLinear", input_, self.in_features)
+        if self.sequence_parallel:
+            whole = gather_from_sequence_parallel_region(input_, self.group, dim=self.sequence_dim)
+        else:
+            whole = copy_to_model_parallel_region(input_, self.group)
+        output = F.linear(whole, self.weight, self.bias)
+        if not self.gather_output or self.group.size == 1:
+            return output
+        gathered = gather_from_model_parallel_region(output, self.group, sizes=self.split.sizes)
+        return (
+            gathered if self.split.is_in_rank_order else self.split.join(gathered.split(list(self.split.sizes), -1), -1)
+        )
+
+    def extra_repr(self) -> str:
+        """What stands in the layer's line of a printed model."""
+        described = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        return f"{described}, gather_output={self.gather_output}{ranks_described(self.group)}"
+
+    def _fill(self, keep: bool) -> Tensor | None:
+        whole = self.initialise("weight", self.init_method, keep_whole=keep)
+        if self.bias is not None:
+            self.initialise("bias", nn.init.zeros_)
+        return whole
+
+
+class RowParallelLinear(ParallelModule):
+    """`y = x W^T + b`, to which each rank adds what some of the input features give.
+
+    Args:
+        in_features: Size of the whole input's last dimension; it need not divide by the ranks.
+        out_features: Size of the output's last dimension.
+        bias: Whether there is a bias; every rank has all of it, and it is added once, to the sum.
+        input_is_parallel: Whether the input is this rank's features alone, as of a `ColumnParallelLinear` without
+            `gather_output`. Otherwise it is the same on all ranks, and each takes its part.
+        init_method: As in `ColumnParallelLinear`.
+        stride: As in `ColumnParallelLinear`, of the input features.
+        keep_master_weight_for_test: As in `ColumnParallelLinear`.
+        group: As in `ColumnParallelLinear`.
+        device: As in `ColumnParallelLinear`.
+        dtype: As in `ColumnParallelLinear`.
+        sequence_parallel: Whether the output is this rank's part of the sequence alone.
+        sequence_dim: The dimension of the sequence then.
+        split: Which input features each rank has, in place of `stride`.
+
+    Attributes:
+        weight: [out_features, in features of this rank]
+        bias: [out_features], or None.
+        split: Which input features each rank has.
+
+    Raises:
+        ValueError: A size or option that makes no sense, or a group that is not known.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    master_weight: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        input_is_parallel: bool = False,
+        init_method: Initialiser = nn.init.xavier_normal_,
+        stride: int = 1,
+        keep_master_weight_for_test: bool = False,
+        *,
+        group: GroupLike = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        sequence_parallel: bool = False,
+        sequence_dim: int = -2,
+        split: Split | None = None,
+    ) -> None:
+        check_size("in_features", in_features)
+        check_size("out_features", out_features)
+        ranks = layer_group(group)
+        chosen = split_of("in_features", in_features, ranks, stride, split)
+        if sum(chosen.sizes) != chosen.total:
+            raise ValueError(
+                f"RowParallelLinear: expected a split that gives each input feature to one rank, got {chosen}: "
+                "the products of copies would be added twice"
+            )
+        super().__init__(ranks)
+        self.in_features, self.out_features = in_features, out_features
+        self.input_is_parallel, self.split = input_is_parallel, chosen
+        self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
+        self.init_method = init_method
+        self._fitting_width: int | None = None
+        self.place("weight", Placement((out_features, in_features), 1, chosen), device=device, dtype=dtype)
+        if bias:
+            self.place("bias", Placement((out_features,)), device=device, dtype=dtype)
+        else:
+            self.register_parameter("bias", None)
+        self.master_weight = self._fill(keep_master_weight_for_test)
+
+    @property
+    def input_size_per_partition(self) -> int:
+        """How many input features this rank has."""
+        return self.split.sizes[self.group.rank]
+
+    def reset_parameters(self) -> None:
+        """Gives the parameters the values that they begin with; on all ranks from the same random numbers."""
+        self._fill(False)
+
+    def get_master_weight(self) -> Tensor:
+        """Returns the whole weight [out_features, in_features]; all ranks call it together."""
+        return self.whole_parameter("weight")
+
+    def forward(self, input_: Tensor) -> Tensor:
+        """Computes this rank's summand, and adds all of them.
+
+        Args:
+            input_: [..., in features of this rank] with `input_is_parallel`, or [..., in_features], on all ranks.
+
+        Returns:
+            [..., out_features], the same on all ranks or, with `sequence_parallel`, this rank's part of the sequence.
+
+        Raises:
+            ValueError: The input has another last dimension, on this rank or on another one.
+        """
+        if self.group.size == 1:
+            check_features("RowParallelLinear", input_, self.in_features)
+            return F.linear(input_, self.weight, self.bias)
+        summand = F.linear(self._own_features(input_), self.weight)
+        if not self.sequence_parallel:
+            total = reduce_from_model_parallel_region(summand, self.group)
+            return total if self.bias is None else total + self.bias
+        total = reduce_scatter_to_sequence_parallel_region(summand, self.group, dim=self.sequence_dim)
+        if self.bias is None:
+            return total
+        # Each rank adds it to its own part of the sequence, so its gradient is a sum over the ranks.
+        (bias,) = copy_all_to_model_parallel_region(self.bias, group=self.group)
+        return total + bias
+
+    def extra_repr(self) -> str:
+        """What stands in the layer's line of a printed model."""
+        described = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        return f"{described}, input_is_parallel={self.input_is_parallel}{ranks_described(self.group)}"
+
+    def _own_features(self, input_: Tensor) -> Tensor:
+        if self.input_is_parallel:
+            self._check_parts(input_)
+            return input_
+        check_features("RowParallelLinear", input_, self.in_features)
+        if not self.split.is_in_rank_order:
+            input_ = torch.cat([self.split.take(input_, rank, -1) for rank in range(self.group.size)], -1)
+        return scatter_to_model_parallel_region(input_, self.group, sizes=self.split.sizes)
+
+    @untraced
+    def _check_parts(self, input_: Tensor) -> None:
+        """Whether the input is divided as the weight is; the first time, all ranks ask each other."""
+        width = input_.shape[-1] if input_.dim() else 0
+        if width == self._fitting_width:
+            return
+        others = [ranks for ranks in entered_with(input_) if ranks.ranks != self.group.ranks]
+        if others:
+            raise ValueError(
+                f"RowParallelLinear: the layer is divided between ranks {list(self.group.ranks)}, but its input comes "
+                f"from layers that are divided between ranks {list(others[0].ranks)}: give both the same group, or let "
+                "the layer before gather its output, and pass the whole to one with input_is_parallel=False"
+            )
+        # Only the first time: one rank alone, whose input has changed, would wait for the others in vain.
+        asks = self._fitting_width is None and self.group.backend != "fake"
+        widths = [row[0] for row in exchange([width], self.group)] if asks else None
+        expected = self.split.sizes
+        if width != expected[self.group.rank] or (widths is not None and tuple(widths) != expected):
+            raise ValueError(
+                f"RowParallelLinear: expected the {self.in_features} input features to be divided as {list(expected)} "
+                f"between the ranks, got {widths or width} of them: what comes before must be divided alike, as by "
+                f"ColumnParallelLinear(..., {self.in_features}, gather_output=False) in the same group; or pass the "
+                "whole input to a layer with input_is_parallel=False"
+            )
+        self._fitting_width = width
+
+    def _fill(self, keep: bool) -> Tensor | None:
+        whole = self.initialise("weight", self.init_method, keep_whole=keep)
+        if self.bias is not None:
+            self.initialise("bias", nn.init.zeros_)
+        return whole

@@ -1,0 +1,180 @@
+"""Llama's reference checkpoints, `consolidated.00.pth` and so on, merged into whole tensors.
+
+Each file is what one rank of the reference code held. Along which dimension a tensor was divided is not written there;
+it follows from the tensor's name, and for the embedding, which releases divide differently, from its shape.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+LLAMA_DIMS: Mapping[str, int | None] = MappingProxyType(
+    {
+        r"tok_embeddings\.weight": -1,
+        r"output\.weight": 0,
+        r"layers\.\d+\.attention\.w[qkv]\.(weight|bias)": 0,
+        r"layers\.\d+\.attention\.wo\.weight": 1,
+        r"layers\.\d+\.feed_forward\.w[13]\.weight": 0,
+        r"layers\.\d+\.feed_forward\.w2\.weight": 1,
+        r"layers\.\d+\.(attention_norm|ffn_norm)\.weight": None,
+        r"norm\.weight": None,
+        r"rope\.freqs": None,
+    }
+)
+"""For each pattern of names the dimension along which ranks divide the tensor, or None where each has all of it.
+
+-1 stands for the embedding: the words (0) where each file has rows of the model's width, as from Llama 3 on, and
+otherwise the width (1).
+"""
+
+_FILE = re.compile(r"consolidated\.(\d+)\.pth")
+_KEY_VALUE = re.compile(r"layers\.\d+\.attention\.w[kv]\.(weight|bias)")
+
+
+def iterate_consolidated(
+    folder: str | PathLike[str], *, dims: Mapping[str, int | None] = LLAMA_DIMS, dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields each tensor of a checkpoint, merged, under its name; one exists at a time.
+
+    The files are mapped into memory and read tensor by tensor; no code in them is run (`weights_only`).
+
+    Args:
+        folder: Where consolidated.00.pth, consolidated.01.pth and so on stand, and params.json, if there is one.
+        dims: As `LLAMA_DIMS`; to read other names, too, pass `{**LLAMA_DIMS, "lora": 0}`.
+        dtype: What to convert to; None keeps the dtype of the files.
+
+    Raises:
+        FileNotFoundError: There is no such file, or one of a series is missing.
+        ValueError: A name that no pattern knows, files with other names, or parts of other shapes; before anything is
+            yielded. Or what all files hold differs between them.
+
+    Example:
+        model = Transformer(arguments)  # with layers of scale_tp: each rank keeps its part
+        for name, tensor in iterate_consolidated("Llama-2-70b"):
+            ...
+    """
+    files = _open(Path(folder))
+    plan = [_way(name, files, dims) for name in files.parts[0]]
+    for way in plan:
+        parts = [part[way.name] for part in files.parts]
+        merged = _merged(way, parts, files)
+        # A copy, where nothing was joined: what is mapped would change with its file.
+        yield way.name, merged.to(dtype or merged.dtype, copy=len(parts) == 1 or way.dim is None)
+
+
+def read_consolidated(
+    folder: str | PathLike[str], *, dims: Mapping[str, int | None] = LLAMA_DIMS, dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
+    """Returns all tensors of a checkpoint, merged, by name; see `iterate_consolidated`."""
+    return dict(iterate_consolidated(folder, dims=dims, dtype=dtype))
+
+
+@dataclass(frozen=True)
+class _Files:
+    """The files of a checkpoint.
+
+    Attributes:
+        paths: Where they stand, by rank.
+        parts: What each holds.
+        width: The length of a token's vector; None where the files don't tell.
+        num_key_value_heads: As params.json says; None where it does not.
+    """
+
+    paths: list[Path]
+    parts: list[dict[str, Tensor]]
+    width: int | None
+    num_key_value_heads: int | None
+
+
+@dataclass(frozen=True)
+class _Way:
+    """How the parts of one tensor become whole.
+
+    Attributes:
+        name: Its name.
+        dim: Along which dimension they are joined; None where all are the same.
+        copies: How many ranks one after the other hold the same part.
+    """
+
+    name: str
+    dim: int | None
+    copies: int = 1
+
+
+def _open(folder: Path) -> _Files:
+    found = {int(match[1]): path for path in folder.glob("consolidated.*.pth") if (match := _FILE.fullmatch(path.name))}
+    if not found:
+        raise FileNotFoundError(f"expected consolidated.00.pth in {folder}, found none: pass the folder that holds it")
+    missing = sorted(set(range(max(found) + 1)) - set(found))
+    if missing:
+        names = ", ".join(f"consolidated.{number:02d}.pth" for number in missing)
+        raise FileNotFoundError(
+            f"expected the files of ranks 0 to {max(found)} in {folder}, but {names} is missing: fetch all of them"
+        )
+    paths = [found[number] for number in sorted(found)]
+    parts = [torch.load(path, map_location="cpu", weights_only=True, mmap=True) for path in paths]
+    for path, part in zip(paths, parts, strict=True):
+        differing = sorted(set(part) ^ set(parts[0]))
+        if differing:
+            raise ValueError(
+                f"expected the same names in all files, but {differing[0]} is only in one of {paths[0].name} and "
+                f"{path.name}: take the files of one checkpoint"
+            )
+    params = json.loads((folder / "params.json").read_text()) if (folder / "params.json").is_file() else {}
+    norm = parts[0].get("norm.weight")
+    width = params.get("dim", None if norm is None else norm.numel())
+    return _Files(paths, parts, width, params.get("n_kv_heads"))
+
+
+def _way(name: str, files: _Files, dims: Mapping[str, int | None]) -> _Way:
+    """Says how a tensor is merged, from its name and the shapes of its parts."""
+    matching = [dim for pattern, dim in dims.items() if re.fullmatch(pattern, name)]
+    if not matching:
+        raise ValueError(
+            f"{name}: no pattern says along which dimension it is divided: pass "
+            f"dims={{**LLAMA_DIMS, {re.escape(name)!r}: 0}}, or None in the place of 0 where each rank has all of it"
+        )
+    dim = matching[-1]  # What the caller adds stands last.
+    shapes = [tuple(part[name].shape) for part in files.parts]
+    if dim == -1:
+        if files.width is None:
+            raise ValueError(
+                f"{name}: expected norm.weight or params.json to tell the model's width, found neither: pass "
+                f"dims={{**LLAMA_DIMS, {re.escape(name)!r}: 0}} if words are divided between the files, or 1"
+            )
+        dim = 0 if shapes[0][1] == files.width else 1
+    if any(part[name].dtype != files.parts[0][name].dtype for part in files.parts):
+        raise ValueError(f"{name}: expected one dtype, got {[part[name].dtype for part in files.parts]}")
+    others = {shape if dim is None else (*shape[:dim], *shape[dim + 1 :]) for shape in shapes}
+    if len(others) > 1 or (dim is not None and len(shapes[0]) <= dim):
+        raise ValueError(
+            f"{name}: expected parts that are alike but for dimension {dim}, got {shapes} by file: take the files of "
+            "one checkpoint"
+        )
+    heads = files.num_key_value_heads
+    if heads is not None and _KEY_VALUE.fullmatch(name) and len(shapes) > heads and len(shapes) % heads == 0:
+        return _Way(name, dim, copies=len(shapes) // heads)
+    return _Way(name, dim)
+
+
+def _merged(way: _Way, parts: list[Tensor], files: _Files) -> Tensor:
+    copies = len(parts) if way.dim is None else way.copies
+    for number, part in enumerate(parts):
+        first = number - number % copies
+        if not torch.equal(part, parts[first]):
+            raise ValueError(
+                f"{way.name}: expected the same values in {files.paths[first].name} and {files.paths[number].name}, "
+                "which both hold all of it, but they differ: take the files of one checkpoint"
+            )
+    if way.dim is None:
+        return parts[0]
+    return torch.cat(parts[::copies], way.dim)

@@ -1,0 +1,205 @@
+"""Divides a model that exists already between ranks, by a plan of names and styles.
+
+Everything is looked at before anything is changed: which module has which style, where the heads of attention are cut,
+whether one layer hands the next what that expects, and whether all ranks are about to do the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from scale_core.collectives import broadcast
+from scale_core.group import Group, GroupLike
+from scale_core.shard import mark, shard_of
+from scale_tp.alike import agree
+from scale_tp.changes import Change, all_heads, change_of, split_of
+from scale_tp.divided import Columns, Entrance, Rows, divide, part_of
+from scale_tp.divided_randomness import DividedRandomness
+from scale_tp.groups import layer_group
+from scale_tp.heads import ATTENTION_RULES, AttentionRule, Heads
+from scale_tp.norms import replicated
+from scale_tp.plan import Plan, Style, resolve
+from scale_tp.refusals import (
+    check_beside,
+    check_divisible,
+    check_groups,
+    check_neighbours,
+    check_summands,
+    check_ties,
+)
+from scale_tp.stretches import Stretch, divide_stretch, stretch_of
+
+
+def parallelize(
+    model: nn.Module,
+    plan: Plan | None = None,
+    group: GroupLike = None,
+    *,
+    sequence_parallel: bool = False,
+    attention_rules: tuple[AttentionRule, ...] = (),
+    sync_module_states: bool = True,
+) -> nn.Module:
+    """Divides the modules that a plan names between ranks, in place; all ranks of the group call it.
+
+    Each keeps its class, its name and its hooks. Its parameters are replaced by this rank's parts, so an optimizer is
+    built afterwards. The model may be on the meta device. `model.load_state_dict` takes whole tensors.
+
+    Args:
+        model: The model.
+        plan: Names of modules, or patterns of names, to styles (`scale_tp.plan.STYLES`). None is the plan that a model
+            of transformers carries.
+        group: The ranks; None is the model axis of `initialize_model_parallel`.
+        sequence_parallel: Between the divided layers, each rank has a part of the sequence in place of all of it.
+        attention_rules: What to know of attention modules beside `ATTENTION_RULES`; the first one that fits counts.
+        sync_module_states: Send the values of the group's first rank to all before, so that the parts are those of one
+            model. Without it, all ranks have to have the same values, as from one seed or one checkpoint.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError: A style is none, or the module that it is for can't be divided.
+        ValueError: The plan does not fit the model, or the ranks differ; nothing has been changed then.
+
+    Example:
+        parallelize(model, {"layers.*.up": "colwise", "layers.*.down": "rowwise"}, mesh["tensor"])
+    """
+    ranks = layer_group(group)
+    carried = plan is None
+    plan = _carried(model) if plan is None else plan
+    modules = dict(model.named_modules())
+    styles = resolve(plan, modules, needs_all=not carried)
+    acting = {path: style for path, style in styles.items() if style != Style("nothing")}
+    work = _prepared(model, modules, acting, ranks, sequence_parallel, (*attention_rules, *ATTENTION_RULES))
+    check_beside(modules, styles)
+    agree("parallelize", work.words(), ranks)
+    if ranks.size > 1:
+        if sync_module_states:
+            _send_values(model, ranks)
+        work.carry_out()
+    return model
+
+
+def _carried(model: nn.Module) -> Plan:
+    """The plan that a model of transformers has, with that of the models in it."""
+    plan = getattr(model, "_tp_plan", None)
+    if not isinstance(plan, Mapping) or not plan:
+        raise ValueError(
+            f"{type(model).__name__} carries no plan (_tp_plan): pass one, such as "
+            '{"layers.*.up": "colwise", "layers.*.down": "rowwise"}, or '
+            "for the GPT-2 of transformers scale_tp.GPT2_PLAN"
+        )
+    return plan
+
+
+@torch.no_grad()
+def _send_values(model: nn.Module, group: Group) -> None:
+    """Gives all ranks the parameters and buffers of the first one."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        # What is a part of something is each rank's own.
+        if not tensor.is_meta and shard_of(tensor) is None:
+            sent = tensor.detach().contiguous()
+            broadcast(sent, group).wait()
+            tensor.copy_(sent)
+
+
+@dataclass
+class _Work:
+    """All that is to be done."""
+
+    model: nn.Module
+    group: Group
+    changes: list[Change]
+    heads: list[Heads]
+    mended: list[dict[str, int]]
+    randomness: list[tuple[nn.Module, DividedRandomness]]
+    stretch: Stretch | None
+
+    def words(self) -> str:
+        """What has to be the same on all ranks."""
+        found = [f"{len(self.changes)} modules, {'' if self.stretch is None else 'sequence parallel'}"]
+        for change in self.changes:
+            params = [
+                (name, tuple(param.shape), str(param.dtype))
+                for name, param in change.module.named_parameters(recurse=False)
+            ]
+            found.append(f"{change.path} as {change.kind.__name__} of {params}: {change.facts.get('split')}")
+        return "; ".join(found)
+
+    def carry_out(self) -> None:
+        """Divides everything; tied parameters stay tied."""
+        parts: dict[Tensor, nn.Parameter] = {}
+        for change in self.changes:
+            own = dict(change.module.named_parameters(recurse=False))
+            divide(change.module, change.kind, self.group, change.placements, **change.facts)
+            for name, param in own.items():
+                placement = change.placements[name]
+                if placement.split is None:
+                    change.module.register_parameter(name, param)  # It is the same, but is known from now on.
+                    continue
+                if param not in parts:
+                    parts[param] = part_of(param, placement, self.group)
+                change.module.register_parameter(name, parts[param])
+        for heads, values in zip(self.heads, self.mended, strict=True):
+            for name, value in values.items():
+                setattr(heads.module, name, value)
+        for module, drawn in self.randomness:
+            module.register_forward_pre_hook(drawn.before)
+            module.register_forward_hook(drawn.after, always_call=True)
+        if self.stretch is not None:
+            divide_stretch(self.stretch, self.group)
+        # What is left is the same on all ranks; whoever adds something up over them has to know.
+        for param in self.model.parameters():
+            if shard_of(param) is None:
+                mark(param, replicated(param, self.group))
+
+
+def _prepared(
+    model: nn.Module,
+    modules: dict[str, nn.Module],
+    styles: dict[str, Style],
+    ranks: Group,
+    sequence_parallel: bool,
+    rules: tuple[AttentionRule, ...],
+) -> _Work:
+    """Looks at everything, and changes nothing."""
+    check_groups(modules, ranks)
+    check_divisible(modules, styles)
+    heads = all_heads(modules, styles, ranks, rules)
+    splits = {path: split_of(path, modules[path], style, ranks, heads) for path, style in styles.items()}
+    stretch = stretch_of(model, modules, styles) if sequence_parallel else None
+    within = {} if stretch is None else dict(stretch.alike)
+    changes = []
+    entrances: dict[str, Entrance] = {}
+    randomness: dict[str, DividedRandomness] = {}
+    for path in modules:
+        style = styles.get(path) or within.get(path)
+        if style is None:
+            continue
+        split = splits.get(path)
+        inside = stretch is not None and stretch.holds(path)
+        changes.append(change_of(path, modules[path], style, split, ranks, inside))
+        if isinstance(changes[-1].facts.get("entrance"), int):
+            parent = path.rpartition(".")[0]
+            way: Literal["copy", "gather", "inside"] = "copy"
+            if stretch is not None and inside:
+                way = "inside" if parent in stretch.gathering else "gather"
+            entrance = entrances.setdefault(parent, Entrance(ranks, 0, way))
+            entrance.num_readers += 1
+            changes[-1].facts["entrance"] = entrance
+            if not changes[-1].facts["gathers"]:
+                randomness.setdefault(parent, DividedRandomness(ranks))
+    for change in changes:
+        if change.kind in (Columns, Rows):
+            change.facts["randomness"] = randomness.get(change.path.rpartition(".")[0])
+    check_neighbours(changes)
+    check_ties(model, changes)
+    check_summands(styles)
+    mended = [found.mended(ranks.rank) for found in heads.values()]
+    drawing = [(modules[path], drawn) for path, drawn in randomness.items()]
+    return _Work(model, ranks, changes, list(heads.values()), mended, drawing, stretch)

@@ -1,0 +1,169 @@
+"""Which module of a model is divided in which way: names and styles only, before any tensor is touched.
+
+A plan says it by names or patterns of names. The styles are those of transformers, whose models carry such plans
+(`_tp_plan`); each is a few facts, on which `parallelize` acts.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal, TypeAlias
+
+
+@dataclass(frozen=True)
+class Style:
+    """How one module is divided between ranks.
+
+    Attributes:
+        divides: Which dimension of the weight is divided: that of the outputs or of the inputs of a linear layer, the
+            words or the width of an embedding; "sequence" divides no weight, but what the module computes on; and
+            "nothing".
+        input: What comes in: all of it, the same on all ranks, or a rank's part, as a layer before gives it.
+        output: What goes out: all of it, or a rank's "part"; or a "summand", which another module sums.
+        stacked: How many matrices of equal size the weight is made of, each divided by itself: 2 for gate and up
+            projections in one layer.
+        sums_gradients: The parameters are whole, but each rank computes with other data, so their gradients are summed.
+    """
+
+    divides: Literal["outputs", "inputs", "words", "width", "sequence", "nothing"]
+    input: Literal["whole", "part"] = "whole"
+    output: Literal["whole", "part", "summand"] = "whole"
+    stacked: int = 1
+    sums_gradients: bool = False
+
+
+STYLES: Mapping[str, Style] = MappingProxyType(
+    {
+        "colwise": Style("outputs", output="part"),
+        "colwise_rep": Style("outputs"),
+        "colwise_gather_output": Style("outputs"),
+        "packed_colwise": Style("outputs", output="part", stacked=2),
+        "rowwise": Style("inputs", input="part"),
+        "rowwise_rep": Style("inputs"),
+        "rowwise_split_input": Style("inputs"),
+        "packed_rowwise": Style("inputs", input="part", stacked=2),
+        "embedding_rowwise": Style("words"),
+        "embedding_colwise": Style("width"),
+        "sequence_parallel": Style("sequence", sums_gradients=True),
+        "replicated_with_grad_allreduce": Style("nothing", sums_gradients=True),
+        "replicate": Style("nothing"),
+        "replicated": Style("nothing"),
+        "local": Style("nothing"),
+        "local_colwise": Style("outputs", output="part"),
+        "local_rowwise": Style("inputs", input="part", output="summand"),
+        "local_packed_rowwise": Style("inputs", input="part", output="summand", stacked=2),
+        "gather": Style("nothing", input="part"),
+        "all_reduce": Style("nothing", input="part"),
+    }
+)
+"""The styles by the names that transformers gives them, those of older releases included."""
+
+NOT_SUPPORTED: Mapping[str, str] = MappingProxyType(
+    {
+        "moe_tp_experts": "it divides experts, which are one tensor for all",
+        "moe_identity_expert": "it divides experts",
+        "grouped_gemm": "it divides experts, which are one tensor for all",
+        "local_params": "it divides experts",
+        "ep_dispatch_experts": "it divides experts",
+        "ep_router": "it divides experts",
+        "mla_kv_a_proj": "it needs to know which part of an output other layers divide again",
+    }
+)
+"""Styles of transformers that are refused, and why."""
+
+Plan: TypeAlias = Mapping[str, "str | Style"]
+
+GPT2_PLAN: Plan = MappingProxyType(
+    {
+        r"(.*\.)?wte": "embedding_rowwise",
+        r"(.*\.)?lm_head": "colwise_gather_output",
+        r"(.*\.)?h\.\d+\.attn\.c_attn": Style("outputs", output="part", stacked=3),
+        r"(.*\.)?h\.\d+\.attn\.c_proj": "rowwise",
+        r"(.*\.)?h\.\d+\.mlp\.c_fc": "colwise",
+        r"(.*\.)?h\.\d+\.mlp\.c_proj": "rowwise",
+    }
+)
+"""A plan for the GPT-2 of transformers, which carries none."""
+
+
+def resolve(plan: Plan, names: Iterable[str], *, needs_all: bool = True) -> dict[str, Style]:
+    """Returns the style of each module that a plan speaks of, in the order of the modules.
+
+    A key of a plan is a name; a name in which `*` stands for one part between dots; or a regular expression, which
+    has to match all of a name.
+
+    Args:
+        plan: Names or patterns, to the names of styles or styles.
+        names: The names of the model's modules.
+        needs_all: Whether each key must match something. A plan that a model carries speaks of modules that only some
+            of its configurations have.
+
+    Raises:
+        TypeError: A style is none, and no name of one.
+        ValueError: A style is unknown or not supported, a key matches nothing, or two keys that match one module ask
+            for different styles.
+
+    Example:
+        >>> resolve({"layers.*.up": "colwise"}, ["", "layers", "layers.0", "layers.0.up"])
+        {'layers.0.up': Style(divides='outputs', input='whole', output='part', stacked=1, sums_gradients=False)}
+    """
+    names = list(names)
+    found: dict[str, tuple[str, Style]] = {}
+    for key, value in plan.items():
+        matches = [name for name in names if _pattern(key).fullmatch(name)]
+        if not matches and not needs_all:
+            continue
+        style = _style_of(key, value)
+        if not matches:
+            raise ValueError(f"the plan's {key!r} matches none of the {len(names)} modules{_near(key, names)}")
+        for name in matches:
+            before, other = found.setdefault(name, (key, style))
+            if other != style:
+                raise ValueError(
+                    f"the plan asks for two styles of '{name}': by {before!r} and by {key!r}: let one of them match it"
+                )
+    return {name: found[name][1] for name in names if name in found}
+
+
+def _style_of(key: str, value: object) -> Style:
+    if isinstance(value, Style):
+        return value
+    if not isinstance(value, str):
+        raise TypeError(f"the plan's {key!r}: expected a style or the name of one, got {type(value).__name__}")
+    if value in NOT_SUPPORTED:
+        raise ValueError(
+            f"the plan's {key!r}: the style {value!r} is not supported ({NOT_SUPPORTED[value]}): leave it out of the "
+            "plan, so that all ranks compute that module alike"
+        )
+    if value not in STYLES:
+        near = difflib.get_close_matches(value, STYLES, n=3)
+        hint = (
+            f"did you mean {' or '.join(map(repr, near))}?" if near else f"expected one of {', '.join(sorted(STYLES))}"
+        )
+        raise ValueError(f"the plan's {key!r}: unknown style {value!r}: {hint}")
+    return STYLES[value]
+
+
+def _pattern(key: str) -> re.Pattern[str]:
+    parts = key.split(".")
+    if all(part == "*" or part.isidentifier() or part.isdecimal() for part in parts):
+        return re.compile(r"\.".join(r"[^.]+" if part == "*" else re.escape(part) for part in parts))
+    try:
+        return re.compile(key)
+    except re.error as error:
+        raise ValueError(f"the plan's {key!r} is neither a name nor a regular expression: {error}") from error
+
+
+def _near(key: str, names: list[str]) -> str:
+    """The names most like a key, with `*` in the place of numbers."""
+    starred = list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in names if name))
+    plain = re.sub(r"\\d\+|\d+", "*", key).replace("\\", "")
+    near = difflib.get_close_matches(plain, starred, n=3, cutoff=0.5)
+    # A name that is right but for what stands before it is nearer than its letters say.
+    last = plain.rsplit(".", 1)[-1]
+    near = list(dict.fromkeys([name for name in starred if name.rsplit(".", 1)[-1] == last][:3] + near))[:3]
+    return f"; near it are {', '.join(map(repr, near))}" if near else f"; there are {', '.join(map(repr, starred[:5]))}"

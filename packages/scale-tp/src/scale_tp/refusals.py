@@ -1,0 +1,165 @@
+"""Plans that do not fit their model, found before anything is changed.
+
+Each check says what was expected, what came, and what to write in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor, nn
+
+from scale_core.group import Group
+from scale_core.shard import Held, shard_of
+from scale_tp.changes import Change
+from scale_tp.divided import Columns, Rows, is_embedding, is_linear
+from scale_tp.layer import ParallelModule, Placement
+from scale_tp.plan import Style
+from scale_tp.split_sizes import Split
+
+
+def check_groups(modules: Mapping[str, nn.Module], group: Group) -> None:
+    """Refuses layers of another group in one model: parts of one would be taken for parts of the other."""
+    for path, module in modules.items():
+        if isinstance(module, ParallelModule) and module.group.ranks != group.ranks:
+            raise ValueError(
+                f"'{path}' is divided between the ranks {list(module.group.ranks)}, and the plan divides others "
+                f"between {list(group.ranks)}: pass one group to all of them"
+            )
+
+
+def check_divisible(modules: Mapping[str, nn.Module], styles: Mapping[str, Style]) -> None:
+    """Refuses modules that are divided already, or are none that a style can divide."""
+    for path, style in styles.items():
+        module = modules[path]
+        if isinstance(module, ParallelModule) or any(map(_is_divided, module.parameters(recurse=False))):
+            raise ValueError(
+                f"'{path}' is divided already, between the ranks of some group: divide a model once, before "
+                "fully_shard and OSS"
+            )
+        fits = {
+            "outputs": is_linear(module),
+            "inputs": is_linear(module),
+            "words": is_embedding(module),
+            "width": is_embedding(module),
+        }.get(style.divides, True)
+        if not fits:
+            expected = "an nn.Linear" if style.divides in ("outputs", "inputs") else "an nn.Embedding"
+            raise TypeError(
+                f"'{path}': expected {expected} to divide its {style.divides}, got {type(module).__name__}: leave it "
+                "out of the plan"
+            )
+        if style.divides not in ("sequence", "nothing") and module._parameters.get("weight") is None:
+            raise TypeError(
+                f"'{path}': expected its weight to be a parameter, but it is computed from others, as by a "
+                "parametrization: leave it out of the plan, or remove that before"
+            )
+        if style.divides in ("words", "width") and getattr(module, "max_norm", None) is not None:
+            raise ValueError(
+                f"'{path}': max_norm={module.max_norm} changes the weight while it is read, where a rank has only a "
+                "part of it: leave the embedding out of the plan"
+            )
+        if style.divides == "words" and getattr(module, "scale_grad_by_freq", False):
+            raise ValueError(
+                f"'{path}': scale_grad_by_freq counts words, and words of other ranks would count as this rank's first "
+                "one: leave the embedding out of the plan, or take scale_tp.VocabParallelEmbedding"
+            )
+
+
+def check_beside(modules: Mapping[str, nn.Module], styles: Mapping[str, Style]) -> None:
+    """Refuses parameters of which it is not known whether ranks compute with them on parts or on all.
+
+    What stands beside divided layers in one module may compute on what they give. Each rank then has a summand of its
+    gradients alone, and nothing else would show that they are wrong.
+    """
+    parents = {path.rpartition(".")[0] for path, style in styles.items() if style.output == "part"}
+    divided = {path for path, style in styles.items() if style.divides not in ("nothing", "sequence")}
+    for path in modules:
+        within: list[str] = []
+        if path in parents:
+            within = [path]  # Its own parameters; what it holds has its turn.
+        elif path.rpartition(".")[0] in parents:
+            within = [below for below in modules if below == path or below.startswith(f"{path}.")]
+        if divided.intersection(within):
+            continue
+        for below in within:
+            if below not in styles and next(modules[below].parameters(recurse=False), None) is not None:
+                raise ValueError(
+                    f"'{below}' ({type(modules[below]).__name__}) has parameters and stands beside divided layers: "
+                    "give it the style 'replicate' if it computes on what all ranks have, and "
+                    "'replicated_with_grad_allreduce' if on what 'colwise' layers give"
+                )
+
+
+def check_neighbours(changes: Sequence[Change]) -> None:
+    """Refuses layers of one module that hand each other parts which are cut in different ways."""
+    parents: dict[str, list[Change]] = {}
+    for change in changes:
+        parents.setdefault(change.path.rpartition(".")[0], []).append(change)
+    for siblings in parents.values():
+        giving = [change for change in siblings if change.kind is Columns and not change.facts["gathers"]]
+        for taking in siblings:
+            if taking.kind is not Rows or taking.facts["splits_input"]:
+                continue
+            sizes = [one for change in giving for one in _things(change.split, taking.split.total)]
+            if sizes and taking.split not in sizes:
+                raise ValueError(
+                    f"'{taking.path}' takes {taking.split.total} inputs in parts of {list(taking.split.sizes)}, but "
+                    f"'{giving[0].path}' gives {giving[0].split.total} outputs in parts of "
+                    f"{list(giving[0].split.sizes)}: give them styles of one kind, such as 'colwise' and 'rowwise'"
+                )
+
+
+def _things(split: Split, total: int) -> list[Split]:
+    """The splits of so many indices that a split is, or is stacked of."""
+    if split.total == total:
+        return [split]
+    count = split.total // total if total and split.total % total == 0 else 0
+    found = []
+    for number in range(count):
+        first, last = number * total, (number + 1) * total
+        ranges = tuple(
+            tuple((start - first, stop - first) for start, stop in held if first <= start and stop <= last)
+            for held in split.ranges
+        )
+        if all(ranges):
+            found.append(Split(total, ranges))
+    return found
+
+
+def check_ties(model: nn.Module, changes: Sequence[Change]) -> None:
+    """Refuses a parameter that two modules share, of which only one is divided, or each in another way."""
+    placed: dict[Tensor, dict[str, Placement | None]] = {}
+    by_path = {change.path: change for change in changes}
+    for path, module in model.named_modules():
+        for name, param in module.named_parameters(recurse=False):
+            change = by_path.get(path)
+            placement = change.placements.get(name) if change is not None else None
+            if placement is not None and placement.split is None:
+                placement = None
+            placed.setdefault(param, {})[f"{path}.{name}"] = placement
+    for places in placed.values():
+        if len(set(places.values())) > 1:
+            divided = [name for name, placement in places.items() if placement is not None]
+            others = [name for name in places if name != divided[0]]
+            raise ValueError(
+                f"'{divided[0]}' and '{others[0]}' are one parameter, but the plan does not divide both in one way: "
+                "give both modules a style, such as 'embedding_rowwise' to the embedding and 'colwise_gather_output' "
+                "to the head, or neither"
+            )
+
+
+def check_summands(styles: Mapping[str, Style]) -> None:
+    """Refuses summands that nobody sums."""
+    summing = [path for path, style in styles.items() if style.divides == "nothing" and style.input == "part"]
+    for path, style in styles.items():
+        if style.output == "summand" and not any(path == outer or path.startswith(f"{outer}.") for outer in summing):
+            raise ValueError(
+                f"'{path}' gives a summand on each rank, but no module around it sums them: give the module that holds "
+                "it the style 'gather', or this one the style 'rowwise'"
+            )
+
+
+def _is_divided(param: Tensor) -> bool:
+    shard = shard_of(param)
+    return shard is not None and any(axis.held is Held.SHARD for axis in shard.axes)

@@ -1,0 +1,300 @@
+"""The collectives of tensor parallelism, with their gradients: each is another one's backward.
+
+| forward            | backward           | region                                       |
+|--------------------|--------------------|----------------------------------------------|
+| nothing            | sum over the ranks | `copy_to_model_parallel_region`              |
+| sum over the ranks | nothing            | `reduce_from_model_parallel_region`          |
+| this rank's part   | the parts together | `scatter_to_model_parallel_region`           |
+| the parts together | this rank's part   | `gather_from_model_parallel_region`          |
+| the parts together | part of the sum    | `gather_from_sequence_parallel_region`       |
+| part of the sum    | the parts together | `reduce_scatter_to_sequence_parallel_region` |
+
+A rank leaves a plain region, in which all ranks compute the same, through the first and the third, and comes back
+through the second and the fourth. In a sequence parallel region each rank has its part of the sequence, and the last
+two take the place of the first two. No tensor is changed in place, and gradients of gradients pass as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scale_core.compat import untraced
+from scale_core.group import Group, GroupLike
+from scale_tp.groups import layer_group
+from scale_tp.moves import gather_along, part_along, parts_of, sizes_of_all, sum_over, sum_scatter_along
+from scale_tp.sequence_parts import parts_held, tell_parts
+
+Sizes = Sequence[int] | None
+
+
+def copy_to_model_parallel_region(input_: Tensor, group: GroupLike = None) -> Tensor:
+    """Returns the input as it is; its gradient is summed over the ranks, each of which computed with its own part.
+
+    Args:
+        input_: [any shape], the same on all ranks.
+        group: The ranks; None is the model axis.
+    """
+    ranks = layer_group(group)
+    if ranks.size == 1:
+        return input_
+    copied: Tensor = _applied(_Copy, ranks, input_)
+    return copied
+
+
+def copy_all_to_model_parallel_region(*inputs: Tensor, group: GroupLike = None) -> tuple[Tensor, ...]:
+    """The same for several tensors, whose gradients are summed in one message: the small parameters of a norm.
+
+    Args:
+        *inputs: [any shapes] of one dtype and device, the same on all ranks.
+        group: The ranks; None is the model axis.
+    """
+    ranks = layer_group(group)
+    if ranks.size == 1 or not inputs:
+        return inputs
+    copied: tuple[Tensor, ...] = _applied(_CopyAll, ranks, *inputs)
+    return copied
+
+
+def reduce_from_model_parallel_region(input_: Tensor, group: GroupLike = None) -> Tensor:
+    """Returns the sum over the ranks; the gradient goes to each summand as it is.
+
+    Args:
+        input_: [any shape]: a summand; of one shape on all ranks. It is not changed.
+        group: The ranks; None is the model axis.
+    """
+    ranks = layer_group(group)
+    if ranks.size == 1:
+        return input_
+    total: Tensor = _applied(_Reduce, ranks, input_)
+    return total
+
+
+def scatter_to_model_parallel_region(
+    input_: Tensor, group: GroupLike = None, *, dim: int = -1, sizes: Sizes = None
+) -> Tensor:
+    """Returns this rank's part along `dim`; the gradients of the parts are put together.
+
+    Args:
+        input_: [..., N, ...], the same on all ranks.
+        group: The ranks; None is the model axis.
+        dim: The dimension that is divided.
+        sizes: How much of N each rank has; None is as even as it can be.
+
+    Raises:
+        ValueError: `sizes` do not add up to N.
+    """
+    ranks = layer_group(group)
+    if ranks.size == 1:
+        return input_
+    part: Tensor = _applied(_Scatter, ranks, input_, dim, tuple(parts_of(input_.shape[dim], ranks, sizes)))
+    return part
+
+
+def gather_from_model_parallel_region(
+    input_: Tensor, group: GroupLike = None, *, dim: int = -1, sizes: Sizes = None
+) -> Tensor:
+    """Returns the parts of all ranks along `dim`, in rank order; each gets its part of the gradient.
+
+    Args:
+        input_: [..., n of this rank, ...].
+        group: The ranks; None is the model axis.
+        dim: The dimension that is divided.
+        sizes: n of each rank; None asks the others, in a message more.
+
+    Raises:
+        ValueError: This rank's n is not what `sizes` says.
+    """
+    ranks = layer_group(group)
+    return input_ if ranks.size == 1 else _gathered(ranks, input_, dim, sizes, sums=False)
+
+
+def scatter_to_sequence_parallel_region(
+    input_: Tensor, group: GroupLike = None, *, dim: int = -2, sizes: Sizes = None
+) -> Tensor:
+    """Returns this rank's part of the sequence; the gradients of the parts are put together.
+
+    Args:
+        input_: [..., N, ...], the same on all ranks.
+        group: The ranks; None is the model axis.
+        dim: The dimension of the sequence: by default that before the last, as in [batch, sequence, features].
+        sizes: How much of N each rank has; None is as even as it can be.
+
+    Raises:
+        ValueError: `sizes` do not add up to N.
+    """
+    ranks = layer_group(group)
+    tell_parts(ranks, parts_of(input_.shape[dim], ranks, sizes))
+    return scatter_to_model_parallel_region(input_, ranks, dim=dim, sizes=sizes)
+
+
+def gather_from_sequence_parallel_region(
+    input_: Tensor, group: GroupLike = None, *, dim: int = -2, sizes: Sizes = None, to_model_parallel: bool = True
+) -> Tensor:
+    """Returns the whole sequence, of which each rank has a part.
+
+    Args:
+        input_: [..., n of this rank, ...].
+        group: The ranks; None is the model axis.
+        dim: The dimension of the sequence.
+        sizes: n of each rank; None is as the sequence was divided, by one of these functions or by a layer.
+        to_model_parallel: Whether each rank goes on with its own part of a layer, so that the gradients must be summed
+            over the ranks. False is for what all ranks compute alike, such as a loss.
+
+    Raises:
+        ValueError: This rank's n is not what `sizes` says.
+    """
+    ranks = layer_group(group)
+    if ranks.size == 1:
+        return input_
+    sizes = parts_held(ranks, input_.shape[dim]) if sizes is None else sizes
+    return _gathered(ranks, input_, dim, sizes, sums=to_model_parallel)
+
+
+def reduce_scatter_to_sequence_parallel_region(
+    input_: Tensor, group: GroupLike = None, *, dim: int = -2, sizes: Sizes = None
+) -> Tensor:
+    """Returns this rank's part of the sequence of the sum over the ranks; the gradients are put together.
+
+    Args:
+        input_: [..., N, ...]: a summand; of one shape on all ranks. It is not changed.
+        group: The ranks; None is the model axis.
+        dim: The dimension of the sequence.
+        sizes: How much of N each rank has; None is as even as it can be.
+
+    Raises:
+        ValueError: `sizes` do not add up to N.
+    """
+    ranks = layer_group(group)
+    if ranks.size == 1:
+        return input_
+    known = tuple(parts_of(input_.shape[dim], ranks, sizes))
+    tell_parts(ranks, known)
+    part: Tensor = _applied(_ReduceScatter, ranks, input_, dim, known)
+    return part
+
+
+def entered_with(tensor: Tensor) -> list[Group]:
+    """Returns the ranks of the regions that a tensor was computed in, as far as autograd knows: mostly one group.
+
+    From the tensor back, up to where what it was computed from came into a region, or out of one.
+    """
+    entrances, exits = (_Copy, _CopyAll, _Scatter, _GatherToSum), (_Reduce, _Gather, _ReduceScatter)
+    found: dict[Group, None] = {}
+    seen: set[Any] = set()
+    waiting: list[Any] = [tensor.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, tuple(function._backward_cls for function in entrances)):
+            found[node.ranks] = None  # type: ignore[attr-defined]
+        elif not isinstance(node, tuple(function._backward_cls for function in exits)):
+            waiting += [before for before, _ in node.next_functions]
+    return list(found)
+
+
+@untraced
+def _gathered(ranks: Group, part: Tensor, dim: int, sizes: Sizes, *, sums: bool) -> Tensor:
+    known = tuple(sizes_of_all(part.shape[dim], ranks, sizes))
+    whole: Tensor = _applied(_GatherToSum if sums else _Gather, ranks, part, dim, known)
+    return whole
+
+
+@untraced  # What torch.compile compiles goes on without a graph here.
+def _applied(function: type[torch.autograd.Function], ranks: Group, *args: Any) -> Any:
+    return function.apply(ranks, *args)
+
+
+# Each of these is another one's backward: see the table above.
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ranks: Group, tensor: Tensor) -> Tensor:
+        ctx.ranks = ranks
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        return None, _applied(_Reduce, ctx.ranks, grad)
+
+
+class _CopyAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ranks: Group, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.ranks = ranks
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        wanted = [grad for grad, needed in zip(grads, ctx.needs_input_grad[1:], strict=True) if needed]
+        joined: Tensor = _applied(_Reduce, ctx.ranks, torch.cat([grad.reshape(-1) for grad in wanted]))
+        sums = iter(joined.split([grad.numel() for grad in wanted]))
+        return None, *(
+            next(sums).view(grad.shape).to(grad.dtype) if needed else None
+            for grad, needed in zip(grads, ctx.needs_input_grad[1:], strict=True)
+        )
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ranks: Group, tensor: Tensor) -> Tensor:
+        ctx.ranks = ranks
+        return sum_over(tensor, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        return None, _applied(_Copy, ctx.ranks, grad)
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ranks: Group, tensor: Tensor, dim: int, sizes: tuple[int, ...]) -> Tensor:
+        ctx.place = (dim, sizes)
+        ctx.ranks = ranks
+        return part_along(tensor, ranks, dim, sizes).clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, None]:
+        return None, _applied(_Gather, ctx.ranks, grad, *ctx.place), None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ranks: Group, tensor: Tensor, dim: int, sizes: tuple[int, ...]) -> Tensor:
+        ctx.place = (dim, sizes)
+        ctx.ranks = ranks
+        return gather_along(tensor, ranks, dim, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, None]:
+        return None, _applied(_Scatter, ctx.ranks, grad, *ctx.place), None, None
+
+
+class _GatherToSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ranks: Group, tensor: Tensor, dim: int, sizes: tuple[int, ...]) -> Tensor:
+        ctx.place = (dim, sizes)
+        ctx.ranks = ranks
+        return gather_along(tensor, ranks, dim, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, None]:
+        return None, _applied(_ReduceScatter, ctx.ranks, grad, *ctx.place), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ranks: Group, tensor: Tensor, dim: int, sizes: tuple[int, ...]) -> Tensor:
+        ctx.place = (dim, sizes)
+        ctx.ranks = ranks
+        return sum_scatter_along(tensor, ranks, dim, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, None]:
+        return None, _applied(_GatherToSum, ctx.ranks, grad, *ctx.place), None, None

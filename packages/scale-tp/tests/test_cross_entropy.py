@@ -1,0 +1,164 @@
+"""cross_entropy.py: cross entropy over logits of which each rank has some words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from scale_core.group import Group, group_of
+from scale_core.testing import run_ranks
+from scale_tp import Split, vocab_parallel_cross_entropy
+from scale_tp import cross_entropy as module
+
+WORDS = 11
+TARGET = torch.tensor([[0, 10, -100, 3, 3], [7, 2, 10, -100, 5]])
+
+
+def logits_of(dtype: torch.dtype = torch.float64, words: int = WORDS) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(*TARGET.shape, words, generator=generator, dtype=torch.float64).mul(4).to(dtype)
+
+
+def plain(logits: Tensor, target: Tensor, z_loss: float = 0.0, ignore_index: int = -100, **options: Any) -> Tensor:
+    """torch's, in the same wide dtype, with the square of the logarithm added."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    flat, reduction = wide.flatten(0, -2), options.pop("reduction", "none")
+    losses = F.cross_entropy(flat, target.flatten(), reduction="none", ignore_index=ignore_index, **options)
+    extra = z_loss * flat.logsumexp(-1).square()
+    losses = losses + extra.masked_fill(target.flatten() == ignore_index, 0)
+    if reduction == "none":
+        return losses.view(target.shape)
+    return losses.sum() if reduction == "sum" else losses.sum() / (target != ignore_index).sum()
+
+
+CASES: list[dict[str, Any]] = [
+    {},
+    {"label_smoothing": 0.1},
+    {"z_loss": 1e-2},
+    {"label_smoothing": 0.3, "z_loss": 1e-3, "reduction": "mean"},
+    {"reduction": "sum"},
+    {"reduction": "mean"},
+    {"ignore_index": 3, "reduction": "mean"},
+    {"label_smoothing": 1.0},
+]
+
+
+def compare(group: Group, dtype: torch.dtype, words: int, chunk_rows: int | None, case: dict[str, Any]) -> None:
+    target = TARGET.clamp(max=words - 1) if case.get("ignore_index") is None else TARGET.clamp(0, words - 1)
+    whole = logits_of(dtype, words).requires_grad_()
+    split = Split.even(words, group.size)
+    own = split.take(whole.detach(), group.rank, -1).clone().requires_grad_()
+    before = own.detach().clone()
+    expected = plain(whole, target, **case)
+    given = None if "z_loss" in case else words  # Not told, the ranks ask each other.
+    found = vocab_parallel_cross_entropy(own, target, vocabulary_size=given, chunk_rows=chunk_rows, group=group, **case)
+    assert found.dtype == expected.dtype
+    # Both round each of a few sums of some ten terms; measured in units of the last place of what is summed.
+    close = {"rtol": 8 * torch.finfo(found.dtype).eps, "atol": 32 * torch.finfo(found.dtype).eps}
+    torch.testing.assert_close(found, expected, **close)
+    weight = torch.linspace(-2, 1, found.numel(), dtype=found.dtype).view(found.shape)
+    (expected * weight).sum().backward()
+    (found * weight).sum().backward()
+    grad = split.take(whole.grad, group.rank, -1)
+    if dtype == torch.bfloat16:  # One rounding of fp32 numbers that differ in the last place.
+        close = {"rtol": torch.finfo(dtype).eps, "atol": 1e-7}
+    torch.testing.assert_close(own.grad, grad, **close)
+    assert torch.equal(own, before), "nobody writes to the logits"
+
+
+def in_all_ways() -> None:
+    group = group_of()
+    for case in CASES:
+        for dtype in (torch.float64, torch.float32, torch.bfloat16):
+            compare(group, dtype, WORDS, None, case)
+        compare(group, torch.float64, WORDS, 3, case)
+        compare(group, torch.float64, 2, 3, case | {"ignore_index": 1})  # A rank may have no words.
+    for bad in (WORDS, -1, 1000):
+        own = Split.even(WORDS, group.size).take(logits_of(), group.rank, -1)
+        with pytest.raises(IndexError, match="words from 0 to 10, or ignore_index=-100, got another one"):
+            vocab_parallel_cross_entropy(own, torch.full(TARGET.shape, bad), vocabulary_size=WORDS, group=group)
+    extremes(group)
+
+
+def extremes(group: Group) -> None:
+    """Logits that overflow in their own dtype, and words that can't come."""
+    whole = logits_of(torch.float32).mul(1e4)
+    whole[..., :6] = -torch.inf
+    whole[..., 3], whole[..., 0], whole[..., 2], whole[..., 5] = 1.0, 2.0, 3.0, -4.0
+    own = Split.even(WORDS, group.size).take(whole, group.rank, -1)
+    found = vocab_parallel_cross_entropy(own, TARGET, vocabulary_size=WORDS, group=group)
+    torch.testing.assert_close(found, plain(whole, TARGET))
+    whole = torch.full((1, WORDS), -torch.inf)
+    whole[0, 0] = 0.0
+    own = Split.even(WORDS, group.size).take(whole, group.rank, -1).clone().requires_grad_()
+    loss = vocab_parallel_cross_entropy(own, torch.tensor([0]), vocabulary_size=WORDS, group=group)
+    loss.sum().backward()
+    assert loss.item() == 0.0
+    assert not own.grad.any()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_the_loss_and_its_gradient_are_torchs(num_ranks: int) -> None:
+    run_ranks(in_all_ways, num_ranks)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_one_process_needs_no_initialisation(case: dict[str, Any], dtype: torch.dtype) -> None:
+    compare(group_of(), dtype, WORDS, 4, case)
+
+
+def test_where_nothing_counts_the_mean_is_no_number_as_in_torch() -> None:
+    logits, target = torch.randn(2, 5), torch.full((2,), -100)
+    assert vocab_parallel_cross_entropy(logits, target, reduction="mean").isnan()
+    assert vocab_parallel_cross_entropy(logits, target, reduction="sum").item() == 0.0
+    empty = vocab_parallel_cross_entropy(torch.randn(0, 5), torch.zeros(0, dtype=torch.long))
+    assert empty.shape == (0,)
+
+
+def test_only_a_chunk_of_the_logits_is_ever_widened(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(64, 32).bfloat16().requires_grad_()
+    target = torch.arange(64) % 32
+    largest = 0
+    to, sub = Tensor.to, Tensor.__sub__
+
+    def seen(result: Tensor) -> Tensor:
+        nonlocal largest
+        if result.dtype == torch.float32 and result.dim() == 2:
+            largest = max(largest, result.numel())
+        return result
+
+    monkeypatch.setattr(Tensor, "to", lambda self, *a, **k: seen(to(self, *a, **k)))
+    monkeypatch.setattr(Tensor, "__sub__", lambda self, other: seen(sub(self, other)))
+    vocab_parallel_cross_entropy(logits, target, chunk_rows=4).sum().backward()
+    assert largest == 4 * 32
+    monkeypatch.setattr(module, "_CHUNK_ELEMENTS", 8 * 32)
+    largest = 0
+    vocab_parallel_cross_entropy(logits, target).sum().backward()
+    assert largest == 8 * 32
+
+
+@pytest.mark.parametrize(
+    ("logits", "target", "options", "message"),
+    [
+        (torch.ones(2, 3), torch.zeros(3, dtype=torch.long), {}, r"got \[2, 3\] and \[3\]"),
+        (torch.ones(2, 3, dtype=torch.long), torch.zeros(2, dtype=torch.long), {}, "logits of floating point"),
+        (torch.ones(2, 3), torch.zeros(2), {}, "a target of integers, the words, got torch.float32"),
+        (torch.ones(2, 3), torch.zeros(2, dtype=torch.long), {"label_smoothing": 1.5}, "from 0 to 1, got 1.5"),
+        (torch.ones(2, 3), torch.zeros(2, dtype=torch.long), {"reduction": "avg"}, "none, mean, sum, got 'avg'"),
+        (torch.ones(2, 3), torch.zeros(2, dtype=torch.long), {"chunk_rows": 0}, "chunk_rows to be at least 1"),
+        (
+            torch.ones(2, 3),
+            torch.zeros(2, dtype=torch.long),
+            {"vocabulary_size": 9, "group": Group(1, 2, ranks=(0, 1))},
+            "logits of 4 words on rank 1, of the 9 that 2 ranks have, got 3: divide",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(logits: Tensor, target: Tensor, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        vocab_parallel_cross_entropy(logits, target, **options)

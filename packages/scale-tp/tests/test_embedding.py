@@ -1,0 +1,157 @@
+"""embedding.py: tables that are divided by words or by features."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from scale_core.group import Group, group_of
+from scale_core.shard import Held, shard_of
+from scale_core.testing import run_ranks
+from scale_tp import ParallelEmbedding, VocabParallelEmbedding, gather_from_sequence_parallel_region
+
+KINDS = [VocabParallelEmbedding, ParallelEmbedding]
+TWO = Group(0, 2, ranks=(0, 1))
+IDS = torch.tensor([[0, 6, 2, 2, 5], [6, 3, 6, 1, 0]])
+
+
+def pair(kind: Any, num_words: int, features: int, group: Group, dtype: torch.dtype, **options: Any) -> tuple[Any, Any]:
+    """torch's embedding and ours, with the same values."""
+    torch.manual_seed(2)
+    plain = nn.Embedding(num_words, features, dtype=dtype, **options)
+    nn.init.xavier_normal_(plain.weight)
+    torch.manual_seed(2)
+    torch.empty(num_words, features, dtype=dtype).normal_()  # What the plain layer drew first.
+    ours = kind(num_words, features, group=group, dtype=dtype, **options)
+    return plain, ours
+
+
+def weights(output: Tensor) -> Tensor:
+    return torch.linspace(-2, 1, output.numel()).view(output.shape).to(output.dtype)
+
+
+def compare(kind: Any, num_words: int, features: int, dtype: torch.dtype, ids: Tensor, **options: Any) -> None:
+    plain, ours = pair(kind, num_words, features, group_of(), dtype, **options)
+    case, rank = (kind, num_words, features, dtype, options), ours.group.rank
+    take = ours.placements["weight"].take
+    if "max_norm" not in options:
+        assert torch.equal(ours.get_master_weight(), plain.weight), case
+    for _ in range(2):
+        expected, found = plain(ids), ours(ids)
+        assert torch.equal(found, expected), case
+        (expected * weights(expected)).sum().backward()
+        (found * weights(found)).sum().backward()
+    assert torch.equal(ours.weight, take(plain.weight, rank)), case
+    grad, mine = plain.weight.grad, ours.weight.grad
+    assert mine.is_sparse == grad.is_sparse
+    if mine.is_sparse:
+        grad, mine = grad.to_dense(), mine.to_dense()
+    assert torch.equal(mine, take(grad, rank)), case
+
+
+def look_up_in_all_ways() -> None:
+    group = group_of()
+    for kind in KINDS:
+        for dtype in (torch.float32, torch.bfloat16):
+            for num_words, features in ((7, 5), (8, 4), (7, 1)):
+                compare(kind, num_words, features, dtype, IDS)
+        for options in (
+            {"padding_idx": 2},
+            {"padding_idx": -1},
+            {"padding_idx": 0},
+            {"scale_grad_by_freq": True, "padding_idx": 3},
+            {"sparse": True},
+        ):
+            compare(kind, 7, 5, torch.float32, IDS, **options)
+        compare(kind, 2, 3, torch.float32, IDS % 2, padding_idx=1)
+        compare(kind, 7, 5, torch.float32, torch.tensor(4))
+    compare(VocabParallelEmbedding, 7, 5, torch.float32, IDS, max_norm=0.5)
+    compare(VocabParallelEmbedding, 7, 5, torch.float32, IDS[:1], max_norm=0.4, norm_type=1.0, padding_idx=6)
+    for ids in ([7], [-1], [0, 100]):
+        for layer in (VocabParallelEmbedding(7, 5, group=group), VocabParallelEmbedding(2, 5, group=group)):
+            with pytest.raises(IndexError, match="out of range"):
+                layer(torch.tensor(ids))
+    # On a part of the sequence.
+    plain, ours = pair(VocabParallelEmbedding, 7, 5, group, torch.float32)
+    ours.sequence_parallel = True
+    found = gather_from_sequence_parallel_region(ours(IDS), group, to_model_parallel=False)
+    expected = plain(IDS)
+    assert torch.equal(found, expected)
+    (expected * weights(expected)).sum().backward()
+    (found * weights(found)).sum().backward()
+    assert torch.equal(ours.weight.grad, ours.split.take(plain.weight.grad, group.rank))
+    assert [axis.held for axis in shard_of(ours.weight).axes] == [Held.SHARD]
+    # A rank without words has a gradient, too.
+    few = VocabParallelEmbedding(1, 5, group=group)
+    few(torch.tensor([0, 0])).sum().backward()
+    assert few.weight.grad.shape == few.weight.shape
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_divided_tables_are_torchs_to_the_bit(num_ranks: int) -> None:
+    run_ranks(look_up_in_all_ways, num_ranks)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("options", [{}, {"padding_idx": -2}, {"max_norm": 0.5}, {"scale_grad_by_freq": True}])
+def test_one_process_has_torchs_embedding_without_initialisation(kind: Any, options: dict[str, Any]) -> None:
+    compare(kind, 7, 5, torch.float32, IDS, **options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fairscales_arguments_are_accepted_by_position_and_by_name(kind: Any) -> None:
+    assert list(inspect.signature(kind).parameters)[:9] == [
+        "num_embeddings",
+        "embedding_dim",
+        "padding_idx",
+        "max_norm",
+        "norm_type",
+        "scale_grad_by_freq",
+        "sparse",
+        "init_method",
+        "keep_master_weight_for_test",
+    ]
+    layer = kind(5, 4, None, None, 2.0, False, False, nn.init.ones_, True)
+    assert torch.equal(layer.master_weight, torch.ones(5, 4))
+    assert kind(5, 4, init_method=lambda x: x).weight.shape == (5, 4)
+    assert repr(kind(5, 4, padding_idx=-1)) == f"{kind.__name__}(5, 4, padding_idx=4)"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_table_on_meta_gets_the_values_of_the_plain_one_later(kind: Any) -> None:
+    torch.manual_seed(3)
+    whole = nn.init.xavier_normal_(torch.empty(7, 5))
+    parts = []
+    for rank in range(3):
+        layer = kind(7, 5, device="meta", group=Group(rank, 3, ranks=(0, 1, 2))).to_empty(device="cpu")
+        torch.manual_seed(3)
+        layer.reset_parameters()
+        parts.append(layer.weight.detach())
+    assert torch.equal(layer.split.join(parts, layer.placements["weight"].dim), whole)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        ((-1, 3), {}, ValueError, "num_embeddings to be at least 0"),
+        ((3, "4"), {}, TypeError, "embedding_dim to be an integer, got '4'"),
+        ((7, 3), {"padding_idx": 7}, ValueError, "padding_idx to be one of 7 words, got 7"),
+        ((7, 3), {"padding_idx": -8}, ValueError, "padding_idx to be one of 7 words, got -8"),
+        ((7, 3), {"padding_idx": 1.0}, TypeError, "padding_idx to be an integer or None, got 1.0"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(
+    kind: Any, arguments: tuple[Any, ...], options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        kind(*arguments, group=TWO, **options)
+
+
+def test_a_norm_that_no_rank_can_measure_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"max_norm=1.0 needs whole rows.*use VocabParallelEmbedding"):
+        ParallelEmbedding(7, 4, max_norm=1.0, group=TWO)

@@ -1,0 +1,42 @@
+"""copies.py: who has the same part, and gradients of copies that are summed over them."""
+
+from __future__ import annotations
+
+import torch
+
+from scale_core.group import Group, group_of
+from scale_core.testing import run_ranks
+from scale_tp.copies import has_copies, holders, sum_gradients_of_copies
+from scale_tp.split_sizes import Split, split_heads
+
+
+def test_holders_are_the_ranks_with_the_same_indices() -> None:
+    split = split_heads(6, 2, 4).key_value
+    assert [holders(split, rank) for rank in range(4)] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert has_copies(split)
+    assert not has_copies(Split.even(3, 2))
+    assert not has_copies(Split.even(1, 3))  # Two ranks have nothing, which is no copy of anything.
+
+
+def test_without_copies_a_parameter_is_left_as_it_is() -> None:
+    param = torch.ones(2)
+    assert sum_gradients_of_copies(param, Group(0, 2, None, "fake", (0, 1)), Split.even(4, 2)) is param
+    assert sum_gradients_of_copies(param, Group(), Split(2, (((0, 2),),))) is param
+
+
+def _summed(dtype: torch.dtype) -> list[float]:
+    group = group_of()
+    split = split_heads(4, 2, 3).key_value  # the first two ranks share the first head
+    param = torch.ones(2, dtype=dtype, requires_grad=True)
+    weight = torch.tensor([1.0, 256.0], dtype=dtype) * (1 + group.rank)
+    (sum_gradients_of_copies(param, group, split) * weight).sum().backward()
+    assert param.grad is not None
+    return param.grad.tolist()
+
+
+def _both() -> list[list[float]]:
+    return [_summed(dtype) for dtype in (torch.float32, torch.bfloat16)]
+
+
+def test_copies_get_the_sum_of_their_gradients_and_others_their_own() -> None:
+    assert run_ranks(_both, 3) == [[[3.0, 768.0]] * 2] * 3

@@ -1,0 +1,340 @@
+"""linear.py: layers whose weight is divided by columns of the product or by its rows."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+from typing import Any
+
+import emulated_ranks as emulated
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import scale_tp
+from scale_core.group import Group, group_of
+from scale_core.shard import Held, shard_of
+from scale_core.testing import run_ranks
+from scale_tp import ColumnParallelLinear, RowParallelLinear, Split
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64]
+SIZES = [(5, 7), (1, 3), (4, 8), (6, 2), (3, 1)]
+
+
+def input_of(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 3) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).requires_grad_()
+
+
+def plain_layer(in_features: int, out_features: int, bias: bool, dtype: torch.dtype, init: Any = None) -> nn.Linear:
+    """The layer that is not divided, from the same seed, with a bias that is not only zeros."""
+    torch.manual_seed(5)
+    layer = nn.utils.skip_init(nn.Linear, in_features, out_features, bias=bias, dtype=dtype)
+    (init or nn.init.xavier_normal_)(layer.weight)
+    if bias:
+        with torch.no_grad():
+            layer.bias.copy_(torch.linspace(-1, 1, out_features))
+    return layer
+
+
+def fill_bias(layer: Any) -> None:
+    with torch.no_grad():
+        whole = torch.linspace(-1, 1, layer.out_features)
+        layer.bias.copy_(layer.placements["bias"].take(whole, layer.group.rank))
+
+
+def gradients(output: Tensor, *tensors: Tensor | None) -> list[Tensor]:
+    """Those of a loss that weighs each element of the output otherwise."""
+    weights = torch.linspace(-2, 1, output.numel(), dtype=torch.float64).view(output.shape).to(output.dtype)
+    return list(torch.autograd.grad((output * weights).sum(), [t for t in tensors if t is not None]))
+
+
+def check(found: list[Tensor], expected: list[Tensor], case: object) -> None:
+    for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+        assert torch.equal(one, other), (case, number, one, other)
+
+
+def both_layers_in_all_ways() -> int:
+    group, checked = group_of(), 0
+    for dtype in (torch.float32, torch.bfloat16):
+        for in_features, out_features in SIZES:
+            for bias in (True, False):
+                for stride in (1, 2) if out_features % 2 == 0 and in_features % 2 == 0 else (1,):
+                    one_of_each(group, in_features, out_features, bias, stride, dtype)
+                    checked += 1
+    input_divided_elsewhere(group)
+    integers_are_exact(group)
+    own_features_of_another_split(group)
+    survive_copies(group)
+    return checked
+
+
+def one_of_each(group: Group, in_features: int, out_features: int, bias: bool, stride: int, dtype: torch.dtype) -> None:
+    case = (in_features, out_features, bias, stride, dtype)
+    plain = plain_layer(in_features, out_features, bias, dtype)
+    options: Any = {"stride": stride, "group": group, "dtype": dtype}
+    torch.manual_seed(5)
+    column = ColumnParallelLinear(in_features, out_features, bias, **options)
+    assert torch.equal(column.get_master_weight(), plain.weight), case
+    torch.manual_seed(5)
+    row = RowParallelLinear(in_features, out_features, bias, **options)
+    assert torch.equal(row.get_master_weight(), plain.weight), case
+    if bias:
+        assert not column.bias.any() and not row.bias.any()
+        fill_bias(column)
+        fill_bias(row)
+    for gathers in (True, False):
+        column.gather_output = gathers
+        x, split = input_of(2, 3, in_features, dtype=dtype), column.split
+        parts = emulated.column(x, plain.weight, plain.bias, split)
+        expected = split.join(parts, -1)
+        wholes = gradients(expected, x, plain.weight, plain.bias)
+        y = input_of(2, 3, in_features, dtype=dtype)
+        found = column(y)
+        if gathers:
+            check([found], [expected], case)
+            mine = gradients(found, y, column.weight, column.bias)
+        else:
+            check([found], [split.take(expected, group.rank, -1)], case)
+            whole = scale_tp.gather_from_model_parallel_region(found, group, sizes=split.sizes)
+            mine = gradients(split.join(whole.split(split.sizes, -1), -1), y, column.weight, column.bias)
+        check(mine, [wholes[0], *(split.take(grad, group.rank) for grad in wholes[1:])], case)
+    for parallel in (True, False):
+        row.input_is_parallel = parallel
+        x, split = input_of(2, 3, in_features, dtype=dtype), row.split
+        expected = emulated.row(
+            [split.take(x, rank, -1).contiguous() for rank in range(group.size)], plain.weight, plain.bias, split
+        )
+        wholes = gradients(expected, x, plain.weight, plain.bias)
+        y = input_of(2, 3, in_features, dtype=dtype)
+        given = split.take(y, group.rank, -1) if parallel else y
+        found = row(given)
+        check([found], [expected], case)
+        mine = gradients(found, given, row.weight, row.bias)
+        x_grad = split.take(wholes[0], group.rank, -1) if parallel else wholes[0]
+        check(mine, [x_grad, split.take(wholes[1], group.rank, 1), *wholes[2:]], case)
+
+
+def integers_are_exact(group: Group) -> None:
+    """Whole numbers have sums that are exact in any order: equal to torch's layers to the bit, gradients as well."""
+
+    def whole(layer: Any) -> Any:
+        for param in layer.parameters():
+            with torch.no_grad():
+                param.mul_(8).round_()
+        return layer
+
+    first, second = whole(plain_layer(5, 11, True, torch.float32)), whole(plain_layer(11, 3, True, torch.float32))
+    x, y = input_of(4, 5).mul(4).round().detach().requires_grad_(), None
+    y = x.detach().clone().requires_grad_()
+    column = ColumnParallelLinear(5, 11, gather_output=False, group=group)
+    row = RowParallelLinear(11, 3, input_is_parallel=True, group=group)
+    column.load_state_dict(first.state_dict())
+    row.load_state_dict(second.state_dict())
+    expected, found = second(first(x).relu()), row(column(y).relu())
+    assert torch.equal(found, expected)
+    expected.square().sum().backward()
+    found.square().sum().backward()
+    assert torch.equal(x.grad, y.grad)
+    for layer, plain in ((column, first), (row, second)):
+        for name, param in layer.named_parameters():
+            assert torch.equal(param.grad, layer.placements[name].take(plain.get_parameter(name).grad, group.rank))
+
+
+def input_divided_elsewhere(group: Group) -> None:
+    """A column parallel output of another split: one error, on all ranks, before anything is added."""
+    column = ColumnParallelLinear(4, 9, gather_output=False, group=group, split=_lopsided(9, group.size))
+    row = RowParallelLinear(9, 2, input_is_parallel=True, group=group)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"9 input features to be divided as .* must be divided alike"):
+            row(column(input_of(2, 4)))
+    fitting = RowParallelLinear(9, 2, input_is_parallel=True, group=group, split=column.split)
+    assert fitting(column(input_of(2, 4))).shape == (2, 2)
+    # Later, without asking: the whole input in the place of this rank's part.
+    with pytest.raises(ValueError, match="got 9 of them"):
+        fitting(input_of(2, 9))
+
+
+def own_features_of_another_split(group: Group) -> None:
+    """Heads that are copies on several ranks: the whole is made of the first of each."""
+    split = scale_tp.split_heads(4, 1, group.size).key_value
+    layer = ColumnParallelLinear(3, 1, bias=False, group=group, split=split)
+    assert layer.get_master_weight().shape == (1, 3)
+    assert layer(input_of(2, 3)).shape == (2, 1)
+    assert shard_of(layer.weight).counted is (group.rank == 0)
+    with pytest.raises(ValueError, match="would be added twice"):
+        RowParallelLinear(1, 3, group=group, split=split)
+
+
+def survive_copies(group: Group) -> None:
+    """What is known of a parameter outlives a copy, a pickle, a move, and another tensor in its place."""
+    layer = RowParallelLinear(5, 3, group=group)
+    expected = shard_of(layer.weight)
+    assert expected.shape == (3, 5)
+    assert [axis.held for axis in expected.axes] == [Held.SHARD]
+    assert [axis.held for axis in shard_of(layer.bias).axes] == [Held.REPLICATE]
+    buffer = io.BytesIO()
+    torch.save(layer, buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=False)
+    assigned = RowParallelLinear(5, 3, group=group)
+    assigned.load_state_dict({k: v.clone() for k, v in layer.state_dict().items()}, assign=True)
+    replaced = copy.deepcopy(layer)
+    replaced.weight = nn.Parameter(layer.weight.detach().clone())
+    meta = RowParallelLinear(5, 3, group=group, device="meta").to_empty(device="cpu")
+    meta.load_state_dict(layer.state_dict())
+    x = input_of(2, 5)
+    for other in (copy.deepcopy(layer), loaded, assigned, replaced, meta, copy.deepcopy(layer).double().float()):
+        assert shard_of(other.weight) == expected
+        assert shard_of(other.bias) == shard_of(layer.bias)
+        assert torch.equal(other(x), layer(x))
+
+
+def _lopsided(total: int, num_ranks: int) -> Split:
+    return Split.of_sizes([total - num_ranks + 1, *[1] * (num_ranks - 1)])
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_both_layers_are_the_plain_one_in_the_same_order_of_sums(num_ranks: int) -> None:
+    assert run_ranks(both_layers_in_all_ways, num_ranks) == [28] * num_ranks
+
+
+def layers_of_two_axes() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    outer, inner = mesh["outer"], mesh["inner"]
+    x = input_of(2, 4)
+    column = ColumnParallelLinear(4, 6, gather_output=False, group=outer)
+    assert column.group.ranks == group_of(outer).ranks
+    for group in (inner, dist.group.WORLD):
+        row = RowParallelLinear(6, 3, input_is_parallel=True, group=group)
+        with pytest.raises(ValueError, match=r"is divided between ranks .*, but its input comes from layers"):
+            row(column(x).relu() * 2)
+    # Whoever leaves one region may enter another one.
+    whole = ColumnParallelLinear(4, 6, group=outer)
+    next_one = RowParallelLinear(6, 3, group=inner)
+    found = next_one(whole(x).relu())
+    expected = F.linear(F.linear(x, whole.get_master_weight()).relu(), next_one.get_master_weight())
+    torch.testing.assert_close(found, expected)
+    # And within one region a layer may follow upon another.
+    inside = ColumnParallelLinear(4, 6, gather_output=False, group=inner)(next_one.weight.new_ones(2, 4))
+    assert RowParallelLinear(6, 3, input_is_parallel=True, group=inner)(inside).shape == (2, 3)
+
+
+def test_layers_of_different_groups_do_not_mix() -> None:
+    run_ranks(layers_of_two_axes, 4)
+
+
+@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_process_has_the_plain_layer_to_the_bit_without_initialisation(kind: Any, dtype: torch.dtype) -> None:
+    plain = plain_layer(5, 7, True, dtype)
+    torch.manual_seed(5)
+    layer = kind(5, 7, dtype=dtype)
+    fill_bias(layer)
+    x, y = input_of(2, 3, 5, dtype=dtype), input_of(2, 3, 5, dtype=dtype)
+    expected, found = plain(x), layer(y)
+    assert torch.equal(found, expected)
+    for one, other in zip(
+        gradients(found, y, *layer.parameters()), gradients(expected, x, *plain.parameters()), strict=True
+    ):
+        assert torch.equal(one, other)
+    assert shard_of(layer.weight) is None
+
+
+def test_fairscales_arguments_are_accepted_by_position_and_by_name() -> None:
+    names = ["in_features", "out_features", "bias", "gather_output", "init_method", "stride"]
+    assert list(inspect.signature(ColumnParallelLinear).parameters)[:6] == names
+    names[3] = "input_is_parallel"
+    assert list(inspect.signature(RowParallelLinear).parameters)[:6] == names
+    for kind in (ColumnParallelLinear, RowParallelLinear):
+        layer = kind(3, 4, False, False, nn.init.ones_, 1, True)
+        assert layer.bias is None
+        assert torch.equal(layer.master_weight, torch.ones(4, 3))
+        named = kind(
+            in_features=3,
+            out_features=4,
+            bias=True,
+            init_method=lambda x: x,
+            stride=1,
+            keep_master_weight_for_test=False,
+        )
+        assert named.master_weight is None
+        assert "in_features=3, out_features=4, bias=True" in repr(named)
+
+
+@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
+def test_a_layer_on_meta_gets_the_values_of_the_plain_one_later(kind: Any) -> None:
+    plain = plain_layer(5, 7, False, torch.float32)
+    parts = []
+    for rank in range(3):
+        layer = kind(5, 7, device="meta", group=Group(rank, 3, ranks=(0, 1, 2)))
+        assert layer.weight.is_meta
+        layer.to_empty(device="cpu")
+        torch.manual_seed(5)
+        layer.reset_parameters()
+        parts.append(layer.weight.detach())
+        assert not layer.bias.any()
+    assert torch.equal(layer.split.join(parts, layer.placements["weight"].dim), plain.weight)
+
+
+def test_a_whole_state_dict_is_loaded_by_parts() -> None:
+    plain = plain_layer(5, 7, True, torch.float32)
+    model = nn.Sequential(ColumnParallelLinear(5, 7, group=Group(1, 2, ranks=(0, 1))))
+    whole = {f"0.{key}": value for key, value in plain.state_dict().items()}
+    given = dict(whole)
+    model.load_state_dict(given)
+    assert torch.equal(model[0].weight, plain.weight[4:])
+    assert torch.equal(model[0].bias, plain.bias[4:])
+    assert all(given[key] is value for key, value in whole.items()), "what was given is left as it is"
+    model.load_state_dict(model.state_dict())
+    assert torch.equal(model[0].weight, plain.weight[4:])
+    with pytest.raises(RuntimeError, match=r"size mismatch for 0\.weight"):
+        model.load_state_dict({**whole, "0.weight": torch.zeros(6, 5)})
+
+
+def test_autocast_reaches_the_layer() -> None:
+    layer = ColumnParallelLinear(4, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layer(torch.randn(2, 4)).dtype == torch.bfloat16
+
+
+TWO = Group(0, 2, ranks=(0, 1))
+
+
+@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        ((-1, 3), {}, ValueError, "in_features to be at least 0, got -1"),
+        ((3, 2.0), {}, TypeError, "out_features to be an integer, got 2.0"),
+        ((7, 7), {"stride": 2}, ValueError, "stride to divide the 7 indices that are split, got stride=2"),
+        ((4, 4), {"stride": 0}, ValueError, "stride to be at least 1, got 0"),
+        ((4, 4), {"split": Split.even(5, 2)}, ValueError, "got one of 5 between 2"),
+        ((4, 4), {"split": Split.even(4, 3)}, ValueError, "got one of 4 between 3"),
+        ((4, 4), {"stride": 2, "split": Split.even(4, 2)}, ValueError, "stride or split, got both"),
+        ((4, 4), {"group": "model"}, TypeError, "expected a ProcessGroup, a DeviceMesh or None, got str"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(
+    kind: Any, arguments: tuple[Any, ...], options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        kind(*arguments, **{"group": TWO, **options})
+
+
+def test_an_input_of_another_size_is_refused() -> None:
+    for kind in (ColumnParallelLinear, RowParallelLinear):
+        for group in (Group(), TWO):
+            with pytest.raises(ValueError, match=rf"{kind.__name__}: expected an input \[..., 4\], got \[2, 3\]"):
+                kind(4, 6, group=group)(torch.ones(2, 3))
+
+
+def test_products_of_a_layer_are_those_of_torch() -> None:
+    """Against torch's own function, on numbers whose sums are exact."""
+    weight = torch.arange(12.0).view(4, 3)
+    layer = ColumnParallelLinear(3, 4, bias=False)
+    layer.load_state_dict({"weight": weight})
+    assert torch.equal(layer(torch.ones(2, 3)), F.linear(torch.ones(2, 3), weight))

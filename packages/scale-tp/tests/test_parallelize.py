@@ -1,0 +1,371 @@
+"""parallelize.py: models of transformers, divided by a plan, compute what they compute on one process."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from parallelize_cases import gpt2, llama, loss_of, tokens, train
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from scale_core import clip_grad_norm, group_of, shard_of
+from scale_core.group import Group
+from scale_core.testing import run_ranks
+from scale_tp import regions
+from scale_tp.divided import Rows, divide
+from scale_tp.layer import ParallelModule
+from scale_tp.linear import RowParallelLinear
+from scale_tp.parallelize import parallelize
+from scale_tp.plan import GPT2_PLAN, Plan, Style
+from scale_tp.state import full_state_dict
+
+BUILDERS = {"llama": llama, "gpt2": gpt2}
+MODELS: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {}),
+    ("llama", {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True}),
+    ("llama", {"num_key_value_heads": 2, "attn_implementation": "sdpa", "tie_word_embeddings": True}),
+    ("gpt2", {}),
+]
+
+
+def _divided(kind: str, options: dict[str, Any], sequence_parallel: bool = False) -> nn.Module:
+    plan: Plan | None = GPT2_PLAN if kind == "gpt2" else None
+    if options.get("tie_word_embeddings"):
+        plan = {**llama()._tp_plan, "model.embed_tokens": "embedding_rowwise"}
+    model = BUILDERS[kind](**options).double()
+    return parallelize(model, plan, group_of(), sequence_parallel=sequence_parallel)
+
+
+def _models_train_alike(cases: list[tuple[str, dict[str, Any], tuple[bool, ...]]]) -> None:
+    for kind, options, ways in cases:
+        plain = BUILDERS[kind](**options).double()
+        expected = train(plain)
+        for sequence_parallel in ways:
+            model = _divided(kind, options, sequence_parallel)
+            for step, (mine, whole) in enumerate(zip(train(model), expected, strict=True)):
+                torch.testing.assert_close(mine, whole, rtol=0, atol=1e-14, msg=lambda text: f"{kind} {options} {text}")  # noqa: B023
+                assert mine.shape == whole.shape, step
+            state = full_state_dict(model)
+            assert list(state) == list(plain.state_dict())
+            for name, whole in plain.state_dict().items():
+                torch.testing.assert_close(state[name], whole, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("world", "ways"),  # For each model: without sequence parallelism, with it, or both.
+    [(2, [(False,), (True,), (False,), (False, True)]), (3, [(), (True,), (), ()]), (4, [(True,), (), (), (False,)])],
+)
+def test_llama_and_gpt2_train_as_on_one_process(world: int, ways: list[tuple[bool, ...]]) -> None:
+    cases = [(*model, chosen) for model, chosen in zip(MODELS, ways, strict=True) if chosen]
+    run_ranks(_models_train_alike, world, cases)
+
+
+@contextmanager
+def _counted() -> Iterator[Counter[str]]:
+    counts: Counter[str] = Counter()
+
+    def counting(name: str, act: Any) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return act(*args, **kwargs)
+
+        return counted
+
+    names = ("sum_over", "gather_along", "sum_scatter_along")
+    before = {name: getattr(regions, name) for name in names}
+    for name, act in before.items():
+        setattr(regions, name, counting(name, act))
+    try:
+        yield counts
+    finally:
+        for name, act in before.items():
+            setattr(regions, name, act)
+
+
+def _collectives() -> None:
+    found: dict[tuple[int, bool], tuple[Counter[str], Counter[str]]] = {}
+    for layers in (1, 2):
+        for sequence_parallel in (False, True):
+            model = _divided("llama", {"num_hidden_layers": layers}, sequence_parallel)
+            data = tokens(0)
+            with _counted() as forward:
+                loss = loss_of(model(input_ids=data).logits, data)
+            with _counted() as backward:
+                loss.backward()
+            found[layers, sequence_parallel] = forward, backward
+    forward, backward = (found[2, False][way] - found[1, False][way] for way in (0, 1))
+    assert forward == {"sum_over": 2} and backward == {"sum_over": 2}
+    forward, backward = (found[2, True][way] - found[1, True][way] for way in (0, 1))
+    assert forward == {"gather_along": 2, "sum_scatter_along": 2}
+    # The two sums are those of the norms' gradients.
+    assert backward == {"gather_along": 2, "sum_scatter_along": 2, "sum_over": 2}
+
+
+def _dtypes_and_norms() -> None:
+    """In half precision the divided model is as near to the exact one as the plain one is."""
+    data = tokens(3)
+    exact, plain, model = llama().double(), llama().bfloat16(), llama().bfloat16()
+    parallelize(model, None, group_of())
+    outputs = [each(input_ids=data).logits.double() for each in (exact, plain, model)]
+    error, allowed = ((outputs[which] - outputs[0]).norm() for which in (2, 1))
+    assert error <= 1.25 * allowed
+    # Each element counts once in the norm of the gradients, copies of key-value heads too.
+    plain = llama(num_key_value_heads=1).double()
+    model = _divided("llama", {"num_key_value_heads": 1})
+    for each in (plain, model):
+        loss_of(each(input_ids=data).logits, data).backward()
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+    torch.testing.assert_close(clip_grad_norm(list(model.parameters()), 0.5), expected, rtol=1e-12, atol=0)
+    norm = model.get_submodule("model.norm")
+    torch.testing.assert_close(norm.weight.grad, plain.get_submodule("model.norm").weight.grad, rtol=0, atol=1e-15)
+
+
+def _copies_and_unusual_use() -> None:
+    data = tokens(1)
+    model = _divided("gpt2", {})
+    expected = model(input_ids=data).logits
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other(input_ids=data).logits, expected)
+        for path, module in model.named_modules():
+            if isinstance(module, ParallelModule):
+                for name, param in module.named_parameters(recurse=False):
+                    assert shard_of(other.get_submodule(path).get_parameter(name)) == shard_of(param) is not None
+    # Frozen projections, checkpointing, no gradients at all, another length: each as the plain model.
+    plain = gpt2().double()
+    for each in (plain, model):
+        each.transformer.h[0].attn.c_attn.weight.requires_grad_(False)
+        first = each.transformer.h[0]
+        first.forward = functools.partial(checkpoint, first.forward, use_reentrant=False)
+        loss_of(each(input_ids=data).logits, data).backward()
+    grads = {name: param.grad for name, param in plain.named_parameters()}
+    for name, param in model.named_parameters():
+        shard = shard_of(param)
+        if shard is None or not shard.axes or grads[name] is None:
+            assert (param.grad is None) == (grads[name] is None)
+    torch.testing.assert_close(model.transformer.wpe.weight.grad, plain.transformer.wpe.weight.grad, rtol=0, atol=1e-14)
+    with torch.inference_mode():
+        longer = tokens(2, 11)
+        torch.testing.assert_close(model(input_ids=longer).logits, plain(input_ids=longer).logits, rtol=0, atol=1e-14)
+    # Tied before, tied after.
+    assert model.lm_head.weight is model.transformer.wte.weight
+    # The state dict of the plain model goes in as it is.
+    again = parallelize(gpt2().double(), GPT2_PLAN, group_of())
+    again.load_state_dict(plain.state_dict())
+    torch.testing.assert_close(again(input_ids=data).logits, plain(input_ids=data).logits, rtol=0, atol=1e-14)
+
+
+class Styles(nn.Module):
+    """A layer for each of the less common styles; 3 and 7 divide by no number of ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(8)
+        self.words, self.width = nn.Embedding(11, 5, padding_idx=2), nn.Embedding(11, 5, padding_idx=7)
+        self.gate_up, self.down = nn.Linear(5, 14), nn.Linear(7, 5)
+        self.expert = Expert()
+        self.whole, self.split = nn.Linear(5, 7), nn.Linear(7, 5)
+        self.pack = nn.Linear(14, 5, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.words(x) + self.width(x)
+        gate, up = self.gate_up(y).chunk(2, -1)
+        y = y + self.down(gate.sigmoid() * up)
+        y = y + self.pack(torch.cat([gate, up], -1).tanh())
+        y = y + self.expert(y)
+        return y + self.split(self.whole(y).tanh())
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(5, 3), nn.Linear(3, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(self.up(x).tanh())
+        return y
+
+
+def _other_styles() -> None:
+    plain, model = Styles().double(), Styles().double()
+    plan: Plan = {
+        "words": "embedding_rowwise",
+        "width": "embedding_colwise",
+        "gate_up": "packed_colwise",
+        "down": "rowwise",
+        "pack": "packed_rowwise",
+        "expert.up": "local_colwise",
+        "expert.down": "local_rowwise",
+        "expert": "gather",
+        "whole": "colwise_gather_output",
+        "split": "rowwise_split_input",
+    }
+    parallelize(model, plan, group_of())
+    data = torch.randint(11, (3, 6), generator=torch.Generator().manual_seed(0))
+    data[0, :2] = torch.tensor([2, 7])
+    outputs = [each(data) for each in (plain, model)]
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=1e-14)
+    for output in outputs:
+        (output * torch.arange(output.numel(), dtype=output.dtype).view_as(output).cos()).sum().backward()
+    for name, param in model.named_parameters():
+        path, _, leaf = name.rpartition(".")
+        module = model.get_submodule(path)
+        placement, whole = module.placements[leaf], plain.get_parameter(name).grad
+        expected = placement.take(whole, group_of().rank)
+        torch.testing.assert_close(
+            param.grad, expected, rtol=0, atol=1e-13, msg=lambda text, name=name: f"{name} {text}"
+        )
+
+
+def _ranks_begin_alike() -> None:
+    expected = llama()(input_ids=tokens(1)).logits
+    model = llama()
+    if group_of().rank:  # As from another seed.
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.data.mul_(2)
+    found = parallelize(model, None, group_of())(input_ids=tokens(1)).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    parallelize(nn.Sequential(nn.Linear(3, 4, device="meta")), {"0": "colwise_rep"}, group_of())
+
+
+def _ranks_differ() -> None:
+    model = nn.Sequential(nn.Linear(4, 6 + group_of().rank), nn.ReLU())
+    with pytest.raises(ValueError, match=r"rank 0: parallelize: .*\(6, 4\).*rank 1: parallelize: .*\(7, 4\)"):
+        parallelize(model, {"0": "colwise"}, group_of())
+    assert type(model[0]) is nn.Linear
+
+
+def _stories() -> None:
+    for story in (
+        _collectives,
+        _dtypes_and_norms,
+        _copies_and_unusual_use,
+        _other_styles,
+        _ranks_begin_alike,
+        _ranks_differ,
+    ):
+        story()
+
+
+def test_two_ranks_count_their_collectives_and_keep_what_a_module_can_do() -> None:
+    run_ranks(_stories, 2)
+
+
+# What is refused is refused before anything is sent, so one process can play a rank of several.
+TWO = Group(0, 2, None, "fake", (0, 1))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(6, 7), nn.ReLU(), nn.Linear(7, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.act(self.up(x)))
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.embed_dim = 3, 6
+        self.mix = nn.Linear(6, 18)
+
+
+def _refused(
+    model: nn.Module, plan: Plan | None, message: str, error: type[Exception] = ValueError, **options: Any
+) -> None:
+    before = dict(model.named_parameters())
+    classes = [type(module) for module in model.modules()]
+    with pytest.raises(error, match=message):
+        parallelize(model, plan, TWO, **options)
+    assert [type(module) for module in model.modules()] == classes
+    assert all(before[name] is param for name, param in model.named_parameters())
+
+
+def test_a_plan_that_does_not_fit_is_refused_and_nothing_is_changed() -> None:
+    block = nn.Sequential(Block())
+    _refused(block, {"0.upp": "colwise"}, r"'0.upp' matches none of the 5 modules; near it are '0.up'")
+    _refused(block, {"0.act": "colwise"}, r"'0.act': expected an nn.Linear to divide its outputs, got ReLU", TypeError)
+    _refused(
+        block, {"0.up": "embedding_rowwise"}, r"expected an nn.Embedding to divide its words, got Linear", TypeError
+    )
+    packed = {"0.up": Style("outputs", output="part", stacked=7), "0.down": "rowwise"}
+    _refused(
+        block, packed, r"'0.down' takes 7 inputs in parts of \[4, 3\], but '0.up' gives 7 outputs in parts of \[7, 0\]"
+    )
+    _refused(
+        block, {"0.up": Style("outputs", stacked=2)}, r"'0.up': expected 2 stacked matrices of one size, got 7 rows"
+    )
+    _refused(block, None, r"Sequential carries no plan \(_tp_plan\): pass one")
+    _refused(block, {"0.down": "local_rowwise"}, r"'0.down' gives a summand on each rank, but no module around it sums")
+    embedding = nn.Sequential(nn.Embedding(5, 3, max_norm=1.0))
+    _refused(embedding, {"0": "embedding_colwise"}, r"'0': max_norm=1.0 changes the weight while it is read")
+    computed = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)))
+    _refused(
+        computed, {"0": "colwise_rep"}, r"'0': expected its weight to be a parameter, but it is computed", TypeError
+    )
+    tied = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5, bias=False))
+    tied[1].weight = tied[0].weight
+    _refused(
+        tied, {"0": "embedding_rowwise"}, r"'0.weight' and '1.weight' are one parameter, but the plan does not divide"
+    )
+    _refused(
+        tied, {"0": "embedding_colwise", "1": "colwise_rep"}, r"are one parameter, but the plan does not divide both"
+    )
+    _refused(block, {"0.up": "colwise"}, r"expected one nn.ModuleList of blocks that holds all", sequence_parallel=True)
+
+
+def test_parameters_beside_divided_layers_need_a_word() -> None:
+    """Each rank would have a summand of their gradients, or the whole, and nothing would show which."""
+    plan = {"0.up": "colwise", "0.down": "rowwise"}
+    block = nn.Sequential(Block())
+    block[0].act = nn.Sequential(nn.PReLU())
+    _refused(block, plan, r"'0.act.0' \(PReLU\) has parameters and stands beside divided layers: give it .*'replicate'")
+    block[0].act, block[0].scale = nn.ReLU(), nn.Parameter(torch.ones(7))
+    _refused(block, plan, r"'0' \(Block\) has parameters and stands beside divided layers")
+    parallelize(block, plan | {"0": "replicate"}, Group())
+
+
+def test_attention_that_no_rule_fits_is_refused_with_the_rule_to_write() -> None:
+    model = nn.Sequential(Attention())
+    _refused(
+        model,
+        {"0.mix": "colwise"},
+        r"'0' \(Attention\) computes with its attribute num_heads, but no rule fits .*query=",
+    )
+    odd = llama(num_attention_heads=6)
+    odd.model.layers[1].self_attn.num_key_value_groups = 5
+    _refused(odd, None, r"'model.layers.1.self_attn': expected its attribute num_key_value_groups to be 2, .* got 5")
+    few = nn.Sequential(Attention())
+    few[0].q_proj, few[0].num_heads = nn.Linear(6, 6), 1
+    _refused(few, {"0.q_proj": "colwise"}, r"'0': expected at least one head for each of 2 ranks, got 1 heads")
+
+
+def test_a_divided_model_is_not_divided_again_nor_between_other_ranks() -> None:
+    # One rank alone has nobody to divide with, so this is done by hand.
+    for group, message in (
+        (TWO, r"'0.down' is divided already"),
+        (
+            Group(0, 2, None, "fake", (0, 2)),
+            r"'0.down' is divided between the ranks \[0, 2\], and the plan .* \[0, 1\]",
+        ),
+    ):
+        model = nn.Sequential(Block())
+        divide(model[0].down, Rows, group, {})
+        _refused(model, {"0.down": "rowwise"}, message)
+    ours = nn.Sequential(nn.Linear(3, 4), RowParallelLinear(4, 3, group=Group(0, 2, None, "fake", (0, 2))))
+    _refused(ours, {"0": "colwise"}, r"'1' is divided between the ranks \[0, 2\]")
+
+
+def test_on_one_rank_nothing_changes() -> None:
+    model = llama()
+    before = [(type(module), id(module)) for module in model.modules()]
+    assert parallelize(model, None, Group()) is model
+    assert [(type(module), id(module)) for module in model.modules()] == before

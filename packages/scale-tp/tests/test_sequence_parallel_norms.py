@@ -1,0 +1,146 @@
+"""norms.py: norms on a part of a sequence, whose parameters get the gradient of the whole."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import emulated_ranks as emulated
+import pytest
+import torch
+from torch import Tensor, nn
+
+from scale_core.group import Group, group_of
+from scale_core.shard import Held, shard_of
+from scale_core.testing import run_ranks
+from scale_tp import (
+    ParallelLayerNorm,
+    ParallelRMSNorm,
+    Split,
+    gather_from_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+    sum_gradients_over,
+)
+from scale_tp import regions as regions_module
+
+LENGTH = 5
+KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "layer norm": (nn.LayerNorm, ParallelLayerNorm, {}),
+    "layer norm without bias": (nn.LayerNorm, ParallelLayerNorm, {"bias": False, "eps": 1e-3}),
+    "layer norm without parameters": (nn.LayerNorm, ParallelLayerNorm, {"elementwise_affine": False}),
+    "rms norm": (nn.RMSNorm, ParallelRMSNorm, {}),
+    "rms norm of half precision": (nn.RMSNorm, ParallelRMSNorm, {"dtype": torch.bfloat16}),
+}
+
+
+class OwnNorm(nn.Module):
+    """One that a model brings along, which knows nothing of ranks; it uses its parameter twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight * self.weight + self.frozen
+
+
+def input_of(dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(2, LENGTH, 3, generator=generator).to(dtype).requires_grad_()
+
+
+def weigh(output: Tensor) -> Tensor:
+    return (output * torch.linspace(-2, 1, output.numel()).view(output.shape).to(output.dtype)).sum()
+
+
+def values(module: nn.Module) -> None:
+    with torch.no_grad():
+        for param in module.parameters():
+            param.copy_(torch.linspace(0.5, 1.5, param.numel()))
+
+
+def compare(plain: nn.Module, ours: nn.Module, group: Group) -> None:
+    values(plain)
+    ours.load_state_dict(plain.state_dict())
+    dtype = next((param.dtype for param in plain.parameters()), torch.float32)
+    split = Split.even(LENGTH, group.size)
+    x, y = input_of(dtype), input_of(dtype)
+    params = dict(plain.named_parameters())
+    parts = emulated.on_parts(x, 1, split, *params.values())
+    outputs = [torch.func.functional_call(plain, dict(zip(params, own, strict=True)), (part,)) for part, *own in parts]
+    expected = torch.cat(outputs, 1)
+    part = scatter_to_sequence_parallel_region(y, group)
+    found = gather_from_sequence_parallel_region(ours(part), group, to_model_parallel=False)
+    assert torch.equal(found, expected)
+    torch.testing.assert_close(found, plain(x))
+    weigh(expected).backward()
+    weigh(found).backward()
+    assert torch.equal(y.grad, x.grad)
+    for name, param in ours.named_parameters():
+        assert (param.grad is None) is (params[name].grad is None)
+        if param.grad is not None:
+            assert torch.equal(param.grad, params[name].grad), name
+
+
+def on_parts_of_a_sequence() -> None:
+    group = group_of()
+    for plain_kind, kind, options in KINDS.values():
+        ours = kind(3, group=group, **options)
+        assert isinstance(ours, plain_kind)
+        compare(plain_kind(3, **options), ours, group)
+        for param in ours.parameters():
+            shard = shard_of(param)
+            assert [axis.held for axis in shard.axes] == [Held.REPLICATE]
+            assert (shard.start, shard.stop, shard.shape) == (0, 3, (3,))
+    own = OwnNorm()
+    weight = own.weight
+    assert sum_gradients_over(own, group) is own
+    assert isinstance(own, OwnNorm)
+    assert type(own).__name__ == "OwnNorm"
+    assert own.weight is weight
+    compare(OwnNorm(), own, group)
+    assert own.weight is weight
+    with pytest.raises(ValueError, match="OwnNorm are summed already: once is enough"):
+        sum_gradients_over(own, group)
+    buffer = io.BytesIO()
+    torch.save(own, buffer)
+    buffer.seek(0)
+    for other in (copy.deepcopy(own), torch.load(buffer, weights_only=False), copy.deepcopy(own).double().float()):
+        other.zero_grad()
+        assert shard_of(other.weight) == shard_of(weight)
+        compare(OwnNorm(), other, group)
+    one_message(group)
+    after_an_error(own)
+
+
+def one_message(group: Group) -> None:
+    """All parameters of a norm together."""
+    sent = []
+    sum_over = regions_module.sum_over
+    regions_module.sum_over = lambda tensor, ranks: sent.append(tensor.numel()) or sum_over(tensor, ranks)  # type: ignore
+    norm = ParallelLayerNorm(3, group=group)
+    norm(torch.randn(2, 3)).sum().backward()
+    regions_module.sum_over = sum_over
+    assert sent == [6]
+
+
+def after_an_error(own: OwnNorm) -> None:
+    with pytest.raises(RuntimeError, match="must match"):
+        own(torch.ones(2, 7))
+    assert isinstance(own.weight, nn.Parameter)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_each_rank_gets_the_gradient_of_the_whole_sequence(num_ranks: int) -> None:
+    run_ranks(on_parts_of_a_sequence, num_ranks)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_process_has_torchs_norm_without_initialisation(kind: str) -> None:
+    plain_kind, our_kind, options = KINDS[kind]
+    ours = our_kind(3, **options)
+    compare(plain_kind(3, **options), ours, Group())
+    assert type(ours) is our_kind
+    assert all(shard_of(param) is None for param in ours.parameters())

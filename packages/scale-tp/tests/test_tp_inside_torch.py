@@ -1,0 +1,108 @@
+"""Layers inside what torch has: checkpointing, compilation, autocast, gradients of gradients, simulated ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import scale_tp
+from scale_core import compat
+from scale_core.group import Group, group_of
+from scale_core.testing import run_ranks
+
+
+class Block(nn.Module):
+    def __init__(self, group: Group, sequence_parallel: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        options = {"group": group, "sequence_parallel": sequence_parallel}
+        self.norm = scale_tp.ParallelLayerNorm(5, group=group) if sequence_parallel else nn.LayerNorm(5)
+        self.up = scale_tp.ColumnParallelLinear(5, 7, gather_output=False, **options)
+        self.down = scale_tp.RowParallelLinear(7, 5, input_is_parallel=True, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def gradients(block: Block, call: Any, x: Tensor, params: Iterable[Tensor] | None = None) -> list[Tensor]:
+    """The output, and the gradients of the input and of the parameters; those of the block unless given."""
+    part = scale_tp.scatter_to_sequence_parallel_region(x, block.up.group) if block.up.sequence_parallel else x
+    part = part.detach().requires_grad_()
+    output = call(part)
+    of = [part, *(block.parameters() if params is None else params)]
+    return [output.detach(), *torch.autograd.grad(output.square().sum(), of)]
+
+
+def in_all_places() -> None:
+    group = group_of()
+    x = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(1))
+    for sequence_parallel in (False, True):
+        block = Block(group, sequence_parallel)
+        expected = gradients(block, block, x)
+        compiled = torch.compile(block, backend="eager")
+        for call in (lambda part, block=block: checkpoint(block, part, use_reentrant=False), compiled):
+            for one, other in zip(gradients(block, call, x), expected, strict=True):
+                assert torch.equal(one, other)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = gradients(block, block.up, x, block.up.parameters())
+        assert found[0].dtype == torch.bfloat16
+        assert all(grad.dtype == torch.float32 for grad in found[1:])
+        with torch.inference_mode():
+            part = scale_tp.scatter_to_sequence_parallel_region(x, group) if sequence_parallel else x
+            assert torch.equal(block(part), expected[0])
+    nothing(group)
+    gradients_of_gradients(group)
+
+
+def nothing(group: Group) -> None:
+    """Batches, sequences and layers without elements, on some ranks or on all."""
+    for sequence_parallel in (False, True):
+        block = Block(group, sequence_parallel)
+        for shape in ((0, 3, 5), (2, 1, 5)):
+            output, grad, *_ = gradients(block, block, torch.ones(shape))
+            assert output.shape == grad.shape
+    for kind in (scale_tp.ColumnParallelLinear, scale_tp.RowParallelLinear):
+        assert kind(0, 3, group=group)(torch.zeros(2, 0)).shape == (2, 3)
+        assert kind(3, 0, group=group)(torch.zeros(2, 3)).shape == (2, 0)
+        assert kind(3, 1, group=group)(torch.ones(3)).shape == (1,)
+
+
+def gradients_of_gradients(group: Group) -> None:
+    layer = scale_tp.RowParallelLinear(4, 3, group=group, dtype=torch.float64)
+    weight = layer.get_master_weight().requires_grad_()
+    x = torch.randn(2, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64).requires_grad_()
+    y = x.detach().clone().requires_grad_()
+    (first,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    first.square().sum().backward()
+    (first,) = torch.autograd.grad(F.linear(y, weight, layer.bias.detach()).square().sum(), y, create_graph=True)
+    first.square().sum().backward()
+    torch.testing.assert_close(x.grad, y.grad)
+    torch.testing.assert_close(layer.weight.grad, layer.split.take(weight.grad, group.rank, 1))
+
+
+# torch.compile looks at the gradient of every tensor that comes into a graph, and torch warns of that.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_a_divided_block_is_the_same_inside_what_torch_has() -> None:
+    run_ranks(in_all_places, 2)
+
+
+@pytest.mark.skipif(not compat.simulation_supported(), reason="stands on private parts of the default torch")
+def test_one_process_plays_one_rank_of_many() -> None:
+    with compat.fake_default_group(1, 8):
+        group = group_of()
+        block = Block(group, sequence_parallel=True)
+        part = scale_tp.scatter_to_sequence_parallel_region(torch.ones(2, 16, 5), group)
+        output = block(part)
+        output.sum().backward()
+        assert output.shape == (2, 2, 5)
+        assert block.up.weight.grad.shape == (1, 5)
+        logits = scale_tp.ColumnParallelLinear(5, 32, gather_output=False, group=group)(torch.ones(2, 16, 5))
+        loss = scale_tp.vocab_parallel_cross_entropy(logits, torch.zeros(2, 16, dtype=torch.long), group=group)
+        assert loss.shape == (2, 16)
+        assert scale_tp.VocabParallelEmbedding(11, 5, group=group)(torch.tensor([3, 10])).shape == (2, 5)

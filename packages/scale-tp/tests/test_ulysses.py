@@ -1,0 +1,76 @@
+"""ulysses.py: attention over a divided sequence is attention over the whole one, to the bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attention_cases import Case, divided_attention, own_parts, whole_attention
+from torch import Tensor
+
+from scale_core.group import Group, group_of
+from scale_core.testing import run_ranks
+from scale_tp.ulysses import ulysses_attention
+
+CASES = [
+    Case(order="contiguous"),
+    Case(length=13, heads=5, key_value_heads=5, order="contiguous", value_size=5),
+    Case(length=13, heads=6, key_value_heads=3, causal=False),
+    Case(length=7, heads=6, key_value_heads=2),
+    Case(length=7, heads=4, key_value_heads=1, dtype=torch.float32),
+    Case(length=2, heads=2, key_value_heads=1, order="contiguous"),  # fewer heads and positions than some worlds' ranks
+]
+
+
+def _equals_whole(cases: list[Case]) -> None:
+    group = group_of()
+    for case in cases:
+
+        def attention(query: Tensor, key: Tensor, value: Tensor, case: Case = case) -> Tensor:
+            return ulysses_attention(query, key, value, length=case.length, order=case.order, is_causal=case.causal)
+
+        found = divided_attention(case, group, attention)
+        expected = own_parts(case, group, whole_attention(case))
+        bound = 1e-13 if case.dtype == torch.float64 else 2e-6
+        for mine, whole in zip(found, expected, strict=True):
+            torch.testing.assert_close(
+                mine, whole, rtol=bound, atol=bound, msg=lambda text, case=case: f"{case}\n{text}"
+            )
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_output_and_gradients_equal_attention_over_the_whole_sequence(world: int) -> None:
+    run_ranks(_equals_whole, world, CASES)
+
+
+def _attention_by_head(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Each head by itself, so that its numbers do not depend on how many others there are."""
+    heads = zip(*([head.contiguous() for head in tensor.unbind(1)] for tensor in (query, key, value)), strict=True)
+    return torch.stack([F.softmax(q @ k.mT.contiguous(), -1) @ v for q, k, v in heads], 1)
+
+
+def _to_the_bit() -> None:
+    group = group_of()
+    case = Case(length=9, heads=3, key_value_heads=3, batch=1, dtype=torch.float32, causal=False)
+    found = divided_attention(
+        case, group, lambda *t: ulysses_attention(*t, attention=_attention_by_head, length=9, order="zigzag")
+    )
+    whole = divided_attention(
+        Case(**{**vars(case), "order": "contiguous"}), Group(), lambda q, k, v: _attention_by_head(q, k, v)
+    )
+    assert all(torch.equal(mine, part) for mine, part in zip(found, own_parts(case, group, whole), strict=True))
+    with pytest.raises(ValueError, match=r"expected attention to return \[batch, heads, positions, value size\], here"):
+        ulysses_attention(*(torch.zeros(1, 2, 3, 4),) * 3, attention=lambda q, k, v: q[..., :1])
+    with pytest.raises(ValueError, match=r"ulysses_attention: expected one batch, the same positions"):
+        ulysses_attention(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 4, 4), torch.zeros(1, 2, 4, 4))
+    # Gradients of gradients.
+    whole, *_ = Case(length=4, heads=2, key_value_heads=2).inputs()
+    part = whole[:, :, :2].clone().requires_grad_()
+    output = ulysses_attention(part, part, part, attention=_attention_by_head)
+    (first,) = torch.autograd.grad(output.square().sum(), part, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), part)
+    assert second.abs().max() > 0
+
+
+def test_attention_that_treats_each_head_alone_gives_the_same_bits() -> None:
+    run_ranks(_to_the_bit, 2)
