@@ -1,4 +1,51 @@
-"""Large batches without retuning: AdaScale for PyTorch."""
+"""Large batches without retuning: AdaScale for PyTorch, exact under every sharding.
+
+The files in reading order; each stands only on those above it:
+
+- `gain`: the formulas, numbers in and numbers out;
+- `averages`: moving averages of what each step measures;
+- `noise`: the gradient noise scale, and how sure it is;
+- `goodput`: the batch size at which a training goes forward fastest;
+- `rules`: the fixed rules that AdaScale is to be judged beside;
+- `squares`: the sum of the squares of a gradient;
+- `sharing`: how often a number counts that a rank measures;
+- `preconditioning`: what Adam divides gradients by;
+- `local_grads`: what a rank measures before gradients are averaged away;
+- `measuring`: from squares of each rank to those of all ranks;
+- `single`: one worker that accumulates nothing;
+- `estimates`: what is known after all steps so far;
+- `loss_scale`: what a scaler has multiplied the loss by;
+- `checks`: what is refused;
+- `adascale`: the optimizer;
+- `wrapper`: the same, built from a class;
+- `progress`: a training that is counted in steps of the small batch.
+"""
+
+from scale_adascale.adascale import AdaScale
+from scale_adascale.goodput import Suggestion, fit_speed, suggest_batch_size
+from scale_adascale.noise import NoiseScale
+from scale_adascale.progress import GainScheduler, until_steps
+from scale_adascale.rules import legw, linear, square_root
+from scale_adascale.single import halves
+from scale_adascale.wrapper import AdaScaleWrapper
 
 __version__ = "2026.11.0"
-__all__: list[str] = []
+__all__ = [
+    "AdaScale",
+    "AdaScaleWrapper",
+    "GainScheduler",
+    "NoiseScale",
+    "Suggestion",
+    "fit_speed",
+    "halves",
+    "legw",
+    "linear",
+    "square_root",
+    "suggest_batch_size",
+    "until_steps",
+]
+
+# Their home is where people import them from: tracebacks and documentation show that path.
+for _name in __all__:
+    globals()[_name].__module__ = __name__
+del _name

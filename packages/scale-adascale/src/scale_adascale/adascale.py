@@ -1,0 +1,347 @@
+"""`AdaScale`: an optimizer around another one, which multiplies its learning rates by the gain of the large batch.
+
+Backward passes are measured (`local_grads`), what ranks have measured is added up (`measuring`), `gain` and `step` turn
+it into estimates (`sampling`, `estimates`, `gain`), and the inner optimizer steps.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from scale_adascale.around import Around
+from scale_adascale.checks import (
+    check_arguments,
+    check_between_steps,
+    check_num_gradients,
+    check_preconditioned,
+    check_smoothing,
+    model_group_of,
+    refuse_step,
+    refuse_undivided,
+)
+from scale_adascale.estimates import OF_GROUP, Estimates, Reading, without_fairscale
+from scale_adascale.gain import gain
+from scale_adascale.loss_scale import scale_of, scaler_of_step
+from scale_adascale.measuring import Meter
+from scale_adascale.noise import NoiseScale, noise_scale
+from scale_adascale.preconditioning import is_adaptive
+from scale_adascale.rules import check_scale
+from scale_adascale.sampling import Sampling, Settings, default_smoothing
+from scale_core.group import GroupLike, group_of
+
+
+class AdaScale(Around):
+    """Large batches with the learning rates of small ones: wraps any optimizer, and is one to schedulers and scalers.
+
+        >>> import torch
+        >>> from scale_adascale import AdaScale
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> optimizer = AdaScale(torch.optim.SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=2)
+        >>> for sample in ([1.0, 0.0], [0.0, 1.0]):
+        ...     (model(torch.tensor(sample)).sum() / 2).backward()
+        >>> optimizer.gain()  # These gradients have nothing in common: one step is worth two.
+        2.0
+        >>> optimizer.step()
+
+    Each backward pass of each rank is one sample of the gradient's noise. Under FSDP, ShardedDataParallel and tensor or
+    pipeline parallelism the numbers are those of one process: each rank measures its own gradient before it is reduced.
+
+    Args:
+        optimizer: What steps, on parameters, shards or, as OSS, on parts of parameters.
+        world_size: FairScale's: the number of data parallel ranks, which is that of `process_group`.
+        scale: How many times the batch of a step is as large as the one whose learning rate and schedule are used;
+            `world_size * num_gradients_to_accumulate` if None.
+        smoothing: The part of moving averages that stays at each step; `1 - world_size * num_gradients_to_accumulate /
+            1000` if None, and 0 at least.
+        num_gradients_to_accumulate: Backward passes between two steps. With one, and one rank, gradients of
+            successive steps are compared (see `scale_adascale.halves` for the other way).
+        is_scaled_loss: Losses are divided by that number. Otherwise `scale_grad_by_num_grads_to_accum()` must be called
+            before each step.
+        debias_ewma: Moving averages are divided by the part of them that was filled, as Adam does; otherwise they begin
+            as plain means.
+        process_group: The ranks that have other data: all that share the gradients, the default group if None.
+        model_parallel_group: The ranks that have other parts of the model for the same data: those of tensor and
+            pipeline parallelism. None is the group over which parameters are split beside `process_group`, if any is.
+        power: Learning rates are multiplied by gain ** power. 1 if None, as for SGD; 0.5 for Adam and AdamW.
+        preconditioned: Measure gradients as Adam and AdamW use them, divided by the root of the mean second moment of
+            their tensor. None is whether they are Adam's or AdamW's.
+
+    Attributes:
+        progress: Steps of the small batch that the training is worth so far: the sum of the gains of its steps.
+
+    Raises:
+        TypeError: `optimizer` is no optimizer, or an AdaScale.
+        ValueError: A number out of its range, or groups that do not fit.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        world_size: int | None = None,
+        scale: float | None = None,
+        smoothing: float | None = None,
+        num_gradients_to_accumulate: int = 1,
+        is_scaled_loss: bool = True,
+        debias_ewma: bool = True,
+        process_group: GroupLike = None,
+        *,
+        model_parallel_group: GroupLike = None,
+        power: float | None = None,
+        preconditioned: bool | None = None,
+    ) -> None:
+        data = group_of(process_group)
+        check_arguments(optimizer, AdaScale, data, world_size, num_gradients_to_accumulate, power)
+        check_preconditioned(optimizer, preconditioned)
+        check_smoothing(smoothing)
+        samples = data.size * num_gradients_to_accumulate
+        check_scale(samples if scale is None else scale)
+        model = model_group_of(optimizer, data, model_parallel_group)
+        as_adam = is_adaptive(optimizer) if preconditioned is None else preconditioned
+        meter = Meter(optimizer, data, model, preconditioned=as_adam)
+        meter.check()
+        super().__init__(optimizer)
+        self._settings = Settings(
+            num_ranks=data.size,
+            num_gradients=num_gradients_to_accumulate,
+            scale=float(samples if scale is None else scale),
+            smoothing=default_smoothing(samples) if smoothing is None else smoothing,
+            is_scaled_loss=is_scaled_loss,
+            debias=debias_ewma,
+        )
+        self._power = power if power is not None else (0.5 if is_adaptive(optimizer) else 1.0)
+        self._reading = Reading(optimizer)
+        self._scaler: weakref.ref[GradScaler] | None = None
+        self._sampling = Sampling(meter, self._settings, self._reading)
+        self._listen()
+
+    # The gain.
+
+    def gain(self, pg_idx: int | None = None) -> float:
+        """Returns how many steps of the small batch the step is worth whose gradients are there, or else the last one.
+
+        Args:
+            pg_idx: The number of a parameter group; None is all of them together.
+
+        Raises:
+            IndexError: There is no such group.
+        """
+        estimates = self._estimates()
+        if pg_idx is None:
+            return gain(estimates.together(), self._settings.scale)
+        return gain(estimates.groups[pg_idx].moments, self._settings.scale)
+
+    def noise_scale(self, base_batch_size: float, confidence: float = 0.95) -> NoiseScale:
+        """Returns the gradient noise scale in samples, about the critical batch size, and how sure that is.
+
+        For Adam it is that of preconditioned gradients, which has no theory behind it.
+
+        Args:
+            base_batch_size: How many samples a batch of scale 1 has.
+            confidence: How often the interval is to hold the true value.
+
+        Raises:
+            ValueError: A number out of its range.
+        """
+        return noise_scale(self._estimates().noise, base_batch_size, confidence)
+
+    # The step.
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Steps with the inner optimizer, its learning rates multiplied by the gain of each parameter group.
+
+        Args:
+            *args: A closure that runs all backward passes of the step and returns the loss, if anything.
+            **kwargs: The same, and what the inner optimizer's `step` takes.
+
+        Returns:
+            What the closure, or the inner optimizer, has returned.
+
+        Raises:
+            RuntimeError: Not all backward passes have come since the last step, or gradients were not divided.
+        """
+        closure = args[0] if args else kwargs.pop("closure", None)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._is_due():
+            self._scaler = scaler_of_step()
+            loss_scale = scale_of(self._scaler)
+            estimates = self._sampling.estimates(loss_scale)
+            self._sampling.step_is_taken(loss_scale)
+            self._reading.write(estimates.with_progress(gain(estimates.together(), self._settings.scale)))
+        rates = [group["lr"] for group in self.param_groups]
+        try:
+            for number, group in enumerate(self.param_groups):
+                group["lr"] = group["lr"] * self.gain(number) ** self._power
+            result = self._optimizer.step(*args[1:], **kwargs)
+        finally:
+            for group, rate in zip(self.param_groups, rates, strict=True):
+                group["lr"] = rate
+        return result if closure is None else loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients; what was measured of them counts as nothing, unless a step was taken.
+
+        Raises:
+            RuntimeError: More backward passes were to come before the next step.
+        """
+        if not self._sampling.local.fails:
+            self._check_between_steps("zero_grad", "Don't zero_grad in backward")
+        self._sampling.begin_anew()
+        self._optimizer.zero_grad(set_to_none=set_to_none)
+        self._listen()  # To what was unfrozen.
+
+    def scale_grad_by_num_grads_to_accum(self) -> None:
+        """Divides the gradients by the number of those that were added up, where losses were not.
+
+        Raises:
+            RuntimeError: Losses are, as AdaScale was told; more backward passes are to come; or it was done already.
+        """
+        sampling, number = self._sampling, self._settings.num_gradients
+        if self._settings.is_scaled_loss:
+            raise RuntimeError(
+                "Must use unscaled loss for scale_grad_by_num_grads_to_accum(): AdaScale was told that losses are "
+                "divided by the number of gradients: leave this call out, or build AdaScale(..., is_scaled_loss=False)"
+            )
+        if sampling.passes != number or sampling.is_divided:
+            came = "they are divided already" if sampling.is_divided else f"{sampling.passes} came"
+            raise RuntimeError(
+                f"scale_grad_by_num_grads_to_accum(): expected {number} gradients to divide by, but {came}: call it "
+                "once, between the last backward() and step()"
+            )
+        sampling.is_divided = True
+        torch._foreach_div_([h.grad for h in sampling.meter.holders if h.grad is not None], float(number))
+
+    # What may be changed between steps.
+
+    @property
+    def scale(self) -> float:
+        """How many times the batch of a step is as large as that of scale 1."""
+        return self._settings.scale
+
+    @property
+    def smoothing(self) -> float:
+        """The part of moving averages that stays at each step."""
+        return self._settings.smoothing
+
+    @property
+    def progress(self) -> float:
+        """Steps of the small batch that the training is worth so far."""
+        return self._reading.estimates.progress
+
+    @property
+    def num_gradients_to_accumulate(self) -> int:
+        """Backward passes between two steps."""
+        return self._settings.num_gradients
+
+    def set_scale(self, scale: float, update_estimate: bool = True) -> None:
+        """Changes the scale.
+
+        Args:
+            scale: At least 1.
+            update_estimate: Multiply the averaged variance by old / new scale, as FairScale does. Where the batch grows
+                and the small batch that it is compared with stays, the variance of that one stays, too: pass False.
+
+        Raises:
+            RuntimeError: More backward passes are to come before the next step.
+            ValueError: The scale is below 1.
+        """
+        self._check_at_rest("set_scale", "Don't change scale in backward phase")
+        check_scale(scale)
+        if update_estimate:
+            self._reading.write(self._reading.estimates.at_scale(self._settings.scale, scale))
+        self._settings.scale = float(scale)
+
+    def set_num_gradients_to_accumulate(self, num_gradients_to_accumulate: int, update_smoothing: bool = True) -> None:
+        """Changes the number of backward passes between two steps; the scale mostly has to be set, too.
+
+        Args:
+            num_gradients_to_accumulate: At least 1.
+            update_smoothing: Take the default smoothing for it.
+
+        Raises:
+            RuntimeError: More backward passes are to come before the next step.
+            ValueError: The number is below 1.
+        """
+        self._check_at_rest("set_num_gradients_to_accumulate", "Don't change num_grad_to_accum in backward")
+        check_num_gradients(num_gradients_to_accumulate)
+        self._settings.num_gradients = num_gradients_to_accumulate
+        if update_smoothing:
+            self._settings.smoothing = default_smoothing(self._settings.num_samples)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group to the inner optimizer; its gain begins at 1.
+
+        Raises:
+            RuntimeError: More backward passes are to come before the next step.
+        """
+        self._check_at_rest("add_param_group", "Can't add parameter group during backward")
+        self._optimizer.add_param_group(param_group)
+        self._sampling.forget_last()
+        self._listen()
+
+    def unhook(self) -> None:
+        """Stops to measure, and lets go of what it has of gradients; steps go on with the last gain."""
+        self._sampling.unhook()
+
+    # State.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the inner optimizer's state; what AdaScale knows stands in its parameter groups.
+
+        Raises:
+            RuntimeError: More backward passes are to come before the next step.
+        """
+        self._check_between_steps("state_dict", "Don't checkpoint in backward")
+        return self._optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what `state_dict` has returned, an inner optimizer's own state, or one of FairScale's AdaScale.
+
+        Raises:
+            RuntimeError: More backward passes are to come before the next step.
+        """
+        self._check_between_steps("load_state_dict", "Don't load checkpoint in backward")
+        own, averages = without_fairscale(state_dict)
+        for group in self.param_groups:
+            group.pop(OF_GROUP, None)
+        self._optimizer.load_state_dict(own)
+        if averages is not None:
+            self._reading.write(self._reading.estimates.with_groups(averages))
+        self._sampling.begin_anew()
+        self._sampling.forget_last()
+
+    # What these are made of.
+
+    def _estimates(self) -> Estimates:
+        """With the gradients that are there already, if those of a whole step are."""
+        return self._sampling.estimates(scale_of(self._scaler))
+
+    def _listen(self) -> None:
+        self._sampling.listen([param for group in self.param_groups for param in group["params"]])
+
+    def _check_between_steps(self, method: str, words: str) -> None:
+        check_between_steps(method, words, self._sampling.passes, self._settings.num_gradients, self._sampling.local)
+
+    def _check_at_rest(self, method: str, words: str) -> None:
+        passes, number = self._sampling.passes, self._settings.num_gradients
+        check_between_steps(method, words, passes, number, self._sampling.local, at_rest=True)
+
+    def _is_due(self) -> bool:
+        """Whether the gradients of a whole step are there; False where nothing is measured, or nothing can change.
+
+        Raises:
+            RuntimeError: A step would be one with the gradients of some passes only, or with others than were said.
+        """
+        passes, number = self._sampling.passes, self._settings.num_gradients
+        if not self._sampling.local.is_listening or not (passes or any(group["lr"] for group in self.param_groups)):
+            return False  # torch's checkpoint functions step once with a learning rate of 0, so that there is a state.
+        refuse_step(passes, number, self._sampling.local)
+        refuse_undivided(number, divided=self._settings.is_scaled_loss or self._sampling.is_divided)
+        return True

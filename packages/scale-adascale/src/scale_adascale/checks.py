@@ -1,0 +1,166 @@
+"""What AdaScale refuses, before anything is changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.optim import Optimizer
+
+from scale_adascale.local_grads import LocalGrads
+from scale_adascale.preconditioning import is_adaptive
+from scale_adascale.sharing import splits_of
+from scale_core.group import Group, GroupLike, group_of
+from scale_core.joining import current_share
+
+
+def check_arguments(
+    optimizer: Any,
+    wrapper: type[Optimizer],
+    data: Group,
+    world_size: int | None,
+    num_gradients: int,
+    power: float | None,
+) -> None:
+    """Checks what AdaScale is built from.
+
+    Raises:
+        TypeError: `optimizer` is none, or is wrapped already.
+        ValueError: The world size is another one than the group's, or a number is out of its range.
+    """
+    if not isinstance(optimizer, Optimizer) or isinstance(optimizer, wrapper):
+        raise TypeError(
+            f"expected a torch.optim.Optimizer that is no AdaScale, got {type(optimizer).__name__}: write "
+            "AdaScale(torch.optim.SGD(model.parameters(), lr=0.1))"
+        )
+    if world_size is not None and world_size != data.size:
+        raise ValueError(
+            f"expected world_size to be the number of ranks in process_group, {data.size}, got {world_size}: leave it "
+            "out, and pass the group of the data parallel ranks as process_group if that is not the default group"
+        )
+    check_num_gradients(num_gradients)
+    if power is not None and not 0 < power <= 1:
+        raise ValueError(f"expected power above 0 and at most 1, got {power}: 1 is AdaScale's own, 0.5 Adam's")
+
+
+def check_preconditioned(optimizer: Optimizer, preconditioned: bool | None) -> None:
+    """Checks whether gradients can be measured as an optimizer uses them.
+
+    Raises:
+        ValueError: They are to be, and it is neither Adam nor AdamW.
+    """
+    if preconditioned and not is_adaptive(optimizer):
+        raise ValueError(
+            f"expected an Adam or AdamW for preconditioned=True, got {type(optimizer).__name__}, of which AdaScale "
+            "does not know what it divides gradients by: leave preconditioned out"
+        )
+
+
+def check_num_gradients(number: Any) -> None:
+    """Checks a number of gradients to accumulate.
+
+    Raises:
+        ValueError: It is no whole number of at least 1.
+    """
+    if not isinstance(number, int) or number < 1:
+        raise ValueError(
+            f"expected num_gradients_to_accumulate to be a whole number of at least 1, got {number!r}: pass how often "
+            "backward() is called before each step"
+        )
+
+
+def check_smoothing(smoothing: float | None) -> None:
+    """Checks a smoothing factor.
+
+    Raises:
+        ValueError: It is not from 0 to below 1.
+    """
+    if smoothing is not None and not 0 <= smoothing < 1:
+        raise ValueError(f"expected smoothing from 0 to below 1, got {smoothing}: leave it out for the default")
+
+
+def model_group_of(optimizer: Optimizer, data: Group, given: GroupLike) -> Group:
+    """Returns the ranks that have other parts of the model: as given, or that over which parameters are split.
+
+    Raises:
+        ValueError: They are split over several such groups, and none was given that holds them all.
+    """
+    if given is not None:
+        return group_of(given)
+    found = splits_of((param for group in optimizer.param_groups for param in group["params"]), data)
+    if len(found) > 1:
+        raise ValueError(
+            f"parameters are split over the ranks {' and '.join(str(list(ranks)) for ranks in found)}, beside those "
+            f"with other data, {list(data.ranks)}: pass AdaScale(..., model_parallel_group=the group of all that have "
+            "other parts of the model), and process_group for those with other data"
+        )
+    return next(iter(found.values()), Group())
+
+
+def check_between_steps(
+    method: str, words: str, passes: int, num_gradients: int, local: LocalGrads, *, at_rest: bool = False
+) -> None:
+    """Refuses what would tear a step apart.
+
+    Args:
+        method: What was called.
+        words: What FairScale says.
+        passes: Backward passes since the last step.
+        num_gradients: Backward passes of a step.
+        local: What measures them.
+        at_rest: It would, even when all passes have come and the step has not.
+
+    Raises:
+        RuntimeError: It would.
+    """
+    if local.is_in_pass or 0 < passes < num_gradients or (at_rest and passes):
+        raise RuntimeError(
+            f"{words}: {method}() in the middle of a step, of whose backward passes {passes} of {num_gradients} have "
+            f"ended: call it after optimizer.step(), or pass num_gradients_to_accumulate={max(1, passes)} if no more "
+            "are to come"
+        )
+
+
+def refuse_step(passes: int, num_gradients: int, local: LocalGrads) -> None:
+    """Refuses a step whose gradients are not all there.
+
+    Raises:
+        RuntimeError: They are not, or those of a rank that has run out of data count nothing.
+    """
+    if current_share() is not None:
+        raise RuntimeError(
+            "AdaScale can't tell how noisy a gradient is to which ranks contribute unequally, as under join() when one "
+            "has run out of data: leave out the steps for which not all ranks have a batch, or call optimizer.unhook() "
+            "before them, so that they are made with the last gain"
+        )
+    if passes == num_gradients and not local.is_in_pass:
+        return
+    last = ", and one is running" if local.is_in_pass else ", and the last one has failed" if local.fails else ""
+    raise RuntimeError(
+        f"Don't step without finishing backward phase: expected {num_gradients} backward passes since the last step, "
+        f"got {passes}{last}: call backward() once for each gradient to accumulate, build AdaScale(..., "
+        f"num_gradients_to_accumulate={max(1, passes)}), or optimizer.unhook() where gradients come by hand; and "
+        "put it around OSS, not inside: AdaScale(OSS(model.parameters(), ...))"
+    )
+
+
+def refuse_undivided(num_gradients: int, *, divided: bool) -> None:
+    """Refuses a step with a sum of gradients in the place of their mean.
+
+    Raises:
+        RuntimeError: Neither losses nor gradients were divided by their number.
+    """
+    if num_gradients > 1 and not divided:
+        raise RuntimeError(
+            f"step(): losses were not divided by the {num_gradients} gradients to accumulate, as AdaScale was told, "
+            "and neither were the gradients: call optimizer.scale_grad_by_num_grads_to_accum() before the step, or "
+            "divide the losses and build AdaScale(..., is_scaled_loss=True)"
+        )
+
+
+def too_many_gradients(num_gradients: int) -> RuntimeError:
+    """What a backward pass raises that comes after the last one of a step."""
+    return RuntimeError(
+        f"expected {num_gradients} backward pass{'es' if num_gradients > 1 else ''} between two steps, but "
+        f"{num_gradients + 1} came: call optimizer.step() after the last one, optimizer.zero_grad() where the step is "
+        f"left out, or pass num_gradients_to_accumulate={num_gradients + 1} if that many are meant"
+    )

@@ -1,0 +1,82 @@
+"""The gain of AdaScale: how many steps of the small batch one step of the large batch is worth.
+
+Numbers in, numbers out. With g the gradient of a batch of scale 1, mu^2 = |E g|^2 and sigma^2 = tr Cov(g), a batch
+that is S times as large has the gain
+
+    r = (sigma^2 + mu^2) / (sigma^2 / S + mu^2),    1 <= r <= S
+
+(Johnson et al., "AdaScale SGD", arXiv 2007.05105, section 3): S where noise is all there is, 1 where there is none.
+Both moments are estimated without bias from n gradients g_1 .. g_n that one step averages to G (appendix B.3, for n
+that need not be S). With L = |g_1|^2 + .. + |g_n|^2 and T = |G|^2:
+
+    sigma^2 = S/n (L - n T) / (n - 1)               mu^2 = T - sigma^2 / S
+
+    gradients           S   L      T      sigma^2  mu^2   r
+    (1, 0), (0, 1)      2   2      0.5    1        0      2
+    (1, 1), (0, 1)      2   3      1.25   0.5      1      1.2
+    (1, 1), (1, 1)      2   4      2      0        2      1
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+_LEAST, _LEAST_PART = 1e-6, 1e-3
+"""The least variance that is believed, as in FairScale; of short gradients, the least part of their square."""
+
+
+class Moments(NamedTuple):
+    """What the gain is made of.
+
+    Attributes:
+        variance: sigma^2, the trace of the covariance of the gradient of a batch of scale 1.
+        square: mu^2, the squared norm of the expected gradient.
+    """
+
+    variance: float
+    square: float
+
+
+def moments(local: float, total: float, num_gradients: int, scale: float) -> Moments:
+    """Estimates both moments, without bias; so either may come out below zero.
+
+    Args:
+        local: L, the sum of the squared norms of the gradients.
+        total: T, the squared norm of their mean.
+        num_gradients: n, at least 2.
+        scale: S, how many times the batch of all n is as large as one of scale 1.
+    """
+    assert num_gradients > 1, "the variance of one gradient is not known"
+    variance = scale / num_gradients * (local - num_gradients * total) / (num_gradients - 1)
+    return Moments(variance, total - variance / scale)
+
+
+def moments_of_two(first: float, second: float, product: float, scale: float) -> Moments:
+    """Estimates both moments from two whole batches, each of scale S.
+
+    Args:
+        first: The squared norm of one batch's gradient.
+        second: That of the other.
+        product: Their inner product.
+        scale: S.
+    """
+    # Together they are one batch of twice the scale, in two parts.
+    return moments(first + second, (first + second + 2 * product) / 4, 2, 2 * scale)
+
+
+def bounded(estimate: Moments) -> Moments:
+    """Returns moments as they can be: a square is not below 0, and some noise there always is."""
+    square = max(estimate.square, 0.0)
+    return Moments(max(estimate.variance, min(_LEAST, _LEAST_PART * square)), square)
+
+
+def gain(estimate: Moments, scale: float) -> float:
+    """Returns r of moments that are not below 0; 1 where both are 0, of which nothing can be said.
+
+    Example:
+        >>> gain(Moments(variance=1.0, square=1.0), scale=2.0)
+        1.3333333333333333
+    """
+    variance, square = estimate
+    below = variance / scale + square
+    return (variance + square) / below if below > 0 else 1.0

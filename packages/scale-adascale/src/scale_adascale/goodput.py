@@ -1,0 +1,107 @@
+"""The batch size at which a training goes forward fastest: measured speed times what a sample is worth.
+
+A larger batch keeps the machine busier, and each of its samples is worth less:
+
+    goodput(m) = samples per second(m) * (B + b) / (B + m)
+
+with noise scale B and base batch size b (Qiao et al., "Pollux", arXiv 2008.12260, section 3). Seconds per step are
+those that were measured; between and beyond them, a line through them: a constant part, as communication and the
+optimizer, and one that grows with the batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from scale_adascale.noise import efficiency
+
+
+class Speed(NamedTuple):
+    """Seconds of a step: `constant + per_sample * batch size`."""
+
+    constant: float
+    per_sample: float
+
+    def seconds(self, batch_size: float) -> float:
+        """Seconds of a step of this batch size."""
+        return self.constant + self.per_sample * batch_size
+
+
+class Suggestion(NamedTuple):
+    """A batch size, and what speaks for it.
+
+    Attributes:
+        batch_size: Samples of one step, over all ranks.
+        goodput: Samples per second, in samples of the base batch size.
+        throughput: Samples per second.
+        efficiency: What a sample is worth, beside one of the base batch size.
+    """
+
+    batch_size: int
+    goodput: float
+    throughput: float
+    efficiency: float
+
+
+def fit_speed(seconds: Mapping[int, float]) -> Speed:
+    """Returns the line with the least sum of squared relative errors, neither part of which is below 0.
+
+    Args:
+        seconds: Measured seconds of a step, by batch size.
+
+    Raises:
+        ValueError: Nothing was measured, or something that is not above 0.
+    """
+    if not seconds or any(not size > 0 or not 0 < each < math.inf for size, each in seconds.items()):
+        raise ValueError(
+            f"expected seconds of a step by batch size, all above 0, got {dict(seconds)}: measure some steps of one "
+            "batch size at least, such as {256: 0.21, 512: 0.34}"
+        )
+    # Divided by the seconds themselves, so that all measurements count alike: 1 = a x + b y.
+    rows = [(1 / each, size / each) for size, each in seconds.items()]
+    xx, yy, xy = (sum(x * x for x, _ in rows), sum(y * y for _, y in rows), sum(x * y for x, y in rows))
+    x, y = sum(x for x, _ in rows), sum(y for _, y in rows)
+    determinant = xx * yy - xy * xy
+    if len(rows) > 1 and determinant > 1e-12 * xx * yy:
+        constant, per_sample = (x * yy - y * xy) / determinant, (y * xx - x * xy) / determinant
+        if constant >= 0 and per_sample >= 0:
+            return Speed(constant, per_sample)
+        if per_sample < 0:
+            return Speed(x / xx, 0.0)
+    return Speed(0.0, y / yy)
+
+
+def suggest_batch_size(
+    seconds: Mapping[int, float],
+    noise: float,
+    base_batch_size: int,
+    candidates: Iterable[int] | None = None,
+) -> Suggestion:
+    """Returns the batch size of the highest goodput.
+
+        >>> suggest_batch_size({64: 0.50, 128: 0.52, 256: 0.56}, noise=400, base_batch_size=64).batch_size
+        512
+
+    Args:
+        seconds: Measured seconds of a step, by batch size (samples over all ranks).
+        noise: The gradient noise scale in samples, as `optimizer.noise_scale(base_batch_size).value`.
+        base_batch_size: Samples of scale 1.
+        candidates: Batch sizes to choose from; those measured and their doubles, up to twice the largest one, if None.
+
+    Raises:
+        ValueError: A number out of its range, or no candidate.
+    """
+    if not noise >= 0 or not base_batch_size > 0:
+        raise ValueError(f"expected noise >= 0 and base_batch_size > 0, got noise={noise}, {base_batch_size=}")
+    speed = fit_speed(seconds)
+    sizes = sorted({*seconds, *(2 * size for size in seconds)} if candidates is None else set(candidates))
+    if not sizes or sizes[0] < 1:
+        raise ValueError(f"expected candidates of at least 1, and one at least, got {sizes}: pass batch sizes")
+    found = []
+    for size in sizes:
+        throughput = size / seconds.get(size, speed.seconds(size))
+        worth = efficiency(size, noise, base_batch_size)
+        found.append(Suggestion(size, throughput * worth, throughput, worth))
+    return max(found, key=lambda each: each.goodput)

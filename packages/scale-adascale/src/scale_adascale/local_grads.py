@@ -1,0 +1,157 @@
+"""What a rank measures of its own gradients before they are averaged away, one backward pass after another.
+
+A gradient of a parameter that is whole here is seen by a hook, before DistributedDataParallel or ShardedDataParallel
+reduce it. Gradients of parameters that are sharded come to no hook; whoever reduces them tells of them, through
+`scale_core.on_local_grads`. Either way nothing is copied and nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from types import FrameType
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from scale_adascale.squares import sum_of_squares
+from scale_core.backward import (
+    are_local_grads_reported,
+    at_end_of_backward,
+    on_local_grads,
+)
+
+
+class LocalGrads:
+    """Adds up the squares of the gradients that this rank computes, per parameter.
+
+    Args:
+        begins: Called when a backward pass brings its first gradient, before that is counted; may refuse it.
+        ended: Called when a pass has ended and its gradients have been averaged, where that was asked of it.
+
+    Attributes:
+        sums: By device the sums of the squares of each parameter's gradients, by number, [k], fp64. They live as long
+            as this: a new scalar for each gradient would keep the allocator from using freed gradients again.
+        fails: The last pass has failed, and what it had brought was dropped.
+    """
+
+    def __init__(self, begins: Callable[[], None], ended: Callable[[], None]) -> None:
+        self._begins, self._ended = weakref.WeakMethod(begins), weakref.WeakMethod(ended)
+        self.sums: dict[torch.device, Tensor] = {}
+        self.fails = False
+        self._of_pass: dict[torch.device, Tensor] = {}
+        self._seen: set[int] | None = None  # in the pass that runs now
+        self._numbers: dict[int, int] = {}  # by id; the owner holds the parameters
+        self._hooked: dict[int, RemovableHandle] = {}
+        self._reports: RemovableHandle | None = None
+
+    @property
+    def is_listening(self) -> bool:
+        """Whether gradients are measured at all."""
+        return self._reports is not None
+
+    @property
+    def is_in_pass(self) -> bool:
+        """Whether a backward pass has brought gradients, and not ended yet."""
+        return self._seen is not None
+
+    def listen(self, params: Iterable[Tensor]) -> None:
+        """Listens to these parameters, by their numbers in this order; to those that can have a gradient."""
+        before = len(self._numbers)
+        for number, param in enumerate(params):
+            self._numbers[id(param)] = number
+            if param.requires_grad and number not in self._hooked and not are_local_grads_reported(param):
+                self._hooked[number] = param.register_hook(self._hook(number))
+        if len(self._numbers) != before:
+            self.sums, self._of_pass = {}, {}
+        if self._reports is None:
+            self._reports = on_local_grads(self._hear())
+
+    def unhook(self) -> None:
+        """Stops to listen."""
+        for handle in self._hooked.values():
+            handle.remove()
+        if self._reports is not None:
+            self._reports.remove()
+        self._hooked, self._reports = {}, None
+        self.forget()
+
+    def forget(self) -> None:
+        """Drops what was measured so far."""
+        self._seen, self.fails = None, False
+        for total in self.sums.values():
+            total.zero_()
+
+    def _hook(self, number: int) -> Callable[[Tensor], None]:
+        held = weakref.ref(self)  # Autograd holds the hook, and shows nobody what its hooks hold.
+
+        def hook(grad: Tensor) -> None:
+            mine = held()
+            if mine is not None:
+                mine._take(number, grad.detach())  # It may have a graph: `create_graph=True`.
+
+        return hook
+
+    def _hear(self) -> Callable[[Sequence[Tensor], Sequence[Tensor]], None]:
+        held = weakref.ref(self)
+
+        def hear(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+            mine = held()
+            for param, grad in zip(params, grads, strict=True):
+                number = None if mine is None else mine._numbers.get(id(param))
+                if mine is not None and number is not None and number not in mine._hooked:
+                    mine._take(number, grad)
+
+        return hear
+
+    def _take(self, number: int, grad: Tensor) -> None:
+        if self._seen is None:
+            self._begin_pass()
+        assert self._seen is not None and number not in self._seen, "a parameter has one gradient in one pass"
+        self._seen.add(number)
+        if grad.device not in self._of_pass:
+            vector = torch.zeros(len(self._numbers), dtype=torch.float64, device=grad.device)
+            self._of_pass[grad.device], self.sums[grad.device] = vector, torch.zeros_like(vector)
+        self._of_pass[grad.device][number] = sum_of_squares(grad)
+
+    def _begin_pass(self) -> None:
+        if _is_nested():
+            raise RuntimeError(
+                "AdaScale can't tell one backward pass from another inside of a reentrant checkpoint, which runs "
+                "backward passes of its own: call torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or "
+                "scale_checkpoint.checkpoint_wrapper(module)"
+            )
+        begins = self._begins()
+        if begins is not None:
+            begins()
+        self._seen = set()
+        for squares in self._of_pass.values():
+            squares.zero_()
+        at_end_of_backward(self._end_pass, self._pass_has_failed)
+
+    def _end_pass(self) -> None:
+        # What averages gradients has queued its own end by now, but may have done so after this one.
+        at_end_of_backward(self._all_is_done, self._pass_has_failed)
+
+    def _all_is_done(self) -> None:
+        for device, squares in self._of_pass.items():
+            self.sums[device] += squares
+        self._seen = None
+        ended = self._ended()
+        if ended is not None:
+            ended()
+
+    def _pass_has_failed(self) -> None:
+        self._seen, self.fails = None, True
+
+
+def _is_nested() -> bool:
+    """Whether the backward pass that runs now was begun by the backward of an autograd function, in another pass."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.autograd.function" and frame.f_code.co_name == "apply":
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,72 @@
+"""What Adam divides gradients by, so that noise is measured in the steps that it takes, and not in raw gradients.
+
+SGD steps along the gradient, Adam along the gradient over the root of its mean square. A direction of large gradients
+that Adam makes small steps in must not count as much as it does for SGD: so every gradient, local and averaged, is
+divided by sqrt(v) + eps before its square is taken (as AdaptDL does for its AdamScale, with Pollux, arXiv 2008.12260).
+
+v is the mean of the second moments over a whole tensor here, one number for each: then it is a few numbers that ranks
+tell each other, whoever has which elements, and the gain is the same under every sharding. It is that of the last step,
+so that all gradients of a step are measured alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Adam, AdamW, Optimizer
+
+_ADAPTIVE = (Adam, AdamW)
+
+
+def base_of(optimizer: Optimizer) -> Optimizer:
+    """The optimizer that has the state: of a wrapper such as OSS, the one it steps with."""
+    inner = getattr(optimizer, "optim", None)
+    return base_of(inner) if isinstance(inner, Optimizer) else optimizer
+
+
+def is_adaptive(optimizer: Optimizer) -> bool:
+    """Whether its steps hardly depend on the length of a gradient, as those of Adam and AdamW."""
+    return isinstance(base_of(optimizer), _ADAPTIVE)
+
+
+def second_moments(optimizer: Optimizer, holders: Sequence[Tensor], groups: Sequence[dict[str, Any]]) -> Tensor:
+    """Returns, for each parameter, the sum of what this rank has of its second moments, without the bias of the start.
+
+    Args:
+        optimizer: Adam or AdamW, which has the state.
+        holders: What it steps on, for each of k parameters.
+        groups: The parameter group of each.
+
+    Returns:
+        [k], fp64; 0 where there is no state.
+    """
+    device = holders[0].device if holders else torch.device("cpu")
+    sums = [
+        _second_moment(optimizer.state.get(holder, {}), group["betas"][1], device)
+        for holder, group in zip(holders, groups, strict=True)
+    ]
+    return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.float64)
+
+
+def divisors(means: Tensor, epsilons: Tensor) -> Tensor:
+    """Returns what squares of gradients are multiplied by, 1 / (sqrt(v) + eps)^2; 0 where v is not known yet.
+
+    Args:
+        means: [k] v, the mean second moment of each parameter.
+        epsilons: [k].
+    """
+    return torch.where(means > 0, (means.sqrt() + epsilons) ** -2, 0.0)
+
+
+def _second_moment(state: dict[str, Any], beta: Any, device: torch.device) -> Tensor:
+    moment = state.get("max_exp_avg_sq", state.get("exp_avg_sq"))
+    if moment is None:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    step = torch.as_tensor(state["step"], dtype=torch.float64).to(device)
+    beta = beta.to(device) if isinstance(beta, Tensor) else beta
+    # torch adds in pairs, which is right to some units of fp32; to add in fp64 takes ten times as long.
+    total: Tensor = moment.sum(dtype=torch.promote_types(moment.dtype, torch.float32)).double().to(device)
+    return total.div_(1 - beta**step)

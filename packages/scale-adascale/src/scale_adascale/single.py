@@ -1,0 +1,89 @@
+"""One worker that accumulates nothing: one gradient per step, of which alone nobody knows how noisy it is.
+
+There are two ways out. `halves` splits each batch in two, and two gradients are accumulated: the estimates are as good
+as those of two workers, and cost a second forward and backward pass of half the size. Or, as `AdaScale` does where it
+is built with one gradient per step, the gradients of successive steps are compared. They are those of other weights, so
+what the weights have moved in between counts as noise; and the last gradient is kept, as large as the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from scale_adascale.gain import Moments, moments_of_two
+from scale_adascale.measuring import Measured
+from scale_core.nested import map_tensors, tensors_in
+
+Batch = TypeVar("Batch")
+
+
+def halves(batch: Batch) -> Iterator[Batch]:
+    """Yields the first half of a batch and the second, for two backward passes in place of one.
+
+        >>> import torch
+        >>> [half.tolist() for half in halves(torch.arange(4))]
+        [[0, 1], [2, 3]]
+
+    Args:
+        batch: Tensors, in whatever they stand; all have their samples along the first dimension.
+
+    Raises:
+        ValueError: The samples are no even number, or not the same for all tensors.
+    """
+    sizes = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors_in(batch)}
+    size = next(iter(sizes), 0)
+    if len(sizes) != 1 or size % 2 or not size:
+        raise ValueError(
+            f"expected tensors with one even number of samples, got {sorted(sizes)}: pass the tensors that have the "
+            "samples of one batch, and drop the last sample of an odd one"
+        )
+    yield _part(batch, 0, size // 2)
+    yield _part(batch, size // 2, size // 2)
+
+
+def _part(batch: Batch, first: int, size: int) -> Batch:
+    return cast(Batch, map_tensors(lambda tensor: tensor.narrow(0, first, size), batch))
+
+
+class Successive:
+    """The gradient of the last step, and what it says beside that of this one."""
+
+    def __init__(self) -> None:
+        self._last: list[Tensor | None] | None = None
+        self._new: list[Tensor | None] = []
+        self._last_squares: list[float] = []
+        self._new_squares: list[float] = []
+
+    def take(self, holders: Sequence[Tensor]) -> list[Tensor | None]:
+        """Keeps a copy of the gradients that a pass has brought; returns those of the step before it, or none."""
+        self._new = [None if holder.grad is None else holder.grad.detach().clone() for holder in holders]
+        return [None] * len(holders) if self._last is None else self._last
+
+    def moments(self, measured: Measured, scale: float, loss_scale: float) -> list[Moments | None]:
+        """Returns the moments of each group, or None where there was no step before.
+
+        Args:
+            measured: Per group the product of both gradients, and the square of the new one.
+            scale: Of one batch.
+            loss_scale: What the loss of the new one was multiplied by.
+        """
+        products = [product / loss_scale for product in measured.local]
+        self._new_squares = [square / loss_scale**2 for square in measured.total]
+        if self._last is None or len(self._last_squares) != len(products):
+            return [None] * len(products)
+        rows = zip(self._last_squares, self._new_squares, products, strict=True)
+        return [moments_of_two(last, new, product, scale) for last, new, product in rows]
+
+    def keep(self, loss_scale: float) -> None:
+        """The step was taken: the next one is compared with it."""
+        self._last, self._last_squares, self._new = self._new, self._new_squares, []
+        if loss_scale != 1.0:
+            torch._foreach_div_([grad for grad in self._last if grad is not None], loss_scale)
+
+    def forget(self) -> None:
+        """Compares the next gradient with nothing."""
+        self._last = None

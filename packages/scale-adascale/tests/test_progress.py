@@ -1,0 +1,98 @@
+"""Trainings that are counted in steps of the small batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from adascale_cases import noise
+from torch import nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import LambdaLR, StepLR
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from scale_adascale import AdaScale, GainScheduler, until_steps
+
+
+def build(num: int = 2) -> tuple[nn.Linear, AdaScale]:
+    torch.manual_seed(0)
+    model = nn.Linear(2, 2, bias=False)
+    return model, AdaScale(SGD(model.parameters(), lr=0.01), num_gradients_to_accumulate=num)
+
+
+def loader(number: int = 6) -> DataLoader:
+    data = TensorDataset(noise(number, 2, seed=1) + torch.tensor([1.0, 0.0]))
+    return DataLoader(data, sampler=DistributedSampler(data, num_replicas=1, rank=0))
+
+
+def test_it_ends_between_two_steps_when_the_gains_sum_up():
+    model, optimizer = build()
+    passes, gains = 0, []
+    for (batch,) in until_steps(loader(), optimizer, steps=10):
+        (model(batch).sum() / 2).backward()
+        passes += 1
+        if passes % 2 == 0:
+            optimizer.step()
+            gains.append(optimizer.gain())
+            optimizer.zero_grad()
+    assert passes % 2 == 0 and 12 <= passes < 20  # Several turns of 6 micro-batches.
+    assert sum(gains) == pytest.approx(optimizer.progress) and sum(gains[:-1]) < 10 <= sum(gains)
+    assert list(until_steps(loader(), optimizer, steps=10)) == []
+
+
+def test_each_turn_has_an_order_of_its_own():
+    _, optimizer = build()
+    data = loader()
+    seen = [data.sampler.epoch for _, _ in zip(range(13), until_steps(data, optimizer, 1), strict=False)]
+    assert seen == [0] * 6 + [1] * 6 + [2]
+
+
+def test_batches_that_end_for_good_are_refused():
+    _, optimizer = build()
+    with pytest.raises(ValueError, match="no iterator"):
+        list(until_steps(iter([1, 2]), optimizer, 1))
+    with pytest.raises(ValueError, match="steps of 0 or more, got nan"):
+        list(until_steps([1], optimizer, float("nan")))
+
+
+def step(model: nn.Module, optimizer: AdaScale, orthogonal: bool) -> None:
+    for sample in torch.eye(2) if orthogonal else torch.ones(2, 2):
+        (model(sample).sum() / 2).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_a_scheduler_makes_the_steps_of_the_small_batch():
+    """Each step is worth two; with a schedule for epochs of three steps it steps at 4 and 6."""
+    model, optimizer = build()
+    scheduler = GainScheduler(LambdaLR(optimizer, lambda count: 0.5**count), optimizer, steps_per_call=3)
+    rates = []
+    for _ in range(4):
+        step(model, optimizer, orthogonal=True)
+        scheduler.step()
+        rates.append(scheduler.get_last_lr()[0])
+    assert optimizer.progress == pytest.approx(8)
+    assert rates == pytest.approx([0.01, 0.005, 0.0025, 0.0025])
+
+
+def test_a_scheduler_that_is_loaded_goes_on_where_it_was():
+    model, optimizer = build()
+    scheduler = GainScheduler(StepLR(optimizer, 2, 0.1), optimizer)
+    for orthogonal in (True, False):
+        step(model, optimizer, orthogonal)
+        scheduler.step()
+    other, loaded = build()
+    other.load_state_dict(model.state_dict())
+    loaded.load_state_dict(optimizer.state_dict())
+    again = GainScheduler(StepLR(loaded, 2, 0.1), loaded)
+    again.load_state_dict(scheduler.state_dict())
+    for each, its in ((scheduler, optimizer), (again, loaded)):
+        step(model if each is scheduler else other, its, orthogonal=True)
+        each.step()
+    assert again.get_last_lr() == scheduler.get_last_lr()
+    assert again.state_dict()["count"] == scheduler.state_dict()["count"] == int(optimizer.progress)
+
+
+def test_a_scheduler_of_no_steps_is_refused():
+    _, optimizer = build()
+    with pytest.raises(ValueError, match="steps_per_call above 0, got 0"):
+        GainScheduler(StepLR(optimizer, 2), optimizer, steps_per_call=0)

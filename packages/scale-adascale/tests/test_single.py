@@ -1,0 +1,96 @@
+"""One worker that accumulates nothing: successive gradients, or batches in two halves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from adascale_cases import loss_of, net
+from torch import nn
+from torch.optim import SGD
+
+from scale_adascale import AdaScale, halves
+from scale_adascale.averages import Average
+from scale_adascale.gain import Moments, bounded, gain
+
+
+def test_successive_gradients_are_compared():
+    """Against the formula with all gradients, over five steps, with two groups."""
+    model = net()
+    groups = [list(model[0].parameters()), list(model[2].parameters())]
+    optimizer = AdaScale(SGD([{"params": group} for group in groups], lr=0.05), scale=8.0, smoothing=0.5)
+    averages, last = [Average(), Average()], None
+    for step in range(5):
+        loss_of(model, step).backward()
+        now = [torch.cat([param.grad.double().reshape(-1) for param in group]) for group in groups]
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-2)  # Nothing to it: the pass was measured before.
+        optimizer.step()
+        optimizer.zero_grad()
+        for number, new in enumerate(now if last is not None else []):
+            old = last[number]
+            variance = 8.0 * float((new - old).square().sum()) / 2
+            square = float(((new + old) / 2).square().sum()) - variance / 16
+            moments = bounded(Moments(variance, square))
+            averages[number] = averages[number].after(moments, 0.5, debias=True)
+            assert optimizer.gain(number) == pytest.approx(gain(averages[number].moments, 8.0), rel=1e-6)
+        if last is None:
+            assert optimizer.gain() == 1.0
+        last = now
+    assert optimizer.progress > 5
+
+
+def test_a_scaled_loss_changes_nothing_and_a_skipped_step_is_compared_with_nothing():
+    models, scaler = [net(), net()], torch.amp.GradScaler("cpu", 256.0)
+    optimizers = [AdaScale(SGD(model.parameters(), lr=0.05), scale=4.0) for model in models]
+    for step in range(5):
+        scaler.scale(loss_of(models[0], step) * (torch.inf if step == 2 else 1.0)).backward()
+        scaler.step(optimizers[0])
+        scaler.update()
+        optimizers[0].zero_grad()
+        if step != 2:
+            loss_of(models[1], step).backward()
+            optimizers[1].step()
+            optimizers[1].zero_grad()
+        assert optimizers[0].gain() == pytest.approx(optimizers[1].gain(), rel=1e-9)
+    assert optimizers[1].gain() > 1 and scaler.get_scale() == 128.0
+
+
+def test_at_scale_one_the_gain_is_one_and_noise_is_measured():
+    model = net()
+    optimizer = AdaScale(SGD(model.parameters(), lr=0.01))
+    for step in range(6):
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert optimizer.gain() == 1.0
+    found = optimizer.noise_scale(base_batch_size=4)
+    assert 0 < found.value < float("inf") and found.low < found.value < found.high
+
+
+def test_halves_have_all_samples_in_order():
+    batch = {"x": torch.arange(12).view(6, 2), "y": [torch.arange(6)]}
+    first, second = halves(batch)
+    assert torch.equal(torch.cat([first["x"], second["x"]]), batch["x"])
+    assert first["y"][0].tolist() == [0, 1, 2] and second["y"][0].tolist() == [3, 4, 5]
+
+
+def test_a_step_on_two_halves_is_one_on_the_whole_with_the_gain():
+    models = [net(), net()]
+    optimizer = AdaScale(SGD(models[0].parameters(), lr=0.1), scale=4.0, num_gradients_to_accumulate=2)
+    generator = torch.Generator().manual_seed(0)
+    batch = torch.randn(8, 5, generator=generator)
+    for half in halves(batch):
+        (models[0](half).square().mean() / 2).backward()
+    models[1](batch).square().mean().backward()
+    optimizer.step()
+    SGD(models[1].parameters(), lr=0.1 * optimizer.gain()).step()
+    for a, b in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(a, b)
+    assert 1 < optimizer.gain() < 4
+
+
+@pytest.mark.parametrize(
+    "batch", [torch.ones(3, 2), torch.ones(0, 2), [torch.ones(4), torch.ones(2)], torch.ones(()), 7]
+)
+def test_what_has_no_two_halves_is_refused(batch):
+    with pytest.raises(ValueError, match="one even number of samples"):
+        list(halves(batch))
