@@ -254,3 +254,9 @@ def test_a_stage_may_change_its_input_in_place_where_the_plain_model_may(before:
 def test_a_pipeline_is_not_called() -> None:
     with pytest.raises(RuntimeError, match=r"pipe.step\(batch"):
         DistributedPipe(mlp(), balance=[12])(torch.randn(2, 8))
+
+
+def test_one_of_several_ranks_without_a_process_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match=r"one of 2 ranks.*call scale_core\.launch\.init_distributed\(\)"):
+        DistributedPipe(mlp(), "1f1b", balance=[12])

@@ -22,9 +22,9 @@ from scale_pipe.distributed.plan import (
     forward_plan,
     plan,
     probe_slots,
-    receipts,
     shared_slots,
 )
+from scale_pipe.distributed.receipts import receipts
 from scale_pipe.schedules.action import COMPUTES, Action
 
 PLAIN = Wiring()

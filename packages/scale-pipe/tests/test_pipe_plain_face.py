@@ -127,6 +127,23 @@ def test_a_sequence_in_stages_has_the_numbers_of_its_layers() -> None:
     assert not any(module.training for module in pipe.modules())
 
 
+def test_nothing_is_put_beside_the_stages() -> None:
+    pipe = DistributedPipe(mlp(), "1f1b", balance=[12], chunks=2)
+    beside: dict[str, Any] = {"loss": nn.CrossEntropyLoss(), "scale": nn.Parameter(torch.ones(1))}
+    for name, value in beside.items():
+        with pytest.raises(TypeError, match=rf"'{name}' belongs into the model before it is split"):
+            setattr(pipe, name, value)
+    with pytest.raises(TypeError, match=r"pipe\.stages\[index\] = wrapper\(pipe\.stages\[index\]\)"):
+        for name, child in pipe.named_children():
+            pipe.register_module(name, nn.Sequential(child))
+    with pytest.raises(TypeError, match="a loss function is given to"):
+        pipe.register_buffer("seen", torch.zeros(1))
+    pipe.stages[0] = wrapped = nn.Sequential(pipe.stages[0])
+    x, target = batch()
+    pipe.step(x, target=target, loss_fn=mse)
+    assert list(pipe.modules())[1] is wrapped and all(param.grad is not None for param in pipe.parameters())
+
+
 def test_modules_and_tensors_are_found_by_their_plain_names() -> None:
     pipe = DistributedPipe(split(Net(), ["stages.2"]), "zb_v", chunks=2)
     for name, param in pipe.named_parameters():

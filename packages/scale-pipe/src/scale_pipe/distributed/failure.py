@@ -14,7 +14,16 @@ from scale_core.pending import TransferError
 from scale_pipe.distributed.links import LinkError
 from scale_pipe.distributed.messages import Content, Failure, Pass
 from scale_pipe.distributed.plan import Slot
-from scale_pipe.schedules.action import EVERY_MICRO_BATCH
+from scale_pipe.schedules.action import EVERY_MICRO_BATCH, Kind
+
+DOING = {
+    Kind.FORWARD: "the forward",
+    Kind.INPUT_GRADIENT: "the gradient of the input",
+    Kind.WEIGHT_GRADIENT: "the gradients of the parameters",
+    Kind.BACKWARD: "the backward",
+    Kind.STEP: "the optimizer's step",
+}
+"""What a rank does in each action, in words."""
 
 _LONGEST_TEXT = 20_000
 

@@ -9,8 +9,8 @@ import torch
 
 from scale_pipe.copying import copied_to
 from scale_pipe.distributed.failure import of_error
+from scale_pipe.distributed.given import Given, Parts
 from scale_pipe.distributed.messages import Pass, Share
-from scale_pipe.distributed.runtime import Given, Parts
 from scale_pipe.distributed.stage import ToLoss
 from scale_pipe.distributed.stepping import Optimizers, stepper
 from scale_pipe.micro_batches import Arguments, batch_size_of, cut, micro_batch_sizes, scatter

@@ -29,6 +29,17 @@ _ROUNDS = 4  # Of which the first makes what the others find made.
 _KINDS = (Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT, Kind.BACKWARD)
 
 
+def spans_of(times: Sequence[tuple[Action, float, float]], rank: int, begin: float) -> tuple[Span, ...]:
+    """Returns what was measured as what pictures are drawn of.
+
+    Args:
+        times: Of a run.
+        rank: Whose.
+        begin: What is 0.
+    """
+    return tuple(Span(rank, action, start - begin, end - begin) for action, start, end in times)
+
+
 def gathered_spans(spans: Iterable[Span], group: Group, begin: float, limit_seconds: float | None) -> tuple[Span, ...]:
     """Returns the spans of all ranks, on one clock that begins with the first of them; all ranks call it together.
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from scale_pipe.distributed.plan import Receive, Send, Slot, Task, Wiring, arriving, leaving, receipts
+from scale_pipe.distributed.plan import Receive, Send, Slot, Task, Wiring, arriving, leaving
+from scale_pipe.distributed.receipts import receipts
 from scale_pipe.schedules.action import COMPUTES, GIVES_INPUT_GRADIENT, Action, Kind
 
 
@@ -48,3 +49,14 @@ class Order:
         self.sent = frozenset(task.slot for task in self.tasks if isinstance(task, Send))
         first = self.arriving[computes[0][1]] if computes else ()
         self.opening = next((slot for slot in first if self.receives and slot == self.receives[0].slot), None)
+
+    def ends_with(self, stage: int, micro_batch: int, num_micro_batches: int) -> bool:
+        """Whether a micro-batch's backward is the stage's last one of those that the mini-batch has.
+
+        Args:
+            stage: Of this rank.
+            micro_batch: Which.
+            num_micro_batches: How many the mini-batch makes: at most those of the schedule.
+        """
+        turns = self.turns.get(stage, ())
+        return next((turn for turn in reversed(turns) if turn < num_micro_batches), None) == micro_batch

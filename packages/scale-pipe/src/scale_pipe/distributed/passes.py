@@ -7,17 +7,20 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NoReturn
 
-from torch import Tensor, nn
+from torch import nn
 
 from scale_core import ScaleDistributedError
 from scale_core.group import Group
 from scale_core.last_words import LastWords
 from scale_core.pending import TransferError
 from scale_pipe.distributed import failure as failures
+from scale_pipe.distributed.given import Given
 from scale_pipe.distributed.links import Links
+from scale_pipe.distributed.measuring import spans_of
 from scale_pipe.distributed.messages import Failure, Pass
 from scale_pipe.distributed.order import Order
-from scale_pipe.distributed.runtime import Given, Run, spans_of
+from scale_pipe.distributed.replicas import gradients_of
+from scale_pipe.distributed.runtime import Run
 from scale_pipe.distributed.shared import Shared
 from scale_pipe.distributed.stage import Stage
 from scale_pipe.distributed.verdict import Verdict, agree_on_end, mean_loss
@@ -119,20 +122,20 @@ class Passes:
 
 
 @contextmanager
-def kept_gradients(params: Iterable[nn.Parameter], stages: Mapping[int, Stage]) -> Iterator[None]:
+def kept_gradients(modules: Iterable[nn.Module], stages: Mapping[int, Stage]) -> Iterator[None]:
     """Around a step: gradients are afterwards as before it if it raises anything.
 
     Args:
-        params: Of this rank.
+        modules: Of this rank's stages: their parameters have gradients, and so may pieces of these in optimizers.
         stages: Likewise; what they hold is let go of.
     """
-    before: list[tuple[nn.Parameter, Tensor | None]]
-    before = [(param, None if param.grad is None else param.grad.clone()) for param in params]
+    held = dict.fromkeys(tensor for module in modules for pair in gradients_of(module) for tensor in pair)
+    before = [(tensor, None if tensor.grad is None else tensor.grad.clone()) for tensor in held]
     try:
         yield
     except BaseException:
         for stage in stages.values():
             stage.discard()
-        for param, grad in before:
-            param.grad = grad
+        for tensor, grad in before:
+            tensor.grad = grad
         raise

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from scale_core import Contract, GroupLike, group_of
+from scale_core.group import check_not_forgotten
 from scale_core.messages import HOST
 from scale_core.numbering import next_number
 from scale_pipe.checkpoint_mode import Checkpoint, check_checkpoint
@@ -21,13 +22,13 @@ from scale_pipe.distributed.building import (
     stages_each,
 )
 from scale_pipe.distributed.failure import of_error
+from scale_pipe.distributed.given import Given
 from scale_pipe.distributed.inputs import Asked, LossFunction, given_for
 from scale_pipe.distributed.measuring import costs_of, gathered_spans, link_times, measured, solved
 from scale_pipe.distributed.messages import Pass
 from scale_pipe.distributed.passes import Passes, kept_gradients
 from scale_pipe.distributed.plain_face import PlainFace
 from scale_pipe.distributed.replicas import check_apart, gradients_of
-from scale_pipe.distributed.runtime import Given
 from scale_pipe.distributed.shared import Shared
 from scale_pipe.distributed.stage import Stage
 from scale_pipe.distributed.state import StagesState, clip_over_stages
@@ -76,6 +77,7 @@ class DistributedPipe(PlainFace):
     Raises:
         TypeError: The module or the schedule is none.
         ValueError: Numbers do not fit each other: the message says which.
+        RuntimeError: A launcher has started several ranks, and torch.distributed is not initialised.
         ContractError: The ranks have built different models, splits or schedules.
     """
 
@@ -96,6 +98,8 @@ class DistributedPipe(PlainFace):
     ) -> None:
         super().__init__()
         check_checkpoint(checkpoint)
+        if group is None:
+            check_not_forgotten()
         self.group = group_of(group)
         self.checkpoint: Checkpoint = checkpoint
         stages_per_rank = stages_per_rank or stages_each(module, self.group.size, balance)
@@ -201,10 +205,9 @@ class DistributedPipe(PlainFace):
         """
         asked = Asked(Arguments(args, kwargs), target, loss_fn, stage_inputs or {}, optimizer)
         self._begin(Pass.STEP)
-        params = dict.fromkeys(param for stage in self.stages.values() for param in stage.parameters())
         # In whatever mode a step is called it computes gradients, and such as can be used outside of inference mode.
         with torch.inference_mode(False), torch.enable_grad():
-            with kept_gradients(params, self._runners):
+            with kept_gradients(self.stages.values(), self._runners):
                 given = self._checked(given_for(asked, Pass.STEP, self._schedule, self.group.rank, self._device))
                 self._shared.begin()
                 _, verdict = self._run(given)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from torch import Tensor, nn
 
@@ -31,6 +31,25 @@ class PlainFace(nn.Module):
 
     def _hold(self, index: int, stage: nn.Module) -> None:
         self._modules[key_of(index)] = stage
+
+    # What would stand beside the stages is never run, and has no name in the plain model.
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, nn.Module) and name not in self._modules:
+            _refuse(name)
+        super().__setattr__(name, value)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Refuses it: see `stages`."""
+        _refuse(name)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Refuses it: see `stages`."""
+        _refuse(name)
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        """Refuses it: see `stages`."""
+        _refuse(name)
 
     # Seen from outside.
 
@@ -147,6 +166,14 @@ class PlainFace(nn.Module):
         """Where this is a part of another module, which loads: its children look for their own names."""
         self._state.rename(self.stages, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+def _refuse(name: str) -> NoReturn:
+    raise TypeError(
+        f"a pipeline has stages, and no step would run what is beside them: {name!r} belongs into the model before "
+        "it is split; to wrap a stage write pipe.stages[index] = wrapper(pipe.stages[index]); a loss function is given "
+        "to pipe.step(..., loss_fn=loss_fn)"
+    )
 
 
 class _Picture(nn.Module):

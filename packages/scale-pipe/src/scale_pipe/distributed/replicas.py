@@ -127,9 +127,14 @@ class Replicas:
                 wrapper.reduce()
 
     def discard(self) -> None:
-        """Drops gradients that wait for their reduction."""
+        """Drops gradients that wait for their reduction.
+
+        A wrapper that averages into the pieces of an optimizer lets them wait in `param.grad` alone; what it has in the
+        pieces is that of earlier steps, too.
+        """
         for wrapper in self._own:
-            wrapper.zero_grad()
+            if not hasattr(wrapper, "sharded_optimizers"):
+                wrapper.zero_grad()
 
 
 def agree_to_go_on(group: Group, *, failed: bool, limit_seconds: float | None = None) -> bool:

@@ -8,9 +8,9 @@ end of its list, and what is sent always matches what is received.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,64 +18,22 @@ from torch import Tensor
 from scale_core.group import Group
 from scale_core.pending import TransferError
 from scale_pipe.distributed import failure as failures
+from scale_pipe.distributed.given import Given
 from scale_pipe.distributed.links import LinkError, Links
 from scale_pipe.distributed.messages import Content, Failure, Message, Pass, Share, pack
 from scale_pipe.distributed.order import Order
 from scale_pipe.distributed.plan import AddShared, Average, Flow, Receive, Send, Slot
 from scale_pipe.distributed.replicas import agree_to_go_on
 from scale_pipe.distributed.shared import Shared
-from scale_pipe.distributed.stage import OUTPUT, Stage, ToLoss
+from scale_pipe.distributed.stage import OUTPUT, Stage
 from scale_pipe.micro_batches import Arguments, gather
 from scale_pipe.schedules.action import EVERY_MICRO_BATCH, Action, Kind
-from scale_pipe.schedules.simulation import Span
 
 LOOKAHEAD = 2
 """How many transfers are posted before their turn: so many tensors may arrive while this rank computes."""
 
-WORDS = {
-    Kind.FORWARD: "the forward",
-    Kind.INPUT_GRADIENT: "the gradient of the input",
-    Kind.WEIGHT_GRADIENT: "the gradients of the parameters",
-    Kind.BACKWARD: "the backward",
-    Kind.STEP: "the optimizer's step",
-}
-
 _NOT_THERE = Share(0, 0, 0)
 _NOTHING_GIVEN = Arguments((), {})
-
-
-class Parts(NamedTuple):
-    """Something that is given for a mini-batch, by micro-batch.
-
-    Attributes:
-        of: By micro-batch.
-        total: Samples of the mini-batch that it was cut from; None where each micro-batch gets the whole.
-    """
-
-    of: Sequence[Any]
-    total: int | None
-
-
-class Given(NamedTuple):
-    """What a rank is given for a pass.
-
-    Attributes:
-        shares: Of each micro-batch, on the rank of the first stage; elsewhere they arrive.
-        arguments: By stage of this rank, the `Arguments` that it is called with beside what arrives.
-        to_loss: On the rank of the last stage, where a loss is wanted.
-        keeps_output: On the rank of the last stage, in an evaluation: its output is wanted.
-        on_step: Called for each stage where the schedule steps it; returns the stages whose parameters were updated.
-        failure: What was wrong with it.
-        cause: What was raised then.
-    """
-
-    shares: Sequence[Share] = ()
-    arguments: Mapping[int, Parts] = {}
-    to_loss: ToLoss | None = None
-    keeps_output: bool = False
-    on_step: Callable[[int], Sequence[int]] | None = None
-    failure: Failure | None = None
-    cause: Exception | None = None
 
 
 class Run:
@@ -254,7 +212,7 @@ class Run:
             with self._outside_autocast():
                 stage.weight_gradients(micro_batch)
             return {}
-        reduces = self._is_last_turn(number, micro_batch, share)
+        reduces = self._order.ends_with(number, micro_batch, share.num_micro_batches)
         if kind is Kind.FORWARD:
             given = self._given.arguments.get(number)
             if given is not None and given.total is not None and given.total != share.total:
@@ -292,11 +250,6 @@ class Run:
         """A backward runs in the types that its forward has chosen, as it does in plain loops, outside of autocast."""
         kind = self._links.device.type
         return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
-
-    def _is_last_turn(self, stage: int, micro_batch: int, share: Share) -> bool:
-        """Whether this micro-batch's backward is the stage's last one of those that the mini-batch has."""
-        turns = self._order.turns.get(stage, ())
-        return next((turn for turn in reversed(turns) if turn < share.num_micro_batches), None) == micro_batch
 
     # What stands at the end.
 
@@ -348,7 +301,7 @@ class Run:
             sources = {slot.name: slot.source for slot in self._order.arriving[action]}
             given = [(f"stage {sources[name]}", content) for name, content in arrived.items()]
         failure = failures.of_error(
-            error, rank=self._rank, stage=stage, micro_batch=micro_batch, doing=WORDS[kind], arrived=given
+            error, rank=self._rank, stage=stage, micro_batch=micro_batch, doing=failures.DOING[kind], arrived=given
         )
         self.cause = self.cause or error
         self._fail(failure)
@@ -358,14 +311,3 @@ class Run:
         """Keeps the first failure; the loss of a rank outweighs others, since nothing can go on after it."""
         if self.failure is None or (failure.lost and not self.failure.lost):
             self.failure = failure
-
-
-def spans_of(times: Sequence[tuple[Action, float, float]], rank: int, begin: float) -> tuple[Span, ...]:
-    """Returns what was measured as what pictures are drawn of.
-
-    Args:
-        times: Of a run.
-        rank: Whose.
-        begin: What is 0.
-    """
-    return tuple(Span(rank, action, start - begin, end - begin) for action, start, end in times)

@@ -31,6 +31,8 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from scale_core import compat
+
 _Edge = tuple[Node, int]
 
 Gradients = Sequence[Tensor | None]
@@ -137,20 +139,7 @@ class Backward:
             edges, given = _present(part.edges, kept)
             del kept
             if edges:
-                _accumulate(edges, given, part.leaves)
-
-
-def _accumulate(edges: Sequence[GradientEdge], gradients: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
-    """Adds what follows from the gradients of edges to the `grad` of leaves.
-
-    The engine is called as `torch.autograd.backward` calls it, without what that does before: it would look at shapes
-    that come from the engine itself, and copy the context, which takes longer than all of the engine's own work. A
-    stage has a part for nearly each of its layers.
-    """
-    engine: Any = torch.autograd.Variable._execution_engine
-    engine.run_backward(
-        tuple(edges), tuple(gradients), False, False, tuple(leaves), allow_unreachable=True, accumulate_grad=True
-    )
+                compat.add_gradients(edges, given, part.leaves)  # A stage has a part for nearly each of its layers.
 
 
 def _present(edges: Sequence[GradientEdge], gradients: Gradients) -> tuple[list[GradientEdge], list[Tensor]]:

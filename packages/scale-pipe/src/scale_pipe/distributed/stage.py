@@ -12,11 +12,12 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge, increment_version
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from scale_checkpoint import checkpoint_wrapper, disable_checkpointing, is_checkpointed
 from scale_core.nested import map_tensors
 from scale_pipe.checkpoint_mode import Checkpoint, works_in_place
+from scale_pipe.distributed.entering import enter, note_changes
 from scale_pipe.distributed.messages import Content, Share, pack, unpack
 from scale_pipe.distributed.replicas import Replicas
 from scale_pipe.distributed.split_backward import Backward
@@ -138,14 +139,14 @@ class Stage:
         if not self._counted:
             self._counted = True
             begin_mini_batch(self.module, share.num_micro_batches)
-        entries = {name: [_enter(t) if trains else t for t in content.tensors] for name, content in arrived.items()}
+        entries = {name: [enter(t) if trains else t for t in content.tensors] for name, content in arrived.items()}
         opened = {name: unpack(content.structure, entries[name]) for name, content in arrived.items()}
         popped = {self._pops[name]: tree for name, tree in opened.items() if name != OUTPUT}
         args = (opened[OUTPUT],) if OUTPUT in opened else given.args
         with self.replicas.waiting(quiet=trains and not reduces), self._checkpointing(micro_batch, share):
             output, stashed = self._run(popped, args, given.kwargs)
         for name, content in arrived.items():
-            _note_changes(content.tensors, entries[name])
+            note_changes(content.tensors, entries[name])
         handed = {name: stashed.pop(key) for name, key in self._stashes.items()}
         leaving, kept = {}, Kept()
         roots: dict[str, list[GradientEdge]] = {}
@@ -252,30 +253,6 @@ class _Run(nn.Module):
         if type(self.module) is nn.Sequential and (len(args) != 1 or kwargs) and len(self.module):
             return run_layers(self.module, args, kwargs)
         return self.module(*args, **kwargs)
-
-
-class _Entry(torch.autograd.Function):
-    """The identity, without a copy: what comes out is no leaf, so a layer may change it in place."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return tensor.data
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return gradients[0]
-
-
-def _enter(tensor: Tensor) -> Tensor:
-    entered: Tensor = _Entry.apply(tensor) if tensor.requires_grad else tensor  # type: ignore[no-untyped-call]
-    return entered
-
-
-def _note_changes(leaves: Sequence[Tensor], entries: Sequence[Tensor]) -> None:
-    """Tells autograd what was changed in place: the stage before may have kept the same memory for its backward."""
-    for leaf, entry in zip(leaves, entries, strict=True):
-        if entry is not leaf and entry._version:
-            increment_version(leaf)
 
 
 def _memory(tensor: Tensor) -> int:
