@@ -1,4 +1,5 @@
 import os
+import re
 from dataclasses import replace
 
 import pytest
@@ -104,6 +105,31 @@ def test_numbers_out_of_range_are_named_with_their_flag(options, flag):
 
 
 @pytest.mark.parametrize(
+    ("parallel", "ranks", "message"),
+    [
+        ({"tensor_parallel": 3}, 4, "--tensor-parallel 3 does not divide 4 ranks; take 1 or 2 or 4"),
+        ({"tensor_parallel": 0}, 2, "--tensor-parallel 0 does not divide 2 ranks; take 1 or 2"),
+        ({"tensor_parallel": 8}, 8, "--tensor-parallel 8: the model has 4 heads to divide; take at most 4"),
+        ({"tensor_parallel": 2, "parallel": "none"}, 4, "--parallel none is one process, but there are 4 ranks"),
+        ({"tensor_parallel": 2, "parallel": "pipe"}, 4, "--tensor-parallel 2: layers of a pipeline's stages are not"),
+        (
+            {"tensor_parallel": 2, "parallel": "ddp", "checkpoint_activations": "budget:1GiB"},
+            4,
+            "a plan is measured on whole layers, and --tensor-parallel 2 divides them",
+        ),
+        ({"tensor_parallel": 2, "accumulate": 32}, 4, "--batch 32 does not divide into 2 ranks x 32 micro-batches"),
+    ],
+)
+def test_layers_that_can_not_be_divided_so_are_refused(parallel, ranks, message):
+    with pytest.raises(InputError, match=re.escape(message)):
+        check(Options(parallel=ParallelOptions(**parallel)), ranks)
+
+
+def test_ranks_that_divide_layers_share_a_part_of_the_batch():
+    check(Options(data=DataOptions(batch=3), parallel=ParallelOptions(tensor_parallel=4, parallel="none")), 4)
+
+
+@pytest.mark.parametrize(
     ("parallel", "lines"),
     [
         (ParallelOptions(no_sync=True, accumulate=2, reshard_after_forward=False), []),
@@ -113,6 +139,11 @@ def test_numbers_out_of_range_are_named_with_their_flag(options, flag):
             ["--no-reshard-after-forward has no effect with --parallel oss"],
         ),
         (ParallelOptions(no_sync=True), ["--no-sync has no effect without --accumulate 2 or more"]),
+        (ParallelOptions(sequence_parallel=True, tensor_parallel=2), []),
+        (
+            ParallelOptions(sequence_parallel=True),
+            ["--sequence-parallel has no effect without --tensor-parallel 2 or more"],
+        ),
         (
             ParallelOptions(parallel="ddp", no_sync=True, accumulate=2, reshard_after_forward=False),
             [

@@ -19,6 +19,7 @@ from scale_train.options import (
     Options,
     ParallelOptions,
     check,
+    pipeline_shape,
     without_effect,
 )
 from scale_train.pipeline import cuts
@@ -114,6 +115,67 @@ def test_stages_train_judge_write_save_and_go_on_as_one_process(text, tmp_path):
     )
 
 
+def replicated(options: Options, folder: Path) -> tuple:
+    """A few steps of pipelines beside each other, saved half-way; and the values before the first step."""
+    training = begin(options, group_of())
+    pipeline = training.engine.pipeline
+    first = {name: param.detach().clone() for name, param in pipeline.named_parameters()}
+    recorder = train(training, STEPS // 2)
+    point = save(training, folder)
+    train(training, STEPS)
+    bits = evaluate(training)
+    where = (pipeline.replica, pipeline.group.rank)
+    params = {name: param.detach() for name, param in pipeline.named_parameters()}
+    return where, first, (recorder.losses, recorder.norms), training.reporter.losses, bits, params, point
+
+
+def test_pipelines_beside_each_other_train_as_one_and_each_rank_makes_its_stages_alone(text, tmp_path):
+    options = options_for(text, stages=2)
+    by_rank = run_ranks(replicated, 4, options, tmp_path / "pipe")
+    plain = options_for(text, "none", accumulate=3)
+    [(losses, norms, bits, *_)] = trained([plain], tmp_path / "plain", [])
+    training = begin(plain, Group())
+    values = {name: param.detach().clone() for name, param in training.engine.plain.named_parameters()}
+    values["head.weight"] = values["embedding.weight"]
+    stages = {}
+    for where, first, (own, own_norms), rest, own_bits, params, _ in by_rank:
+        assert own + rest == pytest.approx(losses, rel=1e-5)
+        assert own_norms == pytest.approx(norms[: STEPS // 2], rel=1e-4)
+        assert own_bits == pytest.approx(bits, rel=1e-5)
+        assert all(torch.equal(tensor, values[name]) for name, tensor in first.items())
+        # All pipelines have the same stages, which stay equal to the bit.
+        others = stages.setdefault(where[1], params)
+        assert others.keys() == params.keys() and all(torch.equal(others[name], params[name]) for name in params)
+    assert [where for where, *_ in by_rank] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert set(stages[0]) | set(stages[1]) >= set(values) - {"head.weight"}
+    assert go_on(plain, by_rank[0][-1], Group()) == pytest.approx(losses[STEPS // 2 :], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "flags", "shape"),
+    [
+        (2, {}, (2, 1, 1)),
+        (4, {"schedule": "zb_v"}, (4, 1, 2)),
+        (4, {"stages": 4}, (4, 1, 1)),
+        (4, {"stages": 4, "schedule": "zb_v"}, (2, 2, 2)),
+        (4, {"stages": 2}, (2, 2, 1)),
+        (6, {"stages": 3}, (3, 2, 1)),
+        (6, {"stages": 4, "schedule": "gpipe"}, (2, 3, 2)),
+        (1, {"stages": 2, "schedule": "gpipe"}, (1, 1, 2)),
+    ],
+)
+def test_ranks_make_one_pipeline_or_several_beside_each_other(text, num_ranks, flags, shape):
+    assert pipeline_shape(options_for(text, **flags).parallel, num_ranks) == shape
+
+
+def test_the_batch_divides_among_pipelines(text):
+    options = options_for(text, stages=2)
+    with pytest.raises(
+        InputError, match=r"--batch 7 does not divide among 2 pipelines.*4 ranks, 2 stages.*multiple of 2"
+    ):
+        check(replace(options, data=replace(options.data, batch=7)), 4)
+
+
 def test_blocks_are_divided_evenly():
     assert cuts(4, 2) == ["blocks.2"]
     assert cuts(10, 4) == ["blocks.2", "blocks.5", "blocks.7"]
@@ -123,7 +185,7 @@ def test_blocks_are_divided_evenly():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"stages": 3}, "--stages 3 does not divide among 2 ranks; take 2 or a multiple"),
+        ({"stages": 3}, "--stages 3 does not divide among 2 ranks; take 2 or a multiple of it, or, for several"),
         ({"stages": 1}, "--stages 1 does not divide among 2 ranks"),
         ({"schedule": "zb"}, "--schedule zb, --stages None: there is no schedule 'zb'"),
         ({"schedule": "1f1b", "stages": 4}, "--schedule 1f1b, --stages 4: .*1 stage on each rank"),

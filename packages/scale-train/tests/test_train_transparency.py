@@ -99,6 +99,23 @@ def test_any_number_of_ranks_trains_as_one_plain_process(text, ranks):
             assert curve.norms == pytest.approx(plain.norms, rel=1e-3)
 
 
+def test_divided_layers_train_as_one_plain_process(text):
+    plain = curve_of(options_for(text, "none", clip=0.5, fused=True), Group())
+    divided = [
+        options_for(text, parallel, clip=0.5, fused=True, tensor_parallel=2, **more)
+        for parallel, more in (
+            ("fsdp", {"sequence_parallel": True}),
+            ("ddp", {"accumulate": 2}),
+            ("sharded-ddp", {"sequence_parallel": True, "checkpoint_activations": "all"}),
+            ("oss", {}),
+        )
+    ]
+    for by_rank in run_ranks(curves, 4, *divided):
+        for curve in by_rank:
+            assert curve.losses == pytest.approx(plain.losses, rel=1e-4)
+            assert curve.norms == pytest.approx(plain.norms, rel=1e-3)
+
+
 def test_bf16_follows_fp32_from_afar(text):
     several = [options_for(text, parallel, precision="bf16") for parallel in ("fsdp", "ddp", "sharded-ddp")]
     exact, *rounded = run_ranks(curves, 2, options_for(text, "fsdp"), *several)[0]

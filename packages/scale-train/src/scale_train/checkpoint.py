@@ -22,6 +22,7 @@ from scale_core.shard import full_shape
 from scale_core.snapshot import SnapshotError, latest_snapshot, load_snapshot, save_snapshot
 from scale_core.state import GROUPS, load_sharded_state_dict, sharded_state_dict, target_state_dict
 from scale_train.errors import InputError, reason_of
+from scale_train.large_batches import is_of_adascale
 from scale_train.options import RunOptions
 from scale_train.pipeline import Pipeline
 from scale_train.training import Training
@@ -87,7 +88,10 @@ def load(training: Training, point: Path) -> None:
         InputError: It is no whole checkpoint of this program, or one of another model or text. On all ranks.
     """
     model, optimizer, pipeline = training.engine.plain, training.optimizer, training.engine.pipeline
-    asked = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    asked = [
+        {key: value for key, value in group.items() if key != "params" and not is_of_adascale(key)}
+        for group in optimizer.param_groups
+    ]
 
     def target(saved: Mapping[str, Any]) -> dict[str, Any]:
         parameters = {key.removeprefix("model."): tensor for key, tensor in saved.items() if key.startswith("model.")}

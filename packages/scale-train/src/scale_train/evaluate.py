@@ -40,8 +40,9 @@ def held_out_starts(num_bytes: int, sequence: int, most_tokens: int) -> Tensor:
 def bits_per_byte(engine: Engine, text: Tensor, starts: Tensor, sequence: int, micro_batch: int, group: Group) -> float:
     """The mean over all windows; equal on all ranks, which all have to call this.
 
-    Each rank reads its share; the ranks of a pipeline read all of it together. Where the windows do not divide, a rank
-    pads its batch with windows that do not count, because a forward pass of a sharded model is one of all ranks.
+    Each rank reads its share; the ranks of a pipeline, and those that divide layers, read theirs together. Where the
+    windows do not divide, a rank pads its batch with windows that do not count, because a forward pass of a sharded
+    model is one of all ranks.
 
     Args:
         text: `[bytes]`, uint8.
@@ -49,7 +50,10 @@ def bits_per_byte(engine: Engine, text: Tensor, starts: Tensor, sequence: int, m
         micro_batch: Windows in a rank's forward pass.
     """
     engine.model.eval()
-    rank, size = (group.rank, group.size) if engine.pipeline is None else (0, 1)
+    pipeline, axes = engine.pipeline, engine.axes
+    rank, size, counts = axes.data.rank, axes.data.size, axes.tensor.rank == 0
+    if pipeline is not None:
+        rank, size, counts = pipeline.replica, pipeline.num_replicas, pipeline.group.rank == 0
     rounds = math.ceil(len(starts) / (size * micro_batch))
     nats = 0.0
     for turn in range(rounds):
@@ -62,7 +66,7 @@ def bits_per_byte(engine: Engine, text: Tensor, starts: Tensor, sequence: int, m
             loss = engine.model(batch.tokens.to(engine.device), batch.targets.to(engine.device), "sum")
         nats += loss.item()
     engine.model.train()
-    return sum_over_ranks(nats if rank == group.rank else 0.0, group) / (math.log(2) * len(starts) * sequence)
+    return sum_over_ranks(nats if counts else 0.0, group) / (math.log(2) * len(starts) * sequence)
 
 
 def sum_over_ranks(value: float, group: Group) -> float:

@@ -12,6 +12,7 @@ from scale_core.exchange import exchange
 from scale_train.errors import Interrupted, TrainingDiverged
 from scale_train.evaluate import bits_per_byte, held_out_starts
 from scale_train.interrupt import StopSignal
+from scale_train.large_batches import worth_of
 from scale_train.memory import peak_bytes, state_tensors
 from scale_train.progress import EvaluationRecord, StepRecord
 from scale_train.sampler import slice_of_rank, windows_at
@@ -29,16 +30,16 @@ def train(training: Training, save: Callable[[Training], object]) -> float:
         Interrupted: A rank was asked to stop; the state was saved.
         TrainingDiverged: The loss or the weights are no finite numbers; such a state is never saved.
     """
-    run, steps = training.options.run, training.options.optimizer.steps
+    run = training.options.run
     training.clock = Clock()
     with StopSignal() as stop:
-        while training.step < steps:
+        while not training.is_over:
             one_step(training)
             done = training.step
             with training.clock.paused():
-                if run.save_every and done % run.save_every == 0 and done < steps:
+                if run.save_every and done % run.save_every == 0 and not training.is_over:
                     keep(training, save)
-                if run.evaluate_every and done % run.evaluate_every == 0 and done < steps:
+                if run.evaluate_every and done % run.evaluate_every == 0 and not training.is_over:
                     evaluate(training)
             _stop_if_asked(training, stop, save)
         keep(training, save)
@@ -48,25 +49,28 @@ def train(training: Training, save: Callable[[Training], object]) -> float:
 def one_step(training: Training) -> None:
     """One optimizer step of all ranks, on one global batch."""
     options, optimizer, engine = training.options, training.optimizer, training.engine
-    seed_step(options.run.seed, training.step, training.group.rank)
+    # Ranks that divide layers compute the same between these, and have to drop the same.
+    seed_step(options.run.seed, training.step, engine.axes.data.rank)
     loss = forward_backward(training)
     norm = engine.clip(options.optimizer.clip) if options.optimizer.clip else None
-    rate = training.schedule.apply(optimizer, training.step)
+    rate = training.schedule.apply(optimizer, training.position)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     training.loss, training.norm = loss, norm
     training.step += 1
     training.clock.steps += 1
-    training.reporter.advance(training.step)
-    if training.step % options.run.log_every == 0 or training.step == options.optimizer.steps:
+    training.reporter.advance(training.position)
+    if training.step % options.run.log_every == 0 or training.is_over:
         log_step(training, loss, rate, norm)
 
 
 def forward_backward(training: Training) -> torch.Tensor:
     """Gradients of the global batch's mean loss; returns this rank's part of that loss, a scalar."""
-    data, engine, group = training.options.data, training.engine, training.group
+    data, engine, group = training.options.data, training.engine, training.engine.axes.data
     if engine.pipeline is not None:
-        batch = windows_at(training.text.train, training.sampler.starts(data.batch), data.sequence)
+        replica, replicas = engine.pipeline.replica, engine.pipeline.num_replicas
+        (starts,) = slice_of_rank(training.sampler.starts(data.batch), replica, replicas, 1)
+        batch = windows_at(training.text.train, starts, data.sequence)
         with engine.computing():
             return engine.pipeline.step(batch.tokens, batch.targets)
     accumulate = training.options.parallel.accumulate
@@ -93,6 +97,7 @@ def log_step(training: Training, loss: torch.Tensor, rate: float, norm: torch.Te
     rows = exchange([bits, peak_bytes(training.engine.device)], group)
     mean = math.fsum(struct.unpack("<d", struct.pack("<q", row[0]))[0] for row in rows) / group.size
     tokens = options.data.batch * options.data.sequence
+    worth = worth_of(training.optimizer, options.data.batch)
     if not math.isfinite(mean):
         raise _diverged(training, f"the loss is {mean}")
     training.reporter.step(
@@ -104,7 +109,8 @@ def log_step(training: Training, loss: torch.Tensor, rate: float, norm: torch.Te
             gradient_norm=None if norm is None else norm.item(),
             tokens_per_second=tokens * training.clock.steps_per_second(),
             peak_memory_bytes=tuple(row[1] for row in rows),
-            seconds_left=training.clock.seconds_for(options.optimizer.steps - training.step),
+            seconds_left=training.clock.seconds_for(_steps_left(training)),
+            **({} if worth is None else worth._asdict()),
         )
     )
 
@@ -121,6 +127,12 @@ def keep(training: Training, save: Callable[[Training], object]) -> None:
     if not all(row[0] for row in exchange([int(finite)], training.group)):
         raise _diverged(training, "the loss or a weight is no finite number")
     save(training)
+
+
+def _steps_left(training: Training) -> int:
+    """How many more steps there will be, at what those so far were worth."""
+    left = training.options.optimizer.steps - training.position
+    return round(left * training.step / max(1, training.position))
 
 
 def _what_must_be_finite(training: Training) -> Iterator[torch.Tensor]:
@@ -141,8 +153,9 @@ def evaluate(training: Training) -> float:
     """Judges the held-out text, reports it, and returns the bits per byte."""
     data, group = training.options.data, training.group
     starts = held_out_starts(len(training.text.held_out), data.sequence, data.held_out_tokens)
-    ranks = 1 if training.engine.pipeline is not None else group.size
-    micro_batch = data.batch // (ranks * training.options.parallel.accumulate)
+    pipeline = training.engine.pipeline
+    parts = training.engine.axes.data.size if pipeline is None else pipeline.num_replicas
+    micro_batch = data.batch // (parts * training.options.parallel.accumulate)
     bits = bits_per_byte(training.engine, training.text.held_out, starts, data.sequence, micro_batch, group)
     training.reporter.evaluation(EvaluationRecord(training.step, bits))
     return bits
@@ -162,7 +175,7 @@ def _stop_if_asked(training: Training, stop: StopSignal, save: Callable[[Trainin
     # On a GPU the ranks' notes would make the host wait for the device in each step; there they are compared when
     # it waits anyway.
     every = 1 if training.engine.device.type == "cpu" else training.options.run.log_every
-    if training.step % every or training.step >= training.options.optimizer.steps:
+    if training.step % every or training.is_over:
         return
     number = stop.agreed(training.group)
     if number:

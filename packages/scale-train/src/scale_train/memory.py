@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from scale_core.shard import full_shape
 from scale_train.errors import InputError
 from scale_train.model import GPT, num_parameters
-from scale_train.options import Options, model_config
+from scale_train.options import Options, model_config, pipeline_shape
 
 _LIMIT_OF_THE_CONTAINER = Path("/sys/fs/cgroup/memory.max")
 
@@ -66,7 +66,7 @@ def state_tensors(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def check_fits(options: Options, local_ranks: int, world_size: int | None = None) -> None:
-    """Finds out whether the ranks of a machine can make the model: each holds it whole, in fp32, or with fsdp its part.
+    """Finds out whether the ranks of a machine can make the model: each holds all of it in fp32, or its part.
 
     Args:
         options: What was asked for.
@@ -78,8 +78,11 @@ def check_fits(options: Options, local_ranks: int, world_size: int | None = None
     """
     with torch.device("meta"):
         count = num_parameters(GPT(model_config(options)))
-    sharded = options.parallel.parallel == "fsdp"
-    needed = count * 4 * local_ranks // (max(world_size or 0, local_ranks) if sharded else 1)
+    parts = num_ranks = max(world_size or 0, local_ranks)
+    sharded = options.parallel.parallel in ("fsdp", "pipe") and options.parallel.tensor_parallel == 1
+    if options.parallel.parallel == "pipe":
+        parts = pipeline_shape(options.parallel, num_ranks).ranks
+    needed = count * 4 * local_ranks // (parts if sharded else 1)
     there = machine_bytes()
     if there is not None and needed > there:
         raise InputError(

@@ -116,7 +116,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.heads = config.heads
+        self.heads, self.features = config.heads, config.width // config.heads
         self.qkv = nn.Linear(config.width, 3 * config.width)
         self.out = nn.Linear(config.width, config.width)
 
@@ -129,13 +129,13 @@ class Attention(nn.Module):
         Returns:
             `[batch, sequence, width]`.
         """
-        batch, sequence, width = x.shape
+        batch, sequence, _ = x.shape
         query, key, value = (
-            part.view(batch, sequence, self.heads, width // self.heads).transpose(1, 2)
+            part.view(batch, sequence, self.heads, self.features).transpose(1, 2)
             for part in self.qkv(x).chunk(3, dim=-1)
         )
         mixed = functional.scaled_dot_product_attention(rotate(query), rotate(key), value, is_causal=True)
-        y: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, sequence, width))
+        y: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, sequence, self.heads * self.features))
         return y
 
 
@@ -184,6 +184,8 @@ class GPT(nn.Module):
         std = math.sqrt(2 / (5 * self.config.width))
         residual_std = std / math.sqrt(2 * self.config.layers)
         path = next(path for path, each in self.named_modules() if each is module)
+        if module is self.head and self.config.tied:
+            path = "embedding"  # One weight has one name, wherever a part of the model gets its values alone.
         for attribute, param in module.named_parameters(recurse=False):
             if param.is_meta:
                 continue

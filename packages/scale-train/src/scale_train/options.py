@@ -11,7 +11,7 @@ import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -82,8 +82,14 @@ class ParallelOptions:
     Without a word it means all."""
     offload_activations: bool = False
     """Move the activations that blocks keep to the memory of the host until the backward pass."""
+    tensor_parallel: int = 1
+    """Ranks that divide the layers of each block between them; --parallel says what the others do. With fsdp, a rank
+    then makes the whole model before it is divided."""
+    sequence_parallel: bool = False
+    """With --tensor-parallel: between the divided layers each rank has a part of the sequence. Less memory."""
     stages: int | None = None
-    """pipe: parts that the model is cut into, a multiple of the ranks; by default what the schedule is made for."""
+    """pipe: parts that the model is cut into; by default what the schedule is made for, on all ranks. With more ranks
+    than those take there are several pipelines beside each other, each with its part of the batch."""
     schedule: str = "1f1b"
     """pipe: gpipe, 1f1b, interleaved_1f1b, looped_breadth_first, zb_h1, zb_v, v_half, v_min, dual_pipe_v; or solve,
     which measures a step and finds one for it."""
@@ -109,6 +115,11 @@ class OptimizerOptions:
     """Largest norm of the gradient; 0 for no clipping."""
     fused: bool = True
     """torch's fused kernel: much faster, and equal to the plain one to some 2 units in the last place."""
+    adascale: bool = False
+    """Take --lr, --warmup and --steps for those of a smaller batch, and as many useful steps of the whole one as these
+    are worth. The smaller batch is a micro-batch of one rank."""
+    adascale_scale: float = 0.0
+    """With --adascale: how many times --batch is as large as the smaller batch; 0 is ranks times --accumulate."""
 
 
 @dataclass(frozen=True)
@@ -213,7 +224,8 @@ def check(options: Options, num_ranks: int) -> None:
     _check_numbers(options)
     model_config(options)
     _check_activations(options.parallel)
-    if options.parallel.parallel == "none" and num_ranks > 1:
+    num_data = _check_tensor_parallel(options, num_ranks)
+    if options.parallel.parallel == "none" and num_data > 1:
         raise InputError(
             f"--parallel none is one process, but there are {num_ranks} ranks; take fsdp, sharded-ddp, oss, ddp, pipe, "
             "or --ranks 1"
@@ -222,40 +234,96 @@ def check(options: Options, num_ranks: int) -> None:
         _check_pipeline(options, num_ranks)
         return
     batch, accumulate = options.data.batch, options.parallel.accumulate
-    parts = num_ranks * accumulate
+    parts = num_data * accumulate
     if batch % parts:
         below = batch // parts * parts
         nearest = f"{below} or {below + parts}" if below else f"{parts}"
         raise InputError(
-            f"--batch {batch} does not divide into {num_ranks} ranks x {accumulate} micro-batches; take {nearest}"
+            f"--batch {batch} does not divide into {num_data} ranks x {accumulate} micro-batches; take {nearest}"
         )
 
 
-def stages_per_rank(options: ParallelOptions, num_ranks: int) -> int:
-    """How many stages each rank has.
+class PipelineShape(NamedTuple):
+    """How ranks make pipelines.
+
+    Attributes:
+        ranks: In each pipeline.
+        replicas: Pipelines beside each other, with the same stages and other parts of the batch.
+        stages_per_rank: On each rank.
+    """
+
+    ranks: int
+    replicas: int
+    stages_per_rank: int
+
+    @property
+    def stages(self) -> int:
+        """Of the model."""
+        return self.ranks * self.stages_per_rank
+
+
+def pipeline_shape(options: ParallelOptions, num_ranks: int) -> PipelineShape:
+    """How the ranks make pipelines: as few as the stages and the schedule allow.
 
     Raises:
         InputError: There is no such schedule, or the stages do not suit it.
     """
-    asked = None if options.stages is None else options.stages // num_ranks
-    try:
-        schedule = schedule_for(options.schedule, num_ranks, options.chunks, asked)
-    except ValueError as error:
-        raise InputError(f"--schedule {options.schedule}, --stages {options.stages}: {error}") from error
-    return schedule.num_stages // num_ranks
+    stages, refused = options.stages, None
+    for ranks in range(num_ranks, min(num_ranks, 2) - 1, -1):
+        if num_ranks % ranks or (stages is None and ranks < num_ranks) or (stages is not None and stages % ranks):
+            continue
+        try:
+            schedule = schedule_for(options.schedule, ranks, options.chunks, stages and stages // ranks)
+        except ValueError as error:
+            refused = refused or error
+            continue
+        return PipelineShape(ranks, num_ranks // ranks, schedule.num_stages // ranks)
+    if refused is not None:
+        raise InputError(f"--schedule {options.schedule}, --stages {stages}: {refused}") from refused
+    raise InputError(
+        f"--stages {stages} does not divide among {num_ranks} ranks; take {num_ranks} or a multiple of it, or, for "
+        "several pipelines beside each other, a divisor of it"
+    )
+
+
+def _check_tensor_parallel(options: Options, num_ranks: int) -> int:
+    """Returns how many ranks, or groups of ranks that divide layers, see different parts of the batch."""
+    number, parallel = options.parallel.tensor_parallel, options.parallel
+    if number < 1 or num_ranks % number:
+        raise InputError(
+            f"--tensor-parallel {number} does not divide {num_ranks} ranks; take "
+            f"{' or '.join(str(each) for each in range(1, num_ranks + 1) if num_ranks % each == 0)}"
+        )
+    if number == 1:
+        return num_ranks
+    if parallel.parallel == "pipe":
+        raise InputError(
+            f"--tensor-parallel {number}: layers of a pipeline's stages are not divided; take --parallel fsdp, or "
+            "--tensor-parallel 1"
+        )
+    if budget_bytes(parallel.checkpoint_activations) is not None:
+        raise InputError(
+            f"--checkpoint-activations {parallel.checkpoint_activations}: a plan is measured on whole layers, and "
+            f"--tensor-parallel {number} divides them; take all or selective"
+        )
+    heads = model_config(options).heads
+    if number > heads:
+        raise InputError(f"--tensor-parallel {number}: the model has {heads} heads to divide; take at most {heads}")
+    return num_ranks // number
 
 
 def _check_pipeline(options: Options, num_ranks: int) -> None:
     parallel, layers = options.parallel, model_config(options).layers
-    if parallel.stages is not None and (parallel.stages < num_ranks or parallel.stages % num_ranks):
+    shape = pipeline_shape(parallel, num_ranks)
+    if shape.stages > layers:
         raise InputError(
-            f"--stages {parallel.stages} does not divide among {num_ranks} ranks; take {num_ranks} or a multiple of it"
+            f"--schedule {parallel.schedule} on {num_ranks} ranks has {shape.stages} stages, but the model has "
+            f"{layers} blocks; take fewer --ranks, or --layers {shape.stages}"
         )
-    stages = stages_per_rank(parallel, num_ranks) * num_ranks
-    if stages > layers:
+    if options.data.batch % shape.replicas:
         raise InputError(
-            f"--schedule {parallel.schedule} on {num_ranks} ranks has {stages} stages, but the model has {layers} "
-            f"blocks; take fewer --ranks, or --layers {stages}"
+            f"--batch {options.data.batch} does not divide among {shape.replicas} pipelines beside each other "
+            f"({num_ranks} ranks, {shape.stages} stages); take a multiple of {shape.replicas}"
         )
     if parallel.accumulate > 1:
         raise InputError(
@@ -329,6 +397,8 @@ def without_effect(options: Options) -> list[str]:
         lines.append("--no-sync has no effect without --accumulate 2 or more")
     if not parallel.reshard_after_forward and parallel.parallel != "fsdp":
         lines.append(f"--no-reshard-after-forward has no effect with --parallel {parallel.parallel}")
+    if parallel.sequence_parallel and parallel.tensor_parallel == 1:
+        lines.append("--sequence-parallel has no effect without --tensor-parallel 2 or more")
     for flag, is_set in (
         ("--stages", parallel.stages is not None),
         ("--schedule", parallel.schedule != ParallelOptions.schedule),

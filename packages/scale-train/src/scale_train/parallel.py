@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
+from scale_core import clip_grad_norm
 from scale_core.group import Group
 from scale_core.shard import full_shape
 from scale_fsdp import MixedPrecision, class_policy, fully_shard_modules
@@ -24,6 +25,7 @@ from scale_train.building import Told
 from scale_train.model import GPT, Block
 from scale_train.options import OptimizerOptions, ParallelOptions
 from scale_train.pipeline import Pipeline
+from scale_train.tensor import Axes, divide_blocks, two_axes
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Engine:
         optimizer: Of the whole model, or of this rank's part of it.
         options: How they are spread.
         device: Where the model computes.
+        axes: The ranks that see other parts of the batch, and those that divide this one's layers.
     """
 
     model: nn.Module
@@ -44,6 +47,7 @@ class Engine:
     optimizer: Optimizer
     options: ParallelOptions
     device: torch.device
+    axes: Axes
 
     @property
     def pipeline(self) -> Pipeline | None:
@@ -76,6 +80,8 @@ class Engine:
             return norm
         if self.pipeline is not None:
             return self.pipeline.clip(max_norm)
+        if self.axes.tensor.size > 1:
+            return clip_grad_norm(self.plain.parameters(), max_norm)
         return nn.utils.clip_grad_norm_(self.plain.parameters(), max_norm)
 
     def params(self) -> list[nn.Parameter]:
@@ -102,11 +108,16 @@ def spread(
     With pipe the device gets this rank's stages alone.
 
     With fsdp the model may be on the meta device: its units are then given values one by one, and `progress` is told.
+    One whose layers are to be divided is whole.
     """
     checkpoint_blocks(model, options.checkpoint_activations, offload=options.offload_activations)
     if options.parallel == "pipe":
         pipeline = Pipeline(model, options, group, device)
-        return Engine(pipeline, pipeline, _make_optimizer(pipeline, options, optimizer_options, group), options, device)
+        optimizer = _make_optimizer(pipeline, options, optimizer_options, group)
+        return Engine(pipeline, pipeline, optimizer, options, device, Axes(group, Group()))
+    axes = two_axes(group, options.tensor_parallel)
+    divide_blocks(model, axes, sequence_parallel=options.sequence_parallel)
+    group = axes.data
     if options.parallel == "fsdp":
         _shard(model, options, group, device, progress)
     else:
@@ -117,7 +128,7 @@ def spread(
         called = ShardedDataParallel(model, optimizer)
     elif options.parallel in ("ddp", "oss") and group.process_group is not None:
         called = DistributedDataParallel(model, process_group=group.process_group, gradient_as_bucket_view=True)
-    return Engine(called, model, optimizer, options, device)
+    return Engine(called, model, optimizer, options, device, axes)
 
 
 def _shard(

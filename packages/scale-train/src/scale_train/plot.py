@@ -13,6 +13,8 @@ from scale_train.metrics import read_metrics
 def plot_loss(metrics: Path, picture: Path) -> None:
     """Draws the loss of the training batches and of the held-out text over the steps, both in bits per byte.
 
+    With --adascale the gain, too.
+
     Args:
         metrics: A `metrics.jsonl`.
         picture: Where the PNG goes; replaced, as a whole, if it is there.
@@ -40,6 +42,11 @@ def plot_loss(metrics: Path, picture: Path) -> None:
     if train or held_out:
         axes.legend()
     axes.grid(alpha=0.3)
+    gains = [(entry["step"], entry["gain"]) for entry in entries if entry.get("gain") is not None]
+    if gains:
+        right = axes.twinx()
+        right.plot(*zip(*gains, strict=True), color="tab:green", linewidth=1, alpha=0.7)
+        right.set_ylabel("gain", color="tab:green")
     partial = picture.with_name(f"{picture.name}.partial")
     try:
         figure.savefig(partial, dpi=120, format="png")

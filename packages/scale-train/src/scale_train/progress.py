@@ -34,6 +34,9 @@ class StepRecord:
         tokens_per_second: Of all ranks, since the last record.
         peak_memory_bytes: The most memory of each rank so far.
         seconds_left: Until the last step, at the speed of this run so far.
+        gain: With --adascale, steps of the smaller batch that this one was worth.
+        useful_steps: With it, the sum of all gains.
+        noise_scale: With it, sequences in a batch above which more of them stop to pay, if that is known.
     """
 
     step: int
@@ -44,6 +47,9 @@ class StepRecord:
     tokens_per_second: float
     peak_memory_bytes: tuple[int, ...]
     seconds_left: float
+    gain: float | None = None
+    useful_steps: float | None = None
+    noise_scale: float | None = None
 
 
 @dataclass(frozen=True)
@@ -255,7 +261,8 @@ def make_reporter(log_format: str, steps: int, first_step: int, folder: Path) ->
 def _words(record: StepRecord) -> str:
     minutes, seconds = divmod(round(record.seconds_left), 60)
     peak = in_words(max(record.peak_memory_bytes))
+    worth = "" if record.gain is None else f"gain {record.gain:.2f}  useful {record.useful_steps:.0f}  "
     return (
-        f"loss {record.loss:.3f}  {record.tokens_per_second:,.0f} tokens/s  peak {peak}/rank  "
+        f"loss {record.loss:.3f}  {worth}{record.tokens_per_second:,.0f} tokens/s  peak {peak}/rank  "
         f"{minutes}:{seconds:02d} left"
     )

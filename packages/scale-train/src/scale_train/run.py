@@ -13,6 +13,7 @@ from scale_core.group import Group
 from scale_core.pending import TransferError
 from scale_train.checkpoint import CHECKPOINTS, METRICS, Place, choose_place, load, save
 from scale_train.errors import InputError, RanksLost, reason_of
+from scale_train.large_batches import check_adascale
 from scale_train.loop import train
 from scale_train.memory import held_bytes, peak_bytes, replicated_bytes
 from scale_train.metrics import begin_metrics
@@ -37,6 +38,7 @@ def language_model(options: Options, group: Group) -> Report:
         RanksLost: Another rank ended, or cannot be reached.
     """
     check(options, group.size)
+    check_adascale(options)
     text = _read_together(options, group)
     place = _agree_on_place(options, group)
     training = build(options, text, group)
@@ -65,8 +67,9 @@ def conclude(training: Training, held_out: float, folder: Path) -> Report:
     params = training.engine.params()
     held = held_bytes(params, training.engine.with_gradients(), training.optimizer)
     rows = exchange([held, peak_bytes(training.engine.device), replicated_bytes(params, training.optimizer)], group)
-    # Each stage of a pipeline knows its own parameters alone; with any other engine a rank knows all.
-    replicated = sum(row[2] for row in rows) if training.engine.pipeline is not None else rows[group.rank][2]
+    replicated, pipeline = rows[group.rank][2], training.engine.pipeline
+    if pipeline is not None:  # Each stage of a pipeline knows its own parameters alone; elsewhere a rank knows all.
+        replicated = sum(row[2] for row in rows) // pipeline.num_replicas
     prompt = os.fsencode(options.run.prompt) or SEPARATOR
     sample = b""
     if options.run.sample_length:

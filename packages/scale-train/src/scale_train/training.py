@@ -16,6 +16,7 @@ import torch
 from scale_core.group import Group
 from scale_train.activations import plan_blocks
 from scale_train.building import initialisation_bar
+from scale_train.large_batches import steps_done, with_adascale
 from scale_train.model import GPT
 from scale_train.options import Options, device_type, model_config
 from scale_train.parallel import Engine, spread
@@ -83,6 +84,16 @@ class Training:
     loss: torch.Tensor | None = None
     norm: torch.Tensor | None = None
 
+    @property
+    def position(self) -> int:
+        """Steps of the schedule that are done."""
+        return steps_done(self.optimizer, self.step)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all of them are."""
+        return self.position >= self.options.optimizer.steps
+
     def way_on(self) -> str:
         """How to go on from here after an end before its time, in words."""
         if self.checkpoint is None:
@@ -94,10 +105,12 @@ def build(options: Options, text: Text, group: Group) -> Training:
     """A training before its first step; the same weights on all ranks and at any number of them."""
     device = _device(options)
     torch.manual_seed(options.run.seed)
-    sharded = options.parallel.parallel == "fsdp"  # Then it is never whole anywhere.
-    with torch.device("meta") if sharded else nullcontext():
+    sharded = options.parallel.parallel == "fsdp"
+    divided = options.parallel.tensor_parallel > 1  # Each rank takes its parts of a whole model.
+    in_parts = options.parallel.parallel in ("fsdp", "pipe") and not divided  # Then it is never whole anywhere.
+    with torch.device("meta") if in_parts else nullcontext():
         model = GPT(model_config(options))
-    if options.parallel.parallel not in ("fsdp", "pipe"):
+    if not in_parts:
         plan_blocks(model.to(device), options, group)
     with initialisation_bar(shown=sharded and group.rank == 0 and on_screen(options.run.log_format)) as progress:
         engine = spread(model, options.parallel, options.optimizer, group, device, progress)
@@ -106,7 +119,7 @@ def build(options: Options, text: Text, group: Group) -> Training:
         options=options,
         group=group,
         engine=engine,
-        optimizer=engine.optimizer,
+        optimizer=with_adascale(engine, options),
         schedule=Schedule(options.optimizer.lr, options.optimizer.warmup, options.optimizer.steps),
         sampler=Sampler(len(text.train), options.data.sequence, options.run.seed),
         text=text,

@@ -1,0 +1,209 @@
+"""scale-tp in two axes with scale-fsdp and scale-oss: layers are divided along one, shards stand along the other.
+
+Two ranks divide each layer, and two such pairs average their gradients. The reference is the plain model on one
+process, with the whole batch.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import scale_tp
+from scale_core import grad_norm, shard_of
+from scale_core.dcp import dcp_target
+from scale_core.state import load_sharded_state_dict, sharded_state_dict
+from scale_core.testing import run_ranks
+from scale_fsdp import fully_shard
+from scale_oss import OSS, ShardedDataParallel
+
+DIM, HIDDEN, WORDS, LENGTH = 5, 7, 11, 3
+STEPS = 4
+
+
+class Block(nn.Module):
+    def __init__(self, divided: bool, sequence_parallel: bool) -> None:
+        super().__init__()
+        options: Any = {"sequence_parallel": sequence_parallel} if divided else {}
+        self.norm = (scale_tp.ParallelLayerNorm if divided and sequence_parallel else nn.LayerNorm)(DIM)
+        if divided:
+            self.up: nn.Module = scale_tp.ColumnParallelLinear(DIM, HIDDEN, gather_output=False, **options)
+            self.down: nn.Module = scale_tp.RowParallelLinear(HIDDEN, DIM, input_is_parallel=True, **options)
+        else:
+            self.up, self.down = nn.Linear(DIM, HIDDEN), nn.Linear(HIDDEN, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """A language model of torch's layers, or of those of scale-tp under the same names; its head is its embedding."""
+
+    def __init__(self, divided: bool, sequence_parallel: bool = False) -> None:
+        super().__init__()
+        options: Any = {"sequence_parallel": sequence_parallel} if divided else {}
+        self.embed = scale_tp.VocabParallelEmbedding(WORDS, DIM, **options) if divided else nn.Embedding(WORDS, DIM)
+        self.blocks = nn.ModuleList(Block(divided, sequence_parallel) for _ in range(2))
+        if divided:
+            self.head: nn.Module = scale_tp.ColumnParallelLinear(DIM, WORDS, bias=False, **options)
+        else:
+            self.head = nn.Linear(DIM, WORDS, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def plain_model() -> Net:
+    torch.manual_seed(0)
+    model = Net(divided=False)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.uniform_(-0.7, 0.7)
+    return model
+
+
+def batches() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(WORDS, (4, LENGTH + 1), generator=generator) for _ in range(STEPS)]
+
+
+def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
+    logits = model(ids[:, :-1])
+    return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+
+
+def optimizer_of(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.05, eps=1e-3)
+
+
+def train_plain() -> tuple[list[float], list[float], dict[str, Tensor]]:
+    model = plain_model()
+    optimizer = optimizer_of(model.parameters())
+    losses, norms = [], []
+    for ids in batches():
+        optimizer.zero_grad()
+        loss = loss_of(model, ids)
+        loss.backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, norms, dict(model.state_dict())
+
+
+def divided_model(sequence_parallel: bool) -> Net:
+    model = Net(divided=True, sequence_parallel=sequence_parallel)
+    model.load_state_dict(plain_model().state_dict())
+    return model
+
+
+def train(model: nn.Module, optimizer: Any, clip: Callable[[], Tensor]) -> tuple[list[float], list[float]]:
+    rank = scale_tp.get_data_parallel_rank()
+    losses, norms = [], []
+    for ids in batches():
+        optimizer.zero_grad()
+        loss = loss_of(model, ids.split(2)[rank])
+        loss.backward()
+        norms.append(clip().item())
+        optimizer.step()
+        dist.all_reduce(loss.detach(), group=scale_tp.get_data_parallel_group())
+        losses.append(loss.item() / 2)
+    return losses, norms
+
+
+def compare(found: tuple[list[float], list[float]], model: nn.Module, optimizer: Any, folder: str) -> None:
+    """Losses, norms and, through a checkpoint that a plain model reads, the weights."""
+    losses, norms, weights = train_plain()
+    assert found[0] == pytest.approx(losses, rel=1e-5)
+    assert found[1] == pytest.approx(norms, rel=1e-5)
+    dcp.save(sharded_state_dict(model, optimizer), checkpoint_id=folder)
+    alone = plain_model()
+    fresh = optimizer_of(alone.parameters())
+    target = dcp_target(folder, alone, fresh)
+    dcp.load(target, checkpoint_id=folder)
+    load_sharded_state_dict(target, alone, fresh, copy=False)
+    for name, value in alone.state_dict().items():
+        torch.testing.assert_close(value, weights[name], rtol=1e-4, atol=1e-5)
+    assert len(fresh.state) == len(list(alone.parameters()))
+    assert all(state["exp_avg"].shape == param.shape for param, state in fresh.state.items())
+
+
+def fully_sharded(folder: str) -> None:
+    scale_tp.initialize_model_parallel(2)
+    for number, (by_block, sequence_parallel) in enumerate(((False, False), (True, True))):
+        model = divided_model(sequence_parallel)
+        group = scale_tp.get_data_parallel_group()
+        for block in model.blocks if by_block else ():
+            fully_shard(block, process_group=group)
+        fully_shard(model, process_group=group)
+        optimizer = optimizer_of(model.parameters())
+        found = train(model, optimizer, lambda model=model: model.clip_grad_norm_(0.5))
+        shard = shard_of(model.get_parameter("blocks.0.down.weight"))
+        assert shard.shape == (DIM, HIDDEN)
+        assert [axis.group.size for axis in shard.axes] == [2, 2]
+        compare(found, model, optimizer, f"{folder}/{number}")
+    built_on_meta()
+    with pytest.raises(ValueError, match=r"is divided between ranks by its layer.*leave flatten_parameters out"):
+        fully_shard(divided_model(False), process_group=group, flatten_parameters=True)
+
+
+def built_on_meta() -> None:
+    """Unit by unit, each layer gets its part of what it has when it is built as a whole from the same seed."""
+    torch.manual_seed(3)
+    expected = Block(True, False)
+    torch.manual_seed(3)
+    with torch.device("meta"):
+        model = Block(True, False)
+    fully_shard(model, process_group=scale_tp.get_data_parallel_group())
+    for name, value in expected.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+    assert len(shard_of(model.up.weight).axes) == 2
+
+
+def sharded_gradients(folder: str) -> None:
+    scale_tp.initialize_model_parallel(2)
+    for number, sequence_parallel in enumerate((False, True)):
+        model = divided_model(sequence_parallel)
+        group = scale_tp.get_data_parallel_group()
+        optimizer = OSS(model.parameters(), torch.optim.AdamW, lr=0.05, eps=1e-3, group=group)
+        wrapped = ShardedDataParallel(model, optimizer, process_group=group)
+        found = train(wrapped, optimizer, lambda optimizer=optimizer: optimizer.clip_grad_norm(0.5))
+        compare(found, model, optimizer, f"{folder}/{number}")
+
+
+def with_torchs_own() -> None:
+    """DistributedDataParallel along the data axis; the norm is scale-core's."""
+    scale_tp.initialize_model_parallel(2)
+    model = divided_model(True)
+    group = scale_tp.get_data_parallel_group()
+    wrapped = nn.parallel.DistributedDataParallel(model, process_group=group)
+    loss_of(wrapped, batches()[0].split(2)[scale_tp.get_data_parallel_rank()]).backward()
+    plain = plain_model()
+    loss_of(plain, batches()[0]).backward()
+    grads = [param.grad for param in plain.parameters()]
+    expected = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads]))
+    torch.testing.assert_close(grad_norm(model.parameters()), expected)
+
+
+@pytest.mark.parametrize("way", [fully_sharded, sharded_gradients], ids=["fsdp", "oss"])
+def test_layers_divided_along_one_axis_train_sharded_along_the_other(way: Callable[[str], None]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(2):
+            (Path(folder) / str(number)).mkdir()
+        run_ranks(way, 4, folder)
+
+
+def test_the_norm_counts_each_element_once_under_torchs_own_data_parallel() -> None:
+    run_ranks(with_torchs_own, 4)

@@ -1,0 +1,147 @@
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from scale_adascale import AdaScale
+from scale_core.group import group_of
+from scale_core.testing import run_ranks
+from scale_train.checkpoint import CHECKPOINTS, load, save
+from scale_train.errors import InputError
+from scale_train.large_batches import check_adascale, is_of_adascale
+from scale_train.loop import one_step, train
+from scale_train.options import DataOptions, ModelOptions, OptimizerOptions, Options, ParallelOptions, RunOptions
+from scale_train.plot import plot_loss
+from scale_train.progress import Silent, StepRecord
+from scale_train.text import read_text
+from scale_train.training import Training, build
+
+
+class Records(Silent):
+    def __init__(self) -> None:
+        self.found: list[StepRecord] = []
+        self.advanced: list[int] = []
+
+    def step(self, record: StepRecord) -> None:
+        self.found.append(record)
+
+    def advance(self, step: int) -> None:
+        self.advanced.append(step)
+
+
+def options_for(text: Path, parallel: str = "none", accumulate: int = 4, **optimizer) -> Options:
+    return Options(
+        data=DataOptions(text=(text,), sequence=16, batch=16),
+        model=ModelOptions(layers=1, width=16, heads=2),
+        parallel=ParallelOptions(parallel=parallel, device="cpu", accumulate=accumulate),
+        optimizer=OptimizerOptions(**{"steps": 12, "warmup": 2, "adascale": True, **optimizer}),
+        run=RunOptions(log_every=1, save_every=0, evaluate_every=0),
+    )
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text"
+    path.write_bytes(b"the quick brown fox jumps over the lazy dog\n" * 50)
+    return path
+
+
+def start(options: Options) -> tuple[Training, Records]:
+    training = build(options, read_text(options.data.text), group_of())
+    training.reporter = records = Records()
+    return training, records
+
+
+def facts(records: Records) -> list[tuple[float, ...]]:
+    return [(r.loss, r.gain, r.useful_steps, r.learning_rate) for r in records.found]
+
+
+def curve(options: Options) -> tuple[list[tuple[float, ...]], list[int]]:
+    training, records = start(options)
+    train(training, lambda now: None)
+    assert training.position >= options.optimizer.steps
+    return facts(records), records.advanced
+
+
+def test_a_training_is_over_when_its_steps_were_worth_those_of_the_smaller_batch(text):
+    training, records = start(options_for(text))
+    held_out = train(training, lambda now: None)
+    assert isinstance(training.optimizer, AdaScale) and training.optimizer.scale == 4
+    assert 0 < held_out < 10
+    assert 4 <= training.step < 12 and len(records.found) == training.step
+    gains = [record.gain for record in records.found]
+    assert sum(gains) == pytest.approx(records.found[-1].useful_steps) == pytest.approx(training.optimizer.progress)
+    assert sum(gains[:-1]) < 12 <= sum(gains)
+    # The schedule is that of the smaller batch: each step takes the rate of the useful steps before it.
+    before = [0.0, *(record.useful_steps for record in records.found[:-1])]
+    assert [r.learning_rate for r in records.found] == [training.schedule.at(int(useful)) for useful in before]
+    assert records.advanced[-1] >= 12 and records.advanced == sorted(records.advanced)
+
+
+def saved_and_resumed(options: Options, folder: str) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]]]:
+    training, records = start(options)
+    for _ in range(2):
+        one_step(training)
+    save(training, Path(folder) / CHECKPOINTS)
+    first = len(records.found)
+    train(training, lambda now: None)
+    assert training.checkpoint is not None
+    resumed, again = start(options)
+    load(resumed, training.checkpoint)
+    train(resumed, lambda now: None)
+    return facts(records)[first:], facts(again)
+
+
+def in_several_ways(several: list[Options], folder: str) -> list[object]:
+    return [curve(options) for options in several] + [saved_and_resumed(several[0], folder)]
+
+
+def test_all_ways_to_spread_have_the_same_gains_and_a_resumed_run_goes_on_with_them(text, tmp_path):
+    """Two ranks of two micro-batches are one of four; ShardedDataParallel measures what fsdp does."""
+    expected, _ = curve(options_for(text, steps=8))
+    ways = [options_for(text, parallel, accumulate=2, steps=8) for parallel in ("fsdp", "sharded-ddp")]
+    ways[0] = replace(ways[0], parallel=replace(ways[0].parallel, no_sync=True))
+    for *curves, (went_on, resumed) in run_ranks(in_several_ways, 2, ways, str(tmp_path)):
+        for found, _ in curves:
+            assert len(found) == len(expected)
+            for mine, its in zip(found, expected, strict=True):
+                assert mine == pytest.approx(its, rel=1e-3)
+        assert resumed == went_on and went_on
+
+
+def test_without_it_a_step_is_a_step(text):
+    training, records = start(options_for(text, adascale=False, steps=3))
+    train(training, lambda now: None)
+    assert training.step == training.position == 3 and records.advanced == [1, 2, 3]
+    assert all(record.gain is None for record in records.found)
+
+
+def test_the_gain_is_in_the_picture(tmp_path):
+    entries = [{"step": step, "loss": 5.0 - step, "gain": 1.0 + step} for step in range(3)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    plot_loss(tmp_path / "metrics.jsonl", tmp_path / "with.png")
+    for entry in entries:
+        entry["gain"] = None
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    plot_loss(tmp_path / "metrics.jsonl", tmp_path / "without.png")
+    assert len((tmp_path / "with.png").read_bytes()) > 1.1 * len((tmp_path / "without.png").read_bytes())
+
+
+@pytest.mark.parametrize(
+    "parallel, optimizer, words",
+    [
+        ("pipe", {"adascale": True}, "--adascale: a rank of a pipeline"),
+        ("none", {"adascale": True, "adascale_scale": 0.5}, "--adascale-scale 0.5: at least 1 is needed"),
+        ("none", {"adascale": False, "adascale_scale": 4.0}, "--adascale-scale 4 has no effect without --adascale"),
+    ],
+)
+def test_what_can_not_be_measured_is_refused(text, parallel, optimizer, words):
+    with pytest.raises(InputError, match=words):
+        check_adascale(options_for(text, parallel, **optimizer))
+
+
+def test_what_adascale_keeps_in_parameter_groups_is_no_option_of_the_command_line(text):
+    training, _ = start(options_for(text))
+    kept = {key for group in training.optimizer.param_groups for key in group if is_of_adascale(key)}
+    assert kept == {"adascale", "adascale_run"}
