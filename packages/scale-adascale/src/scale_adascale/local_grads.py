@@ -68,6 +68,7 @@ class LocalGrads:
             self.sums, self._of_pass = {}, {}
         if self._reports is None:
             self._reports = on_local_grads(self._hear())
+            weakref.finalize(self, self._reports.remove)  # Gradients are not told of for somebody who is gone.
 
     def unhook(self) -> None:
         """Stops to listen."""

@@ -1,6 +1,7 @@
 """AdaScale around the optimizer of a pipeline: each micro-batch of each replica is one sample, as on one process.
 
-Two pipelines of two ranks, each stage sharded over its replicas, or reduced into the pieces of an OSS.
+Two pipelines of two ranks, each stage sharded over its replicas, or reduced into the pieces of an OSS. What it would
+measure wrong is refused, on all ranks.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 from scale_core.testing import run_ranks
 from scale_fsdp import fully_shard
@@ -20,7 +22,7 @@ from scale_oss import OSS, ShardedDataParallel
 pytest.importorskip("scale_pipe")
 pytest.importorskip("scale_adascale")
 from scale_adascale import AdaScale
-from scale_pipe import DistributedPipe
+from scale_pipe import DistributedPipe, StageError
 
 CHUNKS, STEPS, LR = 4, 3, 0.1
 
@@ -90,3 +92,51 @@ def test_the_gain_is_that_of_one_process(plain: list[float]) -> None:
     for rank, found in enumerate(run_ranks(gains, 4)):
         for way, numbers in found.items():
             assert numbers == pytest.approx(plain, rel=1e-5), (rank, way)
+
+
+def tied_layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 2))
+    model[2].weight = model[1].weight
+    return model
+
+
+def refused() -> list[str]:
+    """Two ranks: one pipeline, whose stages have no replicas but where they are wrapped in DistributedDataParallel."""
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    x, target = batch_of(0, 0)
+    found = []
+    for schedule, model, balance, wrapped in (
+        ("1f1b", layers(), [3, 2], True),
+        ("zb_h1", layers(), [3, 2], False),
+        ("zb_v", layers(), [1, 2, 1, 1], False),
+        ("1f1b", tied_layers(), [2, 2], False),
+    ):
+        pipe = DistributedPipe(model, schedule, balance=balance, chunks=CHUNKS)
+        if wrapped:
+            for index, stage in pipe.stages.items():
+                pipe.stages[index] = DistributedDataParallel(stage, process_group=alone)
+        optimizer = AdaScale(
+            torch.optim.SGD(pipe.parameters(), lr=LR),
+            num_gradients_to_accumulate=CHUNKS,
+            process_group=alone,
+            model_parallel_group=dist.group.WORLD,
+        )
+        with pytest.raises(StageError) as error:
+            pipe.step(x, target=target, loss_fn=nn.functional.mse_loss)
+        found.append(str(error.value))
+        optimizer.unhook()
+        pipe.step(x, target=target, loss_fn=nn.functional.mse_loss)
+    return found
+
+
+def test_a_gain_that_would_be_wrong_is_refused_on_all_ranks() -> None:
+    words = (
+        "wrap it in fully_shard or in ShardedDataParallel",
+        'take schedule="1f1b"',
+        "take a schedule of one stage for each rank",
+        "use no tied parameters",
+    )
+    for found in run_ranks(refused, 2):
+        for error, word in zip(found, words, strict=True):
+            assert "would be measured wrong in this pipeline" in error and word in error

@@ -24,6 +24,7 @@ from scale_pipe.distributed.building import (
 from scale_pipe.distributed.failure import of_error
 from scale_pipe.distributed.given import Given
 from scale_pipe.distributed.inputs import Asked, LossFunction, given_for
+from scale_pipe.distributed.measurable import check_measurable
 from scale_pipe.distributed.measuring import costs_of, gathered_spans, link_times, measured, solved
 from scale_pipe.distributed.messages import Pass
 from scale_pipe.distributed.passes import Passes, kept_gradients
@@ -286,6 +287,7 @@ class DistributedPipe(PlainFace):
             self._shared.look_again(tied)
             for runner in self._runners.values():
                 runner.shared = [param for param, _ in tied.values()]
+            check_measurable(self.stages, self._runners, splits=self._traffic.orders[Pass.STEP].splits)
         except ValueError as error:
             words = "what its stages are wrapped in"
             return given._replace(

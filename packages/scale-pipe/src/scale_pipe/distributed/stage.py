@@ -103,8 +103,16 @@ class Stage:
         """
         self._counted = False
         self.replicas = Replicas(self.module, self.shared)
-        self._splits = splits and self._checkpoint == "never" and not self.replicas.any and not _recomputes(self.module)
+        self._splits = self.would_split(splits=splits)
         self._kept_memory = {_memory(buffer) for buffer in self.module.buffers()}
+
+    def would_split(self, *, splits: bool) -> bool:
+        """Whether it computes gradients of inputs and of parameters apart.
+
+        Args:
+            splits: The schedule asks for it.
+        """
+        return splits and self._checkpoint == "never" and not self.replicas.any and not _recomputes(self.module)
 
     def forward(
         self,
