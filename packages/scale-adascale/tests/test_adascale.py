@@ -685,3 +685,9 @@ def test_the_wrapper_builds_what_adascale_wraps():
     backward(model, [1.0, 0.0], [0.0, 1.0])
     optimizer.step()
     assert optimizer.gain() == pytest.approx(2.0)
+
+
+def test_ranks_without_a_process_group_do_not_train_alone(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match=r"this is one of 2 ranks .* torch.distributed is not initialised"):
+        AdaScale(SGD(nn.Linear(2, 1).parameters(), lr=0.1))

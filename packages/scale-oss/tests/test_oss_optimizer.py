@@ -302,3 +302,9 @@ def test_a_bound_that_would_turn_gradients_round_is_refused_before_anything_is_m
     optimizer.clip_grad_norm(torch.inf)
     after = [param.grad for param in model.parameters() if param.grad is not None]
     assert len(after) == 4 and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_ranks_without_a_process_group_do_not_train_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match=r"this is one of 2 ranks .* torch.distributed is not initialised"):
+        OSS(torch.nn.Linear(2, 1).parameters(), torch.optim.SGD, lr=0.1)

@@ -32,7 +32,7 @@ from scale_adascale.noise import NoiseScale, noise_scale
 from scale_adascale.preconditioning import is_adaptive
 from scale_adascale.rules import check_scale
 from scale_adascale.sampling import Sampling, Settings, default_smoothing
-from scale_core.group import GroupLike, group_of
+from scale_core.group import GroupLike, check_not_forgotten, group_of
 
 
 class AdaScale(Around):
@@ -75,6 +75,7 @@ class AdaScale(Around):
         progress: Steps of the small batch that the training is worth so far: the sum of the gains of its steps.
 
     Raises:
+        RuntimeError: A launcher has started several ranks, and torch.distributed is not initialised.
         TypeError: `optimizer` is no optimizer, or an AdaScale.
         ValueError: A number out of its range, or groups that do not fit.
     """
@@ -94,6 +95,8 @@ class AdaScale(Around):
         power: float | None = None,
         preconditioned: bool | None = None,
     ) -> None:
+        if process_group is None and world_size is None:
+            check_not_forgotten()
         data = group_of(process_group)
         check_arguments(optimizer, AdaScale, data, world_size, num_gradients_to_accumulate, power)
         check_preconditioned(optimizer, preconditioned)

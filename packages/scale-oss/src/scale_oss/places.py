@@ -14,7 +14,7 @@ from typing import NamedTuple
 from torch import nn
 
 from scale_core.exchange import exchange
-from scale_core.group import Group, group_of
+from scale_core.group import Group, check_not_forgotten, group_of
 from scale_core.holdings import flat_buffer_of
 from scale_core.shard import Held, Shard, unit_shard_of
 
@@ -126,11 +126,14 @@ def ranks_of_shards(params: Sequence[nn.Parameter]) -> Group:
     """Returns the ranks between which these are divided, if all are shards of the same ones, or else all ranks.
 
     Raises:
+        RuntimeError: See `check_not_forgotten`.
         ValueError: See `sharding_group`.
     """
     shards = [unit_shard_of(param) for param in params]
     groups = {None if shard is None else sharding_group(shard, None) for shard in shards}
     found = groups.pop() if len(groups) == 1 else None
+    if found is None:
+        check_not_forgotten()
     return group_of() if found is None else found
 
 
