@@ -191,10 +191,10 @@ def test_sparse_complex_and_double_gradients_are_measured():
     rows = []
     for batch in (torch.tensor([1, 1, 2]), torch.tensor([2, 5, 5])):
         grads = torch.autograd.grad(model(batch), list(model.parameters()))
-        optimizer.unhook()
+        optimizer.unhook()  # autograd.grad brings no step.
         dense = [grad.to_dense() if grad.is_sparse else grad for grad in grads]
         rows.append([torch.view_as_real(g).double() if g.is_complex() else g.double() for g in dense])
-    optimizer.zero_grad()  # Listens again.
+    optimizer.hook()
     for batch in (torch.tensor([1, 1, 2]), torch.tensor([2, 5, 5])):
         (model(batch) / 2).backward()
     assert optimizer.gain() == pytest.approx(plain_gain(rows, 2.0), rel=1e-6)
@@ -506,6 +506,16 @@ def test_gradients_that_were_not_divided_are_refused():
     optimizer.step()
 
 
+def test_a_rank_without_any_gradient_has_nothing_to_divide():
+    """As one that has no piece of a small model."""
+    model = linear()
+    optimizer = AdaScale(SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=2, is_scaled_loss=False)
+    backward(model, [1.0, 0.0], [0.0, 1.0])
+    model.weight.grad = None
+    optimizer.scale_grad_by_num_grads_to_accum()
+    optimizer.step()
+
+
 def test_gradients_whose_losses_were_divided_are_not_divided_again():
     optimizer = two_steps()
     with pytest.raises(RuntimeError, match="Must use unscaled loss"):
@@ -535,12 +545,28 @@ def test_numbers_out_of_their_range_are_refused(kwargs, words):
         two_steps(**kwargs)
 
 
-@pytest.mark.parametrize("number", [0, -1, 1.5])
+@pytest.mark.parametrize("number", [0, -1, 1.5, True, "2"])
 def test_a_number_of_gradients_below_one_is_refused(number):
     with pytest.raises(ValueError, match="whole number of at least 1"):
         AdaScale(SGD(linear().parameters(), lr=0.1), num_gradients_to_accumulate=number)
     with pytest.raises(ValueError, match="whole number of at least 1"):
         two_steps().set_num_gradients_to_accumulate(number)
+
+
+def test_a_number_of_gradients_may_be_any_whole_number():
+    assert AdaScale(SGD(linear().parameters(), lr=0.1), num_gradients_to_accumulate=torch.tensor(2)).scale == 2.0
+
+
+def test_a_parameter_that_torch_itself_divides_is_refused():
+    model = linear()
+    model.weight.placements = ()  # What a DTensor has.
+    with pytest.raises(TypeError, match=r"parameter 0 of shape \(2, 2\) as a DTensor.*scale_fsdp\.fully_shard"):
+        AdaScale(SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=2)
+
+
+def test_an_optimizer_that_computes_several_gradients_in_a_step_is_refused():
+    with pytest.raises(TypeError, match="got LBFGS, which computes several in each step"):
+        AdaScale(torch.optim.LBFGS(linear().parameters()), num_gradients_to_accumulate=2)
 
 
 def test_what_is_no_optimizer_or_an_adascale_already_is_refused():
@@ -616,7 +642,35 @@ def test_a_checkpoint_of_fairscales_adascale_loads():
     assert optimizer.state == {}
 
 
+def test_a_state_that_is_refused_leaves_everything_as_it_was():
+    model = linear()
+    optimizer = AdaScale(SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=2)
+    backward(model, [1.0, 4.0], [5.0, 0.5])
+    optimizer.step()
+    optimizer.zero_grad()
+    before = optimizer.gain(), optimizer.progress, optimizer.noise_scale(1)
+    other = SGD([nn.Parameter(torch.ones(1)) for _ in range(9)], lr=0.1)
+    with pytest.raises(ValueError, match="parameter group"):
+        optimizer.load_state_dict(other.state_dict())
+    saved = {**optimizer.state_dict(), "state": {"adascale": {"grad_sqr_avg": [1.0] * 2, "grad_var_avg": [1.0] * 2}}}
+    saved["param_groups"] = [{**saved["param_groups"][0], "lr": 7.0}]
+    with pytest.raises(ValueError, match="averages of 1 parameter groups, got those of 2"):
+        optimizer.load_state_dict(saved)
+    assert (optimizer.gain(), optimizer.progress, optimizer.noise_scale(1)) == before and before[0] > 1
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
 # What it is to others.
+
+
+def test_hooks_of_the_state_are_those_of_the_inner_optimizer():
+    optimizer, seen = two_steps(), []
+    optimizer.register_state_dict_pre_hook(lambda o: seen.append("before"))
+    optimizer.register_state_dict_post_hook(lambda o, state: seen.append("after"))
+    optimizer.register_load_state_dict_pre_hook(lambda o, state: seen.append("before load"))
+    optimizer.register_load_state_dict_post_hook(lambda o: seen.append("after load"))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert seen == ["before", "after", "before load", "after load"]
 
 
 def test_it_is_an_optimizer_to_whoever_asks():
@@ -643,7 +697,6 @@ def test_a_parameter_that_is_unfrozen_is_measured_from_then_on():
     optimizer = AdaScale(SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=2)
     model[0].requires_grad_(True)
     optimizer.zero_grad()
-    expected = plain_gain(gradients_of(net(), list(net().parameters()), [1, 2]), 2.0)
     reference = net()
     expected = plain_gain(gradients_of(reference, list(reference.parameters()), [1, 2]), 2.0)
     for seed in (1, 2):
@@ -661,6 +714,28 @@ def test_after_unhook_steps_go_on_with_the_last_gain():
     model.weight.grad = torch.ones(2, 2)
     optimizer.step()
     torch.testing.assert_close(model.weight, weight - 0.1 * last)
+
+
+def test_after_unhook_a_usual_loop_goes_on_and_counts_the_last_gain_until_hook():
+    model = linear()
+    optimizer = AdaScale(SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=2)
+    backward(model, [1.0, 4.0], [5.0, 0.5])
+    optimizer.step()
+    last = optimizer.gain()
+    optimizer.unhook()
+    for steps in (2, 3, 4):
+        optimizer.zero_grad()
+        backward(model, [1.0, 2.0])
+        optimizer.step()
+        assert optimizer.progress == pytest.approx(steps * last) and optimizer.gain() == last
+    optimizer.param_groups[0]["lr"] = 0.0  # As torch's checkpoint functions step.
+    optimizer.step()
+    assert optimizer.progress == pytest.approx(4 * last)
+    optimizer.zero_grad()
+    optimizer.hook()
+    backward(model, [1.0, 0.0], [0.0, 1.0])
+    optimizer.step()
+    assert optimizer.gain() > last
 
 
 def test_an_optimizer_that_is_dropped_leaves_nothing_behind():

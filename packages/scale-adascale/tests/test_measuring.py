@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -37,13 +40,13 @@ def skipping() -> Skipping:
     return Skipping()
 
 
-def ddp(kind: str, num: int, unused: bool) -> list[float]:
+def ddp(kind: str, num: int, unused: bool, *, always: bool = False) -> list[float]:
     """The largest relative error of the gains of four steps, of both groups; and where weights end, beside plain's."""
     model = skipping() if unused else net()
     plain = Plain(
         skipping() if unused else net(), kind, num * dist.get_world_size(), lr=0.05, preconditioned=kind == "adam"
     )
-    wrapped = DistributedDataParallel(model, find_unused_parameters=unused)
+    wrapped = DistributedDataParallel(model, find_unused_parameters=unused, gradient_as_bucket_view=always)
     inner = (Adam if kind == "adam" else SGD)(plain.groups_of(model), lr=0.05)
     optimizer = AdaScale(inner, num_gradients_to_accumulate=num)
     worst = 0.0
@@ -51,7 +54,7 @@ def ddp(kind: str, num: int, unused: bool) -> list[float]:
         seeds = [100 * step + number for number in range(num * dist.get_world_size())]
         mine = seeds[dist.get_rank() * num : (dist.get_rank() + 1) * num]
         for seed in mine[:-1]:
-            with wrapped.no_sync():
+            with nullcontext() if always else wrapped.no_sync():
                 (loss_of(wrapped, seed) / num).backward()
         (loss_of(wrapped, mine[-1]) / num).backward()
         optimizer.step()
@@ -69,6 +72,7 @@ def all_of_ddp() -> dict[str, list[float]]:
     return {
         "sgd": ddp("sgd", 1, False),
         "sgd, accumulated": ddp("sgd", 3, False),
+        "sgd, accumulated, averaged after each pass": ddp("sgd", 2, False, always=True),
         "sgd, unused parameters": ddp("sgd", 2, True),
         "adam": ddp("adam", 2, False),
     }
@@ -93,8 +97,8 @@ class Split(nn.Module):
         self.bias = nn.Parameter(whole[0].bias.detach()[rows].clone())
         self.down = nn.Parameter(whole[2].weight.detach()[:, rows].clone())
         self.shift = nn.Parameter(torch.full((3,), 0.1))  # Replicated.
-        for param in (self.up, self.bias, self.down):
-            mark(param, Shard("split", tuple(param.shape), 0, param.numel(), (Axis(group, Held.SHARD),)))
+        for param, full in ((self.up, whole[0].weight), (self.bias, whole[0].bias), (self.down, whole[2].weight)):
+            mark(param, Shard("split", tuple(full.shape), 0, param.numel(), (Axis(group, Held.SHARD),)))
         mark(self.shift, Shard("shift", (3,), 0, 3, (Axis(group, Held.REPLICATE),)))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -125,13 +129,15 @@ class Shifted(nn.Module):
         return self.net(x) + self.shift
 
 
-def tensor_parallel() -> list[float]:
+def tensor_parallel(kind: str) -> list[float]:
     """Two columns of two ranks: along one they have other data, along the other other hidden units."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     data, tensor = group_of(mesh["data"]), group_of(mesh["tensor"])
-    model, plain = Split(net(), tensor), Plain(Shifted(), "sgd", 4, lr=0.05, one_group=True)
+    model = Split(net(), tensor)
+    plain = Plain(Shifted(), kind, 4, lr=0.05, one_group=True, preconditioned=kind == "adam")
     wrapped = DistributedDataParallel(model, process_group=data.process_group)
-    optimizer = AdaScale(SGD(model.parameters(), lr=0.05), num_gradients_to_accumulate=2, process_group=data)
+    inner = (Adam if kind == "adam" else SGD)(model.parameters(), lr=0.05)
+    optimizer = AdaScale(inner, num_gradients_to_accumulate=2, process_group=data)
     errors = []
     for step in range(3):
         for number in range(2):
@@ -142,6 +148,10 @@ def tensor_parallel() -> list[float]:
         errors.append(abs(optimizer.gain() / expected - 1))
         optimizer.zero_grad()
     return errors
+
+
+def all_of_tensor_parallel() -> list[float]:
+    return [*tensor_parallel("sgd"), *tensor_parallel("adam")]
 
 
 def stages() -> list[float]:
@@ -187,11 +197,48 @@ def refused() -> list[str]:
     said.append(str(error.value))
     with pytest.raises(ValueError, match="number of ranks in process_group, 2, got 8"):
         AdaScale(optimizer, world_size=8)
+    with pytest.raises(ValueError, match="'split' is divided over") as error:
+        AdaScale(SGD(Split(net(), group).parameters(), lr=0.1))  # Tensor parallelism, and nothing said of it.
+    said.append(str(error.value))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of what it imports beside.
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    zero = ZeroRedundancyOptimizer(net().parameters(), Adam, lr=0.1)
+    with pytest.raises(ValueError, match=r"ZeroRedundancyOptimizer does not tell .*preconditioned=False"):
+        AdaScale(zero)
+    assert AdaScale(zero, preconditioned=False).scale == 2.0
+    frozen = net().requires_grad_(group.rank == 1)
+    if group.rank == 0:
+        with pytest.raises(ValueError, match="hears of no backward pass, and the others would wait"):
+            AdaScale(SGD(frozen.parameters(), lr=0.1), process_group=alone, model_parallel_group=group)
+    said += not_averaged(group)
+    return said
+
+
+def not_averaged(group: Group) -> list[str]:
+    """Gradients that are averaged by hand after the last pass, or never; and two stages of a pipeline, unsaid."""
+    said = []
+    for stages in (False, True):
+        model = net()
+        params = model[2 * group.rank].parameters() if stages else model.parameters()
+        optimizer = AdaScale(SGD(params, lr=0.1))
+        loss_of(model, 1 if stages else group.rank).backward()
+        for param in [] if stages else model.parameters():
+            dist.all_reduce(param.grad)
+        weight = model[0].weight.detach().clone()
+        for method in (optimizer.step, optimizer.gain):
+            with pytest.raises(RuntimeError, match="expected the ranks") as error:
+                method()
+        assert torch.equal(model[0].weight, weight) and optimizer.progress == 0
+        said.append(str(error.value))
+        optimizer.unhook()
+        optimizer.step()
+        assert not torch.equal(model[2 * group.rank].weight, net()[2 * group.rank].weight)
     return said
 
 
 def test_under_tensor_parallelism_each_element_counts_once():
-    for errors in run_ranks(tensor_parallel, 4):
+    for errors in run_ranks(all_of_tensor_parallel, 4):
         assert max(errors) < GAIN
 
 
@@ -201,6 +248,8 @@ def test_stages_of_a_pipeline_have_the_gain_of_the_whole_model():
 
 
 def test_what_is_shared_in_an_unknown_direction_is_refused_by_name():
-    for unknown, partial in run_ranks(refused, 2):
+    for unknown, partial, tensor, *averages in run_ranks(refused, 2):
         assert "model_parallel_group=" in unknown
         assert "partial sum over the ranks [0, 1]" in partial
+        assert "over the ranks [0, 1] by a layer that computes with its piece" in tensor
+        assert len(averages) == 2 and all("averaged by hand after backward()" in said for said in averages)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -84,3 +85,18 @@ def test_a_sample_of_the_base_batch_is_worth_one_and_of_a_large_one_less():
     assert efficiency(64, noise=100, base_batch_size=64) == 1.0
     assert efficiency(264, noise=100, base_batch_size=64) == pytest.approx(164 / 364)
     assert efficiency(1000, noise=math.inf, base_batch_size=64) == 1.0
+
+
+def test_samples_that_share_gradients_are_half_as_many():
+    """Successive gradients g1, g2, g3 make two samples, and g2 has a part in both; the interval must not be short."""
+    held = 0
+    for run in range(200):
+        generator = torch.Generator().manual_seed(run)
+        gradients = 0.5 / 50**0.5 + torch.randn(61, 50, dtype=torch.float64, generator=generator) / 50**0.5
+        average = NoiseAverage()
+        for old, new in itertools.pairwise(gradients):
+            square = float(old @ new)
+            average = average.after(Moments(float((new - old).square().sum()) / 2, square), 0.99, overlap=2)
+        found = noise_scale(average, base_batch_size=1)
+        held += found.low <= 4.0 <= found.high
+    assert held >= 190

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW
 
 from scale_adascale import AdaScale
-from scale_adascale.preconditioning import divisors, is_adaptive, second_moments
+from scale_adascale.preconditioning import base_of, divisors, is_adaptive, is_rescaling, second_moments
 
 
 def test_squares_are_divided_by_the_mean_second_moment_of_their_tensor():
@@ -69,4 +69,22 @@ def test_adam_and_its_heirs_are_known_inside_of_wrappers():
     class Wrapper(SGD):
         optim = AdamW(params)
 
+    assert base_of(Wrapper(params)) is Wrapper.optim
     assert is_adaptive(Adam(params)) and is_adaptive(Wrapper(params)) and not is_adaptive(SGD(params))
+
+
+@pytest.mark.parametrize("name", ["NAdam", "RAdam", "RMSprop", "Adamax", "Adagrad", "Adadelta", "Adafactor", "Rprop"])
+def test_the_rule_of_other_optimizers_that_divide_gradients_must_be_said(name):
+    kind = getattr(torch.optim, name)
+    with pytest.raises(ValueError, match=rf"expected power for {name}.*power=0\.5.*power=1"):
+        AdaScale(kind(net().parameters(), lr=0.1), num_gradients_to_accumulate=2)
+    optimizer = AdaScale(kind(net().parameters(), lr=0.1), num_gradients_to_accumulate=2, power=0.5)
+    assert optimizer._power == 0.5 and optimizer.gain() == 1.0
+
+
+def test_sgd_and_its_heirs_need_not_say_theirs():
+    class Momentum(SGD):
+        pass
+
+    params = list(net().parameters())
+    assert not any(is_rescaling(each) for each in (SGD(params), Momentum(params), Adam(params), AdamW(params)))

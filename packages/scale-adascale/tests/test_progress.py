@@ -46,6 +46,16 @@ def test_each_turn_has_an_order_of_its_own():
     assert seen == [0] * 6 + [1] * 6 + [2]
 
 
+def test_a_training_that_goes_on_has_other_orders_than_before():
+    _, optimizer = build()
+    optimizer._reading.write(optimizer._reading.estimates.with_progress(7.5))
+    data = loader()
+    seen = [data.sampler.epoch for _, _ in zip(range(7), until_steps(data, optimizer, 9), strict=False)]
+    assert seen == [8] * 6 + [9]
+    next(until_steps(data, optimizer, 9, first_turn=3))
+    assert data.sampler.epoch == 3
+
+
 def test_batches_that_end_for_good_are_refused():
     _, optimizer = build()
     with pytest.raises(ValueError, match="no iterator"):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from adascale_cases import loss_of, net
 from torch import nn
-from torch.optim import SGD
+from torch.optim import SGD, Adam
 
 from scale_adascale import AdaScale, halves
 from scale_adascale.averages import Average
@@ -64,6 +64,72 @@ def test_at_scale_one_the_gain_is_one_and_noise_is_measured():
     assert optimizer.gain() == 1.0
     found = optimizer.noise_scale(base_batch_size=4)
     assert 0 < found.value < float("inf") and found.low < found.value < found.high
+
+
+def test_with_adam_both_gradients_are_divided_by_what_it_divides_the_new_one_by():
+    """Against the formula, with the moments before the step; what was measured of raw gradients is forgotten."""
+    models = [net(), net()]
+    optimizer = AdaScale(Adam(models[0].parameters(), lr=0.02), scale=8.0, smoothing=0.5)
+    average, last = Average(), None
+    for step in range(5):
+        loss_of(models[0], step).backward()
+        now = [param.grad.double() for param in models[0].parameters()]
+        divisors = [_root_of_second_moment(optimizer, param) for param in models[0].parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+        if last is not None:
+            old, new = (
+                torch.cat([(g / d).reshape(-1) for g, d in zip(each, divisors, strict=True)]) for each in (last, now)
+            )
+            variance = 8.0 * float((new - old).square().sum()) / 2
+            square = float(((new + old) / 2).square().sum()) - variance / 16
+            average = average.after(bounded(Moments(variance, square)), 0.5, debias=True)
+            assert optimizer.gain() == pytest.approx(gain(average.moments, 8.0), rel=1e-6)
+        last = now
+    raw = AdaScale(Adam(models[1].parameters(), lr=0.02), scale=8.0, smoothing=0.5, preconditioned=False)
+    raw.load_state_dict(optimizer.state_dict())
+    assert raw.gain() == optimizer.gain()
+    for step in range(2):
+        loss_of(models[1], step).backward()
+        raw.step()
+        raw.zero_grad()
+    assert raw._reading.estimates.groups[0].count == 1  # In other units: nothing of it is averaged with these.
+
+
+def _root_of_second_moment(optimizer: AdaScale, param: torch.Tensor) -> float:
+    if param not in optimizer.state:
+        return 1.0
+    state = optimizer.state[param]
+    return float((state["exp_avg_sq"].double().mean() / (1 - 0.999 ** state["step"].double())).sqrt() + 1e-8)
+
+
+@pytest.mark.parametrize("rows", [[3, 4], [3, 4, 5], [2, 3, 1]])
+def test_sparse_gradients_have_the_gain_of_dense_ones(rows):
+    gains = []
+    for sparse in (True, False):
+        torch.manual_seed(0)
+        table, scaler = nn.Embedding(7, 2, sparse=sparse), torch.amp.GradScaler("cpu", 8.0)
+        optimizer = AdaScale(SGD(table.parameters(), lr=0.1), scale=4.0)
+        for batch in ([1, 2], rows):
+            scaler.scale(table(torch.tensor(batch)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        gains.append(optimizer.gain())
+    assert gains[0] == pytest.approx(gains[1], rel=1e-9) and gains[0] > 1
+
+
+def test_a_gradient_from_before_another_accumulation_is_not_compared():
+    model = net()
+    optimizer = AdaScale(SGD(model.parameters(), lr=0.1), scale=4.0)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.set_num_gradients_to_accumulate(2)
+    optimizer.set_num_gradients_to_accumulate(1)
+    loss_of(model, 1).backward()
+    optimizer.step()
+    assert optimizer.gain() == 1.0
 
 
 def test_halves_have_all_samples_in_order():

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from transformers.models.gpt2.configuration_gpt2 import GPT2Config
 from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
+from transformers.models.gpt_neox.configuration_gpt_neox import GPTNeoXConfig
+from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXForCausalLM
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
@@ -49,6 +51,27 @@ def gpt2(**changed: Any) -> nn.Module:
     }
     torch.manual_seed(6)
     return GPT2LMHeadModel(GPT2Config(**(options | changed)))
+
+
+def gpt_neox() -> nn.Module:
+    """A GPT-NeoX of transformers with random weights: one projection holds all three, head by head."""
+    torch.manual_seed(7)
+    config = GPTNeoXConfig(
+        vocab_size=37,
+        hidden_size=18,
+        num_hidden_layers=1,
+        num_attention_heads=3,
+        intermediate_size=20,
+        max_position_embeddings=32,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        attn_implementation="eager",
+        use_cache=False,
+    )
+    model = GPTNeoXForCausalLM(config)
+    for param in model.parameters():
+        nn.init.uniform_(param, -0.5, 0.5)
+    return model
 
 
 def tokens(step: int, length: int = 7) -> Tensor:

@@ -82,6 +82,8 @@ def in_all_ways() -> None:
         with pytest.raises(IndexError, match="words from 0 to 10, or ignore_index=-100, got another one"):
             vocab_parallel_cross_entropy(own, torch.full(TARGET.shape, bad), vocabulary_size=WORDS, group=group)
     extremes(group)
+    for words in (5, 6, 5):  # The first rank has as many of each.
+        compare(group, torch.float64, words, None, {"z_loss": 0.0})
 
 
 def extremes(group: Group) -> None:
@@ -110,6 +112,13 @@ def test_the_loss_and_its_gradient_are_torchs(num_ranks: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_one_process_needs_no_initialisation(case: dict[str, Any], dtype: torch.dtype) -> None:
     compare(group_of(), dtype, WORDS, 4, case)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
+def test_targets_may_be_integers_of_any_size(dtype: torch.dtype) -> None:
+    target = TARGET.clamp(min=0)
+    found = vocab_parallel_cross_entropy(logits_of(), target.to(dtype), label_smoothing=0.1)
+    assert torch.equal(found, vocab_parallel_cross_entropy(logits_of(), target, label_smoothing=0.1))
 
 
 def test_where_nothing_counts_the_mean_is_no_number_as_in_torch() -> None:

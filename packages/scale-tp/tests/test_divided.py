@@ -12,6 +12,7 @@ from torch import nn
 from scale_core.group import Group
 from scale_tp.divided import Columns, Entrance, Rows, divide, is_embedding, is_linear, linear, outputs_dim, part_of
 from scale_tp.layer import Placement
+from scale_tp.parallelize import parallelize
 from scale_tp.split_sizes import Split
 
 TWO = Group(1, 2, None, "fake", (0, 1))
@@ -118,6 +119,23 @@ def test_modules_that_bring_the_same_tensor_enter_once() -> None:
     assert entrance._inside is None  # The last one leaves nothing behind.
     assert entrance.enter(x) is not first  # The next pass enters anew.
     assert entrance.enter(y) is not entrance.enter(x) and entrance.entered == 4
+
+
+class Reading(nn.Module):
+    """One of its readers does not always read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.other = nn.Linear(4, 6), nn.Linear(4, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(x)
+
+
+def test_after_a_forward_nothing_is_kept_of_what_was_brought_in() -> None:
+    model = parallelize(Reading(), {"up": "colwise", "other": "colwise"}, TWO, sync_module_states=False)
+    assert model(torch.zeros(1, 4)).shape == (1, 3)
+    assert model.up.entrance is model.other.entrance and model.up.entrance._inside is None
 
 
 def test_what_was_changed_or_is_used_for_another_purpose_enters_anew() -> None:

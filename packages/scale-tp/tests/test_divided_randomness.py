@@ -80,6 +80,16 @@ def test_an_error_inside_leaves_the_numbers_of_all_ranks_where_they_were() -> No
     assert states[0] == states[1]
 
 
+def test_dropout_at_any_depth_is_seen_unless_it_is_switched_off() -> None:
+    module = nn.Module()
+    module.act = nn.Sequential(nn.GELU(), nn.Sequential(nn.Dropout(0.5)))
+    assert drops(module)
+    module.act[1].eval()
+    assert not drops(module)
+    module.act[0].attention_dropout = 0.1
+    assert drops(module)
+
+
 def test_copies_have_not_entered() -> None:
     divided = _randomness(0)
     divided.enter()

@@ -152,6 +152,13 @@ def test_arguments_that_make_no_sense_are_refused(
         kind(*arguments, group=TWO, **options)
 
 
+def test_a_rank_says_which_words_and_features_it_has_by_fairscales_names() -> None:
+    group = Group(1, 2, None, "fake", (0, 1))
+    words = VocabParallelEmbedding(7, 5, group=group)
+    assert (words.vocab_start_index, words.vocab_end_index, words.num_embeddings_per_partition) == (4, 7, 3)
+    assert ParallelEmbedding(7, 5, group=group).embedding_dim_per_partition == 2
+
+
 def test_a_norm_that_no_rank_can_measure_is_refused() -> None:
     with pytest.raises(ValueError, match=r"max_norm=1.0 needs whole rows.*use VocabParallelEmbedding"):
         ParallelEmbedding(7, 4, max_norm=1.0, group=TWO)

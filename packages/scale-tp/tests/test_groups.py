@@ -14,7 +14,7 @@ import scale_tp
 from scale_core.compat import process_groups
 from scale_core.group import group_of
 from scale_core.testing import run_ranks
-from scale_tp.groups import AxisSizes, axis_group, layer_group, rank_groups
+from scale_tp.groups import AxisSizes, axis_group, layer_group, rank_groups, replica_groups
 
 GETTERS = [f"get_{axis}_parallel_{what}" for axis in ("model", "data", "pipeline", "context") for what in
            ("rank", "world_size", "ranks")]  # fmt: skip
@@ -32,6 +32,17 @@ def test_the_model_axis_runs_fastest_and_the_data_axis_slowest() -> None:
     assert groups["context"] == [[0, 2], [1, 3], [4, 6], [5, 7], [8, 10], [9, 11], [12, 14], [13, 15]]
     assert groups["pipeline"] == [[0, 4], [1, 5], [2, 6], [3, 7], [8, 12], [9, 13], [10, 14], [11, 15]]
     assert groups["data"] == [[0, 8], [1, 9], [2, 10], [3, 11], [4, 12], [5, 13], [6, 14], [7, 15]]
+
+
+def test_replicas_and_the_parts_of_their_sequences_have_the_same_parameters() -> None:
+    assert replica_groups(AxisSizes(data=2, pipeline=2, context=2, model=2)) == [
+        [0, 2, 8, 10],
+        [1, 3, 9, 11],
+        [4, 6, 12, 14],
+        [5, 7, 13, 15],
+    ]
+    sizes = AxisSizes(data=3, pipeline=1, context=1, model=2)
+    assert replica_groups(sizes) == rank_groups(sizes)["data"]
 
 
 @pytest.mark.parametrize("sizes", [AxisSizes(3, 1, 2, 5), AxisSizes(1, 1, 1, 1), AxisSizes(1, 7, 1, 1)])
@@ -112,6 +123,15 @@ def divide_and_destroy() -> dict[str, Any]:
         told[f"{model} x {pipeline}"]["sums"] = sums
         scale_tp.destroy_model_parallel()
         assert len(process_groups()) == before, "no group is left"
+    scale_tp.initialize_model_parallel(2, 1, 2)
+    assert scale_tp.get_data_context_parallel_ranks() == [rank % 2, rank % 2 + 2]
+    assert scale_tp.get_data_context_parallel_world_size() == 2
+    assert scale_tp.get_data_context_parallel_rank() == rank // 2
+    total = torch.tensor([float(rank)])
+    dist.all_reduce(total, group=scale_tp.get_data_context_parallel_group())
+    assert total.item() == 2 * (rank % 2) + 2
+    scale_tp.destroy_model_parallel()
+    assert len(process_groups()) == before
     told["own"] = layer_group(dist.group.WORLD).size
     # A default group that goes first takes the others with it, and nothing is left to be destroyed.
     scale_tp.initialize_model_parallel(world)

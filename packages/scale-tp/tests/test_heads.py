@@ -6,6 +6,7 @@ import pytest
 from torch import nn
 
 from scale_tp.heads import ATTENTION_RULES, AttentionRule, heads_of
+from scale_tp.split_sizes import Split
 
 
 def _module(**attributes: int) -> nn.Module:
@@ -44,6 +45,43 @@ def test_numbers_that_a_module_does_not_hold_are_those_of_its_configuration() ->
 def test_a_fused_projection_holds_queries_keys_and_values() -> None:
     heads = heads_of(_module(num_heads=5, split_size=20), "attn", {"c_attn": 60}, 2, ATTENTION_RULES)
     assert heads is not None and heads.mended(1) == {"num_heads": 2, "split_size": 8}
+
+
+class GPTNeoXAttention(nn.Module):
+    """As transformers calls it: the query, key and value of a head stand together, and the heads are in its config."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head_size = 4
+        self.config = type("Config", (), {"num_attention_heads": 3})()
+
+
+class CodeGenAttention(nn.Module):
+    num_attention_heads = 4
+
+
+def test_what_stands_head_by_head_is_cut_between_heads() -> None:
+    heads = heads_of(GPTNeoXAttention(), "attn", {"query_key_value": 36}, 2, ATTENTION_RULES)
+    assert heads is not None and heads.split_of("query_key_value") == Split.even(36, 2, block=12)
+    own = AttentionRule("mine", fused=("mix",), layout="by_head")
+    grouped = _module(num_heads=4, num_key_value_heads=2)
+    with pytest.raises(ValueError, match=r"'attn.mix': .* got 4 heads and 2 key-value heads: give it the style 'colwi"):
+        heads_of(grouped, "attn", {"mix": 16}, 2, (own,))
+
+
+def test_what_a_projection_of_all_three_holds_is_not_guessed() -> None:
+    with pytest.raises(ValueError, match=r"no rule fits its projections query_key_value: .*fused=.*layout='by_head'"):
+        heads_of(_module(num_heads=4), "attn", {"query_key_value": 24}, 2, ATTENTION_RULES)
+    with pytest.raises(ValueError, match=r"computes with its projection query_key_value, but no rule fits"):
+        heads_of(nn.Module(), "attn", {"query_key_value": 24}, 2, ATTENTION_RULES)
+    with pytest.raises(ValueError, match=r"\(CodeGenAttention\) computes with its attribute num_attention_heads"):
+        heads_of(CodeGenAttention(), "attn", {"qkv_proj": 24}, 2, ATTENTION_RULES)
+
+
+def test_copies_of_key_value_heads_within_one_projection_are_refused() -> None:
+    module = _module(num_heads=4, num_key_value_heads=1)
+    with pytest.raises(ValueError, match=r"'attn.qkv_proj': expected at least one key-value head for each of 2 ranks"):
+        heads_of(module, "attn", {"qkv_proj": 12}, 2, ATTENTION_RULES)
 
 
 def test_a_rule_of_ones_own_goes_before() -> None:

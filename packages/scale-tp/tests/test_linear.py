@@ -165,6 +165,18 @@ def own_features_of_another_split(group: Group) -> None:
     assert layer.get_master_weight().shape == (1, 3)
     assert layer(input_of(2, 3)).shape == (2, 1)
     assert shard_of(layer.weight).counted is (group.rank == 0)
+    # Each rank computes something else with its copy, so the gradients of the copies are summed.
+    own = ColumnParallelLinear(3, 1, gather_output=False, group=group, split=split)
+    (own(input_of(2, 3)) * (1 + group.rank)).sum().backward()
+    total = sum(range(1, group.size + 1))
+    assert torch.equal(own.bias.grad, torch.tensor([2.0 * total]))
+    torch.testing.assert_close(own.weight.grad, total * input_of(2, 3).sum(0, keepdim=True))
+    gathered = layer(input_of(2, 3))
+    gathered.sum().backward()
+    torch.testing.assert_close(layer.weight.grad, input_of(2, 3).sum(0, keepdim=True))
+    partly = Split(2, tuple(((0, 1),) if rank else ((0, 1), (1, 2)) for rank in range(group.size)))
+    with pytest.raises(ValueError, match="to have all of theirs in common"):
+        ColumnParallelLinear(3, 2, group=group, split=partly)
     with pytest.raises(ValueError, match="would be added twice"):
         RowParallelLinear(1, 3, group=group, split=split)
 

@@ -121,6 +121,24 @@ def test_on_one_rank_nothing_is_sent() -> None:
         torch.testing.assert_close(mine, whole, rtol=1e-13, atol=1e-12)
 
 
+def test_more_pieces_do_not_make_a_gradient_in_half_precision_worse() -> None:
+    """Each piece is rounded, and their sum once more: what was added before is not rounded with each."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight, up = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((512, 16), (8, 16), (512, 8)))
+    exact = up.double().T @ x.double()
+    rounded = (exact.bfloat16() - exact).norm()
+    for pieces in (1, 4, 32):
+        for gathers in (True, False):
+            leaf = weight.clone().requires_grad_()
+            if gathers:
+                (output,) = gather_linear(x, [leaf], Group(), sizes=[512], pieces=pieces)
+            else:
+                output = linear_scatter(x, leaf, Group(), pieces=pieces)
+            (found,) = torch.autograd.grad((output * up).sum(), leaf)
+            assert found.dtype == torch.bfloat16
+            assert (found - exact).norm() <= (1.05 if pieces == 1 else 1.5) * rounded, pieces
+
+
 def test_sizes_and_pieces_that_make_no_sense_are_refused() -> None:
     group = Group(1, 2, None, "fake", (0, 1))
     x, weight = torch.zeros(3, 1, 2), torch.zeros(4, 2)

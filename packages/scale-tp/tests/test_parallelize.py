@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from parallelize_cases import gpt2, llama, loss_of, tokens, train
+from parallelize_cases import gpt2, gpt_neox, llama, loss_of, tokens, train
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -224,6 +224,66 @@ def _other_styles() -> None:
         )
 
 
+def _heads_that_stand_together() -> None:
+    plain, data = gpt_neox().double(), tokens(0)
+    for sequence_parallel in (False, True):
+        model = parallelize(gpt_neox().double(), None, group_of(), sequence_parallel=sequence_parallel)
+        _same_gradients(plain, model, lambda each: each(input_ids=data).logits)
+
+
+def _stacked_and_whole() -> None:
+    """The outputs in the order of the layer that is not divided, and inputs that come in it."""
+    torch.manual_seed(3)
+    # One by one: behind each other, they would hide that both take the features in another order.
+    for style, sizes in ((Style("outputs", stacked=2), (3, 10)), (Style("inputs", stacked=2), (10, 3))):
+        plain = nn.Sequential(nn.Linear(*sizes)).double()
+        model, x = parallelize(copy.deepcopy(plain), {"0": style}, group_of()), torch.randn(4, sizes[0]).double()
+        _same_gradients(plain, model, lambda each, x=x: each(x))
+
+
+class Blocks(nn.Module):
+    """Two perceptrons in a block, one of which is to give summands."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.blocks = nn.ModuleList([nn.ModuleDict({"one": Expert(), "other": Expert()})])
+        self.blocks[0].forward = lambda x: x + self.blocks[0]["one"](x) + self.blocks[0]["other"](x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.blocks[0](x)
+        return y
+
+
+def _summands_within_a_divided_sequence() -> None:
+    plan = {
+        "blocks.0.one": "gather",
+        "blocks.0.one.up": "local_colwise",
+        "blocks.0.one.down": "local_rowwise",
+        "blocks.0.other.up": "colwise",
+        "blocks.0.other.down": "rowwise",
+    }
+    plain, model = Blocks().double(), Blocks().double()
+    parallelize(model, plan, group_of(), sequence_parallel=True)
+    for length in (2, 5):
+        x = torch.randn(2, length, 5, generator=torch.Generator().manual_seed(length)).double()
+        _same_gradients(plain, model, lambda each, x=x: each(x))
+
+
+def _same_gradients(plain: nn.Module, model: nn.Module, act: Any) -> None:
+    outputs = [act(each) for each in (plain, model)]
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=1e-13)
+    for each, output in zip((plain, model), outputs, strict=True):
+        each.zero_grad()
+        (output * torch.arange(output.numel(), dtype=output.dtype).view_as(output).cos()).sum().backward()
+    for path, module in model.named_modules():
+        for name, param in module.named_parameters(recurse=False):
+            whole = plain.get_submodule(path).get_parameter(name).grad
+            divided = isinstance(module, ParallelModule)
+            expected = module.placements[name].take(whole, group_of().rank) if divided else whole
+            torch.testing.assert_close(param.grad, expected, rtol=0, atol=1e-12)
+
+
 def _ranks_begin_alike() -> None:
     expected = llama()(input_ids=tokens(1)).logits
     model = llama()
@@ -248,6 +308,9 @@ def _stories() -> None:
         _dtypes_and_norms,
         _copies_and_unusual_use,
         _other_styles,
+        _heads_that_stand_together,
+        _stacked_and_whole,
+        _summands_within_a_divided_sequence,
         _ranks_begin_alike,
         _ranks_differ,
     ):
@@ -331,6 +394,31 @@ def test_parameters_beside_divided_layers_need_a_word() -> None:
     block[0].act, block[0].scale = nn.ReLU(), nn.Parameter(torch.ones(7))
     _refused(block, plan, r"'0' \(Block\) has parameters and stands beside divided layers")
     parallelize(block, plan | {"0": "replicate"}, Group())
+
+
+class OneKey(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.num_key_value_heads = 4, 1
+        self.q_proj, self.k_proj, self.v_proj = nn.Linear(8, 8), nn.Linear(8, 2), nn.Linear(8, 2)
+
+
+@pytest.mark.parametrize("style", ["replicate", "replicated_with_grad_allreduce", "colwise_gather_output", None])
+def test_whole_keys_beside_divided_queries_are_refused(style: str | None) -> None:
+    """Each rank would have a summand of their gradients, and of that of their input."""
+    plan: Plan = {"0.q_proj": "colwise", "0.v_proj": "colwise"} | ({} if style is None else {"0.k_proj": style})
+    _refused(nn.Sequential(OneKey()), plan, r"'0.k_proj' gives whole keys or values to queries .* the style 'colwise'")
+
+
+def test_a_part_of_the_sequence_that_nobody_has_is_refused() -> None:
+    block = nn.Sequential(Block())
+    plan = {"0.up": "colwise", "0.down": "rowwise", "0.act": "sequence_parallel"}
+    _refused(block, plan, r"'0.act' has the style 'sequence_parallel', but here each rank has the whole sequence")
+    blocks = nn.ModuleDict({"blocks": nn.ModuleList([Block()]), "norm": nn.LayerNorm(6)})
+    plan = {"blocks.0.up": "colwise", "blocks.0.down": "rowwise", "norm": "sequence_parallel"}
+    _refused(blocks, plan, r"'norm' has the style 'sequence_parallel', but here", sequence_parallel=True)
+    summing = plan | {"norm": "replicate", "blocks.0": "gather"}
+    _refused(blocks, summing, r"'blocks.0' sums what its ranks give, and each has another part", sequence_parallel=True)
 
 
 def test_attention_that_no_rule_fits_is_refused_with_the_rule_to_write() -> None:

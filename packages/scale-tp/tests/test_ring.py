@@ -56,7 +56,7 @@ def _equals_whole(cases: list[Case]) -> None:
 
         def attention(query: Tensor, key: Tensor, value: Tensor, case: Case = case) -> Tensor:
             return ring_attention(
-                query, key, value, causal=case.causal, scale=case.scale, length=case.length, order=case.order
+                query, key, value, group, causal=case.causal, scale=case.scale, length=case.length, order=case.order
             )
 
         found = divided_attention(case, group, attention)
@@ -75,24 +75,24 @@ def _wrong_use() -> None:
     group = group_of()
     query, key = torch.randn(2, 4, 5, 6), torch.randn(2, 2, 5, 6)
     with pytest.raises(ValueError, match=r"expected heads that are a multiple of the key-value heads"):
-        ring_attention(query, torch.randn(2, 3, 5, 6), torch.randn(2, 3, 5, 6))
+        ring_attention(query, torch.randn(2, 3, 5, 6), torch.randn(2, 3, 5, 6), group)
     with pytest.raises(
         ValueError, match=r"expected one floating-point dtype, got query torch.float32, key torch.float64"
     ):
-        ring_attention(query, key.double(), key.double())
+        ring_attention(query, key.double(), key.double(), group)
     with pytest.raises(ValueError, match=r"expected one batch, the same positions and one head size"):
-        ring_attention(query, key[:, :, :4], key[:, :, :4])
+        ring_attention(query, key[:, :, :4], key[:, :, :4], group)
     with pytest.raises(ValueError, match=r"expected \[batch, heads, positions, head size\] each"):
-        ring_attention(query[0], key[0], key[0])
+        ring_attention(query[0], key[0], key[0], group)
     with pytest.raises(
         ValueError, match=r"expected \d positions on rank \d of 2, of a sequence of 13 .*split_sequence"
     ):
-        ring_attention(query, key, key, length=13)
+        ring_attention(query, key, key, group, length=13)
     # Ranks that hold sequences of different lengths are told, where they would read each other's messages.
     length = 5 + group.rank
     uneven = torch.randn(1, 2, length, 4)
     with pytest.raises(ValueError, match=r"rank 0: .*length 10.*; rank 1: .*length 12.*call it alike"):
-        ring_attention(uneven, uneven, uneven)
+        ring_attention(uneven, uneven, uneven, group)
     # And nothing is broken by that.
     _equals_whole([Case()])
 

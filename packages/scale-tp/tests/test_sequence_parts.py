@@ -26,6 +26,24 @@ def test_sequences_can_be_confused_exactly_where_some_rank_has_as_much_of_both(n
     assert not may_be_confused([])
 
 
+def test_lengths_are_remembered_however_often_one_of_them_was_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer that is recomputed asks for the length of a forward that many divisions of another one followed."""
+    known, other = sequence_parts._Divided(), sequence_parts._Divided()  # Those of two ranks.
+    for each in (known, other):
+        each.tell((2, 1))
+        for _ in range(100):
+            each.tell((4, 4))
+    assert known.found(0, 2) == other.found(1, 1) == (2, 1) and known.found(0, 4) == (4, 4)
+    for each in (known, other):
+        each.tell((2, 2))  # Rank 0 can't tell, so none may be sure.
+    assert known.found(0, 2) is other.found(1, 1) is known.found(0, 4) is None
+    # In the end they are forgotten, and nobody has to ask any more.
+    monkeypatch.setattr(sequence_parts, "_NUM_REMEMBERED", 10)
+    for _ in range(10):
+        known.tell((4, 4))
+    assert known.found(0, 4) == (4, 4) and known.found(0, 2) is None and list(known.last) == [(4, 4)]
+
+
 def count_questions() -> tuple[int, int, int]:
     group, asked = group_of(), []
     exchange = sequence_parts.exchange

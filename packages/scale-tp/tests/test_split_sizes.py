@@ -92,6 +92,14 @@ def test_of_copies_the_first_counts() -> None:
     assert torch.equal(split.join([split.take(whole, rank) for rank in range(4)]), whole)
 
 
+def test_ranges_that_have_something_in_common_are_the_same_or_refused() -> None:
+    """Put together, they would be more than the whole."""
+    with pytest.raises(ValueError, match=r"the same or to have nothing in common, got \[2, 5\) beside .* reach to 3"):
+        Split(5, (((0, 3),), ((2, 5),)))
+    assert split_heads(6, 2, 4).key_value.copies_are_whole and Split.even(5, 2).copies_are_whole
+    assert not Split(2, (((0, 1), (1, 2)), ((0, 1),))).copies_are_whole
+
+
 def test_equal_splits_are_equal() -> None:
     assert Split.even(6, 2) == Split.of_sizes([3, 3])
     assert hash(Split.even(6, 2)) == hash(Split.of_sizes([3, 3]))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
-from torch import nn
+from typing import Any
 
+import pytest
+import torch
+from torch import Tensor, nn
+
+from scale_core.group import Group
 from scale_tp.plan import Style, resolve
-from scale_tp.stretches import Stretch, stretch_of
+from scale_tp.stretches import Stretch, divide_stretch, stretch_of
 
 
 class Feed(nn.Module):
@@ -67,3 +71,74 @@ def test_a_module_of_which_it_is_not_known_what_it_computes_on_is_refused() -> N
     with pytest.raises(ValueError, match=r"'blocks.0.conv' \(Conv1d\) is not divided, and may need the whole sequence"):
         _found(mixing)
     assert list(_found(mixing, {".*conv": "sequence_parallel"}).alike) == ["blocks.0.norm", "blocks.1.norm"]
+
+
+class Part(nn.Module):
+    """A block that may fail; it gives its input."""
+
+    fails = False
+
+    def forward(self, x: Tensor | None = None, **named: Any) -> Any:
+        if self.fails:
+            raise MemoryError("as by an allocator")
+        return x
+
+
+class Passing(nn.Module):
+    """Calls some of its blocks."""
+
+    def __init__(self, dropout: float = 0.5) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Part(), nn.Sequential(nn.Dropout(dropout)), Part()])
+        self.called = slice(0, 2)
+
+    def forward(self, x: Tensor, **named: Any) -> Tensor:
+        for block in self.blocks[self.called]:
+            x = block(x, **named)
+        return x
+
+
+def _passing(rank: int, dropout: float = 0.5) -> Passing:
+    """One process plays a rank of two: nothing is sent before the last block."""
+    model = Passing(dropout)
+    divide_stretch(model, Stretch("blocks", model.blocks, {}, {}), Group(rank, 2, None, "fake", (0, 1)))
+    return model
+
+
+def test_a_forward_that_calls_one_end_alone_is_refused() -> None:
+    """All ranks would go on with a part, or put together what all of them have."""
+    model = _passing(0)
+    with pytest.raises(RuntimeError, match=r"'blocks' was entered at its first block, but its last one was not called"):
+        model(torch.zeros(1, 4, 2))
+    model.called = slice(1, 3)
+    with pytest.raises(RuntimeError, match=r"'blocks' was left behind its last block, but its first one was not call"):
+        model(torch.zeros(1, 4, 2))
+    model.called = slice(1, 2)
+    assert model(torch.zeros(1, 4, 2)).shape == (1, 4, 2)
+
+
+def test_after_an_error_inside_ranks_draw_alike_again() -> None:
+    states = []
+    for rank in range(2):
+        torch.manual_seed(3)
+        model = _passing(rank)
+        model.blocks[0].fails = True
+        with pytest.raises(MemoryError):
+            model(torch.zeros(1, 4, 2))
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
+
+
+def test_without_dropout_the_random_state_is_not_touched() -> None:
+    model, before = _passing(0, 0.0), torch.get_rng_state()
+    with pytest.raises(RuntimeError, match="was entered at its first block"):
+        model(torch.zeros(1, 4, 2))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_block_that_is_called_in_another_way_is_refused_with_what_to_do() -> None:
+    model = _passing(0)
+    with pytest.raises(
+        TypeError, match=r"to be given the sequence as its first argument, .* got states, mask: pass it"
+    ):
+        model.blocks[0](states=torch.zeros(1, 4, 2), mask=None)

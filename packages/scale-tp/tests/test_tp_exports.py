@@ -34,7 +34,13 @@ FAIRSCALE = {
         "gather_from_model_parallel_region",
     ],
     "cross_entropy": ["vocab_parallel_cross_entropy"],
-    "random": ["get_cuda_rng_tracker", "model_parallel_cuda_manual_seed", "checkpoint"],
+    "random": ["get_cuda_rng_tracker", "model_parallel_cuda_manual_seed", "checkpoint", "CudaRNGStatesTracker"],
+    "utils": [
+        "VocabUtility",
+        "divide_and_check_no_remainder",
+        "ensure_divisibility",
+        "split_tensor_along_last_dim",
+    ],
 }
 
 

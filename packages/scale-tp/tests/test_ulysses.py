@@ -8,8 +8,12 @@ import torch.nn.functional as F
 from attention_cases import Case, divided_attention, own_parts, whole_attention
 from torch import Tensor
 
+from scale_core.exchange import exchange
 from scale_core.group import Group, group_of
 from scale_core.testing import run_ranks
+from scale_tp.groups import destroy_model_parallel, initialize_model_parallel
+from scale_tp.ring import ring_attention
+from scale_tp.sequence_order import join_sequence, split_sequence
 from scale_tp.ulysses import ulysses_attention
 
 CASES = [
@@ -27,7 +31,9 @@ def _equals_whole(cases: list[Case]) -> None:
     for case in cases:
 
         def attention(query: Tensor, key: Tensor, value: Tensor, case: Case = case) -> Tensor:
-            return ulysses_attention(query, key, value, length=case.length, order=case.order, is_causal=case.causal)
+            return ulysses_attention(
+                query, key, value, group, length=case.length, order=case.order, is_causal=case.causal
+            )
 
         found = divided_attention(case, group, attention)
         expected = own_parts(case, group, whole_attention(case))
@@ -53,23 +59,53 @@ def _to_the_bit() -> None:
     group = group_of()
     case = Case(length=9, heads=3, key_value_heads=3, batch=1, dtype=torch.float32, causal=False)
     found = divided_attention(
-        case, group, lambda *t: ulysses_attention(*t, attention=_attention_by_head, length=9, order="zigzag")
+        case, group, lambda *t: ulysses_attention(*t, group, attention=_attention_by_head, length=9, order="zigzag")
     )
     whole = divided_attention(
         Case(**{**vars(case), "order": "contiguous"}), Group(), lambda q, k, v: _attention_by_head(q, k, v)
     )
     assert all(torch.equal(mine, part) for mine, part in zip(found, own_parts(case, group, whole), strict=True))
     with pytest.raises(ValueError, match=r"expected attention to return \[batch, heads, positions, value size\], here"):
-        ulysses_attention(*(torch.zeros(1, 2, 3, 4),) * 3, attention=lambda q, k, v: q[..., :1])
+        ulysses_attention(*(torch.zeros(1, 2, 3, 4),) * 3, group, attention=lambda q, k, v: q[..., :1])
     with pytest.raises(ValueError, match=r"ulysses_attention: expected one batch, the same positions"):
-        ulysses_attention(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 4, 4), torch.zeros(1, 2, 4, 4))
+        ulysses_attention(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 4, 4), torch.zeros(1, 2, 4, 4), group)
     # Gradients of gradients.
     whole, *_ = Case(length=4, heads=2, key_value_heads=2).inputs()
     part = whole[:, :, :2].clone().requires_grad_()
-    output = ulysses_attention(part, part, part, attention=_attention_by_head)
+    output = ulysses_attention(part, part, part, group, attention=_attention_by_head)
     (first,) = torch.autograd.grad(output.square().sum(), part, create_graph=True)
     (second,) = torch.autograd.grad(first.square().sum(), part)
     assert second.abs().max() > 0
+    # Heads on two ranks lose other elements, and afterwards random numbers go on alike.
+    torch.manual_seed(3)
+    ones = torch.ones(1, 2, 4, 1)
+    dropped = ulysses_attention(0 * ones, 0 * ones, ones, group, dropout_p=0.5)
+    assert not torch.equal(dropped[:, 0], dropped[:, 1])
+    numbers = exchange([int(torch.randint(1 << 30, ()))], group)
+    assert numbers[0] == numbers[1]
+    _without_a_group()
+
+
+def _without_a_group() -> None:
+    """It is the context axis, not all ranks: those of the model axis have other heads."""
+    part = torch.randn(1, 2, 4, 3)
+    for act in (ulysses_attention, ring_attention):
+        with pytest.raises(
+            ValueError, match=r"2 ranks have not been divided yet.*context_parallel_size=2.*pass group="
+        ):
+            act(part, part, part)
+    initialize_model_parallel(2)
+    try:
+        torch.manual_seed(group_of().rank)
+        query, key, value = (torch.randn(1, 1, 4, 3) for _ in range(3))
+        expected = F.scaled_dot_product_attention(query, key, value)
+        assert torch.equal(ulysses_attention(query, key, value), expected)
+        torch.testing.assert_close(ring_attention(query, key, value), expected)
+        for order in ("zigzag", "contiguous"):
+            assert torch.equal(split_sequence(query, dim=2, order=order), query)
+            assert torch.equal(join_sequence(query, dim=2, order=order), query)
+    finally:
+        destroy_model_parallel()
 
 
 def test_attention_that_treats_each_head_alone_gives_the_same_bits() -> None:

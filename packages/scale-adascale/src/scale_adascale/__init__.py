@@ -9,13 +9,17 @@ The files in reading order; each stands only on those above it:
 - `rules`: the fixed rules that AdaScale is to be judged beside;
 - `squares`: the sum of the squares of a gradient;
 - `sharing`: how often a number counts that a rank measures;
+- `agreement`: whether ranks really average their gradients;
 - `preconditioning`: what Adam divides gradients by;
 - `local_grads`: what a rank measures before gradients are averaged away;
 - `measuring`: from squares of each rank to those of all ranks;
 - `single`: one worker that accumulates nothing;
 - `estimates`: what is known after all steps so far;
+- `fairscale`: what FairScale's AdaScale has saved;
 - `loss_scale`: what a scaler has multiplied the loss by;
 - `checks`: what is refused;
+- `sampling`: the gradients of one step, from the first backward pass to what they add to estimates;
+- `around`: what an optimizer around another one is to schedulers, scalers and checkpoints;
 - `adascale`: the optimizer;
 - `wrapper`: the same, built from a class;
 - `progress`: a training that is counted in steps of the small batch.

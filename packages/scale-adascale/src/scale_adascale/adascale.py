@@ -18,13 +18,16 @@ from scale_adascale.checks import (
     check_arguments,
     check_between_steps,
     check_num_gradients,
-    check_preconditioned,
+    check_plain,
+    check_rule,
     check_smoothing,
+    check_trains,
     model_group_of,
     refuse_step,
     refuse_undivided,
 )
-from scale_adascale.estimates import OF_GROUP, Estimates, Reading, without_fairscale
+from scale_adascale.estimates import OF_GROUP, Estimates, Reading
+from scale_adascale.fairscale import without_fairscale
 from scale_adascale.gain import gain
 from scale_adascale.loss_scale import scale_of, scaler_of_step
 from scale_adascale.measuring import Meter
@@ -67,7 +70,8 @@ class AdaScale(Around):
         process_group: The ranks that have other data: all that share the gradients, the default group if None.
         model_parallel_group: The ranks that have other parts of the model for the same data: those of tensor and
             pipeline parallelism. None is the group over which parameters are split beside `process_group`, if any is.
-        power: Learning rates are multiplied by gain ** power. 1 if None, as for SGD; 0.5 for Adam and AdamW.
+        power: Learning rates are multiplied by gain ** power. 1 if None, as for SGD; 0.5 for Adam and AdamW; of others
+            that divide gradients by something, such as RMSprop, it must be said.
         preconditioned: Measure gradients as Adam and AdamW use them, divided by the root of the mean second moment of
             their tensor. None is whether they are Adam's or AdamW's.
 
@@ -76,8 +80,8 @@ class AdaScale(Around):
 
     Raises:
         RuntimeError: A launcher has started several ranks, and torch.distributed is not initialised.
-        TypeError: `optimizer` is no optimizer, or an AdaScale.
-        ValueError: A number out of its range, or groups that do not fit.
+        TypeError: `optimizer` is no optimizer, or an AdaScale, or LBFGS.
+        ValueError: A number out of its range, groups that do not fit, or an optimizer whose rule must be said.
     """
 
     def __init__(
@@ -99,11 +103,13 @@ class AdaScale(Around):
             check_not_forgotten()
         data = group_of(process_group)
         check_arguments(optimizer, AdaScale, data, world_size, num_gradients_to_accumulate, power)
-        check_preconditioned(optimizer, preconditioned)
+        check_plain(optimizer)
+        check_rule(optimizer, data, power, preconditioned)
         check_smoothing(smoothing)
         samples = data.size * num_gradients_to_accumulate
         check_scale(samples if scale is None else scale)
         model = model_group_of(optimizer, data, model_parallel_group)
+        check_trains(optimizer, data, model)
         as_adam = is_adaptive(optimizer) if preconditioned is None else preconditioned
         meter = Meter(optimizer, data, model, preconditioned=as_adam)
         meter.check()
@@ -119,6 +125,7 @@ class AdaScale(Around):
         self._power = power if power is not None else (0.5 if is_adaptive(optimizer) else 1.0)
         self._reading = Reading(optimizer)
         self._scaler: weakref.ref[GradScaler] | None = None
+        self._is_unhooked = False
         self._sampling = Sampling(meter, self._settings, self._reading)
         self._listen()
 
@@ -177,7 +184,10 @@ class AdaScale(Around):
             loss_scale = scale_of(self._scaler)
             estimates = self._sampling.estimates(loss_scale)
             self._sampling.step_is_taken(loss_scale)
-            self._reading.write(estimates.with_progress(gain(estimates.together(), self._settings.scale)))
+            worth = gain(estimates.together(), self._settings.scale)
+            self._reading.write(estimates.with_progress(worth, scaled=self._scaler is not None))
+        elif self._is_unhooked and any(group["lr"] for group in self.param_groups):
+            self._reading.write(self._reading.estimates.with_progress(self.gain(), scaled=self._scaler is not None))
         rates = [group["lr"] for group in self.param_groups]
         try:
             for number, group in enumerate(self.param_groups):
@@ -219,7 +229,9 @@ class AdaScale(Around):
                 "once, between the last backward() and step()"
             )
         sampling.is_divided = True
-        torch._foreach_div_([h.grad for h in sampling.meter.holders if h.grad is not None], float(number))
+        grads = [holder.grad for holder in sampling.meter.holders if holder.grad is not None]
+        if grads:  # Of small models a rank may have no piece.
+            torch._foreach_div_(grads, float(number))
 
     # What may be changed between steps.
 
@@ -250,6 +262,8 @@ class AdaScale(Around):
             scale: At least 1.
             update_estimate: Multiply the averaged variance by old / new scale, as FairScale does. Where the batch grows
                 and the small batch that it is compared with stays, the variance of that one stays, too: pass False.
+                The noise scale is that of the batches as they are: with True, passes are taken to have as many samples
+                as before, and the small batch to be the one of a step over `scale`.
 
         Raises:
             RuntimeError: More backward passes are to come before the next step.
@@ -259,7 +273,7 @@ class AdaScale(Around):
         check_scale(scale)
         if update_estimate:
             self._reading.write(self._reading.estimates.at_scale(self._settings.scale, scale))
-        self._settings.scale = float(scale)
+        self._sampling.batches_change(scale=float(scale), is_small_batch_kept=not update_estimate)
 
     def set_num_gradients_to_accumulate(self, num_gradients_to_accumulate: int, update_smoothing: bool = True) -> None:
         """Changes the number of backward passes between two steps; the scale mostly has to be set, too.
@@ -274,7 +288,8 @@ class AdaScale(Around):
         """
         self._check_at_rest("set_num_gradients_to_accumulate", "Don't change num_grad_to_accum in backward")
         check_num_gradients(num_gradients_to_accumulate)
-        self._settings.num_gradients = num_gradients_to_accumulate
+        self._sampling.batches_change(num_gradients=int(num_gradients_to_accumulate))
+        self._sampling.forget_last()  # The next gradient may be that of another batch.
         if update_smoothing:
             self._settings.smoothing = default_smoothing(self._settings.num_samples)
 
@@ -290,8 +305,14 @@ class AdaScale(Around):
         self._listen()
 
     def unhook(self) -> None:
-        """Stops to measure, and lets go of what it has of gradients; steps go on with the last gain."""
+        """Stops to measure until `hook`, and lets go of what it has of gradients; steps go on with the last gain."""
+        self._is_unhooked = True
         self._sampling.unhook()
+
+    def hook(self) -> None:
+        """Measures again, from the next backward pass on, after `unhook`."""
+        self._is_unhooked = False
+        self._listen()
 
     # State.
 
@@ -309,12 +330,17 @@ class AdaScale(Around):
 
         Raises:
             RuntimeError: More backward passes are to come before the next step.
+            ValueError: It has other parameter groups; nothing was loaded.
         """
         self._check_between_steps("load_state_dict", "Don't load checkpoint in backward")
-        own, averages = without_fairscale(state_dict)
-        for group in self.param_groups:
-            group.pop(OF_GROUP, None)
-        self._optimizer.load_state_dict(own)
+        own, averages = without_fairscale(state_dict, len(self.param_groups))
+        before = [(group, group.pop(OF_GROUP)) for group in self.param_groups if OF_GROUP in group]
+        try:
+            self._optimizer.load_state_dict(own)
+        except BaseException:
+            for group, row in before:
+                group[OF_GROUP] = row
+            raise
         if averages is not None:
             self._reading.write(self._reading.estimates.with_groups(averages))
         self._sampling.begin_anew()
@@ -323,10 +349,14 @@ class AdaScale(Around):
     # What these are made of.
 
     def _estimates(self) -> Estimates:
-        """With the gradients that are there already, if those of a whole step are."""
+        """With the gradients that are there already, if those of a whole step are, and their scale is known."""
+        if self._scaler is None and self._reading.estimates.is_scaled:
+            return self._reading.estimates  # Loaded: which scaler there is, its first step will tell.
         return self._sampling.estimates(scale_of(self._scaler))
 
     def _listen(self) -> None:
+        if self._is_unhooked:
+            return
         self._sampling.listen([param for group in self.param_groups for param in group["params"]])
 
     def _check_between_steps(self, method: str, words: str) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from scale_core.holdings import Holding
 
@@ -42,6 +43,22 @@ class Around(Optimizer):
         """What this rank has of a parameter's state: as the inner optimizer says, if it says anything."""
         inner: Callable[[Holding], Holding] | None = getattr(self._optimizer, "state_holding", None)
         return holding if inner is None else inner(holding)
+
+    def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
+        """As the inner optimizer's, whose state it is; so are the three below."""
+        return self._optimizer.register_state_dict_pre_hook(hook, prepend)
+
+    def register_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
+        """See above."""
+        return self._optimizer.register_state_dict_post_hook(hook, prepend)
+
+    def register_load_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
+        """See above."""
+        return self._optimizer.register_load_state_dict_pre_hook(hook, prepend)
+
+    def register_load_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
+        """See above."""
+        return self._optimizer.register_load_state_dict_post_hook(hook, prepend)
 
     def __getattr__(self, name: str) -> Any:
         if name == "_optimizer":

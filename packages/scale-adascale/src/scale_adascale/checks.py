@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from scale_adascale.local_grads import LocalGrads
-from scale_adascale.preconditioning import is_adaptive
+from scale_adascale.preconditioning import base_of, is_adaptive, is_rescaling
 from scale_adascale.sharing import splits_of
 from scale_core.group import Group, GroupLike, group_of
 from scale_core.joining import current_share
@@ -42,12 +44,31 @@ def check_arguments(
         raise ValueError(f"expected power above 0 and at most 1, got {power}: 1 is AdaScale's own, 0.5 Adam's")
 
 
-def check_preconditioned(optimizer: Optimizer, preconditioned: bool | None) -> None:
-    """Checks whether gradients can be measured as an optimizer uses them.
+def check_rule(optimizer: Optimizer, data: Group, power: float | None, preconditioned: bool | None) -> None:
+    """Checks whether gradients can be measured as an optimizer uses them, and what its learning rates follow.
 
     Raises:
-        ValueError: They are to be, and it is neither Adam nor AdamW.
+        TypeError: It steps with a closure that it calls itself, as LBFGS does.
+        ValueError: They are to be, and it is neither Adam nor AdamW, or its state is nobody knows where; or it is none
+            of both and not SGD either, and nobody has said which rule it has.
     """
+    if isinstance(base_of(optimizer), torch.optim.LBFGS):
+        raise TypeError(
+            "expected an optimizer that takes one step for one gradient, got LBFGS, which computes several in each "
+            "step: AdaScale can't tell what one is worth: use LBFGS without it"
+        )
+    if power is None and is_rescaling(optimizer):
+        raise ValueError(
+            f"expected power for {type(base_of(optimizer)).__name__}, of which AdaScale does not know whether its "
+            "steps depend on the length of a gradient: pass AdaScale(..., power=0.5), the rule of Adam, where they do "
+            "not, or power=1, that of SGD, where they do; its gradients are measured as they are"
+        )
+    wrapped = base_of(optimizer) is not optimizer and not hasattr(optimizer, "measured")
+    if preconditioned is not False and is_adaptive(optimizer) and wrapped and data.size > 1:
+        raise ValueError(
+            f"{type(optimizer).__name__} does not tell which rank has the second moments of which parameter, by which "
+            "AdaScale divides gradients: take scale_oss.OSS, or pass AdaScale(..., preconditioned=False)"
+        )
     if preconditioned and not is_adaptive(optimizer):
         raise ValueError(
             f"expected an Adam or AdamW for preconditioned=True, got {type(optimizer).__name__}, of which AdaScale "
@@ -61,7 +82,11 @@ def check_num_gradients(number: Any) -> None:
     Raises:
         ValueError: It is no whole number of at least 1.
     """
-    if not isinstance(number, int) or number < 1:
+    try:
+        is_whole = not isinstance(number, bool) and operator.index(number) >= 1
+    except TypeError:
+        is_whole = False
+    if not is_whole:
         raise ValueError(
             f"expected num_gradients_to_accumulate to be a whole number of at least 1, got {number!r}: pass how often "
             "backward() is called before each step"
@@ -94,6 +119,36 @@ def model_group_of(optimizer: Optimizer, data: Group, given: GroupLike) -> Group
             "other parts of the model), and process_group for those with other data"
         )
     return next(iter(found.values()), Group())
+
+
+def check_plain(optimizer: Optimizer) -> None:
+    """Checks that it is known who has which part of each parameter.
+
+    Raises:
+        TypeError: A parameter is a DTensor, of which torch itself divides the gradients.
+    """
+    for number, param in enumerate(param for group in optimizer.param_groups for param in group["params"]):
+        if hasattr(param, "placements"):
+            raise TypeError(
+                f"expected plain tensors, got parameter {number} of shape {tuple(param.shape)} as a DTensor, whose "
+                "gradients are reduced before AdaScale could measure them: shard the model by scale_fsdp.fully_shard, "
+                "or scale_tp.parallelize, in the place of torch's"
+            )
+
+
+def check_trains(optimizer: Optimizer, data: Group, model: Group) -> None:
+    """Checks that this rank hears of backward passes, beside ranks with other parts of the model which may.
+
+    Raises:
+        ValueError: All of its parameters are frozen.
+    """
+    if model.size > 1 and not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
+        raise ValueError(
+            f"expected a parameter that is not frozen on each of the ranks {list(model.ranks)}, which have other "
+            "parts of the model, but this one has none, hears of no backward pass, and the others would wait for it: "
+            "give its stage a layer that is trained, by another balance, or build AdaScale(..., process_group=the "
+            f"ranks with other data, {list(data.ranks)}, model_parallel_group=a group of the ranks that train)"
+        )
 
 
 def check_between_steps(
@@ -130,10 +185,16 @@ def refuse_step(passes: int, num_gradients: int, local: LocalGrads) -> None:
         raise RuntimeError(
             "AdaScale can't tell how noisy a gradient is to which ranks contribute unequally, as under join() when one "
             "has run out of data: leave out the steps for which not all ranks have a batch, or call optimizer.unhook() "
-            "before them, so that they are made with the last gain"
+            "before them, so that they are made with the last gain, and optimizer.hook() after them"
         )
     if passes == num_gradients and not local.is_in_pass:
         return
+    if not passes and not local.can_hear:
+        raise RuntimeError(
+            "Don't step without finishing backward phase: no parameter of the optimizer can have a gradient that "
+            "AdaScale hears of: unfreeze some and call optimizer.zero_grad(); put it around OSS, not inside: "
+            "AdaScale(OSS(model.parameters(), ...)); and call optimizer.unhook() where gradients come by hand"
+        )
     last = ", and one is running" if local.is_in_pass else ", and the last one has failed" if local.fails else ""
     raise RuntimeError(
         f"Don't step without finishing backward phase: expected {num_gradients} backward passes since the last step, "

@@ -16,6 +16,9 @@ from scale_adascale.averages import Average
 from scale_adascale.gain import Moments, bounded
 from scale_adascale.noise import NoiseAverage
 
+_LEAST_SMOOTHING = 0.95
+"""Of the noise scale, whatever that of gains is: to tell how sure it is takes some tens of steps."""
+
 OF_GROUP = "adascale"
 OF_RUN = "adascale_run"
 
@@ -31,13 +34,14 @@ class Estimates:
         noise: Of all groups together, for the noise scale.
         progress: Steps of the small batch that the training is worth so far, the sum of its gains.
         is_preconditioned: The averages are those of preconditioned gradients.
+        is_scaled: A scaler has multiplied the losses of the last step.
     """
 
     def __init__(self, num_groups: int) -> None:
         self.groups = [Average() for _ in range(num_groups)]
         self.noise = NoiseAverage()
         self.progress = 0.0
-        self.is_preconditioned = False
+        self.is_preconditioned = self.is_scaled = False
 
     @property
     def has_begun(self) -> bool:
@@ -49,7 +53,13 @@ class Estimates:
         return Moments(sum(each.variance for each in self.groups), sum(each.square for each in self.groups))
 
     def after(
-        self, sample: Sequence[Moments | None], smoothing: float, *, debias: bool, preconditioned: bool
+        self,
+        sample: Sequence[Moments | None],
+        smoothing: float,
+        *,
+        debias: bool,
+        preconditioned: bool,
+        overlap: int = 1,
     ) -> Estimates:
         """Returns the estimates when one more step was measured.
 
@@ -57,19 +67,22 @@ class Estimates:
             sample: The moments of each group, not cut off; None where nothing could be measured.
             smoothing: The part of the old averages that stays.
             debias: See `Average.after`.
-            preconditioned: Gradients were divided by what Adam divides them by; then what was measured before they
-                were is forgotten.
+            preconditioned: Gradients were divided by what Adam divides them by. What was measured in the other way is
+                forgotten: it has other units.
+            overlap: See `NoiseAverage.after`.
         """
+        measured = [moments for moments in sample if moments is not None]
+        if not measured:
+            return self
         new = Estimates(len(self.groups))
-        old = Estimates(len(self.groups)) if preconditioned and not self.is_preconditioned else self
-        new.progress, new.is_preconditioned = self.progress, preconditioned
+        old = Estimates(len(self.groups)) if preconditioned != self.is_preconditioned else self
+        new.progress, new.is_preconditioned, new.is_scaled = self.progress, preconditioned, self.is_scaled
         new.groups = [
             average if moments is None else average.after(bounded(moments), smoothing, debias=debias)
             for average, moments in zip(old.groups, sample, strict=True)
         ]
-        measured = [moments for moments in sample if moments is not None]
         total = Moments(sum(each.variance for each in measured), sum(each.square for each in measured))
-        new.noise = old.noise.after(total, smoothing) if measured else old.noise
+        new.noise = old.noise.after(total, max(smoothing, _LEAST_SMOOTHING), overlap)
         return new
 
     def at_scale(self, old: float, new: float) -> Estimates:
@@ -80,13 +93,20 @@ class Estimates:
         """Returns them with other averages."""
         new = Estimates(len(groups))
         new.groups, new.noise = list(groups), self.noise
-        new.progress, new.is_preconditioned = self.progress, self.is_preconditioned
+        new.progress, new.is_preconditioned, new.is_scaled = self.progress, self.is_preconditioned, self.is_scaled
         return new
 
-    def with_progress(self, gain: float) -> Estimates:
-        """Returns them after a step that was worth so many steps of the small batch."""
+    def with_noise(self, noise: NoiseAverage) -> Estimates:
+        """Returns them with other averages of the noise of all groups."""
+        new = self.with_groups(self.groups)
+        new.noise = noise
+        return new
+
+    def with_progress(self, gain: float, *, scaled: bool = False) -> Estimates:
+        """Returns them after a step that was worth so many steps of the small batch, with a scaler or without."""
         new = self.with_groups(self.groups)
         new.progress += gain
+        new.is_scaled = scaled
         return new
 
     @classmethod
@@ -97,8 +117,9 @@ class Estimates:
             if OF_GROUP in group:
                 estimates.groups[number] = Average.from_list(group[OF_GROUP])
             if OF_RUN in group and number == 0:
-                progress, preconditioned, *noise = group[OF_RUN]
+                progress, preconditioned, scaled, *noise = group[OF_RUN]
                 estimates.progress, estimates.is_preconditioned = float(progress), bool(preconditioned)
+                estimates.is_scaled = bool(scaled)
                 estimates.noise = NoiseAverage.from_list(noise)
         return estimates
 
@@ -125,28 +146,9 @@ class Reading:
 
     def write(self, estimates: Estimates) -> None:
         """Puts estimates there."""
-        run = [estimates.progress, float(estimates.is_preconditioned), *estimates.noise.as_list()]
+        flags = [float(estimates.is_preconditioned), float(estimates.is_scaled)]
+        run = [estimates.progress, *flags, *estimates.noise.as_list()]
         self._rows = [average.as_list() for average in estimates.groups]
         for group, row in zip(self._optimizer.param_groups, self._rows, strict=True):
             group[OF_GROUP], group[OF_RUN] = row, list(run)
         self._estimates = estimates
-
-
-def without_fairscale(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], list[Average] | None]:
-    """Takes what FairScale's AdaScale has saved out of an optimizer's state.
-
-    Returns:
-        The state without it, and the average of each parameter group; None where FairScale has not saved it.
-    """
-    state = dict(state_dict["state"])
-    saved = state.pop(OF_GROUP, None)
-    if saved is None:
-        return dict(state_dict), None
-    squares, variances = saved["grad_sqr_avg"], saved["grad_var_avg"]
-    weights = saved.get("grad_var_avg_unbias", [0.0] * len(squares))
-    count = float(saved.get("grad_var_avg_count", 1 if any(weight > 0 for weight in weights) else 0))
-    averages = [
-        Average(float(variance), float(square), float(weight), count)
-        for variance, square, weight in zip(variances, squares, weights, strict=True)
-    ]
-    return {**state_dict, "state": state}, averages

@@ -22,6 +22,9 @@ from scale_core.backward import (
     at_end_of_backward,
     on_local_grads,
 )
+from scale_core.shard import shard_of
+
+_OURS = ("scale_", "torch.")  # Hooks of these packages look at gradients, and leave them as they are.
 
 
 class LocalGrads:
@@ -44,6 +47,7 @@ class LocalGrads:
         self._of_pass: dict[torch.device, Tensor] = {}
         self._seen: set[int] | None = None  # in the pass that runs now
         self._numbers: dict[int, int] = {}  # by id; the owner holds the parameters
+        self._params: list[Tensor] = []
         self._hooked: dict[int, RemovableHandle] = {}
         self._reports: RemovableHandle | None = None
 
@@ -53,15 +57,27 @@ class LocalGrads:
         return self._reports is not None
 
     @property
+    def can_hear(self) -> bool:
+        """Whether any parameter can have a gradient that is told of."""
+        return bool(self._hooked) or any(are_local_grads_reported(p) for p in self._params if p.requires_grad)
+
+    @property
     def is_in_pass(self) -> bool:
         """Whether a backward pass has brought gradients, and not ended yet."""
         return self._seen is not None
 
+    def is_hooked(self, param: Tensor) -> bool:
+        """Whether this very parameter has a hook."""
+        return self._numbers.get(id(param)) in self._hooked
+
     def listen(self, params: Iterable[Tensor]) -> None:
         """Listens to these parameters, by their numbers in this order; to those that can have a gradient."""
         before = len(self._numbers)
-        for number, param in enumerate(params):
+        self._params = list(params)
+        for number, param in enumerate(self._params):
             self._numbers[id(param)] = number
+            if number in self._hooked and _is_followed(param, self._hooked[number]):
+                self._hooked.pop(number).remove()  # To be last again: what other hooks change is what is averaged.
             if param.requires_grad and number not in self._hooked and not are_local_grads_reported(param):
                 self._hooked[number] = param.register_hook(self._hook(number))
         if len(self._numbers) != before:
@@ -110,7 +126,13 @@ class LocalGrads:
     def _take(self, number: int, grad: Tensor) -> None:
         if self._seen is None:
             self._begin_pass()
-        assert self._seen is not None and number not in self._seen, "a parameter has one gradient in one pass"
+        assert self._seen is not None
+        if number in self._seen:
+            raise RuntimeError(
+                f"{_title(self._params[number])} has two gradients in one backward pass, as in a reentrant checkpoint "
+                "that contains it twice: call torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or "
+                "scale_checkpoint.checkpoint_wrapper(module)"
+            )
         self._seen.add(number)
         if grad.device not in self._of_pass:
             vector = torch.zeros(len(self._numbers), dtype=torch.float64, device=grad.device)
@@ -124,6 +146,7 @@ class LocalGrads:
                 "backward passes of its own: call torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or "
                 "scale_checkpoint.checkpoint_wrapper(module)"
             )
+        self._check_hooks()
         begins = self._begins()
         if begins is not None:
             begins()
@@ -131,6 +154,22 @@ class LocalGrads:
         for squares in self._of_pass.values():
             squares.zero_()
         at_end_of_backward(self._end_pass, self._pass_has_failed)
+
+    def _check_hooks(self) -> None:
+        """Refuses what would be averaged and not measured, or measured otherwise than averaged."""
+        for number, param in enumerate(self._params):
+            handle = self._hooked.get(number)
+            if handle is not None and _is_followed(param, handle):
+                raise RuntimeError(
+                    f"{_title(param)} has a hook that was registered after AdaScale's, and may change the gradient "
+                    "that was measured: register it before AdaScale(...) is built, or call optimizer.zero_grad() "
+                    "after registering it, so that AdaScale measures what it returns"
+                )
+            if handle is None and param.requires_grad and not are_local_grads_reported(param):
+                raise RuntimeError(
+                    f"{_title(param)} was unfrozen after AdaScale had looked which parameters have gradients: call "
+                    "optimizer.zero_grad(), not model.zero_grad(), before the next backward pass"
+                )
 
     def _end_pass(self) -> None:
         # What averages gradients has queued its own end by now, but may have done so after this one.
@@ -146,6 +185,22 @@ class LocalGrads:
 
     def _pass_has_failed(self) -> None:
         self._seen, self.fails = None, True
+
+
+def _is_followed(param: Tensor, handle: RemovableHandle) -> bool:
+    """Whether a hook of somebody else is called after the one of this handle."""
+    hooks = getattr(param, "_backward_hooks", None) or {}
+    for key in reversed(hooks):
+        if key == handle.id:
+            return False
+        if not str(getattr(hooks[key], "__module__", None)).startswith(_OURS):
+            return True
+    return False
+
+
+def _title(param: Tensor) -> str:
+    shard = shard_of(param)
+    return f"a parameter of shape {tuple(param.shape)}" if shard is None else shard.title
 
 
 def _is_nested() -> bool:

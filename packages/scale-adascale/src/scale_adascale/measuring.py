@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from scale_adascale.agreement import fingerprint, not_averaged, own_part
 from scale_adascale.preconditioning import base_of, divisors, second_moments
 from scale_adascale.sharing import Weights, splits_of, weights_of
 from scale_adascale.squares import inner_product, part_of, sum_of_squares
@@ -35,6 +36,20 @@ class Measured(NamedTuple):
 
     local: list[float]
     total: list[float]
+
+
+class Compared(NamedTuple):
+    """What is known of the gradients of two successive steps, per parameter group.
+
+    Attributes:
+        product: Their inner product.
+        last: The squared norm of the older one.
+        new: That of the newer one.
+    """
+
+    product: list[float]
+    last: list[float]
+    new: list[float]
 
 
 class Sent:
@@ -94,7 +109,7 @@ class Meter:
             by_moments: There are second moments to divide gradients by.
 
         Returns:
-            A handle whose result is [2 * number of groups], fp64.
+            A handle for `read`.
         """
         self._plan()
         device = self._device
@@ -103,22 +118,34 @@ class Meter:
             local += each.to(device)
         factors = self._divisors(device) if by_moments else None
         parts = [(local, self._local_weights), (self._total_squares(), self._total_weights)]
-        return self._sum_over_ranks(torch.cat([self._by_group(*part, factors) for part in parts]))
+        return self._sum_over_ranks(torch.cat([*(self._by_group(*part, factors) for part in parts), self._check()]))
 
     @torch.no_grad()
-    def send_products(self, others: Sequence[Tensor | None]) -> Pending:
-        """Starts to add up the products of the averaged gradients with others of the same parameters, and the squares.
+    def send_products(self, others: Sequence[Tensor | None], *, by_moments: bool) -> Pending:
+        """Starts to add up what the averaged gradients and others of the same parameters have in common.
+
+        Args:
+            others: The gradients of the step before, in the order of `holders`.
+            by_moments: See `send`.
 
         Returns:
-            As `send`: products in the place of local squares.
+            A handle for `read_compared`.
         """
         assert self._data.size == 1, "of several ranks, each has a gradient of its own"
-        products = torch.zeros_like(self._total_weights)
+        products, last = torch.zeros_like(self._total_weights), torch.zeros_like(self._total_weights)
         for number, (holder, other) in enumerate(zip(self._holders, others, strict=True)):
-            if holder.grad is not None and other is not None:
-                products[number] = inner_product(holder.grad, other).to(self._device)
-        parts = [(products, self._total_weights), (self._total_squares(), self._total_weights)]
-        return self._sum_over_ranks(torch.cat([self._by_group(*part, None) for part in parts]))
+            if other is not None:
+                last[number] = sum_of_squares(other).to(self._device)
+                if holder.grad is not None:
+                    products[number] = inner_product(holder.grad, other).to(self._device)
+        factors = self._divisors(self._device) if by_moments else None
+        parts = [self._by_group(each, self._total_weights, factors) for each in (products, last, self._total_squares())]
+        return self._sum_over_ranks(torch.cat([*parts, self._check()]))
+
+    def _check(self) -> Tensor:
+        """A number, [1], that is zero when ranks with other data are summed up, if they have the same averages."""
+        shared = [h.grad for h, is_shared in zip(self._holders, self._is_shared, strict=True) if is_shared]
+        return own_part(self._data, self._fingerprint, shared, self._device)
 
     def _total_squares(self) -> Tensor:
         """The squares of what this rank has of the averaged gradients; of what all have alike it measures its part."""
@@ -131,10 +158,24 @@ class Meter:
         return found
 
     def read(self, pending: Pending) -> Measured:
-        """Waits for what was sent, and returns it as numbers: the one place where a step waits for the device."""
-        values = compat.values_of(pending.wait(), simulated=[1.0] * (2 * len(self._optimizer.param_groups)))
-        half = len(values) // 2
-        return Measured(values[:half], values[half:])
+        """Waits for what was sent, and returns it as numbers.
+
+        Raises:
+            RuntimeError: Ranks with other data have other gradients, or other parameters.
+        """
+        return Measured(*self._numbers(pending, 2))
+
+    def read_compared(self, pending: Pending) -> Compared:
+        """As `read`, of what `send_products` has sent."""
+        return Compared(*self._numbers(pending, 3))
+
+    def _numbers(self, pending: Pending, parts: int) -> list[list[float]]:
+        """By part and group; the one place where a step waits for the device."""
+        size = len(self._optimizer.param_groups)
+        *values, check = compat.values_of(pending.wait(), simulated=[1.0] * (parts * size) + [0.0])
+        if check and all(map(math.isfinite, values)):
+            raise not_averaged(self._data)
+        return [values[size * part : size * (part + 1)] for part in range(parts)]
 
     def _sum_over_ranks(self, vector: Tensor) -> Pending:
         data, model = self._data, self._model
@@ -196,6 +237,7 @@ class Meter:
         self._group_of = [number for number, group in enumerate(groups) for _ in group["params"]]
         self._index = torch.tensor(self._group_of, device=device)
         self._holders, self._states = holders, states
+        self._fingerprint = fingerprint(params)
         self._plan_moments(params)
         self._planned_for = key
 

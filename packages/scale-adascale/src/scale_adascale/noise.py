@@ -58,14 +58,34 @@ class NoiseAverage:
     weight: float = 0.0
     weights_squared: float = 0.0
 
-    def after(self, new: Moments, smoothing: float) -> NoiseAverage:
-        """Returns the averages when one more step was measured; `smoothing` is the part of the old ones that stays."""
+    def after(self, new: Moments, smoothing: float, overlap: int = 1) -> NoiseAverage:
+        """Returns the averages when one more step was measured.
+
+        Args:
+            new: What it has measured.
+            smoothing: The part of the old averages that stays.
+            overlap: In how many steps each gradient has a part: successive gradients that are compared, in two; so many
+                steps are then as sure as one would be, at worst.
+        """
         weight = smoothing * self.weight + (1 - smoothing)
         keep = smoothing * self.weight / weight
         variance, square = new
         values = (variance, square, variance**2, square**2, variance * square)
         mixed = [keep * old + (1 - keep) * now for old, now in zip(self.as_list(), values, strict=False)]
-        return NoiseAverage.from_list([*mixed, weight, smoothing**2 * self.weights_squared + (1 - smoothing) ** 2])
+        squares = smoothing**2 * self.weights_squared + overlap * (1 - smoothing) ** 2
+        return NoiseAverage.from_list([*mixed, weight, squares])
+
+    def times(self, factor: float) -> NoiseAverage:
+        """Returns the averages for a batch of scale 1 whose variance is so many times as large."""
+        return NoiseAverage(
+            factor * self.variance,
+            self.square,
+            factor**2 * self.variance_squared,
+            self.square_squared,
+            factor * self.product,
+            self.weight,
+            self.weights_squared,
+        )
 
     @property
     def effective_steps(self) -> float:

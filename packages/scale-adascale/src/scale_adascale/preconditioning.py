@@ -11,6 +11,7 @@ so that all gradients of a step are measured alike.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
 _ADAPTIVE = (Adam, AdamW)
+_RESCALING = re.compile("ada|lamb|lars|lion|muon|novograd|prop|shampoo|sophia")
 
 
 def base_of(optimizer: Optimizer) -> Optimizer:
@@ -30,6 +32,12 @@ def base_of(optimizer: Optimizer) -> Optimizer:
 def is_adaptive(optimizer: Optimizer) -> bool:
     """Whether its steps hardly depend on the length of a gradient, as those of Adam and AdamW."""
     return isinstance(base_of(optimizer), _ADAPTIVE)
+
+
+def is_rescaling(optimizer: Optimizer) -> bool:
+    """Whether, by its name, it divides gradients by something of which nothing is known here, unlike SGD."""
+    names = (each.__name__.lower() for each in type(base_of(optimizer)).__mro__)
+    return not is_adaptive(optimizer) and any(_RESCALING.search(name) for name in names)
 
 
 def second_moments(optimizer: Optimizer, holders: Sequence[Tensor], groups: Sequence[dict[str, Any]]) -> Tensor:

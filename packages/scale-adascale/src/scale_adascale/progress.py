@@ -5,6 +5,7 @@ So the number of steps and the schedule of the small batch stay what they are (A
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -15,7 +16,9 @@ from scale_adascale.adascale import AdaScale
 Batch = TypeVar("Batch")
 
 
-def until_steps(batches: Iterable[Batch], optimizer: AdaScale, steps: float) -> Iterator[Batch]:
+def until_steps(
+    batches: Iterable[Batch], optimizer: AdaScale, steps: float, *, first_turn: int | None = None
+) -> Iterator[Batch]:
     """Yields batches, all of them again and again, until the training is worth so many steps of the small batch.
 
         for batch in until_steps(loader, optimizer, steps=10_000):
@@ -30,13 +33,15 @@ def until_steps(batches: Iterable[Batch], optimizer: AdaScale, steps: float) -> 
         batches: What can be gone through more than once, such as a `DataLoader`.
         optimizer: The AdaScale that steps. Steps that it has taken before count.
         steps: Steps of the small batch.
+        first_turn: The number that `set_epoch` is told first. If None it is 0 at the beginning, and where a training
+            goes on, a number that no turn with a step in it has had: the steps that it is worth so far.
 
     Raises:
         ValueError: There are no batches, or none any more; or `steps` is below 0.
     """
     if not steps >= 0:
         raise ValueError(f"expected steps of 0 or more, got {steps}")
-    epoch = 0
+    epoch = math.ceil(optimizer.progress) if first_turn is None else first_turn
     while optimizer.progress < steps:
         set_epoch = getattr(getattr(batches, "sampler", None), "set_epoch", None)
         if set_epoch is not None:

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from scale_adascale.checks import too_many_gradients
@@ -15,6 +16,7 @@ from scale_adascale.estimates import Estimates, Reading
 from scale_adascale.gain import Moments, moments
 from scale_adascale.local_grads import LocalGrads
 from scale_adascale.measuring import Meter, Sent
+from scale_adascale.noise import NoiseAverage
 from scale_adascale.single import Successive
 
 
@@ -49,6 +51,28 @@ def default_smoothing(num_samples: int) -> float:
     return max(1 - num_samples / 1000, 0.0)
 
 
+def _state_of(grad: Tensor | None) -> tuple[int, int] | None:
+    """What changes when a gradient is changed or replaced, without a look at its values; None where that is unknown."""
+    return None if grad is None or grad.layout is not torch.strided else (grad.data_ptr(), grad._version)
+
+
+@dataclass
+class _Before:
+    """What was known of noise when the settings were changed first after a step, so that two changes are one.
+
+    Attributes:
+        noise: As it was.
+        after: As it is now; another one is there when a step was taken.
+        passes_per_batch: Scale over passes, by which the variance of the small batch goes.
+        is_kept: The small batch stays what it was.
+    """
+
+    noise: NoiseAverage
+    after: NoiseAverage
+    passes_per_batch: float
+    is_kept: bool
+
+
 class Sampling:
     """Measures the gradients of a step.
 
@@ -68,6 +92,8 @@ class Sampling:
         self.passes, self.is_divided = 0, False
         self._by_moments = self._has_warned = False
         self._successive = Successive()
+        self._before: _Before | None = None
+        self._between: list[tuple[int, int] | None] = []
         self._sent = Sent()
         weakref.finalize(self, self._sent.abandon)  # Whoever drops an optimizer has nobody left who would wait.
         self.local = LocalGrads(self._pass_begins, self._pass_has_ended)
@@ -81,18 +107,23 @@ class Sampling:
         before = self._reading.estimates
         if self._sent.pending is None:
             return before
-        measured, said = self.meter.read(self._sent.pending), self._settings
+        said = self._settings
         sample: Sequence[Moments | None]
         if said.num_samples == 1:
-            sample = self._successive.moments(measured, said.scale, loss_scale)
+            compared = self.meter.read_compared(self._sent.pending)
+            sample = self._successive.moments(compared, said.scale, loss_scale)
         else:
+            measured = self.meter.read(self._sent.pending)
             # The mean of n gradients: either each was divided by n already, or their sum is still to be.
             local = loss_scale**-2 * (said.num_gradients**2 if said.is_scaled_loss else 1)
             total = loss_scale**-2 / (1 if said.is_scaled_loss else said.num_gradients**2)
             rows = zip(measured.local, measured.total, strict=True)
             sample = [moments(local * one, total * other, said.num_samples, said.scale) for one, other in rows]
         believed = self._believed(sample)
-        return before.after(believed, said.smoothing, debias=said.debias, preconditioned=self._by_moments)
+        overlap = 2 if said.num_samples == 1 else 1
+        return before.after(
+            believed, said.smoothing, debias=said.debias, preconditioned=self._by_moments, overlap=overlap
+        )
 
     def step_is_taken(self, loss_scale: float) -> None:
         """The step whose gradients are there counts."""
@@ -104,7 +135,32 @@ class Sampling:
         """What was measured since the last step counts as nothing, or has counted."""
         self._sent.take()
         self.passes, self.is_divided, self._by_moments = 0, False, False
+        self._between = []
         self.local.forget()
+
+    def batches_change(
+        self, *, scale: float | None = None, num_gradients: int | None = None, is_small_batch_kept: bool | None = None
+    ) -> None:
+        """Changes the settings, and what is known of noise to that of the batch which has scale 1 from now on.
+
+        A pass is taken to have as many samples as before; then the small batch is that of a step over the scale.
+
+        Args:
+            scale: The new one; None if it stays.
+            num_gradients: The same.
+            is_small_batch_kept: It is the one that it was, whatever else changes until the next step; None if that was
+                not said now.
+        """
+        said, estimates = self._settings, self._reading.estimates
+        if self._before is None or self._before.after is not estimates.noise:
+            self._before = _Before(estimates.noise, estimates.noise, said.scale / said.num_gradients, is_kept=False)
+        before = self._before
+        said.scale = said.scale if scale is None else scale
+        said.num_gradients = said.num_gradients if num_gradients is None else num_gradients
+        before.is_kept = before.is_kept if is_small_batch_kept is None else is_small_batch_kept
+        factor = 1.0 if before.is_kept else said.scale / said.num_gradients / before.passes_per_batch
+        before.after = before.noise.times(factor)
+        self._reading.write(estimates.with_noise(before.after))
 
     def forget_last(self) -> None:
         """The next gradients are others than those of the last step."""
@@ -123,22 +179,45 @@ class Sampling:
 
     def _pass_begins(self) -> None:
         """A backward pass brings its first gradient."""
+        self._check_untouched()
         if self.passes >= self._settings.num_gradients:
             if any(holder.grad is not None for holder in self.meter.holders):
                 raise too_many_gradients(self._settings.num_gradients)
             self.begin_anew()  # The step was left out, as a scaler does, and the gradients were cleared.
         self.local.fails = False
 
+    def _check_untouched(self) -> None:
+        """Refuses gradients that somebody has changed or cleared between two passes of a step."""
+        if not 0 < self.passes < self._settings.num_gradients or self.local.fails:
+            return
+        alone = self._settings.num_ranks == 1  # Otherwise what averages gradients may write to them between passes.
+        for before, grad in zip(self._between, self._grads(), strict=False):
+            if before is not None and (before != _state_of(grad) if alone else grad is None):
+                raise RuntimeError(
+                    f"gradients were changed or cleared after {self.passes} of {self._settings.num_gradients} backward "
+                    "passes of a step, so that their mean is not that of what was measured: clip them and call "
+                    "model.zero_grad() after the last pass only, call optimizer.zero_grad() where a failed pass is "
+                    "left out, or build AdaScale(..., num_gradients_to_accumulate=1)"
+                )
+
+    def _grads(self) -> list[Tensor | None]:
+        """Of parameters that are whole here; what is sharded, its owner keeps where it will between passes."""
+        return [holder.grad if self.local.is_hooked(holder) else None for holder in self.meter.holders]
+
     def _pass_has_ended(self) -> None:
         """The gradients of one more pass are there; after the last one, those of the step are, averaged."""
         self.passes += 1
         if self.passes < self._settings.num_gradients:
+            self._between = [_state_of(grad) for grad in self._grads()]
             return
         if self._settings.num_samples > 1:
             self._by_moments = self.meter.preconditioned and self._reading.estimates.has_begun
             self._sent.pending = self.meter.send(self.local.sums.values(), by_moments=self._by_moments)
         else:
-            self._sent.pending = self.meter.send_products(self._successive.take(self.meter.holders))
+            # A step before has given Adam its moments; both gradients are divided by what these are now.
+            self._by_moments = self.meter.preconditioned and self._successive.has_last
+            others = self._successive.take(self.meter.holders)
+            self._sent.pending = self.meter.send_products(others, by_moments=self._by_moments)
 
     def _believed(self, sample: Sequence[Moments | None]) -> list[Moments | None]:
         """Without what is no number, and what says nothing: gradients that are all zero."""

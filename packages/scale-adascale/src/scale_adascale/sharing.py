@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from scale_core.backward import are_local_grads_reported
 from scale_core.group import Group
 from scale_core.shard import Axis, Held, shard_of
 
@@ -56,8 +57,10 @@ def weights_of(param: Tensor, holder: Tensor, data: Group, model: Group, splits:
         splits: The groups over which parameters of the model are split; one that says nothing of them is alike there.
 
     Raises:
-        ValueError: It is divided among ranks that are in neither group, or a partial sum.
+        ValueError: It is divided among ranks that are in neither group, or among ranks with other data though nobody
+            puts it together for a forward; or it is a partial sum.
     """
+    _check_gathered(param, data)
     shard, share = shard_of(param), 1.0 / data.size
     local = 1.0 if shard is None or shard.counted else 0.0
     split = False
@@ -77,6 +80,20 @@ def weights_of(param: Tensor, holder: Tensor, data: Group, model: Group, splits:
     for axis in _axes(holder):
         share *= axis.group.size if axis.held is Held.SHARD and _is_along(axis.group, data) else 1
     return Weights(local, share)
+
+
+def _check_gathered(param: Tensor, data: Group) -> None:
+    """Ranks with other data may divide a parameter only if they put it together: otherwise they divide the model."""
+    over = [axis.group for axis in _axes(param) if axis.held is Held.SHARD and _is_along(axis.group, data)]
+    if len(over) < 2 and (not over or are_local_grads_reported(param)):
+        return
+    ranks = " and over ".join(str(list(group.ranks)) for group in over)
+    raise ValueError(
+        f"{_name(param)} is divided over the ranks {ranks} by a layer that computes with its piece, as tensor parallel "
+        f"ones do, but AdaScale takes all of {list(data.ranks)} for ranks with other data, and would measure too small "
+        "a gain: pass AdaScale(..., process_group=the data parallel ranks), for tensor parallelism alone a group of "
+        "this rank only"
+    )
 
 
 def splits_of(params: Iterable[Tensor], data: Group) -> dict[tuple[int, ...], Group]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from scale_adascale.gain import Moments, moments_of_two
-from scale_adascale.measuring import Measured
+from scale_adascale.measuring import Compared
 from scale_core.nested import map_tensors, tensors_in
 
 Batch = TypeVar("Batch")
@@ -55,32 +55,35 @@ class Successive:
     def __init__(self) -> None:
         self._last: list[Tensor | None] | None = None
         self._new: list[Tensor | None] = []
-        self._last_squares: list[float] = []
-        self._new_squares: list[float] = []
+
+    @property
+    def has_last(self) -> bool:
+        """Whether there was a step to compare with."""
+        return self._last is not None
 
     def take(self, holders: Sequence[Tensor]) -> list[Tensor | None]:
         """Keeps a copy of the gradients that a pass has brought; returns those of the step before it, or none."""
         self._new = [None if holder.grad is None else holder.grad.detach().clone() for holder in holders]
         return [None] * len(holders) if self._last is None else self._last
 
-    def moments(self, measured: Measured, scale: float, loss_scale: float) -> list[Moments | None]:
+    def moments(self, measured: Compared, scale: float, loss_scale: float) -> list[Moments | None]:
         """Returns the moments of each group, or None where there was no step before.
 
         Args:
-            measured: Per group the product of both gradients, and the square of the new one.
+            measured: Of both gradients, the older one without the scale of its loss.
             scale: Of one batch.
             loss_scale: What the loss of the new one was multiplied by.
         """
-        products = [product / loss_scale for product in measured.local]
-        self._new_squares = [square / loss_scale**2 for square in measured.total]
-        if self._last is None or len(self._last_squares) != len(products):
-            return [None] * len(products)
-        rows = zip(self._last_squares, self._new_squares, products, strict=True)
-        return [moments_of_two(last, new, product, scale) for last, new, product in rows]
+        if self._last is None:
+            return [None] * len(measured.product)
+        return [
+            moments_of_two(last, new / loss_scale**2, product / loss_scale, scale)
+            for product, last, new in zip(*measured, strict=True)
+        ]
 
     def keep(self, loss_scale: float) -> None:
         """The step was taken: the next one is compared with it."""
-        self._last, self._last_squares, self._new = self._new, self._new_squares, []
+        self._last, self._new = self._new, []
         if loss_scale != 1.0:
             torch._foreach_div_([grad for grad in self._last if grad is not None], loss_scale)
 

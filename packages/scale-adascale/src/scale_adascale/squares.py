@@ -1,4 +1,8 @@
-"""The sum of the squares of a gradient, on its device and right to one unit in the last place of fp32, at any size."""
+"""The sum of the squares of a gradient, on its device and right to one unit in the last place of fp32.
+
+That is so with any number of elements. Where there are more than some, each below 1e-20 or above 1e17, fp32 can't hold
+the squares of 1024 of them: then it is 0 or inf.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +55,22 @@ def values_of_gradient(gradient: Tensor) -> Tensor:
     return torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
 
 
+def _values_in_common(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """The values of two gradients, one of which is sparse at least, at the places that both have, in one order."""
+    if one.layout is torch.strided or other.layout is torch.strided:
+        return tuple(each if each.layout is torch.strided else each.to_dense() for each in (one, other))  # type: ignore[return-value]
+    one, other = one.coalesce(), other.coalesce()
+    places = [torch.zeros_like(each.indices()[0]) for each in (one, other)]
+    for dim, size in enumerate(one.shape[: one.sparse_dim()]):
+        places = [place * size + each.indices()[dim] for place, each in zip(places, (one, other), strict=True)]
+    first, second = (torch.isin(place, elements) for place, elements in (places, places[::-1]))
+    return one.values()[first], other.values()[second]  # Coalesced places are sorted.
+
+
 def inner_product(one: Tensor, other: Tensor) -> Tensor:
     """Returns the sum of the products of two gradients of one shape and dtype; scalar, fp64."""
+    if one.layout is not torch.strided or other.layout is not torch.strided:
+        one, other = _values_in_common(one, other)
     first, second = values_of_gradient(one).reshape(-1), values_of_gradient(other).reshape(-1)
     whole = first.numel() - first.numel() % _PIECE
     dtype = torch.promote_types(first.dtype, torch.float32)

@@ -3,21 +3,25 @@
 The files in reading order; each stands only on those above it:
 
 - `split_sizes`: how the indices of a dimension are dealt to the ranks; integers only;
+- `even_parts`: what is cut by hand, by FairScale's names;
 - `groups`: which ranks compute a layer together;
 - `moves`: sums and parts of tensors between them;
 - `sequence_parts`: how long the parts of a sequence are that the ranks hold;
 - `regions`: the same with gradients;
+- `features`: parts of features that don't stand in rank order;
 - `initialising`: a part of a matrix with the values that it has in the whole one;
 - `layer`: what all layers have in common;
+- `copies`: parts of which several ranks have copies, as of key-value heads;
 - `linear`, `embedding`, `norms`, `dropout`: the layers;
 - `cross_entropy`: a loss over logits that no rank has alone;
 - `randomness`: random numbers that are the same on all ranks, and others;
-- `heads`, `copies`: attention heads that are divided, and those that are copies on several ranks;
+- `divided_randomness`: others inside of what is divided, the same outside;
+- `heads`: attention heads that are divided;
 - `attention`: a layer of divided heads;
 - `sequence_order`: which positions of a sequence each rank holds, where ranks divide all of it between them;
 - `blockwise`, `ring`, `ulysses`: exact attention over such a sequence;
 - `overlap`: linear layers whose communication runs beside their product;
-- `plan`, `divided_randomness`, `divided`, `stretches`, `changes`, `refusals`, `parallelize`: modules that exist
+- `plan`, `divided`, `stretches`, `changes`, `refusals`, `parallelize`: modules that exist
   already, divided in place;
 - `state`, `llama`: whole tensors in and out, and the reference checkpoints of Llama.
 """
@@ -26,12 +30,22 @@ from scale_tp.attention import ParallelAttention
 from scale_tp.cross_entropy import vocab_parallel_cross_entropy
 from scale_tp.dropout import ParallelDropout
 from scale_tp.embedding import ParallelEmbedding, VocabParallelEmbedding
+from scale_tp.even_parts import (
+    VocabUtility,
+    divide_and_check_no_remainder,
+    ensure_divisibility,
+    split_tensor_along_last_dim,
+)
 from scale_tp.groups import (
     destroy_model_parallel,
     get_context_parallel_group,
     get_context_parallel_rank,
     get_context_parallel_ranks,
     get_context_parallel_world_size,
+    get_data_context_parallel_group,
+    get_data_context_parallel_rank,
+    get_data_context_parallel_ranks,
+    get_data_context_parallel_world_size,
     get_data_parallel_group,
     get_data_parallel_rank,
     get_data_parallel_ranks,
@@ -56,6 +70,7 @@ from scale_tp.overlap import gather_linear, linear_scatter
 from scale_tp.parallelize import parallelize
 from scale_tp.plan import GPT2_PLAN, Style
 from scale_tp.randomness import (
+    CudaRNGStatesTracker,
     RandomStreams,
     checkpoint,
     get_cuda_rng_tracker,
@@ -85,6 +100,7 @@ __all__ = [
     "GPT2_PLAN",
     "AttentionRule",
     "ColumnParallelLinear",
+    "CudaRNGStatesTracker",
     "HeadSplit",
     "ParallelAttention",
     "ParallelDropout",
@@ -96,10 +112,13 @@ __all__ = [
     "Split",
     "Style",
     "VocabParallelEmbedding",
+    "VocabUtility",
     "checkpoint",
     "copy_all_to_model_parallel_region",
     "copy_to_model_parallel_region",
     "destroy_model_parallel",
+    "divide_and_check_no_remainder",
+    "ensure_divisibility",
     "full_state_dict",
     "gather_from_model_parallel_region",
     "gather_from_sequence_parallel_region",
@@ -109,6 +128,10 @@ __all__ = [
     "get_context_parallel_ranks",
     "get_context_parallel_world_size",
     "get_cuda_rng_tracker",
+    "get_data_context_parallel_group",
+    "get_data_context_parallel_rank",
+    "get_data_context_parallel_ranks",
+    "get_data_context_parallel_world_size",
     "get_data_parallel_group",
     "get_data_parallel_rank",
     "get_data_parallel_ranks",
@@ -141,6 +164,7 @@ __all__ = [
     "scatter_to_sequence_parallel_region",
     "split_heads",
     "split_sequence",
+    "split_tensor_along_last_dim",
     "sum_gradients_over",
     "ulysses_attention",
     "vocab_parallel_cross_entropy",

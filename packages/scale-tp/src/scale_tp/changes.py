@@ -69,11 +69,9 @@ def split_of(path: str, module: nn.Module, style: Style, ranks: Group, heads: Ma
     dim = outputs_dim(module)
     total = weight_of(module).shape[dim if style.divides == "outputs" else 1 - dim]
     of = heads.get(parent)
-    if of is not None and style.output == "part" and name in (*of.rule.query, *of.rule.key_value, *of.rule.fused):
-        query, key_value = (in_elements(split, of.head_size) for split in of.split)
-        if name in of.rule.fused:
-            return Split.stacked(query, key_value, key_value)
-        return query if name in of.rule.query else key_value
+    of_heads = None if of is None or style.output != "part" else of.split_of(name)
+    if of_heads is not None:
+        return of_heads
     if (
         of is not None
         and style.divides == "inputs"
@@ -95,7 +93,7 @@ def change_of(path: str, module: nn.Module, style: Style, split: Split | None, r
     if split is None:
         if style.sums_gradients:
             return Change(path, module, Alike, whole)
-        return Change(path, module, Summed, whole)
+        return Change(path, module, Summed, whole, {"sequence_parallel": inside})
     if style.divides == "words":
         return Change(path, module, Words, whole | {"weight": Placement(shapes["weight"], 0, split)}, {"split": split})
     if style.divides == "width":

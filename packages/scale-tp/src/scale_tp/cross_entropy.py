@@ -9,10 +9,8 @@ to them.
 from __future__ import annotations
 
 from typing import Any, Literal, NamedTuple, get_args
-from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -27,9 +25,6 @@ Reduction = Literal["none", "mean", "sum"]
 
 _CHUNK_ELEMENTS = 1 << 22
 """So many logits are widened at once, 16 MB of them, unless a row is longer."""
-
-# Of each group, what the ranks have said by how many words this one has.
-_widths: WeakKeyDictionary[dist.ProcessGroup, dict[int, Split]] = WeakKeyDictionary()
 
 
 class _Terms(NamedTuple):
@@ -78,7 +73,7 @@ def vocab_parallel_cross_entropy(
         reduction: "none" gives a loss for each target, "sum" adds them, "mean" divides by those that count.
         z_loss: Adds so many times log(sum of exp(logits))^2, which keeps logits from drifting away.
         vocabulary_size: How many words all ranks have, divided as evenly as can be. None asks the other ranks how many
-            they have, once for each number; pass it where a model has several vocabularies.
+            they have, in one small message more.
         chunk_rows: How many rows are widened to fp32 at once; None is as many as take 16 MB.
         group: The ranks; None is the model axis of `initialize_model_parallel`, or this process alone.
 
@@ -96,6 +91,7 @@ def vocab_parallel_cross_entropy(
     chunk = chunk_rows or max(1, _CHUNK_ELEMENTS // max(width, 1))
     ((start, _),) = split.ranges[ranks.rank]
     terms = _Terms(ranks, start, split.total, ignore_index, label_smoothing, z_loss, chunk)
+    target = target.long()  # As torch looks words up; smaller integers may not reach a rank's number of words.
     rows = vocab_parallel_logits.reshape(target.numel(), width)
     losses: Tensor = _CrossEntropy.apply(rows, target.reshape(-1), terms)  # type: ignore[no-untyped-call]
     if reduction == "none":
@@ -148,10 +144,8 @@ def _words_of_all(width: int, vocabulary_size: int | None, group: Group) -> Spli
     if vocabulary_size is None:
         if group.process_group is None:
             return Split.even(width, 1)
-        known = _widths.setdefault(group.process_group, {})
-        if width not in known:
-            known[width] = Split.of_sizes([row[0] for row in exchange([width], group)])
-        return known[width]
+        # As many words here may be of another vocabulary than the last time, which only another rank can tell.
+        return Split.of_sizes([row[0] for row in exchange([width], group)])
     split = Split.even(vocabulary_size, group.size)
     if split.sizes[group.rank] != width:
         raise ValueError(

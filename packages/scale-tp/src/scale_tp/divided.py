@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from scale_core.group import Group
 from scale_tp.copies import has_copies, sum_gradients_of_copies
 from scale_tp.divided_randomness import DividedRandomness
+from scale_tp.features import gather_features, scatter_features
 from scale_tp.layer import ParallelModule, Placement
 from scale_tp.regions import (
     copy_all_to_model_parallel_region,
@@ -25,7 +26,6 @@ from scale_tp.regions import (
     gather_from_sequence_parallel_region,
     reduce_from_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
-    scatter_to_model_parallel_region,
 )
 from scale_tp.sequence_parts import parts_held
 from scale_tp.split_sizes import Split
@@ -67,6 +67,10 @@ class Entrance:
             self._inside = (state, input, inside)
         return inside
 
+    def forget(self, module: nn.Module, args: Any, output: Any) -> None:
+        """A forward hook of the module that holds the readers: some of them may not have read."""
+        self._inside = None
+
     def _entered(self, input: Tensor) -> Tensor:
         if self.way == "copy":
             return copy_to_model_parallel_region(input, self.group)
@@ -107,7 +111,7 @@ class Columns(Divided):
             self.randomness.enter_if_wanted()
         if not self.gathers:
             return output
-        return gather_from_model_parallel_region(output, self.group, sizes=self.split.sizes)
+        return gather_features(output, self.group, self.split)
 
 
 class Rows(Divided):
@@ -127,7 +131,7 @@ class Rows(Divided):
         if self.randomness is not None:
             self.randomness.leave()
         if self.splits_input:
-            input = scatter_to_model_parallel_region(input, self.group, sizes=self.split.sizes)
+            input = scatter_features(input, self.group, self.split)
         if input.shape[-1] != self.split.sizes[self.group.rank]:
             raise ValueError(
                 f"'{self.path}': expected the {self.split.sizes[self.group.rank]} of {self.split.total} inputs that "
@@ -209,12 +213,19 @@ class Alike(Divided):
 class Summed(Divided):
     """A module that returns a summand on each rank: a tensor, or a tuple that begins with one."""
 
+    sequence_parallel: bool
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the module's own, summed."""
         output = super().forward(*args, **kwargs)
         if isinstance(output, Tensor):
-            return reduce_from_model_parallel_region(output, self.group)
-        return (reduce_from_model_parallel_region(output[0], self.group), *output[1:])
+            return self._sum(output)
+        return (self._sum(output[0]), *output[1:])
+
+    def _sum(self, summand: Tensor) -> Tensor:
+        if self.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(summand, self.group, dim=SEQUENCE_DIM)
+        return reduce_from_model_parallel_region(summand, self.group)
 
 
 def gather_sequence(part: Tensor, group: Group) -> Tensor:

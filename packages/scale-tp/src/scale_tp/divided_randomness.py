@@ -55,17 +55,27 @@ class DividedRandomness:
         if outside is not None:
             _go_to(outside)
 
+    def forget(self) -> None:
+        """Takes it that nothing has been entered, as where a recomputation has ended without leaving."""
+        self._outside = None
+
     def __getstate__(self) -> dict[str, Any]:
         return {"group": self.group, "_wanted": False, "_outside": None}
 
 
 def drops(module: nn.Module) -> bool:
-    """Whether a module in training may drop something: by a dropout below it, or an attribute that says how much."""
+    """Whether a module in training may drop something: by a dropout or an attribute that says how much."""
     if not module.training:
         return False
-    if any(name.find("drop") >= 0 and isinstance(value, float) and value > 0 for name, value in vars(module).items()):
-        return True
-    return any(isinstance(child, nn.modules.dropout._DropoutNd) and child.p > 0 for child in module.children())
+    return any(_drops_itself(below) for below in module.modules() if below.training)
+
+
+def _drops_itself(module: nn.Module) -> bool:
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return module.p > 0
+    return any(
+        name.find("drop") >= 0 and isinstance(value, float) and value > 0 for name, value in vars(module).items()
+    )
 
 
 def _current() -> tuple[Tensor, Tensor | None]:

@@ -129,6 +129,21 @@ class VocabParallelEmbedding(_DividedEmbedding):
         super().__init__(num_embeddings, embedding_dim, *options, keep, group, device, dtype)
         self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
 
+    @property
+    def vocab_start_index(self) -> int:
+        """The first word of this rank."""
+        return self.split.ranges[self.group.rank][0][0]
+
+    @property
+    def vocab_end_index(self) -> int:
+        """One past the last word of this rank."""
+        return self.split.ranges[self.group.rank][0][1]
+
+    @property
+    def num_embeddings_per_partition(self) -> int:
+        """How many words this rank has."""
+        return self.split.sizes[self.group.rank]
+
     def forward(self, input_: Tensor) -> Tensor:
         """Looks words up.
 
@@ -219,6 +234,11 @@ class ParallelEmbedding(_DividedEmbedding):
         options = (padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, init_method)
         keep = keep_master_weight_for_test
         super().__init__(num_embeddings, embedding_dim, *options, keep, group, device, dtype)
+
+    @property
+    def embedding_dim_per_partition(self) -> int:
+        """How many features of each word this rank has."""
+        return self.split.sizes[self.group.rank]
 
     def forward(self, input_: Tensor) -> Tensor:
         """Looks words up.

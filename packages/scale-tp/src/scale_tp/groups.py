@@ -38,6 +38,8 @@ class _Axis(NamedTuple):
 
 _axes: dict[str, _Axis] = {}
 
+_REPLICAS = "data and context"
+
 
 def rank_groups(sizes: AxisSizes) -> dict[str, list[list[int]]]:
     """The ranks of each group along each axis; integers only.
@@ -55,6 +57,20 @@ def rank_groups(sizes: AxisSizes) -> dict[str, list[list[int]]]:
         groups[name] = [list(range(start, start + step * size, step)) for start in first]
         step *= size
     return groups
+
+
+def replica_groups(sizes: AxisSizes) -> list[list[int]]:
+    """The ranks of each group that has the same parameters: those along the data and the context axis.
+
+    Example:
+        >>> replica_groups(AxisSizes(data=2, pipeline=1, context=2, model=2))
+        [[0, 2, 4, 6], [1, 3, 5, 7]]
+    """
+    groups: dict[tuple[int, int], list[int]] = {}
+    for rank in range(sizes.data * sizes.pipeline * sizes.context * sizes.model):
+        stage = rank // (sizes.context * sizes.model) % sizes.pipeline
+        groups.setdefault((stage, rank % sizes.model), []).append(rank)
+    return list(groups.values())
 
 
 def initialize_model_parallel(
@@ -115,6 +131,7 @@ def initialize_model_parallel(
     # Axes may have groups of the same ranks, as those of one rank alone: these are made once.
     shared: dict[tuple[tuple[int, ...], str | None], dist.ProcessGroup] = {}
     made = {name: _own_group(ranks, backends[name], timeout, shared) for name, ranks in rank_groups(sizes).items()}
+    made[_REPLICAS] = _own_group(replica_groups(sizes), ddp_backend, timeout, shared)
     _axes.update(made)
 
 
@@ -149,6 +166,19 @@ def layer_group(group: GroupLike = None) -> Group:
     return group_of(group) if group is not None else axis_group("model")
 
 
+def context_group(group: GroupLike = None) -> Group:
+    """Returns the ranks that divide a sequence.
+
+    Args:
+        group: As the user gave it; None is the context axis or, in a world of one rank, that rank.
+
+    Raises:
+        ValueError: No group was given, and several ranks have not been divided; or see `scale_core.group_of`.
+        TypeError: See `scale_core.group_of`.
+    """
+    return group_of(group) if group is not None else axis_group("context")
+
+
 def axis_group(name: str) -> Group:
     """Returns this rank's group along an axis: "data", "pipeline", "context" or "model".
 
@@ -159,6 +189,12 @@ def axis_group(name: str) -> Group:
         return _axes[name].group
     world = group_of()
     if world.size > 1:
+        if name == "context":
+            raise ValueError(
+                f"{world.size} ranks have not been divided yet, so it is not known which of them divide a sequence: "
+                f"call scale_tp.initialize_model_parallel(1, context_parallel_size={world.size}) (or fewer, which "
+                f"divide {world.size}), or pass group="
+            )
         raise ValueError(
             f"{world.size} ranks have not been divided yet, so it is not known which of them compute a layer together: "
             f"call scale_tp.initialize_model_parallel({world.size}) (or fewer, which divide {world.size}), or pass "
@@ -210,6 +246,30 @@ def get_data_parallel_rank() -> int:
 def get_data_parallel_ranks() -> list[int]:
     """The global ranks that hold the same part of the model."""
     return list(axis_group("data").ranks)
+
+
+def get_data_context_parallel_group() -> dist.ProcessGroup | None:
+    """The ranks of all replicas and all parts of their sequences; None where torch.distributed is not initialised.
+
+    They have the same part of the model, and each has a share of its gradients: what computes with replicas, such as
+    `fully_shard` and DistributedDataParallel, is given this group where sequences are divided.
+    """
+    return _process_group(_REPLICAS)
+
+
+def get_data_context_parallel_world_size() -> int:
+    """How many ranks hold the same part of the model, whatever their part of a sequence."""
+    return axis_group(_REPLICAS).size
+
+
+def get_data_context_parallel_rank() -> int:
+    """This rank's place among them."""
+    return axis_group(_REPLICAS).rank
+
+
+def get_data_context_parallel_ranks() -> list[int]:
+    """The global ranks of all of them."""
+    return list(axis_group(_REPLICAS).ranks)
 
 
 def get_pipeline_parallel_group() -> dist.ProcessGroup | None:

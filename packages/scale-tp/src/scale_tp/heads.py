@@ -8,7 +8,8 @@ names; a module that no rule fits is refused.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Literal
 
 from torch import nn
 
@@ -16,6 +17,7 @@ from scale_tp.split_sizes import HeadSplit, Split, split_heads
 
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "n_local_heads")
 _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_local_kv_heads")
+_FUSED_IN_SEVERAL_WAYS = ("query_key_value",)
 _HEAD_SIZES = ("head_dim", "attention_head_size", "head_size")
 
 
@@ -27,7 +29,11 @@ class AttentionRule:
         name: What the family is called in errors.
         query: The projections of the queries that are known, by name.
         key_value: Those of the keys and values.
-        fused: Projections of all three in one, queries first.
+        fused: Projections of all three in one.
+        layout: How the outputs of those stand: "stacked", all queries, all keys, all values; or "by_head", the query,
+            key and value of the first head, then those of the second one.
+        classes: The attention modules, by the names of their classes, that it is for; none named is all.
+        not_classes: Those that it is not for, whatever their parts are called.
         heads: Attributes that hold the number of heads.
         key_value_heads: Attributes that hold that of the key-value heads.
         ratio: Attributes that hold how many heads share a key-value head.
@@ -38,16 +44,28 @@ class AttentionRule:
     query: tuple[str, ...] = ()
     key_value: tuple[str, ...] = ()
     fused: tuple[str, ...] = ()
+    layout: Literal["stacked", "by_head"] = "stacked"
+    classes: tuple[str, ...] = ()
+    not_classes: tuple[str, ...] = ()
     heads: tuple[str, ...] = _HEADS
     key_value_heads: tuple[str, ...] = _KEY_VALUE_HEADS
     ratio: tuple[str, ...] = ("num_key_value_groups", "n_rep")
-    widths: tuple[str, ...] = field(default=("split_size", "all_head_size", "inner_dim"))
+    widths: tuple[str, ...] = ("split_size", "all_head_size", "inner_dim")
+
+    def fits(self, module: nn.Module) -> bool:
+        """Whether it is for modules of this class."""
+        names = {base.__name__ for base in type(module).__mro__}
+        return not names.intersection(self.not_classes) and (not self.classes or bool(names.intersection(self.classes)))
 
 
 ATTENTION_RULES: tuple[AttentionRule, ...] = (
     AttentionRule("projections one by one", query=("q_proj", "wq", "query", "q"),
                   key_value=("k_proj", "v_proj", "wk", "wv", "key", "value", "k", "v")),
-    AttentionRule("one projection for all three", fused=("c_attn", "qkv", "qkv_proj", "query_key_value", "Wqkv")),
+    AttentionRule("GPT-NeoX", fused=("query_key_value",), layout="by_head", classes=("GPTNeoXAttention",)),
+    # What `query_key_value` holds differs from one family to the next, and no attribute tells, so only rules for a
+    # class speak of it. The same goes for these classes, whose names would fit.
+    AttentionRule("one projection for all three", fused=("c_attn", "qkv", "qkv_proj", "Wqkv"),
+                  not_classes=("CodeGenAttention", "GPTBigCodeAttention")),
 )  # fmt: skip
 """The rules that `parallelize` knows; give it others beside them as `attention_rules`."""
 
@@ -69,6 +87,17 @@ class Heads:
     rule: AttentionRule
     split: HeadSplit
     head_size: int
+
+    def split_of(self, name: str) -> Split | None:
+        """Which outputs each rank has of a projection, by its name in the module; None if the rule does not know it."""
+        query, key_value = (in_elements(split, self.head_size) for split in self.split)
+        if name in self.rule.fused:
+            if self.rule.layout == "by_head":
+                return in_elements(self.split.query, 3 * self.head_size)
+            return Split.stacked(query, key_value, key_value)
+        if name in self.rule.query:
+            return query
+        return key_value if name in self.rule.key_value else None
 
     def mended(self, rank: int) -> dict[str, int]:
         """The attributes that have another value on this rank, with that value."""
@@ -122,19 +151,22 @@ def heads_of(
     """
     for rule in rules:
         queries = [name for name in children if name in rule.query or name in rule.fused]
-        if not queries:
+        if not queries or not rule.fits(module):
             continue
         heads = _number(module, rule.heads, _HEADS)
         if heads is None:
             continue
         key_value_heads = _number(module, rule.key_value_heads, _KEY_VALUE_HEADS) or heads
         return _checked(module, path, rule, children, queries[0], heads, key_value_heads, num_ranks)
-    told = [name for name in _HEADS if isinstance(getattr(module, name, None), int)]
+    told = [f"its attribute {name}" for name in _HEADS if isinstance(getattr(module, name, None), int)]
+    told += [f"its projection {name}" for name in children if name in _FUSED_IN_SEVERAL_WAYS]
     if told and children:
+        first = next(iter(children))
+        field = f"fused=({first!r},), layout='by_head'" if first in _FUSED_IN_SEVERAL_WAYS else f"query=({first!r},)"
         raise ValueError(
-            f"'{path}' ({type(module).__name__}) computes with its attribute {told[0]}, but no rule fits its "
+            f"'{path}' ({type(module).__name__}) computes with {told[0]}, but no rule fits its "
             f"projections {', '.join(children)}: pass attention_rules=(AttentionRule({type(module).__name__!r}, "
-            f"query=({next(iter(children))!r},), ...),), or give it the style 'colwise_gather_output'"
+            f"{field}, ...),), or give it the style 'colwise_gather_output'"
         )
     return None
 
@@ -149,6 +181,19 @@ def _checked(
     key_value_heads: int,
     num_ranks: int,
 ) -> Heads:
+    if query in rule.fused and heads != key_value_heads:
+        if rule.layout == "by_head":
+            raise ValueError(
+                f"'{path}.{query}': the rule {rule.name!r} says that the query, key and value of each head stand "
+                f"together, got {heads} heads and {key_value_heads} key-value heads: give it the style "
+                "'colwise_gather_output'"
+            )
+        if num_ranks > key_value_heads:
+            raise ValueError(
+                f"'{path}.{query}': expected at least one key-value head for each of {num_ranks} ranks, where one "
+                f"projection holds queries, keys and values, got {key_value_heads}: divide it between "
+                f"{key_value_heads} ranks at most, or give it the style 'colwise_gather_output'"
+            )
     in_query = heads + 2 * key_value_heads if query in rule.fused else heads
     size = next((found for name in _HEAD_SIZES if isinstance(found := getattr(module, name, None), int)), None)
     size = children[query] // in_query if size is None else size

@@ -184,6 +184,11 @@ def split_of(what: str, total: int, group: Group, stride: int, split: Split | No
             f"expected a split of {what}={total} between {group.size} ranks, got one of {split.total} between "
             f"{split.num_ranks}"
         )
+    if not split.copies_are_whole:
+        raise ValueError(
+            f"expected ranks that share some of {what} to have all of theirs in common, got {split}: the gradients of "
+            "what is a copy in part alone would not be summed"
+        )
     return split
 
 

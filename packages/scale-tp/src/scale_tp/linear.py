@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from scale_core.compat import untraced
 from scale_core.exchange import exchange
 from scale_core.group import GroupLike
+from scale_tp.copies import has_copies, sum_gradients_of_copies
+from scale_tp.features import gather_features, scatter_features
 from scale_tp.groups import layer_group
 from scale_tp.initialising import Initialiser
 from scale_tp.layer import ParallelModule, Placement, check_features, ranks_described, split_of
@@ -26,11 +28,9 @@ from scale_tp.regions import (
     copy_all_to_model_parallel_region,
     copy_to_model_parallel_region,
     entered_with,
-    gather_from_model_parallel_region,
     gather_from_sequence_parallel_region,
     reduce_from_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
-    scatter_to_model_parallel_region,
 )
 from scale_tp.split_sizes import Split, check_size
 
@@ -54,7 +54,8 @@ class ColumnParallelLinear(ParallelModule):
         dtype: Of the parameters.
         sequence_parallel: Whether the input is this rank's part of the sequence, of which all parts are gathered.
         sequence_dim: The dimension of the sequence then.
-        split: Which output features each rank has, in place of `stride`.
+        split: Which output features each rank has, in place of `stride`. Ranks may have copies of each other's
+            features, as of key-value heads; the gradients of copies are summed.
 
     Attributes:
         weight: [out features of this rank, in_features]
@@ -92,7 +93,7 @@ class ColumnParallelLinear(ParallelModule):
         chosen = split_of("out_features", out_features, ranks, stride, split)
         super().__init__(ranks)
         self.in_features, self.out_features = in_features, out_features
-        self.gather_output, self.split = gather_output, chosen
+        self.gather_output, self.split, self._has_copies = gather_output, chosen, has_copies(chosen)
         self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
         self.init_method = init_method
         self.place("weight", Placement((out_features, in_features), 0, chosen), device=device, dtype=dtype)
@@ -133,13 +134,13 @@ class ColumnParallelLinear(ParallelModule):
             whole = gather_from_sequence_parallel_region(input_, self.group, dim=self.sequence_dim)
         else:
             whole = copy_to_model_parallel_region(input_, self.group)
-        output = F.linear(whole, self.weight, self.bias)
-        if not self.gather_output or self.group.size == 1:
-            return output
-        gathered = gather_from_model_parallel_region(output, self.group, sizes=self.split.sizes)
-        return (
-            gathered if self.split.is_in_rank_order else self.split.join(gathered.split(list(self.split.sizes), -1), -1)
-        )
+        weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
+        if self._has_copies:  # Ranks with copies of one part have summands of its gradient.
+            weight = sum_gradients_of_copies(weight, self.group, self.split)
+            bias = None if bias is None else sum_gradients_of_copies(bias, self.group, self.split)
+        output = F.linear(whole, weight, bias)
+        return gather_features(output, self.group, self.split) if self.gather_output else output
 
     def extra_repr(self) -> str:
         """What stands in the layer's line of a printed model."""
@@ -273,9 +274,7 @@ class RowParallelLinear(ParallelModule):
             self._check_parts(input_)
             return input_
         check_features("RowParallelLinear", input_, self.in_features)
-        if not self.split.is_in_rank_order:
-            input_ = torch.cat([self.split.take(input_, rank, -1) for rank in range(self.group.size)], -1)
-        return scatter_to_model_parallel_region(input_, self.group, sizes=self.split.sizes)
+        return scatter_features(input_, self.group, self.split)
 
     @untraced
     def _check_parts(self, input_: Tensor) -> None:

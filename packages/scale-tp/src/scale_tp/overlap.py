@@ -4,7 +4,8 @@ Where a sequence parallel layer gathers its input, the product of a part can beg
 it scatters a sum, a part can be sent as soon as it is computed. So the work is cut into pieces along the sequence: one
 for each rank's part, and each of those into `pieces`. While one is multiplied, the next one is on its way. The numbers
 are those of the layers without overlap, but for the order in which a matrix product adds what it multiplies, where the
-kernel's choice depends on the number of rows. (Decomposed collectives: Wang et al., ASPLOS 2023.)
+kernel's choice depends on the number of rows; and in half precision each piece's share of a weight's gradient is
+rounded, before all of them are added in fp32. (Decomposed collectives: Wang et al., ASPLOS 2023.)
 
 A step reads: start the next transfer, multiply, wait.
 """
@@ -261,15 +262,15 @@ class _GatherLinear(torch.autograd.Function):
         of_part = _multiply_scattered(cut, part, summand) if ctx.needs_input_grad[1] else None
         if not any(ctx.needs_input_grad[2:]):
             return (None, of_part, *[None] * len(weights))
-        of_weights = [torch.zeros_like(weight) for weight in weights]
+        of_weights = [_wide_zeros(weight) for weight in weights]
 
         def add(place: slice, piece: Tensor) -> None:
             rows = piece.reshape(-1, piece.shape[-1])
             for of_weight, gradient in zip(of_weights, gradients, strict=True):
-                of_weight.addmm_(gradient[place].reshape(-1, gradient.shape[-1]).mT, rows)
+                _add_product(of_weight, gradient[place].reshape(-1, gradient.shape[-1]).mT, rows)
 
         _multiply_gathered(cut, part, add)
-        return (None, of_part, *of_weights)
+        return (None, of_part, *(found.to(weight.dtype) for found, weight in zip(of_weights, weights, strict=True)))
 
 
 class _LinearScatter(torch.autograd.Function):
@@ -284,15 +285,27 @@ class _LinearScatter(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         input, weight = ctx.saved_tensors
-        of_input, of_weight = torch.empty_like(input), torch.zeros_like(weight)
+        of_input, of_weight = torch.empty_like(input), _wide_zeros(weight)
 
         def act(place: slice, piece: Tensor) -> None:
             of_input[place] = piece @ weight
             rows = input[place].reshape(-1, input.shape[-1])
-            of_weight.addmm_(piece.reshape(-1, piece.shape[-1]).mT, rows)
+            _add_product(of_weight, piece.reshape(-1, piece.shape[-1]).mT, rows)
 
         _multiply_gathered(ctx.cut, gradient.contiguous(), act)
-        return None, of_input, of_weight
+        return None, of_input, of_weight.to(weight.dtype)
+
+
+def _wide_zeros(weight: Tensor) -> Tensor:
+    """What the pieces of a weight's gradient are added in, in fp32 at least: [outputs, features]."""
+    return torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:  # Rounded once each, and not once more with all that was added before.
+        total += left @ right
 
 
 def _check_pieces(pieces: int) -> None:

@@ -28,8 +28,11 @@ from scale_tp.refusals import (
     check_beside,
     check_divisible,
     check_groups,
+    check_key_values,
     check_neighbours,
+    check_sequences,
     check_summands,
+    check_sums,
     check_ties,
 )
 from scale_tp.stretches import Stretch, divide_stretch, stretch_of
@@ -118,6 +121,7 @@ class _Work:
     heads: list[Heads]
     mended: list[dict[str, int]]
     randomness: list[tuple[nn.Module, DividedRandomness]]
+    entrances: list[tuple[nn.Module, Entrance]]
     stretch: Stretch | None
 
     def words(self) -> str:
@@ -151,8 +155,10 @@ class _Work:
         for module, drawn in self.randomness:
             module.register_forward_pre_hook(drawn.before)
             module.register_forward_hook(drawn.after, always_call=True)
+        for module, entrance in self.entrances:
+            module.register_forward_hook(entrance.forget, always_call=True)
         if self.stretch is not None:
-            divide_stretch(self.stretch, self.group)
+            divide_stretch(self.model, self.stretch, self.group)
         # What is left is the same on all ranks; whoever adds something up over them has to know.
         for param in self.model.parameters():
             if shard_of(param) is None:
@@ -172,7 +178,10 @@ def _prepared(
     check_divisible(modules, styles)
     heads = all_heads(modules, styles, ranks, rules)
     splits = {path: split_of(path, modules[path], style, ranks, heads) for path, style in styles.items()}
+    check_key_values(modules, styles, heads)
     stretch = stretch_of(model, modules, styles) if sequence_parallel else None
+    check_sequences(styles, lambda path: stretch is not None and stretch.holds(path))
+    check_sums(styles, lambda path: stretch is not None and stretch.holds(path) and path not in stretch.gathering)
     within = {} if stretch is None else dict(stretch.alike)
     changes = []
     entrances: dict[str, Entrance] = {}
@@ -202,4 +211,5 @@ def _prepared(
     check_summands(styles)
     mended = [found.mended(ranks.rank) for found in heads.values()]
     drawing = [(modules[path], drawn) for path, drawn in randomness.items()]
-    return _Work(model, ranks, changes, list(heads.values()), mended, drawing, stretch)
+    entering = [(modules[path], entrance) for path, entrance in entrances.items()]
+    return _Work(model, ranks, changes, list(heads.values()), mended, drawing, entering, stretch)

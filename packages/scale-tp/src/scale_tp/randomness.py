@@ -152,6 +152,7 @@ def get_rng_tracker() -> RandomStreams:
 
 
 get_cuda_rng_tracker = get_rng_tracker
+CudaRNGStatesTracker = RandomStreams
 
 
 def model_parallel_manual_seed(seed: int) -> None:

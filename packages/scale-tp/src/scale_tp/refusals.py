@@ -5,7 +5,7 @@ Each check says what was expected, what came, and what to write in its place.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor, nn
 
@@ -13,6 +13,7 @@ from scale_core.group import Group
 from scale_core.shard import Held, shard_of
 from scale_tp.changes import Change
 from scale_tp.divided import Columns, Rows, is_embedding, is_linear
+from scale_tp.heads import Heads
 from scale_tp.layer import ParallelModule, Placement
 from scale_tp.plan import Style
 from scale_tp.split_sizes import Split
@@ -86,8 +87,26 @@ def check_beside(modules: Mapping[str, nn.Module], styles: Mapping[str, Style]) 
             if below not in styles and next(modules[below].parameters(recurse=False), None) is not None:
                 raise ValueError(
                     f"'{below}' ({type(modules[below]).__name__}) has parameters and stands beside divided layers: "
-                    "give it the style 'replicate' if it computes on what all ranks have, and "
-                    "'replicated_with_grad_allreduce' if on what 'colwise' layers give"
+                    "give it the style 'replicate' if it computes on what all ranks have and gives it to what all "
+                    "compute alike, and 'replicated_with_grad_allreduce' if it computes on what 'colwise' layers give"
+                )
+
+
+def check_key_values(modules: Mapping[str, nn.Module], styles: Mapping[str, Style], heads: Mapping[str, Heads]) -> None:
+    """Refuses keys and values that all ranks compute whole beside queries that are divided.
+
+    Each rank's queries give a summand of their gradients, and what they are computed from would have to come into the
+    divided region as well. Divided, a head that several ranks need is a copy on each, and all of this is done.
+    """
+    for parent, found in heads.items():
+        for name in found.rule.key_value:
+            path = f"{parent}.{name}" if parent else name
+            style = styles.get(path)
+            if path in modules and is_linear(modules[path]) and (style is None or style.output != "part"):
+                raise ValueError(
+                    f"'{path}' gives whole keys or values to queries that '{parent}' divides, so each rank would have "
+                    "a part of its gradient: give it the style 'colwise', also where there are fewer key-value heads "
+                    "than ranks; then some have copies of one"
                 )
 
 
@@ -146,6 +165,28 @@ def check_ties(model: nn.Module, changes: Sequence[Change]) -> None:
                 f"'{divided[0]}' and '{others[0]}' are one parameter, but the plan does not divide both in one way: "
                 "give both modules a style, such as 'embedding_rowwise' to the embedding and 'colwise_gather_output' "
                 "to the head, or neither"
+            )
+
+
+def check_sequences(styles: Mapping[str, Style], within: Callable[[str], bool]) -> None:
+    """Refuses modules that would compute on a part of the sequence where all ranks have the whole of it."""
+    for path, style in styles.items():
+        if style.divides == "sequence" and not within(path):
+            raise ValueError(
+                f"'{path}' has the style 'sequence_parallel', but here each rank has the whole sequence, and the sum "
+                "of its gradients would be too large: pass sequence_parallel=True if it stands in one of the blocks, "
+                "or give it the style 'replicate'"
+            )
+
+
+def check_sums(styles: Mapping[str, Style], on_a_part: Callable[[str], bool]) -> None:
+    """Refuses to sum what a module gives where each rank has another part of the sequence."""
+    for path, style in styles.items():
+        if style.divides == "nothing" and style.input == "part" and on_a_part(path):
+            raise ValueError(
+                f"sequence_parallel=True: '{path}' sums what its ranks give, and each has another part of the "
+                "sequence: expected it to hold the divided layers itself, so that the sequence is gathered before it; "
+                "give its 'local_rowwise' layers the style 'rowwise', or pass sequence_parallel=False"
             )
 
 

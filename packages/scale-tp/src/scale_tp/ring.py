@@ -20,9 +20,10 @@ from torch.autograd.function import once_differentiable
 
 from scale_core.collectives import Pending, all_to_all
 from scale_core.events import Event, message_tag
-from scale_core.group import Group, GroupLike, group_of
+from scale_core.group import Group, GroupLike
 from scale_tp.alike import agree
 from scale_tp.blockwise import Attended, attend, attend_backward, check_attention_inputs, merge, wide
+from scale_tp.groups import context_group
 from scale_tp.sequence_order import Order, held_positions, whole_length
 
 
@@ -97,7 +98,8 @@ def ring_attention(
         query: [batch, heads, positions held, head size], floating point: the part that `split_sequence` gives.
         key: [batch, key-value heads, positions held, head size]; the heads are a multiple of the key-value heads.
         value: [batch, key-value heads, positions held, value size].
-        group: The ranks that divide the sequence.
+        group: The ranks that divide the sequence; None is the context axis of `initialize_model_parallel`, or this
+            process alone.
         causal: No position looks at a later one.
         scale: What the scores are multiplied by; None is one over the root of the head size.
         length: How many positions the whole sequence has; None is as many on each rank as here.
@@ -112,7 +114,7 @@ def ring_attention(
             ranks differ.
     """
     check_attention_inputs("ring_attention", query, key, value)
-    ranks = group_of(group)
+    ranks = context_group(group)
     length = whole_length(query.shape[2], length, ranks.size, ranks.rank, order)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     heads = (key.shape[0], query.shape[1], key.shape[1], key.shape[3], value.shape[3])

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from scale_core.collectives import all_gather
-from scale_core.group import GroupLike, group_of
+from scale_core.group import GroupLike
+from scale_tp.groups import context_group
 
 Order: TypeAlias = Literal["zigzag", "contiguous"]
 
@@ -60,14 +61,14 @@ def positions(
 
     Args:
         length: How many positions the whole sequence has.
-        group: The ranks that divide it.
+        group: The ranks that divide it; None is the context axis of `initialize_model_parallel`, or this process alone.
         order: As in `held_positions`.
         device: Where the result is made.
 
     Returns:
         [positions held] int64, ascending.
     """
-    ranks = group_of(group)
+    ranks = context_group(group)
     stretches = held_positions(length, ranks.size, order)[ranks.rank]
     return torch.cat([torch.arange(held.start, held.stop, device=device) for held in stretches])
 
@@ -79,14 +80,14 @@ def split_sequence(tensor: Tensor, group: GroupLike = None, *, dim: int = 1, ord
 
     Args:
         tensor: [..., length, ...], any dtype.
-        group: The ranks that divide it.
+        group: The ranks that divide it; None is the context axis of `initialize_model_parallel`, or this process alone.
         dim: The dimension of the sequence.
         order: As in `held_positions`.
 
     Returns:
         [..., positions held, ...], contiguous. Gradients flow back into the part, and are zero elsewhere.
     """
-    ranks = group_of(group)
+    ranks = context_group(group)
     stretches = held_positions(tensor.shape[dim], ranks.size, order)[ranks.rank]
     return torch.cat([tensor.narrow(dim, held.start, len(held)) for held in stretches], dim)
 
@@ -99,7 +100,7 @@ def join_sequence(
 
     Args:
         tensor: [..., positions held, ...], this rank's part.
-        group: The ranks that divide it.
+        group: The ranks that divide it; None is the context axis of `initialize_model_parallel`, or this process alone.
         dim: The dimension of the sequence.
         length: How many positions the whole sequence has; None is as many on each rank as here.
         order: As in `held_positions`.
@@ -110,7 +111,7 @@ def join_sequence(
     Raises:
         ValueError: The part has another length than this rank holds of such a sequence.
     """
-    ranks = group_of(group)
+    ranks = context_group(group)
     length = whole_length(tensor.shape[dim], length, ranks.size, ranks.rank, order)
     held = held_positions(length, ranks.size, order)
     front = tensor.movedim(dim, 0).contiguous()

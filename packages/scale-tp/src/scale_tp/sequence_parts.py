@@ -3,13 +3,14 @@
 A rank sees the length of its own part alone, and of 2 elements it can't tell whether the whole has 3 or 4. Whoever
 divides a sequence knows, and tells it here; whoever puts it together asks here. Ranks run the same layers in the same
 order, so all know the same. Only where the own part fits several sequences that were divided lately, on whatever rank,
-all ask each other.
+all ask each other. Lately is long: what has been divided in a forward is asked for again where it is recomputed, and
+one rank that has forgotten it would ask alone.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -18,17 +19,54 @@ from scale_core.compat import untraced
 from scale_core.exchange import exchange
 from scale_core.group import Group
 
-# So many divisions are remembered: those of a layer or two, which a batch of another length has soon replaced.
-_NUM_REMEMBERED = 16
+# Lengths that none of so many divisions had are forgotten: more than those of all that waits for its backward, so that
+# a batch of an odd length does not make the ranks ask for ever.
+_NUM_REMEMBERED = 1 << 16
 
-_divided: WeakKeyDictionary[dist.ProcessGroup, deque[tuple[int, ...]]] = WeakKeyDictionary()
+
+@dataclass
+class _Divided:
+    """What a group has divided.
+
+    Attributes:
+        number: How many divisions there were.
+        last: The lengths of the parts, by rank, with the number of the last division that had them; the oldest first.
+        by_own: For each length on this rank, the lengths on all, if no rank can confuse them; None if one can, or if
+            `is_known` is false.
+        is_known: Whether `by_own` fits `last`.
+    """
+
+    number: int = 0
+    last: dict[tuple[int, ...], int] = field(default_factory=dict)
+    by_own: dict[int, tuple[int, ...]] | None = None
+    is_known: bool = False
+
+    def tell(self, sizes: tuple[int, ...]) -> None:
+        self.number += 1
+        is_new = self.last.pop(sizes, None) is None
+        self.last[sizes] = self.number
+        oldest = next(iter(self.last))
+        is_old = self.last[oldest] <= self.number - _NUM_REMEMBERED
+        if is_old:  # One more comes with each division at most, so one goes.
+            del self.last[oldest]
+        self.is_known = self.is_known and not is_new and not is_old
+
+    def found(self, rank: int, own: int) -> tuple[int, ...] | None:
+        if not self.is_known:
+            confused = may_be_confused(list(self.last))
+            self.by_own = None if confused else {sizes[rank]: sizes for sizes in self.last}
+            self.is_known = True
+        return None if self.by_own is None else self.by_own.get(own)
+
+
+_divided: WeakKeyDictionary[dist.ProcessGroup, _Divided] = WeakKeyDictionary()
 
 
 @untraced
 def tell_parts(group: Group, sizes: Sequence[int]) -> None:
     """Records that a sequence has been divided into parts of these lengths, by rank. All ranks of the group do."""
     if group.process_group is not None:
-        _divided.setdefault(group.process_group, deque(maxlen=_NUM_REMEMBERED)).append(tuple(sizes))
+        _divided.setdefault(group.process_group, _Divided()).tell(tuple(sizes))
 
 
 @untraced
@@ -40,11 +78,9 @@ def parts_held(group: Group, own: int) -> tuple[int, ...]:
     """
     if group.process_group is None:
         return (own,)
-    known = list(dict.fromkeys(_divided.get(group.process_group, ())))
-    found = [sizes for sizes in known if sizes[group.rank] == own]
-    if len(found) == 1 and not may_be_confused(known):
-        return found[0]
-    return tuple(row[0] for row in exchange([own], group))
+    known = _divided.get(group.process_group)
+    found = None if known is None else known.found(group.rank, own)
+    return tuple(row[0] for row in exchange([own], group)) if found is None else found
 
 
 def may_be_confused(known: Sequence[Sequence[int]]) -> bool:

@@ -46,12 +46,17 @@ class Split:
                     raise ValueError(
                         f"expected ranges within {self.total} indices, got [{start}, {stop}) for rank {rank}"
                     )
-        held = sorted(range_ for ranges in self.ranges for range_ in ranges if range_[0] < range_[1])
+        held = sorted({range_ for ranges in self.ranges for range_ in ranges if range_[0] < range_[1]})
         reached = 0
         for start, stop in held:
             if start > reached:
                 break
-            reached = max(reached, stop)
+            if start < reached:
+                raise ValueError(
+                    f"expected ranges of several ranks to be the same or to have nothing in common, got [{start}, "
+                    f"{stop}) beside others that reach to {reached}"
+                )
+            reached = stop
         if reached != self.total:
             raise ValueError(
                 f"expected that each of {self.total} indices is some rank's, but index {reached} is none's"
@@ -146,6 +151,11 @@ class Split:
         """Whether the parts of all ranks, one behind the other, are the whole dimension."""
         held = [range_ for ranges in self.ranges for range_ in ranges if range_[0] < range_[1]]
         return held == sorted(held) and sum(self.sizes) == self.total
+
+    @property
+    def copies_are_whole(self) -> bool:
+        """Whether ranks that have some of the same indices have all of them in common, so that they hold copies."""
+        return sum(size for rank, size in enumerate(self.sizes) if self.counts(rank)) == self.total
 
     def counts(self, rank: int) -> bool:
         """Whether no rank before this one has the same indices: of copies, only one counts."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from scale_core.group import Group
 from scale_tp.divided import SEQUENCE_DIM, gather_sequence
-from scale_tp.divided_randomness import DividedRandomness
+from scale_tp.divided_randomness import DividedRandomness, drops
 from scale_tp.plan import Style
 from scale_tp.regions import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
 from scale_tp.sequence_parts import parts_held, tell_parts
@@ -87,13 +87,77 @@ def stretch_of(model: nn.Module, modules: Mapping[str, nn.Module], styles: Mappi
     return Stretch(path, blocks, alike, {name: module for name, module in inner.items() if name in columns})
 
 
-def divide_stretch(stretch: Stretch, group: Group) -> None:
-    """Divides the sequence before the first block, and puts it together behind the last one."""
+def divide_stretch(model: nn.Module, stretch: Stretch, group: Group) -> None:
+    """Divides the sequence before the first block, and puts it together behind the last one.
+
+    Args:
+        model: The model that has the stretch.
+        stretch: Its blocks.
+        group: The ranks.
+    """
     for module in stretch.gathering.values():
         module.register_forward_pre_hook(_Gather(group), with_kwargs=True)
     randomness = DividedRandomness(group)
-    stretch.blocks[0].register_forward_pre_hook(_Enter(group, randomness), with_kwargs=True)
-    stretch.blocks[-1].register_forward_hook(_Leave(group, randomness))
+    passage = _Passage(stretch.path, randomness)
+    stretch.blocks[0].register_forward_pre_hook(_Enter(group, passage, stretch.blocks), with_kwargs=True)
+    stretch.blocks[-1].register_forward_hook(_Leave(group, passage))
+    # Whoever runs the blocks is most often the module that holds them, and else the model.
+    for module in dict.fromkeys((model, model.get_submodule(stretch.path.rpartition(".")[0]))):
+        module.register_forward_pre_hook(passage.before)
+        module.register_forward_hook(passage.after, always_call=True)
+
+
+@dataclass
+class _Passage:
+    """How far a forward of the model is: what happens at one end of the stretch has to happen at the other one.
+
+    Attributes:
+        path: The name of the list of blocks.
+        randomness: What is drawn within.
+        inside: Whether the sequence is divided; None outside of the model's forward, as in a recomputation.
+    """
+
+    path: str
+    randomness: DividedRandomness
+    inside: bool | None = None
+
+    def before(self, module: nn.Module, args: Any) -> None:
+        """A forward pre-hook of the model."""
+        self.inside = False
+        self.randomness.forget()
+
+    def enter(self, draws: bool) -> None:
+        """Before the first block."""
+        if self.inside is not None:
+            self.inside = True
+        if draws:
+            self.randomness.enter()
+        else:
+            self.randomness.forget()
+
+    def leave(self) -> None:
+        """Behind the last block."""
+        if self.inside is False:
+            raise RuntimeError(
+                f"sequence_parallel=True: '{self.path}' was left behind its last block, but its first one was not "
+                "called, which divides the sequence: always call both, or pass sequence_parallel=False"
+            )
+        if self.inside is not None:
+            self.inside = False
+        self.randomness.leave()
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        """A forward hook of the model, after an error, too: then there is no output."""
+        inside, self.inside = self.inside, None
+        self.randomness.leave()
+        if inside and output is not None:
+            raise RuntimeError(
+                f"sequence_parallel=True: '{self.path}' was entered at its first block, but its last one was not "
+                "called, which puts the sequence together: always call both, or pass sequence_parallel=False"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "inside": None}
 
 
 @dataclass(frozen=True)
@@ -105,6 +169,11 @@ class _BeforeForward:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
             return (self.change(args[0]), *args[1:]), kwargs
+        if "hidden_states" not in kwargs:
+            raise TypeError(
+                f"sequence_parallel=True: expected {type(module).__name__} to be given the sequence as its first "
+                f"argument, or as hidden_states, got {', '.join(kwargs) or 'nothing'}: pass it by position"
+            )
         return args, {**kwargs, "hidden_states": self.change(kwargs["hidden_states"])}
 
     def change(self, given: Tensor) -> Tensor:
@@ -122,12 +191,13 @@ class _Gather(_BeforeForward):
 class _Enter(_BeforeForward):
     """Before the first block: a rank keeps its part of the sequence, and draws numbers of its own for it."""
 
-    randomness: DividedRandomness
+    passage: _Passage
+    blocks: nn.ModuleList
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if module.training:
-            self.randomness.enter()
-        return super().__call__(module, args, kwargs)
+        changed = super().__call__(module, args, kwargs)
+        self.passage.enter(any(drops(block) for block in self.blocks))
+        return changed
 
     def change(self, given: Tensor) -> Tensor:
         sizes = even_sizes(given.shape[SEQUENCE_DIM], self.group.size)
@@ -140,10 +210,10 @@ class _Leave:
     """Behind the last block: all ranks have all of what it returned, or of the first part of that."""
 
     group: Group
-    randomness: DividedRandomness
+    passage: _Passage
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        self.randomness.leave()
+        self.passage.leave()
         if isinstance(output, Tensor):
             return self._whole(output)
         return (self._whole(output[0]), *output[1:])

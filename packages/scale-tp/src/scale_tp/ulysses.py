@@ -20,9 +20,11 @@ from torch import Tensor
 
 from scale_core.collectives import all_to_all
 from scale_core.events import Event, message_tag
-from scale_core.group import Group, GroupLike, group_of
+from scale_core.group import Group, GroupLike
 from scale_tp.alike import agree
 from scale_tp.blockwise import check_attention_inputs, wide_dtype
+from scale_tp.divided_randomness import DividedRandomness
+from scale_tp.groups import context_group
 from scale_tp.sequence_order import Order, held_positions, whole_length
 from scale_tp.split_sizes import Split, split_heads
 
@@ -47,9 +49,11 @@ def ulysses_attention(
         query: [batch, heads, positions held, head size]: the part that `split_sequence` gives.
         key: [batch, key-value heads, positions held, head size]; the heads are a multiple of the key-value heads.
         value: [batch, key-value heads, positions held, value size].
-        group: The ranks that divide the sequence.
+        group: The ranks that divide the sequence; None is the context axis of `initialize_model_parallel`, or this
+            process alone.
         attention: Called as `attention(query, key, value, **options)` with this rank's heads over all positions, in
-            their order, and as many key-value heads as heads; returns [batch, heads, positions, value size].
+            their order, and as many key-value heads as heads; returns [batch, heads, positions, value size]. With
+            `dropout_p` in the options, ranks draw different numbers in it, and go on alike behind it.
         length: How many positions the whole sequence has; None is as many on each rank as here.
         order: Which positions each rank holds, as in `split_sequence`.
         **options: Handed to `attention`, such as is_causal=True.
@@ -63,7 +67,7 @@ def ulysses_attention(
             ranks differ.
     """
     check_attention_inputs("ulysses_attention", query, key, value)
-    ranks = group_of(group)
+    ranks = context_group(group)
     length = whole_length(query.shape[2], length, ranks.size, ranks.rank, order)
     heads, key_value_heads = query.shape[1], key.shape[1]
     words = (
@@ -81,7 +85,13 @@ def ulysses_attention(
         shared = query.shape[1] // key.shape[1]
         if shared > 1:
             key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
-        output = attention(query, key, value, **options)
+        randomness = DividedRandomness(ranks)
+        if options.get("dropout_p"):  # Other heads are dropped on each rank.
+            randomness.enter()
+        try:
+            output = attention(query, key, value, **options)
+        finally:
+            randomness.leave()
     else:  # A rank without heads takes part in the exchanges alone.
         output = query.sum() + key.sum() + value.sum() + value.new_empty(expected)
     if output.shape != expected:
