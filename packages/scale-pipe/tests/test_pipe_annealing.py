@@ -6,7 +6,7 @@ from scale_pipe import Costs, Placement, lower_bound
 from scale_pipe.schedules.annealing import Heat, Search, anneal, critical_path
 from scale_pipe.schedules.backbone import backbone_of
 from scale_pipe.schedules.problem import Problem, evaluate
-from scale_pipe.schedules.solver import _one_by_one
+from scale_pipe.schedules.search import one_by_one
 
 PLACEMENT = Placement.wave(3)
 
@@ -20,7 +20,7 @@ def test_it_gets_better_keeps_the_cap_and_repeats(whole: bool) -> None:
     found = []
     for _ in range(2):
         problem = problem_of(4)
-        orders = _one_by_one(problem)
+        orders = one_by_one(problem)
         search = Search(problem, goal=0.0)
         best, best_orders = anneal(
             search,
@@ -47,14 +47,14 @@ def test_it_ends_where_nothing_better_is_possible() -> None:
     problem = problem_of(6)
     goal = lower_bound(PLACEMENT, 5, problem.costs, 3).makespan
     search = Search(problem, goal)
-    anneal(search, backbone_of(problem, _one_by_one(problem)), 5_000_000, heat=Heat(0.2, 0.02), patience=1.0, seed=0)
+    anneal(search, backbone_of(problem, one_by_one(problem)), 5_000_000, heat=Heat(0.2, 0.02), patience=1.0, seed=0)
     assert search.makespan == pytest.approx(goal, rel=1e-12)
     assert search.visits < 2_000_000
 
 
 def test_what_is_on_the_critical_path_fills_the_makespan() -> None:
     problem = problem_of(4)
-    orders = _one_by_one(problem)
+    orders = one_by_one(problem)
     search = Search(problem, goal=0.0)
     _, orders = anneal(search, orders, 50_000, heat=Heat(0.1, 0.02), patience=1.0, seed=0)
     timing = search.time(orders)

@@ -8,7 +8,7 @@ from scale_pipe import Costs, Placement, simulate, validate, weave
 from scale_pipe.schedules.annealing import _fits, _step
 from scale_pipe.schedules.backbone import Change, Evaluator, backbone_of, in_order, whole_orders
 from scale_pipe.schedules.problem import Codes, Problem, evaluate
-from scale_pipe.schedules.solver import _one_by_one
+from scale_pipe.schedules.search import one_by_one
 
 
 def problem_of(placement: Placement, num_micro_batches: int, cap: int, link: float) -> Problem:
@@ -59,7 +59,7 @@ def test_from_a_change_on_it_is_what_it_is_from_the_start(
     placement: Placement, num_micro_batches: int, cap: int, link: float, whole: bool
 ) -> None:
     problem = problem_of(placement, num_micro_batches, cap, link)
-    orders = _one_by_one(problem)
+    orders = one_by_one(problem)
     num_running = 0
     for new, change in neighbours(problem, orders if whole else backbone_of(problem, orders), 300, seed=1):
         evaluator = Evaluator(problem)

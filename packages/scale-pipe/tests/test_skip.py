@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from scale_checkpoint import checkpoint_wrapper
 from scale_pipe import Namespace, pop, skippable, stash
-from scale_pipe.models.skip import popped_by, run_with_skips, stashed_by
+from scale_pipe.models.skip_carrying import run_with_skips
+from scale_pipe.models.skip_words import popped_by, stashed_by
 
 Commands = Generator[Any, Any, Any]
 

@@ -13,7 +13,8 @@ from scale_pipe.schedules.errors import DeadlockError, MemoryCapError, ScheduleE
 from scale_pipe.schedules.placement import Placement
 from scale_pipe.schedules.schedule import Schedule
 from scale_pipe.schedules.simulation import Simulation, Span, simulate
-from scale_pipe.schedules.solver import Solution, solve
+from scale_pipe.schedules.solution import Solution
+from scale_pipe.schedules.solver import solve
 from scale_pipe.schedules.trace import chrome_trace, save_chrome_trace
 from scale_pipe.schedules.validation import validate
 from scale_pipe.schedules.weave import weave
@@ -28,8 +29,9 @@ if typing.TYPE_CHECKING:
     from scale_pipe.models.deferred_batch_norm import DeferredBatchNorm
     from scale_pipe.models.profiling import profile_stages
     from scale_pipe.models.replay import SplitError
-    from scale_pipe.models.skip import Namespace, pop, skippable, stash
+    from scale_pipe.models.skip import skippable
     from scale_pipe.models.skip_layout import verify_skippables
+    from scale_pipe.models.skip_words import Namespace, pop, stash
     from scale_pipe.models.split import shared_parameters, split
     from scale_pipe.one_process.pipe import Pipe
 
@@ -91,7 +93,7 @@ _LOADED_WHEN_ASKED_FOR = {
     "AbsentTensorError": "scale_pipe.models.absent",
     "DeferredBatchNorm": "scale_pipe.models.deferred_batch_norm",
     "DistributedPipe": "scale_pipe.distributed.pipe",
-    "Namespace": "scale_pipe.models.skip",
+    "Namespace": "scale_pipe.models.skip_words",
     "NoChunk": "scale_pipe.micro_batches",
     "Pipe": "scale_pipe.one_process.pipe",
     "SplitError": "scale_pipe.models.replay",
@@ -99,12 +101,12 @@ _LOADED_WHEN_ASKED_FOR = {
     "balance_by_makespan": "scale_pipe.models.balance",
     "balance_by_size": "scale_pipe.models.balance",
     "balance_by_time": "scale_pipe.models.balance",
-    "pop": "scale_pipe.models.skip",
+    "pop": "scale_pipe.models.skip_words",
     "profile_stages": "scale_pipe.models.profiling",
     "shared_parameters": "scale_pipe.models.split",
     "skippable": "scale_pipe.models.skip",
     "split": "scale_pipe.models.split",
-    "stash": "scale_pipe.models.skip",
+    "stash": "scale_pipe.models.skip_words",
     "verify_skippables": "scale_pipe.models.skip_layout",
 }
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from scale_pipe.distributed.plan import SharedParameter, Skip, Wiring
 from scale_pipe.models.partition import check_balance, check_sequential, partition
-from scale_pipe.models.skip import SkipKey
 from scale_pipe.models.skip_layout import skip_layout
+from scale_pipe.models.skip_words import SkipKey
 from scale_pipe.models.split import shared_parameters
 from scale_pipe.schedules.classic import gpipe, interleaved_1f1b, looped_breadth_first, one_forward_one_backward
 from scale_pipe.schedules.dual_pipe import dual_pipe_v

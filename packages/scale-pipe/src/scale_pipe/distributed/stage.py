@@ -24,7 +24,8 @@ from scale_pipe.distributed.split_backward import Backward
 from scale_pipe.micro_batches import Arguments
 from scale_pipe.models.deferred_batch_norm import begin_mini_batch
 from scale_pipe.models.partition import run_layers
-from scale_pipe.models.skip import SkipKey, run_with_skips
+from scale_pipe.models.skip_carrying import run_with_skips
+from scale_pipe.models.skip_words import SkipKey
 
 ToLoss: TypeAlias = Callable[[Any, int, Share], Any]
 """From the last stage's output, the number of the micro-batch and its share to its loss, a scalar."""

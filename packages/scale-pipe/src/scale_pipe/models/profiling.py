@@ -15,7 +15,8 @@ from scale_checkpoint.live import LiveBytes, storage_bytes
 from scale_checkpoint.step import now, steady, undisturbed
 from scale_core.nested import map_tensors, tensors_in
 from scale_pipe.distributed.split_backward import Backward
-from scale_pipe.models.skip import SkipKey, popped_by, run_with_skips
+from scale_pipe.models.skip_carrying import run_with_skips
+from scale_pipe.models.skip_words import SkipKey, popped_by
 from scale_pipe.schedules.costs import Costs
 
 T = TypeVar("T")

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from scale_pipe.models.skip import SkipKey, declared_by, popped_by, stashed_by
+from scale_pipe.models.skip_words import SkipKey, declared_by, popped_by, stashed_by
 
 
 class Skip(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from scale_pipe.models.skip import declared_by
+from scale_pipe.models.skip_words import declared_by
 
 _OF_A_PARTITION = re.compile(r"partitions\.\d+\.(.+)", re.DOTALL)
 

@@ -15,7 +15,8 @@ from scale_core.nested import map_tensors
 from scale_pipe.checkpoint_mode import works_in_place
 from scale_pipe.copying import copied_to
 from scale_pipe.micro_batches import Arguments
-from scale_pipe.models.skip import SkipKey, run_with_skips
+from scale_pipe.models.skip_carrying import run_with_skips
+from scale_pipe.models.skip_words import SkipKey
 
 Result: TypeAlias = tuple[Any, dict[SkipKey, Any]]
 """A partition's output, and what it has stashed."""

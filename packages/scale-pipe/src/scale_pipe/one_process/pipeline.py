@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from scale_pipe.micro_batches import Arguments
-from scale_pipe.models.skip import SkipKey
 from scale_pipe.models.skip_layout import skip_layout
+from scale_pipe.models.skip_words import SkipKey
 from scale_pipe.one_process.clock import Task, clock_cycles
 from scale_pipe.one_process.partition_run import PartitionRun, Result
 from scale_pipe.one_process.portals import Portals

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from scale_core.nested import tensors_in
-from scale_pipe.models.skip import SkipKey
 from scale_pipe.models.skip_layout import Skip
+from scale_pipe.models.skip_words import SkipKey
 
 
 class Portals:
