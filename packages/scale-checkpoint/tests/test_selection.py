@@ -1,4 +1,4 @@
-"""Modules by their names and by a function."""
+"""Modules by their names, by their class and by a function."""
 
 from __future__ import annotations
 
@@ -34,6 +34,19 @@ def test_a_function_says_what_is_done_with_each() -> None:
     offloaded, kept = treated(net.layers[1]), treated(net.head)
     assert offloaded is not None and not offloaded.treatment.recompute
     assert kept is not None and kept.treatment.keep is not None
+
+
+def test_a_class_chooses_all_its_modules() -> None:
+    net = model()
+    assert (
+        checkpoint_modules(net, nn.Linear) == ["layers.0.0", "layers.1.0", "layers.2.0", "head"] == treated_names(net)
+    )
+    with pytest.raises(ValueError, match="has no Conv1d that is called; it has Linear, Sequential, Tanh"):
+        checkpoint_modules(net, nn.Conv1d)
+    with pytest.raises(ValueError, match="has no ModuleList that is called"):
+        checkpoint_modules(net, nn.ModuleList)
+    with pytest.raises(TypeError, match=r"a class derived from torch\.nn\.Module"):
+        checkpoint_modules(net, dict)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

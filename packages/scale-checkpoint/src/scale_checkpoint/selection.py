@@ -1,4 +1,4 @@
-"""Many modules of a model at once, chosen by their names or by a function."""
+"""Many modules of a model at once, chosen by their names, by their class or by a function."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ ModulePolicy: TypeAlias = Callable[[str, nn.Module], How | None]
 
 def checkpoint_modules(
     model: nn.Module,
-    select: Collection[str] | ModulePolicy,
+    select: Collection[str] | type[nn.Module] | ModulePolicy,
     how: How = "recompute",
     *,
     offload_to: Target = "host",
     offload_inputs: bool = False,
 ) -> list[str]:
-    r"""Checkpoints those modules of a model whose qualified names match, or that a function chooses.
+    r"""Checkpoints those modules of a model that are chosen by their qualified names, by their class or by a function.
 
         >>> from torch import nn
         >>> from scale_checkpoint import checkpoint_modules
@@ -37,9 +37,10 @@ def checkpoint_modules(
 
     Args:
         model: Changed in place. It has no name itself, and is not chosen.
-        select: Regular expressions for whole names, as `named_modules` gives them: `r"layers\.\d+"`; or a function of
-            name and module that returns one of the words and policies that `how` takes, or None for nothing.
-        how: What is done with those whose names match, as `apply_checkpointing` takes it.
+        select: Regular expressions for whole names, as `named_modules` gives them: `r"layers\.\d+"`; or a class,
+            whose modules are all chosen; or a function of name and module that returns one of the words and policies
+            that `how` takes, or None for nothing.
+        how: What is done with those whose names or class match, as `apply_checkpointing` takes it.
         offload_to: "host" or the path of a folder.
         offload_inputs: Of modules that are recomputed: keep their inputs there, too.
 
@@ -47,9 +48,10 @@ def checkpoint_modules(
         The names of the modules that were chosen, in the order of the model.
 
     Raises:
-        TypeError: `select` is one string.
+        TypeError: `select` is one string, or a class of other things than modules.
         ValueError: A pattern is no regular expression, or matches nothing (the error lists near names) or nothing but a
-            list of modules, which is never called; or `how` is none: see `apply_checkpointing`. Nothing was changed.
+            list of modules, which is never called; or no module is of the class; or `how` is none: see
+            `apply_checkpointing`. Nothing was changed.
     """
     if isinstance(select, str):
         raise TypeError(f"select holds several patterns, but got one string, {select!r}: write [{select!r}]")
@@ -58,7 +60,10 @@ def checkpoint_modules(
     for name, module in model.named_modules(remove_duplicate=False):
         if name:
             names.setdefault(module, []).append(name)
-    chosen = _by_function(names, select) if callable(select) else _by_pattern(names, select, how)
+    if isinstance(select, type):
+        chosen = _by_class(names, select, how)
+    else:
+        chosen = _by_function(names, select) if callable(select) else _by_pattern(names, select, how)
     # Nothing is changed before all is known to be right; what is said of several modules is read once.
     told: dict[int, Treatment | None] = {}
     for said in chosen.values():
@@ -67,6 +72,16 @@ def checkpoint_modules(
     for module, said in chosen.items():
         give(module, told[id(said)])
     return [names[module][0] for module in chosen]
+
+
+def _by_class(names: dict[nn.Module, list[str]], of: type[nn.Module], how: How) -> dict[nn.Module, How]:
+    if not issubclass(of, nn.Module):
+        raise TypeError(f"select: expected a class derived from torch.nn.Module, got {of!r}")
+    chosen = {module: how for module in names if isinstance(module, of) and _is_called(module)}
+    if not chosen:
+        there = sorted({type(module).__name__ for module in names if _is_called(module)})
+        raise ValueError(f"select: the model has no {of.__name__} that is called; it has {', '.join(there)}")
+    return chosen
 
 
 def _by_function(names: dict[nn.Module, list[str]], select: ModulePolicy) -> dict[nn.Module, How]:
