@@ -215,3 +215,10 @@ def test_a_mesh_of_all_ranks_is_the_default_group() -> None:
     with compat.fake_default_group(0, 4):
         assert compat.flatten_mesh(init_device_mesh("cpu", (2, 2))) is None
         assert compat.flatten_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"]) is not None
+
+
+def test_a_profiler_that_records_is_seen() -> None:
+    assert not compat.profiler_runs()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert compat.profiler_runs()
+    assert not compat.profiler_runs()

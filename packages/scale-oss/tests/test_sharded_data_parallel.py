@@ -84,6 +84,12 @@ def parameters_are_waited_for_where_they_are_used() -> None:
     model(data(group_of().rank)).square().mean().backward()
     optimizer.step()
     assert all(not bucket.is_gathering for bucket in optimizer.buckets)
+    # Were one on its way when a profiler ends, the process would die.
+    model, optimizer = sharded(layers())
+    model(data(group_of().rank)).square().mean().backward()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        optimizer.step()
+        assert all(not bucket.is_gathering for bucket in optimizer.buckets)
 
 
 def unused_on_some_ranks() -> None:

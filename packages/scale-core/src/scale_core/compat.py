@@ -130,6 +130,15 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def profiler_runs() -> bool:
+    """Whether torch.profiler is recording now.
+
+    Where it ends while gloo still carries a collective that was begun under it, torch 2.13 writes to memory that the
+    profiler has freed, and the process dies when the profile does.
+    """
+    return bool(torch._C._autograd._profiler_enabled())
+
+
 def accelerator() -> torch.device | None:
     """This process's current accelerator, or what stands in for one in a simulation; None where there is none."""
     if torch.cuda.is_available():

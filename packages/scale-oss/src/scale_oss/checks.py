@@ -6,14 +6,24 @@ They would train on, each rank by itself, and nobody would see it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from scale_core.group import GroupLike, group_of
 from scale_core.shard import unit_shard_of
 from scale_oss.bucket import Bucket
 from scale_oss.optimizer import OSS
+
+
+def without_wrappers(optimizer: Any) -> Any:
+    """Returns the OSS that a wrapper such as AdaScale has as its `optimizer`; what wraps none, as it is."""
+    inner = optimizer
+    while isinstance(inner, Optimizer) and not isinstance(inner, OSS):
+        inner = getattr(inner, "optimizer", None)
+    return inner if isinstance(inner, OSS) else optimizer
 
 
 def check_optimizers(module: nn.Module, optimizers: Sequence[OSS], process_group: GroupLike) -> None:

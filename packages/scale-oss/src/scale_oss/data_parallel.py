@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from scale_core.backward import in_backward
 from scale_core.collectives import broadcast
@@ -22,7 +23,7 @@ from scale_core.events import Event
 from scale_core.group import GroupLike
 from scale_core.joining import current_share
 from scale_oss.bucket import Bucket
-from scale_oss.checks import check_held, check_optimizers
+from scale_oss.checks import check_held, check_optimizers, without_wrappers
 from scale_oss.giving_up import forward_has_failed
 from scale_oss.optimizer import OSS
 from scale_oss.reducing import Reducer
@@ -45,7 +46,8 @@ class ShardedDataParallel(nn.Module):
 
     Args:
         module: The model; all its parameters that train must be in one of the optimizers.
-        sharded_optimizer: The `OSS`, or several of them on disjoint parameters.
+        sharded_optimizer: The `OSS`, or several of them on disjoint parameters; a wrapper that has one as its
+            `optimizer`, as AdaScale, will do, too.
         process_group: The ranks; the optimizers' own if None, and no other.
         broadcast_buffers: All ranks take rank 0's buffers before each forward pass.
         sync_models_at_startup: All ranks take rank 0's parameters and buffers now.
@@ -64,7 +66,7 @@ class ShardedDataParallel(nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        sharded_optimizer: OSS | list[OSS] | tuple[OSS, ...],
+        sharded_optimizer: Optimizer | Sequence[Optimizer],
         process_group: GroupLike = None,
         broadcast_buffers: bool = True,
         sync_models_at_startup: bool = True,
@@ -77,7 +79,7 @@ class ShardedDataParallel(nn.Module):
     ) -> None:
         super().__init__()
         several = sharded_optimizer if isinstance(sharded_optimizer, list | tuple) else [sharded_optimizer]
-        optimizers: list[OSS] = list(several)
+        optimizers: list[OSS] = [without_wrappers(each) for each in several]
         check_optimizers(module, optimizers, process_group)
         self.module = module
         self.sharded_optimizers = optimizers

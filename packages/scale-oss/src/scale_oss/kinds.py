@@ -47,6 +47,12 @@ def works_by_element(optim_class: type[Optimizer]) -> bool:
     given: object = optim_class
     if not (isinstance(given, type) and issubclass(given, Optimizer)):
         raise TypeError(f"OSS: expected optim to be a class of optimizers, such as torch.optim.AdamW, got {given!r}")
+    if getattr(optim_class, "listens_to_gradients", False):
+        raise ValueError(
+            f"OSS can't shard {optim_class.__name__}: it measures gradients in the backward pass, which brings none to "
+            "the pieces that OSS steps on: put AdaScale around, AdaScale(OSS(model.parameters(), torch.optim.SGD, "
+            "lr=...))"
+        )
     for kind in (KINDS[base] for base in optim_class.__mro__ if base in KINDS):
         if kind.scope == "all":
             raise ValueError(

@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from scale_core.contract import Contract
 from scale_core.events import Event
 from scale_core.group import Group
-from scale_core.shard import is_divided, unit_shard_of
+from scale_core.shard import check_apart, is_divided, unit_shard_of
 from scale_oss.bucket import Bucket
 from scale_oss.in_place import InPlaceBucket
 from scale_oss.partition import choose_owners, cut_evenly, give_whole, group_from_the_end, group_in_rounds
@@ -128,6 +128,7 @@ class Sorter:
         return found
 
     def _check(self, param: nn.Parameter, name: str) -> None:
+        check_apart([(name, param)], self._group, "OSS")
         if not self._elementwise:
             refuse_flat(param, name, self._optim_name)
         if unit_shard_of(param) is None and param.is_meta:
