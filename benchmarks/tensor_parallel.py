@@ -14,18 +14,22 @@ turns of its ratio to torch's in the same turn.
 "CPU" is the CPU time of all ranks, the transport's threads included, over that of torch's. "alone" is that of the
 whole block on one process, over the same. "sent" is what one rank writes to its sockets in a step, counted by the
 kernel; "collectives" is how often all ranks exchange something in it: operations of torch's process group there, and
-here sums, gathers and scattered sums, whatever messages these are made of. "error" is the largest difference of an
-output from the whole block's. Under torch's sequence parallelism the gradients of norms are left
-as summands; they are summed in the step here, as an optimizer would have it.
+here sums, gathers and scattered sums, those of copies and questions to each other included, whatever messages these are
+made of. "error" is the largest difference of an output from the whole block's. Under torch's sequence parallelism the
+gradients of norms are left as summands; they are summed in the step here, as an optimizer would have it.
 
-FairScale has no wheel and needs a build from its sources, so it does not stand in the table.
+Beside them stand the same blocks with `overlap_pieces=1`, and FairScale's layers where FairScale is installed; these
+need no CUDA, and have no sequence parallelism. On one machine with few cores overlap can gain little: the transport
+works on the cores that multiply. What it may cost is seen.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
@@ -46,7 +50,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from scale_tp import regions
+from scale_core.exchange import exchange
+from scale_tp import copies, moves, pieces
 from scale_tp.parallelize import parallelize
 
 HEADS, KEY_VALUE_HEADS = 8, 4
@@ -58,6 +63,9 @@ TITLES = {
     "scale": "scale-tp parallelize",
     "torch-sequence": "torch, sequence parallel",
     "scale-sequence": "scale-tp, sequence parallel",
+    "scale-overlap": "scale-tp, overlap",
+    "scale-sequence-overlap": "scale-tp, sequence parallel, overlap",
+    "fairscale": "FairScale's layers",
 }
 PLAN = {
     "blocks.*.attention.[qkv]": "colwise",
@@ -66,7 +74,15 @@ PLAN = {
     "blocks.*.feed.down": "rowwise",
 }
 FUNCTIONAL = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast")
-COUNTED = ("sum_over", "gather_along", "sum_scatter_along")
+COUNTED = (
+    moves.begin_sum,
+    moves.begin_gather,
+    moves.begin_sum_scatter,
+    pieces.multiply_gathered,
+    pieces.multiply_scattered,
+    copies.sum_of_copies,
+    exchange,
+)
 
 
 @dataclass
@@ -188,12 +204,15 @@ def start_rank(order: dict[str, Any]) -> dict[str, Callable[..., dict[str, Any]]
     target = torch.randn_like(data)
     with torch.no_grad():
         expected = model(data)
-    sequence_parallel = name.endswith("sequence")
+    sequence_parallel = "sequence" in name
     forward: Callable[[Tensor], Tensor] = model
     if name.startswith("torch"):
         forward = divided_by_torch(model, sequence_parallel=sequence_parallel)
     elif name.startswith("scale"):
-        parallelize(model, PLAN, dist.group.WORLD, sequence_parallel=sequence_parallel)
+        options: dict[str, Any] = {"overlap_pieces": 1} if name.endswith("overlap") else {}
+        parallelize(model, PLAN, dist.group.WORLD, sequence_parallel=sequence_parallel, **options)
+    elif name == "fairscale":
+        take_layers_of_fairscale(model)
 
     def step() -> None:
         x = data.detach().requires_grad_()
@@ -216,9 +235,13 @@ def start_rank(order: dict[str, Any]) -> dict[str, Callable[..., dict[str, Any]]
         with torch.no_grad():
             error = (forward(data) - expected).abs().max().item()
         if name.startswith("scale"):
-            return {"difference": error, "collectives": count_regions(step)}
+            with counting() as number:
+                step()
+            return {"difference": error, "collectives": sum(number)}
         with OperationCount() as counted:
             step()
+        if name == "fairscale":
+            return {"difference": error, "collectives": counted.collectives.total()}
         # Below each of these is one of the process group, which would count once more.
         asked = [counted.operations[f"_c10d_functional::{name}"] for name in FUNCTIONAL]
         return {"difference": error, "collectives": sum(asked)}
@@ -226,33 +249,60 @@ def start_rank(order: dict[str, Any]) -> dict[str, Callable[..., dict[str, Any]]
     return {"run": run, "check": check}
 
 
-def count_regions(step: Callable[[], None]) -> int:
-    """How many sums, gathers and scattered sums a step is made of."""
-    number = 0
+def take_layers_of_fairscale(model: Model) -> None:
+    """Puts FairScale's parallel layers, with this rank's parts of the weights, in the place of the linear ones."""
+    from fairscale.nn import model_parallel as theirs
 
-    def counting(act: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            nonlocal number
-            number += 1
+    theirs.initialize_model_parallel(dist.get_world_size())
+    for block in model.blocks:
+        for module, names, kind, dim in (
+            (block.attention, ("q", "k", "v"), theirs.ColumnParallelLinear, 0),
+            (block.feed, ("gate", "up"), theirs.ColumnParallelLinear, 0),
+            (block.attention, ("out",), theirs.RowParallelLinear, 1),
+            (block.feed, ("down",), theirs.RowParallelLinear, 1),
+        ):
+            for name in names:
+                whole = getattr(module, name)
+                options = {"gather_output": False} if dim == 0 else {"input_is_parallel": True}
+                layer = kind(whole.in_features, whole.out_features, bias=False, init_method=lambda x: x, **options)
+                with torch.no_grad():
+                    layer.weight.copy_(whole.weight.chunk(dist.get_world_size(), dim)[dist.get_rank()])
+                setattr(module, name, layer)
+
+
+@contextmanager
+def counting() -> Iterator[list[int]]:
+    """Counts how often all ranks exchange something: one for each, in the list, of all that scale-tp calls."""
+    number: list[int] = []
+
+    def counted(act: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            number.append(1)
             return act(*args, **kwargs)
 
-        return counted
+        return call
 
-    before = {name: getattr(regions, name) for name in COUNTED}
-    for name, act in before.items():
-        setattr(regions, name, counting(act))
+    replaced = [
+        (module, name, value)
+        for path, module in list(sys.modules.items())
+        if path.split(".")[0] == "scale_tp"
+        for name, value in list(vars(module).items())
+        if any(value is act for act in COUNTED)
+    ]
+    for module, name, value in replaced:
+        setattr(module, name, counted(value))
     try:
-        step()
+        yield number
     finally:
-        for name, act in before.items():
-            setattr(regions, name, act)
-    return number
+        for module, name, value in replaced:
+            setattr(module, name, value)
 
 
 def measure(world: int, options: argparse.Namespace) -> list[Result]:
     """Lets the candidates take turns."""
     sizes = {"width": options.width, "length": options.length, "batch": options.batch}
-    results = {name: Result(world, name) for name in TITLES}
+    has_fairscale = importlib.util.find_spec("fairscale") is not None
+    results = {name: Result(world, name) for name in TITLES if name != "fairscale" or has_fairscale}
     with Nursery(__file__, ALLOCATOR_FOR_TIME) as nursery:
         teams: dict[str, Team] = {}
         try:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD
 
+from scale_adascale import AdaScale
 from scale_adascale.averages import Average
 from scale_adascale.gain import Moments, bounded, gain, moments
 
@@ -117,3 +120,19 @@ class Plain:
         state = self.optimizer.state[param]
         mean = state["exp_avg_sq"].double().mean() / (1 - 0.999 ** state["step"].double())
         return float(mean.sqrt() + 1e-8)
+
+
+def backward(model: nn.Module, *samples: list[float], divisor: float = 1.0) -> None:
+    """One backward pass for each sample, of the sum of the outputs."""
+    for sample in samples:
+        (model(torch.tensor(sample)).sum() / divisor).backward()
+
+
+def linear(bias: bool = False) -> nn.Linear:
+    """Two by two."""
+    return nn.Linear(2, 2, bias=bias)
+
+
+def two_steps(**kwargs: Any) -> AdaScale:
+    """With two gradients to a step."""
+    return AdaScale(SGD(linear().parameters(), lr=0.1), num_gradients_to_accumulate=2, **kwargs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scale_adascale import fit_speed, suggest_batch_size
+from scale_adascale import NoiseScale, fit_speed, suggest_batch_size
 
 BENT = {64: 0.50, 128: 0.52, 256: 0.56}  # 0.48 s, and 0.3125 ms per sample
 
@@ -53,3 +53,8 @@ def test_what_was_measured_counts_more_than_the_line():
 def test_numbers_out_of_their_range_are_refused(seconds, noise, base, candidates, words):
     with pytest.raises(ValueError, match=words):
         suggest_batch_size(seconds, noise, base, candidates)
+
+
+def test_a_noise_scale_is_taken_as_it_is_measured():
+    seconds = {64: 0.50, 128: 0.52, 256: 0.56}
+    assert suggest_batch_size(seconds, NoiseScale(400.0, 300.0, 500.0), 64) == suggest_batch_size(seconds, 400, 64)

@@ -4,11 +4,14 @@ import gc
 
 import pytest
 import torch
+from adascale_cases import gradients_of, loss_of, net, plain_gain
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from scale_adascale import AdaScale
 from scale_core.backward import local_grads_wanted
+from scale_core.group import Group
+from scale_core.samples import SampledStep, announces_samples
 
 
 def test_nobody_is_told_of_gradients_once_an_adascale_is_gone() -> None:
@@ -39,3 +42,140 @@ def test_hooks_of_another_adascale_are_nobody_elses() -> None:
     for sample in torch.eye(2):
         model(sample).sum().backward()
     assert both[0].gain() == both[1].gain() > 1
+
+
+def sampled(num: int = 2) -> tuple[nn.Sequential, AdaScale]:
+    model = net()
+    return model, AdaScale(torch.optim.SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=num)
+
+
+def in_passes(model: nn.Sequential, step: SampledStep, seeds: dict[int, int], share: float) -> None:
+    """The gradients of several samples, layer after layer and not sample after sample."""
+    losses = {sample: loss_of(model, seed) * share for sample, seed in seeds.items()}
+    for layer in (model[2], model[0]):
+        for sample, loss in losses.items():
+            with step.of_sample(sample):
+                loss.backward(inputs=list(layer.parameters()), retain_graph=True)
+
+
+def test_a_step_that_is_announced_is_measured_by_its_samples_whatever_passes_it_has() -> None:
+    model, optimizer = sampled(4)
+    for seeds in ({0: 1, 1: 2}, {0: 3, 1: 4}):
+        step = SampledStep(model.parameters())
+        step.begin()
+        in_passes(model, step, seeds, 0.25)
+        step.end(2)
+    other = net()
+    gradients = gradients_of(other, list(other.parameters()), [1, 2, 3, 4])
+    assert optimizer.gain() == pytest.approx(plain_gain(gradients, 4.0), rel=1e-6)
+    optimizer.step()
+
+
+def test_a_step_that_is_given_up_counts_as_nothing() -> None:
+    model, optimizer = sampled(4)
+    gains = []
+    for fails in (False, True):
+        for seeds in ({0: 1, 1: 2}, {0: 3, 1: 4}):
+            if fails:
+                before = [None if param.grad is None else param.grad.clone() for param in model.parameters()]
+                step = SampledStep(model.parameters())
+                step.begin()
+                in_passes(model, step, {0: 5}, 1.0)
+                step.fail()
+                for param, grad in zip(model.parameters(), before, strict=True):
+                    param.grad = grad
+            step = SampledStep(model.parameters())
+            step.begin()
+            in_passes(model, step, seeds, 0.25)
+            step.end(2)
+        gains.append(optimizer.gain())
+        optimizer.zero_grad()
+    assert gains[0] == gains[1] > 1
+
+
+def test_more_samples_than_were_said_are_refused_and_those_before_them_stay() -> None:
+    model, optimizer = sampled(2)
+    step = SampledStep(model.parameters())
+    step.begin()
+    in_passes(model, step, {0: 1, 1: 2, 2: 3}, 0.5)
+    with pytest.raises(RuntimeError, match=r"expected 2 backward passes.*but 3 came.*each micro-batch is one"):
+        step.end(3)
+    model.zero_grad()
+    step = SampledStep(model.parameters())
+    step.begin()
+    in_passes(model, step, {0: 1, 1: 2}, 0.5)
+    step.end(2)
+    other = net()
+    expected = plain_gain(gradients_of(other, list(other.parameters()), [1, 2]), 2.0)
+    assert optimizer.gain() == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_gradient_that_comes_in_parts_is_the_sum_that_is_told_of() -> None:
+    model, optimizer = sampled(2)
+    weight = model[2].weight
+    step = SampledStep(model.parameters(), [weight])
+    step.begin()
+    for sample, seed in enumerate((1, 2)):
+        with step.of_sample(sample):
+            for _ in range(2):
+                (loss_of(model, seed) / 4).backward(inputs=[weight])
+            (loss_of(model, seed) / 2).backward(inputs=list(model[0].parameters()))
+        step.tell(weight, torch.autograd.grad(loss_of(model, seed) / 2, weight)[0])
+    step.end(2)
+    other = net()
+    expected = plain_gain(gradients_of(other, list(other.parameters()), [1, 2]), 2.0)
+    assert optimizer.gain() == pytest.approx(expected, rel=1e-6)
+
+
+def test_what_counts_elsewhere_does_not_count_here() -> None:
+    model, optimizer = sampled(2)
+    first = list(model[0].parameters())
+    step = SampledStep(model.parameters(), first, first)
+    step.begin()
+    in_passes(model, step, {0: 1, 1: 2}, 0.5)
+    step.end(2)
+    other = net()
+    expected = plain_gain(gradients_of(other, list(other[2].parameters()), [1, 2]), 2.0)
+    assert optimizer.gain() == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_step_of_other_parameters_is_nobody_elses() -> None:
+    model, optimizer = sampled(2)
+    step = SampledStep(net().parameters())
+    step.begin()
+    assert not step.is_heard
+    for seed in (1, 2):
+        with step.of_sample(0):
+            (loss_of(model, seed) / 2).backward()
+    step.end(1)
+    assert optimizer.gain() > 1
+
+
+def test_a_gradient_of_no_sample_and_two_of_one_are_refused() -> None:
+    model, _optimizer = sampled(2)
+    step = SampledStep(model.parameters())
+    step.begin()
+    with pytest.raises(RuntimeError, match="between the backward passes of a pipeline's step"):
+        loss_of(model, 1).backward()
+    with step.of_sample(0):
+        loss_of(model, 1).backward()
+        with pytest.raises(RuntimeError, match="has two gradients in one backward pass"):
+            loss_of(model, 1).backward()
+    step.fail()
+
+
+def test_a_rank_whose_parameters_are_all_frozen_counts_the_samples_of_a_step_that_is_announced() -> None:
+    model = net().requires_grad_(False)
+    others = Group(0, 2, None, "fake", (0, 1))
+    with pytest.raises(ValueError, match="expected a parameter that is not frozen on each of the ranks"):
+        AdaScale(torch.optim.SGD(model.parameters(), lr=0.1), model_parallel_group=others)
+    announces_samples(model, others)
+    AdaScale(torch.optim.SGD(model.parameters(), lr=0.1), model_parallel_group=others)
+    optimizer = AdaScale(
+        torch.optim.SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=2, model_parallel_group=Group()
+    )
+    step = SampledStep(model.parameters())
+    step.begin()
+    step.end(2)
+    assert optimizer.gain() == 1.0
+    optimizer.step()

@@ -81,3 +81,18 @@ def test_a_step_that_others_have_wrapped_has_the_gain_of_unscaled_losses():
         plain.zero_grad()
         assert scaled.gain() == pytest.approx(plain.gain(), rel=1e-9)
     assert scaler.get_scale() == 2.0**14
+
+
+def test_a_step_that_the_scaler_skips_warns_of_nothing_whoever_asks_for_the_gain():
+    """Warnings are errors here. The first step of a training is skipped often, before any scaler was seen."""
+    model, scaler = net(), torch.amp.GradScaler("cpu", 2.0**10)
+    optimizer = AdaScale(SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=2)
+    gains = []
+    for step in range(4):
+        for seed in (2 * step, 2 * step + 1):
+            scaler.scale(loss_of(model, seed) / 2 * (torch.inf if step in (0, 2) else 1.0)).backward()
+        scaler.step(optimizer)
+        gains.append(optimizer.gain())
+        scaler.update()
+        optimizer.zero_grad()
+    assert gains[0] == 1.0 < gains[1] == gains[2] != gains[3]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from scale_adascale.gain import Moments, moments
-from scale_adascale.noise import NoiseAverage, efficiency, noise_scale
+from scale_adascale.noise import NoiseAverage, NoiseScale, efficiency, noise_scale
 
 
 def averaged(samples: list[Moments], smoothing: float = 0.0) -> NoiseAverage:
@@ -37,11 +37,12 @@ def test_of_known_noise_the_scale_is_found():
 
 
 @pytest.mark.parametrize("confidence", [0.5, 0.95])
-def test_the_interval_holds_the_truth_as_often_as_it_says(confidence):
-    """Of 400 runs of 60 steps, within four standard deviations of a fair coin of that side."""
+@pytest.mark.parametrize("steps, smoothing", [(60, 0.999), (150, 0.95)])
+def test_the_interval_holds_the_truth_as_often_as_it_says(confidence, steps, smoothing):
+    """Of 400 runs, within four standard deviations of a fair coin of that side; also where old steps fade."""
     held = 0
     for seed in range(400):
-        found = noise_scale(averaged(steps_of(60, seed, 0.4, 2.0), 0.999), 8, confidence)
+        found = noise_scale(averaged(steps_of(steps, seed, 0.4, 2.0), smoothing), 8, confidence)
         held += found.low <= 16 <= found.high
     assert abs(held / 400 - confidence) < 4 * math.sqrt(confidence * (1 - confidence) / 400)
 
@@ -100,3 +101,21 @@ def test_samples_that_share_gradients_are_half_as_many():
         found = noise_scale(average, base_batch_size=1)
         held += found.low <= 4.0 <= found.high
     assert held >= 190
+
+
+def test_the_critical_batch_size_is_estimated_by_the_noise_scale():
+    """Descending a paraboloid along noisy gradients with the best step length, so that it takes what theory says.
+
+    A step of m samples brings the loss down by the part |G|^2 / (|G|^2 + tr(Sigma) / m) of what one without noise does
+    (McCandlish et al., eq. 2.6), if the curvature is that of the identity: half of it at m = B.
+    """
+    found = NoiseScale(40.0, 30.0, 55.0)
+    square, trace = 2.0, 80.0  # B = 40.
+    generator = torch.Generator().manual_seed(0)
+    center = torch.full((50,), (square / 50) ** 0.5, dtype=torch.float64)  # The gradient of |x - center|^2 / 2 at 0.
+    noise = torch.randn(20000, 50, dtype=torch.float64, generator=generator)
+    gradients = center + noise * (trace / 50 / found.critical_batch_size) ** 0.5
+    part = found.critical_batch_size / (found.critical_batch_size + trace / square)
+    gained = square / 2 - (part * gradients - center).square().sum(1).mean().item() / 2
+    assert gained == pytest.approx(0.5 * square / 2, rel=0.02)
+    assert found.critical_batch_size == found.value

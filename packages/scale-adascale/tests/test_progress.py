@@ -7,7 +7,17 @@ import torch
 from adascale_cases import noise
 from torch import nn
 from torch.optim import SGD
-from torch.optim.lr_scheduler import LambdaLR, StepLR
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    ConstantLR,
+    ExponentialLR,
+    LambdaLR,
+    LinearLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from scale_adascale import AdaScale, GainScheduler, until_steps
@@ -62,6 +72,8 @@ def test_batches_that_end_for_good_are_refused():
         list(until_steps(iter([1, 2]), optimizer, 1))
     with pytest.raises(ValueError, match="steps of 0 or more, got nan"):
         list(until_steps([1], optimizer, float("nan")))
+    with pytest.raises(ValueError, match="steps of 0 or more, got '10'"):
+        list(until_steps([1], optimizer, "10"))
 
 
 def step(model: nn.Module, optimizer: AdaScale, orthogonal: bool) -> None:
@@ -102,7 +114,97 @@ def test_a_scheduler_that_is_loaded_goes_on_where_it_was():
     assert again.state_dict()["count"] == scheduler.state_dict()["count"] == int(optimizer.progress)
 
 
+@pytest.mark.parametrize("steps", range(9, 14))
+def test_a_training_by_one_cycle_comes_to_its_end_wherever_its_last_step_leads(steps):
+    model, optimizer = build(8)
+    scheduler = GainScheduler(OneCycleLR(optimizer, 0.01, total_steps=steps, cycle_momentum=False), optimizer)
+    batches = until_steps([noise(3, 2, seed=seed) for seed in range(16)], optimizer, steps=steps)
+    for number, batch in enumerate(batches, start=1):
+        (model(batch).square().mean() / 8).backward()
+        if number % 8 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+    assert optimizer.progress >= steps
+    assert scheduler.state_dict()["count"] == steps - 1
+    assert scheduler.get_last_lr() == pytest.approx([0.01 / 25 / 1e4])
+
+
+def step_until(model: nn.Module, optimizer: AdaScale, progress: float) -> None:
+    """Makes one step that ends there, as if it were worth that much."""
+    step(model, optimizer, orthogonal=True)
+    estimates = optimizer._reading.estimates
+    optimizer._reading.write(estimates.with_progress(progress - estimates.progress))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=10, cycle_momentum=False, anneal_strategy="linear"),
+        lambda optimizer: ChainedScheduler(
+            [OneCycleLR(optimizer, 0.1, total_steps=10, cycle_momentum=False), ExponentialLR(optimizer, 0.9)]
+        ),
+        lambda optimizer: SequentialLR(
+            optimizer,
+            [LinearLR(optimizer, total_iters=3), OneCycleLR(optimizer, 0.1, total_steps=7, cycle_momentum=False)],
+            milestones=[3],
+        ),
+    ],
+    ids=["by itself", "chained", "in sequence"],
+)
+def test_a_schedule_that_ends_stays_at_its_last_learning_rate(make):
+    (small, one), (model, other) = build(), build()
+    plain, scheduler = make(one), GainScheduler(make(other), other)
+    rates = []
+    for _ in range(9):
+        step(small, one, orthogonal=True)
+        plain.step()
+        rates.append(plain.get_last_lr())
+    for count in (2, 6, 9, 12, 40):
+        step_until(model, other, count + 0.5)
+        scheduler.step()
+        assert scheduler.get_last_lr() == rates[min(count, 9) - 1]
+
+
+def test_what_follows_a_schedule_that_ends_has_its_turn():
+    model, optimizer = build()
+    cycle = OneCycleLR(optimizer, 0.1, total_steps=4, cycle_momentum=False)
+    rest = ConstantLR(optimizer, factor=0.5, total_iters=3)
+    scheduler = GainScheduler(SequentialLR(optimizer, [cycle, rest], milestones=[4]), optimizer)
+    step_until(model, optimizer, 20)
+    scheduler.step()
+    assert (cycle.last_epoch, rest.last_epoch, scheduler.state_dict()["count"]) == (3, 16, 20)
+
+
+def test_a_schedule_of_which_its_end_is_said_is_left_alone_after_it():
+    model, optimizer = build()
+    rates = [1.0, 0.5, 0.25]
+    scheduler = GainScheduler(LambdaLR(optimizer, rates.__getitem__), optimizer, steps_per_call=2, total_steps=3)
+    for progress, rate in ((1.9, 1.0), (3.0, 0.5), (4.5, 0.25), (9.0, 0.25)):
+        step_until(model, optimizer, progress)
+        scheduler.step()
+        assert scheduler.get_last_lr() == [0.01 * rate]
+
+
+def test_a_scheduler_that_follows_a_measured_value_is_refused():
+    _, optimizer = build()
+    with pytest.raises(TypeError, match=r"got ReduceLROnPlateau, whose step\(metrics\).*leave GainScheduler out"):
+        GainScheduler(ReduceLROnPlateau(optimizer), optimizer)
+
+
 def test_a_scheduler_of_no_steps_is_refused():
     _, optimizer = build()
     with pytest.raises(ValueError, match="steps_per_call above 0, got 0"):
         GainScheduler(StepLR(optimizer, 2), optimizer, steps_per_call=0)
+    with pytest.raises(ValueError, match="steps_per_call above 0, got '2'"):
+        GainScheduler(StepLR(optimizer, 2), optimizer, steps_per_call="2")
+    with pytest.raises(ValueError, match="total_steps of 1 or more, got 0"):
+        GainScheduler(StepLR(optimizer, 2), optimizer, total_steps=0)
+
+
+def test_an_optimizer_that_counts_no_progress_is_refused():
+    plain = torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1)
+    with pytest.raises(TypeError, match=r"expected the AdaScale that steps.*got SGD: write optimizer = AdaScale"):
+        next(until_steps([1], plain, 3))
+    with pytest.raises(TypeError, match="got SGD"):
+        GainScheduler(torch.optim.lr_scheduler.StepLR(plain, 3), plain)

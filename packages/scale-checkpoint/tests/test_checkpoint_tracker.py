@@ -47,6 +47,24 @@ def test_steps_follow_one_another() -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
+def test_traces_of_a_first_step_are_cleared_while_it_goes_on_and_when_it_has_stopped() -> None:
+    model, batch = nn.Sequential(nn.Linear(64, 64), nn.Tanh()), torch.randn(32, 64)
+    with LayerMemoryTracker(model) as tracker:
+        model(batch).sum().backward()
+        first = [(trace.module_name, trace.is_forward) for trace in tracker.memory_traces if trace.module_name in "01"]
+        tracker.clear_traces()
+        assert tracker.memory_traces == [] and tracker.max_memory == 0
+        model(batch).sum().backward()
+        second = tracker.memory_traces
+        found = [(trace.module_name, trace.is_forward) for trace in second if trace.module_name in "01"]
+        assert found == first and len(found) >= 4
+        stood = 64 * 64 * 4 + 64 * 4  # The gradients of the step that is forgotten.
+        assert next(trace for trace in second if trace.module_name == "0").start_bytes == stood
+    assert tracker.memory_traces[: len(second)] == second
+    tracker.clear_traces()
+    assert tracker.memory_traces == []
+
+
 def test_a_forward_alone_is_followed_in_inference_mode_too_and_after_one_that_failed() -> None:
     class Picky(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -29,6 +29,10 @@ class Differs(nn.Module):
             return x.mul(2.0 if again else 1.0).exp()
         if self.how == "operator":
             return x.cos() if again else x.sin()
+        if self.how == "last":  # Of which autograd saves the input: torch would end the recomputation before it runs.
+            return x.sin() if again else x.exp()
+        if self.how == "less":
+            return x if again else x + 1
         if self.how == "more":
             return x.exp().exp() if again else x.exp()
         return x.exp()
@@ -59,6 +63,51 @@ def test_the_first_difference_is_named(how: str, said: str, keep: Any) -> None:
         output = model(torch.randn(3, 4))
         with pytest.raises(RecomputationError, match=said):
             output.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("last", r"'0': operator 0 was aten.exp.default in '0' in the forward, and is aten.sin.default in '0' now"),
+        ("less", r"'0': operator 1, aten.add.Tensor in '0\.1', ran in the forward, and does not now; what a "),
+    ],
+)
+def test_a_difference_at_the_end_is_found_where_the_recomputation_would_stop_before(how: str, said: str) -> None:
+    inner = Differs(how) if how == "last" else nn.Sequential(nn.Tanh(), Differs(how))
+    model = nn.Sequential(checkpoint_wrapper(inner))
+    with check_recomputation(model):
+        output = model(torch.ones(2, requires_grad=True))
+        with pytest.raises(RecomputationError, match=said):
+            output.sum().backward()
+
+
+def test_torchs_own_error_is_told_with_what_finds_the_difference() -> None:
+    model = net("dtype")
+    with pytest.raises(RuntimeError, match="different metadata than during the forward") as told:
+        model(torch.randn(3, 4)).sum().backward()
+    (note,) = told.value.__notes__
+    assert note.startswith(
+        "This happened while the forward of a Sequential was computed again. `with scale_checkpoint."
+    )
+    assert "check_recomputation(model):` around forward and backward says in which module" in note
+
+
+class Inward(nn.Module):
+    """Goes backward inside of its own forward, through what it has saved last."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(inner.exp().sum(), inner)
+        return (x * slope).exp()
+
+
+def test_a_backward_inside_of_a_forward_is_no_difference() -> None:
+    given, plain = torch.randn(3, requires_grad=True), Inward()
+    (expected,) = torch.autograd.grad(plain(given).sum(), given)
+    model = nn.Sequential(checkpoint_wrapper(Inward()))
+    with check_recomputation(model, values=True):
+        model(given).sum().backward()
+    assert given.grad is not None and torch.equal(given.grad, expected)
 
 
 def test_values_are_compared_when_asked_and_nothing_is_when_nothing_differs() -> None:

@@ -227,6 +227,27 @@ def test_wrong_operators_are_refused() -> None:
         policy_of("mm")
     with pytest.raises(TypeError, match=r"expected names of operators or torch\.ops, got a int: 3"):
         policy_of([3])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match=r"a list of operators or a policy function, but got a int, 2: write keep=\["):
+        checkpoint_wrapper(nn.Tanh(), keep=2)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("said", ["PREFER_RECOMPUTE", 3, None])
+def test_a_policy_that_says_no_policy_is_refused(said: Any) -> None:
+    def careless(*args: Any, **kwargs: Any) -> Any:
+        return said
+
+    module = checkpoint_wrapper(nn.Linear(2, 2), keep=careless)
+    told = r"careless was to say whether the result of aten.addmm.default is kept.*PREFER_SAVE.*but returned a "
+    with pytest.raises(TypeError, match=told + f"{type(said).__name__}, {said!r}"):
+        module(torch.ones(1, 2))
+
+
+def test_every_policy_that_does_not_say_recompute_keeps() -> None:
+    for policy in CheckpointPolicy:
+        runs = forward_runs(
+            checkpoint_wrapper(feed(), keep=lambda *_, policy=policy, **__: policy), torch.randn(4, 8), ["gelu"]
+        )
+        assert runs == [2 if "RECOMPUTE" in policy.name else 1], policy
 
 
 class ByAnAlias(nn.Module):

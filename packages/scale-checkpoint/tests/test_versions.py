@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -155,3 +156,56 @@ def test_a_backward_that_writes_into_what_another_one_has_saved_spoils_nothing_u
     module = apply_checkpointing(Overlaps(), "offload", min_bytes=0)
     module(x).sum().backward()
     assert torch.equal(x.grad, 2 * x.detach() + 2), "what has left is fetched once more"
+
+
+class ReadsAgain(torch.autograd.Function):
+    """Reads what it has saved twice, and notes when it is gone."""
+
+    gone: list[str]
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward(x, y)
+        return x * y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        for saved in ctx.saved_tensors:
+            weakref.finalize(saved.untyped_storage(), ReadsAgain.gone.append, "saved")
+        found = gradient * ctx.saved_tensors[1], gradient * ctx.saved_tensors[0]
+        ReadsAgain.gone.append("read")
+        return found
+
+
+class Product(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return ReadsAgain.apply(Next.apply(x).sin(), x.exp())
+
+
+class Next(torch.autograd.Function):
+    """Notes when its backward begins."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        ReadsAgain.gone.append("next")
+        return gradient
+
+
+def test_a_function_may_read_twice_what_it_has_saved_and_it_is_gone_with_its_node() -> None:
+    for how in ("recompute", "selective"):
+        module, x, found = apply_checkpointing(Product(), how), torch.randn(3, requires_grad=True), []
+        for runs in (Product(), module):
+            ReadsAgain.gone = []
+            loss = runs(x).sum()
+            (gradient,) = torch.autograd.grad(loss, x)
+            found.append((gradient, ReadsAgain.gone))
+        assert torch.equal(found[0][0], found[1][0])
+        assert found[1][1].count("saved") == 2 and found[1][1][-1] == "next", "nothing outlives the node"
+        loss = module(x).sum()
+        for _ in range(2):  # Over a graph that is retained it is computed anew.
+            (gradient,) = torch.autograd.grad(loss, x, retain_graph=True)
+            assert torch.equal(gradient, found[0][0])

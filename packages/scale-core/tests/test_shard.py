@@ -5,11 +5,23 @@ from __future__ import annotations
 import gc
 import weakref
 
+import pytest
 import torch
 from torch import nn
 
 from scale_core.group import Group
-from scale_core.shard import Axis, Held, Shard, elements_of, full_shape, is_divided, mark, shard_of, unit_shard_of
+from scale_core.shard import (
+    Axis,
+    Held,
+    Shard,
+    check_apart,
+    elements_of,
+    full_shape,
+    is_divided,
+    mark,
+    shard_of,
+    unit_shard_of,
+)
 
 
 def piece(name: str = "weight") -> Shard:
@@ -102,3 +114,21 @@ def test_what_a_module_computes_with_is_no_shard_of_a_unit() -> None:
     assert [is_divided(param) for param in (of_layer, of_unit, plain)] == [True, True, False]
     mark(of_layer, Shard("weight", (2, 3), 0, 6, (Axis(AXES[0].group, Held.REPLICATE),)))
     assert not is_divided(of_layer)
+
+
+def test_ranks_that_hold_parts_are_not_taken_for_replicas() -> None:
+    part, alike, piece_of_unit, plain = (nn.Parameter(torch.ones(2, 3)) for _ in range(4))
+    layer = Group(0, 2, None, "fake", (0, 1))
+    mark(part, Shard.of_ranges("", (4, 3), (((0, 2),), ((0, 3),)), (Axis(layer, Held.SHARD),)))
+    mark(alike, Shard("", (2, 3), 0, 6, (Axis(layer, Held.REPLICATE),), gathered=False))
+    mark(piece_of_unit, Shard("", (4, 3), 0, 6, (Axis(layer, Held.SHARD),)))
+    named = [("plain", plain), ("alike", alike), ("piece", piece_of_unit), ("part", part)]
+    for ranks in ((0,), (0, 2), (0, 4, 8)):
+        check_apart(named, Group(0, len(ranks), None, "fake", ranks), "Wrapper")
+    for ranks in ((0, 1), (0, 1, 2, 3)):
+        with pytest.raises(
+            ValueError,
+            match=r"^Wrapper: 'part' is a part \[2, 3\] of a parameter \[4, 3\] that its layer divides between the "
+            r"ranks \[0, 1\], and Wrapper was given .* as ranks that hold the same: give it those along the data axis",
+        ):
+            check_apart(named, Group(0, len(ranks), None, "fake", ranks), "Wrapper")

@@ -41,6 +41,12 @@ def test_what_looks_at_all_tensors_is_refused_until_one_rank_updates_all() -> No
     check_kind(torch.optim.Adam, elementwise=None, together=True)
 
 
+def test_what_measures_gradients_goes_around_oss_and_not_into_it() -> None:
+    listening = type("AdaScaleWrapper", (torch.optim.SGD,), {"listens_to_gradients": True})
+    with pytest.raises(ValueError, match=r"OSS can't shard AdaScaleWrapper: .*put AdaScale around, AdaScale\(OSS\("):
+        works_by_element(listening)
+
+
 def test_of_any_other_class_nothing_is_assumed() -> None:
     assert not works_by_element(Mine)
 

@@ -157,7 +157,7 @@ def refusals() -> list[str]:
         messages.append(str(wrong.value))
     plain = torch.optim.SGD(half.parameters(), lr=0.1)
     with pytest.raises(TypeError) as kind:
-        ShardedDataParallel(half, plain)  # type: ignore[arg-type]  # what a user may write
+        ShardedDataParallel(half, plain)
     messages.append(str(kind.value))
     reader = Reader()
     model, optimizer = sharded(reader)
@@ -524,6 +524,29 @@ def test_a_rank_that_runs_out_of_data_counts_nothing() -> None:
 
 def test_others_can_see_each_ranks_own_gradients() -> None:
     run_ranks(local_gradients, 2)
+
+
+class Around(torch.optim.Optimizer):
+    """A wrapper of an optimizer, which tells what it is around."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer.param_groups, {})
+        self.optimizer = optimizer
+
+
+def a_wrapped_optimizer() -> tuple[bool, str]:
+    model = layers()
+    optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.1)
+    wrapped = ShardedDataParallel(model, [Around(Around(optimizer))])
+    plain = torch.optim.SGD(layers().parameters(), lr=0.1)
+    with pytest.raises(TypeError) as caught:
+        ShardedDataParallel(model, Around(plain))
+    return wrapped.sharded_optimizers == [optimizer] and optimizer.gets_reduced_gradients, str(caught.value)
+
+
+def test_an_optimizer_may_come_within_what_is_around_it() -> None:
+    ((is_taken, message),) = run_ranks(a_wrapped_optimizer, 1)
+    assert is_taken and "expected sharded_optimizer to be an OSS, got Around" in message
 
 
 def test_what_would_go_wrong_without_a_word_is_refused() -> None:

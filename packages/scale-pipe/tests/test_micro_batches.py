@@ -4,19 +4,22 @@ import re
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
 
+from scale_pipe.gathering import gather
 from scale_pipe.micro_batches import (
     Arguments,
     NoChunk,
     batch_size_of,
+    check_chunks,
     cut,
-    gather,
     in_words,
     micro_batch_sizes,
     scatter,
+    scatter_each,
 )
 
 
@@ -97,7 +100,7 @@ def test_inputs_without_a_tensor_to_cut_are_refused_where_the_batch_is_cut() -> 
         scatter((3, None), 2)
     with pytest.raises(TypeError, match="expected Tensor, but got nothing"):
         scatter((), 2)
-    with pytest.raises(TypeError, match="at least one has to be a tensor with a first dimension"):
+    with pytest.raises(TypeError, match="expected a tensor with a first dimension"):
         scatter(torch.tensor(1.0), 2)
     assert cut({"epoch": 3}, [2, 2]) == [{"epoch": 3}, {"epoch": 3}]
 
@@ -111,29 +114,30 @@ def test_tensors_with_different_numbers_of_samples_are_named_both() -> None:
         cut(rows(8), [4, 2])
 
 
-@pytest.mark.parametrize(
-    "outputs, message",
-    [
-        ([torch.tensor(1.0)] * 2, "the output is a tensor without dimensions for each of 2 micro-batches"),
-        ([(rows(1), 1), (rows(1), 2)], r"output\[1\] is no tensor and differs between micro-batches: 1 for 0, 2 for 1"),
-        ([(rows(1), None), (rows(1),)], r"micro-batches 0 and 1 differ at output\[1\]"),
-        ([{"a": rows(1)}, {"b": rows(1)}], r"differ at output\['a'\]"),
-        ([rows(1, 2), rows(1, 3)], r"of micro-batch 0 is \[1, 2\] float32, and of micro-batch 1 \[1, 3\] float32"),
-        ([[rows(1)], [rows(1).double()]], r"output\[0\] .* \[1, 2\] float32, and .* \[1, 2\] float64"),
-        ([[rows(1)], [1]], r"output\[0\] is a Tensor for micro-batch 0, and a int for 1"),
-    ],
-)
-def test_outputs_that_do_not_go_together_are_named(outputs: list[Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        gather(outputs)
+def test_tensors_of_different_sizes_are_cut_each_by_itself_where_they_have_the_same_shares() -> None:
+    pairs = (rows(2, 1), [rows(4), NoChunk(rows(3))])
+    with pytest.warns(UserWarning, match=r"inputs\[0\] \[2, 1\] and inputs\[1\]\[0\] \[4, 2\] have different"):
+        parts = scatter_each(pairs, 2)
+    assert [part[0].tolist() for part in parts] == [[[0]], [[1]]]
+    assert [part[1][0].tolist() for part in parts] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+    assert all(part[1][1].shape == (3, 2) for part in parts)
+    assert scatter_each((rows(2), rows(3)), 1)[0][1].shape == (3, 2), "one micro-batch is everything, and no warning"
+    assert [len(part[1]) for part in scatter_each((rows(4), rows(4)), 2)] == [2, 2]
+    for first, second, told in (
+        (8, 1, "[8, 2] makes micro-batches of 4, 4 samples, and inputs[1] [1, 2] of 1; what belongs to no sample is"),
+        (5, 10, "[5, 2] makes micro-batches of 3, 2 samples, and inputs[1] [10, 2] of 5, 5;"),
+        (0, 2, "[0, 2] makes micro-batches of 0 samples, and inputs[1] [2, 2] of 1, 1;"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(f"inputs[0] {told}")):
+            scatter_each((rows(first), rows(second)), 2)
 
 
-def test_one_output_in_two_places_has_to_be_one_in_all_micro_batches() -> None:
-    x, y = rows(1), rows(2)
-    joined = gather([(x, x), (y, y)])
-    assert joined[0] is joined[1] and torch.equal(joined[0], torch.cat([x, y]))
-    with pytest.raises(ValueError, match="is one tensor with another output for micro-batch 0"):
-        gather([(x, x), (y, y.clone())])
+def test_numbers_of_chunks_are_integers_of_any_library() -> None:
+    taken = [check_chunks(number) for number in (2, numpy.int64(2), torch.tensor(2))]
+    assert taken == [2, 2, 2] and all(type(number) is int for number in taken)
+    for wrong in (True, numpy.bool_(True), 42.0, numpy.float32(2), torch.tensor(2.0), "2", None, 0, numpy.int64(-1)):
+        with pytest.raises(ValueError, match="number of chunks must be positive integer, got"):
+            check_chunks(wrong)
 
 
 def test_tensors_that_cannot_be_cut_are_named() -> None:
@@ -148,16 +152,8 @@ def test_tensors_that_cannot_be_cut_are_named() -> None:
 
 
 def test_a_tensor_without_dimensions_is_named_as_such() -> None:
-    with pytest.raises(
-        TypeError, match=r"expected Tensor, but got Tensor \[\] float32, str: .* with a first dimension"
-    ):
+    with pytest.raises(TypeError, match=r"with a first dimension, .* have no dimension: Tensor \[\] float32, str; "):
         scatter(Arguments((torch.tensor(1.0), "text"), {}), 2)
-
-
-def test_what_is_no_number_in_all_outputs_is_the_same() -> None:
-    assert str(gather([(torch.ones(1), float("nan"))] * 2 + [(torch.ones(1), float("nan"))])[1]) == "nan"
-    with pytest.raises(ValueError, match=r"output\[1\] is no tensor and differs between micro-batches: nan for 0, 1.0"):
-        gather([(torch.ones(1), float("nan")), (torch.ones(1), 1.0)])
 
 
 def test_errors_say_what_a_module_was_given() -> None:

@@ -7,11 +7,12 @@ import traceback
 import weakref
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
 
-from scale_checkpoint import is_checkpointing, is_recomputing
+from scale_checkpoint import RecomputationError, check_recomputation, is_checkpointing, is_recomputing
 from scale_pipe import Pipe, pop, skippable, stash
 
 
@@ -78,6 +79,10 @@ def test_an_empty_sequence_returns_its_input() -> None:
     assert pipe(x) is x and len(pipe) == 0
     with pytest.raises(TypeError, match="expected Tensor, but got int"):
         pipe(3)
+    with pytest.raises(
+        TypeError, match=r"expected a tensor with a first .* have no dimension: Tensor \[\] int64; one "
+    ):
+        pipe(torch.tensor(42))
     with pytest.raises(TypeError, match="returns its one input, but is given 1 by place and 1 by keyword"):
         pipe(x, mask=x)
 
@@ -116,11 +121,13 @@ def test_what_cannot_be_a_pipe_is_refused() -> None:
 
 def test_inputs_that_cannot_be_cut_are_refused() -> None:
     pipe = Pipe(layers(), [2, 1], chunks=2)
-    for wrong in (None, "text", torch.tensor(1.0)):
+    for wrong in (None, "text"):
         with pytest.raises(TypeError, match="expected Tensor, but got"):
             pipe(wrong)
-    with pytest.raises(ValueError, match=r"inputs.args\[0\] \[4, 2\] has 4 samples, and inputs.kwargs\['mask'\]"):
-        pipe(torch.ones(4, 2), mask=torch.ones(2))
+    with pytest.raises(TypeError, match="have no dimension"):
+        pipe(torch.tensor(1.0))
+    with pytest.raises(ValueError, match=r"inputs.args\[0\] \[4, 2\] makes .* and inputs.kwargs\['mask'\] \[3\] of"):
+        pipe(torch.ones(4, 2), mask=torch.ones(3))
     pipe.chunks = -1
     with pytest.raises(ValueError, match="number of chunks must be positive integer, got -1"):
         pipe(torch.ones(4, 2))
@@ -237,6 +244,61 @@ def test_an_error_says_where_in_the_pipeline_it_was_also_when_it_is_computed_aga
     with pytest.raises(ZeroDivisionError) as second:
         again(torch.ones(4, 2)).sum().backward()
     assert second.value.__notes__[0] == "in layer '1' of the pipeline, a FailsAgain, given Tensor [2, 2] float32"
+
+
+class ReadsTwice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * (ctx.saved_tensors[0] + ctx.saved_tensors[0])
+
+
+class Squares(nn.Module):
+    def forward(self, input: Tensor) -> Tensor:
+        return ReadsTwice.apply(input.sin())
+
+
+def test_a_function_that_reads_twice_what_it_has_saved_is_computed_again() -> None:
+    found = []
+    for checkpoint in ("never", "always"):
+        x = torch.tensor([[0.5], [2.0]], requires_grad=True)
+        Pipe(nn.Sequential(Squares()), [1], chunks=2, checkpoint=checkpoint)(x).sum().backward()
+        found.append(x.grad)
+    assert torch.equal(*found)
+
+
+class Differs(nn.Module):
+    def forward(self, input: Tensor) -> Tensor:
+        return input.sin().cos() if is_recomputing() else input.exp().cos()
+
+
+def test_errors_of_recomputations_name_the_layers_and_nothing_of_ours() -> None:
+    pipe = Pipe(nn.Sequential(nn.Linear(2, 2), Differs()), [1, 1], devices=["cpu"] * 2, checkpoint="always")
+    with (
+        check_recomputation(pipe),
+        pytest.raises(RecomputationError, match="recomputing 'partition with layer 1 ") as told,
+    ):
+        pipe(torch.ones(2, 2)).sum().backward()
+    assert "operator 0 was aten.exp.default in '1' in the forward, and is aten.sin" in str(told.value)
+    assert told.value.__notes__ == [
+        "in layer '1' of the pipeline, a Differs, given Tensor [2, 2] float32",
+        "This happened while the forward of a partition with layer 1 (Differs) was computed again.",
+    ]
+
+
+def test_tensors_of_different_sizes_go_together_and_apart() -> None:
+    class Both(nn.Module):
+        def forward(self, one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+            return one * 2, other + one.sum()
+
+    pipe = Pipe(nn.Sequential(Both()), [1], chunks=numpy.int64(2))
+    with pytest.warns(UserWarning, match="each is cut by itself, in 2 micro-batches"):
+        doubled, shifted = pipe(torch.tensor([1.0, 2.0]), torch.zeros(4))
+    assert doubled.tolist() == [2, 4] and shifted.tolist() == [1, 1, 2, 2]
 
 
 class FailsAgain(nn.Module):

@@ -1,12 +1,21 @@
 """Balances: what is dear gets fewer neighbours, whether it is dear in time, in memory, or in the step."""
 
+import time
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from scale_pipe import Costs, balance_by_makespan, balance_by_size, balance_by_time, one_forward_one_backward, simulate
+from scale_pipe import (
+    Costs,
+    balance_by_makespan,
+    balance_by_size,
+    balance_by_time,
+    one_forward_one_backward,
+    profile_stages,
+    simulate,
+)
 from scale_pipe.models.balance import best_balance
 from scale_pipe.models.profiling import StageTimes
 
@@ -31,6 +40,46 @@ def test_time_is_balanced() -> None:
     assert balance_by_time(2, module, sample, timeout=0.3) == [1, 6]
     module = nn.Sequential(*reversed([*module]))
     assert balance_by_time(2, module, sample, timeout=0.3) == [6, 1]
+
+
+class Waits(nn.Module):
+    """Takes time without computing, as a layer does that asks another program."""
+
+    def __init__(self, seconds: float, clock: list[float]) -> None:
+        super().__init__()
+        self.seconds, self._clock = seconds, clock
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._clock[0] += self.seconds
+        return x
+
+    def __deepcopy__(self, memo: Any) -> nn.Module:
+        return Waits(self.seconds, self._clock)
+
+
+def test_a_layer_that_waits_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    layers = [Waits(seconds, clock) for seconds in (0.01, 0.02, 0.03, 0.04, 0.05, 0.06)]
+    assert balance_by_time(2, nn.Sequential(*layers), torch.rand(1), timeout=0.0) == [4, 2]
+    assert balance_by_time(2, nn.Sequential(*reversed(layers)), torch.rand(1), timeout=0.0) == [2, 4]
+    costs = profile_stages(layers[:3], torch.rand(1), timeout=0.0)
+    assert costs.forward == pytest.approx((0.01, 0.02, 0.03)) and costs.weight_gradient == (0.0, 0.0, 0.0)
+
+
+def test_the_timeout_is_of_the_wall_clock_and_the_quickest_run_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, runs = [0.0], []
+
+    class Slows(Waits):
+        def forward(self, x: Tensor) -> Tensor:
+            runs.append(self.seconds)
+            self.seconds += 1.0  # The first run, with 1.0, is not measured: the quickest of the others has 2.0.
+            return super().forward(x)
+
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    costs = profile_stages([Slows(0.0, clock)], torch.rand(1), timeout=10.0)
+    assert costs.forward == (2.0,)
+    assert runs == [0.0, 1.0, 2.0, 3.0, 4.0], "after two runs 3 + 4 + 5 seconds are more than 10"
 
 
 def test_memory_is_balanced_exactly() -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from scale_core.group import Group, group_of
 from scale_core.testing import run_ranks
-from scale_tp import Split, vocab_parallel_cross_entropy
+from scale_tp import ColumnParallelLinear, Split, vocab_parallel_cross_entropy
 from scale_tp import cross_entropy as module
 
 WORDS = 11
@@ -28,11 +31,18 @@ def plain(logits: Tensor, target: Tensor, z_loss: float = 0.0, ignore_index: int
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     flat, reduction = wide.flatten(0, -2), options.pop("reduction", "none")
     losses = F.cross_entropy(flat, target.flatten(), reduction="none", ignore_index=ignore_index, **options)
+    if (weight := options.get("weight")) is not None:
+        counts = weight.to(losses.dtype)[target.flatten().clamp(min=0)] * (target.flatten() != ignore_index)
+        torch.testing.assert_close(
+            losses.sum() / counts.sum(), F.cross_entropy(flat, target.flatten(), ignore_index=ignore_index, **options)
+        )
+    else:
+        counts = (target.flatten() != ignore_index).to(losses.dtype)
     extra = z_loss * flat.logsumexp(-1).square()
     losses = losses + extra.masked_fill(target.flatten() == ignore_index, 0)
     if reduction == "none":
         return losses.view(target.shape)
-    return losses.sum() if reduction == "sum" else losses.sum() / (target != ignore_index).sum()
+    return losses.sum() if reduction == "sum" else losses.sum() / counts.sum()
 
 
 CASES: list[dict[str, Any]] = [
@@ -44,14 +54,22 @@ CASES: list[dict[str, Any]] = [
     {"reduction": "mean"},
     {"ignore_index": 3, "reduction": "mean"},
     {"label_smoothing": 1.0},
+    {"weight": 0.3},
+    {"weight": 1.7, "reduction": "mean"},
 ]
 
 
 def compare(group: Group, dtype: torch.dtype, words: int, chunk_rows: int | None, case: dict[str, Any]) -> None:
     target = TARGET.clamp(max=words - 1) if case.get("ignore_index") is None else TARGET.clamp(0, words - 1)
     whole = logits_of(dtype, words).requires_grad_()
+    if "weight" in case:
+        weight = torch.linspace(case["weight"], 2, words)
+        case = {**case, "weight": weight.to(torch.promote_types(dtype, torch.float32))}
     split = Split.even(words, group.size)
-    own = split.take(whole.detach(), group.rank, -1).clone().requires_grad_()
+    own = split.take(whole.detach(), group.rank, -1).clone()
+    if chunk_rows is not None:  # A slice, as of the positions that have a next word.
+        own = F.pad(own, (0, 0, 0, 1))[:, :-1]
+    own.requires_grad_()
     before = own.detach().clone()
     expected = plain(whole, target, **case)
     given = None if "z_loss" in case else words  # Not told, the ranks ask each other.
@@ -82,8 +100,23 @@ def in_all_ways() -> None:
         with pytest.raises(IndexError, match="words from 0 to 10, or ignore_index=-100, got another one"):
             vocab_parallel_cross_entropy(own, torch.full(TARGET.shape, bad), vocabulary_size=WORDS, group=group)
     extremes(group)
+    gathered(group)
     for words in (5, 6, 5):  # The first rank has as many of each.
         compare(group, torch.float64, words, None, {"z_loss": 0.0})
+
+
+def gathered(group: Group) -> None:
+    """All words on each rank would count as many times."""
+    head, x = ColumnParallelLinear(3, WORDS, group=group), torch.randn(2, 6, 3)
+    for logits in (head(x)[:, :-1], head(x[:, 1:]).float() / 2):
+        with pytest.raises(
+            ValueError, match=r"got all 11, from a layer that gathers its output: build it with gather_ou"
+        ):
+            vocab_parallel_cross_entropy(logits, TARGET, group=group)
+    # What each rank takes of them is fine.
+    own = Split.even(WORDS, group.size).take(head(x[:, 1:]), group.rank, -1)
+    found = vocab_parallel_cross_entropy(own, TARGET, group=group)
+    torch.testing.assert_close(found, plain(head(x[:, 1:]), TARGET))
 
 
 def extremes(group: Group) -> None:
@@ -129,26 +162,70 @@ def test_where_nothing_counts_the_mean_is_no_number_as_in_torch() -> None:
     assert empty.shape == (0,)
 
 
-def test_only_a_chunk_of_the_logits_is_ever_widened(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits = torch.randn(64, 32).bfloat16().requires_grad_()
-    target = torch.arange(64) % 32
-    largest = 0
-    to, sub = Tensor.to, Tensor.__sub__
+class Storages(TorchDispatchMode):
+    """The bytes of each storage that an operation makes, in order."""
 
-    def seen(result: Tensor) -> Tensor:
-        nonlocal largest
-        if result.dtype == torch.float32 and result.dim() == 2:
-            largest = max(largest, result.numel())
+    def __init__(self, *known: Tensor) -> None:
+        super().__init__()
+        self.num_bytes: list[int] = []
+        self._kept = [tensor.untyped_storage() for tensor in known]  # While they live, no other one has their place.
+        self._places = {storage.data_ptr() for storage in self._kept}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage()).data_ptr() not in self._places:
+                self._kept.append(storage)
+                self._places.add(storage.data_ptr())
+                self.num_bytes.append(storage.nbytes())
         return result
 
-    monkeypatch.setattr(Tensor, "to", lambda self, *a, **k: seen(to(self, *a, **k)))
-    monkeypatch.setattr(Tensor, "__sub__", lambda self, other: seen(sub(self, other)))
-    vocab_parallel_cross_entropy(logits, target, chunk_rows=4).sum().backward()
-    assert largest == 4 * 32
-    monkeypatch.setattr(module, "_CHUNK_ELEMENTS", 8 * 32)
-    largest = 0
-    vocab_parallel_cross_entropy(logits, target).sum().backward()
-    assert largest == 8 * 32
+
+WAYS: dict[str, Callable[[Tensor], Tensor]] = {
+    "whole": lambda logits: logits,
+    "without the last position": lambda logits: logits[:, :-1],
+    "every other word": lambda logits: logits[..., ::2],
+    "sequence first": lambda logits: logits.transpose(0, 1),
+    "as often as the batch": lambda logits: logits[:1].expand(4, -1, -1),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_more_than_a_chunk_is_copied_whatever_the_memory_of_the_logits(way: str, dtype: torch.dtype) -> None:
+    base = torch.randn(4, 9, 256, generator=torch.Generator().manual_seed(1)).to(dtype)
+    logits = WAYS[way](base).requires_grad_()
+    before, version, words = base.clone(), base._version, logits.shape[-1]
+    target = torch.randint(words, logits.shape[:-1], generator=torch.Generator().manual_seed(2))
+    chunk, options = 3, {"label_smoothing": 0.1, "z_loss": 1e-3}
+    with Storages(base, target) as forward:
+        losses = vocab_parallel_cross_entropy(logits, target, chunk_rows=chunk, **options)
+    assert max(forward.num_bytes) == chunk * words * 4
+    seed = torch.ones_like(losses)
+    with Storages(base, target, losses, seed) as backward:
+        (grad,) = torch.autograd.grad(losses, logits, seed)
+    *rest, largest = sorted(backward.num_bytes)
+    assert largest == grad.untyped_storage().nbytes() == logits.numel() * dtype.itemsize, "the gradient, and once"
+    assert rest[-1] == chunk * words * 4
+    # As if the same logits had memory of their own, which nobody has written to.
+    own = logits.detach().clone(memory_format=torch.contiguous_format).requires_grad_()
+    expected = vocab_parallel_cross_entropy(own, target, **options)
+    (expected_grad,) = torch.autograd.grad(expected, own, seed)
+    if way == "every other word":  # Words that stand apart are summed in another order, and what comes rounded to it.
+        eps = torch.finfo(torch.float32).eps
+        torch.testing.assert_close(losses, expected, rtol=8 * eps, atol=8 * eps)
+        torch.testing.assert_close(grad, expected_grad, rtol=max(8 * eps, torch.finfo(dtype).eps), atol=8 * eps)
+    else:
+        assert torch.equal(losses, expected) and torch.equal(grad, expected_grad)
+    assert torch.equal(base, before) and base._version == version
+
+
+def test_a_chunk_has_so_many_bytes_unless_a_number_of_rows_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_CHUNK_ELEMENTS", 8 * 256)
+    logits, target = torch.randn(64, 256).bfloat16(), torch.arange(64)
+    with Storages(logits, target) as found:
+        vocab_parallel_cross_entropy(logits, target)
+    assert max(found.num_bytes) == 8 * 256 * 4
 
 
 @pytest.mark.parametrize(
@@ -160,6 +237,21 @@ def test_only_a_chunk_of_the_logits_is_ever_widened(monkeypatch: pytest.MonkeyPa
         (torch.ones(2, 3), torch.zeros(2, dtype=torch.long), {"label_smoothing": 1.5}, "from 0 to 1, got 1.5"),
         (torch.ones(2, 3), torch.zeros(2, dtype=torch.long), {"reduction": "avg"}, "none, mean, sum, got 'avg'"),
         (torch.ones(2, 3), torch.zeros(2, dtype=torch.long), {"chunk_rows": 0}, "chunk_rows to be at least 1"),
+        (torch.ones(2, 3), torch.zeros(2, dtype=torch.long), {"vocabulary_size": 3.0}, "to be an integer, got 3.0"),
+        (
+            torch.ones(2, 3),
+            torch.zeros(2, dtype=torch.long),
+            {"weight": torch.ones(2)},
+            r"weight to be \[3\] .*got \[2\]",
+        ),
+        (torch.ones(2, 3), torch.zeros(2, dtype=torch.long), {"weight": [1.0]}, "weight to be a tensor, got list"),
+        (
+            torch.ones(2, 3),
+            torch.zeros(2, dtype=torch.long),
+            {"weight": torch.ones(3), "z_loss": 0.1},
+            "weight without label_smoothing and z_loss, got 0.0 and 0.1",
+        ),
+        (torch.ones(2, 3), [0, 1], {}, "expected a target to be a tensor, got list"),
         (
             torch.ones(2, 3),
             torch.zeros(2, dtype=torch.long),
@@ -169,5 +261,5 @@ def test_only_a_chunk_of_the_logits_is_ever_widened(monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_what_does_not_fit_is_refused(logits: Tensor, target: Tensor, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         vocab_parallel_cross_entropy(logits, target, **options)

@@ -1,4 +1,4 @@
-"""divided.py: words of an embedding that is divided in place, with any padding."""
+"""divided_words.py: words of an embedding that is divided in place, with any padding."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from scale_core.group import group_of
 from scale_core.testing import run_ranks
 from scale_tp import parallelize
+from scale_tp.divided_words import is_embedding
 
 
 class Scaled(nn.Embedding):
@@ -46,3 +47,7 @@ def words_are_divided() -> None:
 
 def test_words_of_a_divided_embedding_are_the_plain_ones_with_any_padding() -> None:
     run_ranks(words_are_divided, 2)
+
+
+def test_what_is_an_embedding() -> None:
+    assert is_embedding(Scaled(2, 3)) and not is_embedding(nn.Linear(2, 3))

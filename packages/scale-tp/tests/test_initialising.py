@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scale_tp import initialising
-from scale_tp.initialising import blocks, initialise_part, whole_noise
+from scale_tp.initialising import blocks_of, initialise_part, whole_noise
 from scale_tp.split_sizes import Split
 
 INITIALISERS: dict[str, Callable[[Tensor], object]] = {
@@ -72,7 +72,7 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if isinstance(out, Tensor) and not isinstance(out, initialising._Whole):
+        if isinstance(out, Tensor) and not isinstance(out, initialising.WholeOfPart):
             self.numel = max(self.numel, out.numel())
         return out
 
@@ -141,7 +141,7 @@ def test_a_part_of_another_shape_is_refused() -> None:
 
 @pytest.mark.parametrize("total", [0, 1, 5, 16, 31, 32, 33])
 def test_blocks_follow_each_other_and_none_is_short(total: int) -> None:
-    found = list(blocks(total, 8))
+    found = list(blocks_of(total, 8))
     assert [i for start, stop in found for i in range(start, stop)] == list(range(total))
     assert all(stop - start >= min(8, total) for start, stop in found)
     assert all(stop - start < 16 for start, stop in found)

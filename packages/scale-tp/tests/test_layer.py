@@ -176,6 +176,14 @@ def test_what_would_be_wrong_on_parts_is_refused() -> None:
     run_ranks(refuse_what_would_be_wrong, 2)
 
 
+def test_a_tensor_of_another_shape_is_refused_with_both_that_would_fit() -> None:
+    layer = ColumnParallelLinear(4, 3, group=Group(1, 2, None, "fake", (0, 1)))
+    wrong = {"weight": torch.zeros(5, 4), "bias": torch.zeros(3)}
+    message = r"weight: expected the whole tensor \(3, 4\), or the part \(1, 4\) that rank 1 of 2 has, got \(5, 4\)"
+    with pytest.raises(RuntimeError, match=message):
+        layer.load_state_dict(wrong)
+
+
 def test_a_placement_says_what_each_rank_has() -> None:
     placement = Placement((5, 3), 1, Split.even(3, 2))
     assert [placement.local_shape(rank) for rank in range(2)] == [(5, 2), (5, 1)]

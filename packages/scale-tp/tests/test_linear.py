@@ -327,6 +327,13 @@ TWO = Group(0, 2, ranks=(0, 1))
         ((4, 4), {"split": Split.even(5, 2)}, ValueError, "got one of 5 between 2"),
         ((4, 4), {"split": Split.even(4, 3)}, ValueError, "got one of 4 between 3"),
         ((4, 4), {"stride": 2, "split": Split.even(4, 2)}, ValueError, "stride or split, got both"),
+        ((4, 4), {"split": [2, 2]}, TypeError, r"split to be a scale_tp.Split or None, got list: write Split.of_sizes"),
+        (
+            (4, 4),
+            {"init_method": "zeros"},
+            TypeError,
+            r"a function that fills a tensor in place, such as .* got 'zeros'",
+        ),
         ((4, 4), {"group": "model"}, TypeError, "expected a ProcessGroup, a DeviceMesh or None, got str"),
     ],
 )
@@ -342,6 +349,8 @@ def test_an_input_of_another_size_is_refused() -> None:
         for group in (Group(), TWO):
             with pytest.raises(ValueError, match=rf"{kind.__name__}: expected an input \[..., 4\], got \[2, 3\]"):
                 kind(4, 6, group=group)(torch.ones(2, 3))
+        with pytest.raises(TypeError, match=rf"{kind.__name__}: expected a tensor \[..., 4\], got list"):
+            kind(4, 6)([1.0, 2.0, 3.0, 4.0])
 
 
 def test_products_of_a_layer_are_those_of_torch() -> None:
@@ -350,3 +359,21 @@ def test_products_of_a_layer_are_those_of_torch() -> None:
     layer = ColumnParallelLinear(3, 4, bias=False)
     layer.load_state_dict({"weight": weight})
     assert torch.equal(layer(torch.ones(2, 3)), F.linear(torch.ones(2, 3), weight))
+
+
+@pytest.mark.parametrize("sequence_dim", [2, -1, 5, -4])
+@pytest.mark.parametrize("overlap_pieces", [None, 2])
+def test_a_dimension_that_holds_no_sequence_is_refused(sequence_dim: int, overlap_pieces: int | None) -> None:
+    options: Any = {"sequence_parallel": True, "sequence_dim": sequence_dim, "overlap_pieces": overlap_pieces}
+    for layer in (ColumnParallelLinear(4, 6, group=TWO, **options), RowParallelLinear(4, 6, group=TWO, **options)):
+        message = rf"expected sequence_dim to be one of the input's .* got sequence_dim={sequence_dim} for an input"
+        with pytest.raises(ValueError, match=message):
+            layer(torch.zeros(1, 3, 4))
+
+
+def test_a_number_of_pieces_that_is_none_is_refused() -> None:
+    for kind in (ColumnParallelLinear, RowParallelLinear):
+        with pytest.raises(ValueError, match="expected overlap_pieces to be at least 1, got 0"):
+            kind(4, 6, overlap_pieces=0)
+        with pytest.raises(TypeError, match="expected overlap_pieces to be an integer, got True"):
+            kind(4, 6, overlap_pieces=True)

@@ -7,8 +7,19 @@ import torch
 from torch import Tensor
 
 from scale_core.group import Group, group_of
+from scale_core.pending import Pending, TransferError
 from scale_core.testing import run_ranks
-from scale_tp.moves import gather_along, part_along, parts_of, sizes_of_all, sum_over, sum_scatter_along
+from scale_tp.moves import (
+    Coming,
+    Purpose,
+    as_it_is,
+    gather_along,
+    part_along,
+    parts_of,
+    sizes_of_all,
+    sum_over,
+    sum_scatter_along,
+)
 from scale_tp.split_sizes import even_sizes
 
 SHAPES = [(5,), (3, 4), (2, 5, 3), (1, 4), (0, 3), (7, 1, 2)]
@@ -83,3 +94,21 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
         gather_along(torch.ones(3), two, 0, [1, 1, 1])
     with pytest.raises(ValueError, match="add up to the 3"):
         part_along(torch.ones(3), two, 0, [1, 1])
+
+
+class Failing:
+    """A message that nobody has sent."""
+
+    def wait(self, timeout: object = None) -> bool:
+        raise RuntimeError("Timed out waiting for recv operation to complete")
+
+
+def test_a_transfer_that_fails_says_what_it_was_for() -> None:
+    """What the transport says names a rank at most; that two inputs differ in shape is seen by their shapes."""
+    two = Group(rank=1, size=2, ranks=(2, 5))
+    pending = Pending("all_gather", [(0, Failing())], torch.zeros(6))
+    coming = Coming(Purpose("a sum", (2, 3), torch.float32, two), pending, as_it_is)
+    with pytest.raises(TransferError, match="all_gather with rank 0 failed: Timed out") as caught:
+        coming.wait()
+    (note,) = caught.value.__notes__
+    assert note.startswith("in a sum of [2, 3] torch.float32 over the ranks [2, 5]: all of them have to call the same")

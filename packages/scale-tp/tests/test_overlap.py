@@ -2,17 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from scale_core import pending
 from scale_core.group import Group, group_of
 from scale_core.testing import run_ranks
+from scale_tp.linear import ColumnParallelLinear, RowParallelLinear
 from scale_tp.overlap import gather_linear, linear_scatter
+from scale_tp.overlap_sums import copied_linear, linear_sum
+from scale_tp.regions import scatter_to_sequence_parallel_region
 from scale_tp.split_sizes import even_sizes
 
 POSITIONS, FEATURES = 7, 6
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train two layers; without a dimension of the sequence all ranks have all of it."""
+
+    sequence_dim: int | None = -2
+    dtype: torch.dtype = torch.float32
+    bias: bool = True
+    autocast: bool = False
+    recomputes: bool = False
+    pieces: tuple[int, ...] = (2,)
+
+
+CASES = [
+    Case(pieces=(1, 2, 9)),
+    Case(0, bias=False, recomputes=True),
+    Case(1, torch.bfloat16),
+    Case(autocast=True),
+    Case(None, pieces=(1, 2, 99)),
+    Case(None, torch.bfloat16, bias=False, recomputes=True),
+    Case(None, autocast=True),
+]
 
 
 def _whole() -> tuple[Tensor, list[Tensor], Tensor]:
@@ -91,26 +122,100 @@ def _transfers_begin_before_the_products() -> None:
             return func(*args, **(kwargs or {}))
 
     pending.Pending.__init__, pending.Pending.wait = logged_begin, logged_wait  # type: ignore[method-assign]
+    weight, x = torch.randn(2, 3, requires_grad=True), torch.randn(4, 1, 3, requires_grad=True)
+
+    def logged(act: Callable[[], Tensor]) -> tuple[list[str], list[str]]:
+        log.clear()
+        output = act()
+        forward = list(log)
+        log.clear()
+        torch.autograd.grad(output.sum(), (x, weight))
+        return forward, list(log)
+
     try:
-        x = torch.randn(4, 1, 3)
-        with Multiplied(), torch.no_grad():
-            gather_linear(x, [torch.randn(2, 3)], group, sizes=[4, 4], pieces=2)
-            gathered, log[:] = list(log), []
-            linear_scatter(torch.randn(8, 1, 3), torch.randn(2, 3), group, sizes=[4, 4], pieces=2)
+        with Multiplied():
+            gathers = logged(lambda: gather_linear(x, [weight], group, sizes=[4, 4], pieces=2)[0])
+            scatters = logged(lambda: linear_scatter(x, weight, group, sizes=[2, 2], pieces=2))
+            copies = logged(lambda: copied_linear(x, weight, None, group)[1])
+            sums = logged(lambda: linear_sum(x, weight, group, 2))
     finally:
         pending.Pending.__init__, pending.Pending.wait = begin, wait  # type: ignore[method-assign]
-    assert gathered == ["begin", "begin", "multiply", "wait", "multiply", "multiply", "wait", "multiply"]
-    assert log == ["multiply", "begin", "multiply", "multiply", "begin", "multiply", "wait", "wait"]
+    # The own part is multiplied first where it is gathered, and last where it is summed.
+    assert gathers[0] == ["begin", "begin", "multiply", "wait", "multiply", "wait", "multiply"]
+    assert scatters[0] == ["multiply", "begin", "multiply", "begin", "multiply", "wait", "wait"]
+    assert sums[0] == ["multiply", "begin", "multiply", "begin", "wait", "wait"] and copies[0] == ["multiply"]
+    # The input's gradient is on its way while the weight's is computed; and so is what has not been kept.
+    assert gathers[1] == ["begin", "multiply", "begin", "wait", "multiply", "wait"]
+    assert copies[1] == ["multiply", "begin", "multiply", "wait"]
+    assert scatters[1] == ["begin", "begin", "multiply", "wait", "multiply", "wait", "multiply", "multiply"]
+    assert sums[1] == ["multiply", "multiply"]
+
+
+def _whole_numbers(*shape: int, seed: int) -> Tensor:
+    """Sums of products of these are exact in any order, so that no kernel's choice is seen."""
+    return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _trained(layers: tuple[nn.Module, nn.Module], x: Tensor, recomputes: bool) -> list[Tensor]:
+    """What two layers give, one behind the other, and all gradients."""
+    up, down = layers
+    leaf = x.clone().requires_grad_()
+
+    def both(given: Tensor) -> Tensor:
+        return down(up(given).relu())
+
+    output = checkpoint(both, leaf, use_reentrant=False) if recomputes else both(leaf)
+    weights = _whole_numbers(*output.shape, seed=group_of().rank).to(output.dtype)
+    params = [*up.parameters(), *down.parameters()]
+    return [output, *torch.autograd.grad((output * weights).sum(), [leaf, *params])]
+
+
+def _pair(case: Case, overlap_pieces: int | None) -> tuple[nn.Module, nn.Module]:
+    options: Any = {
+        "group": group_of(),
+        "dtype": case.dtype,
+        "bias": case.bias,
+        "overlap_pieces": overlap_pieces,
+        "sequence_parallel": case.sequence_dim is not None,
+        "sequence_dim": -2 if case.sequence_dim is None else case.sequence_dim,
+    }
+    up = ColumnParallelLinear(FEATURES, 5, gather_output=False, **options)
+    down = RowParallelLinear(5, 3, input_is_parallel=True, **options)
+    with torch.no_grad():
+        for number, param in enumerate([*up.parameters(), *down.parameters()]):
+            param.copy_(_whole_numbers(*param.shape, seed=10 + number))
+    return up, down
+
+
+def _layers_are_those_without() -> None:
+    group = group_of()
+    for case in CASES:
+        x = _whole_numbers(POSITIONS, 2, FEATURES, seed=1).to(case.dtype)
+        if case.sequence_dim is not None:
+            dim = case.sequence_dim % 3
+            x = scatter_to_sequence_parallel_region(x.movedim(0, dim).contiguous(), group, dim=dim)
+        with torch.autocast("cpu", torch.bfloat16, enabled=case.autocast):
+            expected = _trained(_pair(case, None), x, case.recomputes)
+            for pieces in case.pieces:
+                found = _trained(_pair(case, pieces), x, case.recomputes)
+                for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+                    assert one.dtype == other.dtype and torch.equal(one, other), (case, pieces, number)
 
 
 def _two() -> None:
     _equals_plain()
     _transfers_begin_before_the_products()
+    _layers_are_those_without()
+
+
+def _three() -> None:
+    _equals_plain()
+    _layers_are_those_without()
 
 
 def test_pieces_on_their_way_change_no_number_and_begin_before_the_products() -> None:
     run_ranks(_two, 2)
-    run_ranks(_equals_plain, 3)
+    run_ranks(_three, 3)
 
 
 def test_on_one_rank_nothing_is_sent() -> None:
@@ -142,7 +247,7 @@ def test_more_pieces_do_not_make_a_gradient_in_half_precision_worse() -> None:
 def test_sizes_and_pieces_that_make_no_sense_are_refused() -> None:
     group = Group(1, 2, None, "fake", (0, 1))
     x, weight = torch.zeros(3, 1, 2), torch.zeros(4, 2)
-    with pytest.raises(ValueError, match=r"expected pieces of at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"expected pieces to be at least 1, got 0"):
         gather_linear(x, [weight], group, pieces=0)
     with pytest.raises(ValueError, match=r"of which rank 1 has the 3 positions of its input, got \[3, 4\]"):
         gather_linear(x, [weight], group, sizes=[3, 4])

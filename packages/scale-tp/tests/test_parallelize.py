@@ -5,9 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -19,14 +16,23 @@ from torch.utils.checkpoint import checkpoint
 from scale_core import clip_grad_norm, group_of, shard_of
 from scale_core.group import Group
 from scale_core.testing import run_ranks
-from scale_tp import regions
-from scale_tp.divided import Rows, divide
+from scale_tp.divided import divide
+from scale_tp.divided_linear import Rows
+from scale_tp.heads import AttentionRule
 from scale_tp.layer import ParallelModule
 from scale_tp.linear import RowParallelLinear
 from scale_tp.parallelize import parallelize
 from scale_tp.plan import GPT2_PLAN, Plan, Style
 from scale_tp.state import full_state_dict
 
+LORA_PLAN: Plan = {
+    "up.base_layer": "colwise",
+    "up.lora_A.default": "replicate",
+    "up.lora_B.default": "colwise",
+    "down.base_layer": "rowwise",
+    "down.lora_A.default": "rowwise",
+    "down.lora_B.default": "replicate",
+}
 BUILDERS = {"llama": llama, "gpt2": gpt2}
 MODELS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
@@ -66,47 +72,6 @@ def _models_train_alike(cases: list[tuple[str, dict[str, Any], tuple[bool, ...]]
 def test_llama_and_gpt2_train_as_on_one_process(world: int, ways: list[tuple[bool, ...]]) -> None:
     cases = [(*model, chosen) for model, chosen in zip(MODELS, ways, strict=True) if chosen]
     run_ranks(_models_train_alike, world, cases)
-
-
-@contextmanager
-def _counted() -> Iterator[Counter[str]]:
-    counts: Counter[str] = Counter()
-
-    def counting(name: str, act: Any) -> Any:
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            counts[name] += 1
-            return act(*args, **kwargs)
-
-        return counted
-
-    names = ("sum_over", "gather_along", "sum_scatter_along")
-    before = {name: getattr(regions, name) for name in names}
-    for name, act in before.items():
-        setattr(regions, name, counting(name, act))
-    try:
-        yield counts
-    finally:
-        for name, act in before.items():
-            setattr(regions, name, act)
-
-
-def _collectives() -> None:
-    found: dict[tuple[int, bool], tuple[Counter[str], Counter[str]]] = {}
-    for layers in (1, 2):
-        for sequence_parallel in (False, True):
-            model = _divided("llama", {"num_hidden_layers": layers}, sequence_parallel)
-            data = tokens(0)
-            with _counted() as forward:
-                loss = loss_of(model(input_ids=data).logits, data)
-            with _counted() as backward:
-                loss.backward()
-            found[layers, sequence_parallel] = forward, backward
-    forward, backward = (found[2, False][way] - found[1, False][way] for way in (0, 1))
-    assert forward == {"sum_over": 2} and backward == {"sum_over": 2}
-    forward, backward = (found[2, True][way] - found[1, True][way] for way in (0, 1))
-    assert forward == {"gather_along": 2, "sum_scatter_along": 2}
-    # The two sums are those of the norms' gradients.
-    assert backward == {"gather_along": 2, "sum_scatter_along": 2, "sum_over": 2}
 
 
 def _dtypes_and_norms() -> None:
@@ -295,6 +260,41 @@ def _ranks_begin_alike() -> None:
     parallelize(nn.Sequential(nn.Linear(3, 4, device="meta")), {"0": "colwise_rep"}, group_of())
 
 
+def _small_layers_beside() -> None:
+    """The plan for LoRA that the guide shows."""
+    torch.manual_seed(3)
+    plain = Block()
+    plain.up, plain.down = Lora(plain.up), Lora(plain.down)
+    plain.double()
+    model = parallelize(copy.deepcopy(plain), LORA_PLAN, group_of())
+    x = torch.randn(2, 5, 6, dtype=torch.float64)
+    _same_gradients(plain, model, lambda each: each(x))
+
+
+def _sizes_that_change() -> None:
+    """Code that takes a part for the whole is seen."""
+    for options in ({}, {"tie_word_embeddings": True}):
+        model = llama(**options)
+        plan = {**model._tp_plan, "model.embed_tokens": "embedding_rowwise"}
+        parallelize(model, plan, group_of()).resize_token_embeddings(40, mean_resizing=False)
+        with pytest.raises(
+            ValueError, match=r"expected the part \[\d+, 24\] of the weight \[37, 24\].*got \[40, 24\].*before"
+        ):
+            model(input_ids=tokens(1))
+    for kind, style, changed in (
+        (lambda: nn.Linear(4, 6), "colwise_rep", torch.zeros(4, 4)),
+        (lambda: nn.Linear(4, 6), Style("inputs"), torch.zeros(6, 3)),
+        (lambda: nn.Embedding(4, 6), "embedding_colwise", torch.zeros(4, 6)),
+    ):
+        torch.manual_seed(0)
+        plain, given = kind(), torch.arange(4) if kind().weight.shape[0] == 4 else torch.randn(2, 4)
+        layer = parallelize(copy.deepcopy(plain), style, group_of())  # A style by itself is that of the model.
+        torch.testing.assert_close(layer(given), plain(given))
+        layer.weight.data = changed
+        with pytest.raises(ValueError, match=r"change the size of a layer.* before parallelize"):
+            layer(given)
+
+
 def _ranks_differ() -> None:
     model = nn.Sequential(nn.Linear(4, 6 + group_of().rank), nn.ReLU())
     with pytest.raises(ValueError, match=r"rank 0: parallelize: .*\(6, 4\).*rank 1: parallelize: .*\(7, 4\)"):
@@ -304,7 +304,6 @@ def _ranks_differ() -> None:
 
 def _stories() -> None:
     for story in (
-        _collectives,
         _dtypes_and_norms,
         _copies_and_unusual_use,
         _other_styles,
@@ -312,12 +311,14 @@ def _stories() -> None:
         _stacked_and_whole,
         _summands_within_a_divided_sequence,
         _ranks_begin_alike,
+        _small_layers_beside,
+        _sizes_that_change,
         _ranks_differ,
     ):
         story()
 
 
-def test_two_ranks_count_their_collectives_and_keep_what_a_module_can_do() -> None:
+def test_two_ranks_keep_what_a_module_can_do() -> None:
     run_ranks(_stories, 2)
 
 
@@ -332,6 +333,19 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(self.act(self.up(x)))
+
+
+class Lora(nn.Module):
+    """A layer with a small one beside it, and names as peft gives them."""
+
+    def __init__(self, base_layer: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(base_layer.in_features, 3, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(3, base_layer.out_features, bias=False)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x)) * 2
 
 
 class Attention(nn.Module):
@@ -355,9 +369,17 @@ def _refused(
 def test_a_plan_that_does_not_fit_is_refused_and_nothing_is_changed() -> None:
     block = nn.Sequential(Block())
     _refused(block, {"0.upp": "colwise"}, r"'0.upp' matches none of the 5 modules; near it are '0.up'")
-    _refused(block, {"0.act": "colwise"}, r"'0.act': expected an nn.Linear to divide its outputs, got ReLU", TypeError)
     _refused(
-        block, {"0.up": "embedding_rowwise"}, r"expected an nn.Embedding to divide its words, got Linear", TypeError
+        block,
+        {"0.act": "colwise"},
+        r"'0.act': expected an nn.Linear to divide its outputs, got torch.nn.*ReLU",
+        TypeError,
+    )
+    _refused(
+        block,
+        {"0.up": "embedding_rowwise"},
+        r"expected an nn.Embedding to divide its words, got torch.nn.modules.linear.Linear",
+        TypeError,
     )
     packed = {"0.up": Style("outputs", output="part", stacked=7), "0.down": "rowwise"}
     _refused(
@@ -383,6 +405,36 @@ def test_a_plan_that_does_not_fit_is_refused_and_nothing_is_changed() -> None:
         tied, {"0": "embedding_colwise", "1": "colwise_rep"}, r"are one parameter, but the plan does not divide both"
     )
     _refused(block, {"0.up": "colwise"}, r"expected one nn.ModuleList of blocks that holds all", sequence_parallel=True)
+
+
+def test_an_optimizer_that_was_built_before_is_refused_when_it_steps() -> None:
+    """It holds the whole parameters, which nobody uses any more, and would train nothing."""
+    model = nn.Sequential(Block())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plan = {"0.up": "colwise", "0.down": "rowwise"}
+    parallelize(model, plan, TWO, sync_module_states=False)
+    with pytest.raises(
+        RuntimeError, match=r"SGD was built before .* '0.up.weight' is not the model's parameter any more"
+    ):
+        optimizer.step()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def test_arguments_of_another_kind_are_refused() -> None:
+    block: Any = nn.Sequential(Block())
+    _refused(block, ["0.up"], r"expected a plan from names of modules to styles, got list: write", TypeError)  # type: ignore[arg-type]
+    lora = nn.Sequential(Block())
+    lora[0].up = Lora(lora[0].up)
+    message = r"got test_parallelize.Lora: give the style to the layer in it, '0.up.base_layer'"
+    _refused(lora, {"0.up": "colwise"}, message, TypeError)
+    lora[0].up.lora_dropout = nn.Dropout(0.1)
+    _refused(lora, {"0.up.base_layer": "colwise_rep"}, r"'0.up' drops 0.1 of what the small layers beside '0.up.base_")
+    _refused(block, {}, "expected a plan that names a module at least, got an empty one")
+    rule: Any = AttentionRule("one")
+    message = r"to be a tuple of scale_tp.AttentionRule, got AttentionRule: write attention_rules=\(AttentionRule"
+    _refused(block, {"0.up": "colwise"}, message, TypeError, attention_rules=rule)
+    with pytest.raises(TypeError, match=r"expected a model, a torch.nn.Module, got Tensor"):
+        parallelize(torch.ones(1), {"0": "colwise"}, TWO)  # type: ignore[arg-type]
 
 
 def test_parameters_beside_divided_layers_need_a_word() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+from typing import Any
+
 import pytest
 
-from scale_tp.plan import NOT_SUPPORTED, STYLES, Plan, Style, resolve
+from scale_tp.plan import NOT_SUPPORTED, STYLES, Plan, Style, check_carried, resolve
 
 NAMES = [
     "",
@@ -79,6 +82,24 @@ def test_what_can_not_be_meant_is_refused(plan: Plan, message: str) -> None:
         resolve(plan, NAMES)
 
 
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"divides": "columns"}, ValueError, r"expected divides of a style to be one of outputs, inputs, .*'columns'"),
+        (
+            {"divides": "outputs", "output": "parts"},
+            ValueError,
+            "output of a style .* whole, part, summand, got 'parts'",
+        ),
+        ({"divides": "outputs", "stacked": 0}, ValueError, "stacked to be at least 1, got 0"),
+        ({"divides": "outputs", "stacked": 2.0}, TypeError, "stacked to be an integer, got 2.0"),
+    ],
+)
+def test_a_style_that_can_not_be_is_refused(fields: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        Style(**fields)
+
+
 def test_a_style_is_a_style_or_a_name() -> None:
     with pytest.raises(TypeError, match=r"'norm': expected a style or the name of one, got int"):
         resolve({"norm": 3}, NAMES)  # type: ignore[dict-item]
@@ -86,6 +107,43 @@ def test_a_style_is_a_style_or_a_name() -> None:
 
 def test_two_keys_may_agree() -> None:
     assert len(resolve({"norm": "colwise", "no[r]m": "colwise"}, NAMES)) == 1
+
+
+CARRIED: Plan = {
+    "layers.*.q": "colwise",
+    "layers.*.experts": "moe_tp_experts",
+    "layers.*.experts.up": "packed_colwise",
+    "layers.*.latent.down": "mla_kv_a_proj",
+    "layers.*.latent.up": "colwise",
+    "layers.*.experts_too": "rowwise",
+    "absent": "moe_tp_experts",
+}
+
+
+def test_of_a_carried_plan_that_is_not_supported_what_is_left_is_shown() -> None:
+    names = ["", *(f"layers.0.{name}" for name in ("q", "experts", "experts.up", "experts_too"))]
+    with pytest.raises(
+        ValueError, match=r"plan that Net carries asks for 'moe_tp_experts' of .*divides experts"
+    ) as told:
+        check_carried("Net", CARRIED, names)
+    _, _, shown = str(told.value).partition("parallelize(model, ")
+    left = ast.literal_eval(shown.removesuffix(")"))
+    assert left == {"layers.*.q": "colwise", "layers.*.experts_too": "rowwise"}
+    assert list(resolve(left, names)) == ["layers.0.q", "layers.0.experts_too"]
+    # What stands beside such a projection divides what it gives.
+    with pytest.raises(ValueError, match=r"'mla_kv_a_proj' of 'layers.\*.latent.down'.*nothing is left of it"):
+        check_carried("Net", CARRIED, ["layers.0.latent", "layers.0.latent.down", "layers.0.latent.up"])
+    check_carried("Net", CARRIED, ["layers.0.q"])
+
+
+def test_a_carried_plan_that_matches_nothing_is_refused_with_the_names_that_there_are() -> None:
+    names = ["", "base_model", "base_model.model.layers.0.q", "base_model.model.layers.0.q.base_layer"]
+    with pytest.raises(
+        ValueError,
+        match=r"that PeftModel carries matches none of its 4 modules.*its 'layers.\*.q' does not; near it are "
+        r"'base_model.model.layers.\*.q'.*parallelize\(model, \{'base_model.model.layers.\*.q': 'colwise', ...\}\)",
+    ):
+        check_carried("PeftModel", CARRIED, names)
 
 
 def test_every_style_of_transformers_is_known_or_refused_by_name() -> None:

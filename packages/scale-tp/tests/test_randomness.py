@@ -66,6 +66,24 @@ def test_streams_within_each_other() -> None:
         assert torch.equal(torch.rand(3), one[1])
 
 
+def test_a_stream_within_itself_goes_on() -> None:
+    expected = seeded(1, 5)
+    streams = RandomStreams()
+    streams.add("one", 1)
+    streams.add("two", 2)
+    found = []
+    with streams.fork("one"):
+        found.append(torch.rand(3))
+        with streams.fork("one"):
+            found.append(torch.rand(3))
+        with streams.fork("two"), streams.fork("one"):
+            found.append(torch.rand(3))
+        found.append(torch.rand(3))
+    with streams.fork("one"):
+        found.append(torch.rand(3))
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
 def test_what_can_not_be_is_refused() -> None:
     streams = RandomStreams()
     with pytest.raises(KeyError, match=r"cuda rng state model-parallel-rng is not added \(there are: none\)"):
@@ -75,6 +93,11 @@ def test_what_can_not_be_is_refused() -> None:
         streams.add("two", 1)
     with pytest.raises(ValueError, match="cuda rng state one already exists"):
         streams.add("one", 2)
+    for given in (torch.get_rng_state(), 1234):  # As other trackers keep it.
+        with pytest.raises(
+            TypeError, match=r"stream 'two' to be one that get_states\(\) gives, .*got (Tensor|int): Fair"
+        ):
+            streams.set_states({"two": given})  # type: ignore[dict-item]
     with pytest.raises(KeyError, match=r"is not added \(there are: 'one'\)"):
         streams.fork("two").__enter__()
 
@@ -92,6 +115,9 @@ def test_the_names_of_fairscale_are_the_same_streams() -> None:
 def noisy(x: Tensor) -> Tensor:
     with get_rng_tracker().fork():
         x = torch.nn.functional.dropout(x.sin(), 0.5)
+        with get_rng_tracker().fork():
+            x = torch.nn.functional.dropout(x.sin(), 0.5)
+        x = torch.nn.functional.dropout(x.sin(), 0.5)
     x = torch.nn.functional.dropout(x, 0.5)
     with get_rng_tracker().fork():
         return torch.nn.functional.dropout(x.sin(), 0.5)
@@ -105,11 +131,16 @@ def test_a_recomputation_gets_the_numbers_of_the_forward(own_function: bool) -> 
         x = torch.ones(200, requires_grad=True)
         if not checkpointed:
             loss = noisy(noisy(x)).sum()
+            if not own_function:
+                with get_rng_tracker().fork():
+                    loss = loss + noisy(x).sum()
         elif own_function:
             loss = scale_tp.checkpoint(noisy, scale_tp.checkpoint(noisy, x)).sum()
         else:
             contexts = {"use_reentrant": False, "context_fn": get_rng_tracker().replayed}
             loss = torch_checkpoint(noisy, torch_checkpoint(noisy, x, **contexts), **contexts).sum()
+            with get_rng_tracker().fork():
+                loss = loss + torch_checkpoint(noisy, x, **contexts).sum()
         loss.backward()
         with get_rng_tracker().fork():
             return loss.detach(), x.grad, torch.rand(2)

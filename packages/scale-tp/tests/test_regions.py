@@ -122,6 +122,13 @@ def test_sizes_that_do_not_fit_are_refused_before_anything_is_sent() -> None:
     for name in ("scatter_to_model_parallel", "scatter_to_sequence_parallel", "reduce_scatter_to_sequence_parallel"):
         with pytest.raises(ValueError, match=r"add up to the 3 .* got \[2, 2\]"):
             getattr(scale_tp, f"{name}_region")(x, two, dim=1, sizes=[2, 2])
+    for name in (
+        "gather_from_sequence_parallel",
+        "scatter_to_sequence_parallel",
+        "reduce_scatter_to_sequence_parallel",
+    ):
+        with pytest.raises(ValueError, match=r"one of the 1 dimensions of the input \[3\], got -2: pass .* dim=0"):
+            getattr(scale_tp, f"{name}_region")(x[0], two)
     for name in ("gather_from_model_parallel", "gather_from_sequence_parallel"):
         with pytest.raises(ValueError, match=r"rank 0 has the 3 of its tensor, got \[2, 2\]"):
             getattr(scale_tp, f"{name}_region")(x, two, dim=1, sizes=[2, 2])

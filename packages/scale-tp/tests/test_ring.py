@@ -56,7 +56,7 @@ def _equals_whole(cases: list[Case]) -> None:
 
         def attention(query: Tensor, key: Tensor, value: Tensor, case: Case = case) -> Tensor:
             return ring_attention(
-                query, key, value, group, causal=case.causal, scale=case.scale, length=case.length, order=case.order
+                query, key, value, group, is_causal=case.causal, scale=case.scale, length=case.length, order=case.order
             )
 
         found = divided_attention(case, group, attention)
@@ -66,9 +66,13 @@ def _equals_whole(cases: list[Case]) -> None:
             )
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [2, 3, 4])
 def test_output_and_gradients_equal_attention_over_the_whole_sequence(world: int) -> None:
     run_ranks(_equals_whole, world, CASES)
+
+
+def test_one_process_needs_no_initialisation() -> None:
+    _equals_whole(CASES)
 
 
 def _wrong_use() -> None:
@@ -105,7 +109,7 @@ def test_half_precision_is_computed_in_fp32_and_rounded_once() -> None:
     """The inputs are exact in fp32, so what comes is what fp32 gives, rounded."""
     case = Case(length=33, dtype=torch.bfloat16)
     alone = Group()
-    found = divided_attention(case, alone, lambda *tensors: ring_attention(*tensors, alone, causal=True))
+    found = divided_attention(case, alone, lambda *tensors: ring_attention(*tensors, alone, is_causal=True))
     for mine, whole in zip(found, whole_attention(case, torch.float32), strict=True):
         assert mine.dtype == torch.bfloat16
         # One unit in the last place, where fp32's own rounding moves a number over a boundary.

@@ -61,8 +61,18 @@ def _join() -> None:
         whole = torch.arange(2 * length * 3.0).view(2, length, 3)
         part = split_sequence(whole, group, order=order)
         assert torch.equal(join_sequence(part, group, length=length, order=order), whole)
-    with pytest.raises(ValueError, match=r"expected \d positions on rank \d of 3, of a sequence of 9 in zigzag order"):
-        join_sequence(torch.zeros(1, 5), group, length=9)
+        assert torch.equal(join_sequence(part, group, order=order), whole)
+    # Every rank is told, before a message of another length can end a process.
+    wrong = torch.zeros(1, 5 if group.rank == 0 else 2)
+    for options in ({"length": 9}, {}, {"length": 5 + group.rank}):
+        with pytest.raises(
+            ValueError,
+            match=r"join_sequence: (expected the ranks to hold \[3, 3, 3\] .*got \[5, 2, 2\]|"
+            r"the ranks bring different things: rank 0: 5 positions .*length=5; rank 1: .*length=6)",
+        ):
+            join_sequence(wrong, group, **options)
+    with pytest.raises(ValueError, match=r"rank 0: 1 positions of \[2\] each, torch.float32.*rank 1: .*torch.float64"):
+        join_sequence(torch.zeros(2, 1, dtype=torch.float64 if group.rank else torch.float32), group)
 
 
 def test_what_was_split_is_joined_again() -> None:

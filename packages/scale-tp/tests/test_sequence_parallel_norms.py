@@ -17,6 +17,7 @@ from scale_core.testing import run_ranks
 from scale_tp import (
     ParallelLayerNorm,
     ParallelRMSNorm,
+    RowParallelLinear,
     Split,
     gather_from_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
@@ -104,6 +105,11 @@ def on_parts_of_a_sequence() -> None:
     assert own.weight is weight
     with pytest.raises(ValueError, match="OwnNorm are summed already: once is enough"):
         sum_gradients_over(own, group)
+    with pytest.raises(
+        ValueError, match="got a RowParallelLinear that is divided between them, and sums what has to be"
+    ):
+        sum_gradients_over(RowParallelLinear(3, 3, group=group), group)
+    assert f"gradients summed over {group.size} ranks" in repr(own)
     buffer = io.BytesIO()
     torch.save(own, buffer)
     buffer.seek(0)
@@ -135,6 +141,11 @@ def after_an_error(own: OwnNorm) -> None:
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_each_rank_gets_the_gradient_of_the_whole_sequence(num_ranks: int) -> None:
     run_ranks(on_parts_of_a_sequence, num_ranks)
+
+
+def test_what_is_no_module_is_refused() -> None:
+    with pytest.raises(TypeError, match="expected a module, such as a norm, got Parameter"):
+        sum_gradients_over(nn.Parameter(torch.ones(2)))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -142,3 +142,12 @@ def test_a_block_that_is_called_in_another_way_is_refused_with_what_to_do() -> N
         TypeError, match=r"to be given the sequence as its first argument, .* got states, mask: pass it"
     ):
         model.blocks[0](states=torch.zeros(1, 4, 2), mask=None)
+
+
+def test_blocks_that_drop_are_not_called_outside_of_the_models_forward() -> None:
+    """Behind the last one nobody would lead the ranks back to the same random numbers."""
+    model = _passing(0)
+    with pytest.raises(RuntimeError, match=r"'blocks' drops something, and its first block was called outside of the"):
+        model.blocks[0](torch.zeros(1, 4, 2))
+    model.eval()
+    assert model.blocks[0](torch.zeros(1, 4, 2)).shape == (1, 2, 2)

@@ -62,8 +62,10 @@ def _equals_whole() -> None:
             torch.testing.assert_close(mine, whole, rtol=1e-12, atol=1e-12)
         norms = [clip_grad_norm(list(each.parameters()), 1e9) for each in (plain, model)]
         torch.testing.assert_close(norms[1], norms[0], rtol=1e-12, atol=0)
-        for mine, whole in zip(_train(_built(case, group, sequence_parallel=True), part), expected, strict=True):
-            torch.testing.assert_close(mine, whole[:, part], rtol=1e-12, atol=1e-12)
+        for pieces in (None, 2):
+            divided = _built(case, group, sequence_parallel=True, overlap_pieces=pieces)
+            for mine, whole in zip(_train(divided, part), expected, strict=True):
+                torch.testing.assert_close(mine, whole[:, part], rtol=1e-12, atol=1e-12)
         meta = _built(case, group, device="meta").to_empty(device="cpu")
         torch.manual_seed(3)
         meta.reset_parameters()
@@ -77,7 +79,7 @@ def test_it_trains_as_on_one_process(world: int) -> None:
 
 def test_any_attention_of_this_rank_s_heads_may_compute() -> None:
     def ring(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Tensor:
-        return ring_attention(query, key, value, Group(), causal=is_causal)
+        return ring_attention(query, key, value, Group(), is_causal=is_causal)
 
     case = {"num_heads": 4, "num_key_value_heads": 2, "causal": True}
     outputs = [_built(case, Group(), **options)(_input()) for options in ({}, {"attend": ring})]

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import scale_tp
 from scale_core.group import Group, group_of
@@ -200,5 +201,53 @@ def accumulate() -> None:
         torch.testing.assert_close(param.grad, part_of(ours, name, plain.get_parameter(name).grad))
 
 
-def test_gradients_of_several_batches_add_up() -> None:
-    run_ranks(accumulate, 2)
+class Layers(nn.Module):
+    """Layers of one width, each of which is computed again in the backward pass."""
+
+    def __init__(self, num_layers: int, **options: Any) -> None:
+        super().__init__()
+        column, row = (scale_tp.ColumnParallelLinear, scale_tp.RowParallelLinear) if options else (nn.Linear, nn.Linear)
+        inner: Any = {"gather_output": False, **options} if options else {}
+        outer: Any = {"input_is_parallel": True, **options} if options else {}
+        self.layers = nn.ModuleList(
+            nn.Sequential(column(3, 5, **inner), nn.Tanh(), row(5, 3, **outer)).double() for _ in range(num_layers)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+def two_lengths() -> None:
+    """As where two answers are compared, one backward goes through sequences of two lengths, the first one's last.
+
+    Rank 0 has 2 positions of both, and rank 1 has 1 and 2: what either knows of the first, after all that was divided
+    since, the other has to know as well.
+    """
+    group = group_of()
+    plain, ours = Layers(16), Layers(16, group=group, sequence_parallel=True)
+    ours.load_state_dict(plain.state_dict())
+    found, expected = torch.zeros(()).double(), torch.zeros(()).double()
+    for length in (3, 4):
+        x = torch.randn(2, length, 3, generator=torch.Generator().manual_seed(length)).double()
+        expected = expected + plain(x).square().sum()
+        part = scale_tp.scatter_to_sequence_parallel_region(x, group)
+        outputs = scale_tp.gather_from_sequence_parallel_region(ours(part), group, to_model_parallel=False)
+        found = found + outputs.square().sum()
+    torch.testing.assert_close(found, expected)
+    expected.backward()
+    found.backward()
+    for path, module in ours.named_modules():
+        for name, placement in getattr(module, "placements", {}).items():
+            whole = plain.get_submodule(path).get_parameter(name).grad
+            torch.testing.assert_close(module.get_parameter(name).grad, placement.take(whole, group.rank))
+
+
+def several_backward_passes_or_one() -> None:
+    accumulate()
+    two_lengths()
+
+
+def test_gradients_of_several_batches_and_of_two_lengths_add_up() -> None:
+    run_ranks(several_backward_passes_or_one, 2)

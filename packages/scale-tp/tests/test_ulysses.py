@@ -44,9 +44,13 @@ def _equals_whole(cases: list[Case]) -> None:
             )
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [2, 3, 4])
 def test_output_and_gradients_equal_attention_over_the_whole_sequence(world: int) -> None:
     run_ranks(_equals_whole, world, CASES)
+
+
+def test_one_process_needs_no_initialisation() -> None:
+    _equals_whole(CASES)
 
 
 def _attention_by_head(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -1,4 +1,3 @@
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,10 +8,9 @@ from scale_core.group import group_of
 from scale_core.testing import run_ranks
 from scale_train.checkpoint import CHECKPOINTS, load, save
 from scale_train.errors import InputError
-from scale_train.large_batches import check_adascale, is_of_adascale
+from scale_train.large_batches import check_adascale, is_of_adascale, worth_of
 from scale_train.loop import one_step, train
 from scale_train.options import DataOptions, ModelOptions, OptimizerOptions, Options, ParallelOptions, RunOptions
-from scale_train.plot import plot_loss
 from scale_train.progress import Silent, StepRecord
 from scale_train.text import read_text
 from scale_train.training import Training, build
@@ -97,6 +95,31 @@ def in_several_ways(several: list[Options], folder: str) -> list[object]:
     return [curve(options) for options in several] + [saved_and_resumed(several[0], folder)]
 
 
+SCHEDULES = ("1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dual_pipe_v")
+
+
+def in_stages(options: Options, schedule: str) -> Options:
+    parallel = replace(options.parallel, parallel="pipe", schedule=schedule, accumulate=1, chunks=4)
+    return replace(options, parallel=parallel)
+
+
+def test_a_model_in_stages_has_the_same_gains_with_every_schedule(text, tmp_path):
+    """Each micro-batch is one sample; the embedding and the head are one weight, on one rank or on two."""
+    whole = options_for(text, steps=4)
+    whole = replace(whole, model=replace(whole.model, layers=4))
+    expected, _ = curve(whole)
+    ways = [in_stages(whole, schedule) for schedule in SCHEDULES]
+    # Sixteen sequences in at most seven micro-batches make five of three and one of one.
+    ways.append(replace(ways[0], parallel=replace(ways[0].parallel, chunks=7)))
+    for *curves, (uneven, _), (went_on, resumed) in run_ranks(in_several_ways, 2, ways, str(tmp_path)):
+        assert all(1 < gain < 6 for _, gain, *_ in uneven)
+        for schedule, (found, _) in zip(SCHEDULES, curves, strict=True):
+            assert len(found) == len(expected), schedule
+            for mine, its in zip(found, expected, strict=True):
+                assert mine == pytest.approx(its, rel=1e-3), schedule
+        assert resumed == went_on and went_on
+
+
 def test_all_ways_to_spread_have_the_same_gains_and_a_resumed_run_goes_on_with_them(text, tmp_path):
     """Two ranks of two micro-batches are one of four; ShardedDataParallel measures what fsdp does."""
     expected, _ = curve(options_for(text, steps=8))
@@ -117,21 +140,32 @@ def test_without_it_a_step_is_a_step(text):
     assert all(record.gain is None for record in records.found)
 
 
-def test_the_gain_is_in_the_picture(tmp_path):
-    entries = [{"step": step, "loss": 5.0 - step, "gain": 1.0 + step} for step in range(3)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-    plot_loss(tmp_path / "metrics.jsonl", tmp_path / "with.png")
-    for entry in entries:
-        entry["gain"] = None
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-    plot_loss(tmp_path / "metrics.jsonl", tmp_path / "without.png")
-    assert len((tmp_path / "with.png").read_bytes()) > 1.1 * len((tmp_path / "without.png").read_bytes())
+def test_the_noise_scale_its_interval_and_what_follows_of_it_are_in_each_record(text):
+    training, records = start(options_for(text))
+    train(training, lambda now: None)
+    last, optimizer = records.found[-1], training.optimizer
+    noise = optimizer.noise_scale(16 / 4)
+    assert (last.noise_scale, last.noise_scale_low) == (noise.value, noise.low) and 0 < noise.value < float("inf")
+    assert last.noise_scale_high == (noise.high if noise.high < float("inf") else None)
+    assert last.critical_batch == max(1, round(noise.value))
+    assert all(record.suggested_batch in (4, 8, 16, 32) for record in records.found if record.noise_scale is not None)
+
+
+def test_the_batch_that_is_suggested_is_that_of_the_best_goodput(text):
+    training, _ = start(options_for(text))
+    train(training, lambda now: None)
+    noise = training.optimizer.noise_scale(4).value
+    for seconds in ({16: 1.0, 4: 0.25}, {16: 1.0, 4: 0.99}):
+        expected = max(
+            (4, 8, 16, 32), key=lambda m, s=seconds: m / (s[4] + (m - 4) / 12 * (s[16] - s[4])) / (noise + m)
+        )
+        assert worth_of(training.optimizer, 16, seconds).suggested_batch == expected
+    assert worth_of(training.optimizer, 16, {}).suggested_batch is None
 
 
 @pytest.mark.parametrize(
     "parallel, optimizer, words",
     [
-        ("pipe", {"adascale": True}, "--adascale: a rank of a pipeline"),
         ("none", {"adascale": True, "adascale_scale": 0.5}, "--adascale-scale 0.5: at least 1 is needed"),
         ("none", {"adascale": False, "adascale_scale": 4.0}, "--adascale-scale 4 has no effect without --adascale"),
     ],

@@ -5,20 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from scale_train.checking import check, without_effect
 from scale_train.errors import InputError
-from scale_train.options import (
-    MAX_RANKS_PER_CORE,
-    DataOptions,
-    ModelOptions,
-    OptimizerOptions,
-    Options,
-    ParallelOptions,
-    RunOptions,
-    check,
-    model_config,
-    num_local_ranks,
-    without_effect,
-)
+from scale_train.meaning import MAX_RANKS_PER_CORE, model_config, num_local_ranks
+from scale_train.options import DataOptions, ModelOptions, OptimizerOptions, Options, ParallelOptions, RunOptions
 
 CPU = Options(parallel=ParallelOptions(device="cpu"))
 
@@ -107,6 +97,7 @@ def test_numbers_out_of_range_are_named_with_their_flag(options, flag):
 @pytest.mark.parametrize(
     ("parallel", "ranks", "message"),
     [
+        ({"tensor_parallel": 2, "overlap_pieces": 0}, 2, "--overlap-pieces 0: at least 1 is needed"),
         ({"tensor_parallel": 3}, 4, "--tensor-parallel 3 does not divide 4 ranks; take 1 or 2 or 4"),
         ({"tensor_parallel": 0}, 2, "--tensor-parallel 0 does not divide 2 ranks; take 1 or 2"),
         ({"tensor_parallel": 8}, 8, "--tensor-parallel 8: the model has 4 heads to divide; take at most 4"),
@@ -143,6 +134,11 @@ def test_ranks_that_divide_layers_share_a_part_of_the_batch():
         (
             ParallelOptions(sequence_parallel=True),
             ["--sequence-parallel has no effect without --tensor-parallel 2 or more"],
+        ),
+        (ParallelOptions(overlap_pieces=2, tensor_parallel=2), []),
+        (
+            ParallelOptions(overlap_pieces=2),
+            ["--overlap-pieces has no effect without --tensor-parallel 2 or more"],
         ),
         (
             ParallelOptions(parallel="ddp", no_sync=True, accumulate=2, reshard_after_forward=False),

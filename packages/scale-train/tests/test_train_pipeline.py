@@ -8,20 +8,13 @@ import torch
 
 from scale_core.group import Group, group_of
 from scale_core.testing import run_ranks
+from scale_train.checking import check, without_effect
 from scale_train.checkpoint import load, save
 from scale_train.errors import InputError
 from scale_train.loop import evaluate, one_step
+from scale_train.meaning import pipeline_shape
 from scale_train.model import generate
-from scale_train.options import (
-    DataOptions,
-    ModelOptions,
-    OptimizerOptions,
-    Options,
-    ParallelOptions,
-    check,
-    pipeline_shape,
-    without_effect,
-)
+from scale_train.options import DataOptions, ModelOptions, OptimizerOptions, Options, ParallelOptions
 from scale_train.pipeline import cuts
 from scale_train.progress import Silent, StepRecord
 from scale_train.text import read_text

@@ -106,8 +106,8 @@ def test_divided_layers_train_as_one_plain_process(text):
         for parallel, more in (
             ("fsdp", {"sequence_parallel": True}),
             ("ddp", {"accumulate": 2}),
-            ("sharded-ddp", {"sequence_parallel": True, "checkpoint_activations": "all"}),
-            ("oss", {}),
+            ("sharded-ddp", {"sequence_parallel": True, "checkpoint_activations": "all", "overlap_pieces": 2}),
+            ("oss", {"overlap_pieces": 1, "checkpoint_activations": "selective"}),
         )
     ]
     for by_rank in run_ranks(curves, 4, *divided):

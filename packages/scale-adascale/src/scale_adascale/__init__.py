@@ -4,22 +4,27 @@ The files in reading order; each stands only on those above it:
 
 - `gain`: the formulas, numbers in and numbers out;
 - `averages`: moving averages of what each step measures;
+- `scale`: what is one;
 - `noise`: the gradient noise scale, and how sure it is;
 - `goodput`: the batch size at which a training goes forward fastest;
 - `rules`: the fixed rules that AdaScale is to be judged beside;
 - `squares`: the sum of the squares of a gradient;
+- `tally`: those of all gradients of a backward pass;
 - `sharing`: how often a number counts that a rank measures;
 - `agreement`: whether ranks really average their gradients;
 - `preconditioning`: what Adam divides gradients by;
+- `second_moments`: the same, of which each rank has a part;
 - `local_grads`: what a rank measures before gradients are averaged away;
 - `measuring`: from squares of each rank to those of all ranks;
-- `single`: one worker that accumulates nothing;
+- `halving`: two gradients of one batch;
+- `single`: or, for one worker that accumulates nothing, those of successive steps;
 - `estimates`: what is known after all steps so far;
 - `fairscale`: what FairScale's AdaScale has saved;
 - `loss_scale`: what a scaler has multiplied the loss by;
 - `checks`: what is refused;
 - `sampling`: the gradients of one step, from the first backward pass to what they add to estimates;
 - `around`: what an optimizer around another one is to schedulers, scalers and checkpoints;
+- `listening`: the same, whose gradients are measured;
 - `adascale`: the optimizer;
 - `wrapper`: the same, built from a class;
 - `progress`: a training that is counted in steps of the small batch.
@@ -27,10 +32,10 @@ The files in reading order; each stands only on those above it:
 
 from scale_adascale.adascale import AdaScale
 from scale_adascale.goodput import Suggestion, fit_speed, suggest_batch_size
+from scale_adascale.halving import halves
 from scale_adascale.noise import NoiseScale
 from scale_adascale.progress import GainScheduler, until_steps
 from scale_adascale.rules import legw, linear, square_root
-from scale_adascale.single import halves
 from scale_adascale.wrapper import AdaScaleWrapper
 
 __version__ = "2026.11.0"

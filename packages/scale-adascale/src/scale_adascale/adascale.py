@@ -1,7 +1,7 @@
 """`AdaScale`: an optimizer around another one, which multiplies its learning rates by the gain of the large batch.
 
-Backward passes are measured (`local_grads`), what ranks have measured is added up (`measuring`), `gain` and `step` turn
-it into estimates (`sampling`, `estimates`, `gain`), and the inner optimizer steps.
+Gradients are measured (`listening`), `gain` and `step` turn that into estimates (`sampling`, `estimates`, `gain`), and
+the inner optimizer steps.
 """
 
 from __future__ import annotations
@@ -13,32 +13,30 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from scale_adascale.around import Around
 from scale_adascale.checks import (
-    check_arguments,
-    check_between_steps,
     check_num_gradients,
+    check_numbers,
+    check_optimizer,
     check_plain,
     check_rule,
     check_smoothing,
     check_trains,
+    data_group_of,
     model_group_of,
-    refuse_step,
-    refuse_undivided,
 )
-from scale_adascale.estimates import OF_GROUP, Estimates, Reading
-from scale_adascale.fairscale import without_fairscale
+from scale_adascale.estimates import Estimates
 from scale_adascale.gain import gain
+from scale_adascale.listening import Listening
 from scale_adascale.loss_scale import scale_of, scaler_of_step
 from scale_adascale.measuring import Meter
 from scale_adascale.noise import NoiseScale, noise_scale
 from scale_adascale.preconditioning import is_adaptive
-from scale_adascale.rules import check_scale
-from scale_adascale.sampling import Sampling, Settings, default_smoothing
-from scale_core.group import GroupLike, check_not_forgotten, group_of
+from scale_adascale.sampling import Settings, default_smoothing
+from scale_adascale.scale import check_scale
+from scale_core.group import GroupLike, check_not_forgotten
 
 
-class AdaScale(Around):
+class AdaScale(Listening):
     """Large batches with the learning rates of small ones: wraps any optimizer, and is one to schedulers and scalers.
 
         >>> import torch
@@ -47,7 +45,7 @@ class AdaScale(Around):
         >>> optimizer = AdaScale(torch.optim.SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=2)
         >>> for sample in ([1.0, 0.0], [0.0, 1.0]):
         ...     (model(torch.tensor(sample)).sum() / 2).backward()
-        >>> optimizer.gain()  # These gradients have nothing in common: one step is worth two.
+        >>> round(optimizer.gain(), 6)  # These gradients have nothing in common: one step is worth two.
         2.0
         >>> optimizer.step()
 
@@ -67,9 +65,11 @@ class AdaScale(Around):
             before each step.
         debias_ewma: Moving averages are divided by the part of them that was filled, as Adam does; otherwise they begin
             as plain means.
-        process_group: The ranks that have other data: all that share the gradients, the default group if None.
+        process_group: The ranks that have other data: all that share the gradients, the default group if None; of a
+            `DistributedPipe` over all ranks, this one alone.
         model_parallel_group: The ranks that have other parts of the model for the same data: those of tensor and
-            pipeline parallelism. None is the group over which parameters are split beside `process_group`, if any is.
+            pipeline parallelism. None is the group over which parameters are split beside `process_group`, or that of
+            the `DistributedPipe`, if there is one.
         power: Learning rates are multiplied by gain ** power. 1 if None, as for SGD; 0.5 for Adam and AdamW; of others
             that divide gradients by something, such as RMSprop, it must be said.
         preconditioned: Measure gradients as Adam and AdamW use them, divided by the root of the mean second moment of
@@ -101,8 +101,9 @@ class AdaScale(Around):
     ) -> None:
         if process_group is None and world_size is None:
             check_not_forgotten()
-        data = group_of(process_group)
-        check_arguments(optimizer, AdaScale, data, world_size, num_gradients_to_accumulate, power)
+        data = data_group_of(optimizer, process_group)
+        check_optimizer(optimizer, AdaScale)
+        check_numbers(data, world_size, num_gradients_to_accumulate, power)
         check_plain(optimizer)
         check_rule(optimizer, data, power, preconditioned)
         check_smoothing(smoothing)
@@ -113,8 +114,7 @@ class AdaScale(Around):
         as_adam = is_adaptive(optimizer) if preconditioned is None else preconditioned
         meter = Meter(optimizer, data, model, preconditioned=as_adam)
         meter.check()
-        super().__init__(optimizer)
-        self._settings = Settings(
+        settings = Settings(
             num_ranks=data.size,
             num_gradients=num_gradients_to_accumulate,
             scale=float(samples if scale is None else scale),
@@ -122,12 +122,9 @@ class AdaScale(Around):
             is_scaled_loss=is_scaled_loss,
             debias=debias_ewma,
         )
+        super().__init__(optimizer, meter, settings)
         self._power = power if power is not None else (0.5 if is_adaptive(optimizer) else 1.0)
-        self._reading = Reading(optimizer)
         self._scaler: weakref.ref[GradScaler] | None = None
-        self._is_unhooked = False
-        self._sampling = Sampling(meter, self._settings, self._reading)
-        self._listen()
 
     # The gain.
 
@@ -143,6 +140,11 @@ class AdaScale(Around):
         estimates = self._estimates()
         if pg_idx is None:
             return gain(estimates.together(), self._settings.scale)
+        if not 0 <= pg_idx < len(estimates.groups):
+            raise IndexError(
+                f"expected the number of one of {len(estimates.groups)} parameter groups, from 0, got {pg_idx}: leave "
+                "it out for all of them together"
+            )
         return gain(estimates.groups[pg_idx].moments, self._settings.scale)
 
     def noise_scale(self, base_batch_size: float, confidence: float = 0.95) -> NoiseScale:
@@ -182,7 +184,7 @@ class AdaScale(Around):
         if self._is_due():
             self._scaler = scaler_of_step()
             loss_scale = scale_of(self._scaler)
-            estimates = self._sampling.estimates(loss_scale)
+            estimates = self._sampling.estimates(loss_scale, is_step=True)
             self._sampling.step_is_taken(loss_scale)
             worth = gain(estimates.together(), self._settings.scale)
             self._reading.write(estimates.with_progress(worth, scaled=self._scaler is not None))
@@ -197,41 +199,6 @@ class AdaScale(Around):
             for group, rate in zip(self.param_groups, rates, strict=True):
                 group["lr"] = rate
         return result if closure is None else loss
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients; what was measured of them counts as nothing, unless a step was taken.
-
-        Raises:
-            RuntimeError: More backward passes were to come before the next step.
-        """
-        if not self._sampling.local.fails:
-            self._check_between_steps("zero_grad", "Don't zero_grad in backward")
-        self._sampling.begin_anew()
-        self._optimizer.zero_grad(set_to_none=set_to_none)
-        self._listen()  # To what was unfrozen.
-
-    def scale_grad_by_num_grads_to_accum(self) -> None:
-        """Divides the gradients by the number of those that were added up, where losses were not.
-
-        Raises:
-            RuntimeError: Losses are, as AdaScale was told; more backward passes are to come; or it was done already.
-        """
-        sampling, number = self._sampling, self._settings.num_gradients
-        if self._settings.is_scaled_loss:
-            raise RuntimeError(
-                "Must use unscaled loss for scale_grad_by_num_grads_to_accum(): AdaScale was told that losses are "
-                "divided by the number of gradients: leave this call out, or build AdaScale(..., is_scaled_loss=False)"
-            )
-        if sampling.passes != number or sampling.is_divided:
-            came = "they are divided already" if sampling.is_divided else f"{sampling.passes} came"
-            raise RuntimeError(
-                f"scale_grad_by_num_grads_to_accum(): expected {number} gradients to divide by, but {came}: call it "
-                "once, between the last backward() and step()"
-            )
-        sampling.is_divided = True
-        grads = [holder.grad for holder in sampling.meter.holders if holder.grad is not None]
-        if grads:  # Of small models a rank may have no piece.
-            torch._foreach_div_(grads, float(number))
 
     # What may be changed between steps.
 
@@ -293,88 +260,8 @@ class AdaScale(Around):
         if update_smoothing:
             self._settings.smoothing = default_smoothing(self._settings.num_samples)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group to the inner optimizer; its gain begins at 1.
-
-        Raises:
-            RuntimeError: More backward passes are to come before the next step.
-        """
-        self._check_at_rest("add_param_group", "Can't add parameter group during backward")
-        self._optimizer.add_param_group(param_group)
-        self._sampling.forget_last()
-        self._listen()
-
-    def unhook(self) -> None:
-        """Stops to measure until `hook`, and lets go of what it has of gradients; steps go on with the last gain."""
-        self._is_unhooked = True
-        self._sampling.unhook()
-
-    def hook(self) -> None:
-        """Measures again, from the next backward pass on, after `unhook`."""
-        self._is_unhooked = False
-        self._listen()
-
-    # State.
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the inner optimizer's state; what AdaScale knows stands in its parameter groups.
-
-        Raises:
-            RuntimeError: More backward passes are to come before the next step.
-        """
-        self._check_between_steps("state_dict", "Don't checkpoint in backward")
-        return self._optimizer.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what `state_dict` has returned, an inner optimizer's own state, or one of FairScale's AdaScale.
-
-        Raises:
-            RuntimeError: More backward passes are to come before the next step.
-            ValueError: It has other parameter groups; nothing was loaded.
-        """
-        self._check_between_steps("load_state_dict", "Don't load checkpoint in backward")
-        own, averages = without_fairscale(state_dict, len(self.param_groups))
-        before = [(group, group.pop(OF_GROUP)) for group in self.param_groups if OF_GROUP in group]
-        try:
-            self._optimizer.load_state_dict(own)
-        except BaseException:
-            for group, row in before:
-                group[OF_GROUP] = row
-            raise
-        if averages is not None:
-            self._reading.write(self._reading.estimates.with_groups(averages))
-        self._sampling.begin_anew()
-        self._sampling.forget_last()
-
-    # What these are made of.
-
     def _estimates(self) -> Estimates:
         """With the gradients that are there already, if those of a whole step are, and their scale is known."""
         if self._scaler is None and self._reading.estimates.is_scaled:
             return self._reading.estimates  # Loaded: which scaler there is, its first step will tell.
         return self._sampling.estimates(scale_of(self._scaler))
-
-    def _listen(self) -> None:
-        if self._is_unhooked:
-            return
-        self._sampling.listen([param for group in self.param_groups for param in group["params"]])
-
-    def _check_between_steps(self, method: str, words: str) -> None:
-        check_between_steps(method, words, self._sampling.passes, self._settings.num_gradients, self._sampling.local)
-
-    def _check_at_rest(self, method: str, words: str) -> None:
-        passes, number = self._sampling.passes, self._settings.num_gradients
-        check_between_steps(method, words, passes, number, self._sampling.local, at_rest=True)
-
-    def _is_due(self) -> bool:
-        """Whether the gradients of a whole step are there; False where nothing is measured, or nothing can change.
-
-        Raises:
-            RuntimeError: A step would be one with the gradients of some passes only, or with others than were said.
-        """
-        passes, number = self._sampling.passes, self._settings.num_gradients
-        if not self._sampling.local.is_listening or not (passes or any(group["lr"] for group in self.param_groups)):
-            return False  # torch's checkpoint functions step once with a learning rate of 0, so that there is a state.
-        refuse_step(passes, number, self._sampling.local)
-        refuse_undivided(number, divided=self._settings.is_scaled_loss or self._sampling.is_divided)
-        return True

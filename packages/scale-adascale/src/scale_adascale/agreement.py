@@ -1,14 +1,18 @@
 """Whether ranks with other data really average their gradients, asked by one number in the sum that is sent anyway.
 
-Of a gradient that all ranks should have alike each rank multiplies some bits by a whole number of its own, and these
-numbers sum up to zero. So does the product, if all have the same; all of it is exact in fp64. Where nobody averages
-gradients, or does so after the backward pass, or ranks have other parts of the model, it is another number.
+Of gradients that all ranks should have alike each rank adds up bits, and multiplies the sum by a whole number of its
+own; these numbers sum up to zero. So do the products, if all have the same; all of it is exact in fp64. Where somebody
+does not average gradients, or does so after the backward pass, or ranks have other parts of the model, it is almost
+surely another number: sums that differ by a multiple of 2^24 - 3 are not told apart.
+
+A gradient may have zeros wherever one looks, as that of an embedding has, and only one layer may be left out of what
+averages. So the first steps look at all elements of all gradients, and later ones at some of each.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +21,8 @@ from scale_adascale.squares import values_of_gradient
 from scale_core.group import Group
 from scale_core.shard import full_shape
 
-_LOOKED_AT = 256  # elements: where gradients are not averaged, all of them differ
+_LOOKED_AT = 32  # elements of each gradient, where not all of them are looked at
+_PRIME = 2**24 - 3  # so that each bit counts
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -35,7 +40,9 @@ def fingerprint(params: Sequence[Tensor]) -> int:
     return zlib.crc32(repr([tuple(full_shape(param)) for param in params]).encode()) & 0xFFFF
 
 
-def own_part(data: Group, shapes: int, grads: Sequence[Tensor | None], device: torch.device) -> Tensor:
+def own_part(
+    data: Group, shapes: int, grads: Iterable[Tensor | None], device: torch.device, *, whole: bool = True
+) -> Tensor:
     """Returns this rank's summand, [1], fp64.
 
     Args:
@@ -43,18 +50,34 @@ def own_part(data: Group, shapes: int, grads: Sequence[Tensor | None], device: t
         shapes: The fingerprint of the parameters.
         grads: What all of them should have alike.
         device: Where it is to be.
+        whole: Look at all elements of each, and not at some of them; alike on all ranks.
     """
     factor = float(factor_of(data.rank, data.size)) if data.size > 1 else 0.0
-    part = torch.full((1,), factor * shapes, dtype=torch.float64, device=device)
-    first = next((grad for grad in grads if grad is not None and grad.numel()), None)
-    return part if first is None or not factor else part + factor * bits_of(first).to(device)
+    there = [grad for grad in grads if grad is not None and grad.numel()] if factor else []
+    bits = bits_of(there, device, whole=whole).add_(shapes)
+    return bits.to(torch.float64).mul_(factor).reshape(1)
 
 
-def bits_of(grad: Tensor) -> Tensor:
-    """Returns a whole number below 2^24 that some bits of a gradient are summed up to; scalar, fp64."""
-    flat = values_of_gradient(grad).reshape(-1)[:_LOOKED_AT].contiguous()
-    numbers = flat.view(_INTEGERS[flat.element_size()]).long()
-    return ((numbers ^ (numbers >> 16)) & 0xFFFF).sum().double()
+def bits_of(grads: Sequence[Tensor], device: torch.device, *, whole: bool) -> Tensor:
+    """Returns a whole number below 2^24 that elements of gradients are summed up to, as bits; scalar, int64.
+
+    A gradient of zeros adds nothing, so that it is the same as none.
+
+    Args:
+        grads: Of any shapes, dtypes and devices.
+        device: Where it is to be.
+        whole: All elements, and not some.
+    """
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for grad in grads:
+        flat = values_of_gradient(grad.detach()).reshape(-1)
+        flat = flat if whole else flat[:: max(1, flat.numel() // _LOOKED_AT)]
+        kinds.setdefault((flat.device, flat.dtype), []).append(flat)
+    found = torch.zeros((), dtype=torch.int64, device=device)
+    for flats in kinds.values():
+        for part in flats if whole else [torch.cat(flats)]:
+            found += part.view(_INTEGERS[part.element_size()]).sum(dtype=torch.int64).to(device)
+    return found.remainder_(_PRIME)
 
 
 def not_averaged(data: Group) -> RuntimeError:

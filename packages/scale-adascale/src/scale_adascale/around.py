@@ -35,6 +35,11 @@ class Around(Optimizer):
         return self._optimizer.state
 
     @property
+    def optimizer(self) -> Optimizer:
+        """The inner one, by which others know what it is: `ShardedDataParallel` an OSS."""
+        return self._optimizer
+
+    @property
     def construction(self) -> str:
         """The line that builds it, for errors."""
         return f"AdaScale({type(self._optimizer).__name__}(model.parameters(), ...))"

@@ -10,38 +10,40 @@ from torch.optim import Optimizer
 
 from scale_adascale.local_grads import LocalGrads
 from scale_adascale.preconditioning import base_of, is_adaptive, is_rescaling
+from scale_adascale.scale import is_real
 from scale_adascale.sharing import splits_of
 from scale_core.group import Group, GroupLike, group_of
 from scale_core.joining import current_share
+from scale_core.samples import announcing_group
 
 
-def check_arguments(
-    optimizer: Any,
-    wrapper: type[Optimizer],
-    data: Group,
-    world_size: int | None,
-    num_gradients: int,
-    power: float | None,
-) -> None:
-    """Checks what AdaScale is built from.
+def check_optimizer(optimizer: Any, wrapper: type[Optimizer]) -> None:
+    """Checks what AdaScale is built around.
 
     Raises:
-        TypeError: `optimizer` is none, or is wrapped already.
-        ValueError: The world size is another one than the group's, or a number is out of its range.
+        TypeError: It is no optimizer, or is wrapped already.
     """
     if not isinstance(optimizer, Optimizer) or isinstance(optimizer, wrapper):
         raise TypeError(
             f"expected a torch.optim.Optimizer that is no AdaScale, got {type(optimizer).__name__}: write "
             "AdaScale(torch.optim.SGD(model.parameters(), lr=0.1))"
         )
+
+
+def check_numbers(data: Group, world_size: int | None, num_gradients: int, power: float | None) -> None:
+    """Checks the numbers that AdaScale is built with.
+
+    Raises:
+        ValueError: The world size is another one than the group's, or a number is out of its range.
+    """
     if world_size is not None and world_size != data.size:
         raise ValueError(
             f"expected world_size to be the number of ranks in process_group, {data.size}, got {world_size}: leave it "
             "out, and pass the group of the data parallel ranks as process_group if that is not the default group"
         )
     check_num_gradients(num_gradients)
-    if power is not None and not 0 < power <= 1:
-        raise ValueError(f"expected power above 0 and at most 1, got {power}: 1 is AdaScale's own, 0.5 Adam's")
+    if power is not None and not (is_real(power) and 0 < power <= 1):
+        raise ValueError(f"expected power above 0 and at most 1, got {power!r}: 1 is AdaScale's own, 0.5 Adam's")
 
 
 def check_rule(optimizer: Optimizer, data: Group, power: float | None, preconditioned: bool | None) -> None:
@@ -99,22 +101,47 @@ def check_smoothing(smoothing: float | None) -> None:
     Raises:
         ValueError: It is not from 0 to below 1.
     """
-    if smoothing is not None and not 0 <= smoothing < 1:
-        raise ValueError(f"expected smoothing from 0 to below 1, got {smoothing}: leave it out for the default")
+    if smoothing is not None and not (is_real(smoothing) and 0 <= smoothing < 1):
+        raise ValueError(f"expected smoothing from 0 to below 1, got {smoothing!r}: leave it out for the default")
+
+
+def data_group_of(optimizer: Any, given: GroupLike) -> Group:
+    """Returns the ranks that have other data: as given, or all; only this one where all are stages of one pipeline.
+
+    Raises:
+        ValueError: Some of them are other ranks of the same pipeline.
+    """
+    params = [param for group in getattr(optimizer, "param_groups", ()) for param in group["params"]]
+    pipeline, data = announcing_group(params) or Group(), group_of(given)
+    if pipeline.size == 1:
+        return data
+    if given is None and set(data.ranks) == set(pipeline.ranks):
+        return Group()
+    if len(set(data.ranks) & set(pipeline.ranks)) > 1:
+        raise ValueError(
+            f"expected process_group to be the ranks that have the same stages as this one, for other data, got "
+            f"{list(data.ranks)}, of which some have other stages of the pipeline over {list(pipeline.ranks)}: pass "
+            "AdaScale(..., process_group=those of the replicas of this rank's stages, as mesh['replica'])"
+        )
+    return data
 
 
 def model_group_of(optimizer: Optimizer, data: Group, given: GroupLike) -> Group:
-    """Returns the ranks that have other parts of the model: as given, or that over which parameters are split.
+    """Returns the ranks that have other parts of the model: as given, or as parameters or the stages of a pipeline say.
 
     Raises:
         ValueError: They are split over several such groups, and none was given that holds them all.
     """
     if given is not None:
         return group_of(given)
-    found = splits_of((param for group in optimizer.param_groups for param in group["params"]), data)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    found = splits_of(params, data)
+    pipeline = announcing_group(params)
+    if pipeline is not None and pipeline.size > 1:
+        found[pipeline.ranks] = pipeline
     if len(found) > 1:
         raise ValueError(
-            f"parameters are split over the ranks {' and '.join(str(list(ranks)) for ranks in found)}, beside those "
+            f"the model is divided over the ranks {' and '.join(str(list(ranks)) for ranks in found)}, beside those "
             f"with other data, {list(data.ranks)}: pass AdaScale(..., model_parallel_group=the group of all that have "
             "other parts of the model), and process_group for those with other data"
         )
@@ -142,36 +169,13 @@ def check_trains(optimizer: Optimizer, data: Group, model: Group) -> None:
     Raises:
         ValueError: All of its parameters are frozen.
     """
-    if model.size > 1 and not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if model.size > 1 and not any(param.requires_grad for param in params) and announcing_group(params) is None:
         raise ValueError(
             f"expected a parameter that is not frozen on each of the ranks {list(model.ranks)}, which have other "
             "parts of the model, but this one has none, hears of no backward pass, and the others would wait for it: "
             "give its stage a layer that is trained, by another balance, or build AdaScale(..., process_group=the "
             f"ranks with other data, {list(data.ranks)}, model_parallel_group=a group of the ranks that train)"
-        )
-
-
-def check_between_steps(
-    method: str, words: str, passes: int, num_gradients: int, local: LocalGrads, *, at_rest: bool = False
-) -> None:
-    """Refuses what would tear a step apart.
-
-    Args:
-        method: What was called.
-        words: What FairScale says.
-        passes: Backward passes since the last step.
-        num_gradients: Backward passes of a step.
-        local: What measures them.
-        at_rest: It would, even when all passes have come and the step has not.
-
-    Raises:
-        RuntimeError: It would.
-    """
-    if local.is_in_pass or 0 < passes < num_gradients or (at_rest and passes):
-        raise RuntimeError(
-            f"{words}: {method}() in the middle of a step, of whose backward passes {passes} of {num_gradients} have "
-            f"ended: call it after optimizer.step(), or pass num_gradients_to_accumulate={max(1, passes)} if no more "
-            "are to come"
         )
 
 
@@ -196,9 +200,16 @@ def refuse_step(passes: int, num_gradients: int, local: LocalGrads) -> None:
             "AdaScale(OSS(model.parameters(), ...)); and call optimizer.unhook() where gradients come by hand"
         )
     last = ", and one is running" if local.is_in_pass else ", and the last one has failed" if local.fails else ""
+    shorter = (
+        "where the last accumulation of an epoch is shorter, drop the batches that are left, or call "
+        f"optimizer.set_num_gradients_to_accumulate({passes}) and optimizer.set_scale(optimizer.scale * {passes} / "
+        f"{num_gradients}, update_estimate=False) before the first of them, and both back after; otherwise "
+        if 0 < passes < num_gradients and not last
+        else ""
+    )
     raise RuntimeError(
         f"Don't step without finishing backward phase: expected {num_gradients} backward passes since the last step, "
-        f"got {passes}{last}: call backward() once for each gradient to accumulate, build AdaScale(..., "
+        f"got {passes}{last}: {shorter}call backward() once for each gradient to accumulate, build AdaScale(..., "
         f"num_gradients_to_accumulate={max(1, passes)}), or optimizer.unhook() where gradients come by hand; and "
         "put it around OSS, not inside: AdaScale(OSS(model.parameters(), ...))"
     )
@@ -218,10 +229,16 @@ def refuse_undivided(num_gradients: int, *, divided: bool) -> None:
         )
 
 
-def too_many_gradients(num_gradients: int) -> RuntimeError:
-    """What a backward pass raises that comes after the last one of a step."""
+def too_many_gradients(num_gradients: int, came: int | None = None) -> RuntimeError:
+    """What a backward pass raises that comes after the last one of a step.
+
+    Args:
+        num_gradients: As many as were to come.
+        came: Those that did; None is one more.
+    """
+    came = num_gradients + 1 if came is None else came
     return RuntimeError(
-        f"expected {num_gradients} backward pass{'es' if num_gradients > 1 else ''} between two steps, but "
-        f"{num_gradients + 1} came: call optimizer.step() after the last one, optimizer.zero_grad() where the step is "
-        f"left out, or pass num_gradients_to_accumulate={num_gradients + 1} if that many are meant"
+        f"expected {num_gradients} backward pass{'es' if num_gradients > 1 else ''} between two steps, but {came} came "
+        "(of a pipeline, each micro-batch is one): call optimizer.step() after the last one, optimizer.zero_grad() "
+        f"where the step is left out, or pass num_gradients_to_accumulate={came} if that many are meant"
     )

@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from scale_adascale.noise import efficiency
+from scale_adascale.noise import NoiseScale, efficiency
 
 
 class Speed(NamedTuple):
@@ -75,8 +75,8 @@ def fit_speed(seconds: Mapping[int, float]) -> Speed:
 
 def suggest_batch_size(
     seconds: Mapping[int, float],
-    noise: float,
-    base_batch_size: int,
+    noise: float | NoiseScale,
+    base_batch_size: float,
     candidates: Iterable[int] | None = None,
 ) -> Suggestion:
     """Returns the batch size of the highest goodput.
@@ -85,14 +85,16 @@ def suggest_batch_size(
         512
 
     Args:
-        seconds: Measured seconds of a step, by batch size (samples over all ranks).
-        noise: The gradient noise scale in samples, as `optimizer.noise_scale(base_batch_size).value`.
+        seconds: Measured seconds of a step, by batch size (samples over all ranks); of two sizes at least, since one
+            does not tell which part of a step's time grows with the batch: then all of it is taken to.
+        noise: The gradient noise scale in samples, as `optimizer.noise_scale(base_batch_size)`.
         base_batch_size: Samples of scale 1.
         candidates: Batch sizes to choose from; those measured and their doubles, up to twice the largest one, if None.
 
     Raises:
         ValueError: A number out of its range, or no candidate.
     """
+    noise = noise.value if isinstance(noise, NoiseScale) else noise
     if not noise >= 0 or not base_batch_size > 0:
         raise ValueError(f"expected noise >= 0 and base_batch_size > 0, got noise={noise}, {base_batch_size=}")
     speed = fit_speed(seconds)

@@ -3,6 +3,9 @@
 A gradient of a parameter that is whole here is seen by a hook, before DistributedDataParallel or ShardedDataParallel
 reduce it. Gradients of parameters that are sharded come to no hook; whoever reduces them tells of them, through
 `scale_core.on_local_grads`. Either way nothing is copied and nothing waits for the device.
+
+A pass is a sample, and gradients are averaged when it ends; unless whoever runs the passes says otherwise, as a
+pipeline does (`scale_core.samples`). Its step is then to the owner one pass that brings several samples.
 """
 
 from __future__ import annotations
@@ -16,12 +19,13 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from scale_adascale.squares import sum_of_squares
+from scale_adascale.tally import Tally
 from scale_core.backward import (
     are_local_grads_reported,
     at_end_of_backward,
     on_local_grads,
 )
+from scale_core.samples import Listener, SampledStep, on_sampled_steps
 from scale_core.shard import shard_of
 
 _OURS = ("scale_", "torch.")  # Hooks of these packages look at gradients, and leave them as they are.
@@ -32,29 +36,33 @@ class LocalGrads:
 
     Args:
         begins: Called when a backward pass brings its first gradient, before that is counted; may refuse it.
-        ended: Called when a pass has ended and its gradients have been averaged, where that was asked of it.
+        ended: Called with the number of samples when a pass has ended and its gradients have been averaged, where that
+            was asked of it; calls `add_pass`, unless these are not to count.
 
     Attributes:
-        sums: By device the sums of the squares of each parameter's gradients, by number, [k], fp64. They live as long
-            as this: a new scalar for each gradient would keep the allocator from using freed gradients again.
+        sums: By device the sums of the squares of each parameter's gradients, by number, [k], fp64.
         fails: The last pass has failed, and what it had brought was dropped.
+        elsewhere: Numbers of parameters whose gradients other ranks count, of the last step that was announced.
     """
 
-    def __init__(self, begins: Callable[[], None], ended: Callable[[], None]) -> None:
+    def __init__(self, begins: Callable[[], None], ended: Callable[[int], None]) -> None:
         self._begins, self._ended = weakref.WeakMethod(begins), weakref.WeakMethod(ended)
         self.sums: dict[torch.device, Tensor] = {}
         self.fails = False
-        self._of_pass: dict[torch.device, Tensor] = {}
-        self._seen: set[int] | None = None  # in the pass that runs now
+        self.elsewhere: frozenset[int] = frozenset()
+        self._of_pass: dict[torch.device, Tally] = {}
+        self._seen: set[tuple[int, int]] | None = None  # samples and numbers, in the pass that runs now
+        self._step: SampledStep | None = None  # the announced step that is the pass that runs now
+        self._parts: frozenset[int] = frozenset()  # whose gradients it hands over by itself
         self._numbers: dict[int, int] = {}  # by id; the owner holds the parameters
         self._params: list[Tensor] = []
         self._hooked: dict[int, RemovableHandle] = {}
-        self._reports: RemovableHandle | None = None
+        self._reports: list[RemovableHandle] = []
 
     @property
     def is_listening(self) -> bool:
         """Whether gradients are measured at all."""
-        return self._reports is not None
+        return bool(self._reports)
 
     @property
     def can_hear(self) -> bool:
@@ -82,24 +90,24 @@ class LocalGrads:
                 self._hooked[number] = param.register_hook(self._hook(number))
         if len(self._numbers) != before:
             self.sums, self._of_pass = {}, {}
-        if self._reports is None:
-            self._reports = on_local_grads(self._hear())
-            weakref.finalize(self, self._reports.remove)  # Gradients are not told of for somebody who is gone.
+        if not self._reports:
+            self._reports = [on_local_grads(self._hear()), on_sampled_steps(self._hear_of_step())]
+            for handle in self._reports:
+                weakref.finalize(self, handle.remove)  # Gradients are not told of for somebody who is gone.
 
     def unhook(self) -> None:
         """Stops to listen."""
         for handle in self._hooked.values():
             handle.remove()
-        if self._reports is not None:
-            self._reports.remove()
-        self._hooked, self._reports = {}, None
+        for handle in self._reports:
+            handle.remove()
+        self._hooked, self._reports = {}, []
         self.forget()
 
     def forget(self) -> None:
         """Drops what was measured so far."""
-        self._seen, self.fails = None, False
-        for total in self.sums.values():
-            total.zero_()
+        self._seen, self._step, self.fails = None, None, False
+        self.sums = {}
 
     def _hook(self, number: int) -> Callable[[Tensor], None]:
         held = weakref.ref(self)  # Autograd holds the hook, and shows nobody what its hooks hold.
@@ -107,7 +115,7 @@ class LocalGrads:
         def hook(grad: Tensor) -> None:
             mine = held()
             if mine is not None:
-                mine._take(number, grad.detach())  # It may have a graph: `create_graph=True`.
+                mine._take(number, grad.detach() if grad.requires_grad else grad)  # With `create_graph=True`.
 
         return hook
 
@@ -124,20 +132,37 @@ class LocalGrads:
         return hear
 
     def _take(self, number: int, grad: Tensor) -> None:
-        if self._seen is None:
+        sample = 0
+        if self._step is not None:
+            if number in self._parts:
+                return
+            if self._step.sample is None:
+                raise RuntimeError(
+                    f"{_title(self._params[number])} has got a gradient between the backward passes of a pipeline's "
+                    "step, which is of no micro-batch, as by backward() in a forward: leave it out, or call "
+                    "optimizer.unhook()"
+                )
+            sample = self._step.sample
+        elif self._seen is None:
             self._begin_pass()
         assert self._seen is not None
-        if number in self._seen:
+        if (sample, number) in self._seen:
             raise RuntimeError(
                 f"{_title(self._params[number])} has two gradients in one backward pass, as in a reentrant checkpoint "
                 "that contains it twice: call torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or "
                 "scale_checkpoint.checkpoint_wrapper(module)"
             )
-        self._seen.add(number)
+        self._seen.add((sample, number))
+        self._count(number, grad)
+
+    def _count(self, number: int, grad: Tensor) -> None:
+        """Adds the square of a gradient of the pass that runs now."""
         if grad.device not in self._of_pass:
-            vector = torch.zeros(len(self._numbers), dtype=torch.float64, device=grad.device)
-            self._of_pass[grad.device], self.sums[grad.device] = vector, torch.zeros_like(vector)
-        self._of_pass[grad.device][number] = sum_of_squares(grad)
+            self._of_pass[grad.device] = Tally(len(self._numbers), grad.device)
+        if self._step is None:
+            self._of_pass[grad.device].take(number, grad)
+        else:
+            self._of_pass[grad.device].add(number, grad)
 
     def _begin_pass(self) -> None:
         if _is_nested():
@@ -146,14 +171,17 @@ class LocalGrads:
                 "backward passes of its own: call torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or "
                 "scale_checkpoint.checkpoint_wrapper(module)"
             )
+        self._begin_measuring()
+        at_end_of_backward(self._end_pass, self._pass_has_failed)
+
+    def _begin_measuring(self) -> None:
         self._check_hooks()
         begins = self._begins()
         if begins is not None:
             begins()
-        self._seen = set()
-        for squares in self._of_pass.values():
-            squares.zero_()
-        at_end_of_backward(self._end_pass, self._pass_has_failed)
+        self._seen, self.elsewhere = set(), frozenset()
+        for tally in self._of_pass.values():
+            tally.clear()
 
     def _check_hooks(self) -> None:
         """Refuses what would be averaged and not measured, or measured otherwise than averaged."""
@@ -175,16 +203,48 @@ class LocalGrads:
         # What averages gradients has queued its own end by now, but may have done so after this one.
         at_end_of_backward(self._all_is_done, self._pass_has_failed)
 
-    def _all_is_done(self) -> None:
-        for device, squares in self._of_pass.items():
-            self.sums[device] += squares
-        self._seen = None
+    def add_pass(self) -> None:
+        """Adds what the pass that has ended brought to `sums`."""
+        for device, tally in self._of_pass.items():
+            squares = tally.squares()
+            self.sums[device] = self.sums[device] + squares if device in self.sums else squares
+
+    def _all_is_done(self, num_samples: int = 1) -> None:
+        self._seen = self._step = None
         ended = self._ended()
         if ended is not None:
-            ended()
+            ended(num_samples)
 
     def _pass_has_failed(self) -> None:
-        self._seen, self.fails = None, True
+        self._seen, self._step, self.fails = None, None, True
+
+    # A step that is announced.
+
+    def _hear_of_step(self) -> Callable[[SampledStep], Listener | None]:
+        held = weakref.ref(self)
+
+        def hear(step: SampledStep) -> Listener | None:
+            mine = held()
+            return None if mine is None else mine._begin_step(step)
+
+        return hear
+
+    def _begin_step(self, step: SampledStep) -> Listener | None:
+        """Listens to a step that is announced, if any of its parameters is measured, with a gradient or without."""
+        if not any(id(param) in self._numbers for param in step.params):
+            return None
+        self._begin_measuring()
+        self._step, self._parts = step, self._among(step.in_parts)
+        self.elsewhere = self._among(step.counted_elsewhere)
+        return Listener(self._all_is_done, self._pass_has_failed, self._take_whole)
+
+    def _take_whole(self, param: Tensor, grad: Tensor) -> None:
+        number = self._numbers.get(id(param))
+        if number is not None:
+            self._count(number, grad)
+
+    def _among(self, params: Iterable[Tensor]) -> frozenset[int]:
+        return frozenset(self._numbers[id(param)] for param in params if id(param) in self._numbers)
 
 
 def _is_followed(param: Tensor, handle: RemovableHandle) -> bool:

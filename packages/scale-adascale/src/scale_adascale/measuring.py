@@ -1,13 +1,16 @@
 """From squares that each rank has measured to those of all ranks: one small vector, summed by one all-reduce.
 
 It is under way while whatever stands between backward pass and step goes on, and nobody waits for it before the gain is
-asked for.
+asked for. It has two numbers per parameter group; for Adam three per parameter, the third of which is the part that a
+rank has of the second moments, since what gradients are divided by is known when these are added up. Only where ranks
+have other parts of the model, and so other parameters, second moments travel ahead.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -15,15 +18,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from scale_adascale.agreement import fingerprint, not_averaged, own_part
-from scale_adascale.preconditioning import base_of, divisors, second_moments
+from scale_adascale.second_moments import Part, SecondMoments, sum_over
 from scale_adascale.sharing import Weights, splits_of, weights_of
 from scale_adascale.squares import inner_product, part_of, sum_of_squares
+from scale_adascale.tally import Tally
 from scale_core import compat
-from scale_core.collectives import all_reduce
+from scale_core.exchange import exchange
 from scale_core.group import Group, group_of
-from scale_core.host_transport import torch_group
 from scale_core.pending import Pending
-from scale_core.shard import Held, shard_of
+
+
+_WHOLE_LOOKS = 8  # steps: a scaler may have to leave out the first ones, whose gradients are no numbers
 
 
 class Measured(NamedTuple):
@@ -71,6 +76,37 @@ class Sent:
             pending.abandon()
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """Who has what of the k parameters of an optimizer, group by group.
+
+    Attributes:
+        made_for: The parameters, by identity and group, and whether somebody else reduces their gradients.
+        params: The parameters.
+        holders: What has the averaged gradient of each: the parameter itself, or this rank's piece of it.
+        is_shared: Of each, whether all ranks with other data have the same averaged gradient.
+        device: Where squares are added up.
+        index: [k] the number of the group of each, int64.
+        local_weights: [k] fp64, how often the squares of own gradients count.
+        total_weights: [k] fp64, and those of averaged ones, of which shared ones are measured part by part.
+        fingerprint: See `agreement.fingerprint`.
+        moments: The second moments of Adam; of other optimizers nothing may be asked.
+        totals: By device, what squares of averaged gradients are added up in.
+    """
+
+    made_for: tuple[Any, ...]
+    params: list[Tensor]
+    holders: list[Tensor]
+    is_shared: list[bool]
+    device: torch.device
+    index: Tensor
+    local_weights: Tensor
+    total_weights: Tensor
+    fingerprint: int
+    moments: SecondMoments
+    totals: dict[torch.device, Tally] = field(default_factory=dict)
+
+
 class Meter:
     """Adds up what ranks have measured.
 
@@ -84,13 +120,25 @@ class Meter:
     def __init__(self, optimizer: Optimizer, data: Group, model: Group, *, preconditioned: bool) -> None:
         self._optimizer, self._data, self._model = optimizer, data, model
         self.preconditioned = preconditioned
-        self._planned_for: tuple[int, bool] | None = None
+        self._last_plan: _Plan | None = None
+        self._is_by_param = False  # What was sent is told by parameter, and not by group.
+        self._num_looks = 0  # at whether gradients are averaged
+        self._num_groups_agreed = 0  # Of how many parameter groups all ranks are known to have as many.
+
+    @property
+    def params(self) -> list[Tensor]:
+        """The parameters, group by group."""
+        return self._plan().params
 
     @property
     def holders(self) -> list[Tensor]:
         """What has the averaged gradient of each parameter: the parameter itself, or this rank's piece of it."""
-        self._plan()
-        return self._holders
+        return self._plan().holders
+
+    @property
+    def model_ranks(self) -> tuple[int, ...]:
+        """The ranks that have other parts of the model, this one among them."""
+        return self._model.ranks
 
     def check(self) -> None:
         """Refuses parameters that are shared by ranks it does not know.
@@ -101,61 +149,100 @@ class Meter:
         self._plan()
 
     @torch.no_grad()
-    def send(self, sums: Iterable[Tensor], *, by_moments: bool) -> Pending:
+    def send(self, sums: Iterable[Tensor], *, by_moments: bool, elsewhere: frozenset[int] = frozenset()) -> Pending:
         """Starts to add up what all ranks have; all of them call it together.
 
         Args:
             sums: Vectors [k], fp64, of the squares of the gradients of each parameter on this rank, on any devices.
             by_moments: There are second moments to divide gradients by.
+            elsewhere: Numbers of parameters that other ranks have as well, and count.
 
         Returns:
             A handle for `read`.
         """
-        self._plan()
-        device = self._device
-        local = torch.zeros_like(self._local_weights)
-        for each in sums:
-            local += each.to(device)
-        factors = self._divisors(device) if by_moments else None
-        parts = [(local, self._local_weights), (self._total_squares(), self._total_weights)]
-        return self._sum_over_ranks(torch.cat([*(self._by_group(*part, factors) for part in parts), self._check()]))
+        plan = self._plan()
+        local = _added_up([each.to(plan.device) for each in sums], plan.local_weights)
+        weights = [_without(elsewhere, plan.local_weights), _without(elsewhere, plan.total_weights)]
+        return self._send([local, self._total_squares()], weights, by_moments)
 
     @torch.no_grad()
-    def send_products(self, others: Sequence[Tensor | None], *, by_moments: bool) -> Pending:
+    def send_products(
+        self, others: Sequence[Tensor | None], *, by_moments: bool, elsewhere: frozenset[int] = frozenset()
+    ) -> Pending:
         """Starts to add up what the averaged gradients and others of the same parameters have in common.
 
         Args:
             others: The gradients of the step before, in the order of `holders`.
             by_moments: See `send`.
+            elsewhere: Numbers of parameters that are not to count: other ranks do, or they were frozen in one of both
+                steps.
 
         Returns:
             A handle for `read_compared`.
         """
         assert self._data.size == 1, "of several ranks, each has a gradient of its own"
-        products, last = torch.zeros_like(self._total_weights), torch.zeros_like(self._total_weights)
-        for number, (holder, other) in enumerate(zip(self._holders, others, strict=True)):
+        plan = self._plan()
+        products, last = torch.zeros_like(plan.total_weights), torch.zeros_like(plan.total_weights)
+        for number, (holder, other) in enumerate(zip(plan.holders, others, strict=True)):
             if other is not None:
-                last[number] = sum_of_squares(other).to(self._device)
+                last[number] = sum_of_squares(other).to(plan.device)
                 if holder.grad is not None:
-                    products[number] = inner_product(holder.grad, other).to(self._device)
-        factors = self._divisors(self._device) if by_moments else None
-        parts = [self._by_group(each, self._total_weights, factors) for each in (products, last, self._total_squares())]
-        return self._sum_over_ranks(torch.cat([*parts, self._check()]))
+                    products[number] = inner_product(holder.grad, other).to(plan.device)
+        weights = [_without(elsewhere, plan.total_weights)] * 3
+        return self._send([products, last, self._total_squares()], weights, by_moments)
+
+    def _send(self, rows: list[Tensor], weights: list[Tensor], by_moments: bool) -> Pending:
+        """Starts to add up rows of squares, [k] each, with their weights."""
+        self._is_by_param = by_moments and self._model.size == 1
+        if self._is_by_param:
+            rows = [*(row * weight for row, weight in zip(rows, weights, strict=True)), self._plan().moments.part()]
+        else:
+            self._check_groups()
+            factors = self._plan().moments.divisors() if by_moments else None
+            weights = weights if factors is None else [weight * factors for weight in weights]
+            rows = [self._by_group(row, weight) for row, weight in zip(rows, weights, strict=True)]
+        return self._sum_over_ranks(torch.cat([*rows, self._check()]))
+
+    def _check_groups(self) -> None:
+        """Asks all ranks of the sum, before the first one, for the length of theirs: other lengths end a process.
+
+        Raises:
+            RuntimeError: They have other numbers of parameter groups; on all ranks that were asked.
+        """
+        number = len(self._optimizer.param_groups)
+        if number == self._num_groups_agreed:
+            return
+        for group in self._groups_of_sum():
+            found = [row[0] for row in exchange([number], group)]
+            if len(set(found)) > 1:
+                raise RuntimeError(
+                    "expected the same number of parameter groups on all ranks, whose gains are measured group by "
+                    f"group, got {', '.join(map(str, found))} on the ranks {', '.join(map(str, group.ranks))}: pass "
+                    "the same groups everywhere; a group without a parameter on this rank is {'params': []}"
+                )
+        self._num_groups_agreed = number
 
     def _check(self) -> Tensor:
         """A number, [1], that is zero when ranks with other data are summed up, if they have the same averages."""
-        shared = [h.grad for h, is_shared in zip(self._holders, self._is_shared, strict=True) if is_shared]
-        return own_part(self._data, self._fingerprint, shared, self._device)
+        plan = self._plan()
+        shared = (h.grad for h, is_shared in zip(plan.holders, plan.is_shared, strict=True) if is_shared)
+        self._num_looks += 1
+        return own_part(self._data, plan.fingerprint, shared, plan.device, whole=self._num_looks <= _WHOLE_LOOKS)
 
     def _total_squares(self) -> Tensor:
         """The squares of what this rank has of the averaged gradients; of what all have alike it measures its part."""
-        rank, ranks = self._data.rank, self._data.size
-        found = torch.zeros_like(self._total_weights)
-        for number, holder in enumerate(self._holders):
-            if holder.grad is not None:
-                grad = part_of(holder.grad, rank, ranks) if self._is_shared[number] else holder.grad
-                found[number] = sum_of_squares(grad).to(self._device)
-        return found
+        plan, rank, ranks = self._plan(), self._data.rank, self._data.size
+        for number, holder in enumerate(plan.holders):
+            grad = holder.grad
+            if grad is None:
+                continue
+            if grad.device not in plan.totals:
+                plan.totals[grad.device] = Tally(len(plan.holders), grad.device)
+            plan.totals[grad.device].take(number, part_of(grad, rank, ranks) if plan.is_shared[number] else grad)
+        found = [tally.squares().to(plan.device) for tally in plan.totals.values()]
+        for tally in plan.totals.values():
+            tally.clear()
+        return _added_up(found, plan.total_weights)
 
     def read(self, pending: Pending) -> Measured:
         """Waits for what was sent, and returns it as numbers.
@@ -172,94 +259,84 @@ class Meter:
     def _numbers(self, pending: Pending, parts: int) -> list[list[float]]:
         """By part and group; the one place where a step waits for the device."""
         size = len(self._optimizer.param_groups)
-        *values, check = compat.values_of(pending.wait(), simulated=[1.0] * (parts * size) + [0.0])
+        vector = pending.wait()
+        if self._is_by_param:
+            *rows, moments = vector[:-1].view(parts + 1, -1)
+            factors = self._plan().moments.divisors_of(moments)
+            vector = torch.cat([*(self._by_group(row, factors) for row in rows), vector[-1:]])
+        *values, check = compat.values_of(vector, simulated=[1.0] * (parts * size) + [0.0])
         if check and all(map(math.isfinite, values)):
             raise not_averaged(self._data)
         return [values[size * part : size * (part + 1)] for part in range(parts)]
 
+    def _groups_of_sum(self) -> list[Group]:
+        """The groups over which vectors are added up, one after the other."""
+        found = [group for group in (self._data, self._model) if group.size > 1]
+        everyone = group_of() if len(found) > 1 else Group()
+        return [everyone] if everyone.size > 1 and everyone.size == self._data.size * self._model.size else found
+
     def _sum_over_ranks(self, vector: Tensor) -> Pending:
-        data, model = self._data, self._model
-        if data.size * model.size == 1:
-            return Pending("all_reduce", [], vector)
-        everyone = group_of()
-        if data.size > 1 and model.size > 1 and data.size * model.size == everyone.size:
-            return all_reduce(self._movable(vector, everyone), everyone)
-        if data.size > 1 and model.size > 1:
-            vector = all_reduce(self._movable(vector, data), data).wait()
-        last = model if model.size > 1 else data
-        return all_reduce(self._movable(vector, last), last)
+        *first, last = self._groups_of_sum() or [Group()]
+        for group in first:
+            vector = sum_over(vector, group).wait()
+        return Pending("all_reduce", [], vector) if last.size == 1 else sum_over(vector, last)
 
-    def _movable(self, vector: Tensor, group: Group) -> Tensor:
-        return vector.to(compat.control_device(torch_group(group), vector.device))
-
-    def _by_group(self, squares: Tensor, weights: Tensor, factors: Tensor | None) -> Tensor:
+    def _by_group(self, squares: Tensor, weights: Tensor) -> Tensor:
         """Sums weighted squares [k] by parameter group, [number of groups]."""
-        squares = squares * weights if factors is None else squares * weights * factors
         num_groups = len(self._optimizer.param_groups)
         if num_groups == 1:
-            return squares.sum().reshape(1)
-        return squares.new_zeros(num_groups).index_add_(0, self._index, squares)
+            return torch.dot(squares, weights).reshape(1)
+        index = self._plan().index.to(squares.device)
+        return squares.new_zeros(num_groups).index_add_(0, index, squares * weights)
 
-    def _divisors(self, device: torch.device) -> Tensor:
-        """What squares of each parameter's gradients are multiplied by, [k], fp64; equal on all ranks."""
-        groups = [self._optimizer.param_groups[number] for number in self._group_of]
-        sums = second_moments(base_of(self._optimizer), self._states, groups).to(device)
-        means = sums * torch.tensor(self._of_moments, dtype=torch.float64, device=device)
-        if self._data.size > 1 and self._states_are_divided:
-            means = all_reduce(self._movable(means, self._data), self._data).wait().to(device)
-        for group, numbers in self._split.items():
-            index = torch.tensor(numbers, device=device)
-            means[index] = all_reduce(self._movable(means[index], group), group).wait().to(device)
-        return divisors(means, torch.tensor([group["eps"] for group in groups], dtype=torch.float64, device=device))
-
-    def _plan(self) -> None:
+    def _plan(self) -> _Plan:
         """Looks up, when there are other parameters or somebody else reduces them, who has what."""
         groups = self._optimizer.param_groups
         reduces = bool(getattr(self._optimizer, "gets_reduced_gradients", False))
-        key = (sum(len(group["params"]) for group in groups), reduces)
-        if key == self._planned_for:
-            return
+        key = (reduces, *(tuple(map(id, group["params"])) for group in groups))
+        if self._last_plan is not None and key == self._last_plan.made_for:
+            return self._last_plan
         params: list[Tensor] = [param for group in groups for param in group["params"]]
         measured: Any = getattr(self._optimizer, "measured", None)
         pieces = {} if measured is None else {id(param): piece for param, piece in measured()}
         states: list[Tensor] = [pieces.get(id(param), param) for param in params]
         holders = states if reduces else params
-        self._splits = splits_of(params, self._data)
-        self._weights = [self._weights_of(param, each) for param, each in zip(params, holders, strict=True)]
+        splits = splits_of(params, self._data)
+        weights = [self._weights_of(*each, splits.values()) for each in zip(params, holders, strict=True)]
         ranks = self._data.size
-        self._is_shared = [ranks > 1 and math.isclose(each.share * ranks, 1.0) for each in self._weights]
-        shared = zip(self._weights, self._is_shared, strict=True)
-        self._device = device = next((holder.device for holder in holders), torch.device("cpu"))
-        self._local_weights = torch.tensor([w.local for w in self._weights], dtype=torch.float64, device=device)
-        self._total_weights = torch.tensor(
-            [w.local if is_shared else w.total for w, is_shared in shared], dtype=torch.float64, device=device
+        is_shared = [ranks > 1 and math.isclose(each.share * ranks, 1.0) for each in weights]
+        device = next((holder.device for holder in holders), torch.device("cpu"))
+        totals = [each.local if shared else each.total for each, shared in zip(weights, is_shared, strict=True)]
+        parts = [
+            Part(param, state, self._weights_of(param, state, splits.values()).share)
+            for param, state in zip(params, states, strict=True)
+        ]
+        self._last_plan = _Plan(
+            made_for=key,
+            params=params,
+            holders=holders,
+            is_shared=is_shared,
+            device=device,
+            index=torch.tensor([number for number, group in enumerate(groups) for _ in group["params"]], device=device),
+            local_weights=torch.tensor([each.local for each in weights], dtype=torch.float64, device=device),
+            total_weights=torch.tensor(totals, dtype=torch.float64, device=device),
+            fingerprint=fingerprint(params),
+            moments=SecondMoments(self._optimizer, parts, self._data, splits, device),
         )
-        self._group_of = [number for number, group in enumerate(groups) for _ in group["params"]]
-        self._index = torch.tensor(self._group_of, device=device)
-        self._holders, self._states = holders, states
-        self._fingerprint = fingerprint(params)
-        self._plan_moments(params)
-        self._planned_for = key
+        return self._last_plan
 
-    def _plan_moments(self, params: Sequence[Tensor]) -> None:
-        """Who has the second moments of each parameter, and how many there are."""
-        self._of_moments, self._split = [], dict[Group, list[int]]()
-        data = set(self._data.ranks)
-        self._states_are_divided = False
-        for number, (param, state) in enumerate(zip(params, self._states, strict=True)):
-            shard, part = shard_of(param), shard_of(state)
-            numel = param.numel() if shard is None else shard.numel
-            axes = () if part is None else part.axes
-            over = [axis.group for axis in axes if axis.held is Held.SHARD and axis.group.size > 1]
-            divided = [group for group in over if set(group.ranks) <= data]
-            self._states_are_divided |= bool(divided)
-            counted = float(shard is None or shard.counted)
-            self._of_moments.append(counted * self._weights_of(param, state).share / max(1, numel))
-            for axis in () if shard is None else shard.axes:
-                if axis.held is Held.SHARD and axis.group.ranks in self._splits:
-                    self._split.setdefault(axis.group, []).append(number)
-        if not self._states_are_divided:  # Every rank has all of them, and adds up nothing.
-            self._of_moments = [each * self._data.size for each in self._of_moments]
+    def _weights_of(self, param: Tensor, holder: Tensor, splits: Iterable[Group]) -> Weights:
+        return weights_of(param, holder, self._data, self._model, splits)
 
-    def _weights_of(self, param: Tensor, holder: Tensor) -> Weights:
-        return weights_of(param, holder, self._data, self._model, self._splits.values())
+
+def _added_up(vectors: Sequence[Tensor], like: Tensor) -> Tensor:
+    """The sum of vectors [k]; zeros where there are none."""
+    return sum(vectors[1:], vectors[0]) if vectors else torch.zeros_like(like)
+
+
+def _without(elsewhere: frozenset[int], weights: Tensor) -> Tensor:
+    """Weights [k] with zeros at these numbers."""
+    if not elsewhere:
+        return weights
+    numbers = torch.tensor(sorted(elsewhere)).to(weights.device, non_blocking=True)
+    return weights.index_fill(0, numbers, 0.0)

@@ -18,6 +18,7 @@ from statistics import NormalDist
 from typing import NamedTuple
 
 from scale_adascale.gain import Moments
+from scale_adascale.scale import is_real
 
 
 class NoiseScale(NamedTuple):
@@ -32,6 +33,19 @@ class NoiseScale(NamedTuple):
     value: float
     low: float
     high: float
+
+    @property
+    def critical_batch_size(self) -> float:
+        """About the batch size, in samples, at which a training takes twice the least number of samples and steps.
+
+        With batches that are small beside it twice the samples take half the steps; with large ones hardly fewer:
+
+            steps(m) = least steps * (1 + critical / m)        samples(m) = least samples * (1 + m / critical)
+
+        (McCandlish et al., arXiv 1812.06162, section 2.3.) The noise scale is its estimate, exact where all directions
+        of the loss have the same curvature, and mostly right within a small factor. It grows during a training.
+        """
+        return self.value
 
 
 @dataclass(frozen=True)
@@ -116,10 +130,10 @@ def noise_scale(average: NoiseAverage, base_batch_size: float, confidence: float
     Raises:
         ValueError: A number out of its range.
     """
-    if not base_batch_size > 0:
-        raise ValueError(f"expected base_batch_size above 0, got {base_batch_size}: pass the samples of scale 1")
-    if not 0 < confidence < 1:
-        raise ValueError(f"expected confidence between 0 and 1, got {confidence}: pass 0.95 for 95 %")
+    if not (is_real(base_batch_size) and base_batch_size > 0):
+        raise ValueError(f"expected base_batch_size above 0, got {base_batch_size!r}: pass the samples of scale 1")
+    if not (is_real(confidence) and 0 < confidence < 1):
+        raise ValueError(f"expected confidence between 0 and 1, got {confidence!r}: pass 0.95 for 95 %")
     steps = average.effective_steps
     variance, square = average.variance, average.square
     value = max(variance, 0.0) / square if square > 0 else math.inf

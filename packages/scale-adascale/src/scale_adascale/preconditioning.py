@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
+from scale_adascale.squares import part_of
+
 _ADAPTIVE = (Adam, AdamW)
 _RESCALING = re.compile("ada|lamb|lars|lion|muon|novograd|prop|shampoo|sophia")
 
@@ -40,23 +42,47 @@ def is_rescaling(optimizer: Optimizer) -> bool:
     return not is_adaptive(optimizer) and any(_RESCALING.search(name) for name in names)
 
 
-def second_moments(optimizer: Optimizer, holders: Sequence[Tensor], groups: Sequence[dict[str, Any]]) -> Tensor:
+def second_moments(
+    optimizer: Optimizer,
+    holders: Sequence[Tensor],
+    groups: Sequence[dict[str, Any]],
+    parts: Sequence[tuple[int, int]] = (),
+) -> Tensor:
     """Returns, for each parameter, the sum of what this rank has of its second moments, without the bias of the start.
 
     Args:
         optimizer: Adam or AdamW, which has the state.
         holders: What it steps on, for each of k parameters.
         groups: The parameter group of each.
+        parts: Of each the number of the part to be summed up and how many parts there are; all of it if empty.
 
     Returns:
         [k], fp64; 0 where there is no state.
     """
     device = holders[0].device if holders else torch.device("cpu")
-    sums = [
-        _second_moment(optimizer.state.get(holder, {}), group["betas"][1], device)
-        for holder, group in zip(holders, groups, strict=True)
-    ]
-    return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.float64)
+    found = torch.zeros(len(holders), dtype=torch.float64, device=device)
+    numbers, sums, steps = list[int](), list[Tensor](), list[tuple[Any, Any]]()
+    for number, (holder, group) in enumerate(zip(holders, groups, strict=True)):
+        state = optimizer.state.get(holder, {})
+        moment = state.get("max_exp_avg_sq", state.get("exp_avg_sq"))
+        if moment is not None:
+            moment = part_of(moment, *parts[number]) if parts else moment
+            # torch adds in pairs, which is right to some units of fp32; to add in fp64 takes ten times as long.
+            sums.append(moment.sum(dtype=torch.promote_types(moment.dtype, torch.float32)).to(device))
+            steps.append((group["betas"][1], state["step"]))
+            numbers.append(number)
+    if not numbers:
+        return found
+    index = torch.tensor(numbers).to(device, non_blocking=True)
+    betas, counts = (_as_vector(each).to(device, non_blocking=True) for each in zip(*steps, strict=True))
+    return found.index_copy(0, index, torch.stack(sums).double() / (1 - betas**counts))
+
+
+def _as_vector(numbers: Sequence[Any]) -> Tensor:
+    """Numbers, or scalar tensors on one device, as one vector, fp64."""
+    if any(isinstance(each, Tensor) and each.device.type != "cpu" for each in numbers):
+        return torch.stack([torch.as_tensor(each, dtype=torch.float64) for each in numbers])
+    return torch.tensor([float(each) for each in numbers], dtype=torch.float64)
 
 
 def divisors(means: Tensor, epsilons: Tensor) -> Tensor:
@@ -67,14 +93,3 @@ def divisors(means: Tensor, epsilons: Tensor) -> Tensor:
         epsilons: [k].
     """
     return torch.where(means > 0, (means.sqrt() + epsilons) ** -2, 0.0)
-
-
-def _second_moment(state: dict[str, Any], beta: Any, device: torch.device) -> Tensor:
-    moment = state.get("max_exp_avg_sq", state.get("exp_avg_sq"))
-    if moment is None:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    step = torch.as_tensor(state["step"], dtype=torch.float64).to(device)
-    beta = beta.to(device) if isinstance(beta, Tensor) else beta
-    # torch adds in pairs, which is right to some units of fp32; to add in fp64 takes ten times as long.
-    total: Tensor = moment.sum(dtype=torch.promote_types(moment.dtype, torch.float32)).double().to(device)
-    return total.div_(1 - beta**step)

@@ -5,13 +5,16 @@ So the number of steps and the schedule of the small batch stay what they are (A
 
 from __future__ import annotations
 
+import inspect
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 from torch.optim.lr_scheduler import LRScheduler
 
 from scale_adascale.adascale import AdaScale
+from scale_adascale.scale import is_real
 
 Batch = TypeVar("Batch")
 
@@ -37,10 +40,12 @@ def until_steps(
             goes on, a number that no turn with a step in it has had: the steps that it is worth so far.
 
     Raises:
+        TypeError: The optimizer is no AdaScale.
         ValueError: There are no batches, or none any more; or `steps` is below 0.
     """
-    if not steps >= 0:
-        raise ValueError(f"expected steps of 0 or more, got {steps}")
+    _check_counts(optimizer)
+    if not is_real(steps) or not steps >= 0:
+        raise ValueError(f"expected steps of 0 or more, got {steps!r}: pass those of the small batch")
     epoch = math.ceil(optimizer.progress) if first_turn is None else first_turn
     while optimizer.progress < steps:
         set_epoch = getattr(getattr(batches, "sampler", None), "set_epoch", None)
@@ -69,31 +74,55 @@ class GainScheduler:
         >>> schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=30)  # as for the small batch
         >>> scheduler = GainScheduler(schedule, optimizer)
 
-    Call `step` once after each `optimizer.step()`.
+    Call `step` once after each `optimizer.step()`. The last of these mostly goes some steps of the small batch beyond
+    the end of a training; a schedule that ends there stays at its last learning rate.
 
     Args:
-        scheduler: Any of `torch.optim.lr_scheduler`, in steps of the small batch.
+        scheduler: Any of `torch.optim.lr_scheduler` but `ReduceLROnPlateau`, in steps of the small batch.
         optimizer: The AdaScale.
         steps_per_call: How many steps of the small batch there are between two steps of the scheduler: 1, or the
             steps of an epoch for one that counts epochs.
+        total_steps: How many learning rates the schedule has, after the last of which it is left alone: for one that
+            has none beyond, as a `LambdaLR` that looks them up in a list. None is what a `OneCycleLR` says of itself,
+            also within a `SequentialLR` or `ChainedScheduler`; others go on.
 
     Raises:
-        ValueError: `steps_per_call` is not above 0.
+        TypeError: The optimizer is no AdaScale, or the scheduler's `step` wants a value, as that of
+            `ReduceLROnPlateau`.
+        ValueError: `steps_per_call` is not above 0, or `total_steps` below 1.
     """
 
-    def __init__(self, scheduler: LRScheduler, optimizer: AdaScale, steps_per_call: float = 1) -> None:
-        if not steps_per_call > 0:
-            raise ValueError(f"expected steps_per_call above 0, got {steps_per_call}: pass 1, or the steps of an epoch")
+    def __init__(
+        self,
+        scheduler: LRScheduler,
+        optimizer: AdaScale,
+        steps_per_call: float = 1,
+        *,
+        total_steps: int | None = None,
+    ) -> None:
+        _check_counts(optimizer)
+        _check_steps_alone(scheduler)
+        if not is_real(steps_per_call) or not steps_per_call > 0:
+            raise ValueError(
+                f"expected steps_per_call above 0, got {steps_per_call!r}: pass 1, or the steps of an epoch"
+            )
+        if total_steps is not None and not (is_real(total_steps) and total_steps >= 1):
+            raise ValueError(
+                f"expected total_steps of 1 or more, got {total_steps!r}: pass how many learning rates the schedule "
+                "has, or leave it out"
+            )
         self.scheduler = scheduler
-        self._optimizer, self._steps_per_call = optimizer, steps_per_call
+        self._optimizer, self._steps_per_call, self._total_steps = optimizer, steps_per_call, total_steps
         self._count = int(optimizer.progress / steps_per_call)
 
     def step(self) -> None:
-        """Catches up with the optimizer."""
+        """Catches up with the optimizer, up to the end of the schedule."""
         due = int(self._optimizer.progress / self._steps_per_call)
-        for _ in range(due - self._count):
+        while self._count < due and (self._total_steps is None or self._count + 1 < self._total_steps):
+            if not _goes_on(self.scheduler):
+                break
             self.scheduler.step()
-        self._count = due
+            self._count += 1
 
     def get_last_lr(self) -> list[Any]:
         """The learning rates of the small batch."""
@@ -107,3 +136,48 @@ class GainScheduler:
         """Loads what `state_dict` has returned."""
         self.scheduler.load_state_dict(state_dict["scheduler"])
         self._count = state_dict["count"]
+
+
+def _goes_on(scheduler: Any) -> bool:
+    """Whether a scheduler has a learning rate for one more step.
+
+    `OneCycleLR` has `total_steps` of them, the first before any step. It takes one step more, for which it goes beyond
+    the end of its line, and raises at the next.
+    """
+    members = getattr(scheduler, "_schedulers", None)
+    if members is None:
+        total = getattr(scheduler, "total_steps", None)
+        return not isinstance(total, int) or scheduler.last_epoch + 1 < total
+    milestones = getattr(scheduler, "_milestones", None)
+    if milestones is None:  # A ChainedScheduler: all of them step together.
+        return all(_goes_on(member) for member in members)
+    coming = scheduler.last_epoch + 1
+    if coming in milestones or bisect_right(milestones, coming) < len(milestones):
+        return True  # Another one follows; one that ends before its turn is over raises, as it does without this.
+    return _goes_on(members[-1])
+
+
+def _check_steps_alone(scheduler: Any) -> None:
+    """Refuses a scheduler that follows something else than the number of steps."""
+    parameters = inspect.signature(scheduler.step).parameters.values()
+    wanted = [
+        each.name
+        for each in parameters
+        if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+    ]
+    if wanted:
+        name = type(scheduler).__name__
+        raise TypeError(
+            f"expected a scheduler that follows the number of steps, got {name}, whose step({', '.join(wanted)}) "
+            "follows a value that is measured, at every call: it needs no count of steps, so leave GainScheduler out "
+            f"and call {name}.step({', '.join(wanted)}) itself, after each evaluation"
+        )
+
+
+def _check_counts(optimizer: Any) -> None:
+    """Refuses an optimizer that counts no progress."""
+    if not isinstance(optimizer, AdaScale):
+        raise TypeError(
+            f"expected the AdaScale that steps, which counts steps of the small batch, got {type(optimizer).__name__}: "
+            "write optimizer = AdaScale(optimizer), and pass that one"
+        )

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import math
 
+from scale_adascale.scale import check_scale
+
 
 def linear(scale: float) -> float:
     """Returns the scale itself.
@@ -51,16 +53,3 @@ def legw(scale: float, epoch: float, base_warmup_epochs: float) -> float:
         raise ValueError(f"expected epochs of 0 or more, got epoch={epoch}, base_warmup_epochs={base_warmup_epochs}")
     length = scale * base_warmup_epochs
     return math.sqrt(scale) * (min(1.0, epoch / length) if length else 1.0)
-
-
-def check_scale(scale: float) -> None:
-    """Refuses what is no scale.
-
-    Raises:
-        ValueError: It is below 1, infinite, or not a number.
-    """
-    if not 1 <= scale < math.inf:
-        raise ValueError(
-            f"Scale must be at least 1, got {scale}: pass the size of the batch of one step, over all ranks and "
-            "micro-batches, divided by that of the small batch whose learning rate you know"
-        )

@@ -82,7 +82,8 @@ class Sampling:
         reading: The estimates of the steps so far.
 
     Attributes:
-        passes: Backward passes that have ended since the last step.
+        passes: Samples of backward passes that have ended since the last step: one of each, or the micro-batches of a
+            pipeline's step.
         is_divided: The gradients were divided by their number, where losses were not.
         local: What listens to them.
     """
@@ -98,11 +99,12 @@ class Sampling:
         weakref.finalize(self, self._sent.abandon)  # Whoever drops an optimizer has nobody left who would wait.
         self.local = LocalGrads(self._pass_begins, self._pass_has_ended)
 
-    def estimates(self, loss_scale: float) -> Estimates:
+    def estimates(self, loss_scale: float, *, is_step: bool = False) -> Estimates:
         """Returns the estimates after the step whose gradients are there; as they are, where there are none.
 
         Args:
             loss_scale: What a scaler has multiplied the losses by.
+            is_step: The step is taken; it warns of gradients that are no numbers, of which a scaler takes none.
         """
         before = self._reading.estimates
         if self._sent.pending is None:
@@ -119,7 +121,7 @@ class Sampling:
             total = loss_scale**-2 / (1 if said.is_scaled_loss else said.num_gradients**2)
             rows = zip(measured.local, measured.total, strict=True)
             sample = [moments(local * one, total * other, said.num_samples, said.scale) for one, other in rows]
-        believed = self._believed(sample)
+        believed = self._believed(sample, warns=is_step)
         overlap = 2 if said.num_samples == 1 else 1
         return before.after(
             believed, said.smoothing, debias=said.debias, preconditioned=self._by_moments, overlap=overlap
@@ -204,27 +206,39 @@ class Sampling:
         """Of parameters that are whole here; what is sharded, its owner keeps where it will between passes."""
         return [holder.grad if self.local.is_hooked(holder) else None for holder in self.meter.holders]
 
-    def _pass_has_ended(self) -> None:
-        """The gradients of one more pass are there; after the last one, those of the step are, averaged."""
-        self.passes += 1
+    def _pass_has_ended(self, num_samples: int) -> None:
+        """The gradients of one more pass are there; after the last one, those of the step are, averaged.
+
+        Args:
+            num_samples: How many came with it: 1, or the micro-batches of a pipeline's step.
+        """
+        if self.passes + num_samples > self._settings.num_gradients:
+            self.local.fails = True
+            raise too_many_gradients(self._settings.num_gradients, self.passes + num_samples)
+        self.passes += num_samples
+        self.local.add_pass()
         if self.passes < self._settings.num_gradients:
             self._between = [_state_of(grad) for grad in self._grads()]
             return
         if self._settings.num_samples > 1:
             self._by_moments = self.meter.preconditioned and self._reading.estimates.has_begun
-            self._sent.pending = self.meter.send(self.local.sums.values(), by_moments=self._by_moments)
+            self._sent.pending = self.meter.send(
+                self.local.sums.values(), by_moments=self._by_moments, elsewhere=self.local.elsewhere
+            )
         else:
             # A step before has given Adam its moments; both gradients are divided by what these are now.
             self._by_moments = self.meter.preconditioned and self._successive.has_last
             others = self._successive.take(self.meter.holders)
-            self._sent.pending = self.meter.send_products(others, by_moments=self._by_moments)
+            self._sent.pending = self.meter.send_products(
+                others, by_moments=self._by_moments, elsewhere=self.local.elsewhere
+            )
 
-    def _believed(self, sample: Sequence[Moments | None]) -> list[Moments | None]:
+    def _believed(self, sample: Sequence[Moments | None], *, warns: bool) -> list[Moments | None]:
         """Without what is no number, and what says nothing: gradients that are all zero."""
         numbers = [None if each is None or not any(each) else each for each in sample]
         if all(each is None or all(map(math.isfinite, each)) for each in numbers):
             return numbers
-        if not self._has_warned:
+        if warns and not self._has_warned:
             self._has_warned = True
             warnings.warn(
                 "AdaScale has measured gradients that are inf or NaN; the gain stays what it was. Where losses are "

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 # So many squares are added up in fp32 at a time; sums of more lose digits, which differences of sums would be made of.
-_PIECE = 1024
+PIECE = 1024
 
 
 def sum_of_squares(gradient: Tensor) -> Tensor:
@@ -20,11 +20,11 @@ def sum_of_squares(gradient: Tensor) -> Tensor:
         gradient: Of any shape, floating point or complex, dense or sparse.
     """
     flat = values_of_gradient(gradient).reshape(-1)
-    if flat.numel() <= _PIECE or flat.dtype == torch.float64:
+    if flat.numel() <= PIECE or flat.dtype == torch.float64:
         return _square(flat)
-    rest = flat.numel() % _PIECE
+    rest = flat.numel() % PIECE
     dtype = None if flat.dtype == torch.float32 else torch.float32
-    pieces = (flat[:-rest] if rest else flat).view(-1, _PIECE)
+    pieces = (flat[:-rest] if rest else flat).view(-1, PIECE)
     norms = torch.linalg.vector_norm(pieces, dim=1, dtype=dtype).double()
     total = torch.dot(norms, norms)
     return total + _square(flat[-rest:]) if rest else total
@@ -72,8 +72,8 @@ def inner_product(one: Tensor, other: Tensor) -> Tensor:
     if one.layout is not torch.strided or other.layout is not torch.strided:
         one, other = _values_in_common(one, other)
     first, second = values_of_gradient(one).reshape(-1), values_of_gradient(other).reshape(-1)
-    whole = first.numel() - first.numel() % _PIECE
+    whole = first.numel() - first.numel() % PIECE
     dtype = torch.promote_types(first.dtype, torch.float32)
     first, second = first.to(dtype), second.to(dtype)
-    products: Tensor = torch.linalg.vecdot(first[:whole].view(-1, _PIECE), second[:whole].view(-1, _PIECE))
+    products: Tensor = torch.linalg.vecdot(first[:whole].view(-1, PIECE), second[:whole].view(-1, PIECE))
     return products.sum(dtype=torch.float64) + torch.dot(first[whole:].double(), second[whole:].double())

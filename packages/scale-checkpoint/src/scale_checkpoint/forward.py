@@ -148,6 +148,6 @@ def _check_no_transform(module: nn.Module) -> None:
     """Transforms of `torch.func` leave no say in what is saved; torch's own errors speak of its inside."""
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise RuntimeError(
-            f"a {type(module).__name__} is checkpointed or offloaded, which transforms of torch.func (vmap, grad, jvp) "
+            f"a {module._get_name()} is checkpointed or offloaded, which transforms of torch.func (vmap, grad, jvp) "
             "cannot do: call them inside of `with scale_checkpoint.disable_checkpointing():`"
         )

@@ -38,7 +38,7 @@ def policy_of(keep: OperatorPolicy | Iterable[str | OpOverload | OpOverloadPacke
             themselves.
 
     Raises:
-        TypeError: `keep` is one string, or holds something else.
+        TypeError: `keep` is one string, is no collection, or holds something else.
         ValueError: A name is no regular expression, or is that of no operator (the error lists near ones).
     """
     if callable(keep):
@@ -47,7 +47,35 @@ def policy_of(keep: OperatorPolicy | Iterable[str | OpOverload | OpOverloadPacke
         return DearOperators()
     if isinstance(keep, str):
         raise TypeError(f"keep holds several operators, but got one string, {keep!r}: write [{keep!r}]")
+    given: object = keep
+    if not isinstance(given, Iterable):
+        raise TypeError(
+            f'keep is "{SELECTIVE}", a list of operators or a policy function, but got a {type(keep).__name__}, '
+            f'{keep!r}: write keep=["addmm"], for one'
+        )
     return NamedOperators(*(_pattern(name) for name in keep))
+
+
+def is_kept(said: Any, policy: OperatorPolicy, operator: Any) -> bool:
+    """Whether a result is kept, by what a policy has said of it: also where it says that it is to be offloaded.
+
+    Args:
+        said: What it has returned.
+        policy: For errors, which name it.
+        operator: Likewise.
+
+    Raises:
+        TypeError: It is no policy and no bool.
+    """
+    if isinstance(said, CheckpointPolicy):
+        return not said.name.endswith("RECOMPUTE")
+    if isinstance(said, bool):
+        return said
+    raise TypeError(
+        f"the policy {getattr(policy, '__qualname__', type(policy).__name__)} was to say whether the result of "
+        f"{operator} is kept, as True or False or as torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE, PREFER_SAVE, "
+        f"MUST_RECOMPUTE or PREFER_RECOMPUTE, but returned a {type(said).__name__}, {said!r}"
+    )
 
 
 class NamedOperators:

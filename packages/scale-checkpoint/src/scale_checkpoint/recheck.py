@@ -10,17 +10,22 @@ import ctypes
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from scale_checkpoint.phase import is_aside
+from scale_checkpoint.phase import is_aside, is_recomputing
 
 _aten = torch.ops.aten
 # Not of the module's own: autograd's, and casts that autocast caches and so makes at one time and not at another.
 _LEFT_OUT = frozenset((_aten.detach.default, _aten._to_copy.default, _aten.alias.default, _aten.lift_fresh.default))
+_MEND = (
+    "what a checkpointed module computes may depend on inputs, parameters, buffers and random numbers alone, not on "
+    "time, counters or caches; leave the module out of the checkpointed ones if it must"
+)
 _WITHOUT_VALUES = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))
 
 
@@ -38,7 +43,8 @@ def check_recomputation(model: nn.Module, values: bool = False) -> Iterator[None
         >>> with check_recomputation(model, values=True):
         ...     model(torch.randn(2, 4)).sum().backward()
 
-    Both passes have to be inside. It finds what modules that are recomputed by this package do.
+    Both passes have to be inside. It finds what modules that are recomputed by this package do. Recomputations run to
+    their end, where they otherwise stop at the last tensor that the backward needs.
 
     Args:
         model: Gives the modules their names.
@@ -100,8 +106,8 @@ class Check:
             after.remove()
 
     def name_of(self, module: nn.Module) -> str:
-        """Returns a module's qualified name; its class, if the model does not hold it."""
-        return self._names.get(id(module)) or type(module).__name__
+        """Returns a module's qualified name; what it calls itself, as a rule its class, if the model has no name."""
+        return self._names.get(id(module)) or str(module._get_name())
 
     def step(self, operator: Any, result: Any, module: nn.Module) -> _Step:
         """Describes what an operator of a checkpointed module has returned."""
@@ -139,6 +145,7 @@ class Comparing(TorchDispatchMode):
     def __init__(self, check: Check, module: nn.Module, first: list[_Step] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._check, self._module, self._first = check, module, first
+        self._recomputing = is_recomputing()
         self.steps: list[_Step] = []
 
     def __torch_dispatch__(
@@ -146,36 +153,49 @@ class Comparing(TorchDispatchMode):
     ) -> Any:
         """Runs `func`, and compares its result."""
         result = func(*args, **({} if kwargs is None else kwargs))
-        if func not in _LEFT_OUT and not is_aside():
+        # A backward inside of a forward computes what it needs of that again, which is no part of either.
+        if func not in _LEFT_OUT and not is_aside() and is_recomputing() == self._recomputing:
             step = self._check.step(func, result, self._module)
             if self._first is not None:
                 self._compare(step, self._first)
             self.steps.append(step)
         return result
 
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Ends; a recomputation that has come to its end has run all that the forward has."""
+        super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
+        number = len(self.steps)
+        if kind is None and self._first is not None and number < len(self._first):
+            then = self._first[number]
+            raise RecomputationError(
+                f"{self._where()}: operator {number}, {then.operator} in '{then.module}', ran in the forward, and does "
+                f"not now; {_MEND}"
+            )
+
+    def _where(self) -> str:
+        return f"recomputing '{self._check.name_of(self._module)}'"
+
     def _compare(self, step: _Step, first: list[_Step]) -> None:
         number = len(self.steps)
-        where = f"recomputing '{self._check.name_of(self._module)}'"
-        mend = (
-            "what a checkpointed module computes may depend on inputs, parameters, buffers and random numbers alone, "
-            "not on time, counters or caches; leave the module out of the checkpointed ones if it must"
-        )
         if number >= len(first):
             raise RecomputationError(
-                f"{where}: operator {number}, {step.operator} in '{step.module}', did not run in the forward; {mend}"
+                f"{self._where()}: operator {number}, {step.operator} in '{step.module}', did not run in the forward; "
+                f"{_MEND}"
             )
         then = first[number]
         if then.operator != step.operator:
             raise RecomputationError(
-                f"{where}: operator {number} was {then.operator} in '{then.module}' in the forward, and is "
-                f"{step.operator} in '{step.module}' now; {mend}"
+                f"{self._where()}: operator {number} was {then.operator} in '{then.module}' in the forward, and is "
+                f"{step.operator} in '{step.module}' now; {_MEND}"
             )
         for place, (old, new) in enumerate(zip(then.results, step.results, strict=True)):
             if old != new:
                 what = _describe(old) if old[:3] != new[:3] else f"{_describe(old)} of other values"
                 raise RecomputationError(
-                    f"{where}: tensor {place} of operator {number}, {step.operator} in '{step.module}', was {what} "
-                    f"in the forward, and is {_describe(new)} now; {mend}"
+                    f"{self._where()}: tensor {place} of operator {number}, {step.operator} in '{step.module}', was "
+                    f"{what} in the forward, and is {_describe(new)} now; {_MEND}"
                 )
 
 

@@ -109,6 +109,7 @@ class _Call:
         kept: The results that it has kept, if it keeps some.
         saved: The tensors that autograd saves in it.
         check: Compares the recomputation with it, where that is wanted.
+        is_over: Whether the forward has ended; a backward inside of it may recompute before.
         steps: What it has done, for the check.
     """
 
@@ -125,8 +126,8 @@ class _Call:
         if treatment.keep is not None:
             to, least = treatment.offload_to, treatment.min_bytes
             self.kept = Kept(treatment.keep, learned.unused, None if to is None else Sender([module], to, least).send)
-        self.saved = Watch(type(module).__name__, strangers)
-        self.check = active_check()
+        self.saved = Watch(module._get_name(), strangers)
+        self.check, self.is_over = active_check(), False
         self.steps: list[Any] = []
 
 
@@ -152,6 +153,7 @@ def _first(call: _Call, tensors: Sequence[Tensor]) -> Iterator[None]:
     call.drawn = randomness.drawn_since(drawn) if drawn else []
     call.standing = standing_in(parts, call.changed)
     call.used = weights.used_by(parts, call.changed)
+    call.is_over = True
     _check_given(call, given)
 
 
@@ -173,7 +175,7 @@ def _check_given(call: _Call, given: Sequence[tuple[Tensor, int]]) -> None:
     if not changed:
         return
     if any(tensor.requires_grad for tensor, _ in given) or any(weights.ask_for_gradients(call.used)):
-        title = type(call.module).__name__
+        title = call.module._get_name()
         raise RuntimeError(
             f"the forward of a {title} changes a tensor {list(changed[0].shape)} that it is given in place, so it "
             "could not be computed again: let it change a copy (inplace=False where its first layer has that), or "
@@ -192,7 +194,9 @@ def _again(call: _Call) -> Iterator[None]:
         RuntimeError: What the forward has computed with was changed since, or the recomputation has changed other
             buffers than the forward.
     """
-    with phase.recomputing(), _found_again(call), call.saved.recomputation(any(map(decides_results, call.changed))):
+    # The operator at which torch would end it may be the one that differs.
+    whole = _is_compared(call) or any(map(decides_results, call.changed))
+    with phase.recomputing(), _found_again(call), call.saved.recomputation(whole):
         try:
             yield
         except _StopRecomputationError:  # By which torch ends it as soon as it has all that was saved.
@@ -238,9 +242,13 @@ def _found_again(call: _Call) -> AbstractContextManager[Any]:
         if call.kept is not None:
             call.kept.fetch()
             stack.enter_context(GivingBack(call.kept))
-        if call.check is not None:
+        if call.check is not None and _is_compared(call):
             stack.enter_context(Comparing(call.check, call.module, call.steps))
         return stack.pop_all()
+
+
+def _is_compared(call: _Call) -> bool:
+    return call.check is not None and call.is_over
 
 
 def _note_unused(call: _Call) -> None:

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
+from torch.utils.checkpoint import SelectiveCheckpointContext
 
-from scale_checkpoint.operators import NamedOperators, OperatorPolicy, can_be_kept, draws
+from scale_checkpoint.operators import NamedOperators, OperatorPolicy, can_be_kept, draws, is_kept
 from scale_checkpoint.phase import is_aside
 from scale_checkpoint.store import Packed
 from scale_checkpoint.versions import alias_of, counter_of
@@ -180,10 +180,7 @@ class Keeping(TorchDispatchMode):
         if self._named is not None:
             return self._named.wants(func, args, result)
         context = SelectiveCheckpointContext(is_recompute=False, op_output=result)
-        wanted = self._kept.policy(context, func, *args, **kwargs)
-        if isinstance(wanted, CheckpointPolicy):
-            return wanted in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
-        return bool(wanted)
+        return is_kept(self._kept.policy(context, func, *args, **kwargs), self._kept.policy, func)
 
 
 class GivingBack(TorchDispatchMode):

@@ -100,6 +100,12 @@ class LayerMemoryTracker:
             stack, self._stack = self._stack, None
             stack.close()
 
+    def clear_traces(self) -> None:
+        """Forgets every pass so far, also that which runs now; what is found from now on counts from the same start."""
+        self._finished = []
+        if self._running is not None:
+            self._running[0].order.clear()
+
     def __enter__(self) -> Self:
         if self._model is None:
             raise ValueError("a tracker in a `with` block needs a model: with LayerMemoryTracker(model) as tracker")

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import increment_version, saved_tensors_hooks
-from torch.utils.checkpoint import _StopRecomputationError
+from torch.utils.checkpoint import CheckpointError, _StopRecomputationError
 
 from scale_checkpoint.phase import Aside
 
@@ -96,6 +97,8 @@ class Watch:
         self._title, self._strangers = title, strangers
         # By the identity of the tensor that torch's checkpointing holds, so that the forward need not number them.
         self._versions: dict[int, int] = {}
+        # By what autograd holds for it until the node that has saved it is done, in which backward it was unpacked.
+        self._read: WeakKeyDictionary[Any, tuple[int, Tensor]] = WeakKeyDictionary()
 
     def forward(self) -> saved_tensors_hooks:
         """Returns hooks for the forward, around those of torch's checkpointing, which stand there already."""
@@ -104,9 +107,9 @@ class Watch:
 
         def compared(packed: Any) -> Tensor:
             try:
-                tensor = unpack(packed)  # This is where it is recomputed.
+                tensor = self._read_by_function(packed, unpack)  # This is where it is recomputed.
             except Exception as error:
-                error.add_note(self._note())
+                error.add_note(self._note(error))
                 raise
             if tensor._version != versions[id(tensor)]:
                 raise RuntimeError(
@@ -118,9 +121,27 @@ class Watch:
 
         return saved_tensors_hooks(pack, compared)
 
-    def _note(self) -> str:
+    def _read_by_function(self, packed: Any, unpack: Callable[[Any], Tensor]) -> Tensor:
+        """Unpacks what the backward of a user's own `autograd.Function` may read again, and torch gives away once.
+
+        It lives as long as in the plain module: until autograd lets go of what the node has saved.
+        """
+        if not isinstance(torch._C._current_autograd_node(), torch._C._FunctionBase):  # Operators read each once.
+            return unpack(packed)
+        backward = torch._C._current_graph_task_id()
+        found = self._read.get(packed)
+        if found is None or found[0] != backward:
+            found = self._read[packed] = backward, unpack(packed)
+        return found[1]
+
+    def _note(self, error: Exception) -> str:
         told = f"This happened while the forward of a {self._title} was computed again."
         strangers = self._strangers()
+        if not strangers and isinstance(error, CheckpointError):  # It says debug=True, of torch's own function.
+            return (
+                f"{told} `with scale_checkpoint.check_recomputation(model):` around forward and backward says in which "
+                "module and operator the two begin to differ."
+            )
         if not strangers:
             return told
         return (
@@ -152,7 +173,7 @@ class Watch:
 
 
 def _until_all_is_there(pack: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-    """Keeps torch from ending a recomputation; what is saved after that nobody comes back to."""
+    """Keeps torch from ending a recomputation; to what is saved after that only a backward inside of it comes back."""
     is_there = False
 
     def packed(tensor: Tensor) -> Any:
@@ -162,7 +183,7 @@ def _until_all_is_there(pack: Callable[[Tensor], Any]) -> Callable[[Tensor], Any
                 return pack(tensor)
             except _StopRecomputationError:
                 is_there = True
-        return None
+        return tensor.detach() if tensor.requires_grad else tensor
 
     return packed
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self, TypeAlias
 
@@ -128,6 +128,31 @@ def is_divided(param: Tensor) -> bool:
     """Whether other ranks hold other elements of the parameter that `param` is a piece of."""
     shard = shard_of(param)
     return shard is not None and any(axis.held is Held.SHARD and axis.group.size > 1 for axis in shard.axes)
+
+
+def check_apart(params: Iterable[tuple[str, Tensor]], group: Group, what: str) -> None:
+    """Refuses to take ranks for replicas that hold different parts of a parameter: they would get one another's values.
+
+    Args:
+        params: Parameters with their names, before anything cuts them for `group`.
+        group: The ranks that hold the same model, in the eyes of `what`.
+        what: Who is about to copy or average between them, in an error.
+
+    Raises:
+        ValueError: A layer has divided one of them between ranks of this group.
+    """
+    for name, param in params:
+        shard = shard_of(param)
+        if shard is None or shard.gathered:
+            continue
+        for axis in shard.axes:
+            if axis.held is Held.SHARD and len(set(axis.group.ranks).intersection(group.ranks)) > 1:
+                raise ValueError(
+                    f"{what}: '{name}' is a part {list(param.shape)} of a parameter {list(shard.shape)} that its layer "
+                    f"divides between the ranks {list(axis.group.ranks)}, and {what} was given "
+                    f"{list(group.ranks)} as ranks that hold the same: give it those along the data axis, such as "
+                    'mesh["data"].get_group() or scale_tp.get_data_parallel_group()'
+                )
 
 
 def full_shape(param: Tensor) -> torch.Size:

@@ -25,7 +25,7 @@ from scale_oss.clipping import clip_together
 from scale_oss.handover import follow_parameters, give_gradients, publish, wait
 from scale_oss.kinds import check_kind, constructor_arguments, works_by_element
 from scale_oss.places import ranks_of_shards
-from scale_oss.sorting import Sorter, lines_of_groups
+from scale_oss.sorting import Sorter, lines_of_groups, refuse_parts
 from scale_oss.stepping import copy_options, step_by_buckets, step_in_turn, step_on_one_rank
 from scale_oss.with_state import WithState
 
@@ -117,6 +117,7 @@ class OSS(WithState):
         self.reduced_by: weakref.ref[nn.Module] | None = None
         super().__init__(params, dict(defaults))
         self.group = ranks_of_shards(self._all_params()) if group is None else group_of(group)
+        refuse_parts(self.param_groups, self.group)
         self.contract = Contract(self.group, limit_seconds)
         how = (
             f"{optim.__name__}, elementwise={self.elementwise}, together={together}, {bucket_numel} elements per bucket"
@@ -246,6 +247,7 @@ class OSS(WithState):
         group = self.param_groups[number]
         what = f"a group of {self._optim_class.__name__}"
         try:
+            refuse_parts([group], self.group, number)
             self.contract.agree("a parameter group added to OSS", list(lines_of_groups([group], number)))
             (stepped,) = self._sorter.add([group], number)
             do_alike(lambda: self.optim.add_param_group(stepped), what, self.contract)

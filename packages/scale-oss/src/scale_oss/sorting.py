@@ -128,7 +128,6 @@ class Sorter:
         return found
 
     def _check(self, param: nn.Parameter, name: str) -> None:
-        check_apart([(name, param)], self._group, "OSS")
         if not self._elementwise:
             refuse_flat(param, name, self._optim_name)
         if unit_shard_of(param) is None and param.is_meta:
@@ -203,6 +202,23 @@ class Sorter:
 
     def _loads_of(self, group: Group, trains: bool) -> list[int]:
         return self._loads.setdefault((group.ranks, trains), [0] * group.size)
+
+
+def refuse_parts(groups: Sequence[Mapping[str, Any]], ranks: Group, first: int = 0) -> None:
+    """Refuses parameters that layers have divided between ranks of this group, whose parts it would mix.
+
+    Args:
+        groups: As in an optimizer.
+        ranks: The optimizer's.
+        first: The number of the first one.
+
+    Raises:
+        ValueError: There is one.
+    """
+    for number, group in enumerate(groups, first):
+        params = group["params"]
+        named = ((name_of(group, number, index), param) for index, param in enumerate(params))
+        check_apart(named, ranks, "OSS")
 
 
 def lines_of_groups(groups: Sequence[Mapping[str, Any]], first: int = 0) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""A mini-batch cut into micro-batches, and their outputs put together again.
+"""A mini-batch cut into micro-batches.
 
 What a model is given may be nested in any way: each tensor is cut along its first dimension, and everything else goes
 to every micro-batch as it is.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, MutableMapping, Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,8 +18,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from scale_core.nested import map_tensors
+from scale_pipe.leaves import kind_of, leaves_of
+from scale_pipe.schedules.placement import plain_integer
 
-_ATOMS = frozenset((type(None), bool, int, float, str))
+_WHOLE = "what belongs to no sample is passed as scale_pipe.NoChunk(tensor)"
 
 
 class NoChunk:
@@ -54,17 +57,19 @@ class Arguments(NamedTuple):
     kwargs: dict[str, Any]
 
 
-def check_chunks(chunks: Any) -> None:
-    """Checks a number of micro-batches.
+def check_chunks(chunks: Any) -> int:
+    """Returns a number of micro-batches, once it is known to be one.
 
     Args:
-        chunks: As a user gives it.
+        chunks: As a user gives it; NumPy's integers are integers, too.
 
     Raises:
         ValueError: It is no positive integer.
     """
-    if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks <= 0:
+    number = plain_integer(chunks)
+    if number is None or number <= 0:
         raise ValueError(f"number of chunks must be positive integer, got {chunks!r}")
+    return number
 
 
 def micro_batch_sizes(batch_size: int, chunks: int) -> list[int]:
@@ -89,7 +94,7 @@ def batch_size_of(inputs: Any) -> int | None:
         ValueError: They have different numbers of samples.
     """
     found: tuple[str, Tensor] | None = None
-    for path, leaf in _leaves(inputs):
+    for path, leaf in leaves_of(inputs):
         if not isinstance(leaf, Tensor) or leaf.dim() == 0:
             continue
         if found is None:
@@ -97,8 +102,7 @@ def batch_size_of(inputs: Any) -> int | None:
         elif leaf.shape[0] != found[1].shape[0]:
             raise ValueError(
                 f"all tensors of a mini-batch are cut along dimension 0, so they have to agree in it: {_named(*found)} "
-                f"has {found[1].shape[0]} samples, and {_named(path, leaf)} has {leaf.shape[0]}; what belongs to no "
-                "sample is passed as scale_pipe.NoChunk(tensor)"
+                f"has {found[1].shape[0]} samples, and {_named(path, leaf)} has {leaf.shape[0]}; {_WHOLE}"
             )
     return None if found is None else found[1].shape[0]
 
@@ -118,12 +122,62 @@ def scatter(inputs: Any, chunks: int) -> list[Any]:
     """
     batch_size = batch_size_of(inputs)
     if batch_size is None:
-        kinds = list(dict.fromkeys(_kind(leaf) for _, leaf in _leaves(inputs)))
+        kinds = ", ".join(dict.fromkeys(kind_of(leaf) for _, leaf in leaves_of(inputs))) or "nothing"
+        if any(isinstance(leaf, Tensor) for _, leaf in leaves_of(inputs)):
+            raise TypeError(
+                "expected a tensor with a first dimension, along which the mini-batch is cut, but those that were "
+                f"given have no dimension: {kinds}; one sample is a mini-batch as x.unsqueeze(0)"
+            )
         raise TypeError(
-            f"expected Tensor, but got {', '.join(kinds) or 'nothing'}: of all that a pipeline is given, at least one "
-            "has to be a tensor with a first dimension, along which the mini-batch is cut"
+            f"expected Tensor, but got {kinds}: of all that a pipeline is given, at least one has to be a tensor with "
+            "a first dimension, along which the mini-batch is cut"
         )
     return cut(inputs, micro_batch_sizes(batch_size, chunks))
+
+
+def scatter_each(inputs: Any, chunks: int) -> list[Any]:
+    """Cuts a mini-batch as `scatter` does, and where tensors differ in their first dimension, each one by itself.
+
+    They have to be cut in the same shares: [2, ...] beside [4, ...] makes two micro-batches of [1, ...] beside
+    [2, ...]. Since that may also be a table that was to stay whole, there is a warning.
+
+    Args:
+        inputs: As those of `scatter`.
+        chunks: As there.
+
+    Raises:
+        TypeError: As in `scatter`.
+        ValueError: Tensors would be cut into different numbers of micro-batches, or in different shares.
+    """
+    found: dict[int, tuple[str, Tensor]] = {}
+    for path, leaf in leaves_of(inputs):
+        if isinstance(leaf, Tensor) and leaf.dim() > 0:
+            found.setdefault(leaf.shape[0], (path, leaf))
+    if len(found) < 2:
+        return scatter(inputs, chunks)
+    sizes = {total: micro_batch_sizes(total, chunks) for total in found}
+    (total, first), *others = found.items()
+    for other, second in others:
+        if not _are_alike(sizes[total], sizes[other]):
+            raise ValueError(
+                "each tensor of a mini-batch is cut along dimension 0, and all in the same shares, but "
+                f"{_named(*first)} makes micro-batches of {_listed(sizes[total])} samples, and {_named(*second)} "
+                f"of {_listed(sizes[other])}; {_WHOLE}"
+            )
+    if len(sizes[total]) > 1:
+        ((_, second), *_) = others
+        warnings.warn(
+            f"{_named(*first)} and {_named(*second)} have different numbers of samples, and each is cut by itself, in "
+            f"{len(sizes[total])} micro-batches; {_WHOLE}, and what has several rows for each sample is given as [N, "
+            "rows, ...]",
+            stacklevel=5,  # What calls the pipeline.
+        )
+    return _cut(inputs, sizes)
+
+
+def _are_alike(one: Sequence[int], other: Sequence[int]) -> bool:
+    totals = sum(one), sum(other)
+    return len(one) == len(other) and all(a * totals[1] == b * totals[0] for a, b in zip(one, other, strict=True))
 
 
 def cut(inputs: Any, sizes: Sequence[int]) -> list[Any]:
@@ -143,8 +197,13 @@ def cut(inputs: Any, sizes: Sequence[int]) -> list[Any]:
             f"expected {sum(sizes)} samples, cut into micro-batches of {', '.join(map(str, sizes))}, and got tensors "
             f"with {batch_size}: give every stage inputs of the same mini-batch"
         )
-    whole = _has_whole(inputs)
-    if len(sizes) == 1:
+    return _cut(inputs, {sum(sizes): sizes})
+
+
+def _cut(inputs: Any, sizes: Mapping[int, Sequence[int]]) -> list[Any]:
+    """Cuts tensors [N, ...] as it says for N; there is an equal number of pieces for each."""
+    whole, number_of_pieces = _has_whole(inputs), len(next(iter(sizes.values())))
+    if number_of_pieces == 1:
         return [_opened(inputs) if whole else inputs]
     _check_strided(inputs)
     pieces: dict[int, Sequence[Tensor]] = {}
@@ -153,87 +212,11 @@ def cut(inputs: Any, sizes: Sequence[int]) -> list[Any]:
         if tensor.dim() == 0:
             return tensor
         if id(tensor) not in pieces:
-            pieces[id(tensor)] = tensor.split(list(sizes))
+            pieces[id(tensor)] = tensor.split(list(sizes[tensor.shape[0]]))
         return pieces[id(tensor)][number]
 
-    cuts = [map_tensors(partial(piece, number), inputs) for number in range(len(sizes))]
+    cuts = [map_tensors(partial(piece, number), inputs) for number in range(number_of_pieces)]
     return [_opened(part) for part in cuts] if whole else cuts
-
-
-def gather(outputs: Sequence[Any]) -> Any:
-    """Puts the outputs of all micro-batches together: tensors along dimension 0, everything else as it is in each.
-
-    Args:
-        outputs: One or more, nested alike. A single one is returned as it is.
-
-    Raises:
-        ValueError: They are not nested alike; tensors without dimensions, or of shapes that do not go together; what
-            is no tensor differs.
-    """
-    first = outputs[0]
-    if len(outputs) == 1:
-        return first
-    if all(type(output) is Tensor for output in outputs):
-        return _joined("the output", outputs)
-    columns = [dict(_leaves(output)) for output in outputs]
-    joined: dict[int, Tensor] = {}
-    places: dict[int, tuple[int, ...]] = {}
-    for number, column in enumerate(columns):
-        if column.keys() != columns[0].keys():
-            differing = sorted(column.keys() ^ columns[0].keys())
-            raise ValueError(
-                f"expected outputs that are nested alike for every micro-batch; those of micro-batches 0 and {number} "
-                f"differ at output{differing[0]}: let the model return the same structure whatever its input is"
-            )
-    for path, leaf in columns[0].items():
-        row = [column[path] for column in columns]
-        if not isinstance(leaf, Tensor):
-            _check_equal(f"output{path}", row)
-            continue
-        ids = tuple(map(id, row))
-        if places.setdefault(id(leaf), ids) != ids:
-            raise ValueError(
-                f"output{path} is one tensor with another output for micro-batch 0, and not for all others: let the "
-                "model return a copy there"
-            )
-        if id(leaf) not in joined:
-            joined[id(leaf)] = _joined(f"output{path}", row)
-    return map_tensors(lambda tensor: joined[id(tensor)], first)
-
-
-def _joined(name: str, tensors: Sequence[Any]) -> Tensor:
-    """Concatenates a tensor [n_i, ...] of each micro-batch into [N, ...]."""
-    first = tensors[0]
-    for number, tensor in enumerate(tensors):
-        if not isinstance(tensor, Tensor):
-            raise ValueError(f"{name} is a Tensor for micro-batch 0, and a {type(tensor).__name__} for {number}")
-        if tensor.dim() == 0:
-            raise ValueError(
-                f"{name} is a tensor without dimensions for each of {len(tensors)} micro-batches, so they cannot be "
-                "concatenated along dimension 0: return a value per sample [N], and reduce it after the pipeline"
-            )
-        if tensor.shape[1:] != first.shape[1:] or tensor.dtype != first.dtype:
-            raise ValueError(
-                f"{name} of micro-batch 0 is {_described(first)}, and of micro-batch {number} {_described(tensor)}: to "
-                "be concatenated along dimension 0 they have to agree in all but that"
-            )
-    return torch.cat(list(tensors))
-
-
-def _check_equal(name: str, values: Sequence[Any]) -> None:
-    for number, value in enumerate(values):
-        if value is values[0]:
-            continue
-        try:
-            both_nan = value != value and values[0] != values[0]
-            same = type(value) is type(values[0]) and bool(both_nan or value == values[0])
-        except (TypeError, ValueError, RuntimeError):  # What cannot be compared, as arrays of some libraries.
-            same = False
-        if not same:
-            raise ValueError(
-                f"{name} is no tensor and differs between micro-batches: {values[0]!r} for 0, {value!r} for {number}; "
-                "return a tensor [N, ...], or what is the same for all samples"
-            )
 
 
 def in_words(given: Arguments) -> str:
@@ -242,18 +225,13 @@ def in_words(given: Arguments) -> str:
     Args:
         given: Any nesting.
     """
-    words = [_kind(leaf) for _, leaf in _leaves(given.args)]
-    words += [f"{name}={_kind(leaf)}" for name, tree in given.kwargs.items() for _, leaf in _leaves(tree)]
+    words = [kind_of(leaf) for _, leaf in leaves_of(given.args)]
+    words += [f"{name}={kind_of(leaf)}" for name, tree in given.kwargs.items() for _, leaf in leaves_of(tree)]
     return ", ".join([*words[:8], *["..."] * (len(words) > 8)]) or "nothing"
 
 
-def _kind(leaf: Any) -> str:
-    """Says what a tensor or anything else is: "Tensor [] float32"."""
-    return f"Tensor {_described(leaf)}" if isinstance(leaf, Tensor) else type(leaf).__name__
-
-
 def _check_strided(inputs: Any) -> None:
-    for path, leaf in _leaves(inputs):
+    for path, leaf in leaves_of(inputs):
         if isinstance(leaf, Tensor) and (leaf.layout != torch.strided or leaf.is_nested):
             kind = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
             raise TypeError(
@@ -262,16 +240,16 @@ def _check_strided(inputs: Any) -> None:
             )
 
 
+def _listed(sizes: Sequence[int]) -> str:
+    return ", ".join(map(str, sizes))
+
+
 def _named(path: str, tensor: Tensor) -> str:
     return f"inputs{path} {list(tensor.shape)}"
 
 
-def _described(tensor: Tensor) -> str:
-    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-
-
 def _has_whole(tree: Any) -> bool:
-    return any(isinstance(leaf, NoChunk) for _, leaf in _leaves(tree))
+    return any(isinstance(leaf, NoChunk) for _, leaf in leaves_of(tree))
 
 
 def _opened(tree: Any) -> Any:
@@ -287,29 +265,3 @@ def _opened(tree: Any) -> Any:
     for field in dataclasses.fields(tree):
         object.__setattr__(fresh, field.name, _opened(getattr(tree, field.name, None)))
     return fresh
-
-
-def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields what `tree` holds, with the way to it as one would write it; containers are taken apart."""
-    kind = type(tree)
-    if isinstance(tree, Tensor) or kind in _ATOMS:
-        yield path, tree
-    elif isinstance(tree, MutableMapping):
-        for key, part in tree.items():
-            yield from _leaves(part, f"{path}[{key!r}]")
-    elif isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        for name, part in zip(tree._fields, tree, strict=True):
-            yield from _leaves(part, f"{path}.{name}")
-    elif isinstance(tree, list | tuple):
-        for number, part in enumerate(tree):
-            yield from _leaves(part, f"{path}[{number}]")
-    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        for field in dataclasses.fields(tree):
-            yield from _leaves(getattr(tree, field.name, None), f"{path}.{field.name}")
-    else:
-        leaves = pytree.tree_leaves(tree)
-        if len(leaves) == 1 and leaves[0] is tree:
-            yield path, tree
-            return
-        for number, leaf in enumerate(leaves):  # Of a class that was registered with torch.
-            yield from _leaves(leaf, f"{path}.leaves[{number}]")

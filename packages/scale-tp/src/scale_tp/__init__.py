@@ -2,27 +2,36 @@
 
 The files in reading order; each stands only on those above it:
 
+- `wide`, `tags`: the dtype that sums are made in, and the tags of messages;
 - `split_sizes`: how the indices of a dimension are dealt to the ranks; integers only;
 - `even_parts`: what is cut by hand, by FairScale's names;
-- `groups`: which ranks compute a layer together;
+- `axes`, `groups`, `getters`: which ranks compute a layer together;
 - `moves`: sums and parts of tensors between them;
 - `sequence_parts`: how long the parts of a sequence are that the ranks hold;
-- `regions`: the same with gradients;
+- `crossings`, `regions`: the same with gradients, each of which brings a tensor into the divided region or out of it;
 - `features`: parts of features that don't stand in rank order;
+- `random_state`: where random numbers stand, read and put back;
 - `initialising`: a part of a matrix with the values that it has in the whole one;
-- `layer`: what all layers have in common;
+- `whole_view`: a part that looks like the whole to what gives it values;
+- `replicas`: ranks that hold parts are none;
+- `layer`, `wholes`: what all layers have in common, and functions that give them their values from outside;
 - `copies`: parts of which several ranks have copies, as of key-value heads;
-- `linear`, `embedding`, `norms`, `dropout`: the layers;
+- `products`, `pieces`: matrix products while other pieces of a sequence are on their way;
+- `overlap`, `overlap_sums`, `arrivals`: linear layers whose communication runs beside their products;
+- `linear_regions`, `fitting`: linear layers at the edges of the divided region;
+- `vocabulary`, `linear`, `embedding`, `dropout`: the layers;
 - `cross_entropy`: a loss over logits that no rank has alone;
 - `randomness`: random numbers that are the same on all ranks, and others;
 - `divided_randomness`: others inside of what is divided, the same outside;
 - `heads`: attention heads that are divided;
 - `attention`: a layer of divided heads;
 - `sequence_order`: which positions of a sequence each rank holds, where ranks divide all of it between them;
+- `agreement`: ranks that call one thing with other sizes learn of it;
 - `blockwise`, `ring`, `ulysses`: exact attention over such a sequence;
-- `overlap`: linear layers whose communication runs beside their product;
-- `plan`, `divided`, `stretches`, `changes`, `refusals`, `parallelize`: modules that exist
-  already, divided in place;
+- `divided`, `entrance`, `divided_linear`, `divided_words`, `summed`: modules that exist already, divided in place;
+- `norms`: those on a part of the sequence;
+- `first_forward`: whether the ranks hold different parts;
+- `plan`, `stretches`, `changes`, `refusals`, `parallelize`: a model that exists already, divided by a plan;
 - `state`, `llama`: whole tensors in and out, and the reference checkpoints of Llama.
 """
 
@@ -36,8 +45,7 @@ from scale_tp.even_parts import (
     ensure_divisibility,
     split_tensor_along_last_dim,
 )
-from scale_tp.groups import (
-    destroy_model_parallel,
+from scale_tp.getters import (
     get_context_parallel_group,
     get_context_parallel_rank,
     get_context_parallel_ranks,
@@ -59,6 +67,9 @@ from scale_tp.groups import (
     get_pipeline_parallel_rank,
     get_pipeline_parallel_ranks,
     get_pipeline_parallel_world_size,
+)
+from scale_tp.groups import (
+    destroy_model_parallel,
     initialize_model_parallel,
     model_parallel_is_initialized,
 )
@@ -93,6 +104,7 @@ from scale_tp.sequence_order import join_sequence, positions, split_sequence
 from scale_tp.split_sizes import HeadSplit, Split, split_heads
 from scale_tp.state import full_state_dict, load_full_tensors
 from scale_tp.ulysses import ulysses_attention
+from scale_tp.wholes import initialise_whole
 
 __version__ = "2026.11.0"
 __all__ = [
@@ -146,6 +158,7 @@ __all__ = [
     "get_pipeline_parallel_ranks",
     "get_pipeline_parallel_world_size",
     "get_rng_tracker",
+    "initialise_whole",
     "initialize_model_parallel",
     "iterate_consolidated",
     "join_sequence",

@@ -8,26 +8,23 @@ divided region once for queries, keys and values; what comes out is one sum.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from scale_core.group import GroupLike
-from scale_tp.copies import sum_gradients_of_copies
 from scale_tp.groups import layer_group
 from scale_tp.heads import in_elements
 from scale_tp.initialising import Initialiser
-from scale_tp.layer import ParallelModule, Placement
-from scale_tp.linear import RowParallelLinear
-from scale_tp.regions import copy_to_model_parallel_region, gather_from_sequence_parallel_region
-from scale_tp.sequence_parts import parts_held
+from scale_tp.linear import ColumnParallelLinear, RowParallelLinear
+from scale_tp.linear_regions import check_overlap, enter
 from scale_tp.split_sizes import HeadSplit, Split, check_size, split_heads
 
 Attend: TypeAlias = Callable[..., Tensor]
 """Called as attend(query, key, value, is_causal=...) with [batch, heads, positions, head size] each, as torch's own
-`scaled_dot_product_attention`; `ring_attention` and `ulysses_attention` can be wrapped to fit."""
+`scaled_dot_product_attention`; `ring_attention` and `ulysses_attention` are such."""
 
 
 class ParallelAttention(nn.Module):
@@ -46,6 +43,7 @@ class ParallelAttention(nn.Module):
         device: Where the parameters are; on "meta" they get no values until `reset_parameters()`.
         dtype: Of the parameters.
         sequence_parallel: Whether input and output are this rank's part of the sequence.
+        overlap_pieces: As in `ColumnParallelLinear` and `RowParallelLinear`.
 
     Attributes:
         heads: Which heads each rank computes.
@@ -79,9 +77,11 @@ class ParallelAttention(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         sequence_parallel: bool = False,
+        overlap_pieces: int | None = None,
     ) -> None:
         check_size("embed_dim", embed_dim, 1)
         check_size("num_heads", num_heads, 1)
+        check_overlap(overlap_pieces)
         key_value_heads = num_heads if num_key_value_heads is None else num_key_value_heads
         check_size("num_key_value_heads", key_value_heads, 1)
         if head_dim is None and embed_dim % num_heads:
@@ -93,22 +93,29 @@ class ParallelAttention(nn.Module):
         self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
         check_size("head_dim", self.head_dim, 1)
         self.heads = split_heads(num_heads, key_value_heads, self.group.size)
-        self.causal, self.attend, self.sequence_parallel = causal, attend, sequence_parallel
+        self.causal, self.attend = causal, attend
+        self.sequence_parallel, self.overlap_pieces = sequence_parallel, overlap_pieces
         splits = HeadSplit(*(in_elements(split, self.head_dim) for split in self.heads))
-        self.query = Projection(embed_dim, splits.query, bias, init_method, self.group, device, dtype)
-        self.key = Projection(embed_dim, splits.key_value, bias, init_method, self.group, device, dtype)
-        self.value = Projection(embed_dim, splits.key_value, bias, init_method, self.group, device, dtype)
+        options: Any = {"init_method": init_method, "group": self.group, "device": device, "dtype": dtype}
+
+        def projection(split: Split) -> ColumnParallelLinear:
+            """What goes in is brought into the divided region once for all three."""
+            return ColumnParallelLinear(
+                embed_dim, split.total, bias, gather_output=False, input_is_inside=True, split=split, **options
+            )
+
+        self.query = projection(splits.query)
+        self.key = projection(splits.key_value)
+        self.value = projection(splits.key_value)
         self.output = RowParallelLinear(
             num_heads * self.head_dim,
             embed_dim,
             bias,
             input_is_parallel=True,
-            init_method=init_method,
-            group=self.group,
-            device=device,
-            dtype=dtype,
             sequence_parallel=sequence_parallel,
             split=splits.query,
+            overlap_pieces=overlap_pieces,
+            **options,
         )
 
     def reset_parameters(self) -> None:
@@ -132,11 +139,7 @@ class ParallelAttention(nn.Module):
             raise ValueError(
                 f"ParallelAttention: expected [batch, positions, {self.query.in_features}], got {tuple(input.shape)}"
             )
-        if self.sequence_parallel:
-            sizes = parts_held(self.group, input.shape[1])
-            inside = gather_from_sequence_parallel_region(input, self.group, dim=1, sizes=sizes)
-        else:
-            inside = copy_to_model_parallel_region(input, self.group)
+        inside = enter(input, self.group, 1 if self.sequence_parallel else None, self.overlap_pieces)
         query, key, value = (self._heads_of(layer(inside)) for layer in (self.query, self.key, self.value))
         if query.shape[1] == 0:  # A rank without heads brings zeros to the sum; its gradients are zeros as well.
             nothing = query.sum() + key.sum() + value.sum()
@@ -159,55 +162,3 @@ class ParallelAttention(nn.Module):
     def _out(self, attended: Tensor) -> Tensor:
         output: Tensor = self.output(attended)
         return output
-
-
-class Projection(ParallelModule):
-    """A linear layer to some heads, of an input that is inside the divided region already.
-
-    Args:
-        in_features: Size of the input's last dimension.
-        split: Which output features each rank has; some may be copies.
-        bias: Whether there is a bias.
-        init_method: What fills the whole weight in place.
-        group: The ranks that divide the heads.
-        device: Where the parameters are.
-        dtype: Of the parameters.
-
-    Attributes:
-        weight: [features of this rank, in_features]
-        bias: [features of this rank], zeros to begin with, or None.
-    """
-
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-
-    def __init__(
-        self,
-        in_features: int,
-        split: Split,
-        bias: bool,
-        init_method: Initialiser,
-        group: GroupLike,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
-    ) -> None:
-        super().__init__(layer_group(group))
-        self.in_features, self.split, self.init_method = in_features, split, init_method
-        self.place("weight", Placement((split.total, in_features), 0, split), device=device, dtype=dtype)
-        if bias:
-            self.place("bias", Placement((split.total,), 0, split), device=device, dtype=dtype)
-        else:
-            self.register_parameter("bias", None)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Gives the parameters the values that they begin with; on all ranks from the same random numbers."""
-        self.initialise("weight", self.init_method)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
-
-    def forward(self, inside: Tensor) -> Tensor:
-        """Returns [..., features of this rank] for [..., in_features]."""
-        weight = sum_gradients_of_copies(self.weight, self.group, self.split)
-        bias = None if self.bias is None else sum_gradients_of_copies(self.bias, self.group, self.split)
-        return F.linear(inside, weight, bias)

@@ -53,16 +53,6 @@ def check_attention_inputs(what: str, query: Tensor, key: Tensor, value: Tensor)
         )
 
 
-def wide_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype to add in: fp32, or the tensor's own where that is wider."""
-    return torch.promote_types(tensor.dtype, torch.float32)
-
-
-def wide(tensor: Tensor) -> Tensor:
-    """The tensor in fp32, or as it is where it is wider."""
-    return tensor.to(wide_dtype(tensor))
-
-
 def attend(query: Tensor, key: Tensor, value: Tensor, *, scale: float, diagonal: bool) -> Attended:
     """Lets queries look at keys.
 

@@ -5,18 +5,23 @@ Arithmetic on names, shapes and styles; nothing is changed here.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, fields
 
 from torch import nn
 
 from scale_core.group import Group
-from scale_tp.divided import Alike, Columns, Divided, Rows, Summed, Width, Words, outputs_dim, weight_of
+from scale_tp.divided import Divided, weight_of
+from scale_tp.divided_linear import Columns, Rows, outputs_dim
+from scale_tp.divided_randomness import DividedRandomness
+from scale_tp.divided_words import Width, Words
+from scale_tp.entrance import Entrance
 from scale_tp.heads import AttentionRule, Heads, heads_of, in_elements
 from scale_tp.layer import Placement
 from scale_tp.plan import Style
 from scale_tp.split_sizes import Split
+from scale_tp.summed import SummedGradients, SummedOutput
 
 
 @dataclass
@@ -28,20 +33,45 @@ class Change:
         module: The module.
         kind: What is added to its class.
         placements: How its parameters are to stand on the ranks.
-        facts: The attributes of `kind`.
+        split: How the dimension of its weight that is divided is dealt to the ranks; None where none is.
+        gathers: Of `Columns`: whether every rank gets all outputs.
+        entrance: Of `Columns`: the way into the divided region, once it is known who takes it together.
+        splits_input: Of `Rows`: whether all inputs come, of which each rank takes its own.
+        sums: Of `Rows`: whether the summands are added there.
+        overlap_pieces: Of `Rows`: into how many pieces the sum is cut to overlap it with the product, or None.
+        sequence_parallel: Of `Rows` and `SummedOutput`: whether ranks get their part of the sequence.
+        randomness: Of `Columns` and `Rows`: the random numbers between them, where something may be dropped there.
     """
 
     path: str
     module: nn.Module
     kind: type[Divided]
     placements: dict[str, Placement]
-    facts: dict[str, Any] = field(default_factory=dict)
+    split: Split | None = None
+    gathers: bool = False
+    entrance: Entrance | None = None
+    splits_input: bool = False
+    sums: bool = True
+    overlap_pieces: int | None = None
+    sequence_parallel: bool = False
+    randomness: DividedRandomness | None = None
 
     @property
-    def split(self) -> Split:
-        split = self.facts["split"]
-        assert isinstance(split, Split)
-        return split
+    def parent(self) -> str:
+        """The name of the module that holds it."""
+        return self.path.rpartition(".")[0]
+
+    @property
+    def weight_split(self) -> Split:
+        """How the weight is divided, where it is."""
+        assert self.split is not None
+        return self.split
+
+    def attributes(self) -> dict[str, object]:
+        """Those that the kind declares, beside its parameters and how they stand."""
+        declared = {name for base in self.kind.__mro__ for name in inspect.get_annotations(base)}
+        names = {field.name for field in fields(self)} & declared - {"placements"}
+        return {name: getattr(self, name) for name in names}
 
 
 def all_heads(
@@ -59,7 +89,7 @@ def all_heads(
     return {parent: heads for parent, heads in found.items() if heads is not None}
 
 
-def split_of(path: str, module: nn.Module, style: Style, ranks: Group, heads: Mapping[str, Heads]) -> Split | None:
+def weight_split(path: str, module: nn.Module, style: Style, ranks: Group, heads: Mapping[str, Heads]) -> Split | None:
     """How the dimension that is divided is dealt to the ranks; None where no weight is."""
     if style.divides in ("sequence", "nothing"):
         return None
@@ -86,30 +116,31 @@ def split_of(path: str, module: nn.Module, style: Style, ranks: Group, heads: Ma
     return Split.stacked(*[Split.even(total // style.stacked, ranks.size)] * style.stacked)
 
 
-def change_of(path: str, module: nn.Module, style: Style, split: Split | None, ranks: Group, inside: bool) -> Change:
+def change_of(path: str, module: nn.Module, style: Style, split: Split | None, inside: bool) -> Change:
     """What becomes of a module; `inside` of a stretch, each rank has a part of the sequence around it."""
     shapes = {name: tuple(param.shape) for name, param in module.named_parameters(recurse=False)}
     whole = {name: Placement(shape) for name, shape in shapes.items()}
     if split is None:
         if style.sums_gradients:
-            return Change(path, module, Alike, whole)
-        return Change(path, module, Summed, whole, {"sequence_parallel": inside})
+            return Change(path, module, SummedGradients, whole)
+        return Change(path, module, SummedOutput, whole, sequence_parallel=inside)
     if style.divides == "words":
-        return Change(path, module, Words, whole | {"weight": Placement(shapes["weight"], 0, split)}, {"split": split})
+        return Change(path, module, Words, whole | {"weight": Placement(shapes["weight"], 0, split)}, split)
     if style.divides == "width":
-        return Change(path, module, Width, whole | {"weight": Placement(shapes["weight"], 1, split)}, {"split": split})
+        return Change(path, module, Width, whole | {"weight": Placement(shapes["weight"], 1, split)}, split)
     dim = outputs_dim(module)
     if style.divides == "outputs":
         placed = {"weight": Placement(shapes["weight"], dim, split)}
         if "bias" in shapes:
             placed["bias"] = Placement(shapes["bias"], 0, split)
-        gathers = style.output == "whole"
-        return Change(path, module, Columns, placed, {"split": split, "entrance": 0, "gathers": gathers})
-    facts = {
-        "split": split,
-        "splits_input": style.input == "whole",
-        "sums": style.output != "summand",
-        "sequence_parallel": inside,
-        "path": path,
-    }
-    return Change(path, module, Rows, whole | {"weight": Placement(shapes["weight"], 1 - dim, split)}, facts)
+        return Change(path, module, Columns, placed, split, gathers=style.output == "whole")
+    return Change(
+        path,
+        module,
+        Rows,
+        whole | {"weight": Placement(shapes["weight"], 1 - dim, split)},
+        split,
+        splits_input=style.input == "whole",
+        sums=style.output != "summand",
+        sequence_parallel=inside,
+    )

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from scale_core.collectives import all_to_all
-from scale_core.events import identity
 from scale_core.group import Group
-from scale_core.messages import UNIT_TAGS
 from scale_tp.split_sizes import Split
+from scale_tp.tags import tag_of
+from scale_tp.wide import wide_dtype
 
 
 def holders(split: Split, rank: int) -> list[int]:
@@ -55,21 +55,21 @@ class _SumOfCopies(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _sum(gradient, ctx.group, ctx.ranks), None, None
+        return sum_of_copies(gradient, ctx.group, ctx.ranks), None, None
 
 
-def _sum(tensor: Tensor, group: Group, ranks: list[int]) -> Tensor:
-    """The sum over some ranks of the group, each with its own; all ranks of the group call it."""
+def sum_of_copies(tensor: Tensor, group: Group, ranks: list[int]) -> Tensor:
+    """Returns the sum over some ranks of the group, each with its own; all ranks of the group call it."""
     flat = tensor.contiguous().view(-1)
     others = [rank for rank in ranks if rank != group.rank]
     sizes = [flat.numel() if rank in others else 0 for rank in range(group.size)]
     received = flat.new_empty(sum(sizes))
-    tag = UNIT_TAGS[identity("gradients of copies", flat.dtype, tuple(tensor.shape)) % len(UNIT_TAGS)]
+    tag = tag_of("gradients of copies", flat.dtype, tuple(tensor.shape))
     given = flat.repeat(len(others))
     all_to_all(received, given, group, output_sizes=sizes, input_sizes=sizes, tag=tag).wait()
     parts = dict(zip(others, received.split(flat.numel()) if others else (), strict=True))
     parts[group.rank] = flat
-    total = torch.zeros(flat.shape, dtype=torch.promote_types(flat.dtype, torch.float32), device=flat.device)
+    total = torch.zeros(flat.shape, dtype=wide_dtype(flat.dtype), device=flat.device)
     for rank in sorted(parts):
         total += parts[rank]
     return total.to(tensor.dtype).view(tensor.shape)

@@ -8,6 +8,8 @@ to them.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -17,9 +19,11 @@ from torch.autograd.function import once_differentiable
 from scale_core.compat import untraced
 from scale_core.exchange import exchange
 from scale_core.group import Group, GroupLike
+from scale_tp.crossings import Leaving
 from scale_tp.groups import layer_group
 from scale_tp.moves import gather_along
 from scale_tp.split_sizes import Split, check_size
+from scale_tp.wide import wide, wide_dtype
 
 Reduction = Literal["none", "mean", "sum"]
 
@@ -54,6 +58,7 @@ def vocab_parallel_cross_entropy(
     vocab_parallel_logits: Tensor,
     target: Tensor,
     *,
+    weight: Tensor | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     reduction: Reduction = "none",
@@ -66,8 +71,10 @@ def vocab_parallel_cross_entropy(
 
     Args:
         vocab_parallel_logits: [..., words of this rank], such as a `ColumnParallelLinear` without `gather_output`
-            gives. They are not changed, and not copied as a whole.
+            gives, or a slice of it such as `logits[:, :-1]`. They are not changed, and not copied as a whole.
         target: [...] of integers: words of the whole vocabulary; the same on all ranks.
+        weight: [words of all ranks], floating point, the same on all ranks: the loss of a target is multiplied by that
+            of its word, and "mean" divides by the sum of them. Not together with label smoothing or a z-loss.
         ignore_index: Where the target is this, the loss is 0, and `"mean"` does not count it.
         label_smoothing: From 0 to 1, as in `torch.nn.functional.cross_entropy`.
         reduction: "none" gives a loss for each target, "sum" adds them, "mean" divides by those that count.
@@ -81,24 +88,34 @@ def vocab_parallel_cross_entropy(
         [...], or a scalar; fp32, or fp64 where the logits are.
 
     Raises:
-        ValueError: The shapes don't fit, or an option makes no sense.
+        TypeError: What has to be a tensor or an integer is none.
+        ValueError: The shapes don't fit, or an option makes no sense, alone or with another one.
         IndexError: A target is no word (on CUDA, as in torch, an error of the device).
     """
     ranks = layer_group(group)
-    _check(vocab_parallel_logits, target, label_smoothing, reduction, chunk_rows)
+    _check(vocab_parallel_logits, target, label_smoothing, reduction)
+    for what, size, least in (("chunk_rows", chunk_rows, 1), ("vocabulary_size", vocabulary_size, 0)):
+        if size is not None:
+            check_size(what, size, least)
+    _refuse_gathered(vocab_parallel_logits, ranks)
     width = vocab_parallel_logits.shape[-1]
     split = _words_of_all(width, vocabulary_size, ranks)
     chunk = chunk_rows or max(1, _CHUNK_ELEMENTS // max(width, 1))
     ((start, _),) = split.ranges[ranks.rank]
     terms = _Terms(ranks, start, split.total, ignore_index, label_smoothing, z_loss, chunk)
+    if weight is not None:
+        _check_weight(weight, terms)
     target = target.long()  # As torch looks words up; smaller integers may not reach a rank's number of words.
-    rows = vocab_parallel_logits.reshape(target.numel(), width)
-    losses: Tensor = _CrossEntropy.apply(rows, target.reshape(-1), terms)  # type: ignore[no-untyped-call]
+    losses: Tensor = _CrossEntropy.apply(vocab_parallel_logits, target.reshape(-1), terms)  # type: ignore[no-untyped-call]
+    counts = target.reshape(-1) != ignore_index
+    if weight is not None:
+        counts = weight.to(losses.dtype)[target.reshape(-1).masked_fill(~counts, 0)].masked_fill(~counts, 0)
+        losses = losses * counts
     if reduction == "none":
         return losses.view(target.shape)
     if reduction == "sum":
         return losses.sum()
-    return losses.sum() / (target != ignore_index).sum()
+    return losses.sum() / counts.sum()
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -122,21 +139,39 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         logits, target, log_total = ctx.saved_tensors
         terms: _Terms = ctx.terms
+        width = logits.shape[-1]
         factor = grad.to(log_total.dtype).masked_fill(target == terms.ignore_index, 0)
         result = torch.empty_like(logits, memory_format=torch.contiguous_format)
         local = target - terms.start
-        own = (local >= 0) & (local < logits.shape[1]) & (target != terms.ignore_index)
-        for rows in _chunks(len(target), terms.chunk):
-            part = (logits[rows] - log_total[rows, None]).exp_()
+        own = (local >= 0) & (local < width) & (target != terms.ignore_index)
+        for rows, chunk in _chunks(logits, terms.chunk):
+            part = (chunk - log_total[rows, None]).exp_()
             if terms.z_loss:
                 part.mul_(1 + 2 * terms.z_loss * log_total[rows, None])
             if terms.label_smoothing:
                 part.sub_(terms.label_smoothing / terms.vocabulary)
-            if logits.shape[1]:
+            if width:
                 hit = own[rows].to(part.dtype).mul_(terms.label_smoothing - 1).unsqueeze(1)
                 part.scatter_add_(1, local[rows].masked_fill(~own[rows], 0).unsqueeze(1), hit)
-            result[rows] = part.mul_(factor[rows, None])
+            result.view(len(target), width)[rows] = part.mul_(factor[rows, None])
         return result, None, None
+
+
+def _refuse_gathered(logits: Tensor, group: Group) -> None:
+    """Refuses logits of all words, as far as autograd knows: each word would count once for each rank."""
+    node: Any = logits.grad_fn if group.size > 1 else None
+    # What changes shape, dtype or scale of one tensor, and no product of matrices.
+    while node is not None and (len(node.next_functions) == 1 or node.name() in ("DivBackward0", "MulBackward0")):
+        if issubclass(getattr(node, "_forward_cls", object), Leaving):
+            dim, sizes = getattr(node, "place", (None, ()))
+            if dim == -1 and sum(sizes) == logits.shape[-1] and node.ranks.ranks == group.ranks:
+                raise ValueError(
+                    f"expected logits of the words that rank {group.rank} of {group.size} has, got all {sum(sizes)}, "
+                    "from a layer that gathers its output: build it with gather_output=False (in a plan, 'colwise'), "
+                    "or take torch.nn.functional.cross_entropy"
+                )
+            return
+        node = node.next_functions[0][0]
 
 
 def _words_of_all(width: int, vocabulary_size: int | None, group: Group) -> Split:
@@ -157,16 +192,16 @@ def _words_of_all(width: int, vocabulary_size: int | None, group: Group) -> Spli
 
 def _own_words(logits: Tensor, target: Tensor, counts: Tensor, terms: _Terms) -> Tensor:
     """Largest logit, sum of exponentials, target's logit and sum of logits, of this rank's words: [4, rows], wide."""
-    num_rows, width = logits.shape
-    found = logits.new_zeros(4, num_rows, dtype=_wide(logits.dtype))
+    width = logits.shape[-1]
+    found = logits.new_zeros(4, len(target), dtype=wide_dtype(logits.dtype))
     found[0].fill_(-torch.inf)
     local = target - terms.start
     own = (local >= 0) & (local < width) & counts
     # A target that is no word is looked up where there is nothing: torch says so, on this device as on any.
     no_word = counts & ((target < 0) | (target >= terms.vocabulary))
     place = local.masked_fill(~own, 0).masked_fill(no_word, max(width, 1))
-    for rows in _chunks(num_rows, terms.chunk):
-        part = logits[rows].to(found.dtype)
+    for rows, chunk in _chunks(logits, terms.chunk):
+        part = wide(chunk)
         if width == 0:  # A rank without words takes part with one that can't come.
             part = part.new_full((len(part), 1), -torch.inf)
         elif terms.label_smoothing:
@@ -201,15 +236,47 @@ def _all_words(own: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor, Tenso
     return largest, total, chosen, summed
 
 
-def _chunks(total: int, size: int) -> list[slice]:
-    return [slice(start, min(start + size, total)) for start in range(0, total, size)]
+def _chunks(logits: Tensor, size: int) -> Iterator[tuple[slice, Tensor]]:
+    """So many rows at a time of logits [..., words]: which rows, and the chunk [rows, words], not to be written to.
+
+    A chunk is a view where the memory allows it. Of logits like `logits[:, :-1]`, whose rows do not stand behind each
+    other, each chunk is collected by itself, so that all of them are never copied at once.
+    """
+    *outer, width = logits.shape
+    total = math.prod(outer)
+    try:
+        flat: Tensor | None = logits.view(total, width)
+    except RuntimeError:  # torch's answer to whether there is such a view.
+        flat = None
+    for start in range(0, total, size):
+        rows = slice(start, min(start + size, total))
+        if flat is not None:
+            yield rows, flat[rows]
+        else:
+            numbers = torch.arange(rows.start, rows.stop, device=logits.device)
+            yield rows, logits[torch.unravel_index(numbers, outer)]
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
+def _check_weight(weight: Tensor, terms: _Terms) -> None:
+    given: object = weight
+    if not isinstance(given, Tensor):
+        raise TypeError(f"expected weight to be a tensor, got {type(given).__name__}")
+    if weight.shape != (terms.vocabulary,) or not weight.is_floating_point():
+        raise ValueError(
+            f"expected weight to be [{terms.vocabulary}] of floating point, one number for each word of all ranks, got "
+            f"{list(weight.shape)} of {weight.dtype}"
+        )
+    if terms.label_smoothing or terms.z_loss:
+        raise ValueError(
+            f"expected weight without label_smoothing and z_loss, got {terms.label_smoothing} and {terms.z_loss}: "
+            "leave them out"
+        )
 
 
-def _check(logits: Tensor, target: Tensor, label_smoothing: float, reduction: str, chunk_rows: int | None) -> None:
+def _check(logits: Tensor, target: Tensor, label_smoothing: float, reduction: str) -> None:
+    for what, given in (("logits", logits), ("a target", target)):
+        if not isinstance(given, Tensor):
+            raise TypeError(f"expected {what} to be a tensor, got {type(given).__name__}")
     if logits.dim() < 1 or logits.shape[:-1] != target.shape:
         raise ValueError(
             f"expected logits [..., words of this rank] and a target [...], got {list(logits.shape)} and "
@@ -223,5 +290,3 @@ def _check(logits: Tensor, target: Tensor, label_smoothing: float, reduction: st
         raise ValueError(f"expected label_smoothing from 0 to 1, got {label_smoothing}")
     if reduction not in get_args(Reduction):
         raise ValueError(f"expected reduction to be one of {', '.join(get_args(Reduction))}, got {reduction!r}")
-    if chunk_rows is not None:
-        check_size("chunk_rows", chunk_rows, 1)

@@ -11,10 +11,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from scale_core import compat
 from scale_core.group import Group
+from scale_tp.random_state import StreamState, go_to, random_state
 
 
 class DividedRandomness:
@@ -27,7 +28,7 @@ class DividedRandomness:
     def __init__(self, group: Group) -> None:
         self.group = group
         self._wanted = False
-        self._outside: tuple[Tensor, Tensor | None] | None = None
+        self._outside: StreamState | None = None
 
     def before(self, module: nn.Module, args: Any) -> None:
         """A forward pre-hook of the module that holds the part: where nothing is dropped, nothing has to be drawn."""
@@ -46,14 +47,14 @@ class DividedRandomness:
         """Goes on with numbers of this rank's own."""
         drawn = torch.randint(1 << 52, (1,), dtype=torch.float64)
         seed = int(compat.values_of(drawn, simulated=[0.0])[0])
-        self._outside = _current()
+        self._outside = random_state()
         torch.manual_seed(seed * self.group.size + self.group.rank)
 
     def leave(self) -> None:
         """Goes back to the numbers that all ranks draw alike; without `enter` nothing happens."""
         outside, self._outside = self._outside, None
         if outside is not None:
-            _go_to(outside)
+            go_to(outside)
 
     def forget(self) -> None:
         """Takes it that nothing has been entered, as where a recomputation has ended without leaving."""
@@ -76,14 +77,3 @@ def _drops_itself(module: nn.Module) -> bool:
     return any(
         name.find("drop") >= 0 and isinstance(value, float) and value > 0 for name, value in vars(module).items()
     )
-
-
-def _current() -> tuple[Tensor, Tensor | None]:
-    return torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-
-
-def _go_to(state: tuple[Tensor, Tensor | None]) -> None:
-    host, device = state
-    torch.set_rng_state(host)
-    if device is not None:
-        torch.cuda.set_rng_state(device)

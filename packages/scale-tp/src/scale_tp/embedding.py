@@ -6,7 +6,8 @@ zeros. By features, each rank looks all words up in its columns, and the columns
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -22,10 +23,46 @@ from scale_tp.regions import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from scale_tp.split_sizes import Split, check_size
+from scale_tp.vocabulary import local_padding, local_words
+
+
+class _Created(TypedDict):
+    """Where a parameter is made, and of what dtype."""
+
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+
+
+@dataclass(frozen=True)
+class _Lookup:
+    """How rows are looked up; the names are torch's.
+
+    Attributes:
+        padding_idx: A word whose row gets no gradient; negative counts from the last.
+        max_norm: Rows that are looked up are scaled down to this norm.
+        norm_type: p of that norm.
+        scale_grad_by_freq: Divide a row's gradient by how often the word stands in the input.
+        sparse: Gradients of the table are sparse.
+    """
+
+    padding_idx: int | None
+    max_norm: float | None
+    norm_type: float
+    scale_grad_by_freq: bool
+    sparse: bool
 
 
 class _DividedEmbedding(ParallelModule):
-    """What both have in common: torch's arguments, and a table that is divided along one dimension."""
+    """What both have in common: torch's attributes, and a table that is divided along one dimension.
+
+    Args:
+        shape: How many words, and features of each.
+        lookup: How they are looked up.
+        init_method: What fills the whole table in place.
+        group: The ranks.
+        options: The table's device and dtype.
+        keep_whole: Keep the whole table, as it began.
+    """
 
     weight: nn.Parameter
     master_weight: Tensor | None
@@ -33,31 +70,25 @@ class _DividedEmbedding(ParallelModule):
 
     def __init__(
         self,
-        num_embeddings: int,
-        embedding_dim: int,
-        padding_idx: int | None,
-        max_norm: float | None,
-        norm_type: float,
-        scale_grad_by_freq: bool,
-        sparse: bool,
+        shape: tuple[int, int],
+        lookup: _Lookup,
         init_method: Initialiser,
-        keep_master_weight_for_test: bool,
         group: GroupLike,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
+        options: _Created,
+        keep_whole: bool,
     ) -> None:
+        num_embeddings, embedding_dim = shape
         check_size("num_embeddings", num_embeddings)
         check_size("embedding_dim", embedding_dim)
-        padding_idx = _known_padding(padding_idx, num_embeddings)
+        padding_idx = _known_padding(lookup.padding_idx, num_embeddings)
         super().__init__(layer_group(group))
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
-        self.padding_idx, self.max_norm, self.norm_type = padding_idx, max_norm, norm_type
-        self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
+        self.padding_idx, self.max_norm, self.norm_type = padding_idx, lookup.max_norm, lookup.norm_type
+        self.scale_grad_by_freq, self.sparse = lookup.scale_grad_by_freq, lookup.sparse
         self.init_method = init_method
-        shape = (num_embeddings, embedding_dim)
         self.split = Split.even(shape[self._dim], self.group.size)
-        self.place("weight", Placement(shape, self._dim, self.split), device=device, dtype=dtype)
-        self.master_weight = self.initialise("weight", init_method, keep_whole=keep_master_weight_for_test)
+        self.place("weight", Placement(shape, self._dim, self.split), **options)
+        self.master_weight = self.initialise("weight", init_method, keep_whole=keep_whole)
 
     def reset_parameters(self) -> None:
         """Gives the table the values that it begins with; on all ranks from the same random numbers."""
@@ -124,9 +155,10 @@ class VocabParallelEmbedding(_DividedEmbedding):
         sequence_parallel: bool = False,
         sequence_dim: int = -2,
     ) -> None:
-        options = (padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, init_method)
-        keep = keep_master_weight_for_test
-        super().__init__(num_embeddings, embedding_dim, *options, keep, group, device, dtype)
+        lookup = _Lookup(padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+        options: _Created = {"device": device, "dtype": dtype}
+        shape = (num_embeddings, embedding_dim)
+        super().__init__(shape, lookup, init_method, group, options, keep_master_weight_for_test)
         self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
 
     @property
@@ -165,14 +197,12 @@ class VocabParallelEmbedding(_DividedEmbedding):
 
     def _own_rows(self, ids: Tensor) -> Tensor:
         """The rows of the words that this rank has, and zeros for the others."""
-        ((start, stop),) = self.split.ranges[self.group.rank]
-        others = (ids < start) | (ids >= stop)
-        padding = None if self.padding_idx is None or not start <= self.padding_idx < stop else self.padding_idx - start
+        (own,) = self.split.ranges[self.group.rank]
+        has_words = own[1] > own[0]
         # A rank without words has a row for the lookup nevertheless.
-        table = self.weight if stop > start else self.weight.new_zeros(1, self.embedding_dim)
-        # A word that no rank has gets a row that there is not: torch says so, on this device as on any.
-        unknown = (ids < 0) | (ids >= self.num_embeddings)
-        local = (ids - start).masked_fill(others, 0).masked_fill(unknown, table.shape[0])
+        table = self.weight if has_words else self.weight.new_zeros(1, self.embedding_dim)
+        local, others, unknown = local_words(ids, own, self.num_embeddings)
+        padding = local_padding(self.padding_idx, own)
         if self.max_norm is None and not self.scale_grad_by_freq:
             rows = self._looked_up(local, table, padding).masked_fill(others.unsqueeze(-1), 0)
         else:  # The first row must not seem to have been looked up for the words of other ranks.
@@ -180,7 +210,7 @@ class VocabParallelEmbedding(_DividedEmbedding):
             rows = table.new_zeros(*ids.shape, self.embedding_dim)
             rows = rows.index_put((mine,), self._looked_up(local[mine], table, padding))
         # Every rank has a gradient for its part, be it of zeros.
-        return rows if stop > start else rows + self.weight.sum()
+        return rows if has_words else rows + self.weight.sum()
 
 
 class ParallelEmbedding(_DividedEmbedding):
@@ -231,9 +261,10 @@ class ParallelEmbedding(_DividedEmbedding):
                 f"ParallelEmbedding: max_norm={max_norm} needs whole rows, and {size} ranks have some features each: "
                 "use VocabParallelEmbedding, which divides the words"
             )
-        options = (padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, init_method)
-        keep = keep_master_weight_for_test
-        super().__init__(num_embeddings, embedding_dim, *options, keep, group, device, dtype)
+        lookup = _Lookup(padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+        options: _Created = {"device": device, "dtype": dtype}
+        shape = (num_embeddings, embedding_dim)
+        super().__init__(shape, lookup, init_method, group, options, keep_master_weight_for_test)
 
     @property
     def embedding_dim_per_partition(self) -> int:

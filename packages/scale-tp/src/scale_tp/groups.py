@@ -2,9 +2,6 @@
 
 A layer takes `group=`; where it is left out, it is the group that `initialize_model_parallel` has made. A program that
 runs as one process has made none, and needs none: there every layer is whole.
-
-The ranks of a world stand in four axes, the last of which runs fastest: data, pipeline, context, model. So the ranks
-that divide a layer are next to each other, as on one machine.
 """
 
 from __future__ import annotations
@@ -15,18 +12,10 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from scale_core.compat import process_groups
+from scale_core.compat import process_groups, time_limit
 from scale_core.group import Group, GroupLike, group_of
+from scale_tp.axes import AxisSizes, rank_groups, replica_groups
 from scale_tp.split_sizes import check_size
-
-
-class AxisSizes(NamedTuple):
-    """How many ranks each axis has; their product is that of all. The slowest first."""
-
-    data: int
-    pipeline: int
-    context: int
-    model: int
 
 
 class _Axis(NamedTuple):
@@ -38,39 +27,8 @@ class _Axis(NamedTuple):
 
 _axes: dict[str, _Axis] = {}
 
-_REPLICAS = "data and context"
-
-
-def rank_groups(sizes: AxisSizes) -> dict[str, list[list[int]]]:
-    """The ranks of each group along each axis; integers only.
-
-    Example:
-        >>> rank_groups(AxisSizes(data=2, pipeline=1, context=1, model=2))["model"]
-        [[0, 1], [2, 3]]
-        >>> rank_groups(AxisSizes(data=2, pipeline=1, context=1, model=2))["data"]
-        [[0, 2], [1, 3]]
-    """
-    groups: dict[str, list[list[int]]] = {}
-    world, step = sizes.data * sizes.pipeline * sizes.context * sizes.model, 1
-    for name, size in reversed(list(sizes._asdict().items())):
-        first = [rank for rank in range(world) if rank // step % size == 0]
-        groups[name] = [list(range(start, start + step * size, step)) for start in first]
-        step *= size
-    return groups
-
-
-def replica_groups(sizes: AxisSizes) -> list[list[int]]:
-    """The ranks of each group that has the same parameters: those along the data and the context axis.
-
-    Example:
-        >>> replica_groups(AxisSizes(data=2, pipeline=1, context=2, model=2))
-        [[0, 2, 4, 6], [1, 3, 5, 7]]
-    """
-    groups: dict[tuple[int, int], list[int]] = {}
-    for rank in range(sizes.data * sizes.pipeline * sizes.context * sizes.model):
-        stage = rank // (sizes.context * sizes.model) % sizes.pipeline
-        groups.setdefault((stage, rank % sizes.model), []).append(rank)
-    return list(groups.values())
+REPLICAS = "data and context"
+"""The name of what is no axis of its own: all ranks with the same part of the model."""
 
 
 def initialize_model_parallel(
@@ -96,7 +54,7 @@ def initialize_model_parallel(
         pipeline_backend: Transport between stages.
         cp_backend: Transport of the groups that divide sequences.
         ddp_backend: Transport between replicas.
-        timeout: How long their operations may take; None is torch's own limit.
+        timeout: How long their operations may take; None is as long as those of the default group.
 
     Raises:
         TypeError: A size is no integer.
@@ -107,7 +65,8 @@ def initialize_model_parallel(
         raise RuntimeError(
             f"the ranks are divided already ({_described()}): call scale_tp.destroy_model_parallel() before"
         )
-    world = group_of().size
+    everybody = group_of()
+    world = everybody.size
     named = {"model": model_parallel_size_, "pipeline": pipeline_length, "context": context_parallel_size}
     inner = 1
     for name, size in named.items():
@@ -128,10 +87,12 @@ def initialize_model_parallel(
         "pipeline": pipeline_backend,
         "data": ddp_backend,
     }
+    if timeout is None and everybody.process_group is not None and everybody.backend != "fake":
+        timeout = time_limit(everybody.process_group)  # torch's own is half an hour, whatever the default group's is.
     # Axes may have groups of the same ranks, as those of one rank alone: these are made once.
     shared: dict[tuple[tuple[int, ...], str | None], dist.ProcessGroup] = {}
     made = {name: _own_group(ranks, backends[name], timeout, shared) for name, ranks in rank_groups(sizes).items()}
-    made[_REPLICAS] = _own_group(replica_groups(sizes), ddp_backend, timeout, shared)
+    made[REPLICAS] = _own_group(replica_groups(sizes), ddp_backend, timeout, shared)
     _axes.update(made)
 
 
@@ -180,7 +141,7 @@ def context_group(group: GroupLike = None) -> Group:
 
 
 def axis_group(name: str) -> Group:
-    """Returns this rank's group along an axis: "data", "pipeline", "context" or "model".
+    """Returns this rank's group along an axis: "data", "pipeline", "context", "model" or `REPLICAS`.
 
     Raises:
         ValueError: There are several ranks, and they have not been divided.
@@ -203,115 +164,6 @@ def axis_group(name: str) -> Group:
     return Group()
 
 
-def get_model_parallel_group() -> dist.ProcessGroup | None:
-    """The ranks that divide the layers with this one; None where torch.distributed is not initialised."""
-    return _process_group("model")
-
-
-def get_model_parallel_world_size() -> int:
-    """How many ranks divide a layer."""
-    return axis_group("model").size
-
-
-def get_model_parallel_rank() -> int:
-    """This rank's place among those that divide a layer."""
-    return axis_group("model").rank
-
-
-def get_model_parallel_src_rank() -> int:
-    """The global rank of the first of them."""
-    return axis_group("model").ranks[0]
-
-
-def get_model_parallel_ranks() -> list[int]:
-    """The global ranks of all of them."""
-    return list(axis_group("model").ranks)
-
-
-def get_data_parallel_group() -> dist.ProcessGroup | None:
-    """The ranks that hold the same part of the model as this one; None where torch.distributed is not initialised."""
-    return _process_group("data")
-
-
-def get_data_parallel_world_size() -> int:
-    """How many replicas there are."""
-    return axis_group("data").size
-
-
-def get_data_parallel_rank() -> int:
-    """Which replica this rank belongs to."""
-    return axis_group("data").rank
-
-
-def get_data_parallel_ranks() -> list[int]:
-    """The global ranks that hold the same part of the model."""
-    return list(axis_group("data").ranks)
-
-
-def get_data_context_parallel_group() -> dist.ProcessGroup | None:
-    """The ranks of all replicas and all parts of their sequences; None where torch.distributed is not initialised.
-
-    They have the same part of the model, and each has a share of its gradients: what computes with replicas, such as
-    `fully_shard` and DistributedDataParallel, is given this group where sequences are divided.
-    """
-    return _process_group(_REPLICAS)
-
-
-def get_data_context_parallel_world_size() -> int:
-    """How many ranks hold the same part of the model, whatever their part of a sequence."""
-    return axis_group(_REPLICAS).size
-
-
-def get_data_context_parallel_rank() -> int:
-    """This rank's place among them."""
-    return axis_group(_REPLICAS).rank
-
-
-def get_data_context_parallel_ranks() -> list[int]:
-    """The global ranks of all of them."""
-    return list(axis_group(_REPLICAS).ranks)
-
-
-def get_pipeline_parallel_group() -> dist.ProcessGroup | None:
-    """The ranks that are the stages of this rank's pipeline; None where torch.distributed is not initialised."""
-    return _process_group("pipeline")
-
-
-def get_pipeline_parallel_world_size() -> int:
-    """How many stages there are."""
-    return axis_group("pipeline").size
-
-
-def get_pipeline_parallel_rank() -> int:
-    """Which stage this rank is."""
-    return axis_group("pipeline").rank
-
-
-def get_pipeline_parallel_ranks() -> list[int]:
-    """The global ranks of the stages, in their order."""
-    return list(axis_group("pipeline").ranks)
-
-
-def get_context_parallel_group() -> dist.ProcessGroup | None:
-    """The ranks that divide a sequence with this one; None where torch.distributed is not initialised."""
-    return _process_group("context")
-
-
-def get_context_parallel_world_size() -> int:
-    """How many ranks divide a sequence."""
-    return axis_group("context").size
-
-
-def get_context_parallel_rank() -> int:
-    """This rank's place among those that divide a sequence."""
-    return axis_group("context").rank
-
-
-def get_context_parallel_ranks() -> list[int]:
-    """The global ranks that divide a sequence."""
-    return list(axis_group("context").ranks)
-
-
 def _own_group(
     groups: Sequence[Sequence[int]],
     backend: str | None,
@@ -330,13 +182,6 @@ def _own_group(
             mine = shared[key]
     assert mine is not None, "each rank is in one group of each axis"
     return _Axis(group_of(mine), mine)
-
-
-def _process_group(name: str) -> dist.ProcessGroup | None:
-    group = axis_group(name)
-    if group.process_group is None and dist.is_available() and dist.is_initialized():
-        return dist.group.WORLD
-    return group.process_group
 
 
 def _described() -> str:

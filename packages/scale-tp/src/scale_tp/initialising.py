@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from scale_core.compat import active_fake_mode
+from scale_tp.random_state import go_to, random_state
 from scale_tp.split_sizes import Range, Split
 
 Initialiser = Callable[[Tensor], object]
@@ -63,12 +64,12 @@ def initialise_part(
             init_method(part)
             return None
         if not keep_whole:
-            before = _random_state(part.device)
+            before = random_state(part.device)
             try:
-                init_method(_Whole(part.detach(), shape, dim, split.ranges[rank]))
+                init_method(WholeOfPart(part.detach(), shape, dim, split.ranges[rank]))
                 return None
-            except _NeedsValuesError:
-                _set_random_state(part.device, before)
+            except NeedsValuesError:
+                go_to(before, part.device)
         whole = torch.empty(tuple(shape), dtype=part.dtype, device=part.device)
         init_method(whole)
         part.copy_(split.take(whole, rank, dim))
@@ -84,11 +85,11 @@ def whole_noise(
     return noise
 
 
-class _NeedsValuesError(Exception):
+class NeedsValuesError(Exception):
     """An initialiser does what can't be done to one element after the other."""
 
 
-class _Whole(Tensor):
+class WholeOfPart(Tensor):
     """A tensor of the whole shape of which only a part has memory: what is done to it is done to that part."""
 
     part: Tensor
@@ -110,14 +111,14 @@ class _Whole(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         whole, *rest = args
-        if not isinstance(whole, _Whole) or any(isinstance(arg, Tensor) and arg.dim() for arg in rest):
-            raise _NeedsValuesError(str(func))
-        if func in _RANDOM:
+        if not isinstance(whole, WholeOfPart) or any(isinstance(arg, Tensor) and arg.dim() for arg in rest):
+            raise NeedsValuesError(str(func))
+        if func in RANDOM:
             whole._draw(lambda block: func(block, *rest, **(kwargs or {})), func)
         elif func in _BY_ELEMENT:
             func(whole.part, *rest, **(kwargs or {}))
         elif func is not torch.ops.aten.detach.default:
-            raise _NeedsValuesError(str(func))
+            raise NeedsValuesError(str(func))
         return whole
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch has no types here
@@ -127,22 +128,22 @@ class _Whole(Tensor):
         """Draws all elements in their order and keeps those of the part."""
         size = _block_size(self.part.device)
         if self.numel() > size and not _draws_in_blocks(func, self.part.dtype, self.part.device):
-            raise _NeedsValuesError(str(func))
+            raise NeedsValuesError(str(func))
         inner = self.shape[self.divided + 1 :].numel()
         period = self.shape[self.divided] * inner
         target = self.part.view(-1, self.part.shape[self.divided] * inner) if self.part.numel() else None
-        for start, stop in blocks(self.numel(), size):
+        for start, stop in blocks_of(self.numel(), size):
             block = torch.empty(stop - start, dtype=self.part.dtype, device=self.part.device)
             fill(block)
             if target is not None:
                 _keep(target, block, start, period, [(first * inner, last * inner) for first, last in self.ranges])
 
 
-def blocks(total: int, size: int) -> Iterator[Range]:
+def blocks_of(total: int, size: int) -> Iterator[Range]:
     """The ranges of `size` elements that `total` are drawn in; the last one is longer, and never shorter.
 
     Example:
-        >>> list(blocks(7, 3))
+        >>> list(blocks_of(7, 3))
         [(0, 3), (3, 7)]
     """
     count = max(1, total // size)
@@ -191,33 +192,23 @@ def _draws_in_blocks(func: Any, dtype: torch.dtype, device: torch.device) -> boo
     """Whether this device draws the same numbers block by block as at once: tried, since nothing promises it."""
     size = _block_size(device)
     total = 2 * size + 37
-    arguments = _RANDOM[func]
-    before = _random_state(device)
+    arguments = RANDOM[func]
+    before = random_state(device)
     whole = func(torch.empty(total, dtype=dtype, device=device), *arguments)
-    after = _random_state(device)
-    _set_random_state(device, before)
+    after = random_state(device)
+    go_to(before, device)
     pieces = [
-        func(torch.empty(stop - start, dtype=dtype, device=device), *arguments) for start, stop in blocks(total, size)
+        func(torch.empty(stop - start, dtype=dtype, device=device), *arguments)
+        for start, stop in blocks_of(total, size)
     ]
-    alike = bool(torch.equal(whole, torch.cat(pieces))) and bool(torch.equal(after, _random_state(device)))
-    _set_random_state(device, before)
+    alike = bool(torch.equal(whole, torch.cat(pieces))) and after.equals(random_state(device))
+    go_to(before, device)
     return alike
-
-
-def _random_state(device: torch.device) -> Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-
-def _set_random_state(device: torch.device, state: Tensor) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)
 
 
 _aten = torch.ops.aten
 # Operations that draw one element after the other, with arguments to try them with.
-_RANDOM: dict[Any, tuple[float, ...]] = {
+RANDOM: dict[Any, tuple[float, ...]] = {
     _aten.normal_.default: (0.0, 1.0),
     _aten.uniform_.default: (0.0, 1.0),
     _aten.bernoulli_.float: (0.5,),

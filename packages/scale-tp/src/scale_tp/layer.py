@@ -20,7 +20,9 @@ from scale_core.shard import Axis, Held, Shard, mark, shard_of, unit_shard_of
 from scale_core.stepping import watch_optimizers
 from scale_tp.initialising import Initialiser, initialise_part
 from scale_tp.moves import gather_along
+from scale_tp.replicas import refuse_replicas
 from scale_tp.split_sizes import Split, check_size
+from scale_tp.whole_view import WholeView
 
 
 class Placement(NamedTuple):
@@ -74,6 +76,7 @@ class ParallelModule(nn.Module):
 
     def __init__(self, group: Group) -> None:
         super().__init__()
+        refuse_replicas()
         self.group, self.placements = group, {}
 
     def place(
@@ -86,7 +89,15 @@ class ParallelModule(nn.Module):
 
     def initialise(self, name: str, init_method: Initialiser, *, keep_whole: bool = False) -> Tensor | None:
         """Gives a parameter the values that it has in the layer that is not divided; see `initialise_part`."""
+        if not callable(init_method):
+            raise TypeError(
+                "expected init_method to be a function that fills a tensor in place, such as "
+                f"torch.nn.init.xavier_normal_, got {init_method!r}"
+            )
         placement, param = self.placements[name], self.get_parameter(name)
+        if isinstance(param, WholeView):  # It stands for the whole already.
+            init_method(param)
+            return None
         split = placement.split or Split.even(placement.shape[placement.dim], 1)
         rank = self.group.rank if placement.split is not None else 0
         return initialise_part(param, placement.shape, placement.dim, split, rank, init_method, keep_whole=keep_whole)
@@ -121,6 +132,7 @@ class ParallelModule(nn.Module):
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
     ) -> None:
         """Takes this rank's part out of whole tensors, and out of what torch's checkpoint functions have read."""
+        refused = []
         for name, placement in self.placements.items():
             value = state_dict.get(prefix + name)
             local = placement.local_shape(self.group.rank)
@@ -132,7 +144,16 @@ class ParallelModule(nn.Module):
                 if local_metadata.get("assign_to_params_buffers"):  # Or the part would keep the whole in memory.
                     part = part.detach().clone(memory_format=torch.contiguous_format)
                 state_dict[prefix + name] = part
+            elif isinstance(value, Tensor) and tuple(value.shape) != local:
+                refused.append(
+                    f"{prefix}{name}: expected the whole tensor {placement.shape}, or the part {local} that rank "
+                    f"{self.group.rank} of {self.group.size} has, got {tuple(value.shape)}"
+                )
+        *_, messages = args
+        before = len(messages)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+        if self.group.size > 1 and len(messages) > before:  # torch speaks of this rank's part alone.
+            messages.extend(refused)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """Says of each part which one it is, or makes it whole, where torch's checkpoint functions ask."""
@@ -167,14 +188,19 @@ class ParallelModule(nn.Module):
             view_all()
 
 
-def split_of(what: str, total: int, group: Group, stride: int, split: Split | None) -> Split:
+def checked_split(what: str, total: int, group: Group, stride: int, split: Split | None) -> Split:
     """Returns how the features of a layer are divided: as it was given, or by its stride.
 
     Raises:
-        TypeError: The stride is no integer.
+        TypeError: The stride is no integer, or the split is none.
         ValueError: Both were given, or what was given is of another number of features or ranks.
     """
     check_size("stride", stride, 1)
+    if split is not None and not isinstance(split, Split):
+        raise TypeError(
+            f"expected split to be a scale_tp.Split or None, got {type(split).__name__}: write Split.of_sizes([...]) "
+            "with how many of them each rank has"
+        )
     if split is None:
         return Split.strided(total, group.size, stride)
     if stride != 1:
@@ -193,12 +219,15 @@ def split_of(what: str, total: int, group: Group, stride: int, split: Split | No
 
 
 def check_features(layer: str, input_: Any, expected: int) -> None:
-    """Refuses an input of another last dimension.
+    """Refuses what is no tensor, and an input of another last dimension.
 
     Raises:
-        ValueError: It has another one.
+        TypeError: It has no shape.
+        ValueError: It has another last dimension.
     """
-    if input_.dim() == 0 or input_.shape[-1] != expected:
+    if not hasattr(input_, "shape"):
+        raise TypeError(f"{layer}: expected a tensor [..., {expected}], got {type(input_).__name__}")
+    if not input_.shape or input_.shape[-1] != expected:
         raise ValueError(f"{layer}: expected an input [..., {expected}], got {list(input_.shape)}")
 
 

@@ -16,22 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from scale_core.compat import untraced
-from scale_core.exchange import exchange
 from scale_core.group import GroupLike
-from scale_tp.copies import has_copies, sum_gradients_of_copies
+from scale_tp.arrivals import Arrival
 from scale_tp.features import gather_features, scatter_features
+from scale_tp.fitting import check_parts
 from scale_tp.groups import layer_group
 from scale_tp.initialising import Initialiser
-from scale_tp.layer import ParallelModule, Placement, check_features, ranks_described, split_of
-from scale_tp.regions import (
-    copy_all_to_model_parallel_region,
-    copy_to_model_parallel_region,
-    entered_with,
-    gather_from_sequence_parallel_region,
-    reduce_from_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-)
+from scale_tp.layer import ParallelModule, Placement, check_features, checked_split, ranks_described
+from scale_tp.linear_regions import check_overlap, column_product, enter, row_total
 from scale_tp.split_sizes import Split, check_size
 
 
@@ -56,6 +48,11 @@ class ColumnParallelLinear(ParallelModule):
         sequence_dim: The dimension of the sequence then.
         split: Which output features each rank has, in place of `stride`. Ranks may have copies of each other's
             features, as of key-value heads; the gradients of copies are summed.
+        overlap_pieces: Into how many pieces to cut the other ranks' parts of the sequence, each of which is multiplied
+            while the next ones are on their way; in the backward pass the gradient of the input travels while that of
+            the weight is computed, which without `sequence_parallel` is all there is. None does not overlap.
+        input_is_inside: Whether the input has been brought into the divided region already, as by
+            `copy_to_model_parallel_region`, for several layers together.
 
     Attributes:
         weight: [out features of this rank, in_features]
@@ -86,15 +83,19 @@ class ColumnParallelLinear(ParallelModule):
         sequence_parallel: bool = False,
         sequence_dim: int = -2,
         split: Split | None = None,
+        overlap_pieces: int | None = None,
+        input_is_inside: bool = False,
     ) -> None:
         check_size("in_features", in_features)
         check_size("out_features", out_features)
+        check_overlap(overlap_pieces)
         ranks = layer_group(group)
-        chosen = split_of("out_features", out_features, ranks, stride, split)
+        chosen = checked_split("out_features", out_features, ranks, stride, split)
         super().__init__(ranks)
         self.in_features, self.out_features = in_features, out_features
-        self.gather_output, self.split, self._has_copies = gather_output, chosen, has_copies(chosen)
+        self.gather_output, self.split = gather_output, chosen
         self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
+        self.overlap_pieces, self.input_is_inside = overlap_pieces, input_is_inside
         self.init_method = init_method
         self.place("weight", Placement((out_features, in_features), 0, chosen), device=device, dtype=dtype)
         if bias:
@@ -116,11 +117,12 @@ class ColumnParallelLinear(ParallelModule):
         """Returns the whole weight [out_features, in_features]; all ranks call it together."""
         return self.whole_parameter("weight")
 
-    def forward(self, input_: Tensor) -> Tensor:
+    def forward(self, input_: Tensor | Arrival) -> Tensor:
         """Computes this rank's output features, or all of them.
 
         Args:
-            input_: [..., in_features]: the same on all ranks or, with `sequence_parallel`, this rank's part.
+            input_: [..., in_features]: the same on all ranks or, with `sequence_parallel`, this rank's part. With
+                `input_is_inside`, what has been brought into the divided region, or is on its way.
 
         Returns:
             [..., out_features], or [..., out features of this rank] without `gather_output`; always of the whole
@@ -130,16 +132,11 @@ class ColumnParallelLinear(ParallelModule):
             ValueError: The input has another last dimension.
         """
         check_features("ColumnParallelLinear", input_, self.in_features)
-        if self.sequence_parallel:
-            whole = gather_from_sequence_parallel_region(input_, self.group, dim=self.sequence_dim)
-        else:
-            whole = copy_to_model_parallel_region(input_, self.group)
-        weight: Tensor = self.weight
-        bias: Tensor | None = self.bias
-        if self._has_copies:  # Ranks with copies of one part have summands of its gradient.
-            weight = sum_gradients_of_copies(weight, self.group, self.split)
-            bias = None if bias is None else sum_gradients_of_copies(bias, self.group, self.split)
-        output = F.linear(whole, weight, bias)
+        sequence_dim = self.sequence_dim if self.sequence_parallel else None
+        inside = input_
+        if isinstance(input_, Tensor) and not self.input_is_inside:
+            inside = enter(input_, self.group, sequence_dim, self.overlap_pieces)
+        output = column_product(inside, self.weight, self.bias, self.group, self.split)
         return gather_features(output, self.group, self.split) if self.gather_output else output
 
     def extra_repr(self) -> str:
@@ -172,6 +169,8 @@ class RowParallelLinear(ParallelModule):
         sequence_parallel: Whether the output is this rank's part of the sequence alone.
         sequence_dim: The dimension of the sequence then.
         split: Which input features each rank has, in place of `stride`.
+        overlap_pieces: Into how many pieces to cut each rank's part of the sequence, or the rows without
+            `sequence_parallel`: the sum of one travels while the next is multiplied. None does not overlap.
 
     Attributes:
         weight: [out_features, in features of this rank]
@@ -202,11 +201,13 @@ class RowParallelLinear(ParallelModule):
         sequence_parallel: bool = False,
         sequence_dim: int = -2,
         split: Split | None = None,
+        overlap_pieces: int | None = None,
     ) -> None:
         check_size("in_features", in_features)
         check_size("out_features", out_features)
+        check_overlap(overlap_pieces)
         ranks = layer_group(group)
-        chosen = split_of("in_features", in_features, ranks, stride, split)
+        chosen = checked_split("in_features", in_features, ranks, stride, split)
         if sum(chosen.sizes) != chosen.total:
             raise ValueError(
                 f"RowParallelLinear: expected a split that gives each input feature to one rank, got {chosen}: "
@@ -216,6 +217,7 @@ class RowParallelLinear(ParallelModule):
         self.in_features, self.out_features = in_features, out_features
         self.input_is_parallel, self.split = input_is_parallel, chosen
         self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
+        self.overlap_pieces = overlap_pieces
         self.init_method = init_method
         self._fitting_width: int | None = None
         self.place("weight", Placement((out_features, in_features), 1, chosen), device=device, dtype=dtype)
@@ -253,16 +255,14 @@ class RowParallelLinear(ParallelModule):
         if self.group.size == 1:
             check_features("RowParallelLinear", input_, self.in_features)
             return F.linear(input_, self.weight, self.bias)
-        summand = F.linear(self._own_features(input_), self.weight)
-        if not self.sequence_parallel:
-            total = reduce_from_model_parallel_region(summand, self.group)
-            return total if self.bias is None else total + self.bias
-        total = reduce_scatter_to_sequence_parallel_region(summand, self.group, dim=self.sequence_dim)
-        if self.bias is None:
-            return total
-        # Each rank adds it to its own part of the sequence, so its gradient is a sum over the ranks.
-        (bias,) = copy_all_to_model_parallel_region(self.bias, group=self.group)
-        return total + bias
+        return row_total(
+            self._own_features(input_),
+            self.weight,
+            self.bias,
+            self.group,
+            sequence_dim=self.sequence_dim if self.sequence_parallel else None,
+            overlap_pieces=self.overlap_pieces,
+        )
 
     def extra_repr(self) -> str:
         """What stands in the layer's line of a printed model."""
@@ -271,36 +271,10 @@ class RowParallelLinear(ParallelModule):
 
     def _own_features(self, input_: Tensor) -> Tensor:
         if self.input_is_parallel:
-            self._check_parts(input_)
+            self._fitting_width = check_parts(input_, self.group, self.split, self._fitting_width)
             return input_
         check_features("RowParallelLinear", input_, self.in_features)
         return scatter_features(input_, self.group, self.split)
-
-    @untraced
-    def _check_parts(self, input_: Tensor) -> None:
-        """Whether the input is divided as the weight is; the first time, all ranks ask each other."""
-        width = input_.shape[-1] if input_.dim() else 0
-        if width == self._fitting_width:
-            return
-        others = [ranks for ranks in entered_with(input_) if ranks.ranks != self.group.ranks]
-        if others:
-            raise ValueError(
-                f"RowParallelLinear: the layer is divided between ranks {list(self.group.ranks)}, but its input comes "
-                f"from layers that are divided between ranks {list(others[0].ranks)}: give both the same group, or let "
-                "the layer before gather its output, and pass the whole to one with input_is_parallel=False"
-            )
-        # Only the first time: one rank alone, whose input has changed, would wait for the others in vain.
-        asks = self._fitting_width is None and self.group.backend != "fake"
-        widths = [row[0] for row in exchange([width], self.group)] if asks else None
-        expected = self.split.sizes
-        if width != expected[self.group.rank] or (widths is not None and tuple(widths) != expected):
-            raise ValueError(
-                f"RowParallelLinear: expected the {self.in_features} input features to be divided as {list(expected)} "
-                f"between the ranks, got {widths or width} of them: what comes before must be divided alike, as by "
-                f"ColumnParallelLinear(..., {self.in_features}, gather_output=False) in the same group; or pass the "
-                "whole input to a layer with input_is_parallel=False"
-            )
-        self._fitting_width = width
 
     def _fill(self, keep: bool) -> Tensor | None:
         whole = self.initialise("weight", self.init_method, keep_whole=keep)

@@ -5,24 +5,74 @@ one behind the other along a dimension, this rank's part of a sum. No argument i
 
 A sum adds the ranks' summands in rank order, those of half precision in fp32, and rounds once; so one process can
 compute the same number to the bit. On CUDA the order, and for half precision the rounding, are NCCL's.
+
+Each can be begun alone, by whoever has something to compute in the meantime, and be waited for then.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from scale_core.collectives import all_gather, all_reduce, reduce_scatter
-from scale_core.events import identity
+from scale_core.collectives import Pending, all_gather, all_reduce, reduce_scatter
 from scale_core.exchange import exchange
 from scale_core.group import Group
-from scale_core.messages import UNIT_TAGS, peer_to_peer
+from scale_core.messages import peer_to_peer
+from scale_core.pending import TransferError
 from scale_tp.split_sizes import even_sizes
+from scale_tp.tags import tag_of
+from scale_tp.wide import wide, wide_dtype
 
-_HALVES = (torch.float16, torch.bfloat16)
+
+class Purpose(NamedTuple):
+    """What a transfer is for, as an error says it.
+
+    Attributes:
+        verb: Such as "a sum".
+        shape: Of what this rank gives.
+        dtype: Of that.
+        group: The ranks that have to take part.
+    """
+
+    verb: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    group: Group
+
+    def __str__(self) -> str:
+        return (
+            f"in {self.verb} of {list(self.shape)} {self.dtype} over the ranks {list(self.group.ranks)}: all of them "
+            "have to call the same layers in the same order, with inputs of one shape and dtype"
+        )
+
+
+class Coming(NamedTuple):
+    """A tensor that is on its way; it has to be waited for.
+
+    Attributes:
+        purpose: What it is.
+        pending: The transfer, which owns its buffers.
+        finish: Makes the tensor of what has arrived.
+    """
+
+    purpose: Purpose
+    pending: Pending
+    finish: Callable[[Tensor], Tensor]
+
+    def wait(self) -> Tensor:
+        """Returns the tensor.
+
+        Raises:
+            TransferError: A rank did not take part.
+        """
+        try:
+            return self.finish(self.pending.wait())
+        except TransferError as error:
+            error.add_note(str(self.purpose))
+            raise
 
 
 def sum_over(tensor: Tensor, group: Group) -> Tensor:
@@ -35,23 +85,31 @@ def sum_over(tensor: Tensor, group: Group) -> Tensor:
     Raises:
         TransferError: A rank did not take part.
     """
+    return tensor if group.size == 1 else begin_sum(tensor, group).wait()
+
+
+def begin_sum(tensor: Tensor, group: Group) -> Coming:
+    """Starts what `sum_over` does; the tensor must not change before the sum has been waited for."""
+    purpose = Purpose("a sum", tuple(tensor.shape), tensor.dtype, group)
     if group.size == 1:
-        return tensor
+        return Coming(purpose, Pending("sum", [], tensor), as_it_is)
     if not peer_to_peer(group, tensor.device):
-        return all_reduce(tensor.clone(memory_format=torch.contiguous_format), group).wait()
+        return Coming(purpose, all_reduce(tensor.clone(memory_format=torch.contiguous_format), group), as_it_is)
     flat = tensor.detach().contiguous().view(-1)
-    tag = _tag("sum", flat.dtype, tuple(tensor.shape))
+    tag = tag_of("sum", flat.dtype, tuple(tensor.shape))
     if group.size == 2:  # One round of messages where a reduction and a gather are two, and no more bytes.
         both = torch.empty(2 * flat.numel(), dtype=flat.dtype, device=flat.device)
-        all_gather(both, flat, group, tag=tag).wait()
-        first, second = both.view(2, *tensor.shape)
-        return _add(first, second)
+        shape = tensor.shape
+        return Coming(purpose, all_gather(both, flat, group, tag=tag), lambda found: add_up(found.view(2, *shape)))
     sizes = even_sizes(flat.numel(), group.size)
-    wide = torch.float32 if flat.dtype in _HALVES else flat.dtype
-    own = reduce_scatter(flat, group, dtype=wide, average=False, sizes=sizes, tag=tag).wait()
-    total = torch.empty_like(flat)
-    all_gather(total, own.to(flat.dtype), group, sizes=sizes, tag=tag).wait()
-    return total.view(tensor.shape)
+    own = reduce_scatter(flat, group, dtype=wide_dtype(flat.dtype), average=False, sizes=sizes, tag=tag)
+
+    def put_together(part: Tensor) -> Tensor:
+        total = torch.empty_like(flat)
+        all_gather(total, part.to(flat.dtype), group, sizes=sizes, tag=tag).wait()
+        return total.view(tensor.shape)
+
+    return Coming(purpose, own, put_together)
 
 
 def gather_along(tensor: Tensor, group: Group, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
@@ -67,20 +125,30 @@ def gather_along(tensor: Tensor, group: Group, dim: int, sizes: Sequence[int] | 
         ValueError: This rank's n is not what `sizes` says.
         TransferError: A rank did not take part.
     """
+    return tensor if group.size == 1 else begin_gather(tensor, group, dim, sizes).wait()
+
+
+def begin_gather(tensor: Tensor, group: Group, dim: int, sizes: Sequence[int] | None = None) -> Coming:
+    """Starts what `gather_along` does; the tensor must not change before the whole has been waited for."""
+    purpose = Purpose("a gathering", tuple(tensor.shape), tensor.dtype, group)
     if group.size == 1:
-        return tensor
+        return Coming(purpose, Pending("gather", [], tensor), as_it_is)
     dim = dim % tensor.dim()
     sizes = sizes_of_all(tensor.shape[dim], group, sizes)
-    shapes = [(*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]) for size in sizes]
-    others = tensor.shape[:dim].numel() * tensor.shape[dim + 1 :].numel()
-    numbers = [size * others for size in sizes]
+    before, after = tensor.shape[:dim], tensor.shape[dim + 1 :]
+    shapes = [(*before, size, *after) for size in sizes]
+    numbers = [size * before.numel() * after.numel() for size in sizes]
     flat = tensor.detach().contiguous().view(-1)
     whole = torch.empty(sum(numbers), dtype=flat.dtype, device=flat.device)
     alike = numbers if len(set(numbers)) > 1 else None
-    all_gather(whole, flat, group, sizes=alike, tag=_tag("gather", flat.dtype, *shapes)).wait()
-    if tensor.shape[:dim].numel() == 1:
-        return whole.view(*tensor.shape[:dim], sum(sizes), *tensor.shape[dim + 1 :])
-    return torch.cat([part.view(shape) for part, shape in zip(whole.split(numbers), shapes, strict=True)], dim)
+    pending = all_gather(whole, flat, group, sizes=alike, tag=tag_of("gather", flat.dtype, *shapes))
+    if before.numel() == 1:
+        return Coming(purpose, pending, lambda found: found.view(*before, sum(sizes), *after))
+
+    def put_together(found: Tensor) -> Tensor:
+        return torch.cat([part.view(shape) for part, shape in zip(found.split(numbers), shapes, strict=True)], dim)
+
+    return Coming(purpose, pending, put_together)
 
 
 def sum_scatter_along(tensor: Tensor, group: Group, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
@@ -96,8 +164,14 @@ def sum_scatter_along(tensor: Tensor, group: Group, dim: int, sizes: Sequence[in
         ValueError: `sizes` do not add up to N.
         TransferError: A rank did not take part.
     """
+    return tensor if group.size == 1 else begin_sum_scatter(tensor, group, dim, sizes).wait()
+
+
+def begin_sum_scatter(tensor: Tensor, group: Group, dim: int, sizes: Sequence[int] | None = None) -> Coming:
+    """Starts what `sum_scatter_along` does; the tensor must not change before the part has been waited for."""
+    purpose = Purpose("a sum by parts", tuple(tensor.shape), tensor.dtype, group)
     if group.size == 1:
-        return tensor
+        return Coming(purpose, Pending("sum of parts", [], tensor), as_it_is)
     dim = dim % tensor.dim()
     sizes = parts_of(tensor.shape[dim], group, sizes)
     others = tensor.shape[:dim].numel() * tensor.shape[dim + 1 :].numel()
@@ -107,10 +181,12 @@ def sum_scatter_along(tensor: Tensor, group: Group, dim: int, sizes: Sequence[in
     else:
         flat = torch.cat([part.reshape(-1) for part in tensor.detach().split(list(sizes), dim)])
     alike = numbers if len(set(numbers)) > 1 else None
-    wide = torch.float32 if flat.dtype in _HALVES and peer_to_peer(group, flat.device) else flat.dtype
-    tag = _tag("sum of parts", flat.dtype, tuple(tensor.shape))
-    own = reduce_scatter(flat, group, dtype=wide, average=False, sizes=alike, tag=tag).wait().to(tensor.dtype)
-    return own.view(*tensor.shape[:dim], sizes[group.rank], *tensor.shape[dim + 1 :])
+    dtype = wide_dtype(flat.dtype) if peer_to_peer(group, flat.device) else flat.dtype
+    tag = tag_of("sum of parts", flat.dtype, tuple(tensor.shape))
+    shape = (*tensor.shape[:dim], sizes[group.rank], *tensor.shape[dim + 1 :])
+    pending = reduce_scatter(flat, group, dtype=dtype, average=False, sizes=alike, tag=tag)
+    narrow = flat.dtype
+    return Coming(purpose, pending, lambda own: own.to(narrow).view(shape))
 
 
 def part_along(tensor: Tensor, group: Group, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
@@ -164,13 +240,14 @@ def sizes_of_all(own: int, group: Group, sizes: Sequence[int] | None = None) -> 
     return sizes
 
 
-def _add(first: Tensor, second: Tensor) -> Tensor:
-    if first.dtype in _HALVES:
-        return (first.to(torch.float32) + second.to(torch.float32)).to(first.dtype)
-    return first + second
+def add_up(summands: Sequence[Tensor] | Tensor) -> Tensor:
+    """Returns the sum of two tensors or more, in their order; in fp32 at least, and rounded once."""
+    total = wide(summands[0]) + wide(summands[1])
+    for summand in summands[2:]:
+        total += summand
+    return total.to(summands[0].dtype)
 
 
-@functools.lru_cache(maxsize=4096)
-def _tag(verb: str, dtype: torch.dtype, *shapes: Sequence[int]) -> int:
-    """The tag of messages: ranks whose tensors are not alike time out, and never mix their data."""
-    return UNIT_TAGS[identity("tensor parallel", verb, dtype, *map(tuple, shapes)) % len(UNIT_TAGS)]
+def as_it_is(found: Tensor) -> Tensor:
+    """What has arrived is the tensor."""
+    return found

@@ -10,13 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from scale_core.compat import untraced
-from scale_core.group import Group, GroupLike
-from scale_core.shard import Axis, Held, Shard, mark, shard_of
+from scale_core.group import GroupLike
+from scale_tp.divided import divide
 from scale_tp.groups import layer_group
-from scale_tp.regions import copy_all_to_model_parallel_region
+from scale_tp.layer import ParallelModule, Placement
+from scale_tp.summed import SummedGradients
 
 
 class ParallelLayerNorm(nn.LayerNorm):
@@ -89,81 +89,20 @@ def sum_gradients_over(module: nn.Module, group: GroupLike = None) -> nn.Module:
         The module.
 
     Raises:
-        ValueError: Its gradients are summed already.
+        TypeError: It is no module.
+        ValueError: Its gradients are summed already, or its parameters are divided.
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"expected a module, such as a norm, got {type(module).__name__}")
     ranks = layer_group(group)
-    if isinstance(module, _Summed):
+    if isinstance(module, SummedGradients):
         raise ValueError(f"the gradients of this {type(module).__name__} are summed already: once is enough")
+    if isinstance(module, ParallelModule):
+        raise ValueError(
+            f"expected a module whose parameters are the same on all ranks, got a {type(module).__name__} that is "
+            "divided between them, and sums what has to be summed itself: leave it as it is"
+        )
     if ranks.size > 1:
-        # A dict of the module's own, beside its parameters, so that copies and pickles take it along.
-        module.__dict__["_sequence_group"] = ranks
-        module.__class__ = _summed_class(type(module))
-        _mark_copies(module, ranks)
+        own = module.named_parameters(recurse=False)
+        divide(module, SummedGradients, ranks, {name: Placement(tuple(param.shape)) for name, param in own})
     return module
-
-
-class _Summed:
-    """Marks classes whose parameters' gradients are summed over the ranks."""
-
-    _sequence_group: Group
-
-
-_classes: dict[type[nn.Module], type[nn.Module]] = {}
-
-
-def _summed_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of the same name, whose forward sees parameters with gradients that are summed."""
-    if kind in _classes:
-        return _classes[kind]
-
-    @untraced
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        names = [name for name, param in self._parameters.items() if param is not None]
-        params = [self._parameters[name] for name in names]
-        copies = copy_all_to_model_parallel_region(*params, group=self._sequence_group)
-        before = dict(self._parameters)
-        try:
-            self._parameters.update(zip(names, copies, strict=True))
-            return kind.forward(self, *args, **kwargs)
-        finally:
-            self._parameters.update(before)
-
-    def after_copy(self: Any) -> Any:
-        return _restored, (kind, self.__dict__.copy())
-
-    def apply(self: Any, fn: Any, recurse: bool = True) -> Any:
-        kind._apply(self, fn, recurse)
-        _mark_copies(self, self._sequence_group)
-        return self
-
-    members = {
-        "forward": forward,
-        "__reduce__": after_copy,
-        "_apply": apply,
-        "__module__": kind.__module__,
-        "__qualname__": kind.__qualname__,
-        "__doc__": kind.__doc__,
-    }
-    _classes[kind] = type(kind.__name__, (_Summed, kind), members)
-    return _classes[kind]
-
-
-def _restored(kind: type[nn.Module], state: dict[str, Any]) -> nn.Module:
-    """What a copy or a pickle of such a module becomes."""
-    module = kind.__new__(kind)
-    module.__setstate__(dict(state))
-    ranks: Group = module.__dict__["_sequence_group"]
-    module.__class__ = _summed_class(kind)
-    _mark_copies(module, ranks)
-    return module
-
-
-def _mark_copies(module: nn.Module, group: Group) -> None:
-    for param in module.parameters(recurse=False):
-        if shard_of(param) is None:
-            mark(param, replicated(param, group))
-
-
-def replicated(param: Tensor, group: Group) -> Shard:
-    """What is said of a parameter that all ranks hold with the same values."""
-    return Shard("", tuple(param.shape), 0, param.numel(), (Axis(group, Held.REPLICATE),), gathered=False)

@@ -1,32 +1,34 @@
-"""Linear layers whose communication runs beside their own matrix product, piece by piece.
+"""Linear layers whose communication runs beside their own matrix products.
 
-Where a sequence parallel layer gathers its input, the product of a part can begin as soon as that part is there; where
-it scatters a sum, a part can be sent as soon as it is computed. So the work is cut into pieces along the sequence: one
-for each rank's part, and each of those into `pieces`. While one is multiplied, the next one is on its way. The numbers
-are those of the layers without overlap, but for the order in which a matrix product adds what it multiplies, where the
-kernel's choice depends on the number of rows; and in half precision each piece's share of a weight's gradient is
-rounded, before all of them are added in fp32. (Decomposed collectives: Wang et al., ASPLOS 2023.)
+Where a sequence parallel layer gathers its input, what this rank has can be multiplied while the rest is on its way;
+where it scatters a sum, what the others are to have is computed first, and travels while the rest is computed. So the
+work is cut along the sequence: into the ranks' parts, and those of the others into `pieces`. In the backward pass of
+the first, the gradient of the input travels while that of the weight is computed; in that of the second, the gradient
+is gathered, and multiplied as it comes. (Known as asynchronous or micro-pipelined tensor parallelism, and as
+decomposed collectives: Wang et al., ASPLOS 2023.)
 
-A step reads: start the next transfer, multiply, wait.
+The numbers are those of the layers without overlap, sums in the same order: to the bit where the kernel of a matrix
+product treats a row alike however many rows there are. Gradients of weights are one product, as without.
+Gradients of gradients do not pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from scale_core.collectives import Pending, all_to_all
-from scale_core.events import identity
-from scale_core.group import Group, GroupLike
-from scale_core.messages import UNIT_TAGS
+from scale_core.group import GroupLike
+from scale_tp.crossings import Entering, Leaving, cross
 from scale_tp.groups import layer_group
-from scale_tp.sequence_parts import parts_held
-from scale_tp.split_sizes import even_sizes
+from scale_tp.moves import begin_gather, begin_sum_scatter
+from scale_tp.pieces import Cut, Place, multiply_gathered, multiply_scattered
+from scale_tp.products import dtype_of_products, multiply, rows_of, without_autocast
+from scale_tp.sequence_parts import parts_held, sequence_dim_of, tell_parts
+from scale_tp.split_sizes import check_size, even_sizes
 
 
 def gather_linear(
@@ -34,39 +36,34 @@ def gather_linear(
     weights: Sequence[Tensor],
     group: GroupLike = None,
     *,
+    biases: Sequence[Tensor | None] | None = None,
+    dim: int = 0,
     sizes: Sequence[int] | None = None,
     pieces: int = 1,
 ) -> tuple[Tensor, ...]:
     """Multiplies the whole sequence, of which each rank has a part, with several weights, as its parts arrive.
 
-    What a column parallel layer does under sequence parallelism; queries, keys and values take one gather together. In
-    the backward pass the parts of the input's gradient are sent as they are computed, and the input is gathered once
-    more in place of being kept.
+    What a column parallel layer does under sequence parallelism; queries, keys and values take one gather together. The
+    gathered input is not kept: in the backward pass it is gathered once more, beside the product of its gradient.
 
     Args:
-        input: [positions of this rank, ..., features]: the first dimension is the sequence.
+        input: [..., positions of this rank, ..., features].
         weights: [outputs of this rank, features] each.
         group: The ranks; None is the model axis.
-        sizes: How many positions each rank has; None asks where it is not known.
+        biases: [outputs of this rank] or None, for each weight; None is none at all.
+        dim: The dimension of the sequence.
+        sizes: How many positions each rank has; None is as the sequence was divided, and asks where it is not known.
         pieces: Into how many each rank's part is cut.
 
     Returns:
-        For each weight [all positions, ..., outputs of this rank].
+        For each weight [..., all positions, ..., outputs of this rank].
 
     Raises:
         TransferError: A rank did not take part.
-        ValueError: `pieces` is below 1, or `sizes` do not fit.
+        ValueError: `pieces` is below 1, or `sizes`, `dim` or the dtypes do not fit.
     """
-    ranks = layer_group(group)
-    _check_pieces(pieces)
-    known = parts_held(ranks, input.shape[0]) if sizes is None else tuple(sizes)
-    if len(known) != ranks.size or known[ranks.rank] != input.shape[0]:
-        raise ValueError(
-            f"gather_linear: expected the sizes of {ranks.size} ranks, of which rank {ranks.rank} has the "
-            f"{input.shape[0]} positions of its input, got {list(known)}"
-        )
-    found: tuple[Tensor, ...] = _GatherLinear.apply(_Cut(ranks, known, pieces), input, *weights)  # type: ignore[no-untyped-call]
-    return found
+    cut = cut_of_part("gather_linear", input, layer_group(group), dim, sizes, pieces)
+    return linear_of_gathered(cut, input, weights, [None] * len(weights) if biases is None else biases, keeps=False)
 
 
 def linear_scatter(
@@ -74,6 +71,7 @@ def linear_scatter(
     weight: Tensor,
     group: GroupLike = None,
     *,
+    dim: int = 0,
     sizes: Sequence[int] | None = None,
     pieces: int = 1,
 ) -> Tensor:
@@ -83,231 +81,177 @@ def linear_scatter(
     multiplied as its parts arrive.
 
     Args:
-        input: [all positions, ..., features of this rank]: the first dimension is the sequence.
+        input: [..., all positions, ..., features of this rank].
         weight: [outputs, features of this rank].
         group: The ranks; None is the model axis.
+        dim: The dimension of the sequence.
         sizes: How many positions each rank gets; None is as even as it can be.
         pieces: Into how many each rank's part is cut.
 
     Returns:
-        [positions of this rank, ..., outputs]; summands are added in rank order, in fp32 at least.
+        [..., positions of this rank, ..., outputs]; summands are added in rank order, in fp32 at least.
 
     Raises:
         TransferError: A rank did not take part.
-        ValueError: `pieces` is below 1, or `sizes` do not add up to the positions.
+        ValueError: `pieces` is below 1, or `sizes`, `dim` or the dtypes do not fit.
     """
     ranks = layer_group(group)
-    _check_pieces(pieces)
-    known = even_sizes(input.shape[0], ranks.size) if sizes is None else tuple(sizes)
-    if len(known) != ranks.size or sum(known) != input.shape[0]:
+    check_size("pieces", pieces, 1)
+    dim = sequence_dim_of("linear_scatter", "dim", input.shape, dim)
+    known = even_sizes(input.shape[dim], ranks.size) if sizes is None else tuple(sizes)
+    if len(known) != ranks.size or sum(known) != input.shape[dim]:
         raise ValueError(
-            f"linear_scatter: expected the parts of {ranks.size} ranks, which add up to {input.shape[0]} positions, "
+            f"linear_scatter: expected the parts of {ranks.size} ranks, which add up to {input.shape[dim]} positions, "
             f"got {list(known)}"
         )
-    found: Tensor = _LinearScatter.apply(_Cut(ranks, known, pieces), input, weight)  # type: ignore[no-untyped-call]
+    tell_parts(ranks, known)
+    compute = dtype_of_products(input, [weight])
+    found: Tensor = cross(_LinearScatter, Cut(ranks, dim, known, pieces), input.to(compute), weight.to(compute))
     return found
 
 
-@dataclass(frozen=True)
-class _Cut:
-    """How a sequence is cut: into the ranks' parts, and each of these into pieces.
+def cut_of_part(what: str, input: Tensor, group: GroupLike, dim: int, sizes: Sequence[int] | None, pieces: int) -> Cut:
+    """Returns how a sequence is cut of which this rank has a part [..., positions of this rank, ..., features].
 
-    In round r of the rounds, which are as many as pieces, each rank sends its r-th piece to all others, or gets from
-    each of them a summand of its own r-th piece.
-
-    Attributes:
-        group: The ranks.
-        sizes: How many positions each has.
-        pieces: Into how many each part is cut.
+    Raises:
+        TransferError: The ranks had to ask each other, and one did not answer.
+        ValueError: `pieces` is below 1, or `sizes` or `dim` do not fit.
     """
-
-    group: Group
-    sizes: tuple[int, ...]
-    pieces: int
-
-    def places(self, turn: int) -> list[slice]:
-        """By rank, the positions of the whole sequence that its piece of this round has."""
-        found, first = [], 0
-        for size in self.sizes:
-            lengths = even_sizes(size, self.pieces)
-            start = first + sum(lengths[:turn])
-            found.append(slice(start, start + lengths[turn]))
-            first += size
-        return found
-
-    def own(self, turn: int) -> slice:
-        """Where this rank's piece of this round stands in its part."""
-        place, first = self.places(turn)[self.group.rank], sum(self.sizes[: self.group.rank])
-        return slice(place.start - first, place.stop - first)
-
-    def gather(self, part: Tensor, turn: int) -> Arriving:
-        """Starts to exchange everybody's piece of this round."""
-        piece = part[self.own(turn)].reshape(-1)
-        row = part.shape[1:].numel()
-        numbers = [(place.stop - place.start) * row for place in self.places(turn)]
-        sent = [0 if rank == self.group.rank else piece.numel() for rank in range(self.group.size)]
-        received = [0 if rank == self.group.rank else number for rank, number in enumerate(numbers)]
-        given = piece.repeat(self.group.size - 1) if self.group.size > 1 else piece[:0]
-        return self._exchange(given, sent, received, f"gather {turn}", part)
-
-    def scatter(self, summands: dict[int, Tensor], turn: int, like: Tensor) -> Arriving:
-        """Starts to send each other rank this rank's summand of its piece, and to receive those of the own piece."""
-        own = self.own(turn)
-        row = like.shape[1:].numel()
-        sent = [summands[rank].numel() if rank in summands else 0 for rank in range(self.group.size)]
-        received = [0 if rank == self.group.rank else (own.stop - own.start) * row for rank in range(self.group.size)]
-        parts = [summands[rank].reshape(-1) for rank in sorted(summands)]
-        given = torch.cat(parts) if parts else like.new_empty(0)
-        return self._exchange(given, sent, received, f"scatter {turn}", like)
-
-    def _exchange(self, given: Tensor, sent: list[int], received: list[int], verb: str, like: Tensor) -> Arriving:
-        tag = UNIT_TAGS[identity("overlap", verb, given.dtype, self.sizes, tuple(like.shape[1:])) % len(UNIT_TAGS)]
-        pending = all_to_all(
-            given.new_empty(sum(received)), given, self.group, output_sizes=received, input_sizes=sent, tag=tag
+    ranks = layer_group(group)
+    check_size("pieces", pieces, 1)
+    dim = sequence_dim_of(what, "dim", input.shape, dim)
+    known = parts_held(ranks, input.shape[dim]) if sizes is None else tuple(sizes)
+    if len(known) != ranks.size or known[ranks.rank] != input.shape[dim]:
+        raise ValueError(
+            f"{what}: expected the sizes of {ranks.size} ranks, of which rank {ranks.rank} has the "
+            f"{input.shape[dim]} positions of its input, got {list(known)}"
         )
-        return Arriving(pending, received, tuple(like.shape[1:]))
+    return Cut(ranks, dim, known, pieces)
 
 
-@dataclass
-class Arriving:
-    """Pieces of other ranks that are on their way.
-
-    Attributes:
-        pending: The transfer.
-        numbers: How many elements come from each rank.
-        shape: Of one position.
-    """
-
-    pending: Pending
-    numbers: list[int]
-    shape: tuple[int, ...]
-
-    def wait(self) -> dict[int, Tensor]:
-        """Returns what each rank has sent, [positions, ...]."""
-        parts = self.pending.wait().split(self.numbers)
-        return {rank: part.view(-1, *self.shape) for rank, part in enumerate(parts) if part.numel()}  # Not one's own.
-
-
-def _multiply_gathered(cut: _Cut, part: Tensor, act: Any) -> None:
-    """Calls act(place in the whole sequence, [positions, ...]) with each piece of it: own ones, then as they come."""
-    coming = cut.gather(part, 0)
-    for turn in range(cut.pieces):
-        following = cut.gather(part, turn + 1) if turn + 1 < cut.pieces else None
-        places = cut.places(turn)
-        act(places[cut.group.rank], part[cut.own(turn)])  # While the others' pieces are on their way.
-        for rank, piece in coming.wait().items():
-            act(places[rank], piece)
-        if following is not None:
-            coming = following
-
-
-def _multiply_scattered(cut: _Cut, like: Tensor, act: Any) -> Tensor:
-    """Calls act(place in the whole sequence) for each piece, for this rank's summand, and returns the sums of its part.
+def linear_of_gathered(
+    cut: Cut, part: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], *, keeps: bool
+) -> tuple[Tensor, ...]:
+    """What `gather_linear` does with a sequence that is cut.
 
     Args:
-        cut: How the sequence is cut.
-        like: [any number of positions, ...], of the summands' shape and dtype.
-        act: Returns the summand, [positions, ...].
+        cut: How.
+        part: [..., positions of this rank, ..., features].
+        weights: [outputs of this rank, features] each.
+        biases: [outputs of this rank] or None, for each weight.
+        keeps: Whether to keep the gathered input for the backward pass, and return it as well, for others to read.
+
+    Returns:
+        With `keeps` the gathered input, then for each weight [..., all positions, ..., outputs of this rank].
+
+    Raises:
+        TransferError: A rank did not take part.
+        ValueError: The dtypes do not fit.
     """
-    rank = cut.group.rank
-    total = like.new_empty((cut.sizes[rank], *like.shape[1:]))
-    before: tuple[Arriving, slice, Tensor] | None = None
-    for turn in range(cut.pieces):
-        places = cut.places(turn)
-        others = {peer: act(places[peer]) for peer in range(cut.group.size) if peer != rank}
-        coming = cut.scatter(others, turn, like)
-        mine = act(places[rank])  # While the summands are on their way.
-        if before is not None:
-            _add_up(total, rank, *before)
-        before = coming, cut.own(turn), mine
-    assert before is not None, "there is at least one round"
-    _add_up(total, rank, *before)
-    return total
+    compute = dtype_of_products(part, weights)
+    factors = [weight.to(compute) for weight in weights]
+    summands = [None if bias is None else bias.to(compute) for bias in biases]
+    found: tuple[Tensor, ...] = cross(_GatherLinear, cut, keeps, len(weights), part, *factors, *summands)
+    return found
 
 
-def _add_up(total: Tensor, rank: int, coming: Arriving, place: slice, mine: Tensor) -> None:
-    summands = {**coming.wait(), rank: mine}
-    wide = torch.promote_types(mine.dtype, torch.float32)
-    piece = torch.zeros(mine.shape, dtype=wide, device=mine.device)
-    for number in sorted(summands):
-        piece += summands[number]
-    total[place] = piece
-
-
-class _GatherLinear(torch.autograd.Function):
+class _GatherLinear(Entering):
     @staticmethod
-    def forward(ctx: Any, cut: _Cut, part: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-        ctx.cut = cut
-        ctx.save_for_backward(part, *weights)
-        whole = sum(cut.sizes)
-        outputs = tuple(part.new_empty((whole, *part.shape[1:-1], weight.shape[0])) for weight in weights)
+    def forward(
+        ctx: Any, cut: Cut, keeps: bool, num_weights: int, part: Tensor, *factors: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        weights, biases = factors[:num_weights], factors[num_weights:]
+        ctx.ranks, ctx.cut, ctx.keeps, ctx.num_weights = cut.group, cut, keeps, num_weights
+        ctx.set_materialize_grads(False)
+        shape = cut.shape(tuple(part.shape), sum(cut.sizes))
+        whole = part.new_empty(shape) if keeps else None
+        outputs = [
+            part.new_empty((*shape[:-1], weight.shape[0]), dtype=weight.dtype)
+            for weight in weights
+            if weight is not None
+        ]
 
-        def act(place: slice, piece: Tensor) -> None:
-            for output, weight in zip(outputs, weights, strict=True):
-                output[place] = piece @ weight.mT
+        def act(place: Place, piece: Tensor) -> None:
+            if whole is not None:
+                cut.at(whole, place).copy_(piece)
+            for output, weight, bias in zip(outputs, weights, biases, strict=True):
+                assert weight is not None
+                multiply(rows_of(piece).to(weight.dtype), weight.mT, bias, cut.at(output, place))
 
-        _multiply_gathered(cut, part, act)
-        return outputs
+        with without_autocast(part):
+            multiply_gathered(cut, part, act)
+        ctx.save_for_backward(part if whole is None else whole, *weights)
+        if whole is None:
+            return tuple(outputs)
+        if not ctx.needs_input_grad[3]:
+            ctx.mark_non_differentiable(whole)
+        return whole, *outputs
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        part, *weights = ctx.saved_tensors
-        cut: _Cut = ctx.cut
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        cut: Cut = ctx.cut
+        kept, *weights = ctx.saved_tensors
+        total, of_outputs = (gradients[0], gradients[1:]) if ctx.keeps else (None, gradients)
+        _, _, _, wants_part, *wants = ctx.needs_input_grad
+        wants_weights, wants_biases = wants[: ctx.num_weights], wants[ctx.num_weights :]
+        with without_autocast(kept):
+            gathering = (
+                None if ctx.keeps or not any(wants_weights) else begin_gather(kept, cut.group, cut.dim, cut.sizes)
+            )
+            scattering = None
+            if wants_part:
+                # In the order in which autograd adds what the readers of one tensor give: the last one first.
+                for gradient, weight in reversed(list(zip(of_outputs, weights, strict=True))):
+                    if gradient is not None:
+                        product = rows_of(gradient) @ weight
+                        of_input = product.to(kept.dtype).view(*gradient.shape[:-1], weight.shape[1])
+                        total = of_input if total is None else total + of_input
+                assert total is not None, "nobody asks for gradients where there are none"
+                scattering = begin_sum_scatter(total, cut.group, cut.dim, cut.sizes)
+            whole = kept if gathering is None else gathering.wait()
+            rows = rows_of(whole)
+            of_weights = [
+                rows_of(gradient).mT @ rows.to(gradient.dtype) if wanted and gradient is not None else None
+                for gradient, wanted in zip(of_outputs, wants_weights, strict=True)
+            ]
+            of_biases = [
+                rows_of(gradient).sum(0) if wanted and gradient is not None else None
+                for gradient, wanted in zip(of_outputs, wants_biases, strict=True)
+            ]
+            of_part = None if scattering is None else scattering.wait()
+        return None, None, None, of_part, *of_weights, *of_biases
 
-        def summand(place: slice) -> Tensor:
-            parts = [gradient[place] @ weight for gradient, weight in zip(gradients, weights, strict=True)]
-            return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
 
-        of_part = _multiply_scattered(cut, part, summand) if ctx.needs_input_grad[1] else None
-        if not any(ctx.needs_input_grad[2:]):
-            return (None, of_part, *[None] * len(weights))
-        of_weights = [_wide_zeros(weight) for weight in weights]
-
-        def add(place: slice, piece: Tensor) -> None:
-            rows = piece.reshape(-1, piece.shape[-1])
-            for of_weight, gradient in zip(of_weights, gradients, strict=True):
-                _add_product(of_weight, gradient[place].reshape(-1, gradient.shape[-1]).mT, rows)
-
-        _multiply_gathered(cut, part, add)
-        return (None, of_part, *(found.to(weight.dtype) for found, weight in zip(of_weights, weights, strict=True)))
-
-
-class _LinearScatter(torch.autograd.Function):
+class _LinearScatter(Leaving):
     @staticmethod
-    def forward(ctx: Any, cut: _Cut, input: Tensor, weight: Tensor) -> Tensor:
-        ctx.cut = cut
+    def forward(ctx: Any, cut: Cut, input: Tensor, weight: Tensor) -> Tensor:
+        ctx.ranks, ctx.cut = cut.group, cut
         ctx.save_for_backward(input, weight)
-        like = input.new_empty((0, *input.shape[1:-1], weight.shape[0]))
-        return _multiply_scattered(cut, like, lambda place: input[place] @ weight.mT)
+
+        def act(place: Place, summand: Tensor) -> None:
+            multiply(rows_of(cut.at(input, place)), weight.mT, None, summand)
+
+        like = input.new_empty(cut.shape(tuple(input.shape), 0, weight.shape[0]))
+        with without_autocast(input):
+            return multiply_scattered(cut, like, act)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        cut: Cut = ctx.cut
         input, weight = ctx.saved_tensors
-        of_input, of_weight = torch.empty_like(input), _wide_zeros(weight)
+        _, wants_input, wants_weight = ctx.needs_input_grad
+        of_input = torch.empty_like(input, memory_format=torch.contiguous_format) if wants_input else None
+        whole = gradient.new_empty(cut.shape(tuple(gradient.shape), sum(cut.sizes))) if wants_weight else None
 
-        def act(place: slice, piece: Tensor) -> None:
-            of_input[place] = piece @ weight
-            rows = input[place].reshape(-1, input.shape[-1])
-            _add_product(of_weight, piece.reshape(-1, piece.shape[-1]).mT, rows)
+        def act(place: Place, piece: Tensor) -> None:
+            if whole is not None:
+                cut.at(whole, place).copy_(piece)
+            if of_input is not None:
+                multiply(rows_of(piece), weight, None, cut.at(of_input, place))
 
-        _multiply_gathered(ctx.cut, gradient.contiguous(), act)
-        return None, of_input, of_weight.to(weight.dtype)
-
-
-def _wide_zeros(weight: Tensor) -> Tensor:
-    """What the pieces of a weight's gradient are added in, in fp32 at least: [outputs, features]."""
-    return torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    if total.dtype == left.dtype:
-        total.addmm_(left, right)
-    else:  # Rounded once each, and not once more with all that was added before.
-        total += left @ right
-
-
-def _check_pieces(pieces: int) -> None:
-    if pieces < 1:
-        raise ValueError(f"expected pieces of at least 1, got {pieces}: 1 is one piece of each rank's part")
+        with without_autocast(input):
+            multiply_gathered(cut, gradient, act)
+            of_weight = None if whole is None else rows_of(whole).mT @ rows_of(input)
+        return None, of_input, of_weight

@@ -16,19 +16,26 @@ from torch import Tensor, nn
 from scale_core.collectives import broadcast
 from scale_core.group import Group, GroupLike
 from scale_core.shard import mark, shard_of
-from scale_tp.alike import agree
-from scale_tp.changes import Change, all_heads, change_of, split_of
-from scale_tp.divided import Columns, Entrance, Rows, divide, part_of
+from scale_core.stepping import mark_replaced
+from scale_tp.agreement import agree
+from scale_tp.changes import Change, all_heads, change_of, weight_split
+from scale_tp.divided import divide, part_of
+from scale_tp.divided_linear import Columns
 from scale_tp.divided_randomness import DividedRandomness
+from scale_tp.entrance import Entrance
+from scale_tp.first_forward import watch_first_forward
 from scale_tp.groups import layer_group
 from scale_tp.heads import ATTENTION_RULES, AttentionRule, Heads
-from scale_tp.norms import replicated
-from scale_tp.plan import Plan, Style, resolve
+from scale_tp.layer import Placement
+from scale_tp.linear_regions import check_overlap
+from scale_tp.plan import Plan, Style, check_carried, resolve
 from scale_tp.refusals import (
+    check_adapters,
     check_beside,
     check_divisible,
     check_groups,
     check_key_values,
+    check_kinds,
     check_neighbours,
     check_sequences,
     check_summands,
@@ -40,24 +47,28 @@ from scale_tp.stretches import Stretch, divide_stretch, stretch_of
 
 def parallelize(
     model: nn.Module,
-    plan: Plan | None = None,
+    plan: Plan | str | Style | None = None,
     group: GroupLike = None,
     *,
     sequence_parallel: bool = False,
+    overlap_pieces: int | None = None,
     attention_rules: tuple[AttentionRule, ...] = (),
     sync_module_states: bool = True,
 ) -> nn.Module:
     """Divides the modules that a plan names between ranks, in place; all ranks of the group call it.
 
     Each keeps its class, its name and its hooks. Its parameters are replaced by this rank's parts, so an optimizer is
-    built afterwards. The model may be on the meta device. `model.load_state_dict` takes whole tensors.
+    built afterwards. The model may be on the meta device. `model.load_state_dict` takes whole tensors, and
+    `initialise_whole` draws them. Where all ranks hold the same by the first forward, that ends in a RuntimeError.
 
     Args:
         model: The model.
         plan: Names of modules, or patterns of names, to styles (`scale_tp.plan.STYLES`). None is the plan that a model
-            of transformers carries.
+            of transformers carries; and a style by itself is that of `model`, which is one layer then.
         group: The ranks; None is the model axis of `initialize_model_parallel`.
         sequence_parallel: Between the divided layers, each rank has a part of the sequence in place of all of it.
+        overlap_pieces: Into how many pieces to cut what is sent, so that it travels beside the matrix products, as in
+            `ColumnParallelLinear` and `RowParallelLinear`; the numbers are the same. None does not overlap.
         attention_rules: What to know of attention modules beside `ATTENTION_RULES`; the first one that fits counts.
         sync_module_states: Send the values of the group's first rank to all before, so that the parts are those of one
             model. Without it, all ranks have to have the same values, as from one seed or one checkpoint.
@@ -66,19 +77,31 @@ def parallelize(
         The model.
 
     Raises:
-        TypeError: A style is none, or the module that it is for can't be divided.
+        TypeError: An argument or a style is none, or the module that it is for can't be divided.
         ValueError: The plan does not fit the model, or the ranks differ; nothing has been changed then.
 
     Example:
         parallelize(model, {"layers.*.up": "colwise", "layers.*.down": "rowwise"}, mesh["tensor"])
     """
+    plan = {"": plan} if isinstance(plan, str | Style) else plan
+    check_kinds(model, plan, attention_rules)
     ranks = layer_group(group)
+    check_overlap(overlap_pieces)
     carried = plan is None
     plan = _carried(model) if plan is None else plan
     modules = dict(model.named_modules())
+    if carried:
+        check_carried(type(model).__name__, plan, modules)
     styles = resolve(plan, modules, needs_all=not carried)
     acting = {path: style for path, style in styles.items() if style != Style("nothing")}
-    work = _prepared(model, modules, acting, ranks, sequence_parallel, (*attention_rules, *ATTENTION_RULES))
+    work = _prepared(
+        model,
+        acting,
+        ranks,
+        sequence_parallel=sequence_parallel,
+        overlap_pieces=overlap_pieces,
+        rules=(*attention_rules, *ATTENTION_RULES),
+    )
     check_beside(modules, styles)
     agree("parallelize", work.words(), ranks)
     if ranks.size > 1:
@@ -111,6 +134,13 @@ def _send_values(model: nn.Module, group: Group) -> None:
             tensor.copy_(sent)
 
 
+@dataclass(frozen=True)
+class _Whole:
+    """A parameter that is no longer the model's, by its name: an optimizer that was built before holds it yet."""
+
+    names: list[str]
+
+
 @dataclass
 class _Work:
     """All that is to be done."""
@@ -123,16 +153,18 @@ class _Work:
     randomness: list[tuple[nn.Module, DividedRandomness]]
     entrances: list[tuple[nn.Module, Entrance]]
     stretch: Stretch | None
+    overlap_pieces: int | None
 
     def words(self) -> str:
         """What has to be the same on all ranks."""
-        found = [f"{len(self.changes)} modules, {'' if self.stretch is None else 'sequence parallel'}"]
+        overlaps = "" if self.overlap_pieces is None else f", overlap_pieces={self.overlap_pieces}"
+        found = [f"{len(self.changes)} modules, {'' if self.stretch is None else 'sequence parallel'}{overlaps}"]
         for change in self.changes:
             params = [
                 (name, tuple(param.shape), str(param.dtype))
                 for name, param in change.module.named_parameters(recurse=False)
             ]
-            found.append(f"{change.path} as {change.kind.__name__} of {params}: {change.facts.get('split')}")
+            found.append(f"{change.path} as {change.kind.__name__} of {params}: {change.split}")
         return "; ".join(found)
 
     def carry_out(self) -> None:
@@ -140,13 +172,13 @@ class _Work:
         parts: dict[Tensor, nn.Parameter] = {}
         for change in self.changes:
             own = dict(change.module.named_parameters(recurse=False))
-            divide(change.module, change.kind, self.group, change.placements, **change.facts)
+            divide(change.module, change.kind, self.group, change.placements, **change.attributes())
             for name, param in own.items():
                 placement = change.placements[name]
                 if placement.split is None:
-                    change.module.register_parameter(name, param)  # It is the same, but is known from now on.
                     continue
                 if param not in parts:
+                    mark_replaced(param, _Whole([f"{change.path}.{name}"]), 0)
                     parts[param] = part_of(param, placement, self.group)
                 change.module.register_parameter(name, parts[param])
         for heads, values in zip(self.heads, self.mended, strict=True):
@@ -158,58 +190,66 @@ class _Work:
         for module, entrance in self.entrances:
             module.register_forward_hook(entrance.forget, always_call=True)
         if self.stretch is not None:
-            divide_stretch(self.model, self.stretch, self.group)
+            divide_stretch(self.model, self.stretch, self.group, self.overlap_pieces)
+        watch_first_forward(self.model, self.group)
         # What is left is the same on all ranks; whoever adds something up over them has to know.
         for param in self.model.parameters():
             if shard_of(param) is None:
-                mark(param, replicated(param, self.group))
+                mark(param, Placement(tuple(param.shape)).shard(self.group))
 
 
 def _prepared(
     model: nn.Module,
-    modules: dict[str, nn.Module],
     styles: dict[str, Style],
     ranks: Group,
+    *,
     sequence_parallel: bool,
+    overlap_pieces: int | None,
     rules: tuple[AttentionRule, ...],
 ) -> _Work:
     """Looks at everything, and changes nothing."""
+    modules = dict(model.named_modules())
     check_groups(modules, ranks)
     check_divisible(modules, styles)
+    check_adapters(modules, styles)
     heads = all_heads(modules, styles, ranks, rules)
-    splits = {path: split_of(path, modules[path], style, ranks, heads) for path, style in styles.items()}
+    splits = {path: weight_split(path, modules[path], style, ranks, heads) for path, style in styles.items()}
     check_key_values(modules, styles, heads)
     stretch = stretch_of(model, modules, styles) if sequence_parallel else None
     check_sequences(styles, lambda path: stretch is not None and stretch.holds(path))
     check_sums(styles, lambda path: stretch is not None and stretch.holds(path) and path not in stretch.gathering)
-    within = {} if stretch is None else dict(stretch.alike)
-    changes = []
-    entrances: dict[str, Entrance] = {}
-    randomness: dict[str, DividedRandomness] = {}
-    for path in modules:
-        style = styles.get(path) or within.get(path)
-        if style is None:
-            continue
-        split = splits.get(path)
-        inside = stretch is not None and stretch.holds(path)
-        changes.append(change_of(path, modules[path], style, split, ranks, inside))
-        if isinstance(changes[-1].facts.get("entrance"), int):
-            parent = path.rpartition(".")[0]
-            way: Literal["copy", "gather", "inside"] = "copy"
-            if stretch is not None and inside:
-                way = "inside" if parent in stretch.gathering else "gather"
-            entrance = entrances.setdefault(parent, Entrance(ranks, 0, way))
-            entrance.num_readers += 1
-            changes[-1].facts["entrance"] = entrance
-            if not changes[-1].facts["gathers"]:
-                randomness.setdefault(parent, DividedRandomness(ranks))
-    for change in changes:
-        if change.kind in (Columns, Rows):
-            change.facts["randomness"] = randomness.get(change.path.rpartition(".")[0])
+    all_styles = styles if stretch is None else {**stretch.alike, **styles}
+    changes = [
+        change_of(path, module, all_styles[path], splits.get(path), stretch is not None and stretch.holds(path))
+        for path, module in modules.items()
+        if path in all_styles
+    ]
     check_neighbours(changes)
     check_ties(model, changes)
     check_summands(styles)
     mended = [found.mended(ranks.rank) for found in heads.values()]
+    entrances, randomness = _connect(changes, ranks, stretch, overlap_pieces)
     drawing = [(modules[path], drawn) for path, drawn in randomness.items()]
     entering = [(modules[path], entrance) for path, entrance in entrances.items()]
-    return _Work(model, ranks, changes, list(heads.values()), mended, drawing, entering, stretch)
+    return _Work(model, ranks, changes, list(heads.values()), mended, drawing, entering, stretch, overlap_pieces)
+
+
+def _connect(
+    changes: list[Change], ranks: Group, stretch: Stretch | None, overlap_pieces: int | None
+) -> tuple[dict[str, Entrance], dict[str, DividedRandomness]]:
+    """Gives layers what they have in common with those beside them, by the name of the module that holds them."""
+    entrances: dict[str, Entrance] = {}
+    randomness: dict[str, DividedRandomness] = {}
+    for change in changes:
+        if change.kind is not Columns:
+            continue
+        way: Literal["copy", "gather", "inside"] = "copy"
+        if stretch is not None and stretch.holds(change.path):
+            way = "inside" if change.parent in stretch.gathering else "gather"
+        change.entrance = entrances.setdefault(change.parent, Entrance(ranks, 0, way, overlap_pieces))
+        change.entrance.num_readers += 1
+        if not change.gathers:
+            randomness.setdefault(change.parent, DividedRandomness(ranks))
+    for change in changes:
+        change.overlap_pieces, change.randomness = overlap_pieces, randomness.get(change.parent)
+    return entrances, randomness

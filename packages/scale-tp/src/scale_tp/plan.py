@@ -11,7 +11,14 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
+
+from scale_tp.split_sizes import check_size
+
+Divides: TypeAlias = Literal["outputs", "inputs", "words", "width", "sequence", "nothing"]
+Input: TypeAlias = Literal["whole", "part"]
+Output: TypeAlias = Literal["whole", "part", "summand"]
+_ALLOWED = {"divides": get_args(Divides), "input": get_args(Input), "output": get_args(Output)}
 
 
 @dataclass(frozen=True)
@@ -29,11 +36,23 @@ class Style:
         sums_gradients: The parameters are whole, but each rank computes with other data, so their gradients are summed.
     """
 
-    divides: Literal["outputs", "inputs", "words", "width", "sequence", "nothing"]
-    input: Literal["whole", "part"] = "whole"
-    output: Literal["whole", "part", "summand"] = "whole"
+    divides: Divides
+    input: Input = "whole"
+    output: Output = "whole"
     stacked: int = 1
     sums_gradients: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuses what it can't be.
+
+        Raises:
+            TypeError: `stacked` is no integer.
+            ValueError: A field has a value that there is not.
+        """
+        for field, allowed in _ALLOWED.items():
+            if (value := getattr(self, field)) not in allowed:
+                raise ValueError(f"expected {field} of a style to be one of {', '.join(allowed)}, got {value!r}")
+        check_size("stacked", self.stacked, 1)
 
 
 STYLES: Mapping[str, Style] = MappingProxyType(
@@ -74,6 +93,8 @@ NOT_SUPPORTED: Mapping[str, str] = MappingProxyType(
     }
 )
 """Styles of transformers that are refused, and why."""
+
+_WITH_THOSE_BESIDE = ("mla_kv_a_proj",)  # Of these, the layers beside them divide what they give.
 
 Plan: TypeAlias = Mapping[str, "str | Style"]
 
@@ -129,6 +150,49 @@ def resolve(plan: Plan, names: Iterable[str], *, needs_all: bool = True) -> dict
     return {name: found[name][1] for name in names if name in found}
 
 
+def check_carried(model: str, plan: Plan, names: Iterable[str]) -> None:
+    """Refuses a plan that a model carries where it fits nothing, or asks for what is not supported.
+
+    Args:
+        model: The name of the model's class.
+        plan: The plan.
+        names: The names of the model's modules.
+
+    Raises:
+        ValueError: It does; styles that match no module count for nothing, unless none does.
+    """
+    names = list(names)
+    matching = {key: value for key, value in plan.items() if any(map(_pattern(key).fullmatch, names))}
+    if not matching:
+        key, value = next(iter(plan.items()))
+        near = (_nearest(key, names) or ["layers.*.up"])[0]
+        raise ValueError(
+            f"the plan that {model} carries matches none of its {len(names)} modules, as where the model that it is "
+            f"for stands inside of another one: its {key!r} does not{_near(key, names)}: pass a plan with the names as "
+            f"they are here, parallelize(model, {{{near!r}: {value!r}, ...}})"
+        )
+    refused = {key: value for key, value in matching.items() if value in NOT_SUPPORTED}
+    if not refused:
+        return
+    key, value = next(iter(refused.items()))
+    # What is inside of such a module, and what takes what such a projection gives, is left out with it.
+    around = {key.rpartition(".")[0] if value in _WITH_THOSE_BESIDE else key for key, value in refused.items()}
+    left = {
+        key: value
+        for key, value in matching.items()
+        if not any(key == outer or key.startswith(f"{outer}.") for outer in around)
+    }
+    raise ValueError(
+        f"the plan that {model} carries asks for {value!r} of {key!r}, which is not supported "
+        f"({NOT_SUPPORTED[str(value)]}): "
+        + (
+            f"pass what is left of it, and all ranks compute those modules alike: parallelize(model, {left})"
+            if left
+            else "nothing is left of it without such modules: pass a plan of your own, or shard the model"
+        )
+    )
+
+
 def _style_of(key: str, value: object) -> Style:
     if isinstance(value, Style):
         return value
@@ -159,11 +223,25 @@ def _pattern(key: str) -> re.Pattern[str]:
 
 
 def _near(key: str, names: list[str]) -> str:
-    """The names most like a key, with `*` in the place of numbers."""
-    starred = list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in names if name))
+    """What an error says of the names most like a key."""
+    near = _nearest(key, names)
+    return f"; near it are {_listed(near)}" if near else f"; there are {_listed(_starred(names)[:5])}"
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(map(repr, names))
+
+
+def _starred(names: list[str]) -> list[str]:
+    """The names, with `*` in the place of numbers."""
+    return list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in names if name))
+
+
+def _nearest(key: str, names: list[str]) -> list[str]:
+    """Up to three names like a key, with `*` in the place of numbers."""
+    starred = _starred(names)
     plain = re.sub(r"\\d\+|\d+", "*", key).replace("\\", "")
     near = difflib.get_close_matches(plain, starred, n=3, cutoff=0.5)
     # A name that is right but for what stands before it is nearer than its letters say.
     last = plain.rsplit(".", 1)[-1]
-    near = list(dict.fromkeys([name for name in starred if name.rsplit(".", 1)[-1] == last][:3] + near))[:3]
-    return f"; near it are {', '.join(map(repr, near))}" if near else f"; there are {', '.join(map(repr, starred[:5]))}"
+    return list(dict.fromkeys([name for name in starred if name.rsplit(".", 1)[-1] == last][:3] + near))[:3]

@@ -9,29 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from scale_core.compat import in_backward
-from scale_tp.groups import get_model_parallel_rank
+from scale_tp.getters import get_model_parallel_rank
+from scale_tp.random_state import StreamState, go_to, random_state
 
 _MODEL_PARALLEL = "model-parallel-rng"
 # What FairScale and Megatron add to the seed of a stream that differs between the ranks.
 _OFFSET = 2718
-
-
-class StreamState(NamedTuple):
-    """Where a stream of random numbers stands.
-
-    Attributes:
-        host: State of the generator of the host.
-        device: State of that of the current CUDA device; None where CUDA is not used.
-    """
-
-    host: Tensor
-    device: Tensor | None
 
 
 class RandomStreams:
@@ -44,6 +33,7 @@ class RandomStreams:
         self._states: dict[str, StreamState] = {}
         self._seeds: set[int] = set()
         self._replay: _Replay | None = None
+        self._inside: list[str] = []  # The streams that are being drawn from, the innermost last.
 
     def reset(self) -> None:
         """Forgets all streams."""
@@ -55,7 +45,19 @@ class RandomStreams:
         return dict(self._states)
 
     def set_states(self, states: Mapping[str, StreamState]) -> None:
-        """Puts streams back to where they stood."""
+        """Puts streams back to where they stood.
+
+        Raises:
+            TypeError: A state is none of those that `get_states` gives.
+        """
+        for name, state in states.items():
+            given: object = state
+            if not (isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], torch.Tensor)):
+                raise TypeError(
+                    f"expected the state of the stream '{name}' to be one that get_states() gives, of the host and of "
+                    f"the device, got {type(given).__name__}: FairScale and Megatron keep that of one generator alone, "
+                    "from which the streams can't go on; begin them anew, scale_tp.model_parallel_manual_seed(seed)"
+                )
         self._states = {name: StreamState(*state) for name, state in states.items()}
 
     def add(self, name: str, seed: int) -> None:
@@ -68,15 +70,17 @@ class RandomStreams:
             raise ValueError(f"seed {seed} already exists: two streams of one seed are the same numbers")
         if name in self._states:
             raise ValueError(f"cuda rng state {name} already exists: choose another name, or call reset()")
-        before = _current()
+        before = random_state()
         torch.manual_seed(seed)
-        self._states[name] = _current()
+        self._states[name] = random_state()
         self._seeds.add(seed)
-        _go_to(before)
+        go_to(before)
 
     @contextmanager
     def fork(self, name: str = _MODEL_PARALLEL) -> Iterator[None]:
         """Inside, random numbers come from a stream; outside, all goes on as if nothing had been drawn.
+
+        Within each other, forks of one name go on with one stream.
 
         Raises:
             KeyError: There is no such stream.
@@ -94,15 +98,22 @@ class RandomStreams:
                 f"the stream '{name}' is asked for in a recomputation, which would get other numbers than the forward "
                 "did: checkpoint(function, ..., use_reentrant=False, context_fn=scale_tp.get_rng_tracker().replayed)"
             )
-        before = _current()
-        start = self._states[name] if replay is None else replay.start_of(name, self._states[name])
-        _go_to(start)
+        again = replay is not None and replay.again
+        before, outer = random_state(), self._inside[-1] if self._inside and not again else None
+        if outer is not None:
+            self._states[outer] = before
+        fork = _Fork(name, self._states[name]) if replay is None else replay.fork(name, self._states[name])
+        self._inside.append(name)
+        go_to(fork.start)
         try:
             yield
         finally:
-            if replay is None or not replay.again:
-                self._states[name] = _current()
-            _go_to(before)
+            self._inside.pop()
+            if not again:
+                self._states[name] = random_state()
+                # A fork of the same name around this one goes on behind what was drawn here.
+                fork.end = None if outer is None else self._states.get(outer)
+            go_to(before if fork.end is None else fork.end)
 
     def replayed(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """What to give `torch.utils.checkpoint.checkpoint` as `context_fn`, where streams are used inside.
@@ -115,32 +126,47 @@ class RandomStreams:
     @contextmanager
     def _using(self, replay: _Replay, *, again: bool = False) -> Iterator[None]:
         before = self._replay
-        self._replay = _Replay(replay.starts, again=True) if again else replay
+        self._replay = _Replay(replay.forks, again=True) if again else replay
         try:
             yield
         finally:
             self._replay = before
 
 
-class _Replay:
-    """Where streams stood each time that a checkpointed function asked for one."""
+@dataclass
+class _Fork:
+    """One time that a stream was asked for.
 
-    def __init__(self, starts: list[tuple[str, StreamState]] | None = None, *, again: bool = False) -> None:
-        self.starts: list[tuple[str, StreamState]] = [] if starts is None else starts
+    Attributes:
+        name: Which one.
+        start: Where it stood.
+        end: Where the numbers around go on; None is where they stood before.
+    """
+
+    name: str
+    start: StreamState
+    end: StreamState | None = None
+
+
+class _Replay:
+    """Each time that a checkpointed function asked for a stream."""
+
+    def __init__(self, forks: list[_Fork] | None = None, *, again: bool = False) -> None:
+        self.forks: list[_Fork] = [] if forks is None else forks
         self.again = again
         self._next = 0
 
-    def start_of(self, name: str, now: StreamState) -> StreamState:
+    def fork(self, name: str, now: StreamState) -> _Fork:
         if not self.again:
-            self.starts.append((name, now))
-            return now
-        if self._next >= len(self.starts) or self.starts[self._next][0] != name:
+            self.forks.append(_Fork(name, now))
+            return self.forks[-1]
+        if self._next >= len(self.forks) or self.forks[self._next].name != name:
             raise RuntimeError(
                 f"the recomputation asks for the stream '{name}' where the forward did not: a checkpointed function "
                 "must do the same both times"
             )
         self._next += 1
-        return self.starts[self._next - 1][1]
+        return self.forks[self._next - 1]
 
 
 _streams = RandomStreams()
@@ -173,14 +199,3 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
     from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
     return torch_checkpoint(function, *args, use_reentrant=False, context_fn=_streams.replayed)
-
-
-def _current() -> StreamState:
-    device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    return StreamState(torch.get_rng_state(), device)
-
-
-def _go_to(state: StreamState) -> None:
-    torch.set_rng_state(state.host)
-    if state.device is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state.device)

@@ -12,11 +12,31 @@ from torch import Tensor, nn
 from scale_core.group import Group
 from scale_core.shard import Held, shard_of
 from scale_tp.changes import Change
-from scale_tp.divided import Columns, Rows, is_embedding, is_linear
-from scale_tp.heads import Heads
+from scale_tp.divided_linear import Columns, Rows, is_linear
+from scale_tp.divided_words import is_embedding
+from scale_tp.heads import AttentionRule, Heads
 from scale_tp.layer import ParallelModule, Placement
 from scale_tp.plan import Style
 from scale_tp.split_sizes import Split
+
+
+def check_kinds(model: object, plan: object, attention_rules: object) -> None:
+    """Refuses arguments of another kind than is expected, and a plan that says nothing."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a model, a torch.nn.Module, got {type(model).__name__}")
+    if plan is not None and not isinstance(plan, Mapping):
+        raise TypeError(
+            f"expected a plan from names of modules to styles, got {type(plan).__name__}: write "
+            '{"layers.*.up": "colwise", "layers.*.down": "rowwise"}'
+        )
+    if plan is not None and not plan:
+        raise ValueError("expected a plan that names a module at least, got an empty one: nothing would be divided")
+    rules = attention_rules if isinstance(attention_rules, tuple) else (attention_rules,)
+    if not isinstance(attention_rules, tuple) or not all(isinstance(rule, AttentionRule) for rule in rules):
+        raise TypeError(
+            "expected attention_rules to be a tuple of scale_tp.AttentionRule, got "
+            f"{', '.join(type(rule).__name__ for rule in rules)}: write attention_rules=(AttentionRule(...),)"
+        )
 
 
 def check_groups(modules: Mapping[str, nn.Module], group: Group) -> None:
@@ -46,10 +66,11 @@ def check_divisible(modules: Mapping[str, nn.Module], styles: Mapping[str, Style
         }.get(style.divides, True)
         if not fits:
             expected = "an nn.Linear" if style.divides in ("outputs", "inputs") else "an nn.Embedding"
-            raise TypeError(
-                f"'{path}': expected {expected} to divide its {style.divides}, got {type(module).__name__}: leave it "
-                "out of the plan"
-            )
+            kind = f"{type(module).__module__}.{type(module).__qualname__}"
+            mend = "leave it out of the plan"
+            if isinstance(getattr(module, "base_layer", None), nn.Module):  # As the layers of peft.
+                mend = f"give the style to the layer in it, '{path}.base_layer', and styles to what stands beside that"
+            raise TypeError(f"'{path}': expected {expected} to divide its {style.divides}, got {kind}: {mend}")
         if style.divides not in ("sequence", "nothing") and module._parameters.get("weight") is None:
             raise TypeError(
                 f"'{path}': expected its weight to be a parameter, but it is computed from others, as by a "
@@ -65,6 +86,21 @@ def check_divisible(modules: Mapping[str, nn.Module], styles: Mapping[str, Style
                 f"'{path}': scale_grad_by_freq counts words, and words of other ranks would count as this rank's first "
                 "one: leave the embedding out of the plan, or take scale_tp.VocabParallelEmbedding"
             )
+
+
+def check_adapters(modules: Mapping[str, nn.Module], styles: Mapping[str, Style]) -> None:
+    """Refuses a dropout before the small layers beside a divided one: ranks would drop other elements of one input."""
+    for path, style in styles.items():
+        around, _, name = path.rpartition(".")
+        if name != "base_layer" or style.divides not in ("outputs", "inputs"):
+            continue
+        for below in modules[around].modules():
+            if isinstance(below, nn.Dropout) and below.p > 0:
+                raise ValueError(
+                    f"'{around}' drops {below.p:g} of what the small layers beside '{path}' read, and the ranks would "
+                    "not drop the same: build it without, LoraConfig(lora_dropout=0), or merge it before, "
+                    "model.merge_and_unload()"
+                )
 
 
 def check_beside(modules: Mapping[str, nn.Module], styles: Mapping[str, Style]) -> None:
@@ -114,18 +150,19 @@ def check_neighbours(changes: Sequence[Change]) -> None:
     """Refuses layers of one module that hand each other parts which are cut in different ways."""
     parents: dict[str, list[Change]] = {}
     for change in changes:
-        parents.setdefault(change.path.rpartition(".")[0], []).append(change)
+        parents.setdefault(change.parent, []).append(change)
     for siblings in parents.values():
-        giving = [change for change in siblings if change.kind is Columns and not change.facts["gathers"]]
+        giving = [change for change in siblings if change.kind is Columns and not change.gathers]
         for taking in siblings:
-            if taking.kind is not Rows or taking.facts["splits_input"]:
+            if taking.kind is not Rows or taking.splits_input:
                 continue
-            sizes = [one for change in giving for one in _things(change.split, taking.split.total)]
-            if sizes and taking.split not in sizes:
+            wanted, given = taking.weight_split, [change.weight_split for change in giving]
+            sizes = [one for split in given for one in _things(split, wanted.total)]
+            if sizes and wanted not in sizes:
                 raise ValueError(
-                    f"'{taking.path}' takes {taking.split.total} inputs in parts of {list(taking.split.sizes)}, but "
-                    f"'{giving[0].path}' gives {giving[0].split.total} outputs in parts of "
-                    f"{list(giving[0].split.sizes)}: give them styles of one kind, such as 'colwise' and 'rowwise'"
+                    f"'{taking.path}' takes {wanted.total} inputs in parts of {list(wanted.sizes)}, but "
+                    f"'{giving[0].path}' gives {given[0].total} outputs in parts of {list(given[0].sizes)}: give "
+                    "them styles of one kind, such as 'colwise' and 'rowwise'"
                 )
 
 

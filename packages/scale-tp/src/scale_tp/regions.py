@@ -24,6 +24,7 @@ from torch import Tensor
 
 from scale_core.compat import untraced
 from scale_core.group import Group, GroupLike
+from scale_tp.crossings import Entering, Leaving, cross
 from scale_tp.groups import layer_group
 from scale_tp.moves import gather_along, part_along, parts_of, sizes_of_all, sum_over, sum_scatter_along
 from scale_tp.sequence_parts import parts_held, tell_parts
@@ -41,7 +42,7 @@ def copy_to_model_parallel_region(input_: Tensor, group: GroupLike = None) -> Te
     ranks = layer_group(group)
     if ranks.size == 1:
         return input_
-    copied: Tensor = _applied(_Copy, ranks, input_)
+    copied: Tensor = cross(_Copy, ranks, input_)
     return copied
 
 
@@ -55,7 +56,7 @@ def copy_all_to_model_parallel_region(*inputs: Tensor, group: GroupLike = None) 
     ranks = layer_group(group)
     if ranks.size == 1 or not inputs:
         return inputs
-    copied: tuple[Tensor, ...] = _applied(_CopyAll, ranks, *inputs)
+    copied: tuple[Tensor, ...] = cross(_CopyAll, ranks, *inputs)
     return copied
 
 
@@ -69,7 +70,7 @@ def reduce_from_model_parallel_region(input_: Tensor, group: GroupLike = None) -
     ranks = layer_group(group)
     if ranks.size == 1:
         return input_
-    total: Tensor = _applied(_Reduce, ranks, input_)
+    total: Tensor = cross(_Reduce, ranks, input_)
     return total
 
 
@@ -90,7 +91,7 @@ def scatter_to_model_parallel_region(
     ranks = layer_group(group)
     if ranks.size == 1:
         return input_
-    part: Tensor = _applied(_Scatter, ranks, input_, dim, tuple(parts_of(input_.shape[dim], ranks, sizes)))
+    part: Tensor = cross(_Scatter, ranks, input_, dim, tuple(parts_of(_size(input_, dim), ranks, sizes)))
     return part
 
 
@@ -127,7 +128,7 @@ def scatter_to_sequence_parallel_region(
         ValueError: `sizes` do not add up to N.
     """
     ranks = layer_group(group)
-    tell_parts(ranks, parts_of(input_.shape[dim], ranks, sizes))
+    tell_parts(ranks, parts_of(_size(input_, dim), ranks, sizes))
     return scatter_to_model_parallel_region(input_, ranks, dim=dim, sizes=sizes)
 
 
@@ -150,7 +151,7 @@ def gather_from_sequence_parallel_region(
     ranks = layer_group(group)
     if ranks.size == 1:
         return input_
-    sizes = parts_held(ranks, input_.shape[dim]) if sizes is None else sizes
+    sizes = parts_held(ranks, _size(input_, dim)) if sizes is None else sizes
     return _gathered(ranks, input_, dim, sizes, sums=to_model_parallel)
 
 
@@ -171,49 +172,32 @@ def reduce_scatter_to_sequence_parallel_region(
     ranks = layer_group(group)
     if ranks.size == 1:
         return input_
-    known = tuple(parts_of(input_.shape[dim], ranks, sizes))
+    known = tuple(parts_of(_size(input_, dim), ranks, sizes))
     tell_parts(ranks, known)
-    part: Tensor = _applied(_ReduceScatter, ranks, input_, dim, known)
+    part: Tensor = cross(_ReduceScatter, ranks, input_, dim, known)
     return part
 
 
-def entered_with(tensor: Tensor) -> list[Group]:
-    """Returns the ranks of the regions that a tensor was computed in, as far as autograd knows: mostly one group.
-
-    From the tensor back, up to where what it was computed from came into a region, or out of one.
-    """
-    entrances, exits = (_Copy, _CopyAll, _Scatter, _GatherToSum), (_Reduce, _Gather, _ReduceScatter)
-    found: dict[Group, None] = {}
-    seen: set[Any] = set()
-    waiting: list[Any] = [tensor.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if isinstance(node, tuple(function._backward_cls for function in entrances)):
-            found[node.ranks] = None  # type: ignore[attr-defined]
-        elif not isinstance(node, tuple(function._backward_cls for function in exits)):
-            waiting += [before for before, _ in node.next_functions]
-    return list(found)
-
-
 @untraced
+def _size(tensor: Tensor, dim: int) -> int:
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise ValueError(
+            f"expected dim to be one of the {tensor.dim()} dimensions of the input {list(tensor.shape)}, got {dim}: "
+            "pass the one that is divided, such as dim=0"
+        )
+    return tensor.shape[dim]
+
+
 def _gathered(ranks: Group, part: Tensor, dim: int, sizes: Sizes, *, sums: bool) -> Tensor:
-    known = tuple(sizes_of_all(part.shape[dim], ranks, sizes))
-    whole: Tensor = _applied(_GatherToSum if sums else _Gather, ranks, part, dim, known)
+    known = tuple(sizes_of_all(_size(part, dim), ranks, sizes))
+    whole: Tensor = cross(_GatherToSum if sums else _Gather, ranks, part, dim, known)
     return whole
-
-
-@untraced  # What torch.compile compiles goes on without a graph here.
-def _applied(function: type[torch.autograd.Function], ranks: Group, *args: Any) -> Any:
-    return function.apply(ranks, *args)
 
 
 # Each of these is another one's backward: see the table above.
 
 
-class _Copy(torch.autograd.Function):
+class _Copy(Entering):
     @staticmethod
     def forward(ctx: Any, ranks: Group, tensor: Tensor) -> Tensor:
         ctx.ranks = ranks
@@ -221,10 +205,10 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        return None, _applied(_Reduce, ctx.ranks, grad)
+        return None, cross(_Reduce, ctx.ranks, grad)
 
 
-class _CopyAll(torch.autograd.Function):
+class _CopyAll(Entering):
     @staticmethod
     def forward(ctx: Any, ranks: Group, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.ranks = ranks
@@ -233,7 +217,7 @@ class _CopyAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         wanted = [grad for grad, needed in zip(grads, ctx.needs_input_grad[1:], strict=True) if needed]
-        joined: Tensor = _applied(_Reduce, ctx.ranks, torch.cat([grad.reshape(-1) for grad in wanted]))
+        joined: Tensor = cross(_Reduce, ctx.ranks, torch.cat([grad.reshape(-1) for grad in wanted]))
         sums = iter(joined.split([grad.numel() for grad in wanted]))
         return None, *(
             next(sums).view(grad.shape).to(grad.dtype) if needed else None
@@ -241,7 +225,7 @@ class _CopyAll(torch.autograd.Function):
         )
 
 
-class _Reduce(torch.autograd.Function):
+class _Reduce(Leaving):
     @staticmethod
     def forward(ctx: Any, ranks: Group, tensor: Tensor) -> Tensor:
         ctx.ranks = ranks
@@ -249,10 +233,10 @@ class _Reduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        return None, _applied(_Copy, ctx.ranks, grad)
+        return None, cross(_Copy, ctx.ranks, grad)
 
 
-class _Scatter(torch.autograd.Function):
+class _Scatter(Entering):
     @staticmethod
     def forward(ctx: Any, ranks: Group, tensor: Tensor, dim: int, sizes: tuple[int, ...]) -> Tensor:
         ctx.place = (dim, sizes)
@@ -261,10 +245,10 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, None]:
-        return None, _applied(_Gather, ctx.ranks, grad, *ctx.place), None, None
+        return None, cross(_Gather, ctx.ranks, grad, *ctx.place), None, None
 
 
-class _Gather(torch.autograd.Function):
+class _Gather(Leaving):
     @staticmethod
     def forward(ctx: Any, ranks: Group, tensor: Tensor, dim: int, sizes: tuple[int, ...]) -> Tensor:
         ctx.place = (dim, sizes)
@@ -273,10 +257,10 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, None]:
-        return None, _applied(_Scatter, ctx.ranks, grad, *ctx.place), None, None
+        return None, cross(_Scatter, ctx.ranks, grad, *ctx.place), None, None
 
 
-class _GatherToSum(torch.autograd.Function):
+class _GatherToSum(Entering):
     @staticmethod
     def forward(ctx: Any, ranks: Group, tensor: Tensor, dim: int, sizes: tuple[int, ...]) -> Tensor:
         ctx.place = (dim, sizes)
@@ -285,10 +269,10 @@ class _GatherToSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, None]:
-        return None, _applied(_ReduceScatter, ctx.ranks, grad, *ctx.place), None, None
+        return None, cross(_ReduceScatter, ctx.ranks, grad, *ctx.place), None, None
 
 
-class _ReduceScatter(torch.autograd.Function):
+class _ReduceScatter(Leaving):
     @staticmethod
     def forward(ctx: Any, ranks: Group, tensor: Tensor, dim: int, sizes: tuple[int, ...]) -> Tensor:
         ctx.place = (dim, sizes)
@@ -297,4 +281,4 @@ class _ReduceScatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, None]:
-        return None, _applied(_GatherToSum, ctx.ranks, grad, *ctx.place), None, None
+        return None, cross(_GatherToSum, ctx.ranks, grad, *ctx.place), None, None

@@ -21,10 +21,11 @@ from torch.autograd.function import once_differentiable
 from scale_core.collectives import Pending, all_to_all
 from scale_core.events import Event, message_tag
 from scale_core.group import Group, GroupLike
-from scale_tp.alike import agree
-from scale_tp.blockwise import Attended, attend, attend_backward, check_attention_inputs, merge, wide
+from scale_tp.agreement import agree
+from scale_tp.blockwise import Attended, attend, attend_backward, check_attention_inputs, merge
 from scale_tp.groups import context_group
 from scale_tp.sequence_order import Order, held_positions, whole_length
+from scale_tp.wide import wide
 
 
 class Block(NamedTuple):
@@ -83,7 +84,7 @@ def ring_attention(
     value: Tensor,
     group: GroupLike = None,
     *,
-    causal: bool = False,
+    is_causal: bool = False,
     scale: float | None = None,
     length: int | None = None,
     order: Order = "zigzag",
@@ -100,7 +101,7 @@ def ring_attention(
         value: [batch, key-value heads, positions held, value size].
         group: The ranks that divide the sequence; None is the context axis of `initialize_model_parallel`, or this
             process alone.
-        causal: No position looks at a later one.
+        is_causal: No position looks at a later one.
         scale: What the scores are multiplied by; None is one over the root of the head size.
         length: How many positions the whole sequence has; None is as many on each rank as here.
         order: Which positions each rank holds, as in `split_sequence`.
@@ -118,10 +119,10 @@ def ring_attention(
     length = whole_length(query.shape[2], length, ranks.size, ranks.rank, order)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     heads = (key.shape[0], query.shape[1], key.shape[1], key.shape[3], value.shape[3])
-    words = f"sizes {heads}, length {length}, {order}, {key.dtype}, causal={causal}, scale={scale:g}"
+    words = f"sizes {heads}, length {length}, {order}, {key.dtype}, is_causal={is_causal}, scale={scale:g}"
     tag = agree("ring_attention", words, ranks)
     gradient_tag = message_tag(Event("gradients of ring_attention", words))
-    ring = _Ring(ranks, held_positions(length, ranks.size, order), causal, scale, tag, gradient_tag)
+    ring = _Ring(ranks, held_positions(length, ranks.size, order), is_causal, scale, tag, gradient_tag)
     device = query.device.type
     if torch.is_autocast_enabled(device):  # As torch's own attention does.
         query, key, value = (tensor.to(torch.get_autocast_dtype(device)) for tensor in (query, key, value))

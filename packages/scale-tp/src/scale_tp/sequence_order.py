@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from scale_core.collectives import all_gather
-from scale_core.group import GroupLike
+from scale_core.events import identity
+from scale_core.exchange import exchange, exchange_text
+from scale_core.group import Group, GroupLike
 from scale_tp.groups import context_group
 
 Order: TypeAlias = Literal["zigzag", "contiguous"]
@@ -88,7 +90,7 @@ def split_sequence(tensor: Tensor, group: GroupLike = None, *, dim: int = 1, ord
         [..., positions held, ...], contiguous. Gradients flow back into the part, and are zero elsewhere.
     """
     ranks = context_group(group)
-    stretches = held_positions(tensor.shape[dim], ranks.size, order)[ranks.rank]
+    stretches = held_positions(tensor.size(dim), ranks.size, order)[ranks.rank]
     return torch.cat([tensor.narrow(dim, held.start, len(held)) for held in stretches], dim)
 
 
@@ -102,17 +104,18 @@ def join_sequence(
         tensor: [..., positions held, ...], this rank's part.
         group: The ranks that divide it; None is the context axis of `initialize_model_parallel`, or this process alone.
         dim: The dimension of the sequence.
-        length: How many positions the whole sequence has; None is as many on each rank as here.
+        length: How many positions the whole sequence has; None is as many as the ranks hold together.
         order: As in `held_positions`.
 
     Returns:
         [..., length, ...], contiguous.
 
     Raises:
-        ValueError: The part has another length than this rank holds of such a sequence.
+        TransferError: A rank did not come.
+        ValueError: On all ranks: a part has another length than a rank holds of such a sequence, or the ranks differ.
     """
     ranks = context_group(group)
-    length = whole_length(tensor.shape[dim], length, ranks.size, ranks.rank, order)
+    length = _agreed_length(tensor, dim, length, ranks, order)
     held = held_positions(length, ranks.size, order)
     front = tensor.movedim(dim, 0).contiguous()
     joined = front.new_empty((length, *front.shape[1:]))
@@ -126,6 +129,26 @@ def join_sequence(
         joined[stretch.start : stretch.stop] = rows[at : at + len(stretch)]
         at += len(stretch)
     return joined.movedim(0, dim).contiguous()
+
+
+def _agreed_length(tensor: Tensor, dim: int, length: int | None, group: Group, order: Order) -> int:
+    """Returns the length of the sequence whose parts the ranks have; they tell each other before they send."""
+    others = tensor.movedim(dim, 0).shape[1:]
+    words = f"of {list(others)} each, {tensor.dtype}, in {order} order, length={length}"
+    rows = exchange([tensor.size(dim), identity(words)], group)
+    if len({row[1] for row in rows}) > 1:
+        told = exchange_text(f"{tensor.size(dim)} positions {words}", group)
+        by_rank = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(told))
+        raise ValueError(f"join_sequence: the ranks bring different things: {by_rank}: call it alike on all of them")
+    held = [row[0] for row in rows]
+    whole = sum(held) if length is None else length
+    expected = held_lengths(whole, group.size, order)
+    if held != expected:
+        raise ValueError(
+            f"join_sequence: expected the ranks to hold {expected} positions, of a sequence of {whole} in {order} "
+            f"order, got {held}: split what all ranks have with split_sequence(tensor, group, order={order!r})"
+        )
+    return whole
 
 
 def whole_length(local: int, length: int | None, num_ranks: int, rank: int, order: Order) -> int:

@@ -62,6 +62,26 @@ class _Divided:
 _divided: WeakKeyDictionary[dist.ProcessGroup, _Divided] = WeakKeyDictionary()
 
 
+def sequence_dim_of(what: str, name: str, shape: Sequence[int], dim: int) -> int:
+    """Returns the dimension of the sequence, counted from the first.
+
+    Args:
+        what: What it is for, in an error.
+        name: What its argument is called there.
+        shape: Of the input, whose last dimension are the features.
+        dim: The dimension; negative counts from the last.
+
+    Raises:
+        ValueError: There is none, or it is that of the features.
+    """
+    if not -len(shape) <= dim < len(shape) or dim % len(shape) == len(shape) - 1:
+        raise ValueError(
+            f"{what}: expected {name} to be one of the input's dimensions before its last, which are the features, got "
+            f"{name}={dim} for an input {list(shape)}"
+        )
+    return dim % len(shape)
+
+
 @untraced
 def tell_parts(group: Group, sizes: Sequence[int]) -> None:
     """Records that a sequence has been divided into parts of these lengths, by rank. All ranks of the group do."""

@@ -13,9 +13,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from scale_core.backward import in_backward
 from scale_core.group import Group
-from scale_tp.divided import SEQUENCE_DIM, gather_sequence
+from scale_tp.arrivals import Arrival, ArrivingTensor
 from scale_tp.divided_randomness import DividedRandomness, drops
+from scale_tp.entrance import SEQUENCE_DIM
+from scale_tp.linear_regions import enter
 from scale_tp.plan import Style
 from scale_tp.regions import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
 from scale_tp.sequence_parts import parts_held, tell_parts
@@ -87,16 +90,18 @@ def stretch_of(model: nn.Module, modules: Mapping[str, nn.Module], styles: Mappi
     return Stretch(path, blocks, alike, {name: module for name, module in inner.items() if name in columns})
 
 
-def divide_stretch(model: nn.Module, stretch: Stretch, group: Group) -> None:
+def divide_stretch(model: nn.Module, stretch: Stretch, group: Group, overlap_pieces: int | None = None) -> None:
     """Divides the sequence before the first block, and puts it together behind the last one.
 
     Args:
         model: The model that has the stretch.
         stretch: Its blocks.
         group: The ranks.
+        overlap_pieces: Into how many pieces each part is cut where it is gathered, to overlap the communication with
+            the first product; None does not.
     """
     for module in stretch.gathering.values():
-        module.register_forward_pre_hook(_Gather(group), with_kwargs=True)
+        module.register_forward_pre_hook(_Gather(group, overlap_pieces), with_kwargs=True)
     randomness = DividedRandomness(group)
     passage = _Passage(stretch.path, randomness)
     stretch.blocks[0].register_forward_pre_hook(_Enter(group, passage, stretch.blocks), with_kwargs=True)
@@ -130,6 +135,12 @@ class _Passage:
         """Before the first block."""
         if self.inside is not None:
             self.inside = True
+        elif draws and not in_backward():
+            raise RuntimeError(
+                f"sequence_parallel=True: '{self.path}' drops something, and its first block was called outside of the "
+                "model's forward, as by a stage of a pipeline: from there nobody would lead the ranks back to the same "
+                "random numbers: pass sequence_parallel=False, or set dropout to 0"
+            )
         if draws:
             self.randomness.enter()
         else:
@@ -180,11 +191,15 @@ class _BeforeForward:
         raise NotImplementedError
 
 
+@dataclass(frozen=True)
 class _Gather(_BeforeForward):
-    """Before a module of divided layers: the sequence is put together."""
+    """Before a module of divided layers: the sequence is put together, or it is when the first of them reads it."""
+
+    overlap_pieces: int | None
 
     def change(self, given: Tensor) -> Tensor:
-        return gather_sequence(given, self.group)
+        entered = enter(given, self.group, SEQUENCE_DIM, self.overlap_pieces)
+        return ArrivingTensor(entered) if isinstance(entered, Arrival) else entered
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,13 @@ from torch import Tensor
 from scale_core.collectives import all_to_all
 from scale_core.events import Event, message_tag
 from scale_core.group import Group, GroupLike
-from scale_tp.alike import agree
-from scale_tp.blockwise import check_attention_inputs, wide_dtype
+from scale_tp.agreement import agree
+from scale_tp.blockwise import check_attention_inputs
 from scale_tp.divided_randomness import DividedRandomness
 from scale_tp.groups import context_group
 from scale_tp.sequence_order import Order, held_positions, whole_length
 from scale_tp.split_sizes import Split, split_heads
+from scale_tp.wide import wide_dtype
 
 
 def ulysses_attention(
@@ -189,7 +190,7 @@ def _sum_of_heads(parts: Sequence[Tensor], split: Split) -> Tensor:
     if split.is_in_rank_order:
         return torch.cat(list(parts), 1)
     batch, _, length, size = parts[0].shape
-    total = torch.zeros((batch, split.total, length, size), dtype=wide_dtype(parts[0]), device=parts[0].device)
+    total = torch.zeros((batch, split.total, length, size), dtype=wide_dtype(parts[0].dtype), device=parts[0].device)
     for ranges, part in zip(split.ranges, parts, strict=True):
         for (start, stop), piece in zip(ranges, part.split([stop - start for start, stop in ranges], 1), strict=True):
             total[:, start:stop] += piece

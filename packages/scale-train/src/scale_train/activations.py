@@ -10,8 +10,9 @@ import torch.distributed as dist
 from scale_checkpoint import BudgetError, MemoryPlan, apply_checkpointing, apply_plan, plan_memory
 from scale_core.group import Group
 from scale_train.errors import InputError
+from scale_train.meaning import budget_bytes
 from scale_train.model import GPT
-from scale_train.options import Options, budget_bytes
+from scale_train.options import Options
 
 CHOICES = ("none", "all", "selective")
 

@@ -13,9 +13,11 @@ from collections.abc import Sequence
 import tyro
 
 from scale_train.activations import with_bare_flag
+from scale_train.checking import check
 from scale_train.errors import InputError
+from scale_train.meaning import num_local_ranks
 from scale_train.memory import check_fits
-from scale_train.options import Options, check, num_local_ranks
+from scale_train.options import Options
 from scale_train.start import is_under_torchrun, join, start
 from scale_train.text import check_length, read_text
 

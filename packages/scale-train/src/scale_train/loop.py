@@ -77,6 +77,7 @@ def forward_backward(training: Training) -> torch.Tensor:
     micro_batches = slice_of_rank(training.sampler.starts(data.batch), group.rank, group.size, accumulate)
     total = torch.zeros((), device=engine.device)
     for index, starts in enumerate(micro_batches):
+        training.pass_clock.begin(index)
         batch = windows_at(training.text.train, starts, data.sequence)
         with engine.syncing(last=index == accumulate - 1):
             with engine.computing():
@@ -97,7 +98,9 @@ def log_step(training: Training, loss: torch.Tensor, rate: float, norm: torch.Te
     rows = exchange([bits, peak_bytes(training.engine.device)], group)
     mean = math.fsum(struct.unpack("<d", struct.pack("<q", row[0]))[0] for row in rows) / group.size
     tokens = options.data.batch * options.data.sequence
-    worth = worth_of(training.optimizer, options.data.batch)
+    steps_per_second = training.clock.steps_per_second()
+    seconds = training.pass_clock.seconds_by_batch(1 / steps_per_second, options.data.batch)
+    worth = worth_of(training.optimizer, options.data.batch, seconds)
     if not math.isfinite(mean):
         raise _diverged(training, f"the loss is {mean}")
     training.reporter.step(
@@ -107,7 +110,7 @@ def log_step(training: Training, loss: torch.Tensor, rate: float, norm: torch.Te
             loss=mean,
             learning_rate=rate,
             gradient_norm=None if norm is None else norm.item(),
-            tokens_per_second=tokens * training.clock.steps_per_second(),
+            tokens_per_second=tokens * steps_per_second,
             peak_memory_bytes=tuple(row[1] for row in rows),
             seconds_left=training.clock.seconds_for(_steps_left(training)),
             **({} if worth is None else worth._asdict()),

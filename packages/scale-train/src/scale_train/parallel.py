@@ -116,7 +116,8 @@ def spread(
         optimizer = _make_optimizer(pipeline, options, optimizer_options, group)
         return Engine(pipeline, pipeline, optimizer, options, device, Axes(group, Group()))
     axes = two_axes(group, options.tensor_parallel)
-    divide_blocks(model, axes, sequence_parallel=options.sequence_parallel)
+    pieces = options.overlap_pieces
+    divide_blocks(model, axes, sequence_parallel=options.sequence_parallel, overlap_pieces=pieces)
     group = axes.data
     if options.parallel == "fsdp":
         _shard(model, options, group, device, progress)

@@ -23,8 +23,9 @@ from scale_core.exchange import exchange_text
 from scale_core.group import Group, group_of
 from scale_core.state import GROUPS
 from scale_pipe import DistributedPipe, split
+from scale_train.meaning import PipelineShape, pipeline_shape
 from scale_train.model import GPT
-from scale_train.options import ParallelOptions, PipelineShape, pipeline_shape
+from scale_train.options import ParallelOptions
 
 
 class Pipeline(nn.Module):
@@ -41,6 +42,7 @@ class Pipeline(nn.Module):
         group: The ranks of this pipeline.
         replica: Which of the pipelines beside each other this is.
         num_replicas: How many there are.
+        replicas: The ranks that have the same stages in all of them.
         device: Of this rank.
         shapes: Of all parameters of the model.
         pipe: What runs.
@@ -51,7 +53,7 @@ class Pipeline(nn.Module):
         self.config, self.device = model.config, device
         shape = pipeline_shape(options, group.size)
         self.replica, self.num_replicas = group.rank // shape.ranks, shape.replicas
-        self.group, replicas = _two_axes(group, shape)
+        self.group, self.replicas = _two_axes(group, shape)
         self.shapes = {name: list(param.shape) for name, param in model.named_parameters()}
         # The name under which a checkpoint has each parameter: a tied one stands there once.
         first = {param: name for name, param in model.named_parameters()}
@@ -66,8 +68,8 @@ class Pipeline(nn.Module):
         )
         _give_values(model, list(self.pipe.stages.values()), device)
         for index, stage in self.pipe.stages.items():
-            if replicas.process_group is not None and shape.replicas > 1:
-                self.pipe.stages[index] = DistributedDataParallel(stage, process_group=replicas.process_group)
+            if self.replicas.process_group is not None and shape.replicas > 1:
+                self.pipe.stages[index] = DistributedDataParallel(stage, process_group=self.replicas.process_group)
 
     def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Adds the gradients of a batch's mean loss to this rank's parameters; returns the loss, a scalar.

@@ -20,6 +20,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from scale_train.memory import in_words
 from scale_train.metrics import MetricsFile
 
+_OF_ADASCALE = ("gain", "useful_steps", "noise_scale", "noise_scale_low", "noise_scale_high")
+_OF_BATCHES = ("critical_batch", "suggested_batch")
+_SCALARS = ("loss", "learning_rate", "tokens_per_second", *_OF_ADASCALE, *_OF_BATCHES)
+
 
 @dataclass(frozen=True)
 class StepRecord:
@@ -36,7 +40,11 @@ class StepRecord:
         seconds_left: Until the last step, at the speed of this run so far.
         gain: With --adascale, steps of the smaller batch that this one was worth.
         useful_steps: With it, the sum of all gains.
-        noise_scale: With it, sequences in a batch above which more of them stop to pay, if that is known.
+        noise_scale: With it, and so are those below, that of the gradient in sequences, if it is known and finite.
+        noise_scale_low: The lower end of its interval of 95 %.
+        noise_scale_high: The upper one, if it is finite.
+        critical_batch: Sequences in a batch above which more of them stop to pay.
+        suggested_batch: Sequences in the batch with which the training would go forward fastest, if that is known.
     """
 
     step: int
@@ -50,6 +58,10 @@ class StepRecord:
     gain: float | None = None
     useful_steps: float | None = None
     noise_scale: float | None = None
+    noise_scale_low: float | None = None
+    noise_scale_high: float | None = None
+    critical_batch: int | None = None
+    suggested_batch: int | None = None
 
 
 @dataclass(frozen=True)
@@ -199,8 +211,9 @@ class TensorBoard(Silent):
         return importlib.util.find_spec("tensorboard") is not None
 
     def step(self, record: StepRecord) -> None:
-        for name in ("loss", "learning_rate", "tokens_per_second"):
-            self._writer.add_scalar(name, getattr(record, name), record.step)
+        for name in _SCALARS:
+            if (value := getattr(record, name)) is not None:
+                self._writer.add_scalar(name, value, record.step)
 
     def evaluation(self, record: EvaluationRecord) -> None:
         self._writer.add_scalar("held_out_bits_per_byte", record.held_out_bits_per_byte, record.step)
@@ -262,6 +275,11 @@ def _words(record: StepRecord) -> str:
     minutes, seconds = divmod(round(record.seconds_left), 60)
     peak = in_words(max(record.peak_memory_bytes))
     worth = "" if record.gain is None else f"gain {record.gain:.2f}  useful {record.useful_steps:.0f}  "
+    if record.critical_batch is not None:
+        high = "inf" if record.noise_scale_high is None else f"{record.noise_scale_high:.0f}"
+        worth += f"critical batch {record.critical_batch} ({record.noise_scale_low:.0f} to {high})  "
+    if record.suggested_batch is not None:
+        worth += f"suggested {record.suggested_batch}  "
     return (
         f"loss {record.loss:.3f}  {worth}{record.tokens_per_second:,.0f} tokens/s  peak {peak}/rank  "
         f"{minutes}:{seconds:02d} left"

@@ -11,6 +11,7 @@ from scale_core.contract import ContractError, ScaleDistributedError
 from scale_core.exchange import exchange, exchange_text
 from scale_core.group import Group
 from scale_core.pending import TransferError
+from scale_train.checking import check, without_effect
 from scale_train.checkpoint import CHECKPOINTS, METRICS, Place, choose_place, load, save
 from scale_train.errors import InputError, RanksLost, reason_of
 from scale_train.large_batches import check_adascale
@@ -18,7 +19,7 @@ from scale_train.loop import train
 from scale_train.memory import held_bytes, peak_bytes, replicated_bytes
 from scale_train.metrics import begin_metrics
 from scale_train.model import GPT, generate, num_parameters
-from scale_train.options import Options, check, without_effect
+from scale_train.options import Options
 from scale_train.plot import plot_loss
 from scale_train.progress import make_reporter
 from scale_train.report import Report, readable

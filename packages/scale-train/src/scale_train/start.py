@@ -19,8 +19,9 @@ import torch
 
 from scale_core.launch import LaunchError, init_distributed, launch_local
 from scale_train.errors import InputError, Interrupted, RanksLost, TrainingDiverged
+from scale_train.meaning import device_type
 from scale_train.memory import check_fits
-from scale_train.options import Options, device_type
+from scale_train.options import Options
 from scale_train.run import language_model
 
 # Long enough to finish a step and save it after a signal.

@@ -58,7 +58,14 @@ def two_axes(group: Group, num_tensor: int) -> Axes:
     return Axes(group_of(mesh["data"]), group_of(mesh["tensor"]))
 
 
-def divide_blocks(model: GPT, axes: Axes, *, sequence_parallel: bool) -> None:
+def divide_blocks(model: GPT, axes: Axes, *, sequence_parallel: bool, overlap_pieces: int | None = None) -> None:
     """Divides the blocks of a model, in place, that is whole and equal on all ranks."""
     if axes.tensor.size > 1:
-        parallelize(model, PLAN, axes.tensor, sequence_parallel=sequence_parallel, attention_rules=(_RULE,))
+        parallelize(
+            model,
+            PLAN,
+            axes.tensor,
+            sequence_parallel=sequence_parallel,
+            overlap_pieces=overlap_pieces,
+            attention_rules=(_RULE,),
+        )

@@ -17,9 +17,11 @@ from scale_core.group import Group
 from scale_train.activations import plan_blocks
 from scale_train.building import initialisation_bar
 from scale_train.large_batches import steps_done, with_adascale
+from scale_train.meaning import device_type, model_config
 from scale_train.model import GPT
-from scale_train.options import Options, device_type, model_config
+from scale_train.options import Options
 from scale_train.parallel import Engine, spread
+from scale_train.pass_clock import PassClock
 from scale_train.progress import Reporter, Silent, on_screen
 from scale_train.sampler import Sampler
 from scale_train.schedule import Schedule
@@ -65,6 +67,7 @@ class Training:
         saved_step: Steps done when it was last saved; -1 for never.
         checkpoint: The last one, written or read.
         clock: Of this run, from its first step on.
+        pass_clock: Of the passes of its last step.
         loss: This rank's part of the last step's loss, a scalar; None before the first step.
         norm: Of the last step's gradient before clipping, a scalar; None without clipping.
     """
@@ -81,8 +84,12 @@ class Training:
     saved_step: int = -1
     checkpoint: Path | None = None
     clock: Clock = field(default_factory=Clock)
+    pass_clock: PassClock = field(init=False)
     loss: torch.Tensor | None = None
     norm: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.pass_clock = PassClock(self.engine.device)
 
     @property
     def position(self) -> int:

@@ -1,12 +1,13 @@
 """AdaScale around the optimizer of a pipeline: each micro-batch of each replica is one sample, as on one process.
 
-Two pipelines of two ranks, each stage sharded over its replicas, or reduced into the pieces of an OSS. What it would
-measure wrong is refused, on all ranks.
+Models are of fp64, so that what is compared to 1e-6 is the method and not the rounding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,128 +16,348 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
+from scale_core import ShardedGradScaler
+from scale_core.samples import sampled_steps_wanted
 from scale_core.testing import run_ranks
 from scale_fsdp import fully_shard
 from scale_oss import OSS, ShardedDataParallel
 
 pytest.importorskip("scale_pipe")
+pytest.importorskip("scale_tp")
 pytest.importorskip("scale_adascale")
 from scale_adascale import AdaScale
 from scale_pipe import DistributedPipe, StageError
+from scale_tp import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
-CHUNKS, STEPS, LR = 4, 3, 0.1
+GAIN = 1e-6  # relative
+CHUNKS, STEPS, LR, WIDTH = 4, 3, 0.02, 5
+SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "looped_breadth_first", "zb_h1", "zb_v", "v_min", "dual_pipe_v")
+TWO_STAGES = ("interleaved_1f1b", "looped_breadth_first", "zb_v", "v_half", "v_min", "dual_pipe_v")
 
 
-def layers() -> nn.Sequential:
+@dataclass(frozen=True)
+class Case:
+    """A training of a few steps.
+
+    Attributes:
+        schedule: Of the pipeline.
+        adam: Adam, otherwise SGD.
+        tied: The first layer and the last have one weight.
+        frozen: How many of the first layers are.
+        wrap: What stands around the stages, where there are replicas: "ddp", "fsdp", "sdp", or "ddp and oss".
+        steps_each: Steps of the pipeline for one of the optimizer.
+        chunks: Micro-batches.
+        how: What else happens.
+    """
+
+    schedule: str = "1f1b"
+    adam: bool = False
+    tied: bool = False
+    frozen: int = 0
+    wrap: str = ""
+    steps_each: int = 1
+    chunks: int = CHUNKS
+    how: str = ""
+
+
+def layers(case: Case) -> nn.Sequential:
+    """Eight layers: the first four have other layers than the last four, and each of four stages has two."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
-
-
-def batch_of(step: int, replica: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(10 * step + replica)
-    return torch.randn(8, 3, generator=generator), torch.randn(8, 2, generator=generator)
-
-
-def sharded(pipe: DistributedPipe, replicas: dist.ProcessGroup) -> torch.optim.Optimizer:
-    for stage in pipe.stages.values():
-        fully_shard(stage, replicas)
-    return torch.optim.SGD(pipe.parameters(), lr=LR)
-
-
-def in_pieces(pipe: DistributedPipe, replicas: dist.ProcessGroup) -> torch.optim.Optimizer:
-    ((index, stage),) = pipe.stages.items()
-    optimizer = OSS(stage.parameters(), torch.optim.SGD, replicas, lr=LR)
-    pipe.stages[index] = ShardedDataParallel(stage, optimizer, replicas)
-    return optimizer
-
-
-def gains() -> dict[str, list[float]]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "pipe"))
-    replicas, replica, ranks = mesh.get_group("replica"), mesh.get_local_rank("replica"), mesh.get_group("pipe")
-    found: dict[str, list[float]] = {}
-    for schedule, wrap in (("1f1b", sharded), ("zb_h1", sharded), ("1f1b", in_pieces)):
-        pipe = DistributedPipe(layers(), schedule, balance=[3, 2], chunks=CHUNKS, group=ranks)
-        optimizer = AdaScale(
-            wrap(pipe, replicas),
-            num_gradients_to_accumulate=CHUNKS,
-            process_group=replicas,
-            model_parallel_group=ranks,
-        )
-        numbers = found[f"{schedule}, {wrap.__name__}"] = []
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            x, target = batch_of(step, replica)
-            pipe.step(x, target=target, loss_fn=nn.functional.mse_loss)
-            numbers.append(optimizer.gain())
-            optimizer.step()
-    return found
-
-
-@pytest.fixture
-def plain() -> Iterator[list[float]]:
-    model, numbers = layers(), list[float]()
-    optimizer = AdaScale(torch.optim.SGD(model.parameters(), lr=LR), num_gradients_to_accumulate=2 * CHUNKS)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for replica in range(2):
-            x, target = batch_of(step, replica)
-            for part, to in zip(x.chunk(CHUNKS), target.chunk(CHUNKS), strict=True):
-                (nn.functional.mse_loss(model(part), to) / (2 * CHUNKS)).backward()
-        numbers.append(optimizer.gain())
-        optimizer.step()
-    yield numbers
-    optimizer.unhook()
-
-
-def test_the_gain_is_that_of_one_process(plain: list[float]) -> None:
-    for rank, found in enumerate(run_ranks(gains, 4)):
-        for way, numbers in found.items():
-            assert numbers == pytest.approx(plain, rel=1e-5), (rank, way)
-
-
-def tied_layers() -> nn.Sequential:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 2))
-    model[2].weight = model[1].weight
+    linear = [nn.Linear(WIDTH, WIDTH, bias=number % 2 == 0) for number in range(3)]
+    model = nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), nn.Tanh(), linear[0], nn.LayerNorm(WIDTH), linear[1], nn.Tanh(), linear[2],
+        nn.Linear(WIDTH, WIDTH),
+    ).double()  # fmt: skip
+    if case.tied:
+        model[7].weight = model[0].weight
+    for layer in model[: case.frozen]:
+        layer.requires_grad_(False)
     return model
 
 
-def refused() -> list[str]:
-    """Two ranks: one pipeline, whose stages have no replicas but where they are wrapped in DistributedDataParallel."""
-    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
-    x, target = batch_of(0, 0)
+def batch_of(step: int, replica: int, chunks: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + replica)
+    x, target = (torch.randn(2 * chunks, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))
+    return x, target - 1.5
+
+
+def inner_of(case: Case, model: nn.Module) -> Any:
+    """The parameters in two groups, one of weights and one of biases, so that ranks have parts of both."""
+    kind = torch.optim.Adam if case.adam else torch.optim.SGD
+    params = dict(model.named_parameters())
+    groups = [{"params": [p for n, p in params.items() if n.endswith(ending)]} for ending in ("weight", "bias")]
+    return kind, groups
+
+
+def plain(case: Case, replicas: int) -> list[list[float]]:
+    """One process, which computes the gradient of each micro-batch by a backward pass of its own."""
+    model = layers(case)
+    kind, groups = inner_of(case, model)
+    samples = replicas * case.chunks * case.steps_each
+    optimizer = AdaScale(kind(groups, lr=LR), scale=2.0 * samples, num_gradients_to_accumulate=samples)
     found = []
-    for schedule, model, balance, wrapped in (
-        ("1f1b", layers(), [3, 2], True),
-        ("zb_h1", layers(), [3, 2], False),
-        ("zb_v", layers(), [1, 2, 1, 1], False),
-        ("1f1b", tied_layers(), [2, 2], False),
-    ):
-        pipe = DistributedPipe(model, schedule, balance=balance, chunks=CHUNKS)
-        if wrapped:
-            for index, stage in pipe.stages.items():
-                pipe.stages[index] = DistributedDataParallel(stage, process_group=alone)
-        optimizer = AdaScale(
-            torch.optim.SGD(pipe.parameters(), lr=LR),
-            num_gradients_to_accumulate=CHUNKS,
-            process_group=alone,
-            model_parallel_group=dist.group.WORLD,
-        )
-        with pytest.raises(StageError) as error:
-            pipe.step(x, target=target, loss_fn=nn.functional.mse_loss)
-        found.append(str(error.value))
-        optimizer.unhook()
-        pipe.step(x, target=target, loss_fn=nn.functional.mse_loss)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for number in range(case.steps_each):
+            for replica in range(replicas):
+                x, target = batch_of(step * case.steps_each + number, replica, case.chunks)
+                for part, to in zip(x.chunk(case.chunks), target.chunk(case.chunks), strict=True):
+                    (nn.functional.mse_loss(model(part), to) / samples).backward()
+        found.append([optimizer.gain(), optimizer.gain(0), optimizer.gain(1)])
+        optimizer.step()
+    optimizer.unhook()
     return found
 
 
-def test_a_gain_that_would_be_wrong_is_refused_on_all_ranks() -> None:
-    words = (
-        "wrap it in fully_shard or in ShardedDataParallel",
-        'take schedule="1f1b"',
-        "take a schedule of one stage for each rank",
-        "use no tied parameters",
+def built(case: Case, ranks: Any, replicas: Any) -> tuple[DistributedPipe, Any]:
+    num_stages = 4 if case.schedule in TWO_STAGES else 2
+    balance = [8 // num_stages] * num_stages
+    checkpoint = "always" if case.how == "checkpointed" else "never"
+    pipe = DistributedPipe(
+        layers(case), case.schedule, balance=balance, chunks=case.chunks, group=ranks, checkpoint=checkpoint
     )
-    for found in run_ranks(refused, 2):
-        for error, word in zip(found, words, strict=True):
-            assert "would be measured wrong in this pipeline" in error and word in error
+    for index, stage in list(pipe.stages.items()):
+        if case.wrap.startswith("ddp"):
+            pipe.stages[index] = DistributedDataParallel(stage, process_group=replicas)
+        elif case.wrap == "fsdp":
+            fully_shard(stage, replicas)
+    kind, groups = inner_of(case, pipe)
+    if case.wrap in ("", "ddp", "fsdp"):
+        return pipe, kind(groups, lr=LR)
+    optimizer = OSS(groups, kind, replicas, lr=LR)
+    for index, stage in list(pipe.stages.items()) if case.wrap == "sdp" else ():
+        pipe.stages[index] = ShardedDataParallel(stage, optimizer, replicas)
+    return pipe, optimizer
+
+
+def gains(case: Case, ranks: Any, replicas: Any) -> list[list[float]]:
+    """What the ranks of a pipeline find, each with its stages."""
+    pipe, inner = built(case, ranks, replicas)
+    groups: dict[str, Any] = {"process_group": replicas, "model_parallel_group": ranks}
+    if case.how == "told little":  # The ranks of the pipeline are known, and if these are all, so is the other group.
+        groups = {"process_group": replicas} if dist.get_world_size(replicas) > 1 else {}
+    optimizer = AdaScale(
+        inner,
+        scale=2.0 * dist.get_world_size(replicas) * case.chunks * case.steps_each,
+        num_gradients_to_accumulate=case.chunks * case.steps_each,
+        **groups,
+    )
+    scaler = ShardedGradScaler(init_scale=256.0) if case.how == "scaled" else None
+    replica, found = dist.get_rank(replicas), []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for number in range(case.steps_each):
+            x, target = batch_of(step * case.steps_each + number, replica, case.chunks)
+
+            def loss_fn(output: Tensor, to: Tensor) -> Tensor:
+                loss = nn.functional.mse_loss(output, to) / case.steps_each
+                return loss if scaler is None else scaler.scale(loss)
+
+            if case.how == "failed":
+                fails_once(pipe, x, target)
+            if case.how == "stepped":
+                pipe.step(x, target=target, loss_fn=loss_fn, optimizer=optimizer)
+            else:
+                pipe.step(x, target=target, loss_fn=loss_fn)
+            if case.how == "evaluated":
+                pipe.evaluate(x, target=target, loss_fn=loss_fn)
+        if case.how == "clipped":
+            pipe.clip_grad_norm_(1e3)
+        found.append([optimizer.gain(), optimizer.gain(0), optimizer.gain(1)])
+        if scaler is not None:
+            scaler.step(optimizer)
+            scaler.update()
+            found[-1] = [optimizer.gain(), optimizer.gain(0), optimizer.gain(1)]
+        elif case.how != "stepped":
+            optimizer.step()
+    optimizer.unhook()
+    assert not sampled_steps_wanted()
+    return found
+
+
+def fails_once(pipe: DistributedPipe, x: Tensor, target: Tensor) -> None:
+    """The third micro-batch's loss fails, when gradients of others have been measured."""
+    calls = []
+
+    def loss_fn(output: Tensor, to: Tensor) -> Tensor:
+        calls.append(0)
+        if len(calls) == 3:
+            raise ArithmeticError("the third")
+        return nn.functional.mse_loss(output, to)
+
+    with pytest.raises(StageError, match="ArithmeticError"):
+        pipe.step(x, target=target, loss_fn=loss_fn)
+
+
+def words(group: Any = None) -> nn.Sequential:
+    """A model of words whose first and last weight are one, with layers that may be divided among ranks."""
+    torch.manual_seed(1)  # All ranks draw the same weights, of which each keeps its part.
+    model = nn.Sequential(
+        VocabParallelEmbedding(7, 6, group=group),
+        nn.LayerNorm(6),
+        ColumnParallelLinear(6, 9, gather_output=False, group=group),
+        nn.Tanh(),
+        RowParallelLinear(9, 6, input_is_parallel=True, group=group),
+        ColumnParallelLinear(6, 7, bias=False, gather_output=True, group=group),
+    ).double()
+    model[5].weight = model[0].weight
+    return model
+
+
+def words_of(step: int) -> tuple[Tensor, Tensor]:
+    pairs = torch.randint(7, (2 * CHUNKS, 2), generator=torch.Generator().manual_seed(step))
+    return pairs[:, 0], pairs[:, 1]
+
+
+def gains_of_divided_layers(ranks: Any, partners: Any) -> list[float]:
+    """Each stage is computed by two ranks together, which have the same data."""
+    pipe = DistributedPipe(words(partners), "zb_v", balance=[2, 1, 1, 2], chunks=CHUNKS, group=ranks)
+    inner = torch.optim.Adam(pipe.parameters(), lr=LR)
+    with pytest.raises(ValueError, match=r"of which some have other stages of the pipeline over.*process_group="):
+        AdaScale(inner, num_gradients_to_accumulate=CHUNKS)
+    optimizer = AdaScale(
+        inner,
+        num_gradients_to_accumulate=CHUNKS,
+        process_group=dist.new_group([dist.get_rank()], use_local_synchronization=True),
+        model_parallel_group=dist.group.WORLD,
+    )
+    found = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        x, target = words_of(step)
+        pipe.step(x, target=target, loss_fn=nn.functional.cross_entropy)
+        found.append(optimizer.gain())
+        optimizer.step()
+    optimizer.unhook()
+    return found
+
+
+def plain_gains_of_words() -> list[float]:
+    model, found = words(), []
+    optimizer = AdaScale(torch.optim.Adam(model.parameters(), lr=LR), num_gradients_to_accumulate=CHUNKS)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for x, target in zip(*(each.chunk(CHUNKS) for each in words_of(step)), strict=True):
+            (nn.functional.cross_entropy(model(x), target) / CHUNKS).backward()
+        found.append(optimizer.gain())
+        optimizer.step()
+    optimizer.unhook()
+    return found
+
+
+def measured_on_one_rank_alone(ranks: Any) -> str:
+    """The first stage and the last have one weight; the ranks of both are told."""
+    pipe = DistributedPipe(layers(Case(tied=True)), balance=[4, 4], chunks=CHUNKS, group=ranks)
+    x, target = batch_of(0, 0, CHUNKS)
+    if dist.get_rank(ranks) == 0:
+        optimizer = AdaScale(
+            torch.optim.SGD(pipe.parameters(), lr=LR),
+            num_gradients_to_accumulate=CHUNKS,
+            process_group=dist.new_group([0], use_local_synchronization=True),
+            model_parallel_group=ranks,
+        )
+    with pytest.raises(RuntimeError) as error:
+        pipe.step(x, target=target, loss_fn=nn.functional.mse_loss)
+    assert all(param.grad is None for param in pipe.parameters())
+    if dist.get_rank(ranks) == 0:
+        optimizer.unhook()
+    pipe.step(x, target=target, loss_fn=nn.functional.mse_loss)
+    return str(error.value)
+
+
+def another_number_of_micro_batches(ranks: Any) -> list[str]:
+    """Of a pipeline with more micro-batches than were said, and of one that steps twice."""
+    pipe = DistributedPipe(layers(Case()), "zb_v", balance=[2] * 4, chunks=CHUNKS, group=ranks)
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    optimizer = AdaScale(
+        torch.optim.SGD(pipe.parameters(), lr=LR),
+        num_gradients_to_accumulate=CHUNKS - 1,
+        process_group=alone,
+        model_parallel_group=ranks,
+    )
+    x, target = batch_of(0, 0, CHUNKS)
+    found = []
+    with pytest.raises(RuntimeError) as error:
+        pipe.step(x, target=target, loss_fn=nn.functional.mse_loss)
+    assert all(param.grad is None for param in pipe.parameters())
+    found.append(str(error.value))
+    optimizer.set_num_gradients_to_accumulate(CHUNKS)
+    pipe.step(x, target=target, loss_fn=nn.functional.mse_loss)
+    before = [param.grad.clone() for param in pipe.parameters() if param.grad is not None]
+    gain = optimizer.gain()
+    with pytest.raises(StageError) as error:
+        pipe.step(x, target=target, loss_fn=nn.functional.mse_loss)
+    found.append(str(error.value))
+    assert all(map(torch.equal, before, [param.grad for param in pipe.parameters() if param.grad is not None]))
+    assert optimizer.gain() == gain > 1
+    optimizer.unhook()
+    return found
+
+
+def of_several(cases: Sequence[Case], num_replicas: int) -> tuple[dict[Case, list[list[float]]], list[Any]]:
+    shape = (num_replicas, dist.get_world_size() // num_replicas)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replica", "pipe"))
+    ranks, replicas = mesh.get_group("pipe"), mesh.get_group("replica")
+    if num_replicas > 1:
+        more = gains_of_divided_layers(ranks, replicas)
+    else:
+        more = [measured_on_one_rank_alone(ranks), *another_number_of_micro_batches(ranks)]
+    return {case: gains(case, ranks, replicas) for case in cases}, more
+
+
+def check(cases: Sequence[Case], num_replicas: int) -> list[list[Any]]:
+    """Compares the gains of pipelines of two ranks with those of one process; returns what else ranks have found."""
+    references: dict[Case, list[list[float]]] = {}
+    wrong: dict[tuple[int, Case], float] = {}
+    results = run_ranks(of_several, 2 * num_replicas, cases, num_replicas)
+    for rank, (found, _) in enumerate(results):
+        for case, numbers in found.items():
+            same = replace(case, schedule="1f1b", wrap="", how="")
+            expected = references.get(same) or references.setdefault(same, plain(same, num_replicas))
+            assert all(1.001 < row[0] < 2 * num_replicas * case.chunks * case.steps_each for row in expected[1:])
+            pairs = [pair for mine, its in zip(numbers, expected, strict=True) for pair in zip(mine, its, strict=True)]
+            worst = max(abs(mine / its - 1) for mine, its in pairs)
+            if not worst < GAIN:
+                wrong[rank, case] = worst
+    assert wrong == {}
+    return [more for _, more in results]
+
+
+def test_the_gain_is_that_of_one_process_with_every_schedule_and_whatever_happens_in_a_step() -> None:
+    cases = [Case(schedule, adam, tied=not adam) for schedule in SCHEDULES for adam in (False, True)]
+    cases += [
+        Case("zb_v", adam=True, tied=True, steps_each=2),
+        Case("1f1b", adam=True, tied=True),
+        Case("zb_h1", frozen=4),
+        Case("zb_v", adam=True, frozen=2, steps_each=2),
+        Case("1f1b", chunks=1),
+        Case("interleaved_1f1b", tied=True, chunks=1),
+        *(Case(schedule, tied=True, how=how) for schedule in ("1f1b", "zb_v") for how in ("failed", "stepped")),
+        *(Case("zb_h1", how=how) for how in ("scaled", "evaluated", "clipped", "checkpointed", "told little")),
+        Case("zb_h1", how="failed", steps_each=2),
+    ]
+    for one_alone, too_many, twice in check(cases, 1):
+        assert "on the ranks [0] of the pipeline and not on [1], which hold 0.weight" in one_alone
+        assert "expected 3 backward passes between two steps, but 4 came" in too_many
+        assert "num_gradients_to_accumulate=4" in too_many
+        assert "expected 4 backward passes between two steps, but 5 came" in twice
+
+
+def test_so_it_is_where_stages_have_replicas_or_are_divided() -> None:
+    cases = [
+        Case(schedule, adam, tied, wrap=wrap)
+        for wrap in ("ddp", "fsdp", "sdp", "ddp and oss")
+        for schedule, adam, tied in (("1f1b", True, True), ("zb_h1", False, False), ("zb_v", True, False))
+        if wrap != "sdp" or schedule not in TWO_STAGES  # Each OSS has one wrapper, and so one stage.
+    ]
+    cases += [
+        Case("zb_v", tied=True, wrap="ddp", how="failed"),
+        Case("1f1b", frozen=4, wrap="fsdp", steps_each=2),
+        Case("interleaved_1f1b", tied=True, wrap="ddp", steps_each=2),
+        Case("zb_v", wrap="fsdp", how="scaled"),
+        Case("zb_v", wrap="ddp", how="told little"),
+    ]
+    expected = plain_gains_of_words()
+    assert all(gain > 1.001 for gain in expected)
+    for found in check(cases, 2):
+        assert found == pytest.approx(expected, rel=GAIN)

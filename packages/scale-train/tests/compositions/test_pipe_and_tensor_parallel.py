@@ -7,6 +7,7 @@ whatever the schedule does, also where gradients of inputs and of parameters are
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -14,12 +15,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from scale_core import clip_grad_norm
 from scale_core.testing import run_ranks
 
 pytest.importorskip("scale_pipe")
 pytest.importorskip("scale_tp")
-from scale_pipe import DistributedPipe, split
-from scale_tp import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from scale_pipe import DistributedPipe, Pipe, split
+from scale_tp import (
+    ColumnParallelLinear,
+    ParallelLayerNorm,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    load_full_tensors,
+)
 
 STEPS, CHUNKS = 3, 4
 
@@ -101,6 +109,53 @@ def train() -> dict[str, list[float]]:
         optimizer.step()
         optimizer.zero_grad()
     return found
+
+
+def sequential(divided: bool) -> nn.Sequential:
+    """Layers one after the other; divided, some of them on a part of the sequence [batch, sequence, features]."""
+    torch.manual_seed(2)
+    plain = nn.Sequential(
+        nn.Embedding(7, 6), nn.LayerNorm(6), nn.Linear(6, 9), nn.GELU(), nn.Linear(9, 6), nn.Linear(6, 5)
+    )
+    if not divided:
+        return plain
+    options: Any = {"group": dist.group.WORLD, "sequence_parallel": True}
+    layers = nn.Sequential(
+        VocabParallelEmbedding(7, 6, **options),
+        ParallelLayerNorm(6, group=dist.group.WORLD),
+        ColumnParallelLinear(6, 9, gather_output=False, **options),
+        nn.GELU(),
+        RowParallelLinear(9, 6, input_is_parallel=True, **options),
+        ColumnParallelLinear(6, 5, **options),
+    )
+    load_full_tensors(layers, plain.state_dict())
+    return layers
+
+
+def in_one_process() -> None:
+    """Each rank has a pipeline of its own, with its parts of all layers; both clocks tick alike."""
+    data = torch.randint(7, (5, 3), generator=torch.Generator().manual_seed(4))
+    target = torch.randn(5, 3, 5, generator=torch.Generator().manual_seed(5))
+    for checkpoint in ("never", "except_last", "always"):
+        found = []
+        for divided in (False, True):
+            layers = sequential(divided)
+            model: nn.Module = layers
+            if divided:
+                model = Pipe(layers, [2, 2, 2], devices=["cpu"] * 3, chunks=2, checkpoint=checkpoint)
+            optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-3), []
+            for _ in range(STEPS):
+                optimizer.zero_grad()
+                loss = nn.functional.mse_loss(model(data), target)
+                loss.backward()
+                losses += [loss.item(), clip_grad_norm(list(model.parameters()), 0.1).item()]
+                optimizer.step()
+            found.append(losses)
+        assert found[1] == pytest.approx(found[0], rel=1e-5), checkpoint
+
+
+def test_the_layers_of_a_pipeline_in_one_process_may_be_divided() -> None:
+    run_ranks(in_one_process, 2)
 
 
 def plain() -> list[float]:

@@ -6,13 +6,14 @@ spreads the model, three steps with clipped gradients equal plain PyTorch.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
@@ -99,14 +100,18 @@ def loss_of(model: nn.Module, step: int, replica: int) -> Tensor:
 
 
 def plain(optimizer_class: type[torch.optim.Optimizer] = SGD) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """What two replicas come to, on one process: the state, and the norms of the gradients before they were clipped."""
+    """What two replicas come to, on one process: the state, and the norms of the gradients before they were clipped.
+
+    Of each step there are two, [sum of squares' root, largest magnitude].
+    """
     model, norms = Net().double(), []
     optimizer = optimizer_class(model.parameters(), lr=LR)
     for step in range(STEPS):
         optimizer.zero_grad()
         for replica in range(2):
             (loss_of(model, step, replica) / 2).backward()
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), CLIP))
+        largest = nn.utils.clip_grad_norm_(model.parameters(), math.inf, math.inf)
+        norms.append(torch.stack([nn.utils.clip_grad_norm_(model.parameters(), CLIP), largest]))
         optimizer.step()
     return model.state_dict(), norms
 
@@ -131,9 +136,12 @@ def spread(kind: str, data: Group, tensor: Group) -> tuple[nn.Module, Net, Any]:
 
 
 def clip(optimizer: Any, model: nn.Module) -> Tensor:
+    """The norms of a step, as `plain` has them."""
     if isinstance(optimizer, OSS):
-        return optimizer.clip_grad_norm(CLIP)
-    return clip_grad_norm(list(model.parameters()), CLIP)
+        largest = optimizer.clip_grad_norm(math.inf, math.inf)
+        return torch.stack([optimizer.clip_grad_norm(CLIP), largest])
+    largest = grad_norm(list(model.parameters()), math.inf)
+    return torch.stack([clip_grad_norm(list(model.parameters()), CLIP), largest])
 
 
 KINDS = ("ddp", "ddp sequence", "fsdp", "fsdp sequence checkpointed", "sharded ddp", "sharded ddp sequence")
@@ -187,10 +195,15 @@ def test_two_axes_train_as_one_process_and_their_snapshots_are_read_at_any_numbe
 
 
 def _stages() -> None:
-    expected, norms = plain()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "tensor"))
+    for sequence_parallel in (False, True):
+        _stages_train(mesh, sequence_parallel)
+
+
+def _stages_train(mesh: DeviceMesh, sequence_parallel: bool) -> None:
+    expected, norms = plain()
     model = Net().double()
-    parallelize(model, PLAN, mesh["tensor"])
+    parallelize(model, PLAN, mesh["tensor"], sequence_parallel=sequence_parallel)
     pipe = DistributedPipe(split(model, ["blocks.1"]), "1f1b", chunks=2, group=mesh["stage"])
     optimizer = SGD(pipe.parameters(), lr=LR)
     for step in range(STEPS):
@@ -201,7 +214,7 @@ def _stages() -> None:
         # Over the stages and, in each, over the ranks that divide it.
         own = grad_norm(params).double() ** 2
         torch.distributed.all_reduce(own, group=mesh["stage"].get_group())
-        torch.testing.assert_close(own.sqrt(), norms[step], rtol=1e-6, atol=0)
+        torch.testing.assert_close(own.sqrt(), norms[step][0], rtol=1e-6, atol=0)
         torch._foreach_mul_([param.grad for param in params], float(torch.clamp(CLIP / (own.sqrt() + 1e-6), max=1.0)))
         optimizer.step()
     for name, param in model.named_parameters():

@@ -6,6 +6,7 @@ process, with the whole batch.
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 import scale_tp
 from scale_core import grad_norm, shard_of
 from scale_core.dcp import dcp_target
+from scale_core.group import Group
 from scale_core.state import load_sharded_state_dict, sharded_state_dict
 from scale_core.testing import run_ranks
 from scale_fsdp import fully_shard
@@ -172,6 +174,54 @@ def built_on_meta() -> None:
     assert len(shard_of(model.up.weight).axes) == 2
 
 
+class Attending(nn.Module):
+    """A block whose attention goes over all of a sequence of which a rank has a part."""
+
+    def __init__(self, divided: bool) -> None:
+        super().__init__()
+        options: Any = {"attend": scale_tp.ring_attention} if divided else {"group": Group()}
+        self.attention = scale_tp.ParallelAttention(6, 3, 1, 2, causal=True, **options)
+        self.head = scale_tp.ColumnParallelLinear(6, 5, **({"group": Group()} if not divided else {}))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x + self.attention(x))
+
+
+def with_a_context_axis() -> None:
+    """Two ranks divide the layers, two the sequence; shards stand along the context axis, and norms over both."""
+    scale_tp.initialize_model_parallel(2, context_parallel_size=2)
+    x, target = (torch.randn(2, 8, size, generator=torch.Generator().manual_seed(size)) for size in (6, 5))
+    torch.manual_seed(5)
+    plain = Attending(False)
+    torch.manual_seed(5)
+    model = fully_shard(Attending(True), process_group=scale_tp.get_data_context_parallel_group())
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.05, eps=1e-3) for each in (plain, model)]
+    ranks = scale_tp.get_data_context_parallel_world_size()
+    part, wanted = (scale_tp.split_sequence(tensor) for tensor in (x, target))
+    for _ in range(STEPS):
+        losses = []
+        for each, given, to_be, share in ((plain, x, target, 1), (model, part, wanted, ranks)):
+            loss = (each(given) - to_be).square().sum() / (target.numel() / share)
+            loss.backward()
+            losses.append(loss.detach() / share)
+        dist.all_reduce(losses[1], group=scale_tp.get_data_context_parallel_group())
+        torch.testing.assert_close(losses[1], losses[0])
+        for norm_type in (2.0, math.inf):
+            expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.5, norm_type)
+            torch.testing.assert_close(model.clip_grad_norm_(0.5, norm_type).float(), expected)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def in_other_axes() -> None:
+    with_torchs_own()
+    scale_tp.destroy_model_parallel()
+    over_the_ranks_of_a_layer()
+    scale_tp.destroy_model_parallel()
+    with_a_context_axis()
+
+
 def sharded_gradients(folder: str) -> None:
     scale_tp.initialize_model_parallel(2)
     for number, sequence_parallel in enumerate((False, True)):
@@ -197,6 +247,22 @@ def with_torchs_own() -> None:
     torch.testing.assert_close(grad_norm(model.parameters()), expected)
 
 
+def over_the_ranks_of_a_layer() -> None:
+    """Who would take the parts of one rank for those of all is refused, and has changed nothing."""
+    scale_tp.initialize_model_parallel(2)
+    model = divided_model(False)
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    for group in (scale_tp.get_model_parallel_group(), None):
+        for wrap, who in (
+            (lambda group=group: nn.parallel.DistributedDataParallel(model, process_group=group), "Distributed"),
+            (lambda group=group: fully_shard(model, process_group=group), "fully_shard"),
+            (lambda group=group: OSS(model.parameters(), torch.optim.SGD, lr=0.1, group=group), "OSS"),
+        ):
+            with pytest.raises(ValueError, match=rf"^{who}.* is a part \[.*as ranks that hold the same: give it those"):
+                wrap()
+    assert all(torch.equal(param, before[name]) for name, param in model.named_parameters())
+
+
 @pytest.mark.parametrize("way", [fully_sharded, sharded_gradients], ids=["fsdp", "oss"])
 def test_layers_divided_along_one_axis_train_sharded_along_the_other(way: Callable[[str], None]) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -205,5 +271,5 @@ def test_layers_divided_along_one_axis_train_sharded_along_the_other(way: Callab
         run_ranks(way, 4, folder)
 
 
-def test_the_norm_counts_each_element_once_under_torchs_own_data_parallel() -> None:
-    run_ranks(with_torchs_own, 4)
+def test_torchs_own_data_parallel_and_a_context_axis_count_each_element_once() -> None:
+    run_ranks(in_other_axes, 4)

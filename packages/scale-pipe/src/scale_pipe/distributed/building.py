@@ -15,7 +15,7 @@ from scale_pipe.models.skip_words import SkipKey
 from scale_pipe.models.split import shared_parameters
 from scale_pipe.schedules.classic import gpipe, interleaved_1f1b, looped_breadth_first, one_forward_one_backward
 from scale_pipe.schedules.dual_pipe import dual_pipe_v
-from scale_pipe.schedules.placement import Placement, check_positive
+from scale_pipe.schedules.placement import Placement, check_positive, plain_integer
 from scale_pipe.schedules.schedule import Schedule
 from scale_pipe.schedules.validation import validate
 from scale_pipe.schedules.zero_bubble import v_half, v_min, zb_h1, zb_v
@@ -65,6 +65,7 @@ def schedule_for(
             f"expected a schedule or its name, but got {type(schedule).__name__}: one of {', '.join(NAMES)}"
         )
     name = schedule.lower().replace("-", "_")
+    num_micro_batches = plain_integer(num_micro_batches) or num_micro_batches  # NumPy's integers, too.
     check_positive(chunks=num_micro_batches)
     if stages_per_rank is not None:
         check_positive(stages_per_rank=stages_per_rank)

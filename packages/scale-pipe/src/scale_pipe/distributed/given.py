@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from scale_pipe.distributed.messages import Failure, Share
+from scale_pipe.distributed.samples import Samples
 from scale_pipe.distributed.stage import ToLoss
 
 
@@ -32,6 +33,7 @@ class Given(NamedTuple):
         on_step: Called for each stage where the schedule steps it; returns the stages whose parameters were updated.
         failure: What was wrong with it.
         cause: What was raised then.
+        samples: Tells of the step to whoever measures gradients; None in an evaluation.
     """
 
     shares: Sequence[Share] = ()
@@ -41,3 +43,4 @@ class Given(NamedTuple):
     on_step: Callable[[int], Sequence[int]] | None = None
     failure: Failure | None = None
     cause: Exception | None = None
+    samples: Samples | None = None

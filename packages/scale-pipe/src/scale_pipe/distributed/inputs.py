@@ -13,6 +13,7 @@ from scale_pipe.distributed.given import Given, Parts
 from scale_pipe.distributed.messages import Pass, Share
 from scale_pipe.distributed.stage import ToLoss
 from scale_pipe.distributed.stepping import Optimizers, stepper
+from scale_pipe.mean_loss import check_is_mean
 from scale_pipe.micro_batches import Arguments, batch_size_of, cut, micro_batch_sizes, scatter
 from scale_pipe.schedules.schedule import Schedule
 
@@ -105,6 +106,7 @@ def _cut(inputs: Any, chunks: int, device: torch.device) -> Parts:
 
 
 def _loss_of(asked: Asked, chunks: int, device: torch.device) -> ToLoss:
+    check_is_mean(asked.loss_fn)
     loss_fn, targets = asked.loss_fn, Parts([], None)
     if asked.target is not None:
         targets = _cut(asked.target, chunks, device)

@@ -15,14 +15,15 @@ from scale_core.last_words import LastWords
 from scale_core.pending import TransferError
 from scale_pipe.distributed import failure as failures
 from scale_pipe.distributed.given import Given
-from scale_pipe.distributed.links import Links
+from scale_pipe.distributed.links import LinkError, Links
 from scale_pipe.distributed.measuring import spans_of
 from scale_pipe.distributed.messages import Failure, Pass
-from scale_pipe.distributed.order import Order
 from scale_pipe.distributed.replicas import gradients_of
 from scale_pipe.distributed.runtime import Run
+from scale_pipe.distributed.samples import Samples
 from scale_pipe.distributed.shared import Shared
 from scale_pipe.distributed.stage import Stage
+from scale_pipe.distributed.traffic import Traffic
 from scale_pipe.distributed.verdict import Verdict, agree_on_end, mean_loss
 from scale_pipe.schedules.simulation import Span
 
@@ -65,14 +66,11 @@ class Passes:
         self._number += 1
         self._kind = kind
 
-    def run(
-        self, orders: Mapping[Pass, Order], links: Links, stages: Mapping[int, Stage], given: Given, shared: Shared
-    ) -> tuple[Run, Verdict]:
+    def run(self, traffic: Traffic, stages: Mapping[int, Stage], given: Given, shared: Shared) -> tuple[Run, Verdict]:
         """Goes through a list, and returns what came of it here, and what all ranks know of it.
 
         Args:
-            orders: What this rank does in passes of each kind.
-            links: To the others.
+            traffic: What this rank does in passes of each kind, and by which links.
             stages: Of this rank.
             given: What it is given.
             shared: The parameters that it shares with others.
@@ -81,14 +79,16 @@ class Passes:
             StageError: A stage has failed, on whichever rank.
             ScaleDistributedError: The ranks have lost each other.
         """
-        run = Run(self._group, self._kind, orders, stages, links, given, shared, self._limit)
+        run = Run(self._group, self._kind, traffic.orders, stages, traffic.links, given, shared, self._limit)
+        heard = given.samples is not None and given.samples.is_heard
         began, clock = time.time(), time.perf_counter()
         try:
             run.go()
             if run.failure is not None and run.failure.lost:
                 self._lose(run.failure)
             loss = mean_loss(run.losses, run.shares) if run.losses else None
-            verdict = agree_on_end(self._group, failed=run.failure is not None, loss=loss, limit_seconds=self._limit)
+            failed = run.failure is not None
+            verdict = agree_on_end(self._group, failed=failed, loss=loss, heard=heard, limit_seconds=self._limit)
             if verdict.failed:
                 self._give_up(run)
         except TransferError as error:
@@ -98,8 +98,19 @@ class Passes:
         except BaseException as error:  # The others may still wait for this rank, which has left its list.
             self._broken = self._broken or f"rank {self._group.rank} left step {self._number}: {error!r}"
             raise
+        if given.samples is not None and verdict.heard:
+            self._tell(given.samples, verdict, run, traffic.sample_links)
         self.last = spans_of(run.times, self._group.rank, clock), began
         return run, verdict
+
+    def _tell(self, samples: Samples, verdict: Verdict, run: Run, links: Links) -> None:
+        """Tells those who measure gradients of a step that has gone well on all ranks."""
+        number = next(iter(run.shares.values())).num_micro_batches
+        try:
+            samples.add_up(verdict.heard, number, links)
+        except LinkError as error:
+            self._lose(failures.of_link(error, rank=self._group.rank, stage=error.slot.target))
+        samples.end(number)
 
     def _give_up(self, run: Run) -> NoReturn:
         """Raises on all ranks what was raised on one."""

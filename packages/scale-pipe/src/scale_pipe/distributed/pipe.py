@@ -12,6 +12,7 @@ from scale_core import Contract, GroupLike, group_of
 from scale_core.group import check_not_forgotten
 from scale_core.messages import HOST
 from scale_core.numbering import next_number
+from scale_core.samples import announces_samples
 from scale_pipe.checkpoint_mode import Checkpoint, check_checkpoint
 from scale_pipe.distributed.building import (
     SOLVE,
@@ -24,12 +25,12 @@ from scale_pipe.distributed.building import (
 from scale_pipe.distributed.failure import of_error
 from scale_pipe.distributed.given import Given
 from scale_pipe.distributed.inputs import Asked, LossFunction, given_for
-from scale_pipe.distributed.measurable import check_measurable
 from scale_pipe.distributed.measuring import costs_of, gathered_spans, link_times, measured, solved
 from scale_pipe.distributed.messages import Pass
 from scale_pipe.distributed.passes import Passes, kept_gradients
 from scale_pipe.distributed.plain_face import PlainFace
 from scale_pipe.distributed.replicas import check_apart, gradients_of
+from scale_pipe.distributed.samples import Samples
 from scale_pipe.distributed.shared import Shared
 from scale_pipe.distributed.stage import Stage
 from scale_pipe.distributed.state import StagesState, clip_over_stages
@@ -133,6 +134,7 @@ class DistributedPipe(PlainFace):
         self._num_steps = 0
         self._wished = HOST if device is None else torch.device(device)
         self._prepare()
+        announces_samples(self, self.group)
         self._shared = Shared(self._wiring.shared, placement, self.group.rank, self._tied.now(self, self.stages))
         self._shared.make_equal(self._traffic.host_links, placement, self.group.rank)
 
@@ -208,10 +210,18 @@ class DistributedPipe(PlainFace):
         self._begin(Pass.STEP)
         # In whatever mode a step is called it computes gradients, and such as can be used outside of inference mode.
         with torch.inference_mode(False), torch.enable_grad():
-            with kept_gradients(self.stages.values(), self._runners):
-                given = self._checked(given_for(asked, Pass.STEP, self._schedule, self.group.rank, self._device))
+            given = given_for(asked, Pass.STEP, self._schedule, self.group.rank, self._device)
+            samples = Samples(self._wiring.shared, self._schedule.placement, self.group.rank)
+            on_step = None
+            with kept_gradients(self.stages.values(), self._runners), samples:
+                given = self._checked(given._replace(samples=samples), samples)
+                if samples.is_heard:  # How far an optimizer goes all ranks know at the end of the step alone.
+                    on_step, given = given.on_step, given._replace(on_step=None)
                 self._shared.begin()
                 _, verdict = self._run(given)
+            if on_step is not None:
+                for stage in self.stages:
+                    on_step(stage)
             loss = verdict.loss_on(self._device)
             assert loss is not None
         self._num_steps += 1
@@ -258,7 +268,7 @@ class DistributedPipe(PlainFace):
         return output if loss is None else (loss, output) if with_output else loss
 
     def _run(self, given: Given) -> tuple[Any, Verdict]:
-        run, verdict = self._passes.run(self._traffic.orders, self._traffic.links, self._runners, given, self._shared)
+        run, verdict = self._passes.run(self._traffic, self._runners, given, self._shared)
         return run.output, verdict
 
     def _begin(self, kind: Pass) -> None:
@@ -277,8 +287,8 @@ class DistributedPipe(PlainFace):
                 pops, stashes = self._keys(index, pops=True), self._keys(index, pops=False)
                 self._runners[index] = Stage(index, module, pops, stashes, self.checkpoint)
 
-    def _checked(self, given: Given) -> Given:
-        """Looks at wrappers and shared parameters again; what is wrong there fails the step on all ranks alike."""
+    def _checked(self, given: Given, samples: Samples) -> Given:
+        """Looks at wrappers and shared parameters again, and announces the step; an error fails it on all ranks."""
         try:
             if self._are_new:
                 check_apart(self.stages)
@@ -287,9 +297,9 @@ class DistributedPipe(PlainFace):
             self._shared.look_again(tied)
             for runner in self._runners.values():
                 runner.shared = [param for param, _ in tied.values()]
-            check_measurable(self.stages, self._runners, splits=self._traffic.orders[Pass.STEP].splits)
-        except ValueError as error:
-            words = "what its stages are wrapped in"
+            samples.begin(self.stages, {name: param for name, (param, _) in tied.items()})
+        except Exception as error:
+            words = "what its stages are wrapped in, or measured by"
             return given._replace(
                 failure=of_error(error, rank=self.group.rank, stage=min(self.stages), micro_batch=-1, doing=words),
                 cause=error,

@@ -36,6 +36,7 @@ class Flow(StrEnum):
     ACTIVATION = "activation"
     GRADIENT = "gradient"
     SHARED = "gradient of a shared parameter"
+    SAMPLE = "one micro-batch's gradient of a shared parameter"
     STATE = "state"
     PROBE = "probe of the link"
 

@@ -23,7 +23,7 @@ from scale_pipe.distributed.replicas import Replicas
 from scale_pipe.distributed.split_backward import Backward
 from scale_pipe.micro_batches import Arguments
 from scale_pipe.models.deferred_batch_norm import begin_mini_batch
-from scale_pipe.models.partition import run_layers
+from scale_pipe.models.partition import contents_in_words, run_layers
 from scale_pipe.models.skip_carrying import run_with_skips
 from scale_pipe.models.skip_words import SkipKey
 
@@ -104,16 +104,8 @@ class Stage:
         """
         self._counted = False
         self.replicas = Replicas(self.module, self.shared)
-        self._splits = self.would_split(splits=splits)
+        self._splits = splits and self._checkpoint == "never" and not self.replicas.any and not _recomputes(self.module)
         self._kept_memory = {_memory(buffer) for buffer in self.module.buffers()}
-
-    def would_split(self, *, splits: bool) -> bool:
-        """Whether it computes gradients of inputs and of parameters apart.
-
-        Args:
-            splits: The schedule asks for it.
-        """
-        return splits and self._checkpoint == "never" and not self.replicas.any and not _recomputes(self.module)
 
     def forward(
         self,
@@ -250,6 +242,9 @@ class _Run(nn.Module):
         super().__init__()
         self.module = module
         self._clones = clones
+
+    def _get_name(self) -> str:
+        return f"stage with {contents_in_words(self.module)}"
 
     def forward(self, popped: Mapping[SkipKey, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Calls it, and returns its output and what it has stashed."""

@@ -13,7 +13,16 @@ from scale_core.messages import HOST, UNIT_TAGS
 from scale_pipe.distributed.links import Links
 from scale_pipe.distributed.messages import Pass
 from scale_pipe.distributed.order import Order
-from scale_pipe.distributed.plan import Send, Slot, Wiring, forward_plan, plan, probe_slots, shared_slots
+from scale_pipe.distributed.plan import (
+    Send,
+    Slot,
+    Wiring,
+    forward_plan,
+    plan,
+    probe_slots,
+    shared_slots,
+)
+from scale_pipe.distributed.samples import sample_slots
 from scale_pipe.distributed.state import state_slots
 from scale_pipe.schedules.schedule import Schedule
 
@@ -27,12 +36,14 @@ class Traffic(NamedTuple):
         links: To the ranks beside it, in passes.
         probes: Over which links are measured.
         host_links: Beside passes, and for what all holders of a parameter tell each other: on the host.
+        sample_links: For gradients of shared parameters by micro-batch, after a step that is measured.
     """
 
     orders: Mapping[Pass, Order]
     links: Links
     probes: Links
     host_links: Links
+    sample_links: Links
 
     def compute_on(self, device: torch.device) -> None:
         """Says where this rank computes.
@@ -42,6 +53,7 @@ class Traffic(NamedTuple):
         """
         self.links.compute_on(device)
         self.probes.compute_on(device)
+        self.sample_links.compute_on(device)
 
 
 def traffic_of(
@@ -69,11 +81,13 @@ def traffic_of(
     slots = [task.slot for tasks in plans for task in tasks if isinstance(task, Send)]
     probes = [slot for pair in probe_slots(schedule.placement).values() for slot in pair]
     kept = [*shared_slots(schedule.placement, wiring.shared), *state_slots(schedule.placement)]
+    samples = sample_slots(schedule.placement, wiring.shared, schedule.num_micro_batches)
     # Of what else this group sends, no message is taken for one of these.
     first = message_tag(Event(f"pipeline {number}", schedule.name)) - UNIT_TAGS.start
-    tags = (UNIT_TAGS[(first + index) % len(UNIT_TAGS)] for index in range(len(slots) + len(probes) + len(kept)))
+    num_tags = len(slots) + len(probes) + len(kept) + len(samples)
+    tags = (UNIT_TAGS[(first + index) % len(UNIT_TAGS)] for index in range(num_tags))
 
     def linked(slots: Sequence[Slot], where: torch.device) -> Links:
         return Links(group, {slot: next(tags) for slot in slots}, where, limit_seconds)
 
-    return Traffic(orders, linked(slots, device), linked(probes, device), linked(kept, HOST))
+    return Traffic(orders, linked(slots, device), linked(probes, device), linked(kept, HOST), linked(samples, device))

@@ -23,11 +23,13 @@ class Verdict(NamedTuple):
         failed: The ranks on which it was given up.
         loss: Its mean loss; None where nobody has one.
         dtype: That of the loss.
+        heard: The ranks on which somebody measures gradients by micro-batch.
     """
 
     failed: list[int]
     loss: float | None
     dtype: torch.dtype
+    heard: list[int]
 
     def loss_on(self, device: torch.device) -> Tensor | None:
         """Returns the loss as a scalar.
@@ -38,13 +40,16 @@ class Verdict(NamedTuple):
         return None if self.loss is None else torch.tensor(self.loss, dtype=self.dtype, device=device)
 
 
-def agree_on_end(group: Group, *, failed: bool, loss: Tensor | None, limit_seconds: float | None) -> Verdict:
+def agree_on_end(
+    group: Group, *, failed: bool, loss: Tensor | None, heard: bool = False, limit_seconds: float | None
+) -> Verdict:
     """Tells all ranks how the pass went here; the one place where a step waits for what a device has computed.
 
     Args:
         group: All ranks, which are all here.
         failed: It was given up here.
         loss: A scalar, on the rank of the last stage.
+        heard: Somebody measures gradients by micro-batch here.
         limit_seconds: How long to wait for another rank.
 
     Raises:
@@ -54,12 +59,11 @@ def agree_on_end(group: Group, *, failed: bool, loss: Tensor | None, limit_secon
     if loss is not None and not failed:
         (bits,) = struct.unpack("<q", struct.pack("<d", float(loss)))
         dtype = _DTYPES.index(loss.dtype) if loss.dtype in _DTYPES else 0
-    rows = exchange([int(failed), bits, dtype, 0, 0], group, limit_seconds=limit_seconds)
+    rows = exchange([int(failed), bits, dtype, int(heard), 0], group, limit_seconds=limit_seconds)
     known = next((row for row in rows if row[2] >= 0), None)
     value = None if known is None else struct.unpack("<d", struct.pack("<q", known[1]))[0]
-    return Verdict(
-        [rank for rank, row in enumerate(rows) if row[0]], value, _DTYPES[known[2]] if known else torch.float32
-    )
+    failed_ranks, heard_ranks = ([rank for rank, row in enumerate(rows) if row[place]] for place in (0, 3))
+    return Verdict(failed_ranks, value, _DTYPES[known[2]] if known else torch.float32, heard_ranks)
 
 
 def mean_loss(losses: Mapping[int, Tensor], shares: Mapping[int, Share]) -> Tensor:

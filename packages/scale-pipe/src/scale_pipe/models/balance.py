@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from scale_pipe.distributed.building import SOLVE, schedule_for
-from scale_pipe.micro_batches import check_chunks, scatter
+from scale_pipe.micro_batches import check_chunks, scatter_each
 from scale_pipe.models.block_partition import block_partition
 from scale_pipe.models.partition import check_sequential
 from scale_pipe.models.profiling import StageTimes, layer_bytes, layer_times
@@ -29,6 +29,9 @@ def balance_by_time(
 ) -> list[int]:
     """Balances the times of forward and backward: the slowest partition is as quick as can be.
 
+    Of each layer the quickest of its runs counts, by the wall clock, so that one which waits counts as well; on the CPU
+    with one thread.
+
         >>> import torch
         >>> from scale_pipe import balance_by_time
         >>> module = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6)))
@@ -39,7 +42,7 @@ def balance_by_time(
         partitions: How many.
         module: The layers. They are measured as copies, one at a time, in training mode; the module is not touched.
         sample: What the first layer takes: a micro-batch, on any device.
-        timeout: Seconds to spend; longer is steadier.
+        timeout: Seconds of wall clock to spend, after each layer has run twice; longer is steadier.
         device: Where to measure; None for where the module is.
 
     Returns:
@@ -82,10 +85,10 @@ def balance_by_size(
         ValueError: As in `balance_by_time`; or chunks is not positive, or param_scale is negative.
     """
     _check(partitions, module)
-    check_chunks(chunks)
+    chunks = check_chunks(chunks)
     if not param_scale >= 0:
         raise ValueError(f"param_scale must not be negative, but is {param_scale}")
-    sizes = layer_bytes(module, scatter(input, chunks)[0], device)
+    sizes = layer_bytes(module, scatter_each(input, chunks)[0], device)
     return block_partition([size.activations + size.parameters * param_scale for size in sizes], partitions)
 
 

@@ -70,7 +70,7 @@ class DeferredBatchNorm(_BatchNorm):
         affine: bool = True,
         chunks: int = 1,
     ) -> None:
-        check_chunks(chunks)
+        chunks = check_chunks(chunks)
         super().__init__(num_features, eps, momentum, affine, track_running_stats=True)
         self.chunks = chunks
         self._expected: int | None = None
@@ -152,7 +152,7 @@ class DeferredBatchNorm(_BatchNorm):
         Raises:
             ValueError: Chunks is not positive; a lazy batch norm has no channels yet.
         """
-        check_chunks(chunks)
+        chunks = check_chunks(chunks)
         for name, part in module.named_modules():
             if isinstance(part, _BatchNorm) and isinstance(part, LazyModuleMixin):
                 raise ValueError(

@@ -63,6 +63,20 @@ def run_layers(layers: nn.Sequential, args: tuple[Any, ...], kwargs: Mapping[str
     return given.args[0]
 
 
+def contents_in_words(module: nn.Module) -> str:
+    """Says what a partition or a stage holds, for errors: "layers 2 (Linear), 3 (Tanh)", or its class.
+
+    Args:
+        module: Of a partition or a stage.
+    """
+    if not isinstance(module, nn.Sequential):
+        return str(module._get_name())
+    layers = [f"{name} ({layer._get_name()})" for name, layer in module.named_children()]
+    if len(layers) > 4:
+        return f"layers {layers[0]} to {layers[-1]}"
+    return f"{'layer' if len(layers) == 1 else 'layers'} {', '.join(layers)}"
+
+
 class Partitions(NamedTuple):
     """What `partition` returns.
 

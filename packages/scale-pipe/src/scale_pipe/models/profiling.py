@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from scale_checkpoint.live import LiveBytes, storage_bytes
-from scale_checkpoint.step import now, steady, undisturbed
+from scale_checkpoint.step import steady, undisturbed
 from scale_core.nested import map_tensors, tensors_in
 from scale_pipe.distributed.split_backward import Backward
 from scale_pipe.models.skip_carrying import run_with_skips
@@ -23,7 +24,10 @@ T = TypeVar("T")
 
 
 class StageTimes(NamedTuple):
-    """Seconds of one micro-batch: on the CPU those of one thread, elsewhere those until all is done.
+    """Seconds of wall clock of one micro-batch, until all of it is done: a layer that waits takes time as well.
+
+    They are the least of several runs, which is what other programs on the machine disturb least; on the CPU with one
+    thread, since threads that wait for one another are disturbed most.
 
     Attributes:
         forward: Of the forward.
@@ -67,8 +71,9 @@ def profile_stages(
 ) -> Costs:
     """Measures the stages of a model, as `solve` and `simulate` take it.
 
-    Each stage runs by itself on what the one before returns, in the mode that it is in. Gradients, buffers and random
-    numbers are afterwards what they were.
+    Each stage runs by itself on what the one before returns, in the mode that it is in. What counts is the wall clock,
+    and of its runs the quickest, on the CPU with one thread. Gradients, buffers and random numbers are afterwards what
+    they were.
 
         >>> import torch
         >>> from scale_pipe import profile_stages, solve, split
@@ -80,7 +85,7 @@ def profile_stages(
     Args:
         stages: Of `split`, or any modules that follow one another.
         args: One micro-batch, as the first stage takes it.
-        timeout: Seconds to spend on all stages, after each has run twice.
+        timeout: Seconds of wall clock to spend on all stages, after each has run twice.
         link: Seconds of a transfer, of all links or by link.
         kwargs: For the first stage, by keyword.
 
@@ -115,7 +120,7 @@ def layer_times(
     Args:
         module: The layers.
         sample: What the first one takes, on any device.
-        timeout: Seconds to spend on all layers, after each has run twice.
+        timeout: Seconds of wall clock to spend on all layers, after each has run twice.
         device: Where; None for that of the module.
     """
     return _each_layer(
@@ -185,30 +190,35 @@ def _times(module: nn.Module, given: _Passing, device: torch.device, timeout: fl
     """Runs a module until the time is spent, twice at least; returns the least of its times, and what follows."""
     with steady(device):
         _, passed = _run(module, given, device)  # Kernels prepare themselves at the first call.
-        runs: list[StageTimes] = []
-        spent = 0.0
-        while not runs or spent < timeout:
+        runs, end = [_run(module, given, device)[0]], _now(device) + timeout
+        while _now(device) < end:
             runs.append(_run(module, given, device)[0])
-            spent += sum(runs[-1]) or timeout
     return StageTimes(*map(min, zip(*runs, strict=True))), passed
+
+
+def _now(device: torch.device) -> float:
+    """Returns the wall clock's time, when all that the device was given to do is done."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()
 
 
 def _run(module: nn.Module, given: _Passing, device: torch.device) -> tuple[StageTimes, _Passing]:
     entered, leaves = _entered(given)
-    times = [now(device)]
+    times = [_now(device)]
     with torch.enable_grad():
         output, stashed = run_with_skips(module, entered.skips, *entered.args, **entered.kwargs)
-    times.append(now(device))
+    times.append(_now(device))
     roots = [tensor for tensor in tensors_in((output, list(stashed.values()))) if tensor.requires_grad]
     backward = Backward([get_gradient_edge(root) for root in roots], leaves)
     ones = [torch.ones_like(root) for root in roots]
     passed = _next(module, given, output, stashed)
     del roots, output
-    times.append(now(device))
+    times.append(_now(device))
     backward.run_inputs(ones)
-    times.append(now(device))
+    times.append(_now(device))
     backward.run_weights()
-    times.append(now(device))
+    times.append(_now(device))
     return StageTimes(times[1] - times[0], times[3] - times[2], times[4] - times[3]), passed
 
 

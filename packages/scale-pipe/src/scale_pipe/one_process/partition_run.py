@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from scale_checkpoint import checkpoint_wrapper
 from scale_checkpoint.randomness import Drawn, replaying
@@ -15,6 +16,7 @@ from scale_core.nested import map_tensors
 from scale_pipe.checkpoint_mode import works_in_place
 from scale_pipe.copying import copied_to
 from scale_pipe.micro_batches import Arguments
+from scale_pipe.models.partition import contents_in_words
 from scale_pipe.models.skip_carrying import run_with_skips
 from scale_pipe.models.skip_words import SkipKey
 
@@ -70,7 +72,7 @@ class PartitionRun(nn.Module):
 
 
 class RecomputedPartition(nn.Module):
-    """A partition as a function of what it is given and pops; errors of checkpointing have this name.
+    """A partition as a function of what it is given and pops; errors of checkpointing name its layers.
 
     Args:
         partition: Some layers.
@@ -79,6 +81,9 @@ class RecomputedPartition(nn.Module):
     def __init__(self, partition: nn.Module) -> None:
         super().__init__()
         self.partition = partition
+
+    def _get_name(self) -> str:
+        return f"partition with {contents_in_words(self.partition)}"
 
     def forward(self, args: Any, kwargs: Any, popped: Mapping[SkipKey, Any], draws: _Draws, clone: bool) -> Result:
         """The forward, and the recomputation."""
@@ -119,3 +124,7 @@ class _Draws:
             torch.cuda.init()
             found.append(torch.cuda.default_generators[self._device.index])
         return found
+
+
+# Known to whoever takes apart what a partition is given: it holds no tensor, and the recomputation gets the same one.
+pytree.register_pytree_node(_Draws, lambda draws: ([], draws), lambda _, draws: draws)

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from scale_pipe.checkpoint_mode import Checkpoint, check_checkpoint
-from scale_pipe.micro_batches import Arguments, check_chunks, gather, scatter
+from scale_pipe.gathering import gather
+from scale_pipe.micro_batches import Arguments, check_chunks, scatter, scatter_each
 from scale_pipe.models.deferred_batch_norm import DeferredBatchNorm, begin_mini_batch
 from scale_pipe.models.partition import check_balance, check_sequential, partition
 from scale_pipe.models.skip_layout import verify_skippables
@@ -79,7 +80,7 @@ class Pipe(nn.Module):
         deferred_batch_norm: bool = False,
     ) -> None:
         super().__init__()
-        _check_settings(chunks, checkpoint)
+        chunks = _checked(chunks, checkpoint)
         check_sequential(module)
         verify_skippables(module)
         numbers = None if balance is None else check_balance(balance, len(module))
@@ -107,7 +108,8 @@ class Pipe(nn.Module):
 
         Args:
             args: Of the first layer: tensors [N, ...], nested in any way, which are cut; everything else, and tensors
-                in a `NoChunk`, goes to each micro-batch. They may be on any device.
+                in a `NoChunk`, goes to each micro-batch. Tensors of different N are cut each by itself, in the same
+                shares, with a warning. They may be on any device.
             kwargs: Of the first layer, in the same way.
 
         Returns:
@@ -116,17 +118,17 @@ class Pipe(nn.Module):
 
         Raises:
             TypeError: There is no tensor to cut.
-            ValueError: Tensors have different numbers of samples; outputs cannot be put together.
+            ValueError: Tensors cannot be cut in the same shares; outputs cannot be put together.
             RuntimeError: A layer was replaced after the pipeline was made.
             Exception: What a layer has raised, with its own traceback, and a note on where that was. The next
                 mini-batch is not affected.
         """
-        _check_settings(self.chunks, self.checkpoint)
+        chunks = _checked(self.chunks, self.checkpoint)
         self._check_layers()
         if not self.partitions:
             (input,) = scatter(_only_input(args, kwargs), 1)
             return input
-        micro_batches = scatter(Arguments(args, kwargs), self.chunks)
+        micro_batches = scatter_each(Arguments(args, kwargs), chunks)
         checkpointed = {"always": len(micro_batches), "except_last": len(micro_batches) - 1, "never": 0}
         begin_mini_batch(self, len(micro_batches))
         return gather(self.pipeline.run(micro_batches, checkpointed[self.checkpoint] if self.training else 0))
@@ -214,9 +216,9 @@ def _keeping_modes(module: nn.Module) -> Iterator[None]:
             part.training = training
 
 
-def _check_settings(chunks: Any, checkpoint: Any) -> None:
-    check_chunks(chunks)
+def _checked(chunks: Any, checkpoint: Any) -> int:
     check_checkpoint(checkpoint)
+    return check_chunks(chunks)
 
 
 def _only_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

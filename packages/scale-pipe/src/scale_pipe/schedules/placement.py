@@ -14,9 +14,11 @@ last stage as well as the first: the gradient comes back where the batch went in
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import SupportsIndex
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,20 @@ class Placement:
         if not rest and self == Placement.wave(self.num_ranks, rounds):
             return "V" if rounds == 2 else "wave"
         return f"ranks {' '.join(map(str, self.rank_of))}"
+
+
+def plain_integer(number: object) -> int | None:
+    """Returns an integer of any library, as NumPy's, as one of Python's; None for what is none, as booleans are.
+
+    Args:
+        number: As a user gives it.
+    """
+    if isinstance(number, bool) or not isinstance(number, SupportsIndex):
+        return None
+    try:
+        return operator.index(number)
+    except TypeError:  # A tensor of several elements, or of floats.
+        return None
 
 
 def check_positive(**numbers: int) -> None:

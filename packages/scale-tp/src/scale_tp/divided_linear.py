@@ -1,0 +1,91 @@
+"""Linear layers that exist already, divided between ranks: torch's, and the transposed ones of transformers."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from scale_tp.divided import Divided
+from scale_tp.divided_randomness import DividedRandomness
+from scale_tp.entrance import SEQUENCE_DIM, Entrance
+from scale_tp.features import gather_features, scatter_features
+from scale_tp.linear_regions import column_product, product, row_total
+from scale_tp.split_sizes import Split
+
+
+class Columns(Divided):
+    """A linear layer of whose outputs each rank computes a part."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    entrance: Entrance
+    split: Split
+    gathers: bool
+    randomness: DividedRandomness | None
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Returns [..., outputs of this rank], or all outputs, for [..., inputs]."""
+        self.check_weight()
+        inside, transposed = self.entrance.enter(input), is_transposed(self)
+        output = column_product(inside, self.weight, self.bias, self.group, self.split, transposed=transposed)
+        if self.randomness is not None:
+            self.randomness.enter_if_wanted()
+        if not self.gathers:
+            return output
+        return gather_features(output, self.group, self.split)
+
+
+class Rows(Divided):
+    """A linear layer of whose inputs each rank has a part; the results are summed."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    split: Split
+    splits_input: bool
+    sums: bool
+    sequence_parallel: bool
+    path: str
+    overlap_pieces: int | None = None
+    randomness: DividedRandomness | None
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Returns [..., outputs] for [..., inputs of this rank], or all inputs."""
+        self.check_weight()
+        if self.randomness is not None:
+            self.randomness.leave()
+        if self.splits_input:
+            input = scatter_features(input, self.group, self.split)
+        if input.shape[-1] != self.split.sizes[self.group.rank]:
+            raise ValueError(
+                f"'{self.path}': expected the {self.split.sizes[self.group.rank]} of {self.split.total} inputs that "
+                f"rank {self.group.rank} of {self.group.size} has, got {input.shape[-1]}: the layer before it is "
+                "divided in another way, or hands on all of its outputs, where the style is 'rowwise_split_input'"
+            )
+        bias, transposed = self.bias, is_transposed(self)
+        if not self.sums:  # Of the summands, one brings the bias; its gradient is the same on all ranks.
+            output = product(input, self.weight, None, transposed=transposed)
+            return output if bias is None else output + (bias - bias.detach() if self.group.rank else bias)
+        return row_total(
+            input,
+            self.weight,
+            bias,
+            self.group,
+            sequence_dim=SEQUENCE_DIM if self.sequence_parallel else None,
+            overlap_pieces=self.overlap_pieces,
+            transposed=transposed,
+        )
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear layer with torch's own forward, or the transposed one of transformers."""
+    return type(module).forward is nn.Linear.forward or is_transposed(module)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether a module is the linear layer of transformers whose weight is [inputs, outputs]."""
+    own = getattr(module, "own_class", type(module))
+    return bool(own.__name__ == "Conv1D" and hasattr(module, "nf"))
+
+
+def outputs_dim(module: nn.Module) -> int:
+    """The dimension of the outputs in a linear layer's weight; the other one is that of the inputs."""
+    return 1 if is_transposed(module) else 0

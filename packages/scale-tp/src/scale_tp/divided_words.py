@@ -1,0 +1,57 @@
+"""Embeddings that exist already, divided between ranks by their words or by their width."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from scale_tp.divided import Divided
+from scale_tp.regions import gather_from_model_parallel_region, reduce_from_model_parallel_region
+from scale_tp.split_sizes import Range, Split
+from scale_tp.vocabulary import local_padding, local_words
+
+
+class Words(Divided):
+    """An embedding of whose words each rank has a part; the others' words are zeros, and the results are summed."""
+
+    weight: nn.Parameter
+    padding_idx: int | None
+    split: Split
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Returns [..., width] for [...] integers."""
+        self.check_weight()
+        (own,) = self.split.ranges[self.group.rank]
+        local, others, _ = local_words(input, own, self.split.total)
+        if own[0] == own[1]:
+            nothing = F.embedding(local, self.weight.new_zeros(1, self.weight.shape[1]))
+            found = nothing + self.weight.sum()
+        else:
+            found = self._own_words(local, own).masked_fill(others[..., None], 0)
+        return reduce_from_model_parallel_region(found, self.group)
+
+    def _own_words(self, local: Tensor, own: Range) -> Tensor:
+        """What the module's own forward gives for words of this rank, counted from its first one."""
+        padding = self.padding_idx
+        self.padding_idx = local_padding(padding, own)
+        try:
+            found: Tensor = super().forward(local)
+        finally:
+            self.padding_idx = padding
+        return found
+
+
+class Width(Divided):
+    """An embedding of whose width each rank has a part; the parts are put together."""
+
+    split: Split
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Returns [..., width] for [...] integers."""
+        self.check_weight()
+        return gather_from_model_parallel_region(super().forward(input), self.group, sizes=self.split.sizes)
+
+
+def is_embedding(module: nn.Module) -> bool:
+    """Whether a module is an embedding; one with a forward of its own may scale what it finds."""
+    return isinstance(module, nn.Embedding)
