@@ -135,6 +135,10 @@ def _read_by_others() -> None:
     told, message = arriving(), r"that is no function of torch, .* or pass overlap_pieces=None"
     with pytest.raises(RuntimeError, match=message), torch._C.DisableTorchFunctionSubclass():
         told * 2
+    watched = nn.Linear(2, 3).double()
+    watched.register_full_backward_hook(lambda *_: None)
+    with pytest.raises(RuntimeError, match=r"to a module with a hook of register_full_backward_hook: multiply it by 1"):
+        watched(arriving()).sum().backward()
     layer = nn.Linear(2, 3).double()
     told = arriving()
     assert torch.equal(layer(told), layer(whole))
@@ -160,10 +164,90 @@ def _gradients(model: nn.Module, plan: Plan, overlap_pieces: int | None) -> list
     return [param.grad for param in model.parameters() if param.grad is not None]
 
 
+class Readers(nn.Module):
+    """Two layers that read one input, each in a way of its own."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 6, bias=False), nn.Linear(4, 6, bias=False)
+        self.out, self.way = nn.Linear(6, 4, bias=False), way
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.way == "looked at, and computed again":
+            return x.sum() * 0 + checkpoint(self._read, x, use_reentrant=False)
+        return self._read(x)
+
+    def _read(self, x: Tensor) -> Tensor:
+        again = {"first computed again": [self.first], "second computed again": [self.second]}.get(self.way, [])
+        if self.way == "each computed again":
+            again = [self.first, self.second]
+        with torch.set_grad_enabled(self.way != "first without a graph"):
+            first = self._product(self.first, x, self.first in again)
+        return self.out(first * self._product(self.second, x, self.second in again))
+
+    def _product(self, layer: nn.Module, x: Tensor, again: bool) -> Tensor:
+        def product(x: Tensor) -> Tensor:
+            return layer(x).tanh()
+
+        return checkpoint(product, x, use_reentrant=False) if again else product(x)
+
+
+class Block(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.norm, self.readers = nn.LayerNorm(4), Readers(way)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.readers(self.norm(x))
+
+
+class Blocks(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(way), Block(way)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+WAYS = (
+    "first without a graph",
+    "first computed again",
+    "second computed again",
+    "each computed again",
+    "looked at, and computed again",
+)
+READERS_PLAN = {f"blocks.*.readers.{name}": "colwise" for name in ("first", "second")} | {
+    "blocks.*.readers.out": "rowwise"
+}
+
+
+def _of_readers(way: str, divide: Any) -> list[Tensor | None]:
+    torch.manual_seed(0)
+    model = divide(Blocks(way).double())
+    x = torch.randn(2, 5, 4, dtype=torch.float64).requires_grad_()
+    model(x).square().sum().backward()
+    return [x.grad, *(block.norm.weight.grad for block in model.blocks)]
+
+
+def _readers() -> None:
+    """Whoever reads first, with a graph or without, and whatever is computed again by itself, changes no gradient."""
+    for way in WAYS:
+        expected = _of_readers(way, lambda model: model)
+        for sequence_parallel in (True, False):
+            options: Any = {"sequence_parallel": sequence_parallel, "overlap_pieces": 2}
+            found = _of_readers(way, functools.partial(parallelize, plan=READERS_PLAN, group=group_of(), **options))
+            for one, other in zip(found, expected, strict=True):
+                torch.testing.assert_close(one, other, rtol=0, atol=1e-13)
+
+
 def _two() -> None:
     _models()
     _computed_again()
     _read_by_others()
+    _readers()
 
 
 def test_models_whose_communication_overlaps_are_those_without() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,12 @@ from torch.utils._pytree import tree_leaves
 
 from scale_core.group import Group, group_of
 from scale_core.testing import run_ranks
-from scale_tp import ColumnParallelLinear, Split, vocab_parallel_cross_entropy
+from scale_tp import (
+    ColumnParallelLinear,
+    Split,
+    gather_from_model_parallel_region,
+    vocab_parallel_cross_entropy,
+)
 from scale_tp import cross_entropy as module
 
 WORDS = 11
@@ -108,7 +114,14 @@ def in_all_ways() -> None:
 def gathered(group: Group) -> None:
     """All words on each rank would count as many times."""
     head, x = ColumnParallelLinear(3, WORDS, group=group), torch.randn(2, 6, 3)
-    for logits in (head(x)[:, :-1], head(x[:, 1:]).float() / 2):
+    part = ColumnParallelLinear(3, WORDS, gather_output=False, group=group)(x[:, 1:])
+    for logits in (
+        head(x)[:, :-1],
+        head(x[:, 1:]).float() / 2,
+        torch.ones(WORDS) * head(x[:, 1:]),
+        torch.zeros(WORDS) + head(x[:, 1:]),
+        gather_from_model_parallel_region(part, group, dim=2),
+    ):
         with pytest.raises(
             ValueError, match=r"got all 11, from a layer that gathers its output: build it with gather_ou"
         ):
@@ -233,8 +246,25 @@ def test_a_chunk_has_so_many_bytes_unless_a_number_of_rows_is_given(monkeypatch:
     [
         (torch.ones(2, 3), torch.zeros(3, dtype=torch.long), {}, r"got \[2, 3\] and \[3\]"),
         (torch.ones(2, 3, dtype=torch.long), torch.zeros(2, dtype=torch.long), {}, "logits of floating point"),
+        (
+            torch.ones(2, 3).to(torch.float8_e4m3fn),
+            torch.zeros(2, dtype=torch.long),
+            {},
+            "of 16 bits or more, got torch.float8_e4m3fn",
+        ),
         (torch.ones(2, 3), torch.zeros(2), {}, "a target of integers, the words, got torch.float32"),
         (torch.ones(2, 3), torch.zeros(2, dtype=torch.long), {"label_smoothing": 1.5}, "from 0 to 1, got 1.5"),
+        (torch.ones(2, 3), torch.zeros(2, dtype=torch.long), {"label_smoothing": "a"}, "to be a number, got 'a'"),
+        (torch.ones(2, 3), torch.zeros(2, dtype=torch.long), {"z_loss": None}, "z_loss to be a number, got None"),
+        (torch.ones(2, 3), torch.zeros(2, dtype=torch.long), {"z_loss": math.nan}, "z_loss to be finite, got nan"),
+        (
+            torch.ones(2, 3),
+            torch.zeros(2, dtype=torch.long),
+            {"ignore_index": None},
+            "to be an integer, got None",
+        ),
+        (torch.ones(2, 3), torch.zeros(2, dtype=torch.long), {"ignore_index": 1.5}, "to be an integer, got 1.5"),
+        (torch.ones(2, 3), torch.zeros(2, dtype=torch.long, device="meta"), {}, "device of the logits, cpu, got meta"),
         (torch.ones(2, 3), torch.zeros(2, dtype=torch.long), {"reduction": "avg"}, "none, mean, sum, got 'avg'"),
         (torch.ones(2, 3), torch.zeros(2, dtype=torch.long), {"chunk_rows": 0}, "chunk_rows to be at least 1"),
         (torch.ones(2, 3), torch.zeros(2, dtype=torch.long), {"vocabulary_size": 3.0}, "to be an integer, got 3.0"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 
@@ -46,6 +47,8 @@ def test_one_class_is_made_of_each_pair_of_classes() -> None:
     rows = nn.Linear(3, 3)
     divide(rows, Rows, TWO, {})
     assert type(rows) is not type(_columns()) and isinstance(rows, Rows)
+    with pytest.raises(AssertionError, match=r"Rows declares none of .*'gathers'"):
+        divide(nn.Linear(3, 3), Rows, TWO, {}, gathers=True)
 
 
 def test_a_part_has_memory_of_its_own() -> None:

@@ -12,6 +12,7 @@ from scale_tp.entrance import Entrance
 from scale_tp.parallelize import parallelize
 
 TWO = Group(1, 2, None, "fake", (0, 1))
+READER = nn.Identity()
 
 
 class Counting(Entrance):
@@ -19,18 +20,18 @@ class Counting(Entrance):
 
     entered = 0
 
-    def _entered(self, input: torch.Tensor) -> torch.Tensor:
+    def _entered(self, input: torch.Tensor, reader: nn.Module) -> torch.Tensor:
         self.entered += 1
         return input.clone()
 
 
 def test_modules_that_bring_the_same_tensor_enter_once() -> None:
     entrance, x, y = Counting(TWO, 3, "copy"), torch.ones(2), torch.ones(2)
-    first = entrance.enter(x)
-    assert entrance.enter(x) is first and entrance.enter(x) is first and entrance.entered == 1
+    first = entrance.enter(x, READER)
+    assert entrance.enter(x, READER) is first and entrance.enter(x, READER) is first and entrance.entered == 1
     assert entrance._inside is None  # The last one leaves nothing behind.
-    assert entrance.enter(x) is not first  # The next pass enters anew.
-    assert entrance.enter(y) is not entrance.enter(x) and entrance.entered == 4
+    assert entrance.enter(x, READER) is not first  # The next pass enters anew.
+    assert entrance.enter(y, READER) is not entrance.enter(x, READER) and entrance.entered == 4
 
 
 class Reading(nn.Module):
@@ -52,13 +53,13 @@ def test_after_a_forward_nothing_is_kept_of_what_was_brought_in() -> None:
 
 def test_what_was_changed_or_is_used_for_another_purpose_enters_anew() -> None:
     entrance, x = Counting(TWO, 3, "copy"), torch.ones(2)
-    entrance.enter(x)
+    entrance.enter(x, READER)
     x.add_(1)
-    assert entrance.enter(x).tolist() == [2.0, 2.0] and entrance.entered == 2
+    assert entrance.enter(x, READER).tolist() == [2.0, 2.0] and entrance.entered == 2
     with torch.no_grad():
-        entrance.enter(x)
+        entrance.enter(x, READER)
     assert entrance.entered == 3
     with torch.inference_mode():
         z = torch.ones(2)
-        assert entrance.enter(z) is entrance.enter(z)
+        assert entrance.enter(z, READER) is entrance.enter(z, READER)
     assert copy.deepcopy(entrance)._inside is None

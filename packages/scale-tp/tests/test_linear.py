@@ -19,7 +19,7 @@ import scale_tp
 from scale_core.group import Group, group_of
 from scale_core.shard import Held, shard_of
 from scale_core.testing import run_ranks
-from scale_tp import ColumnParallelLinear, RowParallelLinear, Split
+from scale_tp import ColumnParallelLinear, RowParallelLinear, Split, copy_to_model_parallel_region
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 SIZES = [(5, 7), (1, 3), (4, 8), (6, 2), (3, 1)]
@@ -377,3 +377,15 @@ def test_a_number_of_pieces_that_is_none_is_refused() -> None:
             kind(4, 6, overlap_pieces=0)
         with pytest.raises(TypeError, match="expected overlap_pieces to be an integer, got True"):
             kind(4, 6, overlap_pieces=True)
+
+
+def test_an_input_that_is_inside_is_not_brought_there_again() -> None:
+    layer = ColumnParallelLinear(4, 6, gather_output=False, group=TWO, input_is_inside=True)
+    x = torch.ones(2, 4, requires_grad=True)
+    with pytest.raises(ValueError, match="ColumnParallelLinear: input_is_inside=True, but the input"):
+        layer(x)
+    (gradient,) = torch.autograd.grad(layer(inside := copy_to_model_parallel_region(x, TWO)).sum(), inside)
+    assert torch.equal(gradient, layer.weight.sum(0).expand(2, 4))
+    for options in ({"sequence_parallel": True}, {"overlap_pieces": 2}):
+        with pytest.raises(ValueError, match=r"input_is_inside=True says that .* got sequence_parallel=.* beside it"):
+            ColumnParallelLinear(4, 6, group=TWO, input_is_inside=True, **options)

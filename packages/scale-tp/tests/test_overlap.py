@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -202,14 +203,56 @@ def _layers_are_those_without() -> None:
                     assert one.dtype == other.dtype and torch.equal(one, other), (case, pieces, number)
 
 
+def _summands_are_added_in_rank_order() -> None:
+    """Numbers whose sum in fp32 is another one in any other order: 2^26 swallows a 1."""
+    group = group_of()
+    assert group.size == 3
+    sizes = (2, 1, 2)
+    for summands, total in (((2.0**26, 1.0, -(2.0**26)), 0.0), ((2.0**26, -(2.0**26), 1.0), 1.0)):
+        weight, x = torch.tensor([[summands[group.rank]]]), torch.ones(5, 1)
+        for pieces in (1, 2):
+            found = linear_scatter(x, weight, group, sizes=sizes, pieces=pieces)
+            assert torch.equal(found, torch.full((sizes[group.rank], 1), total)), (summands, pieces)
+
+
+def _kept(act: Callable[[], object]) -> int:
+    """How many bytes are kept for the backward pass, each storage once."""
+    found: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = act()  # Alive until all has been counted, or its memory would be used twice.
+    assert output is not None
+    return sum(found.values())
+
+
+def _no_more_is_kept() -> None:
+    group = group_of()
+    for sequence_parallel, autocast in itertools.product([True, False], [True, False]):
+        options: Any = {"gather_output": False, "sequence_parallel": sequence_parallel, "group": group}
+        x = torch.randn(1, 64, 32).requires_grad_()
+        numbers = []
+        for pieces in (None, 2):
+            layer = ColumnParallelLinear(32, 8, bias=False, overlap_pieces=pieces, **options)
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                numbers.append(_kept(lambda layer=layer, x=x: layer(x)))  # type: ignore[misc]
+        without, overlapping = numbers
+        assert overlapping <= without, (sequence_parallel, autocast, numbers)
+
+
 def _two() -> None:
     _equals_plain()
+    _no_more_is_kept()
     _transfers_begin_before_the_products()
     _layers_are_those_without()
 
 
 def _three() -> None:
     _equals_plain()
+    _summands_are_added_in_rank_order()
     _layers_are_those_without()
 
 
@@ -224,6 +267,16 @@ def test_on_one_rank_nothing_is_sent() -> None:
     torch.testing.assert_close(output, expected, rtol=1e-13, atol=1e-13)
     for mine, whole in zip(found, grads, strict=True):
         torch.testing.assert_close(mine, whole, rtol=1e-13, atol=1e-12)
+
+
+def test_readers_gradients_are_added_in_the_order_of_autograd() -> None:
+    """The last one first, to the bit: 1 is swallowed by 2^26 unless that has gone before."""
+    x, factors = torch.ones(1, 1, requires_grad=True), (1.0, 2.0**26, -(2.0**26))
+    weights = [torch.tensor([[factor]], requires_grad=True) for factor in factors]
+    plain = sum(nn.functional.linear(x, weight) for weight in weights)
+    ours = sum(gather_linear(x, weights, Group(), sizes=[1], pieces=1))
+    (expected,), (found,) = (torch.autograd.grad(output, x) for output in (plain, ours))
+    assert torch.equal(found, expected) and found.item() == 1.0
 
 
 def test_more_pieces_do_not_make_a_gradient_in_half_precision_worse() -> None:

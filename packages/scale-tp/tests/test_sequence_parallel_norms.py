@@ -10,6 +10,7 @@ import emulated_ranks as emulated
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import register_parametrization
 
 from scale_core.group import Group, group_of
 from scale_core.shard import Held, shard_of
@@ -119,6 +120,7 @@ def on_parts_of_a_sequence() -> None:
         compare(OwnNorm(), other, group)
     one_message(group)
     after_an_error(own)
+    parametrized_later(group)
 
 
 def one_message(group: Group) -> None:
@@ -138,6 +140,18 @@ def after_an_error(own: OwnNorm) -> None:
     assert isinstance(own.weight, nn.Parameter)
 
 
+class Double(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+def parametrized_later(group: Group) -> None:
+    norm = ParallelLayerNorm(3, group=group)
+    register_parametrization(norm, "weight", Double())
+    with pytest.raises(ValueError, match=r"weight has been taken away, as by a parametrization: parametrize no module"):
+        norm(torch.ones(2, 3))
+
+
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_each_rank_gets_the_gradient_of_the_whole_sequence(num_ranks: int) -> None:
     run_ranks(on_parts_of_a_sequence, num_ranks)
@@ -146,6 +160,23 @@ def test_each_rank_gets_the_gradient_of_the_whole_sequence(num_ranks: int) -> No
 def test_what_is_no_module_is_refused() -> None:
     with pytest.raises(TypeError, match="expected a module, such as a norm, got Parameter"):
         sum_gradients_over(nn.Parameter(torch.ones(2)))  # type: ignore[arg-type]
+
+
+class Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.LayerNorm(3)
+
+
+def test_parameters_that_are_not_the_modules_own_are_refused() -> None:
+    message = r"got a Around that has them in 'inner': pass these, as in sum_gradients_over\(module.get_submodule\('inn"
+    with pytest.raises(ValueError, match=message):
+        sum_gradients_over(Around())
+    norm = nn.LayerNorm(3)
+    register_parametrization(norm, "weight", Double())
+    with pytest.raises(ValueError, match=r"got a .* whose weight is parametrized: call .*remove_parametrizations"):
+        sum_gradients_over(norm)
+    assert isinstance(sum_gradients_over(nn.Identity()), nn.Identity)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -5,17 +5,19 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import torch
 
 from scale_core.group import Group, group_of
+from scale_core.pending import TransferError
 from scale_core.testing import run_ranks
-from scale_tp import sequence_parts
+from scale_tp import ColumnParallelLinear, RowParallelLinear, sequence_parts
 from scale_tp.sequence_parts import may_be_confused, parts_held, tell_parts
 from scale_tp.split_sizes import even_sizes
 
 
 def test_a_world_of_one_has_the_whole_sequence() -> None:
     tell_parts(Group(), [5])
-    assert parts_held(Group(), 3) == (3,)
+    assert parts_held(Group(), torch.zeros(3, 2), 0) == (3,)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
@@ -44,6 +46,11 @@ def test_lengths_are_remembered_however_often_one_of_them_was_divided(monkeypatc
     assert known.found(0, 4) == (4, 4) and known.found(0, 2) is None and list(known.last) == [(4, 4)]
 
 
+@torch.no_grad()
+def _held(group: Group, own: int) -> tuple[int, ...]:
+    return parts_held(group, torch.zeros(1, own, 2), 1)
+
+
 def count_questions() -> tuple[int, int, int]:
     group, asked = group_of(), []
     exchange = sequence_parts.exchange
@@ -51,17 +58,17 @@ def count_questions() -> tuple[int, int, int]:
     try:
         for length in (4, 7, 9):
             sizes = even_sizes(length, group.size)
-            assert parts_held(group, sizes[group.rank]) == sizes
+            assert _held(group, sizes[group.rank]) == sizes
         unknown = len(asked)
         for _ in range(20):
             tell_parts(group, even_sizes(4, group.size))
-            assert parts_held(group, even_sizes(4, group.size)[group.rank]) == (2, 2)
+            assert _held(group, even_sizes(4, group.size)[group.rank]) == (2, 2)
         known = len(asked) - unknown
         # Rank 0 has as much of 3 as of 4, so all ask for a while.
         for length in (3, 4, 3, 3, 4):
             tell_parts(group, even_sizes(length, group.size))
             sizes = even_sizes(length, group.size)
-            assert parts_held(group, sizes[group.rank]) == sizes
+            assert _held(group, sizes[group.rank]) == sizes
         return unknown, known, len(asked) - known - unknown
     finally:
         sequence_parts.exchange = exchange
@@ -69,3 +76,39 @@ def count_questions() -> tuple[int, int, int]:
 
 def test_ranks_ask_each_other_only_where_one_of_them_can_not_know() -> None:
     assert run_ranks(count_questions, 2) == [(3, 0, 5)] * 2
+
+
+def of_a_loader() -> list[bool]:
+    """Parts that nobody has told of, of lengths that confuse: through two layers each, as in a training loop."""
+    group, found = group_of(), []
+    asked: list[int] = []
+    exchange = sequence_parts.exchange
+    sequence_parts.exchange = lambda record, ranks: asked.append(record) or exchange(record, ranks)  # type: ignore
+    options = {"sequence_parallel": True, "group": group}
+    for pieces in (None, 2):
+        up = ColumnParallelLinear(3, 4, gather_output=False, overlap_pieces=pieces, **options)
+        down = RowParallelLinear(4, 3, input_is_parallel=True, overlap_pieces=pieces, **options)
+        for sizes in ((4, 4), (4, 3), (5, 4), (8, 7), (8, 8)):
+            part = torch.ones(1, sizes[group.rank], 3)
+            asked.clear()
+            hidden = down(up(part)) + part
+            assert len(asked) == 1, "what the layers divide themselves is known"
+            found.append(tuple(down(up(hidden)).shape) == tuple(part.shape) and up(part).shape[1] == sum(sizes))
+    sequence_parts.exchange = exchange
+    return found
+
+
+def test_parts_of_a_loader_of_data_are_asked_for_though_one_rank_has_had_as_much() -> None:
+    assert run_ranks(of_a_loader, 2) == [[True] * 10] * 2
+
+
+def test_a_rank_that_asks_alone_learns_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unanswered(record: object, group: Group) -> None:
+        raise TransferError("exchange", 1, "timed out")
+
+    monkeypatch.setattr(sequence_parts, "exchange", unanswered)
+    with pytest.raises(TransferError) as raised:
+        sequence_parts._asked(Group(0, 2, None, "gloo", (0, 1)), 7)
+    (note,) = raised.value.__notes__
+    assert "rank 0 asked how long the parts of a sequence are, of which it has 7" in note
+    assert "scale_tp.scatter_to_sequence_parallel_region" in note

@@ -7,8 +7,9 @@ The files in reading order; each stands only on those above it:
 - `even_parts`: what is cut by hand, by FairScale's names;
 - `axes`, `groups`, `getters`: which ranks compute a layer together;
 - `moves`: sums and parts of tensors between them;
+- `crossings`: where a tensor comes into the divided region or out of it, as autograd remembers it;
 - `sequence_parts`: how long the parts of a sequence are that the ranks hold;
-- `crossings`, `regions`: the same with gradients, each of which brings a tensor into the divided region or out of it;
+- `regions`: sums and parts with gradients, each of which is such a crossing;
 - `features`: parts of features that don't stand in rank order;
 - `random_state`: where random numbers stand, read and put back;
 - `initialising`: a part of a matrix with the values that it has in the whole one;
@@ -20,7 +21,7 @@ The files in reading order; each stands only on those above it:
 - `overlap`, `overlap_sums`, `arrivals`: linear layers whose communication runs beside their products;
 - `linear_regions`, `fitting`: linear layers at the edges of the divided region;
 - `vocabulary`, `linear`, `embedding`, `dropout`: the layers;
-- `cross_entropy`: a loss over logits that no rank has alone;
+- `cross_entropy_terms`, `cross_entropy_checks`, `cross_entropy`: a loss over logits that no rank has alone;
 - `randomness`: random numbers that are the same on all ranks, and others;
 - `divided_randomness`: others inside of what is divided, the same outside;
 - `heads`: attention heads that are divided;

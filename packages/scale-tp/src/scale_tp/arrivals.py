@@ -3,7 +3,8 @@
 Who divides a module that exists already can't tell it to multiply in another way, but knows which linear layer comes
 first. So what goes into the region is not brought there at once: the first divided layer that reads it does that
 together with its own product, beside which the communication runs (see `overlap`). Whoever else reads it gets what that
-layer has brought, or brings it as without overlap; so what is read by whom changes no number.
+layer has brought, or brings it as without overlap; so what is read by whom changes no number. Where a checkpoint
+computes a reader again, it does what it did in the forward, whoever else is computed again with it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from scale_core.backward import in_backward
@@ -37,7 +38,8 @@ class Arrival:
         self.cut = None if sequence_dim is None else cut_of_part("overlap", outside, group, sequence_dim, None, pieces)
         self.keeps_graph = torch.is_grad_enabled()
         self._inside: Tensor | None = None
-        self._in_backward = False
+        self._in_backward = self._began_in_backward = in_backward()
+        self._first: nn.Module | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -47,7 +49,7 @@ class Arrival:
 
     @property
     def has_arrived(self) -> bool:
-        """Whether somebody has read it, in this pass: a recomputation has to do what the forward did."""
+        """Whether somebody has read it, in this pass: what the forward brought is no longer kept in a recomputation."""
         if self._in_backward != in_backward():
             self._in_backward, self._inside = in_backward(), None
         return self._inside is not None
@@ -65,14 +67,22 @@ class Arrival:
                 )
             return self._inside
 
-    def multiplied(self, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Returns its product with a weight, beside which it arrives: only the first one to read it may ask.
+    def arrives_with(self, reader: nn.Module) -> bool:
+        """Whether it arrives beside a reader's product: the first one's, if that keeps a graph as the input."""
+        if in_backward() and not self._began_in_backward:
+            return reader is self._first
+        return not self.has_arrived and torch.is_grad_enabled() == self.keeps_graph
+
+    def multiplied(self, reader: nn.Module, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Returns its product with a weight, beside which it arrives.
 
         Args:
+            reader: The layer that multiplies, with which it has to arrive.
             weight: [outputs of this rank, features].
             bias: [outputs of this rank], or None.
         """
-        assert not self.has_arrived, "what is here already is multiplied as any tensor"
+        assert self.arrives_with(reader), "what is here already is multiplied as any tensor"
+        self._first = reader
         if self.cut is None:
             self._inside, output = copied_linear(self.outside, weight, bias, self.group)
         else:
@@ -136,7 +146,8 @@ _TOLD_BY_THE_SHAPE = frozenset(
 )
 _TOLD_TO_OTHERS = (
     " was given the sequence before it was gathered: a module around divided layers hands its input to something that "
-    "is no function of torch, or to a reentrant checkpoint: multiply it by 1 before, or pass overlap_pieces=None"
+    "is no function of torch, to a reentrant checkpoint, or to a module with a hook of register_full_backward_hook: "
+    "multiply it by 1 before, or pass overlap_pieces=None"
 )
 
 

@@ -79,43 +79,28 @@ class ParallelAttention(nn.Module):
         sequence_parallel: bool = False,
         overlap_pieces: int | None = None,
     ) -> None:
-        check_size("embed_dim", embed_dim, 1)
-        check_size("num_heads", num_heads, 1)
-        check_overlap(overlap_pieces)
         key_value_heads = num_heads if num_key_value_heads is None else num_key_value_heads
-        check_size("num_key_value_heads", key_value_heads, 1)
-        if head_dim is None and embed_dim % num_heads:
-            raise ValueError(
-                f"expected embed_dim to divide by num_heads, got {embed_dim} and {num_heads}: pass head_dim= as well"
-            )
+        size = _checked_head_dim(embed_dim, num_heads, key_value_heads, head_dim)
+        check_overlap(overlap_pieces)
         super().__init__()
-        self.group = layer_group(group)
-        self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
-        check_size("head_dim", self.head_dim, 1)
+        self.group, self.head_dim = layer_group(group), size
         self.heads = split_heads(num_heads, key_value_heads, self.group.size)
         self.causal, self.attend = causal, attend
         self.sequence_parallel, self.overlap_pieces = sequence_parallel, overlap_pieces
-        splits = HeadSplit(*(in_elements(split, self.head_dim) for split in self.heads))
+        splits = HeadSplit(*(in_elements(split, size) for split in self.heads))
         options: Any = {"init_method": init_method, "group": self.group, "device": device, "dtype": dtype}
 
         def projection(split: Split) -> ColumnParallelLinear:
             """What goes in is brought into the divided region once for all three."""
-            return ColumnParallelLinear(
-                embed_dim, split.total, bias, gather_output=False, input_is_inside=True, split=split, **options
-            )
+            inside: Any = {"gather_output": False, "input_is_inside": True}
+            return ColumnParallelLinear(embed_dim, split.total, bias, split=split, **inside, **options)
 
         self.query = projection(splits.query)
         self.key = projection(splits.key_value)
         self.value = projection(splits.key_value)
+        options |= {"sequence_parallel": sequence_parallel, "overlap_pieces": overlap_pieces}
         self.output = RowParallelLinear(
-            num_heads * self.head_dim,
-            embed_dim,
-            bias,
-            input_is_parallel=True,
-            sequence_parallel=sequence_parallel,
-            split=splits.query,
-            overlap_pieces=overlap_pieces,
-            **options,
+            num_heads * size, embed_dim, bias, input_is_parallel=True, split=splits.query, **options
         )
 
     def reset_parameters(self) -> None:
@@ -162,3 +147,17 @@ class ParallelAttention(nn.Module):
     def _out(self, attended: Tensor) -> Tensor:
         output: Tensor = self.output(attended)
         return output
+
+
+def _checked_head_dim(embed_dim: int, num_heads: int, num_key_value_heads: int, head_dim: int | None) -> int:
+    """The size of one head, if there can be such heads."""
+    check_size("embed_dim", embed_dim, 1)
+    check_size("num_heads", num_heads, 1)
+    check_size("num_key_value_heads", num_key_value_heads, 1)
+    if head_dim is None and embed_dim % num_heads:
+        raise ValueError(
+            f"expected embed_dim to divide by num_heads, got {embed_dim} and {num_heads}: pass head_dim= as well"
+        )
+    size = embed_dim // num_heads if head_dim is None else head_dim
+    check_size("head_dim", size, 1)
+    return size

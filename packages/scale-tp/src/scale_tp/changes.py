@@ -5,14 +5,13 @@ Arithmetic on names, shapes and styles; nothing is changed here.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from torch import nn
 
 from scale_core.group import Group
-from scale_tp.divided import Divided, weight_of
+from scale_tp.divided import Divided, declared, weight_of
 from scale_tp.divided_linear import Columns, Rows, outputs_dim
 from scale_tp.divided_randomness import DividedRandomness
 from scale_tp.divided_words import Width, Words
@@ -24,7 +23,7 @@ from scale_tp.split_sizes import Split
 from scale_tp.summed import SummedGradients, SummedOutput
 
 
-@dataclass
+@dataclass(frozen=True)
 class Change:
     """What becomes of one module.
 
@@ -69,8 +68,7 @@ class Change:
 
     def attributes(self) -> dict[str, object]:
         """Those that the kind declares, beside its parameters and how they stand."""
-        declared = {name for base in self.kind.__mro__ for name in inspect.get_annotations(base)}
-        names = {field.name for field in fields(self)} & declared - {"placements"}
+        names = {field.name for field in fields(self)} & declared(self.kind) - {"placements"}
         return {name: getattr(self, name) for name in names}
 
 

@@ -6,6 +6,7 @@ between the ranks. Its parameters become this rank's parts.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -53,7 +54,7 @@ def weight_of(module: nn.Module) -> Tensor:
 
 
 def divide(
-    module: nn.Module, kind: type[Divided], group: Group, placements: dict[str, Placement], **facts: Any
+    module: nn.Module, kind: type[Divided], group: Group, placements: dict[str, Placement], **facts: object
 ) -> None:
     """Makes a module one of a divided kind, in place; its parameters are left as they are.
 
@@ -66,6 +67,7 @@ def divide(
         placements: How its parameters are to stand on them, by name.
         **facts: The attributes that `kind` declares.
     """
+    assert facts.keys() <= declared(kind), f"{kind.__name__} declares none of {facts.keys() - declared(kind)}"
     refuse_replicas()
     module.__class__ = _class_of(kind, type(module))
     for name, value in {"group": group, "placements": placements, **facts}.items():
@@ -73,6 +75,11 @@ def divide(
     for name, placement in placements.items():
         if placement.split is None:
             module.register_parameter(name, module._parameters[name])
+
+
+def declared(kind: type[Divided]) -> frozenset[str]:
+    """The names of the attributes that a kind declares, whoever of its bases does."""
+    return frozenset(name for base in kind.__mro__ for name in inspect.get_annotations(base))
 
 
 def part_of(param: nn.Parameter, placement: Placement, group: Group) -> nn.Parameter:

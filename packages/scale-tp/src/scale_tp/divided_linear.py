@@ -8,6 +8,7 @@ from scale_tp.divided import Divided
 from scale_tp.divided_randomness import DividedRandomness
 from scale_tp.entrance import SEQUENCE_DIM, Entrance
 from scale_tp.features import gather_features, scatter_features
+from scale_tp.fitting import check_parts
 from scale_tp.linear_regions import column_product, product, row_total
 from scale_tp.split_sizes import Split
 
@@ -25,8 +26,10 @@ class Columns(Divided):
     def forward(self, input: Tensor) -> Tensor:
         """Returns [..., outputs of this rank], or all outputs, for [..., inputs]."""
         self.check_weight()
-        inside, transposed = self.entrance.enter(input), is_transposed(self)
-        output = column_product(inside, self.weight, self.bias, self.group, self.split, transposed=transposed)
+        inside, transposed = self.entrance.enter(input, self), is_transposed(self)
+        output = column_product(
+            inside, self.weight, self.bias, self.group, self.split, reader=self, transposed=transposed
+        )
         if self.randomness is not None:
             self.randomness.enter_if_wanted()
         if not self.gathers:
@@ -46,6 +49,7 @@ class Rows(Divided):
     path: str
     overlap_pieces: int | None = None
     randomness: DividedRandomness | None
+    fitting_width: int | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         """Returns [..., outputs] for [..., inputs of this rank], or all inputs."""
@@ -54,11 +58,15 @@ class Rows(Divided):
             self.randomness.leave()
         if self.splits_input:
             input = scatter_features(input, self.group, self.split)
-        if input.shape[-1] != self.split.sizes[self.group.rank]:
-            raise ValueError(
-                f"'{self.path}': expected the {self.split.sizes[self.group.rank]} of {self.split.total} inputs that "
-                f"rank {self.group.rank} of {self.group.size} has, got {input.shape[-1]}: the layer before it is "
-                "divided in another way, or hands on all of its outputs, where the style is 'rowwise_split_input'"
+        elif input.shape[-1] != self.fitting_width:
+            self.fitting_width = check_parts(
+                f"'{self.path}'",
+                input,
+                self.group,
+                self.split,
+                self.fitting_width,
+                mend="the layer before it is divided in another way, or hands on all of its outputs, where the style "
+                "is 'rowwise_split_input'",
             )
         bias, transposed = self.bias, is_transposed(self)
         if not self.sums:  # Of the summands, one brings the bias; its gradient is the same on all ranks.

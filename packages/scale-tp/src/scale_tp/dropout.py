@@ -44,7 +44,7 @@ class ParallelDropout(nn.Dropout):
         """Drops elements in training."""
         if self.group.size == 1 or not self.training or self.p == 0.0:
             return super().forward(input)
-        split = self.split or Split.of_sizes(parts_held(self.group, input.shape[self.dim]))
+        split = self.split or Split.of_sizes(parts_held(self.group, input, self.dim))
         noise = dropout_noise(input, self.p, self.dim, split, self.group)
         return input.mul_(noise) if self.inplace else input * noise
 

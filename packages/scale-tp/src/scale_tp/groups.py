@@ -6,6 +6,7 @@ runs as one process has made none, and needs none: there every layer is whole.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import NamedTuple
@@ -66,21 +67,7 @@ def initialize_model_parallel(
             f"the ranks are divided already ({_described()}): call scale_tp.destroy_model_parallel() before"
         )
     everybody = group_of()
-    world = everybody.size
-    named = {"model": model_parallel_size_, "pipeline": pipeline_length, "context": context_parallel_size}
-    inner = 1
-    for name, size in named.items():
-        check_size(f"the {name} parallel size", size, 1)
-        inner *= size
-    if world % inner:
-        product = " x ".join(f"{size} ({name})" for name, size in named.items() if size > 1)
-        hint = (
-            "start as many processes with torchrun --nproc-per-node, and call torch.distributed.init_process_group()"
-            if world < inner
-            else "choose sizes whose product divides the number of ranks"
-        )
-        raise ValueError(f"expected {product} = {inner} to divide the number of ranks, got {world} ranks: {hint}")
-    sizes = AxisSizes(data=world // inner, **named)
+    sizes = _sizes(everybody.size, model=model_parallel_size_, pipeline=pipeline_length, context=context_parallel_size)
     backends = {
         "model": model_parallel_backend,
         "context": cp_backend,
@@ -162,6 +149,22 @@ def axis_group(name: str) -> Group:
             "group= to the layer"
         )
     return Group()
+
+
+def _sizes(world: int, **inner: int) -> AxisSizes:
+    """The sizes of all axes, of which the data axis is what the others leave of the world."""
+    for name, size in inner.items():
+        check_size(f"the {name} parallel size", size, 1)
+    product = math.prod(inner.values())
+    if world % product:
+        factors = " x ".join(f"{size} ({name})" for name, size in inner.items() if size > 1)
+        hint = (
+            "start as many processes with torchrun --nproc-per-node, and call torch.distributed.init_process_group()"
+            if world < product
+            else "choose sizes whose product divides the number of ranks"
+        )
+        raise ValueError(f"expected {factors} = {product} to divide the number of ranks, got {world} ranks: {hint}")
+    return AxisSizes(data=world // product, **inner)
 
 
 def _own_group(

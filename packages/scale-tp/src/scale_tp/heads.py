@@ -157,7 +157,7 @@ def heads_of(
         if heads is None:
             continue
         key_value_heads = _number(module, rule.key_value_heads, _KEY_VALUE_HEADS) or heads
-        return _checked(module, path, rule, children, queries[0], heads, key_value_heads, num_ranks)
+        return _Counted(module, path, rule, queries[0], heads, key_value_heads).divided(children, num_ranks)
     told = [f"its attribute {name}" for name in _HEADS if isinstance(getattr(module, name, None), int)]
     told += [f"its projection {name}" for name in children if name in _FUSED_IN_SEVERAL_WAYS]
     if told and children:
@@ -171,46 +171,70 @@ def heads_of(
     return None
 
 
-def _checked(
-    module: nn.Module,
-    path: str,
-    rule: AttentionRule,
-    children: Mapping[str, int],
-    query: str,
-    heads: int,
-    key_value_heads: int,
-    num_ranks: int,
-) -> Heads:
-    if query in rule.fused and heads != key_value_heads:
-        if rule.layout == "by_head":
+@dataclass(frozen=True)
+class _Counted:
+    """The heads of an attention module as its attributes tell, before it is known whether its projections have them.
+
+    Attributes:
+        module: The module.
+        path: Its name.
+        rule: The rule that fits it.
+        query: The projection of the queries, alone or with the keys and values, by its name in the module.
+        heads: How many there are.
+        key_value_heads: How many of the keys and values.
+    """
+
+    module: nn.Module
+    path: str
+    rule: AttentionRule
+    query: str
+    heads: int
+    key_value_heads: int
+
+    def divided(self, children: Mapping[str, int], num_ranks: int) -> Heads:
+        """These heads, divided; see `heads_of`."""
+        self._check_fused(num_ranks)
+        size = self._checked_size(children)
+        if num_ranks > self.heads:
             raise ValueError(
-                f"'{path}.{query}': the rule {rule.name!r} says that the query, key and value of each head stand "
-                f"together, got {heads} heads and {key_value_heads} key-value heads: give it the style "
-                "'colwise_gather_output'"
+                f"'{self.path}': expected at least one head for each of {num_ranks} ranks, got {self.heads} heads: "
+                f"divide it between {self.heads} ranks at most, or leave its projections out of the plan"
             )
-        if num_ranks > key_value_heads:
+        split = split_heads(self.heads, self.key_value_heads, num_ranks)
+        return Heads(self.module, self.path, self.rule, split, size)
+
+    def _check_fused(self, num_ranks: int) -> None:
+        """Refuses fewer key-value heads in one projection with the queries, where they can't be cut together."""
+        if self.query not in self.rule.fused or self.heads == self.key_value_heads:
+            return
+        if self.rule.layout == "by_head":
             raise ValueError(
-                f"'{path}.{query}': expected at least one key-value head for each of {num_ranks} ranks, where one "
-                f"projection holds queries, keys and values, got {key_value_heads}: divide it between "
-                f"{key_value_heads} ranks at most, or give it the style 'colwise_gather_output'"
+                f"'{self.path}.{self.query}': the rule {self.rule.name!r} says that the query, key and value of each "
+                f"head stand together, got {self.heads} heads and {self.key_value_heads} key-value heads: give it the "
+                "style 'colwise_gather_output'"
             )
-    in_query = heads + 2 * key_value_heads if query in rule.fused else heads
-    size = next((found for name in _HEAD_SIZES if isinstance(found := getattr(module, name, None), int)), None)
-    size = children[query] // in_query if size is None else size
-    expected = {query: in_query * size}
-    expected |= {name: key_value_heads * size for name in children if name in rule.key_value}
-    for name, number in expected.items():
-        if children[name] != number:
+        if num_ranks > self.key_value_heads:
             raise ValueError(
-                f"'{path}.{name}': expected {number} outputs for {heads} heads and {key_value_heads} key-value heads "
-                f"of {size}, got {children[name]}: pass an AttentionRule of your own in attention_rules"
+                f"'{self.path}.{self.query}': expected at least one key-value head for each of {num_ranks} ranks, "
+                f"where one projection holds queries, keys and values, got {self.key_value_heads}: divide it between "
+                f"{self.key_value_heads} ranks at most, or give it the style 'colwise_gather_output'"
             )
-    if num_ranks > heads:
-        raise ValueError(
-            f"'{path}': expected at least one head for each of {num_ranks} ranks, got {heads} heads: divide it between "
-            f"{heads} ranks at most, or leave its projections out of the plan"
-        )
-    return Heads(module, path, rule, split_heads(heads, key_value_heads, num_ranks), size)
+
+    def _checked_size(self, children: Mapping[str, int]) -> int:
+        """The size of one head, of which each projection has as many outputs as its heads."""
+        in_query = self.heads + 2 * self.key_value_heads if self.query in self.rule.fused else self.heads
+        told = (getattr(self.module, name, None) for name in _HEAD_SIZES)
+        size = next((found for found in told if isinstance(found, int)), children[self.query] // in_query)
+        expected = {self.query: in_query * size}
+        expected |= {name: self.key_value_heads * size for name in children if name in self.rule.key_value}
+        for name, number in expected.items():
+            if children[name] != number:
+                raise ValueError(
+                    f"'{self.path}.{name}': expected {number} outputs for {self.heads} heads and "
+                    f"{self.key_value_heads} key-value heads of {size}, got {children[name]}: pass an AttentionRule of "
+                    "your own in attention_rules"
+                )
+        return size
 
 
 def _number(module: nn.Module, names: tuple[str, ...], in_config: tuple[str, ...]) -> int | None:

@@ -218,19 +218,6 @@ def checked_split(what: str, total: int, group: Group, stride: int, split: Split
     return split
 
 
-def check_features(layer: str, input_: Any, expected: int) -> None:
-    """Refuses what is no tensor, and an input of another last dimension.
-
-    Raises:
-        TypeError: It has no shape.
-        ValueError: It has another last dimension.
-    """
-    if not hasattr(input_, "shape"):
-        raise TypeError(f"{layer}: expected a tensor [..., {expected}], got {type(input_).__name__}")
-    if not input_.shape or input_.shape[-1] != expected:
-        raise ValueError(f"{layer}: expected an input [..., {expected}], got {list(input_.shape)}")
-
-
 def ranks_described(group: Group) -> str:
     """What a printed layer says of its ranks."""
     return f", rank={group.rank} of {group.size}" if group.size > 1 else ""

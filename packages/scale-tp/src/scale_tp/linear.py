@@ -18,11 +18,12 @@ from torch import Tensor, nn
 
 from scale_core.group import GroupLike
 from scale_tp.arrivals import Arrival
+from scale_tp.crossings import check_inside
 from scale_tp.features import gather_features, scatter_features
-from scale_tp.fitting import check_parts
+from scale_tp.fitting import check_features, check_parts
 from scale_tp.groups import layer_group
 from scale_tp.initialising import Initialiser
-from scale_tp.layer import ParallelModule, Placement, check_features, checked_split, ranks_described
+from scale_tp.layer import ParallelModule, Placement, checked_split, ranks_described
 from scale_tp.linear_regions import check_overlap, column_product, enter, row_total
 from scale_tp.split_sizes import Split, check_size
 
@@ -52,7 +53,8 @@ class ColumnParallelLinear(ParallelModule):
             while the next ones are on their way; in the backward pass the gradient of the input travels while that of
             the weight is computed, which without `sequence_parallel` is all there is. None does not overlap.
         input_is_inside: Whether the input has been brought into the divided region already, as by
-            `copy_to_model_parallel_region`, for several layers together.
+            `copy_to_model_parallel_region`, for several layers together. Not with `sequence_parallel` or
+            `overlap_pieces`, which say how it is brought there.
 
     Attributes:
         weight: [out features of this rank, in_features]
@@ -89,6 +91,12 @@ class ColumnParallelLinear(ParallelModule):
         check_size("in_features", in_features)
         check_size("out_features", out_features)
         check_overlap(overlap_pieces)
+        if input_is_inside and (sequence_parallel or overlap_pieces is not None):
+            raise ValueError(
+                "ColumnParallelLinear: input_is_inside=True says that the input has been brought into the divided "
+                f"region already, got sequence_parallel={sequence_parallel} and overlap_pieces={overlap_pieces} beside "
+                "it: leave one or the other out"
+            )
         ranks = layer_group(group)
         chosen = checked_split("out_features", out_features, ranks, stride, split)
         super().__init__(ranks)
@@ -129,14 +137,18 @@ class ColumnParallelLinear(ParallelModule):
             sequence.
 
         Raises:
-            ValueError: The input has another last dimension.
+            TypeError: The input is no tensor.
+            ValueError: The input has another last dimension, or is not inside where it should be.
         """
         check_features("ColumnParallelLinear", input_, self.in_features)
         sequence_dim = self.sequence_dim if self.sequence_parallel else None
         inside = input_
-        if isinstance(input_, Tensor) and not self.input_is_inside:
-            inside = enter(input_, self.group, sequence_dim, self.overlap_pieces)
-        output = column_product(inside, self.weight, self.bias, self.group, self.split)
+        if isinstance(input_, Tensor):
+            if self.input_is_inside:
+                check_inside("ColumnParallelLinear", input_, self.group)
+            else:
+                inside = enter(input_, self.group, sequence_dim, self.overlap_pieces)
+        output = column_product(inside, self.weight, self.bias, self.group, self.split, reader=self)
         return gather_features(output, self.group, self.split) if self.gather_output else output
 
     def extra_repr(self) -> str:
@@ -271,7 +283,16 @@ class RowParallelLinear(ParallelModule):
 
     def _own_features(self, input_: Tensor) -> Tensor:
         if self.input_is_parallel:
-            self._fitting_width = check_parts(input_, self.group, self.split, self._fitting_width)
+            self._fitting_width = check_parts(
+                "RowParallelLinear",
+                input_,
+                self.group,
+                self.split,
+                self._fitting_width,
+                mend="what comes before must be divided alike, as by ColumnParallelLinear(..., "
+                f"{self.in_features}, gather_output=False) in the same group; or pass the whole input to a layer with "
+                "input_is_parallel=False",
+            )
             return input_
         check_features("RowParallelLinear", input_, self.in_features)
         return scatter_features(input_, self.group, self.split)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from scale_core.group import Group
 from scale_tp.arrivals import Arrival, ArrivingTensor
@@ -65,6 +65,7 @@ def column_product(
     group: Group,
     split: Split,
     *,
+    reader: nn.Module,
     transposed: bool = False,
 ) -> Tensor:
     """Returns [..., outputs of this rank] for what has been brought into the divided region.
@@ -83,8 +84,8 @@ def column_product(
     if isinstance(inside, ArrivingTensor):
         inside = inside.arrival
     if isinstance(inside, Arrival):
-        if not inside.has_arrived:
-            return inside.multiplied(weight.mT if transposed else weight, bias)
+        if inside.arrives_with(reader):
+            return inside.multiplied(reader, weight.mT if transposed else weight, bias)
         inside = inside.whole()
     return product(inside, weight, bias, transposed=transposed)
 
@@ -117,7 +118,8 @@ def row_total(
     if sequence_dim is not None:
         sequence_dim = sequence_dim_of("sequence_parallel=True", "sequence_dim", inside.shape, sequence_dim)
     overlaps = group.size > 1 and overlap_pieces is not None and not torch.compiler.is_compiling()
-    if overlaps and overlap_pieces is not None:
+    if overlaps:
+        assert overlap_pieces is not None
         factor = weight.mT if transposed else weight
         if sequence_dim is None:
             total = linear_sum(inside, factor, group, overlap_pieces)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from scale_core.group import GroupLike
 from scale_tp.divided import divide
@@ -90,7 +91,8 @@ def sum_gradients_over(module: nn.Module, group: GroupLike = None) -> nn.Module:
 
     Raises:
         TypeError: It is no module.
-        ValueError: Its gradients are summed already, or its parameters are divided.
+        ValueError: Its gradients are summed already, its parameters are divided or parametrized, or only modules inside
+            it have some.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"expected a module, such as a norm, got {type(module).__name__}")
@@ -102,7 +104,25 @@ def sum_gradients_over(module: nn.Module, group: GroupLike = None) -> nn.Module:
             f"expected a module whose parameters are the same on all ranks, got a {type(module).__name__} that is "
             "divided between them, and sums what has to be summed itself: leave it as it is"
         )
+    _check_own(module)
     if ranks.size > 1:
         own = module.named_parameters(recurse=False)
         divide(module, SummedGradients, ranks, {name: Placement(tuple(param.shape)) for name, param in own})
     return module
+
+
+def _check_own(module: nn.Module) -> None:
+    """Refuses a module whose parameters stand in others, where their gradients would not be summed."""
+    kind = type(module).__name__
+    if is_parametrized(module):
+        names = ", ".join(module.parametrizations)  # type: ignore[arg-type]  # a ModuleDict then
+        raise ValueError(
+            f"expected a module whose parameters are its own, got a {kind} whose {names} is parametrized: call "
+            "torch.nn.utils.parametrize.remove_parametrizations(module, name) before, or sum its gradients yourself"
+        )
+    inner = [name for name, child in module.named_modules() if name and any(True for _ in child.parameters(False))]
+    if inner and not any(True for _ in module.parameters(recurse=False)):
+        raise ValueError(
+            f"expected a module that has parameters of its own, such as a norm, got a {kind} that has them in "
+            f"{', '.join(map(repr, inner))}: pass these, as in sum_gradients_over(module.get_submodule({inner[0]!r}))"
+        )

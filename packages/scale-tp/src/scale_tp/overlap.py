@@ -120,7 +120,7 @@ def cut_of_part(what: str, input: Tensor, group: GroupLike, dim: int, sizes: Seq
     ranks = layer_group(group)
     check_size("pieces", pieces, 1)
     dim = sequence_dim_of(what, "dim", input.shape, dim)
-    known = parts_held(ranks, input.shape[dim]) if sizes is None else tuple(sizes)
+    known = parts_held(ranks, input, dim) if sizes is None else tuple(sizes)
     if len(known) != ranks.size or known[ranks.rank] != input.shape[dim]:
         raise ValueError(
             f"{what}: expected the sizes of {ranks.size} ranks, of which rank {ranks.rank} has the "
@@ -180,7 +180,9 @@ class _GatherLinear(Entering):
 
         with without_autocast(part):
             multiply_gathered(cut, part, act)
-        ctx.save_for_backward(part if whole is None else whole, *weights)
+        # In the dtype of the products, as autocast keeps it.
+        ctx.dtype, compute = part.dtype, outputs[0].dtype if outputs else part.dtype
+        ctx.save_for_backward((part if whole is None else whole).to(compute), *weights)
         if whole is None:
             return tuple(outputs)
         if not ctx.needs_input_grad[3]:
@@ -205,7 +207,7 @@ class _GatherLinear(Entering):
                 for gradient, weight in reversed(list(zip(of_outputs, weights, strict=True))):
                     if gradient is not None:
                         product = rows_of(gradient) @ weight
-                        of_input = product.to(kept.dtype).view(*gradient.shape[:-1], weight.shape[1])
+                        of_input = product.to(ctx.dtype).view(*gradient.shape[:-1], weight.shape[1])
                         total = of_input if total is None else total + of_input
                 assert total is not None, "nobody asks for gradients where there are none"
                 scattering = begin_sum_scatter(total, cut.group, cut.dim, cut.sizes)
@@ -226,7 +228,7 @@ class _GatherLinear(Entering):
 class _LinearScatter(Leaving):
     @staticmethod
     def forward(ctx: Any, cut: Cut, input: Tensor, weight: Tensor) -> Tensor:
-        ctx.ranks, ctx.cut = cut.group, cut
+        ctx.ranks, ctx.cut, ctx.parts = cut.group, cut, cut.sizes
         ctx.save_for_backward(input, weight)
 
         def act(place: Place, summand: Tensor) -> None:

@@ -66,11 +66,12 @@ def linear_sum(input: Tensor, weight: Tensor, group: Group, pieces: int) -> Tens
 class _CopyLinear(Entering):
     @staticmethod
     def forward(ctx: Any, ranks: Group, input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        ctx.ranks = ranks
+        ctx.ranks, ctx.dtype = ranks, input.dtype
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(input, weight)
+        multiplied = input.to(weight.dtype)  # This is kept, as autocast keeps it.
+        ctx.save_for_backward(multiplied, weight)
         with without_autocast(input):
-            return input, F.linear(input.to(weight.dtype), weight, bias)
+            return input, F.linear(multiplied, weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -80,7 +81,7 @@ class _CopyLinear(Entering):
         of_weight = of_bias = None
         with without_autocast(input):
             if gradient is not None:
-                of_input = (rows_of(gradient) @ weight).to(input.dtype).view(input.shape)
+                of_input = (rows_of(gradient) @ weight).to(ctx.dtype).view(input.shape)
                 total = of_input if total is None else total + of_input
             assert total is not None, "nobody asks for gradients where there are none"
             coming = begin_sum(total, ctx.ranks)

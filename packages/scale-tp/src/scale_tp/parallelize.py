@@ -6,9 +6,10 @@ whether one layer hands the next what that expects, and whether all ranks are ab
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -228,28 +229,50 @@ def _prepared(
     check_ties(model, changes)
     check_summands(styles)
     mended = [found.mended(ranks.rank) for found in heads.values()]
-    entrances, randomness = _connect(changes, ranks, stretch, overlap_pieces)
+    changes, entrances, randomness = _connected(changes, ranks, stretch, overlap_pieces)
     drawing = [(modules[path], drawn) for path, drawn in randomness.items()]
     entering = [(modules[path], entrance) for path, entrance in entrances.items()]
     return _Work(model, ranks, changes, list(heads.values()), mended, drawing, entering, stretch, overlap_pieces)
 
 
-def _connect(
-    changes: list[Change], ranks: Group, stretch: Stretch | None, overlap_pieces: int | None
-) -> tuple[dict[str, Entrance], dict[str, DividedRandomness]]:
-    """Gives layers what they have in common with those beside them, by the name of the module that holds them."""
-    entrances: dict[str, Entrance] = {}
-    randomness: dict[str, DividedRandomness] = {}
-    for change in changes:
-        if change.kind is not Columns:
-            continue
-        way: Literal["copy", "gather", "inside"] = "copy"
-        if stretch is not None and stretch.holds(change.path):
-            way = "inside" if change.parent in stretch.gathering else "gather"
-        change.entrance = entrances.setdefault(change.parent, Entrance(ranks, 0, way, overlap_pieces))
-        change.entrance.num_readers += 1
-        if not change.gathers:
-            randomness.setdefault(change.parent, DividedRandomness(ranks))
-    for change in changes:
-        change.overlap_pieces, change.randomness = overlap_pieces, randomness.get(change.parent)
-    return entrances, randomness
+class _Connected(NamedTuple):
+    """Changes that know what they have in common with those beside them.
+
+    Attributes:
+        changes: The changes.
+        entrances: The ways into the divided region, by the name of the module that holds those who take them.
+        randomness: The random numbers inside of it, in the same way.
+    """
+
+    changes: list[Change]
+    entrances: dict[str, Entrance]
+    randomness: dict[str, DividedRandomness]
+
+
+def _connected(changes: list[Change], ranks: Group, stretch: Stretch | None, overlap_pieces: int | None) -> _Connected:
+    """Gives layers what they have in common with those that the same module holds."""
+    columns = [change for change in changes if change.kind is Columns]
+    readers = Counter(change.parent for change in columns)
+    first = {change.parent: change for change in reversed(columns)}
+    entrances = {
+        parent: Entrance(ranks, number, _way(first[parent], stretch), overlap_pieces)
+        for parent, number in readers.items()
+    }
+    randomness = {change.parent: DividedRandomness(ranks) for change in columns if not change.gathers}
+    connected = [
+        replace(
+            change,
+            entrance=entrances[change.parent] if change.kind is Columns else None,
+            overlap_pieces=overlap_pieces,
+            randomness=randomness.get(change.parent),
+        )
+        for change in changes
+    ]
+    return _Connected(connected, entrances, randomness)
+
+
+def _way(change: Change, stretch: Stretch | None) -> Literal["copy", "gather", "inside"]:
+    """How an input comes into the divided region (see `Entrance`)."""
+    if stretch is None or not stretch.holds(change.path):
+        return "copy"
+    return "inside" if change.parent in stretch.gathering else "gather"

@@ -151,7 +151,8 @@ def gather_from_sequence_parallel_region(
     ranks = layer_group(group)
     if ranks.size == 1:
         return input_
-    sizes = parts_held(ranks, _size(input_, dim)) if sizes is None else sizes
+    _size(input_, dim)
+    sizes = parts_held(ranks, input_, dim) if sizes is None else sizes
     return _gathered(ranks, input_, dim, sizes, sums=to_model_parallel)
 
 
@@ -190,7 +191,8 @@ def _size(tensor: Tensor, dim: int) -> int:
 
 def _gathered(ranks: Group, part: Tensor, dim: int, sizes: Sizes, *, sums: bool) -> Tensor:
     known = tuple(sizes_of_all(_size(part, dim), ranks, sizes))
-    whole: Tensor = cross(_GatherToSum if sums else _Gather, ranks, part, dim, known)
+    from_last = dim % part.dim() - part.dim()  # Whoever finds it in the graph sees whether it is the last one.
+    whole: Tensor = cross(_GatherToSum if sums else _Gather, ranks, part, from_last, known)
     return whole
 
 
@@ -239,7 +241,7 @@ class _Reduce(Leaving):
 class _Scatter(Entering):
     @staticmethod
     def forward(ctx: Any, ranks: Group, tensor: Tensor, dim: int, sizes: tuple[int, ...]) -> Tensor:
-        ctx.place = (dim, sizes)
+        ctx.place, ctx.parts = (dim, sizes), sizes
         ctx.ranks = ranks
         return part_along(tensor, ranks, dim, sizes).clone(memory_format=torch.contiguous_format)
 
@@ -275,7 +277,7 @@ class _GatherToSum(Entering):
 class _ReduceScatter(Leaving):
     @staticmethod
     def forward(ctx: Any, ranks: Group, tensor: Tensor, dim: int, sizes: tuple[int, ...]) -> Tensor:
-        ctx.place = (dim, sizes)
+        ctx.place, ctx.parts = (dim, sizes), sizes
         ctx.ranks = ranks
         return sum_scatter_along(tensor, ranks, dim, sizes)
 

@@ -5,6 +5,9 @@ divides a sequence knows, and tells it here; whoever puts it together asks here.
 order, so all know the same. Only where the own part fits several sequences that were divided lately, on whatever rank,
 all ask each other. Lately is long: what has been divided in a forward is asked for again where it is recomputed, and
 one rank that has forgotten it would ask alone.
+
+What a loader of data has divided nobody has told of, and it may have as many elements here as what was told. Autograd
+knows it: such a part was not computed by anything that divides. So all ask. Under `no_grad` nobody can tell.
 """
 
 from __future__ import annotations
@@ -13,11 +16,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from scale_core.compat import untraced
 from scale_core.exchange import exchange
 from scale_core.group import Group
+from scale_core.pending import TransferError
+from scale_tp.crossings import was_divided
 
 # Lengths that none of so many divisions had are forgotten: more than those of all that waits for its backward, so that
 # a batch of an odd length does not make the ranks ask for ever.
@@ -90,17 +97,42 @@ def tell_parts(group: Group, sizes: Sequence[int]) -> None:
 
 
 @untraced
-def parts_held(group: Group, own: int) -> tuple[int, ...]:
-    """Returns the lengths of all parts of a sequence, by rank, of which this rank holds `own` elements.
+def parts_held(group: Group, part: Tensor, dim: int) -> tuple[int, ...]:
+    """Returns the lengths of all parts of a sequence, by rank.
+
+    Args:
+        group: The ranks.
+        part: [..., positions of this rank, ...].
+        dim: The dimension of the sequence.
 
     Raises:
         TransferError: The ranks had to ask each other, and one did not answer.
     """
+    own = part.shape[dim]
     if group.process_group is None:
         return (own,)
-    known = _divided.get(group.process_group)
-    found = None if known is None else known.found(group.rank, own)
-    return tuple(row[0] for row in exchange([own], group)) if found is None else found
+    from_elsewhere = torch.is_grad_enabled() and group.backend != "fake" and not was_divided(part, group, own)
+    found = None if from_elsewhere else parts_remembered(group, own)
+    return _asked(group, own) if found is None else found
+
+
+def parts_remembered(group: Group, own: int) -> tuple[int, ...] | None:
+    """Returns the lengths of the only sequence of which this rank has held as much; None where all have to ask."""
+    known = None if group.process_group is None else _divided.get(group.process_group)
+    return None if known is None else known.found(group.rank, own)
+
+
+def _asked(group: Group, own: int) -> tuple[int, ...]:
+    try:
+        return tuple(row[0] for row in exchange([own], group))
+    except TransferError as error:
+        error.add_note(
+            f"rank {group.rank} asked how long the parts of a sequence are, of which it has {own}. Others may "
+            "have gone on by a sequence that they know: under no_grad, of parts that a loader of data has divided, "
+            "ranks can't see that they are new. Divide by scale_tp.scatter_to_sequence_parallel_region, or give all "
+            "parts one length"
+        )
+        raise
 
 
 def may_be_confused(known: Sequence[Sequence[int]]) -> bool:

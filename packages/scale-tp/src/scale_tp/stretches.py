@@ -234,7 +234,7 @@ class _Leave:
         return (self._whole(output[0]), *output[1:])
 
     def _whole(self, part: Tensor) -> Tensor:
-        sizes = parts_held(self.group, part.shape[SEQUENCE_DIM])
+        sizes = parts_held(self.group, part, SEQUENCE_DIM)
         return gather_from_sequence_parallel_region(
             part, self.group, dim=SEQUENCE_DIM, sizes=sizes, to_model_parallel=False
         )

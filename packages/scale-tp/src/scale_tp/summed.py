@@ -23,7 +23,18 @@ class SummedGradients(Divided):
         return f"{own}{', ' if own else ''}gradients summed over {self.group.size} ranks"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the module's own."""
+        """As the module's own.
+
+        Raises:
+            ValueError: A parameter is no longer the module's own, so its gradient would not be summed.
+        """
+        gone = [name for name in self.placements if name not in self._parameters]
+        if gone:
+            raise ValueError(
+                f"{type(self).__name__}: expected the parameters {', '.join(self.placements)}, whose gradients are "
+                f"summed over the ranks, but {', '.join(gone)} has been taken away, as by a parametrization: "
+                "parametrize no module whose gradients are summed"
+            )
         names = list(self._parameters)
         params = [self._parameters[name] for name in names]
         given = [(name, param) for name, param in zip(names, params, strict=True) if param is not None]

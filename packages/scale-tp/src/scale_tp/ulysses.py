@@ -8,6 +8,7 @@ rank that needs it, and the gradients of its copies are summed on their way back
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -81,27 +82,35 @@ def ulysses_attention(
     exchange = _Exchange(ranks, held_positions(length, ranks.size, order), *tags)
     splits = (split.query, split.key_value, split.key_value)
     query, key, value = _WholeSequence.apply(exchange, splits, query, key, value)  # type: ignore[no-untyped-call]
+    attend = functools.partial(attention, **options)
+    output = _attended(query, key, value, attend, ranks, drops=bool(options.get("dropout_p")))
+    (result,) = _AllHeads.apply(exchange, (split.query,), output)  # type: ignore[no-untyped-call]
+    return cast(Tensor, result)
+
+
+def _attended(
+    query: Tensor, key: Tensor, value: Tensor, attention: Callable[..., Tensor], ranks: Group, *, drops: bool
+) -> Tensor:
+    """What an attention gives for this rank's heads over the whole sequence, [batch, heads, positions, value size]."""
     expected = (*query.shape[:3], value.shape[3])
-    if query.shape[1]:
-        shared = query.shape[1] // key.shape[1]
-        if shared > 1:
-            key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
-        randomness = DividedRandomness(ranks)
-        if options.get("dropout_p"):  # Other heads are dropped on each rank.
-            randomness.enter()
-        try:
-            output = attention(query, key, value, **options)
-        finally:
-            randomness.leave()
-    else:  # A rank without heads takes part in the exchanges alone.
-        output = query.sum() + key.sum() + value.sum() + value.new_empty(expected)
+    if query.shape[1] == 0:  # A rank without heads takes part in the exchanges alone.
+        return query.sum() + key.sum() + value.sum() + value.new_empty(expected)
+    shared = query.shape[1] // key.shape[1]
+    if shared > 1:
+        key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
+    randomness = DividedRandomness(ranks)
+    if drops:  # Other heads on each rank.
+        randomness.enter()
+    try:
+        output = attention(query, key, value)
+    finally:
+        randomness.leave()
     if output.shape != expected:
         raise ValueError(
             "ulysses_attention: expected attention to return [batch, heads, positions, value size], here "
             f"{expected}, got {tuple(output.shape)}"
         )
-    (result,) = _AllHeads.apply(exchange, (split.query,), output)  # type: ignore[no-untyped-call]
-    return cast(Tensor, result)
+    return output
 
 
 @dataclass(frozen=True)

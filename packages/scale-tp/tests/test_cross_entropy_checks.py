@@ -1,0 +1,36 @@
+"""cross_entropy_checks.py: what the loss refuses, and how many words each rank has."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from scale_core.group import Group
+from scale_tp.cross_entropy_checks import check_options, refuse_gathered, words_of_all
+
+TWO = Group(1, 2, ranks=(0, 1))
+
+
+def test_words_are_divided_evenly_where_their_number_is_given() -> None:
+    assert words_of_all(4, 9, TWO).sizes == (5, 4) and words_of_all(7, None, Group()).sizes == (7,)
+    with pytest.raises(ValueError, match="expected logits of 4 words on rank 1, of the 9 that 2 ranks have, got 9"):
+        words_of_all(9, 9, TWO)
+
+
+def test_options_that_a_loss_can_have_are_accepted_as_any_kind_of_number() -> None:
+    check_options(0, 1, -100, "mean")
+    with pytest.raises(TypeError, match="label_smoothing to be a number, got True"):
+        check_options(True, 0.0, -100, "mean")
+
+
+def test_logits_that_nobody_gathered_are_those_of_the_rank() -> None:
+    x, weight = torch.ones(2, 3, requires_grad=True), torch.ones(4, 3, requires_grad=True)
+    for logits in (x, x * 2 + 1, torch.ones(3) * x, x @ weight.mT, x.detach()):
+        refuse_gathered(logits, TWO)
+
+
+def test_what_was_added_to_itself_often_is_looked_through_once() -> None:
+    x = torch.ones(2, 3, requires_grad=True) * 2
+    for _ in range(40):  # As many ways lead back as 2^40.
+        x = x + x
+    refuse_gathered(x, TWO)
