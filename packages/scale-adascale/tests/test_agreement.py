@@ -8,13 +8,20 @@ import torch
 from scale_adascale.agreement import bits_of, factor_of, fingerprint, own_part
 from scale_core.group import Group
 
+WHOLE, SOME = 0, 20  # steps that have looked before
+
 
 def total(size: int, grads: list[torch.Tensor], shapes: list[int]) -> float:
     """What the summands of all ranks sum up to."""
     groups = [Group(rank, size, None, "fake", tuple(range(size))) for rank in range(size)]
     cpu = torch.device("cpu")
-    parts = zip(groups, grads, shapes, strict=True)
-    return sum(own_part(group, shape, [None, grad], cpu).item() for group, grad, shape in parts)
+    parts = list(zip(groups, grads, shapes, strict=True))
+    some, whole = (
+        sum(own_part(group, shape, [None, grad], cpu, look=look).item() for group, grad, shape in parts)
+        for look in (SOME, WHOLE)
+    )
+    assert bool(some) == bool(whole)
+    return whole
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 16, 250, 1024])
@@ -41,10 +48,30 @@ def test_two_stages_of_two_replicas_are_other_parts_in_any_order_of_ranks():
         assert total(4, order, [0] * 4) != 0.0
 
 
+def bits(grads: list[torch.Tensor], look: int) -> int:
+    return int(bits_of(grads, torch.device("cpu"), look=look))
+
+
 def test_a_gradient_that_is_sparse_or_has_no_order_in_memory_has_bits_too():
     dense = torch.arange(12.0).reshape(4, 3)
-    assert bits_of(dense.T.contiguous().T) == bits_of(dense)
-    assert bits_of(dense.to_sparse(1)) == bits_of(dense)
+    for look in (WHOLE, SOME):
+        expected = bits([dense], look)
+        assert bits([dense.T.contiguous().T], look) == bits([dense.to_sparse(1)], look) == expected
+
+
+def test_all_gradients_are_looked_at_whatever_their_dtypes_and_those_of_zeros_are_as_none():
+    table, head = torch.zeros(10, 300), torch.arange(3.0).bfloat16()
+    for look in (WHOLE, SOME):
+        assert bits([table, head], look) == bits([head], look) != bits([table, head + 1], look)
+        assert bits([table], look) == bits([], look) == 0
+
+
+def test_the_first_steps_look_at_all_elements_and_later_ones_at_each_in_its_turn():
+    table = torch.zeros(10, 300)
+    table[7, 5] = 1.0
+    assert all(bits([table], look) for look in range(8))
+    found = [look for look in range(SOME, SOME + 186) if bits([table], look)]
+    assert len(found) == 2 and found[1] - found[0] == 3000 // 32
 
 
 def test_shapes_and_their_order_make_the_fingerprint():

@@ -75,26 +75,28 @@ def sample(variance: float, square: float) -> list[Moments | None]:
 
 
 def test_a_group_that_was_not_measured_keeps_its_average_and_others_go_on():
-    before = Estimates(2).after(sample(3.0, 1.0), 0.5, debias=True, preconditioned=False)
+    before = Estimates.of_nothing(2).after(sample(3.0, 1.0), 0.5, debias=True, preconditioned=False)
     after = before.after([None, Moments(0.0, 5.0)], 0.5, debias=True, preconditioned=False)
     assert after.groups[0] == before.groups[0] and after.groups[1] != before.groups[1]
     assert before.after([None, None], 0.5, debias=True, preconditioned=False) is before
-    assert Estimates(2).has_begun is False and before.has_begun is True
+    assert Estimates.of_nothing(2).has_begun is False and before.has_begun is True
 
 
 def test_what_was_measured_in_the_other_way_is_forgotten_and_progress_is_not():
-    raw = Estimates(2).after(sample(3.0, 1.0), 0.5, debias=True, preconditioned=False).with_progress(1.5)
+    raw = Estimates.of_nothing(2).after(sample(3.0, 1.0), 0.5, debias=True, preconditioned=False).with_progress(1.5)
     for first, second in ((False, True), (True, False)):
         old = raw.after(sample(7.0, 2.0), 0.5, debias=True, preconditioned=first)
         new = old.after(sample(9.0, 4.0), 0.5, debias=True, preconditioned=second)
-        fresh = Estimates(2).after(sample(9.0, 4.0), 0.5, debias=True, preconditioned=second)
+        fresh = Estimates.of_nothing(2).after(sample(9.0, 4.0), 0.5, debias=True, preconditioned=second)
         assert new.groups == fresh.groups and new.noise == fresh.noise and new.progress == 1.5
 
 
 def test_they_survive_in_parameter_groups_and_what_is_loaded_there_is_read_again():
     optimizer, other = (SGD([{"params": [nn.Parameter(torch.ones(1))]} for _ in range(2)], lr=0.1) for _ in range(2))
     reading = Reading(optimizer)
-    estimates = Estimates(2).after(sample(3.0, 1.0), 0.5, debias=True, preconditioned=True).with_progress(1.5)
+    estimates = (
+        Estimates.of_nothing(2).after(sample(3.0, 1.0), 0.5, debias=True, preconditioned=True).with_progress(1.5)
+    )
     reading.write(estimates.with_progress(2.0, scaled=True))
     loaded = Reading(other)
     assert loaded.estimates.progress == 0.0

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from scale_adascale import AdaScale
+from scale_adascale.gain import Moments, bounded, gain
 from scale_core.backward import local_grads_wanted
 from scale_core.group import Group
 from scale_core.samples import SampledStep, announces_samples
@@ -179,3 +180,98 @@ def test_a_rank_whose_parameters_are_all_frozen_counts_the_samples_of_a_step_tha
     step.end(2)
     assert optimizer.gain() == 1.0
     optimizer.step()
+
+
+def test_samples_of_unequal_size_tell_of_noise_what_they_know() -> None:
+    """Of L = sum |w g|^2 and T = |sum w g|^2 the means are mu^2 W + s^2 and mu^2 + s^2, with W = sum w^2."""
+    model, optimizer = sampled(3)
+    weights = [0.5, 0.3, 0.2]
+    step = SampledStep(model.parameters())
+    step.begin()
+    for sample, weight in enumerate(weights):
+        with step.of_sample(sample):
+            (loss_of(model, sample) * weight).backward()
+    step.end(3, weights)
+    other = net()
+    rows = gradients_of(other, list(other.parameters()), [0, 1, 2])
+    parts = [torch.cat([g.flatten() * weight for g in row]) for row, weight in zip(rows, weights, strict=True)]
+    local = sum(float(part.square().sum()) for part in parts)
+    total = float(torch.stack(parts).sum(0).square().sum())
+    concentration = sum(weight**2 for weight in weights)
+    square = (total - local) / (1 - concentration)
+    expected = gain(bounded(Moments(3.0 * (total - square), square)), 3.0)
+    assert optimizer.gain() == pytest.approx(expected, rel=1e-6)
+    assert abs(expected - plain_gain(rows, 3.0)) > 1e-3
+
+
+def test_a_step_that_is_refused_leaves_its_rank_as_those_where_it_began() -> None:
+    """One model stands for each rank; gradients are put back in other tensors, as pipelines do."""
+    for refuses in (False, True):
+        model, optimizer = sampled(4)
+        first = SampledStep(model.parameters())
+        first.begin()
+        in_passes(model, first, {0: 1, 1: 2}, 0.25)
+        first.end(2)
+        handle = model[0].weight.register_hook(lambda grad: grad) if refuses else None
+        second = SampledStep(model.parameters())
+        if refuses:
+            with pytest.raises(RuntimeError, match="registered after AdaScale's"):
+                second.begin()
+        else:
+            second.begin()
+        second.fail()
+        for param in model.parameters():
+            param.grad = param.grad.clone()
+        if handle is not None:
+            handle.remove()
+        third = SampledStep(model.parameters())
+        third.begin()
+        in_passes(model, third, {0: 3, 1: 4}, 0.25)
+        third.end(2)
+        other = net()
+        expected = plain_gain(gradients_of(other, list(other.parameters()), [1, 2, 3, 4]), 4.0)
+        assert optimizer.gain() == pytest.approx(expected, rel=1e-6)
+    fourth = SampledStep(model.parameters())
+    with pytest.raises(RuntimeError, match="but another step of the pipeline began after them"):
+        fourth.begin()
+    optimizer.zero_grad()
+
+
+def test_measuring_can_not_end_in_the_middle_of_a_step_that_is_announced() -> None:
+    model, optimizer = sampled(2)
+    step = SampledStep(model.parameters())
+    step.begin()
+    assert [terms.words for terms in step.terms] == ["1 parameter group after 0 of 2 passes"]
+    with pytest.raises(RuntimeError, match=r"unhook\(\) inside of a pipeline's step"):
+        optimizer.unhook()
+    step.fail()
+    optimizer.unhook()
+    assert not SampledStep(model.parameters()).is_heard
+
+
+def test_a_parameter_that_takes_the_place_of_another_is_measured() -> None:
+    model, optimizer = sampled(2)
+    model[0].weight = new = nn.Parameter(model[0].weight.detach().clone())
+    optimizer.param_groups[0]["params"][0] = new
+    optimizer.zero_grad()
+    for seed in (1, 2):
+        (loss_of(model, seed) / 2).backward()
+    other = net()
+    expected = plain_gain(gradients_of(other, list(other.parameters()), [1, 2]), 2.0)
+    assert optimizer.gain() == pytest.approx(expected, rel=1e-6)
+
+
+def test_gradients_that_are_only_asked_for_are_of_no_pass() -> None:
+    """As those of a gradient penalty, which torch.autograd.grad returns and adds to no parameter."""
+    model, optimizer = sampled(2)
+    params = list(model.parameters())
+    for seed in (1, 2):
+        found = torch.autograd.grad(loss_of(model, seed), params, create_graph=True)
+        (loss_of(model, seed) / 2 + sum(grad.square().sum() for grad in found)).backward()
+    other = net()
+    rows = []
+    for seed in (1, 2):
+        found = torch.autograd.grad(loss_of(other, seed), list(other.parameters()), create_graph=True)
+        penalised = loss_of(other, seed) + 2 * sum(grad.square().sum() for grad in found)
+        rows.append([grad.double() for grad in torch.autograd.grad(penalised, list(other.parameters()))])
+    assert optimizer.gain() == pytest.approx(plain_gain(rows, 2.0), rel=1e-6)

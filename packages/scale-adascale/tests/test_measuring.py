@@ -212,7 +212,90 @@ def refused() -> list[str]:
         with pytest.raises(ValueError, match="hears of no backward pass, and the others would wait"):
             AdaScale(SGD(frozen.parameters(), lr=0.1), process_group=alone, model_parallel_group=group)
     said += not_averaged(group)
+    not_averaged_in_part(group)
+    other_groups(group)
+    said.append(str(gains_of_towers(group)))
     return said
+
+
+class Words(nn.Module):
+    """An embedding, most of whose gradient is zero, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = nn.Embedding(10, 300, padding_idx=0), nn.Linear(300, 3)
+
+    def forward(self, words: Tensor) -> Tensor:
+        found: Tensor = self.head(self.table(words).mean(1))
+        return found
+
+
+def not_averaged_in_part(group: Group) -> None:
+    """Gradients of which those that come first are zero, or averaged, and others are not."""
+    words = torch.randint(1, 10, (4, 3), generator=torch.Generator().manual_seed(group.rank))
+    for wrapped in ("", "table", "head", "all"):
+        model = Words()
+        optimizer = AdaScale(SGD(model.parameters(), lr=0.1))
+        if wrapped == "all":
+            whole = DistributedDataParallel(model)
+            whole(words).square().mean().backward()
+            assert 1 < optimizer.gain() < 2
+            optimizer.step()
+            continue
+        table, head = (
+            DistributedDataParallel(layer) if wrapped == name else layer for name, layer in model.named_children()
+        )
+        head(table(words).mean(1)).square().mean().backward()
+        with pytest.raises(RuntimeError, match="to have the same averaged gradients"):
+            optimizer.step()
+        optimizer.unhook()
+
+
+def other_groups(group: Group) -> None:
+    """More parameter groups on one rank: their sums would have other lengths."""
+    model = net()
+    params = list(model.parameters())
+    groups = [params] if group.rank == 0 else [params[:1], params[1:]]
+    optimizer = AdaScale(SGD([{"params": each} for each in groups], lr=0.1))
+    wrapped = DistributedDataParallel(model)
+    with pytest.raises(RuntimeError, match=r"number of parameter groups on all ranks.*got 1, 2 on the ranks 0, 1"):
+        loss_of(wrapped, group.rank).backward()
+    with pytest.raises(RuntimeError, match="expected 1 backward passes since the last step, got 0"):
+        optimizer.step()
+    optimizer.zero_grad()
+    optimizer.unhook()
+
+
+class Towers(nn.Module):
+    """Two layers, one of which a batch uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(5, 3), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        found: Tensor = (self.second if number else self.first)(x)
+        return found
+
+
+def gains_of_towers(group: Group) -> list[float]:
+    """The gain of a layer that is used by the batch of one rank, with the error of it; zero is what the other adds."""
+    model = Towers()
+    optimizer = AdaScale(SGD(model.first.parameters(), lr=0.0, momentum=0.0), smoothing=0.0)
+    optimizer.param_groups[0]["lr"] = 1e-30
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    found = []
+    for seed, used in ((0, 0), (1, 1)):  # First by the first rank, then by the second.
+        wrapped(torch.full((2, 5), seed + 1.0), (group.rank + used) % 2).square().mean().backward()
+        optimizer.step()
+        found.append(optimizer.gain())
+        model.zero_grad()
+    with pytest.raises(RuntimeError, match="expected 1 backward passes since the last step, got 0"):
+        optimizer.step()
+    optimizer.unhook()
+    return found
 
 
 def not_averaged(group: Group) -> list[str]:
@@ -248,7 +331,8 @@ def test_stages_of_a_pipeline_have_the_gain_of_the_whole_model():
 
 
 def test_what_is_shared_in_an_unknown_direction_is_refused_by_name():
-    for unknown, partial, tensor, *averages in run_ranks(refused, 2):
+    for unknown, partial, tensor, *averages, towers in run_ranks(refused, 2):
+        assert towers == str([2.0, 2.0])  # One gradient and zero: noise is as large as can be.
         assert "model_parallel_group=" in unknown
         assert "partial sum over the ranks [0, 1]" in partial
         assert "over the ranks [0, 1] by a layer that computes with its piece" in tensor

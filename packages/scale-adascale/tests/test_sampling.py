@@ -42,12 +42,100 @@ def test_gradients_that_are_changed_between_two_passes_are_refused(change: Calla
     model, optimizer = build()
     (loss_of(model, 1) / 2).backward()
     change(model)
-    with pytest.raises(
-        RuntimeError, match=r"changed or cleared after 1 of 2 backward passes.*after the last pass only"
-    ):
-        (loss_of(model, 2) / 2).backward()
+    for _ in range(2):
+        with pytest.raises(
+            RuntimeError, match=r"changed or cleared after 1 of 2 backward passes.*after the last pass only"
+        ):
+            (loss_of(model, 2) / 2).backward()
     with pytest.raises(RuntimeError, match="expected 2 backward passes since the last step, got 1"):
         optimizer.step()
+    optimizer.zero_grad()
+    check_gain(model, optimizer, (1, 2))
+
+
+def check_gain(model: nn.Module, optimizer: AdaScale, seeds: tuple[int, int]) -> None:
+    """After a step of two passes, whatever was before."""
+    for seed in seeds:
+        (loss_of(model, seed) / 2).backward()
+    other = net()
+    expected = plain_gain(gradients_of(other, list(other.parameters()), seeds), 2.0)
+    assert optimizer.gain() == pytest.approx(expected, rel=1e-6)
+
+
+def without_zero_grad(model: nn.Module, optimizer: AdaScale) -> None:
+    for seed in (5, 6):
+        (loss_of(model, seed) / 2).backward()
+    optimizer.step()
+
+
+def unhooked_between_passes(model: nn.Module, optimizer: AdaScale) -> None:
+    (loss_of(model, 5) / 2).backward()
+    optimizer.unhook()
+    optimizer.hook()
+
+
+@pytest.mark.parametrize("before", [without_zero_grad, unhooked_between_passes])
+def test_a_first_pass_that_adds_to_gradients_is_refused_until_they_are_cleared(before):
+    for clear in (
+        lambda model, optimizer: optimizer.zero_grad(),
+        lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+        lambda model, optimizer: [param.grad.zero_() for param in model.parameters()] and optimizer.zero_grad(),
+    ):
+        model, optimizer = build(smoothing=0.0)
+        optimizer.param_groups[0]["lr"] = 1e-30
+        before(model, optimizer)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"expected no gradients, or zeros, before the first backward pass"):
+                (loss_of(model, 1) / 2).backward()
+        clear(model, optimizer)
+        check_gain(model, optimizer, (1, 2))
+
+
+def test_gradients_that_others_have_set_to_zero_are_none():
+    model, optimizer = build(smoothing=0.0)
+    optimizer.param_groups[0]["lr"] = 1e-30
+    for seeds in ((5, 6), (1, 2)):
+        check_gain(model, optimizer, seeds)
+        optimizer.step()
+        model.zero_grad(set_to_none=False)
+
+
+class Fails(torch.autograd.Function):
+    """Fails in the backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ArithmeticError("on its way")
+
+
+@pytest.mark.parametrize("passes", [0, 1])
+def test_what_a_failed_pass_has_added_is_refused_until_it_is_cleared(passes):
+    model, optimizer = build()
+    for seed in range(passes):
+        (loss_of(model, seed) / 2).backward()
+    with pytest.raises(ArithmeticError):
+        model[2](Fails.apply(model[1](model[0](torch.ones(4, 5))))).square().mean().backward()
+    with pytest.raises(RuntimeError, match=r"backward pass has failed after.*call optimizer\.zero_grad\(\)"):
+        (loss_of(model, 7) / 2).backward()
+    optimizer.zero_grad()
+    check_gain(model, optimizer, (1, 2))
+
+
+def test_a_hook_that_changes_gradients_after_they_were_added_is_refused():
+    model, optimizer = build()
+
+    def clamp(param: torch.Tensor) -> None:
+        param.grad.clamp_(-0.01, 0.01)
+
+    handle = model[2].weight.register_post_accumulate_grad_hook(clamp)
+    with pytest.raises(RuntimeError, match=r"shape \(3, 7\) has a hook of register_post_accumulate_grad_hook"):
+        loss_of(model, 1).backward()
+    handle.remove()
+    check_gain(model, optimizer, (1, 2))
 
 
 def test_a_hook_that_comes_later_is_refused_until_zero_grad_and_then_its_gradient_is_measured():

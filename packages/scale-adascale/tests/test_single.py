@@ -130,3 +130,34 @@ def test_a_gradient_from_before_another_accumulation_is_not_compared():
     loss_of(model, 1).backward()
     optimizer.step()
     assert optimizer.gain() == 1.0
+
+
+def test_layers_that_are_frozen_in_one_of_two_steps_are_not_compared():
+    """Each step has the same batch, and weights that do not move: there is no noise."""
+    model = net()
+    optimizer = AdaScale(SGD(model.parameters(), lr=1e-30), scale=8.0, smoothing=0.0)
+    for step in range(5):
+        model[0].requires_grad_(step in (0, 1, 4))
+        model[2].requires_grad_(step in (0, 2, 3, 4))
+        optimizer.zero_grad()
+        loss_of(model, 1).backward()
+        optimizer.step()
+        assert optimizer.gain() == pytest.approx(1.0, abs=1e-5)
+    assert optimizer._reading.estimates.groups[0].count == 3  # Steps 1 and 2 have nothing in common.
+
+
+def test_a_layer_that_a_batch_does_not_use_has_a_gradient_of_zero():
+    model = net()
+    optimizer = AdaScale(SGD(model.parameters(), lr=1e-30), scale=8.0, smoothing=0.0)
+    loss_of(model, 1).backward()
+    first = [param.grad.double() for param in model.parameters()]
+    optimizer.step()
+    optimizer.zero_grad()
+    model[2](torch.ones(1, 7)).sum().backward()
+    (second,) = (model[2].weight.grad.double(),)
+    optimizer.step()
+    old = torch.cat([grad.flatten() for grad in first])
+    new = torch.cat([*(torch.zeros_like(grad).flatten() for grad in first[:2]), second.flatten()])
+    variance = 8.0 * float((new - old).square().sum()) / 2
+    square = float(((new + old) / 2).square().sum()) - variance / 16
+    assert optimizer.gain() == pytest.approx(gain(bounded(Moments(variance, square)), 8.0), rel=1e-6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from scale_core.group import Group
 from scale_core.samples import (
     Listener,
     SampledStep,
+    Terms,
     announces_samples,
-    announcing_group,
+    announcing,
     on_sampled_steps,
     sampled_steps_wanted,
 )
@@ -29,8 +31,9 @@ class Heard:
         self.heard.append(f"{self.name} begins")
         return Listener(self.ended, self.failed, self.whole)
 
-    def ended(self, num_samples: int) -> None:
-        self.heard.append(f"{self.name} ended with {num_samples}")
+    def ended(self, weights: Sequence[float]) -> None:
+        assert sum(weights) == 1.0
+        self.heard.append(f"{self.name} ended with {len(weights)}")
 
     def failed(self) -> None:
         self.heard.append(f"{self.name} failed")
@@ -103,9 +106,25 @@ def test_a_module_announces_as_long_as_it_lives_and_for_the_parameters_that_it_h
     before = module.weight
     ranks = Group(0, 2, None, "fake", (0, 1))
     announces_samples(module, ranks)
-    assert announcing_group([torch.ones(1), before]) is ranks
+    assert announcing([torch.ones(1), before]) == (ranks, ranks)
     module.weight = after = nn.Parameter(torch.ones(2, 2))
-    assert announcing_group([before]) is None and announcing_group([after]) is ranks
+    assert announcing([before]) is None and announcing([after]) == (ranks, ranks)
+    announces_samples(module, ranks, Group())
+    assert announcing([after]) == (ranks, Group())
     del module
     gc.collect()
-    assert announcing_group([after]) is None
+    assert announcing([after]) is None
+
+
+def test_samples_of_unequal_size_end_with_what_each_counts_and_those_who_listen_name_their_terms() -> None:
+    found: list[Sequence[float]] = []
+    terms = Terms((0, 3), "two of these")
+    listeners = [Listener(found.append, print, print), Listener(found.append, print, print, terms)]
+    handles = [on_sampled_steps(lambda step, each=each: each) for each in listeners]  # type: ignore[misc]
+    step = SampledStep([])
+    step.begin()
+    assert step.terms == [terms]
+    step.end(2, [0.25, 0.75])
+    assert found == [[0.25, 0.75]] * 2 and step.terms == []
+    for handle in handles:
+        handle.remove()

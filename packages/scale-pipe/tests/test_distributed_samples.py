@@ -5,16 +5,18 @@ One process holds all stages here; stages on several ranks are tested with scale
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from scale_core.samples import Listener, SampledStep, on_sampled_steps
+from scale_core.group import Group
+from scale_core.samples import Listener, SampledStep, Terms, on_sampled_steps
 from scale_pipe import DistributedPipe, StageError
 from scale_pipe.distributed.plan import Flow, SharedParameter, Slot
-from scale_pipe.distributed.samples import sample_slots
+from scale_pipe.distributed.samples import check_terms, ranks_with_parameters, sample_slots
 from scale_pipe.schedules.placement import Placement
 
 CHUNKS = 3
@@ -42,13 +44,18 @@ class Measures:
         self.step: SampledStep | None = None
         self.found: dict[tuple[int, int], Tensor] = {}
         self.ends: list[int | None] = []
+        self.weights: Sequence[float] = ()
         self.hooks = [param.register_hook(self._hook(number)) for number, param in enumerate(params)]
         self.handle = on_sampled_steps(self.begins)
 
     def begins(self, step: SampledStep) -> Listener:
         assert {id(param) for param in step.params} == {id(param) for param in self.params}
         self.step = step
-        return Listener(self.ends.append, lambda: self.ends.append(None), self._whole)
+        return Listener(self._ended, lambda: self.ends.append(None), self._whole)
+
+    def _ended(self, weights: Sequence[float]) -> None:
+        self.weights = weights
+        self.ends.append(len(weights))
 
     def _hook(self, number: int) -> Callable[[Tensor], None]:
         def hook(grad: Tensor) -> None:
@@ -164,3 +171,65 @@ def test_gradients_of_samples_go_to_the_first_rank_that_holds_a_parameter() -> N
     placement = Placement.wave(2)
     slots = sample_slots(placement, [SharedParameter("up", (0, 1, 3)), SharedParameter("down", (0, 3))], 2)
     assert slots == [Slot(Flow.SAMPLE, "up", 1, 0, batch) for batch in range(2)]
+
+
+class Twice(nn.Module):
+    """Multiplies by a weight outside of a checkpoint and inside of it."""
+
+    def __init__(self, weight: nn.Parameter, reentrant: bool) -> None:
+        super().__init__()
+        self.weight, self.reentrant = weight, reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        def again(hidden: Tensor) -> Tensor:
+            return torch.tanh(hidden) @ self.weight
+
+        hidden = x @ self.weight
+        found: Tensor = checkpoint(again, hidden, use_reentrant=True) if self.reentrant else again(hidden)
+        return found
+
+
+def test_a_shared_weight_is_told_of_once_where_a_stage_has_it_inside_and_outside_of_a_reentrant_checkpoint() -> None:
+    def model(reentrant: bool) -> nn.Sequential:
+        own = layers(tied=False)
+        return nn.Sequential(Twice(own[0].weight, reentrant), own[1], own[2], Twice(own[0].weight, False))
+
+    pipe = DistributedPipe(model(True), "interleaved_1f1b", balance=[2, 2], chunks=CHUNKS, stages_per_rank=2)
+    measures = Measures(list(pipe.parameters()))
+    x, target = batch()
+    pipe.step(x, target=target, loss_fn=nn.functional.mse_loss)
+    measures.stop()
+    plain = model(False)
+    weight = plain[0].weight
+    for sample, (part, to) in enumerate(zip(x.chunk(CHUNKS), target.chunk(CHUNKS), strict=True)):
+        (expected,) = torch.autograd.grad(nn.functional.mse_loss(plain(part), to) / CHUNKS, [weight])
+        torch.testing.assert_close(measures.found[0, sample], expected, rtol=1e-12, atol=1e-14)
+
+
+def test_micro_batches_of_unequal_size_are_told_with_what_they_count() -> None:
+    pipe = DistributedPipe(layers(tied=False), balance=[4], chunks=CHUNKS)
+    measures = Measures(list(pipe.parameters()))
+    x, target = batch()
+    pipe.step(x[:5], target=target[:5], loss_fn=nn.functional.mse_loss)
+    measures.stop()
+    assert list(measures.weights) == [0.4, 0.4, 0.2]
+
+
+def test_other_terms_are_refused_only_where_one_rank_would_wait_for_the_other() -> None:
+    both, alone = Terms((0, 1), "one"), Terms((0,), "one")
+    check_terms({0: [both], 1: [both]})
+    check_terms({0: [alone], 1: []})
+    check_terms({0: [alone, both], 1: [both], 2: []})
+    check_terms({0: [Terms((0, 4), "its")], 1: []})  # With a rank of another pipeline.
+    with pytest.raises(RuntimeError, match=r"rank 0 has one, and rank 1 nothing.*model_parallel_group="):
+        check_terms({0: [both], 1: []})
+    with pytest.raises(RuntimeError, match="rank 1 has one and two, and rank 0 one"):
+        check_terms({1: [both, Terms((0, 1), "two")], 0: [both]})
+
+
+def test_ranks_whose_stages_have_no_parameters_are_left_out() -> None:
+    placement, group = Placement.loop(2), Group(1, 2, None, "gloo", (4, 7))
+    has, has_none = nn.Linear(1, 1), nn.Tanh()
+    assert ranks_with_parameters([has, has], placement, group) is group
+    assert ranks_with_parameters([has, has_none], placement, group) == Group()
+    assert ranks_with_parameters([has_none, has], placement, group) == Group()

@@ -11,10 +11,14 @@ The files in reading order; each stands only on those above it:
 - `squares`: the sum of the squares of a gradient;
 - `tally`: those of all gradients of a backward pass;
 - `sharing`: how often a number counts that a rank measures;
+- `groups`: which ranks have other data, and which other parts of the model;
 - `agreement`: whether ranks really average their gradients;
 - `preconditioning`: what Adam divides gradients by;
 - `second_moments`: the same, of which each rank has a part;
+- `hooks`: whether others change a gradient after it was seen;
+- `hearing`: how a rank hears of each gradient, before it is averaged away;
 - `local_grads`: what a rank measures before gradients are averaged away;
+- `plan`: which rank has what of the parameters;
 - `measuring`: from squares of each rank to those of all ranks;
 - `halving`: two gradients of one batch;
 - `single`: or, for one worker that accumulates nothing, those of successive steps;
@@ -22,6 +26,7 @@ The files in reading order; each stands only on those above it:
 - `fairscale`: what FairScale's AdaScale has saved;
 - `loss_scale`: what a scaler has multiplied the loss by;
 - `checks`: what is refused;
+- `marks`: whether gradients were changed between passes;
 - `sampling`: the gradients of one step, from the first backward pass to what they add to estimates;
 - `around`: what an optimizer around another one is to schedulers, scalers and checkpoints;
 - `listening`: the same, whose gradients are measured;

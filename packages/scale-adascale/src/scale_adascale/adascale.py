@@ -21,11 +21,10 @@ from scale_adascale.checks import (
     check_rule,
     check_smoothing,
     check_trains,
-    data_group_of,
-    model_group_of,
 )
 from scale_adascale.estimates import Estimates
 from scale_adascale.gain import gain
+from scale_adascale.groups import data_group_of, model_group_of
 from scale_adascale.listening import Listening
 from scale_adascale.loss_scale import scale_of, scaler_of_step
 from scale_adascale.measuring import Meter

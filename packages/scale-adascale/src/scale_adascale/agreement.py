@@ -6,7 +6,7 @@ does not average gradients, or does so after the backward pass, or ranks have ot
 surely another number: sums that differ by a multiple of 2^24 - 3 are not told apart.
 
 A gradient may have zeros wherever one looks, as that of an embedding has, and only one layer may be left out of what
-averages. So the first steps look at all elements of all gradients, and later ones at some of each.
+averages. So the first steps look at all elements of all gradients, and later ones at some of each, each step at others.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from scale_core.group import Group
 from scale_core.shard import full_shape
 
 _LOOKED_AT = 32  # elements of each gradient, where not all of them are looked at
+_WHOLE_LOOKS = 8  # steps: a scaler may have to leave out the first ones, whose gradients are no numbers
 _PRIME = 2**24 - 3  # so that each bit counts
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -41,7 +42,7 @@ def fingerprint(params: Sequence[Tensor]) -> int:
 
 
 def own_part(
-    data: Group, shapes: int, grads: Iterable[Tensor | None], device: torch.device, *, whole: bool = True
+    data: Group, shapes: int, grads: Iterable[Tensor | None], device: torch.device, *, look: int = 0
 ) -> Tensor:
     """Returns this rank's summand, [1], fp64.
 
@@ -50,15 +51,15 @@ def own_part(
         shapes: The fingerprint of the parameters.
         grads: What all of them should have alike.
         device: Where it is to be.
-        whole: Look at all elements of each, and not at some of them; alike on all ranks.
+        look: How many steps have looked before; alike on all ranks.
     """
     factor = float(factor_of(data.rank, data.size)) if data.size > 1 else 0.0
     there = [grad for grad in grads if grad is not None and grad.numel()] if factor else []
-    bits = bits_of(there, device, whole=whole).add_(shapes)
+    bits = bits_of(there, device, look=look).add_(shapes)
     return bits.to(torch.float64).mul_(factor).reshape(1)
 
 
-def bits_of(grads: Sequence[Tensor], device: torch.device, *, whole: bool) -> Tensor:
+def bits_of(grads: Sequence[Tensor], device: torch.device, *, look: int) -> Tensor:
     """Returns a whole number below 2^24 that elements of gradients are summed up to, as bits; scalar, int64.
 
     A gradient of zeros adds nothing, so that it is the same as none.
@@ -66,12 +67,15 @@ def bits_of(grads: Sequence[Tensor], device: torch.device, *, whole: bool) -> Te
     Args:
         grads: Of any shapes, dtypes and devices.
         device: Where it is to be.
-        whole: All elements, and not some.
+        look: How many steps have looked before, by which all elements are looked at, or which.
     """
+    whole = look < _WHOLE_LOOKS
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for grad in grads:
         flat = values_of_gradient(grad.detach()).reshape(-1)
-        flat = flat if whole else flat[:: max(1, flat.numel() // _LOOKED_AT)]
+        if not whole:
+            stride = max(1, flat.numel() // _LOOKED_AT)
+            flat = flat[look % stride :: stride]
         kinds.setdefault((flat.device, flat.dtype), []).append(flat)
     found = torch.zeros((), dtype=torch.int64, device=device)
     for flats in kinds.values():

@@ -11,10 +11,9 @@ from torch.optim import Optimizer
 from scale_adascale.local_grads import LocalGrads
 from scale_adascale.preconditioning import base_of, is_adaptive, is_rescaling
 from scale_adascale.scale import is_real
-from scale_adascale.sharing import splits_of
-from scale_core.group import Group, GroupLike, group_of
+from scale_core.group import Group
 from scale_core.joining import current_share
-from scale_core.samples import announcing_group
+from scale_core.samples import announcing
 
 
 def check_optimizer(optimizer: Any, wrapper: type[Optimizer]) -> None:
@@ -105,49 +104,6 @@ def check_smoothing(smoothing: float | None) -> None:
         raise ValueError(f"expected smoothing from 0 to below 1, got {smoothing!r}: leave it out for the default")
 
 
-def data_group_of(optimizer: Any, given: GroupLike) -> Group:
-    """Returns the ranks that have other data: as given, or all; only this one where all are stages of one pipeline.
-
-    Raises:
-        ValueError: Some of them are other ranks of the same pipeline.
-    """
-    params = [param for group in getattr(optimizer, "param_groups", ()) for param in group["params"]]
-    pipeline, data = announcing_group(params) or Group(), group_of(given)
-    if pipeline.size == 1:
-        return data
-    if given is None and set(data.ranks) == set(pipeline.ranks):
-        return Group()
-    if len(set(data.ranks) & set(pipeline.ranks)) > 1:
-        raise ValueError(
-            f"expected process_group to be the ranks that have the same stages as this one, for other data, got "
-            f"{list(data.ranks)}, of which some have other stages of the pipeline over {list(pipeline.ranks)}: pass "
-            "AdaScale(..., process_group=those of the replicas of this rank's stages, as mesh['replica'])"
-        )
-    return data
-
-
-def model_group_of(optimizer: Optimizer, data: Group, given: GroupLike) -> Group:
-    """Returns the ranks that have other parts of the model: as given, or as parameters or the stages of a pipeline say.
-
-    Raises:
-        ValueError: They are split over several such groups, and none was given that holds them all.
-    """
-    if given is not None:
-        return group_of(given)
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    found = splits_of(params, data)
-    pipeline = announcing_group(params)
-    if pipeline is not None and pipeline.size > 1:
-        found[pipeline.ranks] = pipeline
-    if len(found) > 1:
-        raise ValueError(
-            f"the model is divided over the ranks {' and '.join(str(list(ranks)) for ranks in found)}, beside those "
-            f"with other data, {list(data.ranks)}: pass AdaScale(..., model_parallel_group=the group of all that have "
-            "other parts of the model), and process_group for those with other data"
-        )
-    return next(iter(found.values()), Group())
-
-
 def check_plain(optimizer: Optimizer) -> None:
     """Checks that it is known who has which part of each parameter.
 
@@ -170,7 +126,7 @@ def check_trains(optimizer: Optimizer, data: Group, model: Group) -> None:
         ValueError: All of its parameters are frozen.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    if model.size > 1 and not any(param.requires_grad for param in params) and announcing_group(params) is None:
+    if model.size > 1 and not any(param.requires_grad for param in params) and announcing(params) is None:
         raise ValueError(
             f"expected a parameter that is not frozen on each of the ranks {list(model.ranks)}, which have other "
             "parts of the model, but this one has none, hears of no backward pass, and the others would wait for it: "
@@ -193,7 +149,7 @@ def refuse_step(passes: int, num_gradients: int, local: LocalGrads) -> None:
         )
     if passes == num_gradients and not local.is_in_pass:
         return
-    if not passes and not local.can_hear:
+    if not passes and not local.hearing.can_hear:
         raise RuntimeError(
             "Don't step without finishing backward phase: no parameter of the optimizer can have a gradient that "
             "AdaScale hears of: unfreeze some and call optimizer.zero_grad(); put it around OSS, not inside: "
@@ -229,16 +185,56 @@ def refuse_undivided(num_gradients: int, *, divided: bool) -> None:
         )
 
 
-def too_many_gradients(num_gradients: int, came: int | None = None) -> RuntimeError:
+def too_many_gradients(num_gradients: int, came: int | None) -> RuntimeError:
     """What a backward pass raises that comes after the last one of a step.
 
     Args:
         num_gradients: As many as were to come.
-        came: Those that did; None is one more.
+        came: Those that did; None where a pipeline's step begins, of which nobody knows yet how many it has.
     """
-    came = num_gradients + 1 if came is None else came
+    words = "another step of the pipeline began after them" if came is None else f"{came} came"
+    number = "the micro-batches of all steps of the pipeline" if came is None else came
     return RuntimeError(
-        f"expected {num_gradients} backward pass{'es' if num_gradients > 1 else ''} between two steps, but {came} came "
+        f"expected {num_gradients} backward pass{'es' if num_gradients > 1 else ''} between two steps, but {words} "
         "(of a pipeline, each micro-batch is one): call optimizer.step() after the last one, optimizer.zero_grad() "
-        f"where the step is left out, or pass num_gradients_to_accumulate={came} if that many are meant"
+        f"where the step is left out, or pass num_gradients_to_accumulate={number} if that many are meant"
+    )
+
+
+def gradients_were_there(*, has_failed: bool) -> str:
+    """What the first backward pass of a step says if it would add its gradients to others.
+
+    Args:
+        has_failed: A pass before it has failed, and may have brought them.
+    """
+    why = (
+        "a backward pass has failed after it had brought some, or they are those of the last step"
+        if has_failed
+        else "those of the last step, or of passes that were not measured"
+    )
+    return (
+        "expected no gradients, or zeros, before the first backward pass of a step, but some are there, so that the "
+        f"mean would not be that of what is measured ({why}): call optimizer.zero_grad() before it"
+    )
+
+
+def gradients_were_changed(passes: int, num_gradients: int, *, has_failed: bool) -> str:
+    """What a backward pass says before which gradients have been changed since the last one.
+
+    Args:
+        passes: How many had ended.
+        num_gradients: As many as are to come.
+        has_failed: Another one has failed since.
+    """
+    if has_failed:
+        return (
+            f"a backward pass has failed after {passes} of {num_gradients} of a step, and had added to some gradients "
+            "already, so that their mean is not that of what was measured: call optimizer.zero_grad(), and begin with "
+            "the first pass of the step"
+        )
+    return (
+        f"gradients were changed or cleared after {passes} of {num_gradients} backward passes of a step, so that "
+        "their mean is not that of what was measured: call optimizer.zero_grad(), begin with the first pass of the "
+        "step, and clip gradients and call model.zero_grad() after the last pass only; or build AdaScale(..., "
+        "num_gradients_to_accumulate=1)"
     )

@@ -8,6 +8,7 @@ snapshots.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.optim import Optimizer
@@ -23,25 +24,44 @@ OF_GROUP = "adascale"
 OF_RUN = "adascale_run"
 
 
+@dataclass(frozen=True)
 class Estimates:
     """Averages of what the steps of a training have measured.
 
-    Args:
-        num_groups: How many parameter groups there are.
-
     Attributes:
-        groups: One average for each.
+        groups: One average for each parameter group.
         noise: Of all groups together, for the noise scale.
         progress: Steps of the small batch that the training is worth so far, the sum of its gains.
         is_preconditioned: The averages are those of preconditioned gradients.
         is_scaled: A scaler has multiplied the losses of the last step.
     """
 
-    def __init__(self, num_groups: int) -> None:
-        self.groups = [Average() for _ in range(num_groups)]
-        self.noise = NoiseAverage()
-        self.progress = 0.0
-        self.is_preconditioned = self.is_scaled = False
+    groups: tuple[Average, ...]
+    noise: NoiseAverage = field(default_factory=NoiseAverage)
+    progress: float = 0.0
+    is_preconditioned: bool = False
+    is_scaled: bool = False
+
+    @classmethod
+    def of_nothing(cls, num_groups: int) -> Estimates:
+        """Before the first step, of so many parameter groups."""
+        return cls(tuple(Average() for _ in range(num_groups)))
+
+    @classmethod
+    def of(cls, groups: Sequence[Mapping[str, Any]]) -> Estimates:
+        """What stands in parameter groups; what does not begins anew."""
+        averages = (Average.from_list(group[OF_GROUP]) if OF_GROUP in group else Average() for group in groups)
+        estimates = cls(tuple(averages))
+        if not groups or OF_RUN not in groups[0]:
+            return estimates
+        progress, preconditioned, scaled, *noise = groups[0][OF_RUN]
+        return replace(
+            estimates,
+            noise=NoiseAverage.from_list(noise),
+            progress=float(progress),
+            is_preconditioned=bool(preconditioned),
+            is_scaled=bool(scaled),
+        )
 
     @property
     def has_begun(self) -> bool:
@@ -74,16 +94,14 @@ class Estimates:
         measured = [moments for moments in sample if moments is not None]
         if not measured:
             return self
-        new = Estimates(len(self.groups))
-        old = Estimates(len(self.groups)) if preconditioned != self.is_preconditioned else self
-        new.progress, new.is_preconditioned, new.is_scaled = self.progress, preconditioned, self.is_scaled
-        new.groups = [
+        old = self if preconditioned == self.is_preconditioned else Estimates.of_nothing(len(self.groups))
+        groups = (
             average if moments is None else average.after(bounded(moments), smoothing, debias=debias)
             for average, moments in zip(old.groups, sample, strict=True)
-        ]
+        )
         total = Moments(sum(each.variance for each in measured), sum(each.square for each in measured))
-        new.noise = old.noise.after(total, max(smoothing, _LEAST_SMOOTHING), overlap)
-        return new
+        noise = old.noise.after(total, max(smoothing, _LEAST_SMOOTHING), overlap)
+        return replace(self, groups=tuple(groups), noise=noise, is_preconditioned=preconditioned)
 
     def at_scale(self, old: float, new: float) -> Estimates:
         """Returns them with FairScale's change of the variances when the scale changes."""
@@ -91,37 +109,15 @@ class Estimates:
 
     def with_groups(self, groups: Sequence[Average]) -> Estimates:
         """Returns them with other averages."""
-        new = Estimates(len(groups))
-        new.groups, new.noise = list(groups), self.noise
-        new.progress, new.is_preconditioned, new.is_scaled = self.progress, self.is_preconditioned, self.is_scaled
-        return new
+        return replace(self, groups=tuple(groups))
 
     def with_noise(self, noise: NoiseAverage) -> Estimates:
         """Returns them with other averages of the noise of all groups."""
-        new = self.with_groups(self.groups)
-        new.noise = noise
-        return new
+        return replace(self, noise=noise)
 
     def with_progress(self, gain: float, *, scaled: bool = False) -> Estimates:
         """Returns them after a step that was worth so many steps of the small batch, with a scaler or without."""
-        new = self.with_groups(self.groups)
-        new.progress += gain
-        new.is_scaled = scaled
-        return new
-
-    @classmethod
-    def of(cls, groups: Sequence[Mapping[str, Any]]) -> Estimates:
-        """What stands in parameter groups; what does not begins anew."""
-        estimates = cls(len(groups))
-        for number, group in enumerate(groups):
-            if OF_GROUP in group:
-                estimates.groups[number] = Average.from_list(group[OF_GROUP])
-            if OF_RUN in group and number == 0:
-                progress, preconditioned, scaled, *noise = group[OF_RUN]
-                estimates.progress, estimates.is_preconditioned = float(progress), bool(preconditioned)
-                estimates.is_scaled = bool(scaled)
-                estimates.noise = NoiseAverage.from_list(noise)
-        return estimates
+        return replace(self, progress=self.progress + gain, is_scaled=scaled)
 
 
 class Reading:
@@ -134,7 +130,8 @@ class Reading:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._rows: list[Any] = []
-        self.write(Estimates.of(optimizer.param_groups))
+        self._estimates = Estimates.of(optimizer.param_groups)
+        self.write(self._estimates)
 
     @property
     def estimates(self) -> Estimates:

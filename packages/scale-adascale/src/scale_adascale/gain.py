@@ -37,13 +37,14 @@ class Moments(NamedTuple):
     square: float
 
 
-def moments(local: float, total: float, num_gradients: int, scale: float) -> Moments:
+def moments(local: float, total: float, num_gradients: float, scale: float) -> Moments:
     """Estimates both moments, without bias; so either may come out below zero.
 
     Args:
         local: L, the sum of the squared norms of the gradients.
         total: T, the squared norm of their mean.
-        num_gradients: n, at least 2.
+        num_gradients: n, above 1. Of gradients g_i of batches of other sizes, of which each counts w_i in the mean, it
+            is 1 / sum(w_i^2), and L is n^2 sum(w_i^2 |g_i|^2).
         scale: S, how many times the batch of all n is as large as one of scale 1.
     """
     assert num_gradients > 1, "the variance of one gradient is not known"

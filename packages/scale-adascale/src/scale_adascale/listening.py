@@ -52,6 +52,7 @@ class Listening(Around):
             self._check_between_steps("zero_grad", "Don't zero_grad in backward")
         self._sampling.begin_anew()
         self._optimizer.zero_grad(set_to_none=set_to_none)
+        self._sampling.gradients_are_zero()
         self._listen()  # To what was unfrozen.
 
     def scale_grad_by_num_grads_to_accum(self) -> None:
@@ -85,11 +86,21 @@ class Listening(Around):
         """
         self._check_at_rest("add_param_group", "Can't add parameter group during backward")
         self._optimizer.add_param_group(param_group)
+        self._reading.write(self._reading.estimates)  # So that each group has some, which checkpoints expect.
         self._sampling.forget_last()
         self._listen()
 
     def unhook(self) -> None:
-        """Stops to measure until `hook`, and lets go of what it has of gradients; steps go on with the last gain."""
+        """Stops to measure until `hook`, and lets go of what it has of gradients; steps go on with the last gain.
+
+        Raises:
+            RuntimeError: A step of a pipeline is under way, whose ranks would wait for what this one has measured.
+        """
+        if self._sampling.local.is_announced:
+            raise RuntimeError(
+                "unhook() inside of a pipeline's step, some of whose gradients have been measured, and other ranks "
+                "would wait for their sum: call it after pipe.step(...), or before it on all ranks"
+            )
         self._is_unhooked = True
         self._sampling.unhook()
 
@@ -144,8 +155,12 @@ class Listening(Around):
             RuntimeError: A step would be one with the gradients of some passes only, or with others than were said.
         """
         passes, number = self._sampling.passes, self._settings.num_gradients
-        if not self._sampling.local.is_listening or not (passes or any(group["lr"] for group in self.param_groups)):
+        if not self._sampling.local.hearing.is_listening or not (
+            passes or any(group["lr"] for group in self.param_groups)
+        ):
             return False  # torch's checkpoint functions step once with a learning rate of 0, so that there is a state.
+        self._sampling.count_pass_without_gradients()
+        passes = self._sampling.passes
         refuse_step(passes, number, self._sampling.local)
         refuse_undivided(number, divided=self._settings.is_scaled_loss or self._sampling.is_divided)
         return True

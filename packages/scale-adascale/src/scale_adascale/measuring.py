@@ -10,25 +10,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from scale_adascale.agreement import fingerprint, not_averaged, own_part
-from scale_adascale.second_moments import Part, SecondMoments, sum_over
-from scale_adascale.sharing import Weights, splits_of, weights_of
+from scale_adascale.agreement import not_averaged, own_part
+from scale_adascale.plan import Plan, identity_of, plan_of
+from scale_adascale.second_moments import sum_over
 from scale_adascale.squares import inner_product, part_of, sum_of_squares
 from scale_adascale.tally import Tally
 from scale_core import compat
 from scale_core.exchange import exchange
 from scale_core.group import Group, group_of
 from scale_core.pending import Pending
-
-
-_WHOLE_LOOKS = 8  # steps: a scaler may have to leave out the first ones, whose gradients are no numbers
 
 
 class Measured(NamedTuple):
@@ -76,37 +72,6 @@ class Sent:
             pending.abandon()
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """Who has what of the k parameters of an optimizer, group by group.
-
-    Attributes:
-        made_for: The parameters, by identity and group, and whether somebody else reduces their gradients.
-        params: The parameters.
-        holders: What has the averaged gradient of each: the parameter itself, or this rank's piece of it.
-        is_shared: Of each, whether all ranks with other data have the same averaged gradient.
-        device: Where squares are added up.
-        index: [k] the number of the group of each, int64.
-        local_weights: [k] fp64, how often the squares of own gradients count.
-        total_weights: [k] fp64, and those of averaged ones, of which shared ones are measured part by part.
-        fingerprint: See `agreement.fingerprint`.
-        moments: The second moments of Adam; of other optimizers nothing may be asked.
-        totals: By device, what squares of averaged gradients are added up in.
-    """
-
-    made_for: tuple[Any, ...]
-    params: list[Tensor]
-    holders: list[Tensor]
-    is_shared: list[bool]
-    device: torch.device
-    index: Tensor
-    local_weights: Tensor
-    total_weights: Tensor
-    fingerprint: int
-    moments: SecondMoments
-    totals: dict[torch.device, Tally] = field(default_factory=dict)
-
-
 class Meter:
     """Adds up what ranks have measured.
 
@@ -120,7 +85,7 @@ class Meter:
     def __init__(self, optimizer: Optimizer, data: Group, model: Group, *, preconditioned: bool) -> None:
         self._optimizer, self._data, self._model = optimizer, data, model
         self.preconditioned = preconditioned
-        self._last_plan: _Plan | None = None
+        self._last_plan: Plan | None = None
         self._is_by_param = False  # What was sent is told by parameter, and not by group.
         self._num_looks = 0  # at whether gradients are averaged
         self._num_groups_agreed = 0  # Of how many parameter groups all ranks are known to have as many.
@@ -226,8 +191,8 @@ class Meter:
         """A number, [1], that is zero when ranks with other data are summed up, if they have the same averages."""
         plan = self._plan()
         shared = (h.grad for h, is_shared in zip(plan.holders, plan.is_shared, strict=True) if is_shared)
-        self._num_looks += 1
-        return own_part(self._data, plan.fingerprint, shared, plan.device, whole=self._num_looks <= _WHOLE_LOOKS)
+        look, self._num_looks = self._num_looks, self._num_looks + 1
+        return own_part(self._data, plan.fingerprint, shared, plan.device, look=look)
 
     def _total_squares(self) -> Tensor:
         """The squares of what this rank has of the averaged gradients; of what all have alike it measures its part."""
@@ -289,44 +254,12 @@ class Meter:
         index = self._plan().index.to(squares.device)
         return squares.new_zeros(num_groups).index_add_(0, index, squares * weights)
 
-    def _plan(self) -> _Plan:
+    def _plan(self) -> Plan:
         """Looks up, when there are other parameters or somebody else reduces them, who has what."""
-        groups = self._optimizer.param_groups
-        reduces = bool(getattr(self._optimizer, "gets_reduced_gradients", False))
-        key = (reduces, *(tuple(map(id, group["params"])) for group in groups))
-        if self._last_plan is not None and key == self._last_plan.made_for:
-            return self._last_plan
-        params: list[Tensor] = [param for group in groups for param in group["params"]]
-        measured: Any = getattr(self._optimizer, "measured", None)
-        pieces = {} if measured is None else {id(param): piece for param, piece in measured()}
-        states: list[Tensor] = [pieces.get(id(param), param) for param in params]
-        holders = states if reduces else params
-        splits = splits_of(params, self._data)
-        weights = [self._weights_of(*each, splits.values()) for each in zip(params, holders, strict=True)]
-        ranks = self._data.size
-        is_shared = [ranks > 1 and math.isclose(each.share * ranks, 1.0) for each in weights]
-        device = next((holder.device for holder in holders), torch.device("cpu"))
-        totals = [each.local if shared else each.total for each, shared in zip(weights, is_shared, strict=True)]
-        parts = [
-            Part(param, state, self._weights_of(param, state, splits.values()).share)
-            for param, state in zip(params, states, strict=True)
-        ]
-        self._last_plan = _Plan(
-            made_for=key,
-            params=params,
-            holders=holders,
-            is_shared=is_shared,
-            device=device,
-            index=torch.tensor([number for number, group in enumerate(groups) for _ in group["params"]], device=device),
-            local_weights=torch.tensor([each.local for each in weights], dtype=torch.float64, device=device),
-            total_weights=torch.tensor(totals, dtype=torch.float64, device=device),
-            fingerprint=fingerprint(params),
-            moments=SecondMoments(self._optimizer, parts, self._data, splits, device),
-        )
+        key = identity_of(self._optimizer)
+        if self._last_plan is None or key != self._last_plan.made_for:
+            self._last_plan = plan_of(self._optimizer, self._data, self._model)
         return self._last_plan
-
-    def _weights_of(self, param: Tensor, holder: Tensor, splits: Iterable[Group]) -> Weights:
-        return weights_of(param, holder, self._data, self._model, splits)
 
 
 def _added_up(vectors: Sequence[Tensor], like: Tensor) -> Tensor:

@@ -8,16 +8,17 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from scale_adascale.checks import too_many_gradients
+from scale_adascale.checks import gradients_were_changed, gradients_were_there, refuse_step, too_many_gradients
 from scale_adascale.estimates import Estimates, Reading
 from scale_adascale.gain import Moments, moments
 from scale_adascale.local_grads import LocalGrads
+from scale_adascale.marks import Marks
 from scale_adascale.measuring import Meter, Sent
 from scale_adascale.noise import NoiseAverage
 from scale_adascale.single import Successive
+from scale_core.samples import Terms
 
 
 @dataclass
@@ -51,11 +52,6 @@ def default_smoothing(num_samples: int) -> float:
     return max(1 - num_samples / 1000, 0.0)
 
 
-def _state_of(grad: Tensor | None) -> tuple[int, int] | None:
-    """What changes when a gradient is changed or replaced, without a look at its values; None where that is unknown."""
-    return None if grad is None or grad.layout is not torch.strided else (grad.data_ptr(), grad._version)
-
-
 @dataclass
 class _Before:
     """What was known of noise when the settings were changed first after a step, so that two changes are one.
@@ -63,13 +59,13 @@ class _Before:
     Attributes:
         noise: As it was.
         after: As it is now; another one is there when a step was taken.
-        passes_per_batch: Scale over passes, by which the variance of the small batch goes.
+        batches_per_pass: Small batches in a pass, scale over passes, by which the variance of the small batch goes.
         is_kept: The small batch stays what it was.
     """
 
     noise: NoiseAverage
     after: NoiseAverage
-    passes_per_batch: float
+    batches_per_pass: float
     is_kept: bool
 
 
@@ -94,10 +90,13 @@ class Sampling:
         self._by_moments = self._has_warned = False
         self._successive = Successive()
         self._before: _Before | None = None
-        self._between: list[tuple[int, int] | None] = []
+        self._marks = Marks()
+        self._squared_weights = 0.0  # of the samples so far, each beside that of samples of the same size
+        self._refused: str | None = None  # why no more passes of this step can come
+        self._is_late = False  # The last pass was found by what others have averaged.
         self._sent = Sent()
         weakref.finalize(self, self._sent.abandon)  # Whoever drops an optimizer has nobody left who would wait.
-        self.local = LocalGrads(self._pass_begins, self._pass_has_ended)
+        self.local = LocalGrads(self._pass_begins, self._pass_has_ended, self._terms)
 
     def estimates(self, loss_scale: float, *, is_step: bool = False) -> Estimates:
         """Returns the estimates after the step whose gradients are there; as they are, where there are none.
@@ -116,11 +115,16 @@ class Sampling:
             sample = self._successive.moments(compared, said.scale, loss_scale)
         else:
             measured = self.meter.read(self._sent.pending)
+            if self._is_late and not any(measured.local) and any(measured.total):  # On no rank there was any.
+                refuse_step(0, said.num_gradients, self.local)
             # The mean of n gradients: either each was divided by n already, or their sum is still to be.
             local = loss_scale**-2 * (said.num_gradients**2 if said.is_scaled_loss else 1)
             total = loss_scale**-2 / (1 if said.is_scaled_loss else said.num_gradients**2)
+            # Samples of other sizes, of which each counts so much, tell as much as so many of the same size.
+            number = said.num_samples * said.num_gradients / self._squared_weights
+            local *= (number / said.num_samples) ** 2
             rows = zip(measured.local, measured.total, strict=True)
-            sample = [moments(local * one, total * other, said.num_samples, said.scale) for one, other in rows]
+            sample = [moments(local * one, total * other, number, said.scale) for one, other in rows]
         believed = self._believed(sample, warns=is_step)
         overlap = 2 if said.num_samples == 1 else 1
         return before.after(
@@ -132,12 +136,14 @@ class Sampling:
         if self._settings.num_samples == 1:
             self._successive.keep(loss_scale)
         self.begin_anew()
+        self._marks.set_at_step(self._grads())
 
     def begin_anew(self) -> None:
         """What was measured since the last step counts as nothing, or has counted."""
         self._sent.take()
         self.passes, self.is_divided, self._by_moments = 0, False, False
-        self._between = []
+        self._marks.forget()
+        self._squared_weights, self._refused, self._is_late = 0.0, None, False
         self.local.forget()
 
     def batches_change(
@@ -160,7 +166,7 @@ class Sampling:
         said.scale = said.scale if scale is None else scale
         said.num_gradients = said.num_gradients if num_gradients is None else num_gradients
         before.is_kept = before.is_kept if is_small_batch_kept is None else is_small_batch_kept
-        factor = 1.0 if before.is_kept else said.scale / said.num_gradients / before.passes_per_batch
+        factor = 1.0 if before.is_kept else said.scale / said.num_gradients / before.batches_per_pass
         before.after = before.noise.times(factor)
         self._reading.write(estimates.with_noise(before.after))
 
@@ -179,46 +185,82 @@ class Sampling:
         self.meter.check()
         self.local.listen(params)
 
+    def count_pass_without_gradients(self) -> None:
+        """Counts a pass of all ranks that brought gradients on others alone, which have averaged them with zeros here.
+
+        That is so where a batch leaves out all layers whose gradients are measured: no hook is called then. Only where
+        a step has one pass can it be told from one that is still to come.
+        """
+        said = self._settings
+        if said.num_ranks == 1 or said.num_gradients > 1 or self.passes or self.local.is_in_pass or self.local.fails:
+            return
+        if self._marks.have_come(self._grads()):
+            self.local.drop_pass()
+            self._pass_has_ended((1.0,))
+            self._is_late = True
+
+    def gradients_are_zero(self) -> None:
+        """Whoever has just written zeros to gradients says so, and nobody has to look."""
+        self._marks.set(self._grads())
+
     def _pass_begins(self) -> None:
         """A backward pass brings its first gradient."""
-        self._check_untouched()
-        if self.passes >= self._settings.num_gradients:
+        number = self._settings.num_gradients
+        if self.passes >= number:
             if any(holder.grad is not None for holder in self.meter.holders):
-                raise too_many_gradients(self._settings.num_gradients)
+                raise too_many_gradients(number, None if self.local.is_announced else self.passes + 1)
             self.begin_anew()  # The step was left out, as a scaler does, and the gradients were cleared.
-        self.local.fails = False
+        if self._refused is None:
+            self._refused = self._why_refused()
+        if self._refused is not None:
+            raise RuntimeError(self._refused)
 
-    def _check_untouched(self) -> None:
-        """Refuses gradients that somebody has changed or cleared between two passes of a step."""
-        if not 0 < self.passes < self._settings.num_gradients or self.local.fails:
-            return
-        alone = self._settings.num_ranks == 1  # Otherwise what averages gradients may write to them between passes.
-        for before, grad in zip(self._between, self._grads(), strict=False):
-            if before is not None and (before != _state_of(grad) if alone else grad is None):
-                raise RuntimeError(
-                    f"gradients were changed or cleared after {self.passes} of {self._settings.num_gradients} backward "
-                    "passes of a step, so that their mean is not that of what was measured: clip them and call "
-                    "model.zero_grad() after the last pass only, call optimizer.zero_grad() where a failed pass is "
-                    "left out, or build AdaScale(..., num_gradients_to_accumulate=1)"
-                )
+    def _why_refused(self) -> str | None:
+        """What is wrong with gradients to which a pass is about to add: the first, or another one of a step."""
+        grads, torn = self._grads(), self.local.has_left_parts
+        if not self.passes:
+            return None if self._marks.are_zero(grads) else gradients_were_there(has_failed=torn)
+        alone = self._settings.num_ranks == 1
+        if self.local.is_restored or not self._marks.are_changed(grads, alone=alone, is_torn=torn):
+            return None
+        return gradients_were_changed(self.passes, self._settings.num_gradients, has_failed=torn)
 
     def _grads(self) -> list[Tensor | None]:
         """Of parameters that are whole here; what is sharded, its owner keeps where it will between passes."""
-        return [holder.grad if self.local.is_hooked(holder) else None for holder in self.meter.holders]
+        return [holder.grad if self.local.hearing.is_hooked(holder) else None for holder in self.meter.holders]
 
-    def _pass_has_ended(self, num_samples: int) -> None:
+    def _terms(self) -> Terms:
+        """What the ranks of a pipeline have to have alike that add up what they measure when a step ends."""
+        number = len(self._reading.estimates.groups)
+        groups = f"{number} parameter group{'s' if number > 1 else ''}"
+        as_adam = ", as Adam uses them" if self.meter.preconditioned and self._reading.estimates.has_begun else ""
+        passes = f"{self.passes} of {self._settings.num_gradients} passes{as_adam}"
+        return Terms(self.meter.model_ranks, f"{groups} after {passes}")
+
+    def _pass_has_ended(self, weights: Sequence[float]) -> None:
         """The gradients of one more pass are there; after the last one, those of the step are, averaged.
 
         Args:
-            num_samples: How many came with it: 1, or the micro-batches of a pipeline's step.
+            weights: What each sample that came with it counts in their mean: 1, or of each micro-batch of a pipeline.
         """
-        if self.passes + num_samples > self._settings.num_gradients:
+        came = self.passes + len(weights)
+        if came > self._settings.num_gradients:
             self.local.fails = True
-            raise too_many_gradients(self._settings.num_gradients, self.passes + num_samples)
-        self.passes += num_samples
+            raise too_many_gradients(self._settings.num_gradients, came)
         self.local.add_pass()
+        self._squared_weights += sum((len(weights) * weight) ** 2 for weight in weights)
+        self.passes = came
+        try:
+            self._send_if_whole()
+        except BaseException:  # Nothing was sent: there is no step to take.
+            self.passes = came - len(weights)
+            self.local.fails = self.local.has_left_parts = True
+            raise
+
+    def _send_if_whole(self) -> None:
+        """Begins to add up what all ranks have measured, when the last pass has ended."""
         if self.passes < self._settings.num_gradients:
-            self._between = [_state_of(grad) for grad in self._grads()]
+            self._marks.set(self._grads())
             return
         if self._settings.num_samples > 1:
             self._by_moments = self.meter.preconditioned and self._reading.estimates.has_begun
@@ -228,9 +270,10 @@ class Sampling:
         else:
             # A step before has given Adam its moments; both gradients are divided by what these are now.
             self._by_moments = self.meter.preconditioned and self._successive.has_last
-            others = self._successive.take(self.meter.holders)
+            trained = [param.requires_grad for param in self.meter.params]
+            others, frozen = self._successive.take(self.meter.holders, trained)
             self._sent.pending = self.meter.send_products(
-                others, by_moments=self._by_moments, elsewhere=self.local.elsewhere
+                others, by_moments=self._by_moments, elsewhere=self.local.elsewhere | frozen
             )
 
     def _believed(self, sample: Sequence[Moments | None], *, warns: bool) -> list[Moments | None]:

@@ -21,16 +21,31 @@ class Successive:
     def __init__(self) -> None:
         self._last: list[Tensor | None] | None = None
         self._new: list[Tensor | None] = []
+        self._were_trained: list[bool] = []  # in the last step
+        self._are_trained: list[bool] = []
 
     @property
     def has_last(self) -> bool:
         """Whether there was a step to compare with."""
         return self._last is not None
 
-    def take(self, holders: Sequence[Tensor]) -> list[Tensor | None]:
-        """Keeps a copy of the gradients that a pass has brought; returns those of the step before it, or none."""
+    def take(self, holders: Sequence[Tensor], trained: Sequence[bool]) -> tuple[list[Tensor | None], frozenset[int]]:
+        """Keeps a copy of the gradients that a pass has brought; returns those of the step before it, or none.
+
+        Args:
+            holders: What has the gradients of the k parameters.
+            trained: Which of these are not frozen.
+
+        Returns:
+            The gradients of the step before, and the numbers of what has a gradient in one step alone, since it is
+            frozen or was: it is not compared.
+        """
         self._new = [None if holder.grad is None else holder.grad.detach().clone() for holder in holders]
-        return [None] * len(holders) if self._last is None else self._last
+        self._are_trained = list(trained)
+        if self._last is None:
+            return [None] * len(holders), frozenset()
+        pairs = enumerate(zip(self._were_trained, trained, strict=True))
+        return self._last, frozenset(number for number, (was, now) in pairs if not (was and now))
 
     def moments(self, measured: Compared, scale: float, loss_scale: float) -> list[Moments | None]:
         """Returns the moments of each group, or None where there was no step before.
@@ -49,7 +64,7 @@ class Successive:
 
     def keep(self, loss_scale: float) -> None:
         """The step was taken: the next one is compared with it."""
-        self._last, self._new = self._new, []
+        self._last, self._new, self._were_trained = self._new, [], self._are_trained
         if loss_scale != 1.0:
             torch._foreach_div_([grad for grad in self._last if grad is not None], loss_scale)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -20,24 +20,51 @@ from torch.utils.hooks import RemovableHandle
 from scale_core.group import Group
 
 
+class Terms(NamedTuple):
+    """What ranks have to have alike that add something up when a step ends; otherwise they would wait for ever.
+
+    Attributes:
+        ranks: The global ranks that take part, this one among them.
+        words: What has to be the same on all of these, for people.
+    """
+
+    ranks: tuple[int, ...]
+    words: str
+
+
 class Listener(NamedTuple):
     """Who listens to one step.
 
     Attributes:
-        ended: Called with the number of samples when all gradients of the step are there, and averaged.
+        ended: Called when all gradients of the step are there, and averaged: for each of its samples with what it
+            counts in their mean, 1 / n of n samples of the same size.
         failed: Called in its place when the step was given up; gradients are as before it.
         whole: Called with a parameter of `in_parts` and its gradient of one sample, which is borrowed.
+        terms: What other ranks have to have alike; None where it asks them for nothing.
     """
 
-    ended: Callable[[int], None]
+    ended: Callable[[Sequence[float]], None]
     failed: Callable[[], None]
     whole: Callable[[Tensor, Tensor], None]
+    terms: Terms | None = None
+
+
+class Announcing(NamedTuple):
+    """The ranks that announce the steps of a model of which each has a part.
+
+    Attributes:
+        ranks: All of them.
+        with_parameters: Those whose part has any; the others have nothing that could be measured.
+    """
+
+    ranks: Group
+    with_parameters: Group
 
 
 SampledStepCallback = Callable[["SampledStep"], Listener | None]
 
 _callbacks: OrderedDict[int, SampledStepCallback] = OrderedDict()  # a handle can't refer weakly to a dict
-_announcing: weakref.WeakKeyDictionary[nn.Module, Group] = weakref.WeakKeyDictionary()
+_announcing: weakref.WeakKeyDictionary[nn.Module, Announcing] = weakref.WeakKeyDictionary()
 
 
 class SampledStep:
@@ -76,6 +103,11 @@ class SampledStep:
         """Whether anybody listens to it."""
         return bool(self._listeners)
 
+    @property
+    def terms(self) -> list[Terms]:
+        """Those of all who listen to it."""
+        return [listener.terms for listener in self._listeners if listener.terms is not None]
+
     def begin(self) -> None:
         """Announces it, before its first gradient.
 
@@ -110,15 +142,16 @@ class SampledStep:
         for listener in self._listeners:
             listener.whole(param, grad)
 
-    def end(self, num_samples: int) -> None:
+    def end(self, num_samples: int, weights: Sequence[float] = ()) -> None:
         """Says that it has gone well on all ranks, and that gradients are what the optimizer will see.
 
         Args:
             num_samples: How many it had; more than were of use to this rank, if it has frozen parameters alone.
+            weights: What each counts in the mean; all of them the same if empty.
         """
         listeners, self._listeners = self._listeners, []
         for listener in listeners:
-            listener.ended(num_samples)
+            listener.ended(list(weights) or [1 / num_samples] * num_samples)
 
     def fail(self) -> None:
         """Says that it was given up; does nothing after `end`."""
@@ -147,17 +180,18 @@ def sampled_steps_wanted() -> bool:
     return bool(_callbacks)
 
 
-def announces_samples(module: nn.Module, group: Group) -> None:
+def announces_samples(module: nn.Module, group: Group, with_parameters: Group | None = None) -> None:
     """Records that all steps of this module's parameters will be announced.
 
     Args:
         module: This rank's part of a model.
         group: The ranks that have its parts, and announce the same steps.
+        with_parameters: Those of them whose part has parameters; None if all have.
     """
-    _announcing[module] = group
+    _announcing[module] = Announcing(group, group if with_parameters is None else with_parameters)
 
 
-def announcing_group(params: Iterable[Tensor]) -> Group | None:
+def announcing(params: Iterable[Tensor]) -> Announcing | None:
     """Returns the ranks that announce steps of one of these parameters, as it stands in their module now, or None."""
     wanted = {id(param) for param in params}
     modules = (module for module in _announcing if any(id(param) in wanted for param in module.parameters()))

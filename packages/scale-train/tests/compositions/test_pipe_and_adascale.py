@@ -265,6 +265,58 @@ def measured_on_one_rank_alone(ranks: Any) -> str:
     return str(error.value)
 
 
+def on_other_terms(ranks: Any) -> list[str]:
+    """No parameter is shared: the ranks would wait for each other in the sum that is theirs alone."""
+    found, rank = [], dist.get_rank(ranks)
+    pipe = DistributedPipe(layers(Case()), "zb_h1", balance=[4, 4], chunks=CHUNKS, group=ranks)
+    x, target = batch_of(0, 0, CHUNKS)
+    params = list(pipe.parameters())
+    halves = [{"params": params[:1]}, {"params": params[1:]}]
+    for alone, groups, number in (
+        (True, [{"params": params}], CHUNKS),
+        (False, [{"params": params}], CHUNKS * (1 + rank)),
+        (False, halves if rank else [{"params": params}], CHUNKS),
+    ):
+        optimizer = torch.optim.SGD(groups, lr=LR)
+        if rank == 0 or not alone:
+            optimizer = AdaScale(optimizer, num_gradients_to_accumulate=number, process_group=by_itself())
+        for _ in range(2):
+            with pytest.raises(RuntimeError) as error:
+                pipe.step(x, target=target, loss_fn=nn.functional.mse_loss)
+            assert all(param.grad is None for param in pipe.parameters())
+        found.append(str(error.value))
+        if isinstance(optimizer, AdaScale):
+            optimizer.unhook()
+    return found
+
+
+def by_itself() -> Any:
+    return dist.new_group([dist.get_rank()], use_local_synchronization=True)
+
+
+def of_unequal_micro_batches(ranks: Any) -> float:
+    """How far the gain of seven samples in micro-batches of 2, 2, 2 and 1 is from that of their expectations."""
+    sizes = [2, 2, 2, 1]
+    x, target = (each[:7] for each in batch_of(0, 0, CHUNKS))
+    pipe = DistributedPipe(layers(Case()), "zb_v", balance=[2] * 4, chunks=CHUNKS, group=ranks)
+    optimizer = AdaScale(
+        torch.optim.SGD(pipe.parameters(), lr=LR), num_gradients_to_accumulate=CHUNKS, process_group=by_itself()
+    )
+    pipe.step(x, target=target, loss_fn=nn.functional.mse_loss)
+    rows, model = [], layers(Case())
+    for part, to in zip(x.split(sizes), target.split(sizes), strict=True):
+        grads = torch.autograd.grad(nn.functional.mse_loss(model(part), to) * len(part) / 7, list(model.parameters()))
+        rows.append(torch.cat([grad.flatten() for grad in grads]))
+    local, total = sum(float(row @ row) for row in rows), float(sum(rows) @ sum(rows))
+    square = (total - local) / (1 - sum((size / 7) ** 2 for size in sizes))
+    expected = ((total - square) * 4 + square) / total
+    error = optimizer.gain() / expected - 1
+    assert 1.01 < expected < 3.99
+    optimizer.step()
+    optimizer.unhook()
+    return abs(error)
+
+
 def another_number_of_micro_batches(ranks: Any) -> list[str]:
     """Of a pipeline with more micro-batches than were said, and of one that steps twice."""
     pipe = DistributedPipe(layers(Case()), "zb_v", balance=[2] * 4, chunks=CHUNKS, group=ranks)
@@ -294,6 +346,39 @@ def another_number_of_micro_batches(ranks: Any) -> list[str]:
     return found
 
 
+def gains_beside_a_stage_without_parameters() -> list[float]:
+    """Of three ranks, the second of which has nothing to measure and no optimizer."""
+    pipe = DistributedPipe(thin(), "1f1b", balance=[1, 2, 1], chunks=CHUNKS)
+    params = list(pipe.parameters())
+    if not params:
+        for step in range(STEPS):
+            x, target = batch_of(step, 0, CHUNKS)
+            pipe.step(x, target=target, loss_fn=nn.functional.mse_loss)
+        return []
+    return gains_of_thin(pipe, AdaScale(torch.optim.Adam(params, lr=LR), num_gradients_to_accumulate=CHUNKS))
+
+
+def thin() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.ReLU(), nn.Linear(WIDTH, WIDTH)).double()
+
+
+def gains_of_thin(pipe: DistributedPipe | nn.Sequential, optimizer: AdaScale) -> list[float]:
+    found = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        x, target = batch_of(step, 0, CHUNKS)
+        if isinstance(pipe, DistributedPipe):
+            pipe.step(x, target=target, loss_fn=nn.functional.mse_loss)
+        else:
+            for part, to in zip(x.chunk(CHUNKS), target.chunk(CHUNKS), strict=True):
+                (nn.functional.mse_loss(pipe(part), to) / CHUNKS).backward()
+        found.append(optimizer.gain())
+        optimizer.step()
+    optimizer.unhook()
+    return found
+
+
 def of_several(cases: Sequence[Case], num_replicas: int) -> tuple[dict[Case, list[list[float]]], list[Any]]:
     shape = (num_replicas, dist.get_world_size() // num_replicas)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replica", "pipe"))
@@ -301,7 +386,8 @@ def of_several(cases: Sequence[Case], num_replicas: int) -> tuple[dict[Case, lis
     if num_replicas > 1:
         more = gains_of_divided_layers(ranks, replicas)
     else:
-        more = [measured_on_one_rank_alone(ranks), *another_number_of_micro_batches(ranks)]
+        assert of_unequal_micro_batches(ranks) < GAIN
+        more = [measured_on_one_rank_alone(ranks), *on_other_terms(ranks), *another_number_of_micro_batches(ranks)]
     return {case: gains(case, ranks, replicas) for case in cases}, more
 
 
@@ -336,11 +422,14 @@ def test_the_gain_is_that_of_one_process_with_every_schedule_and_whatever_happen
         *(Case("zb_h1", how=how) for how in ("scaled", "evaluated", "clipped", "checkpointed", "told little")),
         Case("zb_h1", how="failed", steps_each=2),
     ]
-    for one_alone, too_many, twice in check(cases, 1):
+    for one_alone, untied, numbers, groups, too_many, twice in check(cases, 1):
+        assert "rank 0 has 1 parameter group after 0 of 4 passes, and rank 1 nothing" in untied
+        assert "rank 0 has 1 parameter group after 0 of 4 passes, and rank 1 1 parameter group after 0 of 8" in numbers
+        assert "rank 0 has 1 parameter group after 0 of 4 passes, and rank 1 2 parameter groups after" in groups
         assert "on the ranks [0] of the pipeline and not on [1], which hold 0.weight" in one_alone
         assert "expected 3 backward passes between two steps, but 4 came" in too_many
         assert "num_gradients_to_accumulate=4" in too_many
-        assert "expected 4 backward passes between two steps, but 5 came" in twice
+        assert "expected 4 backward passes between two steps, but another step of the pipeline began" in twice
 
 
 def test_so_it_is_where_stages_have_replicas_or_are_divided() -> None:
@@ -361,3 +450,12 @@ def test_so_it_is_where_stages_have_replicas_or_are_divided() -> None:
     assert all(gain > 1.001 for gain in expected)
     for found in check(cases, 2):
         assert found == pytest.approx(expected, rel=GAIN)
+
+
+def test_a_stage_without_parameters_is_not_waited_for() -> None:
+    model = thin()
+    optimizer = AdaScale(torch.optim.Adam(model.parameters(), lr=LR), num_gradients_to_accumulate=CHUNKS)
+    expected = gains_of_thin(model, optimizer)
+    assert all(gain > 1.001 for gain in expected)
+    first, none, last = run_ranks(gains_beside_a_stage_without_parameters, 3)
+    assert none == [] and first == last == pytest.approx(expected, rel=GAIN)

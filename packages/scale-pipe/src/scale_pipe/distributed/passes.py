@@ -81,6 +81,7 @@ class Passes:
         """
         run = Run(self._group, self._kind, traffic.orders, stages, traffic.links, given, shared, self._limit)
         heard = given.samples is not None and given.samples.is_heard
+        terms = () if given.samples is None else given.samples.terms
         began, clock = time.time(), time.perf_counter()
         try:
             run.go()
@@ -88,7 +89,9 @@ class Passes:
                 self._lose(run.failure)
             loss = mean_loss(run.losses, run.shares) if run.losses else None
             failed = run.failure is not None
-            verdict = agree_on_end(self._group, failed=failed, loss=loss, heard=heard, limit_seconds=self._limit)
+            verdict = agree_on_end(
+                self._group, failed=failed, loss=loss, heard=heard, terms=terms, limit_seconds=self._limit
+            )
             if verdict.failed:
                 self._give_up(run)
         except TransferError as error:
@@ -105,12 +108,17 @@ class Passes:
 
     def _tell(self, samples: Samples, verdict: Verdict, run: Run, links: Links) -> None:
         """Tells those who measure gradients of a step that has gone well on all ranks."""
-        number = next(iter(run.shares.values())).num_micro_batches
+        shares = [run.shares[number] for number in sorted(run.shares)]
         try:
-            samples.add_up(verdict.heard, number, links)
+            samples.check_holders(verdict.heard)
+            if not verdict.is_heard_alike:
+                samples.check_terms(self._group, self._limit)
+            samples.add_up(len(shares), links)
         except LinkError as error:
             self._lose(failures.of_link(error, rank=self._group.rank, stage=error.slot.target))
-        samples.end(number)
+        except TransferError as error:
+            self._lose(failures.of_end(error, self._group.rank))
+        samples.end([share.weight for share in shares])
 
     def _give_up(self, run: Run) -> NoReturn:
         """Raises on all ranks what was raised on one."""

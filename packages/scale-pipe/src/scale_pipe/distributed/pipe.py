@@ -30,7 +30,7 @@ from scale_pipe.distributed.messages import Pass
 from scale_pipe.distributed.passes import Passes, kept_gradients
 from scale_pipe.distributed.plain_face import PlainFace
 from scale_pipe.distributed.replicas import check_apart, gradients_of
-from scale_pipe.distributed.samples import Samples
+from scale_pipe.distributed.samples import Samples, ranks_with_parameters
 from scale_pipe.distributed.shared import Shared
 from scale_pipe.distributed.stage import Stage
 from scale_pipe.distributed.state import StagesState, clip_over_stages
@@ -134,7 +134,7 @@ class DistributedPipe(PlainFace):
         self._num_steps = 0
         self._wished = HOST if device is None else torch.device(device)
         self._prepare()
-        announces_samples(self, self.group)
+        announces_samples(self, self.group, ranks_with_parameters(stages, placement, self.group))
         self._shared = Shared(self._wiring.shared, placement, self.group.rank, self._tied.now(self, self.stages))
         self._shared.make_equal(self._traffic.host_links, placement, self.group.rank)
 

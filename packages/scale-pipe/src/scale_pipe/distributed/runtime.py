@@ -28,7 +28,7 @@ from scale_pipe.distributed.shared import Shared
 from scale_pipe.distributed.stage import OUTPUT, Stage
 from scale_pipe.gathering import gather
 from scale_pipe.micro_batches import Arguments
-from scale_pipe.schedules.action import EVERY_MICRO_BATCH, Action, Kind
+from scale_pipe.schedules.action import EVERY_MICRO_BATCH, FREES, Action, Kind
 
 LOOKAHEAD = 2
 """How many transfers are posted before their turn: so many tensors may arrive while this rank computes."""
@@ -210,7 +210,7 @@ class Run:
         kind, number, micro_batch = action
         stage = self._stages[number]
         if kind is Kind.WEIGHT_GRADIENT:
-            with self._outside_autocast(), self._of_sample(micro_batch):
+            with self._outside_autocast(), self._of_sample(action):
                 stage.weight_gradients(micro_batch)
             return {}
         reduces = self._order.ends_with(number, micro_batch, share.num_micro_batches)
@@ -237,7 +237,7 @@ class Run:
                 self._outputs[micro_batch] = kept.output
             return results
         seed = self.losses.get(micro_batch) if number == self._order.num_stages - 1 else None
-        with self._outside_autocast(), self._of_sample(micro_batch):
+        with self._outside_autocast(), self._of_sample(action):
             gradients = stage.backward(
                 micro_batch,
                 arrived,
@@ -247,8 +247,9 @@ class Run:
             )
         return {name: Content(*pack(found), share) for name, found in gradients.items()}
 
-    def _of_sample(self, micro_batch: int) -> AbstractContextManager[object]:
-        return nullcontext() if self._given.samples is None else self._given.samples.of(micro_batch)
+    def _of_sample(self, action: Action) -> AbstractContextManager[object]:
+        samples = self._given.samples
+        return nullcontext() if samples is None else samples.of(action.micro_batch, ends_stage=action.kind in FREES)
 
     def _outside_autocast(self) -> AbstractContextManager[object]:
         """A backward runs in the types that its forward has chosen, as it does in plain loops, outside of autocast."""

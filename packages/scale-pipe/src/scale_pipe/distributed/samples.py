@@ -6,24 +6,28 @@ said of which micro-batch it is (`scale_core.samples`), and the step ends when a
 averaged.
 
 A parameter that several stages hold gets a sum, whose square is not that of its parts. While somebody listens, what
-each stage adds to a micro-batch is kept; at the end of the step the first rank that holds the parameter gets it from
-the others, and tells of the sum.
+stages add to a micro-batch is kept; at the end of the step the first rank that holds the parameter gets it from the
+others, and tells of the sum. Where no other rank holds it, that is when all stages are through with the micro-batch.
 """
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from scale_core.backward import are_local_grads_reported, on_local_grads
-from scale_core.samples import SampledStep, sampled_steps_wanted
+from scale_core.exchange import exchange_text
+from scale_core.group import Group, group_of
+from scale_core.samples import SampledStep, Terms, sampled_steps_wanted
 from scale_pipe.distributed.links import Links
 from scale_pipe.distributed.messages import Content, Share, pack, unpack
 from scale_pipe.distributed.plan import Flow, SharedParameter, Slot, first_holders
@@ -38,15 +42,13 @@ class _Shared:
 
     Attributes:
         param: As this rank has it.
-        holders: By rank that has it, by which stage it stands there; the first one adds up.
-        num_parts: Stages of this rank that have it.
-        parts: By micro-batch, what these have added to its gradient so far, in its full shape.
+        holders: By rank that has it, by which stage it stands there; the first one adds up. None if no other rank has.
+        sums: By micro-batch, what stages of this rank have added to its gradient so far, in its full shape.
     """
 
     param: nn.Parameter
-    holders: Mapping[int, int]
-    num_parts: int
-    parts: dict[int, list[Tensor]] = field(default_factory=dict)
+    holders: Mapping[int, int] | None = None
+    sums: dict[int, Tensor] = field(default_factory=dict)
 
 
 class Samples:
@@ -61,7 +63,10 @@ class Samples:
     def __init__(self, shared: Sequence[SharedParameter], placement: Placement, rank: int) -> None:
         self._rank = rank
         self._holders = {parameter.name: first_holders(parameter, placement) for parameter in shared}
-        self._shared: dict[str, _Shared] = {}
+        self._shared: list[_Shared] = []
+        self._names: dict[str, _Shared] = {}  # of those that other ranks have, too
+        self._num_stages = 0
+        self._stages_through: Counter[int] = Counter()  # by micro-batch
         self._handles: list[RemovableHandle] = []
         self._step: SampledStep | None = None
 
@@ -70,12 +75,17 @@ class Samples:
         """Whether anybody listens."""
         return self._step is not None and self._step.is_heard
 
+    @property
+    def terms(self) -> Sequence[Terms]:
+        """What whoever listens needs other ranks to have alike."""
+        return () if self._step is None else self._step.terms
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._forget_hooks()
-        self._shared = {}
+        self._shared, self._names = [], {}
         if self._step is not None:
             self._step.fail()
 
@@ -92,41 +102,63 @@ class Samples:
         if not sampled_steps_wanted():
             return
         counts = Counter(param for stage in stages.values() for param in stage.parameters())
-        self._shared = {name: _Shared(param, self._holders[name], counts[param]) for name, param in copies.items()}
+        self._num_stages = len(stages)
+        self._names = {name: _Shared(param, self._holders[name]) for name, param in copies.items()}
         elsewhere = set(copies.values())
-        for param, number in counts.items():
-            if number > 1 and param not in elsewhere:
-                self._shared[f"{len(self._shared)} on rank {self._rank}"] = _Shared(param, {self._rank: -1}, number)
+        alone = [param for param, number in counts.items() if number > 1 and param not in elsewhere]
+        self._shared = [*self._names.values(), *map(_Shared, alone)]
         self._step = SampledStep(
             counts,
-            [shared.param for shared in self._shared.values()],
-            [shared.param for shared in self._shared.values() if self._adds_up(shared) != self._rank],
+            [shared.param for shared in self._shared],
+            [shared.param for shared in self._shared if self._adds_up(shared) != self._rank],
         )
         self._step.begin()
         if self._step.is_heard and self._shared:
             self._listen()
 
-    def of(self, micro_batch: int) -> AbstractContextManager[object]:
+    @contextmanager
+    def of(self, micro_batch: int, *, ends_stage: bool) -> Iterator[None]:
         """Around each pass that computes gradients.
 
         Args:
             micro_batch: Of which.
+            ends_stage: It is the last pass of its stage for that micro-batch.
         """
-        return nullcontext() if self._step is None else self._step.of_sample(micro_batch)
+        if self._step is None:
+            yield
+            return
+        with self._step.of_sample(micro_batch):
+            yield
+            self._stages_through[micro_batch] += ends_stage
+            if self._stages_through[micro_batch] == self._num_stages:
+                for shared in self._shared:
+                    if shared.holders is None:
+                        self._tell(shared, shared.sums.pop(micro_batch, None))
 
-    def add_up(self, heard: Collection[int], num_micro_batches: int, links: Links) -> None:
-        """Puts together what stages have added to the gradients of shared parameters; all ranks call it together.
+    def check_terms(self, group: Group, limit_seconds: float | None) -> None:
+        """Checks that all ranks that somebody would wait for measure on the same terms; all ranks call it together.
+
+        Args:
+            group: All ranks of the pipeline.
+            limit_seconds: How long to wait for one.
+
+        Raises:
+            RuntimeError: They don't; on all ranks.
+            TransferError: A rank did not come.
+        """
+        texts = exchange_text(json.dumps(self.terms), group, limit_seconds=limit_seconds)
+        told = [[Terms(tuple(ranks), words) for ranks, words in json.loads(text)] for text in texts]
+        check_terms(dict(zip(group.ranks, told, strict=True)))
+
+    def check_holders(self, heard: Collection[int]) -> None:
+        """Checks that each shared parameter is measured on all ranks that hold it, or on none.
 
         Args:
             heard: The ranks on which somebody listens.
-            num_micro_batches: Of the step.
-            links: To the others.
 
         Raises:
-            LinkError: A rank did not come.
-            RuntimeError: Somebody listens on one rank that holds such a parameter, and not on another; on all ranks.
+            RuntimeError: One is not; on all ranks.
         """
-        self._forget_hooks()
         for name, holders in self._holders.items():
             deaf = [rank for rank in holders if rank not in heard]
             if deaf and len(deaf) < len(holders):
@@ -135,27 +167,39 @@ class Samples:
                     f"pipeline and not on {deaf}, which hold {name}, too: build AdaScale around the optimizer of each "
                     "of these ranks, or call unhook() on all of them"
                 )
-        for name, shared in self._shared.items() if self.is_heard else ():
-            self._add_up(name, shared, num_micro_batches, links)
-        links.finish()
 
-    def end(self, num_micro_batches: int) -> None:
-        """Says that the step has gone well, and that gradients are averaged.
+    def add_up(self, num_micro_batches: int, links: Links) -> None:
+        """Puts together what stages have added to the gradients of shared parameters; all ranks call it together.
 
         Args:
             num_micro_batches: Of the step.
+            links: To the others.
+
+        Raises:
+            LinkError: A rank did not come.
+        """
+        self._forget_hooks()
+        for name, shared in self._names.items() if self.is_heard else ():
+            self._add_up(name, shared, num_micro_batches, links)
+        links.finish()
+
+    def end(self, weights: Sequence[float]) -> None:
+        """Says that the step has gone well, and that gradients are averaged.
+
+        Args:
+            weights: What each micro-batch counts in their mean.
         """
         if self._step is not None:
-            self._step.end(num_micro_batches)
+            self._step.end(len(weights), weights)
 
     # The gradients of shared parameters.
 
     def _adds_up(self, shared: _Shared) -> int:
-        return next(iter(shared.holders))
+        return self._rank if shared.holders is None else next(iter(shared.holders))
 
     def _listen(self) -> None:
         reported: dict[int, _Shared] = {}
-        for shared in self._shared.values():
+        for shared in self._shared:
             if are_local_grads_reported(shared.param):
                 reported[id(shared.param)] = shared
             elif shared.param.requires_grad:
@@ -181,26 +225,27 @@ class Samples:
         self._handles = []
 
     def _take(self, shared: _Shared, grad: Tensor) -> None:
-        """One stage has brought its part; where no other rank has any, the sum is told of as soon as it is whole."""
+        """A stage has brought what it adds, or a part of that, as a reentrant checkpoint inside of it does."""
         assert self._step is not None
         sample = self._step.sample
         if sample is None:
             return  # Of no backward of a micro-batch, and so in no gradient of the step.
         with torch.no_grad():
             dense = grad.detach()
-            dense = dense.clone() if dense.layout is torch.strided else dense.to_dense()  # It may be added to later.
-        parts = shared.parts.setdefault(sample, [])
-        parts.append(dense)
-        if len(shared.holders) == 1 and len(parts) == shared.num_parts:
-            self._tell(shared, shared.parts.pop(sample))
+            before = shared.sums.get(sample)
+            if before is not None:
+                shared.sums[sample] = before + dense
+            else:  # The gradient itself may be added to later.
+                shared.sums[sample] = dense.clone() if dense.layout is torch.strided else dense.to_dense()
 
     @torch.no_grad()
     def _add_up(self, name: str, shared: _Shared, num_micro_batches: int, links: Links) -> None:
+        assert shared.holders is not None, "no other rank has it"
         (first, target), *others = shared.holders.items()
         for sample in range(num_micro_batches):
-            parts = shared.parts.pop(sample, [])
+            total = shared.sums.pop(sample, None)
             if self._rank != first:
-                message = Content(*pack(_sum(parts)), _WHOLE) if parts else _WHOLE
+                message = _WHOLE if total is None else Content(*pack(total), _WHOLE)
                 links.send(sample_slot(name, shared.holders[self._rank], target, sample), first, message)
                 continue
             for peer, stage in others:
@@ -208,13 +253,58 @@ class Samples:
                 links.post(slot, peer)
                 arrived = links.take(slot, peer)
                 if isinstance(arrived, Content):
-                    parts.append(unpack(arrived.structure, list(arrived.tensors)))
-            self._tell(shared, parts)
+                    part = unpack(arrived.structure, list(arrived.tensors))
+                    total = part if total is None else total + part
+            self._tell(shared, total)
 
-    def _tell(self, shared: _Shared, parts: Sequence[Tensor]) -> None:
+    def _tell(self, shared: _Shared, total: Tensor | None) -> None:
         assert self._step is not None
-        if parts:
-            self._step.tell(shared.param, _sum(parts))
+        if total is not None:
+            self._step.tell(shared.param, total)
+
+
+def ranks_with_parameters(stages: Sequence[nn.Module], placement: Placement, group: Group) -> Group:
+    """Returns the ranks whose stages have any parameters; all such ranks call it together.
+
+    Args:
+        stages: All stages.
+        placement: Which rank holds which.
+        group: All ranks.
+
+    Returns:
+        Them, or this rank alone if it is the only one, or has none.
+    """
+    owned = (placement.stages_of[rank] for rank in range(group.size))
+    have = [any(next(stages[index].parameters(), None) is not None for index in each) for each in owned]
+    if all(have) or not any(have) or group.backend == "fake":
+        return group
+    if not have[group.rank] or sum(have) == 1:
+        return Group()
+    ranks = [rank for rank, has_any in zip(group.ranks, have, strict=True) if has_any]
+    return group_of(dist.new_group(ranks, use_local_synchronization=True))
+
+
+def check_terms(told: Mapping[int, Sequence[Terms]]) -> None:
+    """Checks that no rank would wait for one that measures on other terms, or not at all.
+
+    Args:
+        told: By global rank of a pipeline, the terms of those who listen there, in their order.
+
+    Raises:
+        RuntimeError: One would.
+    """
+    for rank, peer in ((rank, peer) for rank, terms in told.items() for peer in told if peer != rank and terms):
+        mine, its = (
+            [each.words for each in told[one] if other in each.ranks] for one, other in ((rank, peer), (peer, rank))
+        )
+        if mine != its:
+            raise RuntimeError(
+                "expected gradients to be measured by micro-batch (as by AdaScale) on the same terms on all ranks of "
+                f"the pipeline that add up what they have, but rank {rank} has {' and '.join(mine) or 'nothing'}, and "
+                f"rank {peer} {' and '.join(its) or 'nothing'}: build AdaScale around the optimizer of each of these "
+                "ranks, with as many parameter groups and the same num_gradients_to_accumulate, pass "
+                "model_parallel_group=a group of those that do, or call unhook() on all of them"
+            )
 
 
 def sample_slot(name: str, source: int, target: int, micro_batch: int) -> Slot:
@@ -244,10 +334,3 @@ def sample_slots(placement: Placement, parameters: Sequence[SharedParameter], nu
             sample_slot(parameter.name, one, target, batch) for one in others for batch in range(num_micro_batches)
         ]
     return slots
-
-
-def _sum(parts: Sequence[Tensor]) -> Tensor:
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total

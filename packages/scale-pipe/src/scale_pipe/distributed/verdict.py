@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+import zlib
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from scale_core.exchange import exchange
 from scale_core.group import Group
+from scale_core.samples import Terms
 from scale_pipe.distributed.messages import Share
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -24,12 +26,14 @@ class Verdict(NamedTuple):
         loss: Its mean loss; None where nobody has one.
         dtype: That of the loss.
         heard: The ranks on which somebody measures gradients by micro-batch.
+        is_heard_alike: It is done on the same terms on all ranks.
     """
 
     failed: list[int]
     loss: float | None
     dtype: torch.dtype
     heard: list[int]
+    is_heard_alike: bool = True
 
     def loss_on(self, device: torch.device) -> Tensor | None:
         """Returns the loss as a scalar.
@@ -41,7 +45,13 @@ class Verdict(NamedTuple):
 
 
 def agree_on_end(
-    group: Group, *, failed: bool, loss: Tensor | None, heard: bool = False, limit_seconds: float | None
+    group: Group,
+    *,
+    failed: bool,
+    loss: Tensor | None,
+    heard: bool = False,
+    terms: Sequence[Terms] = (),
+    limit_seconds: float | None,
 ) -> Verdict:
     """Tells all ranks how the pass went here; the one place where a step waits for what a device has computed.
 
@@ -50,6 +60,7 @@ def agree_on_end(
         failed: It was given up here.
         loss: A scalar, on the rank of the last stage.
         heard: Somebody measures gradients by micro-batch here.
+        terms: Of those who do.
         limit_seconds: How long to wait for another rank.
 
     Raises:
@@ -59,11 +70,13 @@ def agree_on_end(
     if loss is not None and not failed:
         (bits,) = struct.unpack("<q", struct.pack("<d", float(loss)))
         dtype = _DTYPES.index(loss.dtype) if loss.dtype in _DTYPES else 0
-    rows = exchange([int(failed), bits, dtype, int(heard), 0], group, limit_seconds=limit_seconds)
+    fingerprint = zlib.crc32(repr([tuple(each) for each in terms]).encode()) if terms else 0
+    rows = exchange([int(failed), bits, dtype, int(heard), fingerprint], group, limit_seconds=limit_seconds)
     known = next((row for row in rows if row[2] >= 0), None)
     value = None if known is None else struct.unpack("<d", struct.pack("<q", known[1]))[0]
     failed_ranks, heard_ranks = ([rank for rank, row in enumerate(rows) if row[place]] for place in (0, 3))
-    return Verdict(failed_ranks, value, _DTYPES[known[2]] if known else torch.float32, heard_ranks)
+    is_alike = len({row[4] for row in rows}) == 1
+    return Verdict(failed_ranks, value, _DTYPES[known[2]] if known else torch.float32, heard_ranks, is_alike)
 
 
 def mean_loss(losses: Mapping[int, Tensor], shares: Mapping[int, Share]) -> Tensor:

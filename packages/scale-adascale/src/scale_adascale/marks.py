@@ -1,0 +1,85 @@
+"""Whether gradients were changed since somebody has looked last, mostly without a look at their values.
+
+A tensor has an address and counts its changes; only where neither is known, or both are others, are its elements read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+
+import torch
+from torch import Tensor
+
+from scale_adascale.squares import values_of_gradient
+from scale_core import compat
+
+Mark = tuple[int, int] | None
+"""Address of the elements and number of changes; None of no gradient, and of one that has neither."""
+
+
+class Marks:
+    """What gradients were after the last pass of a step, or when zeros were written to them, and at the last step.
+
+    Gradients are those of the same parameters each time, in the same order, None where there is none.
+    """
+
+    def __init__(self) -> None:
+        self._last: list[Mark] = []
+        self._at_step: list[Mark] = []
+
+    def set(self, grads: Sequence[Tensor | None]) -> None:
+        """They are what they should be."""
+        self._last = [_mark_of(grad) for grad in grads]
+
+    def set_at_step(self, grads: Sequence[Tensor | None]) -> None:
+        """A step is made with them."""
+        self._at_step = [_mark_of(grad) for grad in grads]
+
+    def forget(self) -> None:
+        """The next pass is the first one of a step."""
+        self._last = []
+
+    def are_zero(self, grads: Sequence[Tensor | None]) -> bool:
+        """Whether all are zero or None, when no pass has come; the device is waited for if that has to be looked up."""
+        pairs = zip_longest(grads, self._last)
+        return _are_zero(
+            [grad for grad, mark in pairs if grad is not None and (mark is None or mark != _mark_of(grad))]
+        )
+
+    def are_changed(self, grads: Sequence[Tensor | None], *, alone: bool, is_torn: bool) -> bool:
+        """Whether one was changed since the last pass.
+
+        Args:
+            grads: As they are now.
+            alone: Nobody else writes to them between passes; what averages gradients may, and is seen to clear alone.
+            is_torn: A pass has failed since, which may have brought some.
+        """
+        for before, now in zip(self._last, grads, strict=False):
+            if before is None:
+                is_changed = is_torn and now is not None
+            else:
+                is_changed = before != _mark_of(now) if alone or is_torn else now is None
+            if is_changed:
+                return True
+        return False
+
+    def have_come(self, grads: Sequence[Tensor | None]) -> bool:
+        """Whether any has come since the last step, or since zeros were written to it."""
+        before = zip_longest(grads, self._last, self._at_step)
+        return any(now is not None and _mark_of(now) not in (zeros, last) for now, zeros, last in before)
+
+
+def _mark_of(grad: Tensor | None) -> Mark:
+    if grad is None or grad.layout not in (torch.strided, torch.sparse_coo):
+        return None
+    values = grad if grad.layout is torch.strided else grad._values()
+    return values.data_ptr(), grad._version
+
+
+def _are_zero(grads: Sequence[Tensor]) -> bool:
+    if not grads:
+        return True
+    counts = [torch.count_nonzero(values_of_gradient(grad.detach())).to(grads[0].device) for grad in grads]
+    (number,) = compat.values_of(torch.stack(counts).sum().double().reshape(1), simulated=[0.0])
+    return not number
