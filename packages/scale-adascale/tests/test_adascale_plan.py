@@ -22,10 +22,23 @@ def test_parameters_are_numbered_group_by_group() -> None:
     assert plan.local_weights.tolist() == plan.total_weights.tolist() == [1.0] * 3 and not any(plan.is_shared)
 
 
-def test_of_what_ranks_with_other_data_share_each_reads_its_part() -> None:
+def test_of_what_ranks_with_other_data_share_each_reads_some() -> None:
     plan = plan_of(SGD(params(), lr=0.1), Group(1, 2, None, "fake", (0, 1)), Group())
     assert plan.is_shared == [True] * 3
+    assert plan.portions == [(0, 1), (0, 1), None]  # The longest first, to the rank that reads least so far.
     assert plan.local_weights.tolist() == plan.total_weights.tolist() == [1.0] * 3
+
+
+def test_each_rank_reads_a_part_of_long_gradients_and_short_ones_are_dealt_out() -> None:
+    longs, short = [nn.Parameter(torch.empty(2**17)) for _ in range(2)], [nn.Parameter(torch.ones(5)) for _ in range(6)]
+    found = [
+        plan_of(SGD([*short, *longs], lr=0.1), Group(rank, 3, None, "fake", (0, 1, 2)), Group()).portions
+        for rank in range(3)
+    ]
+    for rank, portions in enumerate(found):
+        assert portions[6:] == [(rank, 3)] * 2
+        assert portions[:6].count((0, 1)) == 2 and portions[:6].count(None) == 4
+    assert all(readers.count((0, 1)) == 1 for readers in list(zip(*found, strict=True))[:6])
 
 
 def test_a_plan_is_for_these_parameters_in_these_groups_and_for_whoever_reduces_them() -> None:

@@ -8,7 +8,7 @@ import torch
 from scale_adascale.agreement import bits_of, factor_of, fingerprint, own_part
 from scale_core.group import Group
 
-WHOLE, SOME = 0, 20  # steps that have looked before
+WHOLE, SOME = 0, 21  # steps that have looked before; of two gradients such a step looks at the second
 
 
 def total(size: int, grads: list[torch.Tensor], shapes: list[int]) -> float:
@@ -72,6 +72,14 @@ def test_the_first_steps_look_at_all_elements_and_later_ones_at_each_in_its_turn
     assert all(bits([table], look) for look in range(8))
     found = [look for look in range(SOME, SOME + 186) if bits([table], look)]
     assert len(found) == 2 and found[1] - found[0] == 3000 // 32
+
+
+def test_later_steps_look_at_one_gradient_after_the_other():
+    ones, nothing = torch.ones(100), torch.zeros(100)
+    for place in range(3):
+        grads = [ones if number == place else nothing for number in range(3)]
+        assert [bool(bits(grads, look)) for look in range(9, 15)] == [look % 3 == place for look in range(9, 15)]
+        assert bits(grads, WHOLE)
 
 
 def test_shapes_and_their_order_make_the_fingerprint():

@@ -112,7 +112,7 @@ class AdaScale(Listening):
         check_trains(optimizer, data, model)
         as_adam = is_adaptive(optimizer) if preconditioned is None else preconditioned
         meter = Meter(optimizer, data, model, preconditioned=as_adam)
-        meter.check()
+        meter.look_up()
         settings = Settings(
             num_ranks=data.size,
             num_gradients=num_gradients_to_accumulate,

@@ -6,13 +6,14 @@ does not average gradients, or does so after the backward pass, or ranks have ot
 surely another number: sums that differ by a multiple of 2^24 - 3 are not told apart.
 
 A gradient may have zeros wherever one looks, as that of an embedding has, and only one layer may be left out of what
-averages. So the first steps look at all elements of all gradients, and later ones at some of each, each step at others.
+averages. So the first steps look at all elements of all gradients, and later ones at some of one gradient, each step at
+others. Whoever stops to average all of them is found in the same step even so, unless these are zeros there.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from scale_adascale.squares import values_of_gradient
 from scale_core.group import Group
 from scale_core.shard import full_shape
 
-_LOOKED_AT = 32  # elements of each gradient, where not all of them are looked at
+_LOOKED_AT = 32  # elements of one gradient, where not all of all are looked at
 _WHOLE_LOOKS = 8  # steps: a scaler may have to leave out the first ones, whose gradients are no numbers
 _PRIME = 2**24 - 3  # so that each bit counts
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -42,7 +43,7 @@ def fingerprint(params: Sequence[Tensor]) -> int:
 
 
 def own_part(
-    data: Group, shapes: int, grads: Iterable[Tensor | None], device: torch.device, *, look: int = 0
+    data: Group, shapes: int, grads: Sequence[Tensor | None], device: torch.device, *, look: int = 0
 ) -> Tensor:
     """Returns this rank's summand, [1], fp64.
 
@@ -54,33 +55,30 @@ def own_part(
         look: How many steps have looked before; alike on all ranks.
     """
     factor = float(factor_of(data.rank, data.size)) if data.size > 1 else 0.0
-    there = [grad for grad in grads if grad is not None and grad.numel()] if factor else []
-    bits = bits_of(there, device, look=look).add_(shapes)
+    bits = bits_of(grads if factor else [], device, look=look).add_(shapes)
     return bits.to(torch.float64).mul_(factor).reshape(1)
 
 
-def bits_of(grads: Sequence[Tensor], device: torch.device, *, look: int) -> Tensor:
+def bits_of(grads: Sequence[Tensor | None], device: torch.device, *, look: int) -> Tensor:
     """Returns a whole number below 2^24 that elements of gradients are summed up to, as bits; scalar, int64.
 
-    A gradient of zeros adds nothing, so that it is the same as none.
+    A gradient of zeros adds nothing, so that it is the same as None.
 
     Args:
         grads: Of any shapes, dtypes and devices.
         device: Where it is to be.
         look: How many steps have looked before, by which all elements are looked at, or which.
     """
-    whole = look < _WHOLE_LOOKS
-    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for grad in grads:
-        flat = values_of_gradient(grad.detach()).reshape(-1)
-        if not whole:
-            stride = max(1, flat.numel() // _LOOKED_AT)
-            flat = flat[look % stride :: stride]
-        kinds.setdefault((flat.device, flat.dtype), []).append(flat)
     found = torch.zeros((), dtype=torch.int64, device=device)
-    for flats in kinds.values():
-        for part in flats if whole else [torch.cat(flats)]:
-            found += part.view(_INTEGERS[part.element_size()]).sum(dtype=torch.int64).to(device)
+    turn, number = divmod(look, max(1, len(grads)))
+    for grad in grads if look < _WHOLE_LOOKS else grads[number : number + 1]:
+        if grad is None or not grad.numel():
+            continue
+        flat = values_of_gradient(grad.detach()).reshape(-1)
+        if look >= _WHOLE_LOOKS:
+            stride = max(1, flat.numel() // _LOOKED_AT)
+            flat = flat[turn % stride :: stride].contiguous()
+        found += flat.view(_INTEGERS[flat.element_size()]).sum(dtype=torch.int64).to(device)
     return found.remainder_(_PRIME)
 
 

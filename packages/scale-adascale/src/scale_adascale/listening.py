@@ -52,7 +52,7 @@ class Listening(Around):
             self._check_between_steps("zero_grad", "Don't zero_grad in backward")
         self._sampling.begin_anew()
         self._optimizer.zero_grad(set_to_none=set_to_none)
-        self._sampling.gradients_are_zero()
+        self._sampling.gradients_are_cleared(to_zeros=not set_to_none)
         self._listen()  # To what was unfrozen.
 
     def scale_grad_by_num_grads_to_accum(self) -> None:

@@ -92,26 +92,34 @@ class Meter:
 
     @property
     def params(self) -> list[Tensor]:
-        """The parameters, group by group."""
-        return self._plan().params
+        """The parameters at the last `look_up`, group by group."""
+        return self._plan.params
 
     @property
     def holders(self) -> list[Tensor]:
-        """What has the averaged gradient of each parameter: the parameter itself, or this rank's piece of it."""
-        return self._plan().holders
+        """What has the averaged gradient of each of these: the parameter itself, or this rank's piece of it."""
+        return self._plan.holders
 
     @property
     def model_ranks(self) -> tuple[int, ...]:
         """The ranks that have other parts of the model, this one among them."""
         return self._model.ranks
 
-    def check(self) -> None:
-        """Refuses parameters that are shared by ranks it does not know.
+    def look_up(self) -> None:
+        """Looks up who has what, if there are other parameters than before or somebody else reduces them.
 
         Raises:
             ValueError: See `weights_of`.
         """
-        self._plan()
+        if self._last_plan is None or identity_of(self._optimizer) != self._last_plan.made_for:
+            self._last_plan = plan_of(self._optimizer, self._data, self._model)
+
+    @property
+    def _plan(self) -> Plan:
+        if self._last_plan is None:
+            self.look_up()
+        assert self._last_plan is not None, "it was looked up"
+        return self._last_plan
 
     @torch.no_grad()
     def send(self, sums: Iterable[Tensor], *, by_moments: bool, elsewhere: frozenset[int] = frozenset()) -> Pending:
@@ -125,7 +133,8 @@ class Meter:
         Returns:
             A handle for `read`.
         """
-        plan = self._plan()
+        self.look_up()
+        plan = self._plan
         local = _added_up([each.to(plan.device) for each in sums], plan.local_weights)
         weights = [_without(elsewhere, plan.local_weights), _without(elsewhere, plan.total_weights)]
         return self._send([local, self._total_squares()], weights, by_moments)
@@ -146,7 +155,8 @@ class Meter:
             A handle for `read_compared`.
         """
         assert self._data.size == 1, "of several ranks, each has a gradient of its own"
-        plan = self._plan()
+        self.look_up()
+        plan = self._plan
         products, last = torch.zeros_like(plan.total_weights), torch.zeros_like(plan.total_weights)
         for number, (holder, other) in enumerate(zip(plan.holders, others, strict=True)):
             if other is not None:
@@ -160,10 +170,10 @@ class Meter:
         """Starts to add up rows of squares, [k] each, with their weights."""
         self._is_by_param = by_moments and self._model.size == 1
         if self._is_by_param:
-            rows = [*(row * weight for row, weight in zip(rows, weights, strict=True)), self._plan().moments.part()]
+            rows = [*(row * weight for row, weight in zip(rows, weights, strict=True)), self._plan.moments.part()]
         else:
             self._check_groups()
-            factors = self._plan().moments.divisors() if by_moments else None
+            factors = self._plan.moments.divisors() if by_moments else None
             weights = weights if factors is None else [weight * factors for weight in weights]
             rows = [self._by_group(row, weight) for row, weight in zip(rows, weights, strict=True)]
         return self._sum_over_ranks(torch.cat([*rows, self._check()]))
@@ -189,21 +199,22 @@ class Meter:
 
     def _check(self) -> Tensor:
         """A number, [1], that is zero when ranks with other data are summed up, if they have the same averages."""
-        plan = self._plan()
-        shared = (h.grad for h, is_shared in zip(plan.holders, plan.is_shared, strict=True) if is_shared)
+        plan = self._plan
+        rows = zip(plan.params, plan.holders, plan.is_shared, strict=True)
+        shared = [holder.grad for param, holder, is_shared in rows if is_shared and param.requires_grad]
         look, self._num_looks = self._num_looks, self._num_looks + 1
         return own_part(self._data, plan.fingerprint, shared, plan.device, look=look)
 
     def _total_squares(self) -> Tensor:
         """The squares of what this rank has of the averaged gradients; of what all have alike it measures its part."""
-        plan, rank, ranks = self._plan(), self._data.rank, self._data.size
-        for number, holder in enumerate(plan.holders):
+        plan = self._plan
+        for number, (holder, portion) in enumerate(zip(plan.holders, plan.portions, strict=True)):
             grad = holder.grad
-            if grad is None:
+            if grad is None or portion is None:
                 continue
             if grad.device not in plan.totals:
                 plan.totals[grad.device] = Tally(len(plan.holders), grad.device)
-            plan.totals[grad.device].take(number, part_of(grad, rank, ranks) if plan.is_shared[number] else grad)
+            plan.totals[grad.device].take(number, grad if portion == (0, 1) else part_of(grad, *portion), stays=True)
         found = [tally.squares().to(plan.device) for tally in plan.totals.values()]
         for tally in plan.totals.values():
             tally.clear()
@@ -227,7 +238,7 @@ class Meter:
         vector = pending.wait()
         if self._is_by_param:
             *rows, moments = vector[:-1].view(parts + 1, -1)
-            factors = self._plan().moments.divisors_of(moments)
+            factors = self._plan.moments.divisors_of(moments)
             vector = torch.cat([*(self._by_group(row, factors) for row in rows), vector[-1:]])
         *values, check = compat.values_of(vector, simulated=[1.0] * (parts * size) + [0.0])
         if check and all(map(math.isfinite, values)):
@@ -251,15 +262,8 @@ class Meter:
         num_groups = len(self._optimizer.param_groups)
         if num_groups == 1:
             return torch.dot(squares, weights).reshape(1)
-        index = self._plan().index.to(squares.device)
+        index = self._plan.index.to(squares.device)
         return squares.new_zeros(num_groups).index_add_(0, index, squares * weights)
-
-    def _plan(self) -> Plan:
-        """Looks up, when there are other parameters or somebody else reduces them, who has what."""
-        key = identity_of(self._optimizer)
-        if self._last_plan is None or key != self._last_plan.made_for:
-            self._last_plan = plan_of(self._optimizer, self._data, self._model)
-        return self._last_plan
 
 
 def _added_up(vectors: Sequence[Tensor], like: Tensor) -> Tensor:

@@ -16,6 +16,9 @@ from scale_adascale.sharing import splits_of, weights_of
 from scale_adascale.tally import Tally
 from scale_core.group import Group
 
+_LARGE, _OF_A_CALL = 1 << 17, 1 << 14
+"""Elements of a gradient from which on it takes longer to read it than to call what reads it, and those of a call."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -26,6 +29,7 @@ class Plan:
         params: The parameters.
         holders: What has the averaged gradient of each: the parameter itself, or this rank's piece of it.
         is_shared: Of each, whether all ranks with other data have the same averaged gradient.
+        portions: Of the averaged gradient of each, which part of how many this rank reads; None if another reads it.
         device: Where squares are added up.
         index: [k] the number of the group of each, int64.
         local_weights: [k] fp64, how often the squares of own gradients count.
@@ -39,6 +43,7 @@ class Plan:
     params: list[Tensor]
     holders: list[Tensor]
     is_shared: list[bool]
+    portions: list[tuple[int, int] | None]
     device: torch.device
     index: Tensor
     local_weights: Tensor
@@ -84,6 +89,7 @@ def plan_of(optimizer: Optimizer, data: Group, model: Group) -> Plan:
         params=params,
         holders=holders,
         is_shared=is_shared,
+        portions=_portions([holder.numel() for holder in holders], is_shared, data),
         device=device,
         index=torch.tensor([number for number, group in enumerate(groups) for _ in group["params"]], device=device),
         local_weights=torch.tensor([each.local for each in weights], dtype=torch.float64, device=device),
@@ -91,6 +97,22 @@ def plan_of(optimizer: Optimizer, data: Group, model: Group) -> Plan:
         fingerprint=fingerprint(params),
         moments=SecondMoments(optimizer, parts, data, splits, device),
     )
+
+
+def _portions(numels: list[int], is_shared: list[bool], data: Group) -> list[tuple[int, int] | None]:
+    """What is shared all ranks read together: of large gradients each its part, and of the small ones each some."""
+    portions: list[tuple[int, int] | None] = [(0, 1)] * len(numels)
+    read = [0] * data.size
+    for number in sorted(range(len(numels)), key=lambda number: (-numels[number], number)):
+        if not is_shared[number]:
+            continue
+        if numels[number] >= _LARGE:
+            portions[number] = (data.rank, data.size)
+        else:
+            reader = read.index(min(read))
+            portions[number] = (0, 1) if reader == data.rank else None
+            read[reader] += numels[number] + _OF_A_CALL
+    return portions
 
 
 def _is_given_reduced(optimizer: Optimizer) -> bool:

@@ -136,7 +136,8 @@ class Sampling:
         if self._settings.num_samples == 1:
             self._successive.keep(loss_scale)
         self.begin_anew()
-        self._marks.set_at_step(self._grads())
+        if self._may_count_late:
+            self._marks.set_at_step(self._grads())
 
     def begin_anew(self) -> None:
         """What was measured since the last step counts as nothing, or has counted."""
@@ -182,7 +183,7 @@ class Sampling:
 
     def listen(self, params: Sequence[Tensor]) -> None:
         """Listens to the gradients of these parameters, those of the optimizer in its order."""
-        self.meter.check()
+        self.meter.look_up()
         self.local.listen(params)
 
     def count_pass_without_gradients(self) -> None:
@@ -191,21 +192,27 @@ class Sampling:
         That is so where a batch leaves out all layers whose gradients are measured: no hook is called then. Only where
         a step has one pass can it be told from one that is still to come.
         """
-        said = self._settings
-        if said.num_ranks == 1 or said.num_gradients > 1 or self.passes or self.local.is_in_pass or self.local.fails:
+        if not self._may_count_late or self.passes or self.local.is_in_pass or self.local.fails:
             return
         if self._marks.have_come(self._grads()):
             self.local.drop_pass()
             self._pass_has_ended((1.0,))
             self._is_late = True
 
-    def gradients_are_zero(self) -> None:
-        """Whoever has just written zeros to gradients says so, and nobody has to look."""
-        self._marks.set(self._grads())
+    @property
+    def _may_count_late(self) -> bool:
+        """Whether a pass that brought no gradient here may be counted when the step comes."""
+        return self._settings.num_ranks > 1 and self._settings.num_gradients == 1
+
+    def gradients_are_cleared(self, *, to_zeros: bool) -> None:
+        """Whoever has just cleared gradients says so, and nobody has to look whether they are zeros."""
+        if to_zeros:
+            self._marks.set(self._grads())
 
     def _pass_begins(self) -> None:
         """A backward pass brings its first gradient."""
         number = self._settings.num_gradients
+        self.meter.look_up()
         if self.passes >= number:
             if any(holder.grad is not None for holder in self.meter.holders):
                 raise too_many_gradients(number, None if self.local.is_announced else self.passes + 1)

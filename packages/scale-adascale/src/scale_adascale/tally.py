@@ -1,7 +1,8 @@
-"""The squares of all gradients of a backward pass: each is read by one call, and a few calls add all of them up.
+"""The squares of all gradients of a backward pass: long ones are read when they come, and a call adds all of them up.
 
-A model has hundreds of gradients, most of them small, so that what is computed beside the reading itself would cost as
-much as the reading. So norms of rows are written side by side, and what becomes of them waits until the pass is over.
+A model has hundreds of gradients, most of them short, and between two layers' products each call of torch costs some
+ten times what it costs in a loop. So a short gradient that stays as it is is kept until the pass is over, and read with
+the others; of long ones norms of rows are written side by side.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ import torch
 from torch import Tensor
 
 from scale_adascale.squares import PIECE, sum_of_squares, values_of_gradient
+
+_SHORT = 1 << 14
+"""Elements up to which a gradient is kept rather than read at once."""
 
 
 class _Place:
@@ -41,27 +45,29 @@ class Tally:
     """
 
     def __init__(self, num: int, device: torch.device) -> None:
-        self._device = device
+        self._num, self._device = num, device
         self._places: dict[int, _Place] = {}  # by number
-        self._taken: list[int] = []
+        self._taken: list[tuple[int, list[Tensor]]] = []  # Numbers, and what has the norm of each.
         self._added: Tensor | None = None
-        self._num = num
-        self._planned_for: list[int] = []
-        self._numbers = self._lengths = torch.zeros(0, dtype=torch.int64, device=device)
+        self._indexed: list[int] = []
+        self._index = torch.zeros(0, dtype=torch.int64, device=device)
 
-    def take(self, number: int, gradient: Tensor) -> None:
+    def take(self, number: int, gradient: Tensor, *, stays: bool = False) -> None:
         """Takes a gradient, the only one of its number until `clear`.
 
         Args:
             number: From 0 to k - 1.
             gradient: As in `sum_of_squares`, without a graph.
+            stays: Nobody changes it before `clear`.
         """
         is_plain = gradient.layout is torch.strided and not gradient.is_complex()
+        if stays and is_plain and gradient.numel() <= _SHORT:
+            self._taken.append((number, [gradient]))
+            return
         values = gradient if is_plain else values_of_gradient(gradient)
         place = self._places.get(number)
         if place is None or place.numel != values.numel() or place.dtype is not values.dtype:
-            place, self._planned_for = _Place(values), []
-            self._places[number] = place
+            place = self._places[number] = _Place(values)
         norm, rows, rest = torch.linalg.vector_norm, place.rows, place.rest
         if not rest:
             norm(values.reshape(rows, PIECE), dim=1, dtype=place.wider, out=place.of_rows)
@@ -71,7 +77,7 @@ class Tally:
             flat = values.reshape(-1)
             norm(flat[:-rest].view(rows, PIECE), dim=1, dtype=place.wider, out=place.of_rows)
             norm(flat[-rest:].view(1, rest), dim=1, dtype=torch.float64, out=place.of_rest)
-        self._taken.append(number)
+        self._taken.append((number, place.norms))
 
     def add(self, number: int, gradient: Tensor) -> None:
         """Adds the square of a gradient to those of its number, as often as it comes until `clear`."""
@@ -85,17 +91,12 @@ class Tally:
 
     def squares(self) -> Tensor:
         """Returns the squares, [k], fp64; 0 of numbers that had no gradient."""
-        taken = sorted(self._taken)
-        if taken:
-            if taken != self._planned_for:
-                lengths = [self._places[number].rows + bool(self._places[number].rest) for number in taken]
-                self._lengths = torch.tensor(lengths).to(self._device, non_blocking=True)
-                self._numbers = torch.tensor(taken).to(self._device, non_blocking=True)
-                self._planned_for = taken
-            norms = torch.cat([each for number in taken for each in self._places[number].norms]).double()
-            # Unchecked, since the device would have to be waited for; the lengths are those of what was put there.
-            sums = torch.segment_reduce(norms.mul_(norms), "sum", lengths=self._lengths, unsafe=True)
-            if len(taken) == self._num and self._added is None:
-                return sums
         found = torch.zeros(self._num, dtype=torch.float64, device=self._device) if self._added is None else self._added
-        return found.index_add(0, self._numbers, sums) if taken else found
+        if not self._taken:
+            return found
+        numbers = [number for number, norms in self._taken for _ in norms]
+        if numbers != self._indexed:
+            self._indexed, self._index = numbers, torch.tensor(numbers).to(self._device, non_blocking=True)
+        # The norm of rows' norms is that of all.
+        norms = torch.stack(torch._foreach_norm([each for _, norms in self._taken for each in norms], 2, torch.float64))
+        return found.index_add(0, self._index, norms.mul_(norms))
