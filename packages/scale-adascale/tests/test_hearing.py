@@ -19,8 +19,8 @@ class Ears:
         self.steps: list[SampledStep] = []
         self.hearing = Hearing(self.take, self.begins)
 
-    def take(self, number: int, grad: Tensor, stays: bool) -> None:
-        assert not grad.requires_grad and stays
+    def take(self, number: int, grad: Tensor) -> None:
+        assert not grad.requires_grad
         self.heard.append((number, grad.tolist()))
 
     def begins(self, step: SampledStep) -> Listener | None:

@@ -59,3 +59,15 @@ def test_a_gradient_has_come_if_it_is_neither_that_of_the_last_step_nor_the_zero
     assert not marks.have_come([grad])
     grad.add_(1)
     assert marks.have_come([grad]) and marks.have_come([None, torch.ones(1)])
+
+
+def test_a_new_gradient_at_the_address_of_the_old_one_has_come() -> None:
+    marks, grads = Marks(), [torch.ones(400_000)]
+    marks.set_at_step(grads)
+    again = grads[0].detach()
+    assert again.data_ptr() == grads[0].data_ptr() and again._version == grads[0]._version
+    grads.clear()
+    assert marks.have_come([again])
+    marks.set_at_step([again])
+    marks.forget_step()
+    assert marks.have_come([again])

@@ -75,7 +75,7 @@ def unhooked_between_passes(model: nn.Module, optimizer: AdaScale) -> None:
 
 
 @pytest.mark.parametrize("before", [without_zero_grad, unhooked_between_passes])
-def test_a_first_pass_that_adds_to_gradients_is_refused_until_they_are_cleared(before):
+def test_a_step_whose_first_pass_has_added_to_gradients_is_refused_until_they_are_cleared(before):
     for clear in (
         lambda model, optimizer: optimizer.zero_grad(),
         lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
@@ -85,10 +85,46 @@ def test_a_first_pass_that_adds_to_gradients_is_refused_until_they_are_cleared(b
         optimizer.param_groups[0]["lr"] = 1e-30
         before(model, optimizer)
         for _ in range(2):
+            (loss_of(model, 1) / 2).backward()
             with pytest.raises(RuntimeError, match=r"expected no gradients, or zeros, before the first backward pass"):
-                (loss_of(model, 1) / 2).backward()
+                optimizer.step()
         clear(model, optimizer)
         check_gain(model, optimizer, (1, 2))
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_loss_of_another_model_may_go_through_this_one_between_a_step_and_zero_grad(passes):
+    maker, (model, optimizer) = nn.Linear(3, 5), build(passes, smoothing=0.0, scale=4.0)
+    own = AdaScale(torch.optim.SGD(maker.parameters(), lr=0.1), scale=4.0)
+    optimizer.param_groups[0]["lr"] = 1e-30
+    for seeds in ((5, 6), (1, 2)):
+        optimizer.zero_grad()
+        for seed in seeds[:passes]:
+            (loss_of(model, seed) / passes).backward()
+        optimizer.step()
+        before = [param.grad.clone() for param in model.parameters()]
+        own.zero_grad()
+        model(maker(torch.ones(4, 3))).square().mean().backward()
+        assert not any(map(torch.equal, before, [param.grad for param in model.parameters()]))
+        own.step()
+    other = net()
+    if passes == 2:
+        expected = plain_gain(gradients_of(other, list(other.parameters()), (1, 2)), 4.0)
+        assert optimizer.gain() == pytest.approx(expected, rel=1e-6)
+    assert optimizer.progress > 2 and own.progress > 0
+
+
+def test_a_gradient_that_is_left_of_a_layer_frozen_since_is_of_no_step():
+    model = net()
+    loss_of(model, 9).backward()
+    model[0].requires_grad_(False)
+    optimizer = AdaScale(torch.optim.SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=2, smoothing=0.0)
+    model[2].zero_grad()
+    for seed in (1, 2):
+        (loss_of(model, seed) / 2).backward()
+    other = net()
+    expected = plain_gain(gradients_of(other, list(other[2].parameters()), (1, 2)), 2.0)
+    assert optimizer.gain() == pytest.approx(expected, rel=1e-6)
 
 
 def test_gradients_that_others_have_set_to_zero_are_none():

@@ -25,6 +25,14 @@ def test_the_squares_are_those_of_each_gradient_alone(dtype):
         grads = [2 * grad for grad in grads]
 
 
+def test_whoever_has_made_a_gradient_may_use_its_memory_again_at_once():
+    tally, grads = Tally(3, CPU), [torch.full((size,), 2.0) for size in (3, 5000, 40000)]
+    for number, grad in enumerate(grads):
+        tally.take(number, grad)
+        grad.fill_(9.0)
+    assert tally.squares().tolist() == pytest.approx([12.0, 20000.0, 160000.0])
+
+
 def test_gradients_of_one_number_may_be_added_and_what_was_cleared_counts_no_more():
     tally = Tally(3, CPU)
     tally.take(0, torch.full((2000,), 9.0))
@@ -54,8 +62,8 @@ def test_short_gradients_are_measured_however_small_or_large_they_are():
 
 def test_what_is_read_into_stays_so_that_the_allocator_can_use_gradients_again():
     tally = Tally(1, CPU)
-    tally.take(0, torch.ones(4096))
+    tally.take(0, torch.ones(40960))
     before = tally._places[0].of_rows.data_ptr()
     tally.clear()
-    tally.take(0, torch.ones(4096))
+    tally.take(0, torch.ones(40960))
     assert tally._places[0].of_rows.data_ptr() == before

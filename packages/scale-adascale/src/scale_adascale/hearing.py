@@ -17,8 +17,6 @@ from scale_adascale.hooks import is_changed_later, is_followed, is_only_asked_fo
 from scale_core.backward import are_local_grads_reported, on_local_grads
 from scale_core.samples import Listener, SampledStep, on_sampled_steps
 
-Take = Callable[[int, Tensor, bool], None]
-
 
 class Hearing:
     """Hears of the gradients of numbered parameters, and of steps that are announced.
@@ -27,12 +25,11 @@ class Hearing:
     hooks, shows nobody what these hold.
 
     Args:
-        take: Called with the number of a parameter, its gradient, without a graph, and whether that stays as it is
-            until the backward pass is over.
+        take: Called with the number of a parameter and its gradient, without a graph.
         begins: Called with each step that is announced; returns who listens to it.
     """
 
-    def __init__(self, take: Take, begins: Callable[[SampledStep], Listener | None]) -> None:
+    def __init__(self, take: Callable[[int, Tensor], None], begins: Callable[[SampledStep], Listener | None]) -> None:
         self._take, self._begins = weakref.WeakMethod(take), weakref.WeakMethod(begins)
         self._numbers: dict[int, int] = {}  # by id; the owner holds the parameters
         self._params: list[Tensor] = []
@@ -129,14 +126,14 @@ class Hearing:
         for param, grad in zip(params, grads, strict=True):
             number = self._numbers.get(id(param))
             if take is not None and number is not None and number not in self._hooked:
-                take(number, grad, False)
+                take(number, grad)
 
 
-def _hook(held: weakref.WeakMethod[Take], number: int) -> Callable[[Tensor], None]:
+def _hook(held: weakref.WeakMethod[Callable[[int, Tensor], None]], number: int) -> Callable[[Tensor], None]:
     def hook(grad: Tensor) -> None:
         take = held()
         if take is not None:
-            take(number, grad.detach() if grad.requires_grad else grad, True)  # With `create_graph=True`.
+            take(number, grad.detach() if grad.requires_grad else grad)  # With `create_graph=True`.
 
     return hook
 

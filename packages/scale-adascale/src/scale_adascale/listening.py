@@ -159,6 +159,7 @@ class Listening(Around):
             passes or any(group["lr"] for group in self.param_groups)
         ):
             return False  # torch's checkpoint functions step once with a learning rate of 0, so that there is a state.
+        self._sampling.check_measured()
         self._sampling.count_pass_without_gradients()
         passes = self._sampling.passes
         refuse_step(passes, number, self._sampling.local)

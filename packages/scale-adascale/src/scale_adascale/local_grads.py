@@ -81,7 +81,7 @@ class LocalGrads:
         self.fails = self.has_left_parts = self.is_restored = False
         self.sums = {}
 
-    def _take(self, number: int, grad: Tensor, stays: bool) -> None:
+    def _take(self, number: int, grad: Tensor) -> None:
         sample = 0
         if self._step is not None:
             if number in self._parts:
@@ -105,14 +105,14 @@ class LocalGrads:
                 "scale_checkpoint.checkpoint_wrapper(module)"
             )
         self._seen.add((sample, number))
-        self._count(number, grad, stays=stays)
+        self._count(number, grad)
 
-    def _count(self, number: int, grad: Tensor, *, stays: bool) -> None:
+    def _count(self, number: int, grad: Tensor) -> None:
         """Adds the square of a gradient of the pass that runs now."""
         if grad.device not in self._of_pass:
             self._of_pass[grad.device] = Tally(self.hearing.num_params, grad.device)
         if self._step is None:
-            self._of_pass[grad.device].take(number, grad, stays=stays)
+            self._of_pass[grad.device].take(number, grad)
         else:
             self._of_pass[grad.device].add(number, grad)
 
@@ -152,7 +152,6 @@ class LocalGrads:
         """Adds what the pass that has ended brought to `sums`."""
         for device, tally in self._of_pass.items():
             squares = tally.squares()
-            tally.clear()  # Gradients that were kept are free.
             self.sums[device] = self.sums[device] + squares if device in self.sums else squares
 
     def _all_is_done(self, weights: Sequence[float] = (1.0,)) -> None:
@@ -162,7 +161,6 @@ class LocalGrads:
             ended(weights)
 
     def _pass_has_failed(self) -> None:
-        self.drop_pass()
         self._seen = self._step = None
         self.fails = self.has_left_parts = True
 
@@ -189,4 +187,4 @@ class LocalGrads:
 
     def _take_whole(self, param: Tensor, grad: Tensor) -> None:
         for number in self.hearing.numbers_of([param]):
-            self._count(number, grad, stays=False)
+            self._count(number, grad)

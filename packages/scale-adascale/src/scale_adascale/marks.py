@@ -1,12 +1,15 @@
 """Whether gradients were changed since somebody has looked last, mostly without a look at their values.
 
-A tensor has an address and counts its changes; only where neither is known, or both are others, are its elements read.
+A tensor is itself as long as it lives, whatever stands at its address afterwards, and counts its changes; only where
+it is another, or has changed, are its elements read.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from itertools import zip_longest
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,8 +17,23 @@ from torch import Tensor
 from scale_adascale.squares import values_of_gradient
 from scale_core import compat
 
-Mark = tuple[int, int] | None
-"""Address of the elements and number of changes; None of no gradient, and of one that has neither."""
+
+class Mark(NamedTuple):
+    """What a gradient was.
+
+    Attributes:
+        tensor: Which one, as long as it lives.
+        address: Where its elements are.
+        changes: How many times they were written to.
+    """
+
+    tensor: weakref.ref[Tensor]
+    address: int
+    changes: int
+
+    def is_of(self, grad: Tensor) -> bool:
+        """Whether a gradient is that one, unchanged."""
+        return self.tensor() is grad and (self.address, self.changes) == _state_of(grad)
 
 
 class Marks:
@@ -25,8 +43,8 @@ class Marks:
     """
 
     def __init__(self) -> None:
-        self._last: list[Mark] = []
-        self._at_step: list[Mark] = []
+        self._last: list[Mark | None] = []
+        self._at_step: list[Mark | None] = []
 
     def set(self, grads: Sequence[Tensor | None]) -> None:
         """They are what they should be."""
@@ -40,12 +58,14 @@ class Marks:
         """The next pass is the first one of a step."""
         self._last = []
 
+    def forget_step(self) -> None:
+        """The gradients of the last step were cleared to None."""
+        self._at_step = []
+
     def are_zero(self, grads: Sequence[Tensor | None]) -> bool:
         """Whether all are zero or None, when no pass has come; the device is waited for if that has to be looked up."""
         pairs = zip_longest(grads, self._last)
-        return _are_zero(
-            [grad for grad, mark in pairs if grad is not None and (mark is None or mark != _mark_of(grad))]
-        )
+        return _are_zero([grad for grad, mark in pairs if grad is not None and (mark is None or not mark.is_of(grad))])
 
     def are_changed(self, grads: Sequence[Tensor | None], *, alone: bool, is_torn: bool) -> bool:
         """Whether one was changed since the last pass.
@@ -59,7 +79,7 @@ class Marks:
             if before is None:
                 is_changed = is_torn and now is not None
             else:
-                is_changed = before != _mark_of(now) if alone or is_torn else now is None
+                is_changed = now is None or ((alone or is_torn) and not before.is_of(now))
             if is_changed:
                 return True
         return False
@@ -67,12 +87,19 @@ class Marks:
     def have_come(self, grads: Sequence[Tensor | None]) -> bool:
         """Whether any has come since the last step, or since zeros were written to it."""
         before = zip_longest(grads, self._last, self._at_step)
-        return any(now is not None and _mark_of(now) not in (zeros, last) for now, zeros, last in before)
+        return any(
+            now is not None and not any(mark is not None and mark.is_of(now) for mark in marks)
+            for now, *marks in before
+        )
 
 
-def _mark_of(grad: Tensor | None) -> Mark:
+def _mark_of(grad: Tensor | None) -> Mark | None:
     if grad is None or grad.layout not in (torch.strided, torch.sparse_coo):
         return None
+    return Mark(weakref.ref(grad), *_state_of(grad))
+
+
+def _state_of(grad: Tensor) -> tuple[int, int]:
     values = grad if grad.layout is torch.strided else grad._values()
     return values.data_ptr(), grad._version
 

@@ -208,9 +208,10 @@ class Meter:
     def _total_squares(self) -> Tensor:
         """The squares of what this rank has of the averaged gradients; of what all have alike it measures its part."""
         plan = self._plan
-        for number, (holder, portion) in enumerate(zip(plan.holders, plan.portions, strict=True)):
+        rows = zip(plan.params, plan.holders, plan.portions, strict=True)
+        for number, (param, holder, portion) in enumerate(rows):
             grad = holder.grad
-            if grad is None or portion is None:
+            if grad is None or portion is None or not param.requires_grad:  # Frozen, one is left from before.
                 continue
             if grad.device not in plan.totals:
                 plan.totals[grad.device] = Tally(len(plan.holders), grad.device)

@@ -93,6 +93,7 @@ class Sampling:
         self._marks = Marks()
         self._squared_weights = 0.0  # of the samples so far, each beside that of samples of the same size
         self._refused: str | None = None  # why no more passes of this step can come
+        self._unmeasured: str | None = None  # why the passes since the last step are of none
         self._is_late = False  # The last pass was found by what others have averaged.
         self._sent = Sent()
         weakref.finalize(self, self._sent.abandon)  # Whoever drops an optimizer has nobody left who would wait.
@@ -144,7 +145,7 @@ class Sampling:
         self._sent.take()
         self.passes, self.is_divided, self._by_moments = 0, False, False
         self._marks.forget()
-        self._squared_weights, self._refused, self._is_late = 0.0, None, False
+        self._squared_weights, self._refused, self._unmeasured, self._is_late = 0.0, None, None, False
         self.local.forget()
 
     def batches_change(
@@ -199,6 +200,15 @@ class Sampling:
             self._pass_has_ended((1.0,))
             self._is_late = True
 
+    def check_measured(self) -> None:
+        """Refuses a step with gradients that were not measured.
+
+        Raises:
+            RuntimeError: A pass has added to gradients that were there before the first one.
+        """
+        if self._unmeasured is not None:
+            raise RuntimeError(self._unmeasured)
+
     @property
     def _may_count_late(self) -> bool:
         """Whether a pass that brought no gradient here may be counted when the step comes."""
@@ -208,6 +218,8 @@ class Sampling:
         """Whoever has just cleared gradients says so, and nobody has to look whether they are zeros."""
         if to_zeros:
             self._marks.set(self._grads())
+        else:
+            self._marks.forget_step()
 
     def _pass_begins(self) -> None:
         """A backward pass brings its first gradient."""
@@ -217,6 +229,11 @@ class Sampling:
             if any(holder.grad is not None for holder in self.meter.holders):
                 raise too_many_gradients(number, None if self.local.is_announced else self.passes + 1)
             self.begin_anew()  # The step was left out, as a scaler does, and the gradients were cleared.
+        self._unmeasured = None
+        if not self.passes and not self.local.is_announced and not self.local.has_left_parts:
+            # Nothing is wrong as long as no step is taken, as where the loss of another model goes through this one.
+            self._unmeasured = self._why_refused()
+            return
         if self._refused is None:
             self._refused = self._why_refused()
         if self._refused is not None:
@@ -250,6 +267,8 @@ class Sampling:
         Args:
             weights: What each sample that came with it counts in their mean: 1, or of each micro-batch of a pipeline.
         """
+        if self._unmeasured is not None:
+            return
         came = self.passes + len(weights)
         if came > self._settings.num_gradients:
             self.local.fails = True

@@ -1,8 +1,9 @@
 """The squares of all gradients of a backward pass: long ones are read when they come, and a call adds all of them up.
 
-A model has hundreds of gradients, most of them short, and between two layers' products each call of torch costs some
-ten times what it costs in a loop. So a short gradient that stays as it is is kept until the pass is over, and read with
-the others; of long ones norms of rows are written side by side.
+A model has hundreds of gradients, many of them short, and between two layers' products each call of torch costs some
+ten times what it costs in a loop. So a short gradient is copied, by one call, and read with the others when the pass is
+over; of long ones norms of rows are written side by side. None is kept itself: autograd would have to copy what it can
+take now, and whoever has made a gradient may use its memory again.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from torch import Tensor
 
 from scale_adascale.squares import PIECE, sum_of_squares, values_of_gradient
 
-_SHORT = 1 << 14
-"""Elements up to which a gradient is kept rather than read at once."""
+_SHORT = 1 << 12
+"""Elements up to which a gradient is copied rather than read at once."""
 
 
 class _Place:
@@ -47,6 +48,7 @@ class Tally:
     def __init__(self, num: int, device: torch.device) -> None:
         self._num, self._device = num, device
         self._places: dict[int, _Place] = {}  # by number
+        self._copies: dict[int, Tensor] = {}  # of short gradients, by number
         self._taken: list[tuple[int, list[Tensor]]] = []  # Numbers, and what has the norm of each.
         self._added: Tensor | None = None
         self._indexed: list[int] = []
@@ -58,11 +60,11 @@ class Tally:
         Args:
             number: From 0 to k - 1.
             gradient: As in `sum_of_squares`, without a graph.
-            stays: Nobody changes it before `clear`.
+            stays: Nobody changes it before `squares`.
         """
         is_plain = gradient.layout is torch.strided and not gradient.is_complex()
-        if stays and is_plain and gradient.numel() <= _SHORT:
-            self._taken.append((number, [gradient]))
+        if is_plain and gradient.numel() <= _SHORT:
+            self._taken.append((number, [gradient if stays else self._copied(number, gradient)]))
             return
         values = gradient if is_plain else values_of_gradient(gradient)
         place = self._places.get(number)
@@ -78,6 +80,12 @@ class Tally:
             norm(flat[:-rest].view(rows, PIECE), dim=1, dtype=place.wider, out=place.of_rows)
             norm(flat[-rest:].view(1, rest), dim=1, dtype=torch.float64, out=place.of_rest)
         self._taken.append((number, place.norms))
+
+    def _copied(self, number: int, gradient: Tensor) -> Tensor:
+        copy = self._copies.get(number)
+        if copy is None or copy.shape != gradient.shape or copy.dtype is not gradient.dtype:
+            copy = self._copies[number] = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
+        return copy.copy_(gradient)
 
     def add(self, number: int, gradient: Tensor) -> None:
         """Adds the square of a gradient to those of its number, as often as it comes until `clear`."""
