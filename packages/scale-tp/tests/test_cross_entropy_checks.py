@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from scale_core.group import Group
+from scale_tp import regions
 from scale_tp.cross_entropy_checks import check_options, refuse_gathered, words_of_all
 
 TWO = Group(1, 2, ranks=(0, 1))
@@ -34,3 +35,23 @@ def test_what_was_added_to_itself_often_is_looked_through_once() -> None:
     for _ in range(40):  # As many ways lead back as 2^40.
         x = x + x
     refuse_gathered(x, TWO)
+
+
+def test_logits_that_were_gathered_are_found_behind_what_chooses_or_joins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(regions, "gather_along", lambda part, *_: torch.cat([part, part], -1))
+    part = torch.ones(2, 3, requires_grad=True)
+    all_words = regions.gather_from_model_parallel_region(part, TWO, sizes=(3, 3))
+    pad, low = torch.arange(6) > 4, torch.tensor(-1e9)
+    for logits in (
+        torch.where(pad, -1e9, all_words),
+        all_words.masked_fill(pad, -1e9),
+        all_words.masked_fill(pad, low),
+        torch.cat([all_words[:1] / 2, all_words[1:]]),
+        torch.stack([all_words, all_words]),
+        all_words[torch.tensor([True, False])],
+        torch.maximum(all_words, low),
+    ):
+        with pytest.raises(ValueError, match="got all 6, from a layer that gathers its output"):
+            refuse_gathered(logits, TWO)
+    for fine in (torch.where(pad[:3], -1e9, part), torch.cat([all_words, all_words], -1), all_words[:, :3]):
+        refuse_gathered(fine, TWO)  # Of this rank, or of another width.

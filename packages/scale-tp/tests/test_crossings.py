@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from scale_core.backward import own_outputs
 from scale_core.group import Group
-from scale_tp.crossings import Leaving, check_inside, entered_with, was_divided
-from scale_tp.regions import copy_to_model_parallel_region
+from scale_tp.crossings import Leaving, check_inside, divides, division_of, entered_with
+from scale_tp.regions import copy_to_model_parallel_region, scatter_to_sequence_parallel_region
 
 ONE, OTHER = (Group(0, 2, None, "fake", ranks) for ranks in ((0, 1), (0, 2)))
 
@@ -28,8 +30,8 @@ class Out(Leaving):
 
     @staticmethod
     def forward(ctx: Any, ranks: Group, tensor: Tensor) -> Tensor:
-        ctx.ranks, ctx.parts = ranks, (2, 1)
-        return tensor * 2
+        ctx.ranks = ranks
+        return divides(ctx, tensor * 2, 0, (2, 1))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
@@ -44,12 +46,50 @@ def test_what_has_left_a_region_is_not_in_it_and_may_enter_another_one() -> None
 
 
 def test_what_was_computed_from_a_part_that_was_divided_tells_so() -> None:
-    x = torch.ones(2, requires_grad=True)
+    x = torch.ones(2, 3, requires_grad=True)
     part: Tensor = Out.apply(ONE, x)
-    assert was_divided(part, ONE, 2) and was_divided((x * 2 + part).relu(), ONE, 2)
-    assert not was_divided(part, ONE, 1) and not was_divided(part, OTHER, 2), "of another length, or by others"
+    assert division_of(part, ONE, 0) == division_of((x * 2 + part).relu(), ONE, -2) == (2, 1)
+    assert division_of(part, ONE, 1) is division_of(part, OTHER, 0) is None, "of another dimension, or by others"
     for other in (x, x * 2, x.detach(), copy_to_model_parallel_region(x, ONE)):
-        assert not was_divided(other, ONE, 2)
+        assert division_of(other, ONE, 0) is None
+
+
+@pytest.mark.parametrize("length", [5, 2, 1])
+def test_what_divided_a_part_depends_on_what_was_called_and_on_no_length(length: int) -> None:
+    """Rank 0 has 3, 1 or 1 positions of a sequence; the answers are those of any rank."""
+    whole = torch.randn(2, length, 4, requires_grad=True)
+    part = scatter_to_sequence_parallel_region(whole, ONE, dim=1)
+    sizes, own = (length - length // 2, length // 2), part.shape[1]
+    same: list[Tensor] = [
+        nn.Linear(4, 6)(part),
+        nn.Linear(4, 6, bias=False)(F.gelu(nn.LayerNorm(4)(part))),
+        F.rms_norm(part, (4,), nn.Parameter(torch.ones(4))),
+        part * part.square().mean(-1, keepdim=True).rsqrt(),
+        F.dropout(F.silu(part), 0.5) + part.bfloat16(),
+        part.view(-1, 4).softmax(-1).view(2, -1, 4),
+        own_outputs(part.view(2, -1, 4)),
+        part.masked_fill(torch.ones(2, own, 1) > 2, 0.0).clamp(min=0),
+    ]
+    assert [division_of(tensor, ONE, 1) for tensor in same] == [sizes] * len(same)
+    loaded = torch.randn(2, own, 4)  # May be a part of anything.
+    other: list[Tensor] = [
+        loaded * part.mean(),
+        loaded * part.mean(1, keepdim=True),
+        loaded + part[:, :1],
+        loaded * part.amax((0, 1)),
+        loaded @ (part.mT @ part),
+        torch.cat([part, loaded], 1),
+        part[:, :own],
+        part.transpose(0, 1),
+        part.reshape(2, -1, 2),
+        part.view(-1, 4),
+    ]
+    assert [division_of(tensor, ONE, 1 if tensor.dim() == 3 else 0) for tensor in other] == [None] * len(other)
+
+
+def test_features_that_were_divided_are_others_after_a_product() -> None:
+    part = scatter_to_sequence_parallel_region(torch.randn(2, 5, requires_grad=True), ONE, dim=1)
+    assert division_of(part * 2, ONE, 1) == (3, 2) and division_of(nn.Linear(3, 3)(part), ONE, 1) is None
 
 
 def test_what_is_said_to_be_inside_must_have_been_brought_there() -> None:

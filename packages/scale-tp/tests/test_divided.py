@@ -23,7 +23,8 @@ def _columns() -> nn.Linear:
     placements = {"weight": Placement((3, 4), 0, split), "bias": Placement((3,), 0, split)}
     parts = {name: part_of(param, placements[name], TWO) for name, param in module.named_parameters()}
     entrance = Entrance(TWO, 1, "inside")
-    divide(module, Columns, TWO, placements, split=split, entrance=entrance, gathers=False, randomness=None)
+    facts = {"path": "up", "split": split, "entrance": entrance, "gathers": False, "randomness": None}
+    divide(module, Columns, TWO, placements, **facts)
     for name, part in parts.items():
         module.register_parameter(name, part)
     return module

@@ -10,7 +10,8 @@ from torch import nn
 
 from scale_core.group import Group
 from scale_tp.divided import divide, part_of
-from scale_tp.divided_linear import Rows, is_linear, is_transposed, outputs_dim
+from scale_tp.divided_linear import Columns, Rows, is_linear, is_transposed, outputs_dim
+from scale_tp.entrance import Entrance
 from scale_tp.layer import Placement
 from scale_tp.linear_regions import product
 from scale_tp.split_sizes import Split
@@ -52,14 +53,40 @@ def test_both_kinds_compute_what_they_are() -> None:
     torch.testing.assert_close(product(x, transposed.weight, None, transposed=True), x @ transposed.weight)
 
 
-def test_an_input_that_is_cut_in_another_way_is_refused() -> None:
+def _rows(splits_input: bool) -> nn.Linear:
     rows = nn.Linear(5, 3)
-    facts: dict[str, Any] = {"splits_input": False, "sums": True, "sequence_parallel": False, "randomness": None}
+    facts: dict[str, Any] = {"splits_input": splits_input, "sums": True, "sequence_parallel": False, "randomness": None}
     placement = Placement((3, 5), 1, Split.even(5, 2))
     part = part_of(rows.weight, placement, TWO)
     divide(rows, Rows, TWO, {"weight": placement}, path="blocks.0.down", split=placement.split, **facts)
     rows.weight = part
+    return rows
+
+
+def test_an_input_that_is_cut_in_another_way_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"'blocks.0.down': expected the 5 input features to be divided as \[3, 2\] .*, got 3"
     ):
+        _rows(False)(torch.zeros(1, 3))
+
+
+def test_an_input_that_is_no_tensor_or_of_another_width_is_refused_by_the_layers_name() -> None:
+    for splits_input, width in ((False, 2), (True, 5)):
+        rows = _rows(splits_input)
+        with pytest.raises(TypeError, match=rf"'blocks.0.down': expected a tensor \[..., {width}\], got NoneType"):
+            rows(None)
+    with pytest.raises(ValueError, match=r"'blocks.0.down': expected an input \[..., 5\], got \[1, 3\]"):
         rows(torch.zeros(1, 3))
+    columns, split = nn.Linear(4, 6), Split.even(6, 2)
+    facts: dict[str, Any] = {"gathers": False, "randomness": None, "entrance": Entrance(TWO, 1, "copy"), "split": split}
+    placements = {"weight": Placement((6, 4), 0, split), "bias": Placement((6,), 0, split)}
+    parts = {name: part_of(param, placements[name], TWO) for name, param in columns.named_parameters()}
+    divide(columns, Columns, TWO, placements, path="blocks.0.up", **facts)
+    for name, part in parts.items():
+        columns.register_parameter(name, part)
+    with pytest.raises(
+        ValueError, match=r"'blocks.0.up': expected .* \[..., 4\], got \[1, 3\]: .* 'rowwise', or that one"
+    ):
+        columns(torch.zeros(1, 3))
+    with pytest.raises(TypeError, match=r"'blocks.0.up': expected a tensor \[..., 4\], got NoneType"):
+        columns(None)

@@ -38,8 +38,16 @@ def words_are_divided() -> None:
             assert torch.equal(ours[0].weight.grad, ours[0].split.take(grad, group.rank)), (kind, num_words, padding)
             assert ours[0].padding_idx == padding
             for unknown in (num_words, -1):
-                with pytest.raises(IndexError, match="out of range"):
+                with pytest.raises(
+                    IndexError, match=rf"'0': expected words from 0 to {num_words - 1}, .* out of range"
+                ):
                     ours(torch.tensor([unknown]))
+    by_width = parallelize(nn.Sequential(nn.Embedding(7, 5)), {"0": "embedding_colwise"}, group)
+    with pytest.raises(IndexError, match="'0': expected words from 0 to 6, got some from 7 to 7"):
+        by_width(torch.tensor([7]))
+    for divided in (ours, by_width):
+        with pytest.raises(TypeError, match="'0': expected a tensor of words, got list"):
+            divided([1])
     counting = nn.Sequential(nn.Embedding(7, 5, scale_grad_by_freq=True))
     with pytest.raises(ValueError, match="'0': scale_grad_by_freq counts words"):
         parallelize(counting, {"0": "embedding_rowwise"}, group)

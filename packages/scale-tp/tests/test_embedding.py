@@ -72,9 +72,11 @@ def look_up_in_all_ways() -> None:
     compare(VocabParallelEmbedding, 7, 5, torch.float32, IDS, max_norm=0.5)
     compare(VocabParallelEmbedding, 7, 5, torch.float32, IDS[:1], max_norm=0.4, norm_type=1.0, padding_idx=6)
     for ids in ([7], [-1], [0, 100]):
-        for layer in (VocabParallelEmbedding(7, 5, group=group), VocabParallelEmbedding(2, 5, group=group)):
-            with pytest.raises(IndexError, match="out of range"):
-                layer(torch.tensor(ids))
+        for num_words, layers in ((7, KINDS), (2, (VocabParallelEmbedding,))):
+            message = rf"words from 0 to {num_words - 1}, got some from {min(ids)} to {max(ids)}: .* out of range"
+            for each in layers:
+                with pytest.raises(IndexError, match=message):
+                    each(num_words, 5, group=group)(torch.tensor(ids))
     # On a part of the sequence.
     plain, ours = pair(VocabParallelEmbedding, 7, 5, group, torch.float32)
     ours.sequence_parallel = True
@@ -150,6 +152,18 @@ def test_arguments_that_make_no_sense_are_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         kind(*arguments, group=TWO, **options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_are_no_words_is_refused(kind: Any) -> None:
+    for group in (None, TWO):
+        layer = kind(7, 3, group=group)
+        with pytest.raises(TypeError, match=rf"{kind.__name__}: expected a tensor of words, got list: write torch"):
+            layer([1])
+        with pytest.raises(ValueError, match=r"expected words of .*, got torch.float32: call .long"):
+            layer(torch.tensor([1.0]))
+    with pytest.raises(IndexError, match="words from 0 to 6, got some from -1 to 3"):
+        kind(7, 3)(torch.tensor([3, -1]))
 
 
 def test_a_rank_says_which_words_and_features_it_has_by_fairscales_names() -> None:

@@ -38,6 +38,11 @@ def test_what_is_no_such_tensor_is_refused(given: Any, error: type[Exception], m
 
 
 def test_features_that_other_ranks_have_divided_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"got \[2, 4\]: divide alike$"):
+        check_features("Layer", torch.ones(2, 4), 3, mend="divide alike")
+    nothing: Any = None
+    with pytest.raises(TypeError, match=r"Layer: expected a tensor \[..., 2\], got NoneType"):
+        check_parts("Layer", nothing, TWO, FIVE, None, mend="divide alike")
     assert check_parts("Layer", torch.ones(4, 2), TWO, FIVE, None, mend="divide alike") == 2
     with pytest.raises(ValueError, match=r"Layer: expected the 5 input features .* \[3, 2\] .*, got 3 of them: divide"):
         check_parts("Layer", torch.ones(4, 3), TWO, FIVE, 2, mend="divide alike")

@@ -48,7 +48,7 @@ def test_one_process_may_initialise_all_the_same() -> None:
 @pytest.mark.parametrize(
     ("sizes", "error", "message"),
     [
-        ((2,), ValueError, r"2 \(model\) = 2 to divide the number of ranks, got 1 ranks: start as many processes"),
+        ((2,), ValueError, r"expected 2 \(model\) to divide the number of ranks, got 1 ranks: start as many processes"),
         ((1, 3, 2), ValueError, r"3 \(pipeline\) x 2 \(context\) = 6 to divide"),
         ((0,), ValueError, "the model parallel size to be at least 1, got 0"),
         ((1, -1), ValueError, "the pipeline parallel size to be at least 1, got -1"),
@@ -82,7 +82,9 @@ def divide_and_destroy() -> dict[str, Any]:
         with pytest.raises(ValueError, match=r"4 ranks have not been divided yet.*initialize_model_parallel"):
             call()
         told[name] = "refused"
-    with pytest.raises(ValueError, match=r"3 \(model\) = 3 to divide the number of ranks, got 4 ranks: choose sizes"):
+    with pytest.raises(
+        ValueError, match=r"expected 3 \(model\) to divide the number of ranks, got 4 ranks: choose sizes"
+    ):
         scale_tp.initialize_model_parallel(3)
     before = len(process_groups())
     for model, pipeline in ((2, 1), (2, 2)):

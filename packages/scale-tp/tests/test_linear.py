@@ -334,6 +334,12 @@ TWO = Group(0, 2, ranks=(0, 1))
             TypeError,
             r"a function that fills a tensor in place, such as .* got 'zeros'",
         ),
+        (
+            (4, 4),
+            {"dtype": torch.int32},
+            ValueError,
+            "expected dtype to be of floating point, .* got torch.int32: pass",
+        ),
         ((4, 4), {"group": "model"}, TypeError, "expected a ProcessGroup, a DeviceMesh or None, got str"),
     ],
 )

@@ -132,3 +132,8 @@ def test_sizes_that_do_not_fit_are_refused_before_anything_is_sent() -> None:
     for name in ("gather_from_model_parallel", "gather_from_sequence_parallel"):
         with pytest.raises(ValueError, match=r"rank 0 has the 3 of its tensor, got \[2, 2\]"):
             getattr(scale_tp, f"{name}_region")(x, two, dim=1, sizes=[2, 2])
+    regions = ("copy_to_model", "reduce_from_model", "scatter_to_model", "gather_from_model", "scatter_to_sequence",
+               "gather_from_sequence", "reduce_scatter_to_sequence")  # fmt: skip
+    for name in regions:
+        with pytest.raises(TypeError, match=r"expected a tensor to bring into the divided region .* got NoneType"):
+            getattr(scale_tp, f"{name}_parallel_region")(None, two)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,8 @@ import torch
 from scale_core.group import Group, group_of
 from scale_core.pending import TransferError
 from scale_core.testing import run_ranks
-from scale_tp import ColumnParallelLinear, RowParallelLinear, sequence_parts
-from scale_tp.sequence_parts import may_be_confused, parts_held, tell_parts
+from scale_tp import ColumnParallelLinear, RowParallelLinear, scatter_to_sequence_parallel_region, sequence_parts
+from scale_tp.sequence_parts import explained, may_be_confused, parts_held, tell_parts
 from scale_tp.split_sizes import even_sizes
 
 
@@ -94,12 +95,16 @@ def of_a_loader() -> list[bool]:
             hidden = down(up(part)) + part
             assert len(asked) == 1, "what the layers divide themselves is known"
             found.append(tuple(down(up(hidden)).shape) == tuple(part.shape) and up(part).shape[1] == sum(sizes))
+    # A loader's part times what all of another sequence gives, of which rank 0 has as much.
+    other = scatter_to_sequence_parallel_region(torch.ones(1, 5, 3, requires_grad=True), group, dim=1)
+    gates = (other.mean(), other[:, :1], other.sum(1, keepdim=True))
+    found += [up(torch.ones(1, 3, 3) * gate).shape[1] == 6 for gate in gates]
     sequence_parts.exchange = exchange
     return found
 
 
 def test_parts_of_a_loader_of_data_are_asked_for_though_one_rank_has_had_as_much() -> None:
-    assert run_ranks(of_a_loader, 2) == [[True] * 10] * 2
+    assert run_ranks(of_a_loader, 2) == [[True] * 13] * 2
 
 
 def test_a_rank_that_asks_alone_learns_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,8 +112,45 @@ def test_a_rank_that_asks_alone_learns_why(monkeypatch: pytest.MonkeyPatch) -> N
         raise TransferError("exchange", 1, "timed out")
 
     monkeypatch.setattr(sequence_parts, "exchange", unanswered)
-    with pytest.raises(TransferError) as raised:
-        sequence_parts._asked(Group(0, 2, None, "gloo", (0, 1)), 7)
-    (note,) = raised.value.__notes__
-    assert "rank 0 asked how long the parts of a sequence are, of which it has 7" in note
-    assert "scale_tp.scatter_to_sequence_parallel_region" in note
+    for enabled, expected, absent in ((False, WITHOUT_A_GRAPH, "alone"), (True, "lengthens its part alone", "no_grad")):
+        with pytest.raises(TransferError) as raised, torch.set_grad_enabled(enabled):
+            sequence_parts._asked(Group(0, 2, None, "gloo", (0, 1)), 7)
+        (note,) = raised.value.__notes__
+        assert "rank 0 asked how long the parts of a sequence are, of which it has 7" in note
+        assert expected in note and absent not in note
+
+
+WITHOUT_A_GRAPH = "Without a graph, as under torch.no_grad() and in the forward of a reentrant checkpoint"
+
+
+def test_a_rank_that_gathers_alone_learns_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Group(0, 2, None, "gloo", (0, 1))
+
+    def unanswered() -> None:
+        raise TransferError("all_gather", 1, "timed out")
+
+    monkeypatch.setattr(sequence_parts, "parts_remembered", lambda group, own: (3, 2) if own == 3 else None)
+    part = scatter_to_sequence_parallel_region(torch.ones(5, 2, requires_grad=True), ranks, dim=0)
+    for enabled, expected, absent in ((False, WITHOUT_A_GRAPH, "alone"), (True, "lengthens its part alone", "no_grad")):
+        with pytest.raises(TransferError) as raised, torch.set_grad_enabled(enabled):
+            explained(unanswered, ranks, part, 0, (3, 2))
+        (note,) = raised.value.__notes__
+        assert "rank 0 has 3 positions of a sequence that was divided into [3, 2]" in note
+        assert expected in note and absent not in note
+    with pytest.raises(TransferError) as raised:  # What has been asked is known.
+        explained(unanswered, ranks, part.detach(), 0, (3, 2))
+    assert not hasattr(raised.value, "__notes__")
+
+
+class Handle:
+    """Stands for a process group, of which nobody is asked."""
+
+
+def test_a_part_that_was_stretched_is_refused_before_anything_is_sent() -> None:
+    ranks: Any = Group(0, 2, Handle(), "gloo", (0, 1))  # type: ignore[arg-type]
+    part = scatter_to_sequence_parallel_region(torch.ones(1, 2, 3, requires_grad=True), ranks, dim=1)
+    assert parts_held(ranks, part * 2, 1) == (1, 1)
+    with pytest.raises(
+        ValueError, match=r"rank 0 has 4 positions of .* divided into \[1, 1\] .* gather what is of anoth"
+    ):
+        parts_held(ranks, torch.ones(1, 4, 3) * part, 1)

@@ -12,13 +12,13 @@ from torch import Tensor
 from scale_core.exchange import exchange
 from scale_core.group import Group
 from scale_tp.cross_entropy_terms import Terms
-from scale_tp.crossings import Leaving
+from scale_tp.crossings import Leaving, is_elementwise
 from scale_tp.split_sizes import Split
 
 Reduction = Literal["none", "mean", "sum"]
 
-_ELEMENTWISE = ("AddBackward0", "SubBackward0", "MulBackward0", "DivBackward0")
-"""What computes with two tensors element by element, as autograd calls it."""
+_JOINING = ("CatBackward0", "StackBackward0", "IndexBackward0")
+"""What puts rows of several tensors beside each other, or picks some, as autograd calls it."""
 
 
 def check_logits(logits: Tensor, target: Tensor) -> None:
@@ -90,8 +90,8 @@ def refuse_gathered(logits: Tensor, group: Group) -> None:
                     "from a layer that gathers its output: build it with gather_output=False (in a plan, 'colwise'), "
                     "or take torch.nn.functional.cross_entropy"
                 )
-        # What changes shape, dtype or scale of one tensor, and no product of matrices.
-        elif len(node.next_functions) == 1 or node.name() in _ELEMENTWISE:
+        # What changes shape, dtype or scale, chooses or joins, and no product of matrices.
+        elif len(node.next_functions) == 1 or is_elementwise(node) or node.name() in _JOINING:
             waiting += [before for before, _ in node.next_functions]
 
 

@@ -7,6 +7,7 @@ between which ranks the layers are divided that it was computed by.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from scale_core.group import Group
 class Entering(torch.autograd.Function):
     """What brings a tensor into the divided region; its context has the attribute `ranks`.
 
-    Where each rank gets a part of a dimension, it has `parts` as well: how much each rank has.
+    Where each rank gets a part of a dimension, it has what `divides` records as well.
     """
 
 
@@ -80,20 +81,96 @@ def entered_with(tensor: Tensor) -> list[Group]:
     return list(found)
 
 
-def was_divided(tensor: Tensor, group: Group, own: int) -> bool:
-    """Whether a tensor was computed from a part that these ranks have divided, of which this rank has `own` elements.
+def divides(context: Any, part: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+    """Records in a crossing's context what it gives: this rank's part; and returns the part.
 
-    As far as autograd knows. The search begins at the tensor, and the first that is found will do.
+    Args:
+        context: Of the crossing.
+        part: [..., n of this rank, ...].
+        dim: The dimension that is divided; negative counts from the last.
+        sizes: n of each rank.
     """
+    context.parts, context.parts_of = tuple(sizes), _beside(part, dim)
+    return part
+
+
+def division_of(part: Tensor, group: Group, dim: int) -> tuple[int, ...] | None:
+    """Returns how much each rank has of what a part was computed from, position by position, as far as autograd knows.
+
+    The answer is the same on all ranks that compute alike: it depends on the functions that were called, and on no
+    length that is one rank's own. So only such functions are followed as give each position of their result from the
+    same position of an input, or from all of them: a slice, a mean, or what is not known may have any length.
+
+    Args:
+        part: [..., n of this rank, ...].
+        group: The ranks.
+        dim: The dimension that is divided.
+
+    Returns:
+        n of each rank, by rank, which the part has if nobody has stretched it; None where autograd does not know.
+    """
+    here = _beside(part, dim)
+    of_features = here[0] == part.dim() - 1  # These are others after a product.
     seen: set[Any] = set()
-    waiting: deque[Any] = deque([tensor.grad_fn])
-    while waiting:
+    waiting: deque[Any] = deque([part.grad_fn])
+    while waiting:  # The nearest will do.
         node = waiting.popleft()
         if node is None or node in seen:
             continue
         seen.add(node)
         if not issubclass(getattr(node, "_forward_cls", object), (Entering, Leaving)):
-            waiting += [before for before, _ in node.next_functions]
-        elif node.ranks.ranks == group.ranks and hasattr(node, "parts") and node.parts[group.rank] == own:
-            return True
-    return False
+            waiting += _position_by_position(node, of_features)
+        elif node.ranks.ranks == group.ranks and getattr(node, "parts_of", None) == here:
+            parts: tuple[int, ...] = node.parts
+            return parts
+    return None
+
+
+def is_elementwise(node: Any) -> bool:
+    """Whether a function of autograd computes each element of its result from one of each input."""
+    return _kind_of(node) in _ELEMENTWISE
+
+
+_IDENTITY = "_IdentityBackward"
+"""What scale-core puts behind a module whose gradients it waits for."""
+
+# As autograd calls them, without "Backward" and the number.
+_ELEMENTWISE = frozenset(
+    [
+        "Abs", "Add", "Addcdiv", "Addcmul", "Clamp", "ClampMax", "ClampMin", "Clone", "Cos", "Div", "Elu", "Erf",
+        "Exp", "Expm1", "Gelu", "Hardsigmoid", "Hardswish", "Hardtanh", "LeakyRelu", "Lerp", "Log", "Log1P",
+        "LogSigmoid", "Logaddexp", "MaskedFill", "Maximum", "Minimum", "Mish", "Mul", "NanToNum", "NativeDropout",
+        "Neg", "Pow", "Reciprocal", "Relu", "Rsqrt", "Rsub", "Sigmoid", "Silu", "Sin", "Softplus", "Sqrt", "Sub",
+        "Tanh", "Threshold", "ToCopy", "Where", "_Identity",
+    ]
+)  # fmt: skip
+_BY_ROWS = frozenset(["FusedRmsNorm", "LogSoftmax", "NativeLayerNorm", "SafeSoftmax", "Softmax"])
+_PRODUCTS = {"Mm": 0, "Bmm": 0, "Addmm": 1, "Linear": 0}
+"""Products of matrices, and which input it is whose rows the result has."""
+
+
+def _position_by_position(node: Any, of_features: bool) -> Iterator[Any]:
+    """The functions before one, as far as its result has their positions: rows, or features."""
+    before, kind = [function for function, _ in node.next_functions], _kind_of(node)
+    if kind in _ELEMENTWISE or kind in _BY_ROWS or (kind in ("View", "UnsafeView") and _keeps_features(node)):
+        yield from before
+    elif kind in _PRODUCTS and not of_features:
+        yield before[_PRODUCTS[kind]]
+
+
+def _kind_of(node: Any) -> str:
+    """What torch calls a function of its own, all of which have a number, or our identity; "" for any other."""
+    name: str = node.name()
+    return name.rstrip("0123456789").removesuffix("Backward") if name[-1].isdigit() or name == _IDENTITY else ""
+
+
+def _keeps_features(view: Any) -> bool:
+    """Whether a view is of as many features, so that it only counts the positions in another way."""
+    before, after = tuple(view._saved_self_sym_sizes), tuple(view._input_metadata[0].shape)
+    return bool(before and after and before[-1] == after[-1])
+
+
+def _beside(part: Tensor, dim: int) -> tuple[int, ...]:
+    """Which dimension is divided, and the sizes of the others but the features: what all ranks see alike."""
+    dim = dim % part.dim()
+    return dim, *(size for each, size in enumerate(part.shape[:-1]) if each != dim)

@@ -8,7 +8,7 @@ from scale_tp.divided import Divided
 from scale_tp.divided_randomness import DividedRandomness
 from scale_tp.entrance import SEQUENCE_DIM, Entrance
 from scale_tp.features import gather_features, scatter_features
-from scale_tp.fitting import check_parts
+from scale_tp.fitting import check_features, check_parts
 from scale_tp.linear_regions import column_product, product, row_total
 from scale_tp.split_sizes import Split
 
@@ -22,10 +22,18 @@ class Columns(Divided):
     split: Split
     gathers: bool
     randomness: DividedRandomness | None
+    path: str
 
     def forward(self, input: Tensor) -> Tensor:
         """Returns [..., outputs of this rank], or all outputs, for [..., inputs]."""
         self.check_weight()
+        check_features(
+            f"'{self.path}'",
+            input,
+            _num_inputs(self),
+            mend="a layer before it of the style 'colwise' hands on a part of its outputs: let this one be 'rowwise', "
+            "or that one 'colwise_gather_output'",
+        )
         inside, transposed = self.entrance.enter(input, self), is_transposed(self)
         output = column_product(
             inside, self.weight, self.bias, self.group, self.split, reader=self, transposed=transposed
@@ -57,8 +65,9 @@ class Rows(Divided):
         if self.randomness is not None:
             self.randomness.leave()
         if self.splits_input:
+            check_features(f"'{self.path}'", input, _num_inputs(self))
             input = scatter_features(input, self.group, self.split)
-        elif input.shape[-1] != self.fitting_width:
+        elif not _has_features(input, self.fitting_width):
             self.fitting_width = check_parts(
                 f"'{self.path}'",
                 input,
@@ -92,6 +101,16 @@ def is_transposed(module: nn.Module) -> bool:
     """Whether a module is the linear layer of transformers whose weight is [inputs, outputs]."""
     own = getattr(module, "own_class", type(module))
     return bool(own.__name__ == "Conv1D" and hasattr(module, "nf"))
+
+
+def _has_features(given: object, expected: int | None) -> bool:
+    """Whether this is a tensor of so many features."""
+    return isinstance(given, Tensor) and given.shape[-1:] == (expected,)
+
+
+def _num_inputs(module: Divided) -> int:
+    """How many features the whole layer reads."""
+    return module.placements["weight"].shape[1 - outputs_dim(module)]
 
 
 def outputs_dim(module: nn.Module) -> int:

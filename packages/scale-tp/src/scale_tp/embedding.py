@@ -23,7 +23,7 @@ from scale_tp.regions import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from scale_tp.split_sizes import Split, check_size
-from scale_tp.vocabulary import local_padding, local_words
+from scale_tp.vocabulary import check_words, local_padding, local_words, unknown_word
 
 
 class _Created(TypedDict):
@@ -187,16 +187,24 @@ class VocabParallelEmbedding(_DividedEmbedding):
 
         Raises:
             IndexError: There is no such word.
+            TypeError: The input is no tensor.
+            ValueError: The input is of another dtype than int64 or int32.
         """
+        check_words("VocabParallelEmbedding", input_)
+        try:
+            rows = self._own_rows(input_)
+        except IndexError as error:  # On a CPU; elsewhere it would cost a synchronisation to know.
+            raise unknown_word("VocabParallelEmbedding", input_, self.num_embeddings) from error
         if self.group.size == 1:
-            return self._looked_up(input_, self.weight, self.padding_idx)
-        rows = self._own_rows(input_)
+            return rows
         if self.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(rows, self.group, dim=self.sequence_dim)
         return reduce_from_model_parallel_region(rows, self.group)
 
     def _own_rows(self, ids: Tensor) -> Tensor:
         """The rows of the words that this rank has, and zeros for the others."""
+        if self.group.size == 1:
+            return self._looked_up(ids, self.weight, self.padding_idx)
         (own,) = self.split.ranges[self.group.rank]
         has_words = own[1] > own[0]
         # A rank without words has a row for the lookup nevertheless.
@@ -282,8 +290,14 @@ class ParallelEmbedding(_DividedEmbedding):
 
         Raises:
             IndexError: There is no such word.
+            TypeError: The input is no tensor.
+            ValueError: The input is of another dtype than int64 or int32.
         """
-        columns = self._looked_up(input_, self.weight, self.padding_idx)
+        check_words("ParallelEmbedding", input_)
+        try:
+            columns = self._looked_up(input_, self.weight, self.padding_idx)
+        except IndexError as error:
+            raise unknown_word("ParallelEmbedding", input_, self.num_embeddings) from error
         return gather_from_model_parallel_region(columns, self.group, sizes=self.split.sizes)
 
 

@@ -14,8 +14,14 @@ from scale_tp.crossings import entered_with
 from scale_tp.split_sizes import Split
 
 
-def check_features(layer: str, input_: Any, expected: int) -> None:
+def check_features(layer: str, input_: Any, expected: int, *, mend: str = "") -> None:
     """Refuses what is no tensor, and an input of another last dimension.
+
+    Args:
+        layer: In an error.
+        input_: [..., features].
+        expected: How many features there have to be.
+        mend: What to write instead, in an error.
 
     Raises:
         TypeError: It is no tensor, and none on its way.
@@ -24,7 +30,8 @@ def check_features(layer: str, input_: Any, expected: int) -> None:
     if not isinstance(input_, Tensor | Arrival):
         raise TypeError(f"{layer}: expected a tensor [..., {expected}], got {type(input_).__name__}")
     if not input_.shape or input_.shape[-1] != expected:
-        raise ValueError(f"{layer}: expected an input [..., {expected}], got {list(input_.shape)}")
+        hint = f": {mend}" if mend else ""
+        raise ValueError(f"{layer}: expected an input [..., {expected}], got {list(input_.shape)}{hint}")
 
 
 @untraced
@@ -45,8 +52,12 @@ def check_parts(what: str, input_: Tensor, group: Group, split: Split, fitting: 
 
     Raises:
         TransferError: A rank did not answer.
+        TypeError: The input is no tensor.
         ValueError: The input does not fit, on this rank or, the first time, on another one.
     """
+    given: object = input_
+    if not isinstance(given, Tensor):
+        raise TypeError(f"{what}: expected a tensor [..., {split.sizes[group.rank]}], got {type(given).__name__}")
     width = input_.shape[-1] if input_.dim() else 0
     if width == fitting:
         return width

@@ -157,13 +157,14 @@ def _sizes(world: int, **inner: int) -> AxisSizes:
         check_size(f"the {name} parallel size", size, 1)
     product = math.prod(inner.values())
     if world % product:
-        factors = " x ".join(f"{size} ({name})" for name, size in inner.items() if size > 1)
+        factors = [f"{size} ({name})" for name, size in inner.items() if size > 1]
+        described = " x ".join(factors) + (f" = {product}" if len(factors) > 1 else "")
         hint = (
             "start as many processes with torchrun --nproc-per-node, and call torch.distributed.init_process_group()"
             if world < product
             else "choose sizes whose product divides the number of ranks"
         )
-        raise ValueError(f"expected {factors} = {product} to divide the number of ranks, got {world} ranks: {hint}")
+        raise ValueError(f"expected {described} to divide the number of ranks, got {world} ranks: {hint}")
     return AxisSizes(data=world // product, **inner)
 
 

@@ -82,7 +82,16 @@ class ParallelModule(nn.Module):
     def place(
         self, name: str, placement: Placement, *, device: torch.device | str | None, dtype: torch.dtype | None
     ) -> None:
-        """Gives the layer a parameter, without values: this rank's part."""
+        """Gives the layer a parameter, without values: this rank's part.
+
+        Raises:
+            ValueError: The dtype is one that parameters can't have.
+        """
+        if isinstance(dtype, torch.dtype) and not (dtype.is_floating_point or dtype.is_complex):
+            raise ValueError(
+                f"{type(self).__name__}: expected dtype to be of floating point, in which {name} can be trained, got "
+                f"{dtype}: pass one such as torch.bfloat16, or leave it out"
+            )
         self.placements[name] = placement
         shape = placement.local_shape(self.group.rank)
         self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))

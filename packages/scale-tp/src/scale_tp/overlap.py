@@ -22,12 +22,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from scale_core.group import GroupLike
-from scale_tp.crossings import Entering, Leaving, cross
+from scale_tp.crossings import Entering, Leaving, cross, divides
 from scale_tp.groups import layer_group
 from scale_tp.moves import begin_gather, begin_sum_scatter
 from scale_tp.pieces import Cut, Place, multiply_gathered, multiply_scattered
 from scale_tp.products import dtype_of_products, multiply, rows_of, without_autocast
-from scale_tp.sequence_parts import parts_held, sequence_dim_of, tell_parts
+from scale_tp.sequence_parts import explained, parts_held, sequence_dim_of, tell_parts
 from scale_tp.split_sizes import check_size, even_sizes
 
 
@@ -151,8 +151,12 @@ def linear_of_gathered(
     compute = dtype_of_products(part, weights)
     factors = [weight.to(compute) for weight in weights]
     summands = [None if bias is None else bias.to(compute) for bias in biases]
-    found: tuple[Tensor, ...] = cross(_GatherLinear, cut, keeps, len(weights), part, *factors, *summands)
-    return found
+
+    def gather() -> tuple[Tensor, ...]:
+        found: tuple[Tensor, ...] = cross(_GatherLinear, cut, keeps, len(weights), part, *factors, *summands)
+        return found
+
+    return explained(gather, cut.group, part, cut.dim, cut.sizes)
 
 
 class _GatherLinear(Entering):
@@ -228,7 +232,7 @@ class _GatherLinear(Entering):
 class _LinearScatter(Leaving):
     @staticmethod
     def forward(ctx: Any, cut: Cut, input: Tensor, weight: Tensor) -> Tensor:
-        ctx.ranks, ctx.cut, ctx.parts = cut.group, cut, cut.sizes
+        ctx.ranks, ctx.cut = cut.group, cut
         ctx.save_for_backward(input, weight)
 
         def act(place: Place, summand: Tensor) -> None:
@@ -236,7 +240,7 @@ class _LinearScatter(Leaving):
 
         like = input.new_empty(cut.shape(tuple(input.shape), 0, weight.shape[0]))
         with without_autocast(input):
-            return multiply_scattered(cut, like, act)
+            return divides(ctx, multiply_scattered(cut, like, act), cut.dim, cut.sizes)
 
     @staticmethod
     @once_differentiable

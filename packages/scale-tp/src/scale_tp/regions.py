@@ -24,10 +24,10 @@ from torch import Tensor
 
 from scale_core.compat import untraced
 from scale_core.group import Group, GroupLike
-from scale_tp.crossings import Entering, Leaving, cross
+from scale_tp.crossings import Entering, Leaving, cross, divides
 from scale_tp.groups import layer_group
 from scale_tp.moves import gather_along, part_along, parts_of, sizes_of_all, sum_over, sum_scatter_along
-from scale_tp.sequence_parts import parts_held, tell_parts
+from scale_tp.sequence_parts import explained, parts_held, tell_parts
 
 Sizes = Sequence[int] | None
 
@@ -42,6 +42,7 @@ def copy_to_model_parallel_region(input_: Tensor, group: GroupLike = None) -> Te
     ranks = layer_group(group)
     if ranks.size == 1:
         return input_
+    _check_tensor(input_)
     copied: Tensor = cross(_Copy, ranks, input_)
     return copied
 
@@ -70,6 +71,7 @@ def reduce_from_model_parallel_region(input_: Tensor, group: GroupLike = None) -
     ranks = layer_group(group)
     if ranks.size == 1:
         return input_
+    _check_tensor(input_)
     total: Tensor = cross(_Reduce, ranks, input_)
     return total
 
@@ -110,7 +112,10 @@ def gather_from_model_parallel_region(
         ValueError: This rank's n is not what `sizes` says.
     """
     ranks = layer_group(group)
-    return input_ if ranks.size == 1 else _gathered(ranks, input_, dim, sizes, sums=False)
+    if ranks.size == 1:
+        return input_
+    known = tuple(sizes_of_all(_size(input_, dim), ranks, sizes))
+    return _gathered(ranks, input_, dim, known, sums=False)
 
 
 def scatter_to_sequence_parallel_region(
@@ -151,9 +156,9 @@ def gather_from_sequence_parallel_region(
     ranks = layer_group(group)
     if ranks.size == 1:
         return input_
-    _size(input_, dim)
-    sizes = parts_held(ranks, input_, dim) if sizes is None else sizes
-    return _gathered(ranks, input_, dim, sizes, sums=to_model_parallel)
+    own = _size(input_, dim)
+    known = parts_held(ranks, input_, dim) if sizes is None else tuple(sizes_of_all(own, ranks, sizes))
+    return _sequence_gathered(ranks, input_, dim, known, sums=to_model_parallel)
 
 
 def reduce_scatter_to_sequence_parallel_region(
@@ -181,6 +186,7 @@ def reduce_scatter_to_sequence_parallel_region(
 
 @untraced
 def _size(tensor: Tensor, dim: int) -> int:
+    _check_tensor(tensor)
     if not -tensor.dim() <= dim < tensor.dim():
         raise ValueError(
             f"expected dim to be one of the {tensor.dim()} dimensions of the input {list(tensor.shape)}, got {dim}: "
@@ -189,11 +195,20 @@ def _size(tensor: Tensor, dim: int) -> int:
     return tensor.shape[dim]
 
 
-def _gathered(ranks: Group, part: Tensor, dim: int, sizes: Sizes, *, sums: bool) -> Tensor:
-    known = tuple(sizes_of_all(_size(part, dim), ranks, sizes))
+def _check_tensor(given: object) -> None:
+    if not isinstance(given, Tensor):
+        raise TypeError(f"expected a tensor to bring into the divided region or out of it, got {type(given).__name__}")
+
+
+def _gathered(ranks: Group, part: Tensor, dim: int, sizes: tuple[int, ...], *, sums: bool) -> Tensor:
     from_last = dim % part.dim() - part.dim()  # Whoever finds it in the graph sees whether it is the last one.
-    whole: Tensor = cross(_GatherToSum if sums else _Gather, ranks, part, from_last, known)
+    whole: Tensor = cross(_GatherToSum if sums else _Gather, ranks, part, from_last, sizes)
     return whole
+
+
+@untraced
+def _sequence_gathered(ranks: Group, part: Tensor, dim: int, sizes: tuple[int, ...], *, sums: bool) -> Tensor:
+    return explained(lambda: _gathered(ranks, part, dim, sizes, sums=sums), ranks, part, dim, sizes)
 
 
 # Each of these is another one's backward: see the table above.
@@ -241,9 +256,10 @@ class _Reduce(Leaving):
 class _Scatter(Entering):
     @staticmethod
     def forward(ctx: Any, ranks: Group, tensor: Tensor, dim: int, sizes: tuple[int, ...]) -> Tensor:
-        ctx.place, ctx.parts = (dim, sizes), sizes
+        ctx.place = (dim, sizes)
         ctx.ranks = ranks
-        return part_along(tensor, ranks, dim, sizes).clone(memory_format=torch.contiguous_format)
+        part = part_along(tensor, ranks, dim, sizes).clone(memory_format=torch.contiguous_format)
+        return divides(ctx, part, dim, sizes)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, None]:
@@ -277,9 +293,9 @@ class _GatherToSum(Entering):
 class _ReduceScatter(Leaving):
     @staticmethod
     def forward(ctx: Any, ranks: Group, tensor: Tensor, dim: int, sizes: tuple[int, ...]) -> Tensor:
-        ctx.place, ctx.parts = (dim, sizes), sizes
+        ctx.place = (dim, sizes)
         ctx.ranks = ranks
-        return sum_scatter_along(tensor, ranks, dim, sizes)
+        return divides(ctx, sum_scatter_along(tensor, ranks, dim, sizes), dim, sizes)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, None]:

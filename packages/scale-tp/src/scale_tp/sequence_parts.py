@@ -7,13 +7,16 @@ all ask each other. Lately is long: what has been divided in a forward is asked 
 one rank that has forgotten it would ask alone.
 
 What a loader of data has divided nobody has told of, and it may have as many elements here as what was told. Autograd
-knows it: such a part was not computed by anything that divides. So all ask. Under `no_grad` nobody can tell.
+knows it: such a part was not computed, position by position, from anything that divides. So all ask. Under `no_grad`,
+and so in the forward of a reentrant checkpoint, nobody can tell. Whether to ask must not depend on one rank's length,
+or one would ask alone; where it can't be helped, the error that ends the waiting says what it may come from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,7 +27,9 @@ from scale_core.compat import untraced
 from scale_core.exchange import exchange
 from scale_core.group import Group
 from scale_core.pending import TransferError
-from scale_tp.crossings import was_divided
+from scale_tp.crossings import division_of
+
+T = TypeVar("T")
 
 # Lengths that none of so many divisions had are forgotten: more than those of all that waits for its backward, so that
 # a batch of an odd length does not make the ranks ask for ever.
@@ -107,13 +112,50 @@ def parts_held(group: Group, part: Tensor, dim: int) -> tuple[int, ...]:
 
     Raises:
         TransferError: The ranks had to ask each other, and one did not answer.
+        ValueError: The part was computed from one that was divided, and has another length than that.
     """
     own = part.shape[dim]
     if group.process_group is None:
         return (own,)
-    from_elsewhere = torch.is_grad_enabled() and group.backend != "fake" and not was_divided(part, group, own)
-    found = None if from_elsewhere else parts_remembered(group, own)
-    return _asked(group, own) if found is None else found
+    known = _known_unasked(group, part, dim)
+    if known is None:
+        return _asked(group, own)
+    if known[group.rank] != own:  # The others, whose length may fit, do not ask.
+        raise ValueError(
+            f"rank {group.rank} has {own} positions of what was computed from a sequence that was divided into "
+            f"{list(known)} between the ranks: compute position by position with parts of one sequence, or gather what "
+            "is of another one before, by scale_tp.gather_from_sequence_parallel_region"
+        )
+    return known
+
+
+def _known_unasked(group: Group, part: Tensor, dim: int) -> tuple[int, ...] | None:
+    """The lengths of all parts as far as they are known without a message: by autograd or, without it, by memory."""
+    if torch.is_grad_enabled() and group.backend != "fake":
+        return division_of(part, group, dim)
+    return parts_remembered(group, part.shape[dim])
+
+
+@untraced
+def explained(gather: Callable[[], T], group: Group, part: Tensor, dim: int, sizes: Sequence[int]) -> T:
+    """Gathers a sequence; where a rank did not come, and this one has not asked it before, the error says why.
+
+    Args:
+        gather: What gathers.
+        group: The ranks.
+        part: [..., positions of this rank, ...].
+        dim: The dimension of the sequence.
+        sizes: How many positions each rank has.
+    """
+    try:
+        return gather()
+    except TransferError as error:
+        if _known_unasked(group, part, dim) == tuple(sizes):
+            error.add_note(
+                f"rank {group.rank} has {part.shape[dim]} positions of a sequence that was divided into {list(sizes)}, "
+                f"as far as it knows without asking the others. {_cause()}"
+            )
+        raise
 
 
 def parts_remembered(group: Group, own: int) -> tuple[int, ...] | None:
@@ -127,12 +169,25 @@ def _asked(group: Group, own: int) -> tuple[int, ...]:
         return tuple(row[0] for row in exchange([own], group))
     except TransferError as error:
         error.add_note(
-            f"rank {group.rank} asked how long the parts of a sequence are, of which it has {own}. Others may "
-            "have gone on by a sequence that they know: under no_grad, of parts that a loader of data has divided, "
-            "ranks can't see that they are new. Divide by scale_tp.scatter_to_sequence_parallel_region, or give all "
-            "parts one length"
+            f"rank {group.rank} asked how long the parts of a sequence are, of which it has {own}. Others may have "
+            f"gone on by a sequence that they know. {_cause()}"
         )
         raise
+
+
+def _cause() -> str:
+    """Why one rank may ask, and another one not."""
+    if torch.is_grad_enabled():
+        return (
+            "All ranks have to compute alike what they gather: one that cuts or lengthens its part alone, or puts "
+            "another one in its place, is not seen by the others. Do so on all ranks, or before the sequence is divided"
+        )
+    return (
+        "Without a graph, as under torch.no_grad() and in the forward of a reentrant checkpoint, ranks can't see that "
+        "parts are new, such as those that a loader of data has divided. Divide by "
+        "scale_tp.scatter_to_sequence_parallel_region, give all parts one length, or checkpoint with "
+        "use_reentrant=False"
+    )
 
 
 def may_be_confused(known: Sequence[Sequence[int]]) -> bool:

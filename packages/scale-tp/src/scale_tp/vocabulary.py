@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from scale_tp.split_sizes import Range
@@ -47,3 +48,26 @@ def local_words(ids: Tensor, own: Range, num_words: int) -> LocalWords:
 def local_padding(padding_idx: int | None, own: Range) -> int | None:
     """Returns the row of the word that gets no gradient, if this rank has it."""
     return None if padding_idx is None or not own[0] <= padding_idx < own[1] else padding_idx - own[0]
+
+
+def check_words(layer: str, ids: object) -> None:
+    """Refuses what are no words, before anything is looked up.
+
+    Raises:
+        TypeError: It is no tensor.
+        ValueError: It is one of another dtype.
+    """
+    if not isinstance(ids, Tensor):
+        raise TypeError(f"{layer}: expected a tensor of words, got {type(ids).__name__}: write torch.tensor(...)")
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(
+            f"{layer}: expected words of torch.int64 or torch.int32, got {ids.dtype}: call .long() on them"
+        )
+
+
+def unknown_word(layer: str, ids: Tensor, num_words: int) -> IndexError:
+    """Returns the error for words [any shape] of which a lookup has found that there is not one in a table."""
+    return IndexError(
+        f"{layer}: expected words from 0 to {num_words - 1}, got some from {int(ids.min())} to {int(ids.max())}: a "
+        "word is out of range"
+    )
