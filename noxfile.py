@@ -158,7 +158,7 @@ def build(session: nox.Session) -> None:
 @nox.session
 def benchmarks(session: nox.Session) -> None:
     """Run every benchmark in its smallest form; `nox -s benchmarks -- data_parallel --turns 5` runs one as it is."""
-    install_everything(session, *test_group(PACKAGES))
+    install_everything(session, *test_group(PACKAGES), "matplotlib>=3.8", "scikit-learn>=1.5")  # adascale_digits
     if session.posargs:
         name, *arguments = session.posargs
         session.run("python", f"benchmarks/{name}.py", *arguments)

@@ -3,16 +3,18 @@
     python benchmarks/adascale.py                      # about three minutes of two cores
     python benchmarks/adascale.py --turns 3            # fewer turns
     python benchmarks/adascale.py --only DDP           # rows whose name has this
+    python benchmarks/adascale.py --width 256          # layers of 256 x 256
+    python benchmarks/adascale.py --smoke              # tiny layers, one turn
     python benchmarks/adascale.py --plain-allocator    # without the launcher's settings of the allocator
     python benchmarks/adascale.py --check              # fails where a goal is missed
     python benchmarks/adascale.py --date 2026-11-22    # also writes results/2026-11-22-adascale.*
 
 All candidates live in the same ranks, and take turns of a few steps; a ratio is that of the CPU time of all threads of
 all ranks: of the fastest turns of both, which a loaded machine disturbs least, then the median over the turns and
-what half of them are between. The MLP has 4 layers of 1024 x 1024, batches of 128 per rank and pass where no other
-number stands, SGD with momentum; a rank has one thread, and the allocator's settings of the launcher. What AdaScale
-costs does not depend on the batch. The goals are 1.02 under DDP and 1.03 with four gradients accumulated. FairScale's
-AdaScale takes part where it is installed.
+what half of them are between. The MLP has 4 layers of 1024 x 1024 (`--width`), batches of 128 per rank and pass where
+no other number stands, SGD with momentum; a rank has one thread, and the allocator's settings of the launcher. What
+AdaScale costs does not depend on the batch. The goals are 1.02 under DDP and 1.03 with four gradients
+accumulated. FairScale's AdaScale takes part where it is installed.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -38,7 +40,7 @@ from scale_core.testing import run_ranks
 from scale_fsdp import fully_shard
 from scale_oss import OSS, ShardedDataParallel
 
-WIDTH, LAYERS, STEPS = 1024, 4, 4
+LAYERS, STEPS = 4, 4
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Case:
         accumulate: Backward passes per step.
         adam: AdamW in the place of SGD.
         batch: Samples per rank and pass.
+        width: Of the layers.
         goal: The ratio that is to be kept; None where there is none.
     """
 
@@ -61,6 +64,7 @@ class Case:
     accumulate: int = 1
     adam: bool = False
     batch: int = 128
+    width: int = 1024
     goal: float | None = None
 
 
@@ -83,7 +87,7 @@ class Candidate:
         torch.manual_seed(0)
         layers: list[nn.Module] = []
         for _ in range(LAYERS):
-            layers += [nn.Linear(WIDTH, WIDTH), nn.ReLU()]
+            layers += [nn.Linear(case.width, case.width), nn.ReLU()]
         self.model: nn.Module = nn.Sequential(*layers)
         self.case = case
         kind: Any = torch.optim.AdamW if case.adam else torch.optim.SGD
@@ -101,7 +105,7 @@ class Candidate:
             if case.kind == "ddp":
                 self.model = DistributedDataParallel(self.model)
         self.optimizer = adascale(inner, num_gradients_to_accumulate=case.accumulate) if adascale else inner
-        self.batch = torch.randn(case.batch, WIDTH)
+        self.batch = torch.randn(case.batch, case.width)
 
     def seconds(self) -> float:
         """CPU seconds of some steps."""
@@ -158,6 +162,8 @@ def ratios_of(case: Case, turns: int) -> list[Ratio]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--smoke", action="store_true", help="tiny layers, one turn")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--plain-allocator", action="store_true")
     parser.add_argument("--only", default="")
@@ -165,9 +171,10 @@ def main() -> None:
     options = parser.parse_args()
     if not options.plain_allocator:
         os.environ.update(ALLOCATOR_FOR_TIME)  # The ranks are started afterwards.
+    width, turns = (32, 1) if options.smoke else (options.width, options.turns)
     rows, figures, missed = [], [], []
-    for case in (case for case in CASES if options.only in case.name):
-        ours, *others = ratios_of(case, options.turns)
+    for case in (replace(case, width=width) for case in CASES if options.only in case.name):
+        ours, *others = ratios_of(case, turns)
         goal = "" if case.goal is None else f"{case.goal:.2f}"
         rows.append([case.name, str(ours), goal, *(map(str, others) if others else [""])])
         figures.append({**asdict(case), "ratio": asdict(ours), "fairscale": [asdict(each) for each in others]})

@@ -1,7 +1,7 @@
 """AdaScale beside fixed rules on handwritten digits: accuracy when the batch is 4, 16 and 32 times as large.
 
     python benchmarks/adascale_digits.py                      # SGD and AdamW; about ten minutes of one core
-    python benchmarks/adascale_digits.py --small              # one seed, scales 1 and 16
+    python benchmarks/adascale_digits.py --smoke              # one seed, scales 1 and 16
     python benchmarks/adascale_digits.py --not-shifted        # images as they are
     python benchmarks/adascale_digits.py --date 2026-11-22    # also writes results/2026-11-22-adascale_digits.*
 
@@ -110,6 +110,7 @@ class Batches:
             while len(waiting) < self._size:
                 waiting = torch.cat([waiting, torch.randperm(TRAIN, generator=self._generator)])
             now, waiting = waiting[: self._size], waiting[self._size :]
+            # Without shifts none is drawn, so that the order is the one that it was before there were any.
             several = len(self._shifted) > 1
             shifts = torch.randint(len(self._shifted), (self._size,), generator=self._generator) if several else 0
             yield Digits(self._shifted[shifts, now], self._labels[now])
@@ -252,12 +253,12 @@ def plot(runs: list[Run], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--not-shifted", action="store_true")
     parser.add_argument("--date")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    scales, seeds = ([1, 16], [0]) if options.small else ([1, 4, 16, 32], [0, 1, 2, 3, 4])
+    scales, seeds = ([1, 16], [0]) if options.smoke else ([1, 4, 16, 32], [0, 1, 2, 3, 4])
     runs = [run for optimizer in OPTIMIZERS for run in all_runs(optimizer, scales, seeds, int(not options.not_shifted))]
     tables = [table_of(optimizer, runs) for optimizer in OPTIMIZERS]
     for table in tables:

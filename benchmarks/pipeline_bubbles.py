@@ -1,7 +1,7 @@
 """Bubbles of the solver's schedules beside the proved bounds, the classic schedules and torch's.
 
     python benchmarks/pipeline_bubbles.py                      # every row; about three minutes of one core
-    python benchmarks/pipeline_bubbles.py --small              # 4 x 8 only
+    python benchmarks/pipeline_bubbles.py --smoke              # 4 x 8 only
     python benchmarks/pipeline_bubbles.py --check              # fails where a goal is missed
     python benchmarks/pipeline_bubbles.py --date 2026-11-21    # also writes results/2026-11-21-pipeline_bubbles.*
 
@@ -144,14 +144,14 @@ def cells(result: Result) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", action="store_true", help="four ranks and eight micro-batches only")
+    parser.add_argument("--smoke", action="store_true", help="four ranks and eight micro-batches only")
     parser.add_argument("--check", action="store_true", help="fail where a goal is missed")
     parser.add_argument("--date", help="writes results/DATE-pipeline_bubbles.json and .md")
     options = parser.parse_args(arguments)
     results = []
     for uneven, rows in ((False, ROWS), (True, UNEVEN_ROWS)):
         for row in rows:
-            if row.ranks <= 4 or not options.small:
+            if row.ranks <= 4 or not options.smoke:
                 results.append(measure(row, uneven=uneven))
                 print(" | ".join(cells(results[-1])), file=sys.stderr, flush=True)
     tables = [

@@ -122,6 +122,18 @@ class Plain:
         return float(mean.sqrt() + 1e-8)
 
 
+class Fails(torch.autograd.Function):
+    """Fails in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise ArithmeticError("on its way")
+
+
 def backward(model: nn.Module, *samples: list[float], divisor: float = 1.0) -> None:
     """One backward pass for each sample, of the sum of the outputs."""
     for sample in samples:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from scale_adascale.hooks import is_changed_later, is_followed, is_nested, is_only_asked_for
+from scale_adascale.hooks import is_changed_later, is_followed, is_nested
 
 
 def same(grad: Tensor) -> Tensor:
@@ -42,16 +42,6 @@ def test_hooks_that_are_called_when_a_gradient_was_added_change_it_later() -> No
     assert is_changed_later(param) is True
     handle.remove()
     assert is_changed_later(param) is False
-
-
-def test_a_gradient_is_only_asked_for_in_a_pass_that_adds_to_none() -> None:
-    param, found = nn.Parameter(torch.ones(2)), []
-    param.register_hook(lambda grad: found.append(is_only_asked_for(param)))
-    param.square().sum().backward()
-    param.square().sum().backward(inputs=[param])
-    torch.autograd.grad(param.square().sum(), [param])
-    torch.autograd.grad(param.square().sum(), [param], create_graph=True)
-    assert found == [False, False, True, True]
 
 
 def test_the_pass_of_a_reentrant_checkpoint_is_nested() -> None:

@@ -15,7 +15,7 @@ def test_the_wrapper_builds_what_adascale_wraps():
     optimizer = AdaScaleWrapper(
         model.parameters(), num_gradients_to_accumulate=2, debias_ewma=False, optim_cls=AdamW, lr=0.3
     )
-    assert type(optimizer._optimizer) is AdamW and optimizer.param_groups[0]["lr"] == 0.3
+    assert type(optimizer.optimizer) is AdamW and optimizer.param_groups[0]["lr"] == 0.3
     assert optimizer._settings.is_scaled_loss is True and optimizer._settings.debias is False
     backward(model, [1.0, 0.0], [0.0, 1.0])
     optimizer.step()

@@ -65,7 +65,7 @@ def test_a_step_that_is_announced_is_measured_by_its_samples_whatever_passes_it_
         step = SampledStep(model.parameters())
         step.begin()
         in_passes(model, step, seeds, 0.25)
-        step.end(2)
+        step.end([0.5] * 2)
     other = net()
     gradients = gradients_of(other, list(other.parameters()), [1, 2, 3, 4])
     assert optimizer.gain() == pytest.approx(plain_gain(gradients, 4.0), rel=1e-6)
@@ -88,7 +88,7 @@ def test_a_step_that_is_given_up_counts_as_nothing() -> None:
             step = SampledStep(model.parameters())
             step.begin()
             in_passes(model, step, seeds, 0.25)
-            step.end(2)
+            step.end([0.5] * 2)
         gains.append(optimizer.gain())
         optimizer.zero_grad()
     assert gains[0] == gains[1] > 1
@@ -100,12 +100,12 @@ def test_more_samples_than_were_said_are_refused_and_those_before_them_stay() ->
     step.begin()
     in_passes(model, step, {0: 1, 1: 2, 2: 3}, 0.5)
     with pytest.raises(RuntimeError, match=r"expected 2 backward passes.*but 3 came.*each micro-batch is one"):
-        step.end(3)
+        step.end([1 / 3] * 3)
     model.zero_grad()
     step = SampledStep(model.parameters())
     step.begin()
     in_passes(model, step, {0: 1, 1: 2}, 0.5)
-    step.end(2)
+    step.end([0.5] * 2)
     other = net()
     expected = plain_gain(gradients_of(other, list(other.parameters()), [1, 2]), 2.0)
     assert optimizer.gain() == pytest.approx(expected, rel=1e-6)
@@ -122,7 +122,7 @@ def test_a_gradient_that_comes_in_parts_is_the_sum_that_is_told_of() -> None:
                 (loss_of(model, seed) / 4).backward(inputs=[weight])
             (loss_of(model, seed) / 2).backward(inputs=list(model[0].parameters()))
         step.tell(weight, torch.autograd.grad(loss_of(model, seed) / 2, weight)[0])
-    step.end(2)
+    step.end([0.5] * 2)
     other = net()
     expected = plain_gain(gradients_of(other, list(other.parameters()), [1, 2]), 2.0)
     assert optimizer.gain() == pytest.approx(expected, rel=1e-6)
@@ -134,7 +134,7 @@ def test_what_counts_elsewhere_does_not_count_here() -> None:
     step = SampledStep(model.parameters(), first, first)
     step.begin()
     in_passes(model, step, {0: 1, 1: 2}, 0.5)
-    step.end(2)
+    step.end([0.5] * 2)
     other = net()
     expected = plain_gain(gradients_of(other, list(other[2].parameters()), [1, 2]), 2.0)
     assert optimizer.gain() == pytest.approx(expected, rel=1e-6)
@@ -148,7 +148,7 @@ def test_a_step_of_other_parameters_is_nobody_elses() -> None:
     for seed in (1, 2):
         with step.of_sample(0):
             (loss_of(model, seed) / 2).backward()
-    step.end(1)
+    step.end([1.0])
     assert optimizer.gain() > 1
 
 
@@ -177,7 +177,7 @@ def test_a_rank_whose_parameters_are_all_frozen_counts_the_samples_of_a_step_tha
     )
     step = SampledStep(model.parameters())
     step.begin()
-    step.end(2)
+    step.end([0.5] * 2)
     assert optimizer.gain() == 1.0
     optimizer.step()
 
@@ -191,7 +191,7 @@ def test_samples_of_unequal_size_tell_of_noise_what_they_know() -> None:
     for sample, weight in enumerate(weights):
         with step.of_sample(sample):
             (loss_of(model, sample) * weight).backward()
-    step.end(3, weights)
+    step.end(weights)
     other = net()
     rows = gradients_of(other, list(other.parameters()), [0, 1, 2])
     parts = [torch.cat([g.flatten() * weight for g in row]) for row, weight in zip(rows, weights, strict=True)]
@@ -211,7 +211,7 @@ def test_a_step_that_is_refused_leaves_its_rank_as_those_where_it_began() -> Non
         first = SampledStep(model.parameters())
         first.begin()
         in_passes(model, first, {0: 1, 1: 2}, 0.25)
-        first.end(2)
+        first.end([0.5] * 2)
         handle = model[0].weight.register_hook(lambda grad: grad) if refuses else None
         second = SampledStep(model.parameters())
         if refuses:
@@ -227,7 +227,7 @@ def test_a_step_that_is_refused_leaves_its_rank_as_those_where_it_began() -> Non
         third = SampledStep(model.parameters())
         third.begin()
         in_passes(model, third, {0: 3, 1: 4}, 0.25)
-        third.end(2)
+        third.end([0.5] * 2)
         other = net()
         expected = plain_gain(gradients_of(other, list(other.parameters()), [1, 2, 3, 4]), 4.0)
         assert optimizer.gain() == pytest.approx(expected, rel=1e-6)
@@ -246,7 +246,9 @@ def test_measuring_can_not_end_in_the_middle_of_a_step_that_is_announced() -> No
         optimizer.unhook()
     step.fail()
     optimizer.unhook()
-    assert not SampledStep(model.parameters()).is_heard
+    step = SampledStep(model.parameters())
+    step.begin()
+    assert not step.is_heard
 
 
 def test_a_parameter_that_takes_the_place_of_another_is_measured() -> None:

@@ -179,8 +179,8 @@ def stages() -> list[float]:
     return errors
 
 
-def refused() -> list[str]:
-    """A parameter that is shared along a direction that AdaScale was not told of."""
+def refused() -> tuple[list[str], list[float]]:
+    """A parameter that is shared along a direction that AdaScale was not told of; and the gains of towers."""
     group = group_of()
     alone = [dist.new_group([rank]) for rank in range(group.size)][group.rank]
     said = []
@@ -214,8 +214,7 @@ def refused() -> list[str]:
     said += not_averaged(group)
     not_averaged_in_part(group)
     other_groups(group)
-    said.append(str(gains_of_towers(group)))
-    return said
+    return said, gains_of_towers(group)
 
 
 class Words(nn.Module):
@@ -283,8 +282,7 @@ class Towers(nn.Module):
 def gains_of_towers(group: Group) -> list[float]:
     """The gain of a layer that is used by the batch of one rank, with the error of it; zero is what the other adds."""
     model = Towers()
-    optimizer = AdaScale(SGD(model.first.parameters(), lr=0.0, momentum=0.0), smoothing=0.0)
-    optimizer.param_groups[0]["lr"] = 1e-30
+    optimizer = AdaScale(SGD(model.first.parameters(), lr=1e-30), smoothing=0.0)
     wrapped = DistributedDataParallel(model, find_unused_parameters=True)
     found = []
     for seed, used in ((0, 0), (1, 1)):  # First by the first rank, then by the second.
@@ -331,8 +329,8 @@ def test_stages_of_a_pipeline_have_the_gain_of_the_whole_model():
 
 
 def test_what_is_shared_in_an_unknown_direction_is_refused_by_name():
-    for unknown, partial, tensor, *averages, towers in run_ranks(refused, 2):
-        assert towers == str([2.0, 2.0])  # One gradient and zero: noise is as large as can be.
+    for (unknown, partial, tensor, *averages), towers in run_ranks(refused, 2):
+        assert towers == [2.0, 2.0]  # One gradient and zero: noise is as large as can be.
         assert "model_parallel_group=" in unknown
         assert "partial sum over the ranks [0, 1]" in partial
         assert "over the ranks [0, 1] by a layer that computes with its piece" in tensor

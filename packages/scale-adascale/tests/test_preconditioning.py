@@ -22,7 +22,7 @@ def test_squares_are_divided_by_the_mean_second_moment_of_their_tensor():
     optimizer.step()
     unknown = nn.Parameter(torch.ones(2))
     holders, groups = [*model.parameters(), unknown], [optimizer.param_groups[0]] * 3
-    sums = second_moments(optimizer, holders, groups)
+    sums = second_moments(optimizer, holders, groups, [(0, 1)] * 3)
     assert sums.tolist() == pytest.approx([16.0, 20.0, 0.0], rel=1e-5)
     found = divisors(sums / torch.tensor([6.0, 2.0, 2.0]), torch.full((3,), 0.5, dtype=torch.float64))
     assert found.tolist() == pytest.approx([((16 / 6) ** 0.5 + 0.5) ** -2, (10**0.5 + 0.5) ** -2, 0.0], rel=1e-5)

@@ -66,6 +66,16 @@ def test_in_a_simulation_values_are_what_is_taken_for_them() -> None:
         assert compat.values_of(torch.ones(2), simulated=[3.0, 4.0]) == [3.0, 4.0]
 
 
+def test_a_gradient_is_only_asked_for_in_a_pass_that_adds_to_none() -> None:
+    param, found = torch.ones(2, requires_grad=True), list[bool]()
+    param.register_hook(lambda grad: found.append(compat.is_only_asked_for(param)))
+    param.square().sum().backward()
+    param.square().sum().backward(inputs=[param])
+    torch.autograd.grad(param.square().sum(), [param])
+    torch.autograd.grad(param.square().sum(), [param], create_graph=True)
+    assert found == [False, False, True, True]
+
+
 def test_a_callback_runs_once_after_the_whole_backward() -> None:
     order: list[str] = []
     x = torch.ones(2, requires_grad=True)

@@ -57,9 +57,9 @@ def test_a_step_tells_all_who_listen_to_it_until_it_ends() -> None:
         assert step.sample == 3
     assert step.sample is None
     step.tell(param, torch.ones(2))
-    step.end(4)
+    step.end([0.25] * 4)
     step.fail()
-    step.end(5)
+    step.end([0.2] * 5)
     ended = ["first ended with 4", "second ended with 4"]
     assert heard == ["first begins", "second begins", "first got 2 of (2,)", "second got 2 of (2,)", *ended]
     for handle in handles:
@@ -67,7 +67,7 @@ def test_a_step_tells_all_who_listen_to_it_until_it_ends() -> None:
     heard.clear()
     other = SampledStep([param])
     other.begin()
-    other.end(1)
+    other.end([1.0])
     assert heard == [] and not other.is_heard and not sampled_steps_wanted()
 
 
@@ -81,7 +81,7 @@ def test_who_refuses_a_step_fails_it_for_those_who_were_told_before() -> None:
     step = SampledStep([])
     with pytest.raises(ValueError, match="not this one"):
         step.begin()
-    step.end(1)
+    step.end([1.0])
     for handle in handles:
         handle.remove()
     assert heard == ["first begins", "first failed"]
@@ -124,7 +124,7 @@ def test_samples_of_unequal_size_end_with_what_each_counts_and_those_who_listen_
     step = SampledStep([])
     step.begin()
     assert step.terms == [terms]
-    step.end(2, [0.25, 0.75])
+    step.end([0.25, 0.75])
     assert found == [[0.25, 0.75]] * 2 and step.terms == []
     for handle in handles:
         handle.remove()

@@ -14,12 +14,13 @@ from scale_core.shard import (
     Axis,
     Held,
     Shard,
-    check_apart,
+    check_undivided,
     elements_of,
     full_shape,
     is_divided,
     mark,
     shard_of,
+    title_of,
     unit_shard_of,
 )
 
@@ -32,6 +33,15 @@ def test_an_unmarked_tensor_is_whole() -> None:
     tensor = torch.ones(2, 3)
     assert shard_of(tensor) is None
     assert full_shape(tensor) == torch.Size((2, 3))
+
+
+def test_errors_call_a_parameter_by_its_name_or_by_its_shape() -> None:
+    named, nameless = (nn.Parameter(torch.ones(2, 3)) for _ in range(2))
+    mark(named, piece())
+    mark(nameless, piece(""))
+    assert title_of(named) == "'weight'"
+    assert title_of(nameless) == "a parameter of shape (4, 3)"
+    assert title_of(torch.ones(2, 3)) == "a parameter of shape (2, 3)"
 
 
 def test_a_marked_tensor_says_what_it_is_a_piece_of() -> None:
@@ -124,11 +134,11 @@ def test_ranks_that_hold_parts_are_not_taken_for_replicas() -> None:
     mark(piece_of_unit, Shard("", (4, 3), 0, 6, (Axis(layer, Held.SHARD),)))
     named = [("plain", plain), ("alike", alike), ("piece", piece_of_unit), ("part", part)]
     for ranks in ((0,), (0, 2), (0, 4, 8)):
-        check_apart(named, Group(0, len(ranks), None, "fake", ranks), "Wrapper")
+        check_undivided(named, Group(0, len(ranks), None, "fake", ranks), "Wrapper")
     for ranks in ((0, 1), (0, 1, 2, 3)):
         with pytest.raises(
             ValueError,
             match=r"^Wrapper: 'part' is a part \[2, 3\] of a parameter \[4, 3\] that its layer divides between the "
             r"ranks \[0, 1\], and Wrapper was given .* as ranks that hold the same: give it those along the data axis",
         ):
-            check_apart(named, Group(0, len(ranks), None, "fake", ranks), "Wrapper")
+            check_undivided(named, Group(0, len(ranks), None, "fake", ranks), "Wrapper")

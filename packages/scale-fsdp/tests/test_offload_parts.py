@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from scale_fsdp.offload.parts import Part, PlacedState, name_of
+from scale_fsdp.offload.parts import Part, PlacedState
 
 
 def cut(numel: int = 10, at: int = 4, shape: tuple[int, ...] = (2, 5)) -> tuple[nn.Parameter, list[Part], PlacedState]:
@@ -102,7 +102,3 @@ def test_a_saved_state_takes_the_strides_of_its_parameter() -> None:
     saved = torch.randn(2, 3, 4, 4)
     part.place({"exp_avg": saved})
     assert part.state["exp_avg"].stride() == param.stride() and torch.equal(part.state["exp_avg"], saved)
-
-
-def test_a_parameter_is_called_by_its_shape_where_it_has_no_name() -> None:
-    assert name_of(torch.ones(2, 3)) == "a parameter of shape (2, 3)"

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from scale_core import ShardedGradScaler
+from scale_core.samples import Listener, on_sampled_steps
 from scale_core.testing import run_ranks
 from scale_pipe import DistributedPipe, StageError, draw, simulate, validate
 from scale_pipe.distributed.measuring import link_times
@@ -295,8 +296,30 @@ def scaled() -> list[str]:
     return []
 
 
+def failing_late() -> list[str]:
+    """An optimizer fails on one rank in a step whose gradients are measured, where it steps once all are through."""
+    rank, wrong = dist.get_rank(), []
+    pipe = DistributedPipe(mlp(), "1f1b", balance=[6, 6], chunks=4)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    fails = optimizer.register_step_pre_hook(_raise) if rank == 1 else None
+    x, target = batch(8)
+    handle = on_sampled_steps(lambda step: Listener(lambda weights: None, lambda: None, lambda param, grad: None))
+    try:
+        pipe.step(x, target=target, loss_fn=mse, optimizer=optimizer)
+        wrong.append(f"nothing was raised on rank {rank}")
+    except StageError as error:
+        words = ("stage 1 on rank 1 raised ArithmeticError in the optimizer's step", "Stages 0 had been stepped")
+        wrong += [f"rank {rank} lacks {each!r}: {error}" for each in words if each not in str(error)]
+    wrong += [f"rank {rank} keeps gradients" for param in pipe.parameters() if param.grad is not None]
+    if fails is not None:
+        fails.remove()
+    pipe.step(x, target=target, loss_fn=mse, optimizer=optimizer)
+    handle.remove()
+    return wrong
+
+
 CASES: dict[str, Callable[[], list[str]]] = {
-    case.__name__: case for case in (tied, optimizers, norms, states, measured, on_meta, scaled)
+    case.__name__: case for case in (tied, optimizers, norms, states, measured, on_meta, scaled, failing_late)
 }
 
 

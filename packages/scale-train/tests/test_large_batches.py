@@ -8,9 +8,10 @@ from scale_adascale import AdaScale, suggest_batch_size
 from scale_adascale.gain import Moments, bounded, gain
 from scale_core.group import group_of
 from scale_core.testing import run_ranks
+from scale_train.checking import check
 from scale_train.checkpoint import CHECKPOINTS, load, save
 from scale_train.errors import InputError
-from scale_train.large_batches import check_adascale, is_of_adascale, worth_of
+from scale_train.large_batches import is_of_adascale, worth_of
 from scale_train.loop import one_step, seed_step, train
 from scale_train.options import DataOptions, ModelOptions, OptimizerOptions, Options, ParallelOptions, RunOptions
 from scale_train.progress import Silent, StepRecord
@@ -199,7 +200,7 @@ def test_the_batch_that_is_suggested_is_that_of_the_best_goodput(text):
 )
 def test_what_can_not_be_measured_is_refused(text, parallel, optimizer, words):
     with pytest.raises(InputError, match=words):
-        check_adascale(options_for(text, parallel, **optimizer))
+        check(options_for(text, parallel, **optimizer), 1)
 
 
 def test_what_adascale_keeps_in_parameter_groups_is_no_option_of_the_command_line(text):

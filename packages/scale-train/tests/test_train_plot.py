@@ -35,7 +35,7 @@ def test_a_training_without_a_single_record_still_has_a_picture(tmp_path):
 
 def test_the_gain_has_an_axis_of_its_own():
     entries = [{"step": step, "loss": 5.0 - step, "gain": 1.0 + step} for step in range(3)]
-    loss, gain = draw(entries).axes
+    _, gain = draw(entries).axes
     assert gain.get_ylabel() == "gain" and gain.lines[0].get_ydata().tolist() == [1.0, 2.0, 3.0]
     (loss,) = draw([{**entry, "gain": None} for entry in entries]).axes
     assert loss.get_ylabel() == "bits per byte"

@@ -100,8 +100,8 @@ class AdaScale(Listening):
     ) -> None:
         if process_group is None and world_size is None:
             check_not_forgotten()
-        data = data_group_of(optimizer, process_group)
         check_optimizer(optimizer, AdaScale)
+        data = data_group_of(optimizer, process_group)
         check_numbers(data, world_size, num_gradients_to_accumulate, power)
         check_plain(optimizer)
         check_rule(optimizer, data, power, preconditioned)
@@ -112,7 +112,6 @@ class AdaScale(Listening):
         check_trains(optimizer, data, model)
         as_adam = is_adaptive(optimizer) if preconditioned is None else preconditioned
         meter = Meter(optimizer, data, model, preconditioned=as_adam)
-        meter.look_up()
         settings = Settings(
             num_ranks=data.size,
             num_gradients=num_gradients_to_accumulate,

@@ -42,9 +42,7 @@ def fingerprint(params: Sequence[Tensor]) -> int:
     return zlib.crc32(repr([tuple(full_shape(param)) for param in params]).encode()) & 0xFFFF
 
 
-def own_part(
-    data: Group, shapes: int, grads: Sequence[Tensor | None], device: torch.device, *, look: int = 0
-) -> Tensor:
+def own_part(data: Group, shapes: int, grads: Sequence[Tensor | None], device: torch.device, *, look: int) -> Tensor:
     """Returns this rank's summand, [1], fp64.
 
     Args:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch.optim import Optimizer
 
 from scale_adascale.sharing import splits_of
@@ -11,13 +9,13 @@ from scale_core.group import Group, GroupLike, group_of
 from scale_core.samples import announcing
 
 
-def data_group_of(optimizer: Any, given: GroupLike) -> Group:
+def data_group_of(optimizer: Optimizer, given: GroupLike) -> Group:
     """Returns the ranks that have other data: as given, or all; only this one where all are stages of one pipeline.
 
     Raises:
         ValueError: Some of them are other ranks of the same pipeline.
     """
-    params = [param for group in getattr(optimizer, "param_groups", ()) for param in group["params"]]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
     announced, data = announcing(params), group_of(given)
     pipeline = Group() if announced is None else announced.ranks
     if pipeline.size == 1:

@@ -13,9 +13,11 @@ from typing import Any
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from scale_adascale.hooks import is_changed_later, is_followed, is_only_asked_for, title
+from scale_adascale.hooks import is_changed_later, is_followed
+from scale_core import compat
 from scale_core.backward import are_local_grads_reported, on_local_grads
 from scale_core.samples import Listener, SampledStep, on_sampled_steps
+from scale_core.shard import title_of
 
 
 class Hearing:
@@ -57,7 +59,7 @@ class Hearing:
 
     def is_only_asked_for(self, number: int) -> bool:
         """Whether the backward pass that runs now will not add to the gradient of this parameter, which it brings."""
-        return number in self._hooked and is_only_asked_for(self._params[number])
+        return number in self._hooked and compat.is_only_asked_for(self._params[number])
 
     def numbers_of(self, params: Iterable[Tensor]) -> frozenset[int]:
         """Returns the numbers of those of these parameters that have one."""
@@ -65,7 +67,7 @@ class Hearing:
 
     def title_of(self, number: int) -> str:
         """What errors call a parameter."""
-        return title(self._params[number])
+        return title_of(self._params[number])
 
     def listen(self, params: Iterable[Tensor]) -> None:
         """Listens to these parameters, by their numbers in this order; to those that can have a gradient."""
@@ -103,20 +105,20 @@ class Hearing:
             handle = self._hooked.get(number)
             if handle is not None and is_followed(param, handle):
                 raise RuntimeError(
-                    f"{title(param)} has a hook that was registered after AdaScale's, and may change the gradient "
+                    f"{title_of(param)} has a hook that was registered after AdaScale's, and may change the gradient "
                     "that was measured: register it before AdaScale(...) is built, or call optimizer.zero_grad() "
                     "after registering it, so that AdaScale measures what it returns"
                 )
             if handle is not None and is_changed_later(param):
                 raise RuntimeError(
-                    f"{title(param)} has a hook of register_post_accumulate_grad_hook(), which may change gradients "
+                    f"{title_of(param)} has a hook of register_post_accumulate_grad_hook(), which may change gradients "
                     "after AdaScale has measured them: remove it and change them by param.register_hook(hook), before "
                     "AdaScale(...) is built, or between the last backward pass and the step; or call "
                     "optimizer.unhook()"
                 )
             if handle is None and param.requires_grad and not are_local_grads_reported(param):
                 raise RuntimeError(
-                    f"{title(param)} was unfrozen after AdaScale had looked which parameters have gradients: call "
+                    f"{title_of(param)} was unfrozen after AdaScale had looked which parameters have gradients: call "
                     "optimizer.zero_grad(), not model.zero_grad(), before the next backward pass"
                 )
 

@@ -154,15 +154,14 @@ class Listening(Around):
         Raises:
             RuntimeError: A step would be one with the gradients of some passes only, or with others than were said.
         """
-        passes, number = self._sampling.passes, self._settings.num_gradients
+        number = self._settings.num_gradients
         if not self._sampling.local.hearing.is_listening or not (
-            passes or any(group["lr"] for group in self.param_groups)
+            self._sampling.passes or any(group["lr"] for group in self.param_groups)
         ):
             return False  # torch's checkpoint functions step once with a learning rate of 0, so that there is a state.
         self._sampling.check_measured()
         self._sampling.count_pass_without_gradients()
-        passes = self._sampling.passes
-        refuse_step(passes, number, self._sampling.local)
+        refuse_step(self._sampling.passes, number, self._sampling.local)
         refuse_undivided(number, divided=self._settings.is_scaled_loss or self._sampling.is_divided)
         return True
 

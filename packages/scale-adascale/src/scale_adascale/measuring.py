@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from scale_adascale.agreement import not_averaged, own_part
-from scale_adascale.plan import Plan, identity_of, plan_of
+from scale_adascale.plan import identity_of, plan_of
 from scale_adascale.second_moments import sum_over
 from scale_adascale.squares import inner_product, part_of, sum_of_squares
 from scale_adascale.tally import Tally
@@ -80,12 +80,15 @@ class Meter:
         data: The ranks that have other data.
         model: The ranks that have other parts of the model.
         preconditioned: Gradients are measured as Adam sees them.
+
+    Raises:
+        ValueError: See `weights_of`.
     """
 
     def __init__(self, optimizer: Optimizer, data: Group, model: Group, *, preconditioned: bool) -> None:
         self._optimizer, self._data, self._model = optimizer, data, model
         self.preconditioned = preconditioned
-        self._last_plan: Plan | None = None
+        self._plan = plan_of(optimizer, data, model)
         self._is_by_param = False  # What was sent is told by parameter, and not by group.
         self._num_looks = 0  # at whether gradients are averaged
         self._num_groups_agreed = 0  # Of how many parameter groups all ranks are known to have as many.
@@ -106,20 +109,13 @@ class Meter:
         return self._model.ranks
 
     def look_up(self) -> None:
-        """Looks up who has what, if there are other parameters than before or somebody else reduces them.
+        """Looks up again who has what, if there are other parameters than before or somebody else reduces them.
 
         Raises:
             ValueError: See `weights_of`.
         """
-        if self._last_plan is None or identity_of(self._optimizer) != self._last_plan.made_for:
-            self._last_plan = plan_of(self._optimizer, self._data, self._model)
-
-    @property
-    def _plan(self) -> Plan:
-        if self._last_plan is None:
-            self.look_up()
-        assert self._last_plan is not None, "it was looked up"
-        return self._last_plan
+        if identity_of(self._optimizer) != self._plan.made_for:
+            self._plan = plan_of(self._optimizer, self._data, self._model)
 
     @torch.no_grad()
     def send(self, sums: Iterable[Tensor], *, by_moments: bool, elsewhere: frozenset[int] = frozenset()) -> Pending:

@@ -80,10 +80,11 @@ def plan_of(optimizer: Optimizer, data: Group, model: Group) -> Plan:
     is_shared = [data.size > 1 and math.isclose(each.share * data.size, 1.0) for each in weights]
     device = next((holder.device for holder in holders), torch.device("cpu"))
     totals = [each.local if shared else each.total for each, shared in zip(weights, is_shared, strict=True)]
-    parts = [
-        Part(param, state, weights_of(param, state, data, model, splits.values()).share)
-        for param, state in zip(params, states, strict=True)
+    of_states = [
+        known if state is holder else weights_of(param, state, data, model, splits.values())
+        for param, state, holder, known in zip(params, states, holders, weights, strict=True)
     ]
+    parts = [Part(param, state, known.share) for param, state, known in zip(params, states, of_states, strict=True)]
     return Plan(
         made_for=identity_of(optimizer),
         params=params,

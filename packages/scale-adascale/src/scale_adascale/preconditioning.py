@@ -46,7 +46,7 @@ def second_moments(
     optimizer: Optimizer,
     holders: Sequence[Tensor],
     groups: Sequence[dict[str, Any]],
-    parts: Sequence[tuple[int, int]] = (),
+    parts: Sequence[tuple[int, int]],
 ) -> Tensor:
     """Returns, for each parameter, the sum of what this rank has of its second moments, without the bias of the start.
 
@@ -54,7 +54,7 @@ def second_moments(
         optimizer: Adam or AdamW, which has the state.
         holders: What it steps on, for each of k parameters.
         groups: The parameter group of each.
-        parts: Of each the number of the part to be summed up and how many parts there are; all of it if empty.
+        parts: Of each the number of the part to be summed up and how many parts there are.
 
     Returns:
         [k], fp64; 0 where there is no state.
@@ -66,7 +66,7 @@ def second_moments(
         state = optimizer.state.get(holder, {})
         moment = state.get("max_exp_avg_sq", state.get("exp_avg_sq"))
         if moment is not None:
-            moment = part_of(moment, *parts[number]) if parts else moment
+            moment = part_of(moment, *parts[number])
             # torch adds in pairs, which is right to some units of fp32; to add in fp64 takes ten times as long.
             sums.append(moment.sum(dtype=torch.promote_types(moment.dtype, torch.float32)).to(device))
             steps.append((group["betas"][1], state["step"]))
@@ -74,15 +74,15 @@ def second_moments(
     if not numbers:
         return found
     index = torch.tensor(numbers).to(device, non_blocking=True)
-    betas, counts = (_as_vector(each).to(device, non_blocking=True) for each in zip(*steps, strict=True))
+    betas, counts = (_as_vector(each, device) for each in zip(*steps, strict=True))
     return found.index_copy(0, index, torch.stack(sums).double() / (1 - betas**counts))
 
 
-def _as_vector(numbers: Sequence[Any]) -> Tensor:
-    """Numbers, or scalar tensors on one device, as one vector, fp64."""
+def _as_vector(numbers: Sequence[Any], device: torch.device) -> Tensor:
+    """Numbers, or scalar tensors on any devices, as one vector on this one, fp64."""
     if any(isinstance(each, Tensor) and each.device.type != "cpu" for each in numbers):
-        return torch.stack([torch.as_tensor(each, dtype=torch.float64) for each in numbers])
-    return torch.tensor([float(each) for each in numbers], dtype=torch.float64)
+        return torch.stack([torch.as_tensor(each, dtype=torch.float64).to(device) for each in numbers])
+    return torch.tensor([float(each) for each in numbers], dtype=torch.float64).to(device, non_blocking=True)
 
 
 def divisors(means: Tensor, epsilons: Tensor) -> Tensor:

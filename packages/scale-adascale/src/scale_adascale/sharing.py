@@ -25,7 +25,7 @@ from torch import Tensor
 
 from scale_core.backward import are_local_grads_reported
 from scale_core.group import Group
-from scale_core.shard import Axis, Held, shard_of
+from scale_core.shard import Axis, Held, shard_of, title_of
 
 
 class Weights(NamedTuple):
@@ -70,7 +70,7 @@ def weights_of(param: Tensor, holder: Tensor, data: Group, model: Group, splits:
             local /= axis.group.size if axis.held is Held.REPLICATE else 1
         elif not _is_along(axis.group, data):
             raise ValueError(
-                f"{_name(param)} is shared by the ranks {list(axis.group.ranks)}, which AdaScale knows neither as "
+                f"{title_of(param)} is shared by the ranks {list(axis.group.ranks)}, which AdaScale knows neither as "
                 f"ranks with other data, {list(data.ranks)}, nor as ranks with other parts of the model, "
                 f"{list(model.ranks)}: pass AdaScale(..., process_group=the data parallel ranks, "
                 "model_parallel_group=those of tensor and pipeline parallelism)"
@@ -89,10 +89,10 @@ def _check_gathered(param: Tensor, data: Group) -> None:
         return
     ranks = " and over ".join(str(list(group.ranks)) for group in over)
     raise ValueError(
-        f"{_name(param)} is divided over the ranks {ranks} by a layer that computes with its piece, as tensor parallel "
-        f"ones do, but AdaScale takes all of {list(data.ranks)} for ranks with other data, and would measure too small "
-        "a gain: pass AdaScale(..., process_group=the data parallel ranks), for tensor parallelism alone a group of "
-        "this rank only"
+        f"{title_of(param)} is divided over the ranks {ranks} by a layer that computes with its piece, as tensor "
+        f"parallel ones do, but AdaScale takes all of {list(data.ranks)} for ranks with other data, and would measure "
+        "too small a gain: pass AdaScale(..., process_group=the data parallel ranks), for tensor parallelism alone "
+        "a group of this rank only"
     )
 
 
@@ -108,7 +108,7 @@ def _axes(param: Tensor) -> list[Axis]:
     for axis in axes:
         if axis.held is Held.PARTIAL:
             raise ValueError(
-                f"{_name(param)} is a partial sum over the ranks {list(axis.group.ranks)}, so no rank knows its "
+                f"{title_of(param)} is a partial sum over the ranks {list(axis.group.ranks)}, so no rank knows its "
                 "gradient: reduce it in the backward pass, as scale-tp's layers do"
             )
     return axes
@@ -116,8 +116,3 @@ def _axes(param: Tensor) -> list[Axis]:
 
 def _is_along(group: Group, other: Group) -> bool:
     return set(group.ranks) <= set(other.ranks)
-
-
-def _name(param: Tensor) -> str:
-    shard = shard_of(param)
-    return f"a parameter of shape {tuple(param.shape)}" if shard is None else shard.title

@@ -2,8 +2,8 @@
 
 A model has hundreds of gradients, many of them short, and between two layers' products each call of torch costs some
 ten times what it costs in a loop. So a short gradient is copied, by one call, and read with the others when the pass is
-over; of long ones norms of rows are written side by side. None is kept itself: autograd would have to copy what it can
-take now, and whoever has made a gradient may use its memory again.
+over; of long ones norms of rows are written side by side. None is kept itself, unless it stays as it is: autograd would
+have to copy what it can take now, and whoever has made a gradient may use its memory again.
 """
 
 from __future__ import annotations

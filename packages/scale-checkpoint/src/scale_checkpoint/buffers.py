@@ -81,7 +81,7 @@ class Watched:
             has_changed = replaced or buffer._version != version or (copy is not None and differ(copy, buffer))
             if has_changed and copy is None and not (replaced and buffer._version == version):
                 raise RuntimeError(
-                    f"the forward of a {type(part).__name__} has changed its buffer '{name}' [{list(buffer.shape)}] "
+                    f"the forward of a {part._get_name()} has changed its buffer '{name}' [{list(buffer.shape)}] "
                     "after calls in which it had not, so a recomputation could not begin from what was there before: "
                     "let it be changed in every forward, or leave the module out of the checkpointed one"
                 )

@@ -132,7 +132,7 @@ def _check_is_own(module: nn.Module, args: Any) -> None:
     """Before a module's forward, which knows only the module that it was made for: sees a shallow copy of that."""
     forward = vars(module).get("forward")
     if isinstance(forward, TreatedForward) and not forward.is_of(module):
-        title = type(module).__name__
+        title = module._get_name()
         raise RuntimeError(
             f"this {title} is a shallow copy of a {title} that is checkpointed or offloaded, and would run the forward "
             "of the original: take copy.deepcopy, or treat the copy by itself, with apply_checkpointing(copy, "

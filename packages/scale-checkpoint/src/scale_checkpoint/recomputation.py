@@ -15,7 +15,7 @@ from scale_checkpoint import buffers, modes, phase, randomness, weights
 from scale_checkpoint.buffer_replay import Replay, Standing, decides_results, standing_in
 from scale_checkpoint.nested import put_tensors, strangers_in, take_tensors
 from scale_checkpoint.offload import Sender
-from scale_checkpoint.recheck import Comparing, active_check
+from scale_checkpoint.recheck import Check, Comparing, active_check
 from scale_checkpoint.selective import GivingBack, Keeping, Kept, Key
 from scale_checkpoint.treatment import Treatment
 from scale_checkpoint.versions import Watch
@@ -130,6 +130,11 @@ class _Call:
         self.check, self.is_over = active_check(), False
         self.steps: list[Any] = []
 
+    @property
+    def recheck(self) -> Check | None:
+        """What compares a recomputation; None also inside of the forward, of which there is only a part by then."""
+        return self.check if self.is_over else None
+
 
 @contextmanager
 def _first(call: _Call, tensors: Sequence[Tensor]) -> Iterator[None]:
@@ -195,7 +200,7 @@ def _again(call: _Call) -> Iterator[None]:
             buffers than the forward.
     """
     # The operator at which torch would end it may be the one that differs.
-    whole = _is_compared(call) or any(map(decides_results, call.changed))
+    whole = call.recheck is not None or any(map(decides_results, call.changed))
     with phase.recomputing(), _found_again(call), call.saved.recomputation(whole):
         try:
             yield
@@ -228,7 +233,9 @@ class _Again(AbstractContextManager[None]):
 def _found_again(call: _Call) -> AbstractContextManager[Any]:
     """What the forward has found, and is not there any more or not to be changed: of most modules nothing."""
     switched, replaced = modes.changed_since(call.modes), weights.replaced(call.used)
-    if not (call.drawn or switched or replaced or call.changed or call.standing or call.kept is not None or call.check):
+    if not (
+        call.drawn or switched or replaced or call.changed or call.standing or call.kept is not None or call.recheck
+    ):
         return _NOTHING
     with ExitStack() as stack:  # What was entered is left again where the next one raises.
         if call.drawn:
@@ -242,13 +249,9 @@ def _found_again(call: _Call) -> AbstractContextManager[Any]:
         if call.kept is not None:
             call.kept.fetch()
             stack.enter_context(GivingBack(call.kept))
-        if call.check is not None and _is_compared(call):
-            stack.enter_context(Comparing(call.check, call.module, call.steps))
+        if call.recheck is not None:
+            stack.enter_context(Comparing(call.recheck, call.module, call.steps))
         return stack.pop_all()
-
-
-def _is_compared(call: _Call) -> bool:
-    return call.check is not None and call.is_over
 
 
 def _note_unused(call: _Call) -> None:

@@ -110,7 +110,7 @@ def _changed(use: Used) -> str:
     if use.is_buffer:
         kind, mend = "buffer", f"change it after loss.backward(), or assign a new tensor, module.{use.name} = ..."
     return (
-        f"the {kind} '{use.name}' {list(use.tensor.shape)} of a {type(use.module).__name__} was changed in place "
+        f"the {kind} '{use.name}' {list(use.tensor.shape)} of a {use.module._get_name()} was changed in place "
         f"between the forward and the backward of a checkpointed module, which is computed again with it: {mend}"
     )
 

@@ -11,6 +11,7 @@ The files in reading order; each stands only on those above it:
 - `messages`: tagged messages from rank to rank;
 - `collectives`: operations on 1-D tensors;
 - `exchange`: what ranks tell each other in a few integers or words;
+- `subgroup`: some of them as a group of their own;
 - `events`: what ranks compare;
 - `last_words`: what ranks did last, told through the store;
 - `history`: what the passes of a model were like, so that the next one can be foretold;

@@ -130,6 +130,16 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def is_only_asked_for(leaf: Tensor) -> bool:
+    """Whether the pass that runs now is one of torch.autograd.grad for this leaf, which adds to no gradient."""
+    node = torch.autograd.graph.get_gradient_edge(leaf).node
+    try:
+        torch._C._will_engine_execute_node(node)
+    except RuntimeError as error:  # Which nodes run is a question that torch does not answer there.
+        return "autograd.grad" in str(error)
+    return False
+
+
 def profiler_runs() -> bool:
     """Whether torch.profiler is recording now.
 

@@ -74,7 +74,7 @@ class SampledStep:
         step.begin()
         with step.of_sample(0):
             loss.backward()
-        step.end(num_samples=1)
+        step.end([1.0])
 
     Args:
         params: What may get gradients on this rank, as `parameters()` yields it.
@@ -142,16 +142,16 @@ class SampledStep:
         for listener in self._listeners:
             listener.whole(param, grad)
 
-    def end(self, num_samples: int, weights: Sequence[float] = ()) -> None:
+    def end(self, weights: Sequence[float]) -> None:
         """Says that it has gone well on all ranks, and that gradients are what the optimizer will see.
 
         Args:
-            num_samples: How many it had; more than were of use to this rank, if it has frozen parameters alone.
-            weights: What each counts in the mean; all of them the same if empty.
+            weights: What each sample counts in the mean; of all, also if none was of use to this rank, which has frozen
+                parameters alone.
         """
         listeners, self._listeners = self._listeners, []
         for listener in listeners:
-            listener.ended(list(weights) or [1 / num_samples] * num_samples)
+            listener.ended(list(weights))
 
     def fail(self) -> None:
         """Says that it was given up; does nothing after `end`."""

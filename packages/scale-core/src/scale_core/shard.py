@@ -114,6 +114,12 @@ def shard_of(param: Tensor) -> Shard | None:
     return found
 
 
+def title_of(param: Tensor) -> str:
+    """Returns what errors call a parameter: its qualified name where that is known, or else its shape."""
+    shard = shard_of(param)
+    return f"a parameter of shape {tuple(param.shape)}" if shard is None else shard.title
+
+
 def unit_shard_of(param: Tensor) -> Shard | None:
     """Returns what a unit has cut `param` out of, or None if its module computes with it as it is.
 
@@ -130,7 +136,7 @@ def is_divided(param: Tensor) -> bool:
     return shard is not None and any(axis.held is Held.SHARD and axis.group.size > 1 for axis in shard.axes)
 
 
-def check_apart(params: Iterable[tuple[str, Tensor]], group: Group, what: str) -> None:
+def check_undivided(params: Iterable[tuple[str, Tensor]], group: Group, what: str) -> None:
     """Refuses to take ranks for replicas that hold different parts of a parameter: they would get one another's values.
 
     Args:

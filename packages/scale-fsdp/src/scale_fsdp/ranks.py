@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from scale_core import compat
 from scale_core.collectives import broadcast
-from scale_core.exchange import exchange
 from scale_core.flat import Groups
 from scale_core.group import Group, GroupLike, check_not_forgotten, group_of
+from scale_core.subgroup import subgroup_of
 
 
 @dataclass(frozen=True)
@@ -117,10 +117,4 @@ def _neighbours(group: Group, size: int) -> Group:
     mine = group.rank // size
     if group.size == dist.get_world_size():
         return group_of([dist.new_group(run) for run in runs][mine])
-    # Where all ranks can make all groups, they do; here others than these know nothing of it. torch then names a group
-    # by how many its members are in so far: ranks that are in more of them than their neighbours would wait for each
-    # other in vain. So the rest first make up for it by groups of their own.
-    num_groups = len(compat.process_groups())
-    for _ in range(max(row[0] for row in exchange([num_groups], group)) - num_groups):
-        dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    return group_of(dist.new_group(runs[mine], use_local_synchronization=True))
+    return subgroup_of(group, runs[mine])  # Others than these ranks know nothing of it.

@@ -19,7 +19,7 @@ from scale_core.flat import Devices, Dtypes, FlatBuffer, Groups
 from scale_core.flat_shard import give_attributes
 from scale_core.group import Group, GroupLike
 from scale_core.layout import FlatLayout
-from scale_core.shard import check_apart, mark, shard_of
+from scale_core.shard import check_undivided, mark, shard_of
 from scale_core.stepping import mark_replaced
 from scale_fsdp.guard import guard_modules
 from scale_fsdp.module import sharded_class
@@ -162,7 +162,7 @@ def _shard(module: M, options: UnitOptions, init: Init, *, sync: bool) -> M:
     ranks = options.ranks
     own, borrowed = own_and_borrowed(list(param_places(module)))
     check_parameters(own)
-    check_apart(((place.name, place.param) for place in own), ranks.whole, "fully_shard")
+    check_undivided(((place.name, place.param) for place in own), ranks.whole, "fully_shard")
     if init is False:
         _check_meta(own)
         buffers, slots = _make_buffers(own, Groups(ranks.shard, ranks.replicas), options, on_meta=True)

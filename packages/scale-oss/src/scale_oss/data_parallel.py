@@ -78,7 +78,7 @@ class ShardedDataParallel(nn.Module):
         overlap_gather: bool = True,
     ) -> None:
         super().__init__()
-        several = sharded_optimizer if isinstance(sharded_optimizer, list | tuple) else [sharded_optimizer]
+        several = sharded_optimizer if isinstance(sharded_optimizer, Sequence) else [sharded_optimizer]
         optimizers: list[OSS] = [without_wrappers(each) for each in several]
         check_optimizers(module, optimizers, process_group)
         self.module = module

@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from scale_core.contract import Contract
 from scale_core.events import Event
 from scale_core.group import Group
-from scale_core.shard import check_apart, is_divided, unit_shard_of
+from scale_core.shard import check_undivided, is_divided, unit_shard_of
 from scale_oss.bucket import Bucket
 from scale_oss.in_place import InPlaceBucket
 from scale_oss.partition import choose_owners, cut_evenly, give_whole, group_from_the_end, group_in_rounds
@@ -218,7 +218,7 @@ def refuse_parts(groups: Sequence[Mapping[str, Any]], ranks: Group, first: int =
     for number, group in enumerate(groups, first):
         params = group["params"]
         named = ((name_of(group, number, index), param) for index, param in enumerate(params))
-        check_apart(named, ranks, "OSS")
+        check_undivided(named, ranks, "OSS")
 
 
 def lines_of_groups(groups: Sequence[Mapping[str, Any]], first: int = 0) -> Iterator[str]:

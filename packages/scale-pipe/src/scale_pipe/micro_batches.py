@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from scale_core.nested import map_tensors
+from scale_pipe.integers import plain_integer
 from scale_pipe.leaves import kind_of, leaves_of
-from scale_pipe.schedules.placement import plain_integer
 
 _WHOLE = "what belongs to no sample is passed as scale_pipe.NoChunk(tensor)"
 
@@ -132,10 +132,10 @@ def scatter(inputs: Any, chunks: int) -> list[Any]:
             f"expected Tensor, but got {kinds}: of all that a pipeline is given, at least one has to be a tensor with "
             "a first dimension, along which the mini-batch is cut"
         )
-    return cut(inputs, micro_batch_sizes(batch_size, chunks))
+    return _cut(inputs, {batch_size: micro_batch_sizes(batch_size, chunks)})
 
 
-def scatter_each(inputs: Any, chunks: int) -> list[Any]:
+def scatter_each(inputs: Any, chunks: int, *, stacklevel: int = 2) -> list[Any]:
     """Cuts a mini-batch as `scatter` does, and where tensors differ in their first dimension, each one by itself.
 
     They have to be cut in the same shares: [2, ...] beside [4, ...] makes two micro-batches of [1, ...] beside
@@ -144,6 +144,7 @@ def scatter_each(inputs: Any, chunks: int) -> list[Any]:
     Args:
         inputs: As those of `scatter`.
         chunks: As there.
+        stacklevel: Of the warning, as `warnings.warn` has it; 2 is what calls this.
 
     Raises:
         TypeError: As in `scatter`.
@@ -153,8 +154,8 @@ def scatter_each(inputs: Any, chunks: int) -> list[Any]:
     for path, leaf in leaves_of(inputs):
         if isinstance(leaf, Tensor) and leaf.dim() > 0:
             found.setdefault(leaf.shape[0], (path, leaf))
-    if len(found) < 2:
-        return scatter(inputs, chunks)
+    if not found:
+        return scatter(inputs, chunks)  # Its error says what was given.
     sizes = {total: micro_batch_sizes(total, chunks) for total in found}
     (total, first), *others = found.items()
     for other, second in others:
@@ -164,13 +165,13 @@ def scatter_each(inputs: Any, chunks: int) -> list[Any]:
                 f"{_named(*first)} makes micro-batches of {_listed(sizes[total])} samples, and {_named(*second)} "
                 f"of {_listed(sizes[other])}; {_WHOLE}"
             )
-    if len(sizes[total]) > 1:
+    if others and len(sizes[total]) > 1:
         ((_, second), *_) = others
         warnings.warn(
             f"{_named(*first)} and {_named(*second)} have different numbers of samples, and each is cut by itself, in "
             f"{len(sizes[total])} micro-batches; {_WHOLE}, and what has several rows for each sample is given as [N, "
             "rows, ...]",
-            stacklevel=5,  # What calls the pipeline.
+            stacklevel=stacklevel,
         )
     return _cut(inputs, sizes)
 
@@ -194,7 +195,7 @@ def cut(inputs: Any, sizes: Sequence[int]) -> list[Any]:
     batch_size = batch_size_of(inputs)
     if batch_size is not None and batch_size != sum(sizes):
         raise ValueError(
-            f"expected {sum(sizes)} samples, cut into micro-batches of {', '.join(map(str, sizes))}, and got tensors "
+            f"expected {sum(sizes)} samples, cut into micro-batches of {_listed(sizes)}, and got tensors "
             f"with {batch_size}: give every stage inputs of the same mini-batch"
         )
     return _cut(inputs, {sum(sizes): sizes})

@@ -12,7 +12,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from scale_core.group import group_of
-from scale_core.shard import check_apart
+from scale_core.shard import check_undivided
 
 
 @functools.cache
@@ -23,4 +23,4 @@ def refuse_replicas() -> None:
 
 def _check(outer: nn.Module, name: str, inner: nn.Module | None) -> None:
     if isinstance(outer, DistributedDataParallel) and inner is not None:
-        check_apart(inner.named_parameters(), group_of(outer.process_group), "DistributedDataParallel")
+        check_undivided(inner.named_parameters(), group_of(outer.process_group), "DistributedDataParallel")

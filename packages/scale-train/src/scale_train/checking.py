@@ -10,7 +10,7 @@ import math
 
 from scale_train.errors import InputError
 from scale_train.meaning import budget_bytes, model_config, pipeline_shape
-from scale_train.options import Options, ParallelOptions
+from scale_train.options import OptimizerOptions, Options, ParallelOptions
 
 
 def check(options: Options, num_ranks: int) -> None:
@@ -20,6 +20,7 @@ def check(options: Options, num_ranks: int) -> None:
         InputError: If the numbers make no training on `num_ranks` ranks.
     """
     _check_numbers(options)
+    _check_adascale(options.optimizer)
     model_config(options)
     _check_activations(options.parallel)
     num_data = _check_tensor_parallel(options, num_ranks)
@@ -100,6 +101,14 @@ def _check_activations(options: ParallelOptions) -> None:
         )
     if options.offload_activations:
         raise InputError(f"--offload-activations: the plan of --checkpoint-activations {choice} says what is offloaded")
+
+
+def _check_adascale(options: OptimizerOptions) -> None:
+    scale = options.adascale_scale
+    if scale and not options.adascale:
+        raise InputError(f"--adascale-scale {scale:g} has no effect without --adascale")
+    if scale and not 1 <= scale < math.inf:
+        raise InputError(f"--adascale-scale {scale:g}: at least 1 is needed")
 
 
 def _check_numbers(options: Options) -> None:

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from scale_adascale import AdaScale, suggest_batch_size
 from scale_pipe.micro_batches import micro_batch_sizes
-from scale_train.errors import InputError
 from scale_train.options import Options
 from scale_train.parallel import Engine
 
@@ -30,7 +29,8 @@ class Worth(NamedTuple):
         noise_scale_high: The upper one.
         critical_batch: Sequences in a batch above which more of them stop to pay.
         suggested_batch: Those of the batch with which the training would go forward fastest on these ranks, by the
-            seconds of a pass and of a step; None where a step is one pass.
+            seconds of a pass and of a step; None where a step is one pass or one of a pipeline, and where the noise
+            scale is not known.
     """
 
     gain: float
@@ -40,19 +40,6 @@ class Worth(NamedTuple):
     noise_scale_high: float | None
     critical_batch: int | None
     suggested_batch: int | None
-
-
-def check_adascale(options: Options) -> None:
-    """Finds what is wrong with --adascale.
-
-    Raises:
-        InputError: It can't be measured, or the scale is no scale.
-    """
-    scale = options.optimizer.adascale_scale
-    if scale and not options.optimizer.adascale:
-        raise InputError(f"--adascale-scale {scale:g} has no effect without --adascale")
-    if scale and not 1 <= scale < math.inf:
-        raise InputError(f"--adascale-scale {scale:g}: at least 1 is needed")
 
 
 def with_adascale(engine: Engine, options: Options) -> Optimizer:

@@ -77,7 +77,8 @@ def forward_backward(training: Training) -> torch.Tensor:
     micro_batches = slice_of_rank(training.sampler.starts(data.batch), group.rank, group.size, accumulate)
     total = torch.zeros((), device=engine.device)
     for index, starts in enumerate(micro_batches):
-        training.pass_clock.begin(index)
+        if training.options.optimizer.adascale:
+            training.pass_clock.begin(index)
         batch = windows_at(training.text.train, starts, data.sequence)
         with engine.syncing(last=index == accumulate - 1):
             with engine.computing():
@@ -99,8 +100,10 @@ def log_step(training: Training, loss: torch.Tensor, rate: float, norm: torch.Te
     mean = math.fsum(struct.unpack("<d", struct.pack("<q", row[0]))[0] for row in rows) / group.size
     tokens = options.data.batch * options.data.sequence
     steps_per_second = training.clock.steps_per_second()
-    seconds = training.pass_clock.seconds_by_batch(1 / steps_per_second, options.data.batch)
-    worth = worth_of(training.optimizer, options.data.batch, seconds)
+    worth = None
+    if options.optimizer.adascale:
+        seconds = training.pass_clock.seconds_by_batch(1 / steps_per_second, options.data.batch)
+        worth = worth_of(training.optimizer, options.data.batch, seconds)
     if not math.isfinite(mean):
         raise _diverged(training, f"the loss is {mean}")
     training.reporter.step(

@@ -107,7 +107,7 @@ class OptimizerOptions:
     """torch's fused kernel: much faster, and equal to the plain one to some 2 units in the last place."""
     adascale: bool = False
     """Take --lr, --warmup and --steps for those of a smaller batch, and as many useful steps of the whole one as these
-    are worth. The smaller batch is a micro-batch of one rank."""
+    are worth. The smaller batch is a micro-batch of one rank, or with pipe of one pipeline."""
     adascale_scale: float = 0.0
     """With --adascale: how many times --batch is as large as the smaller batch; 0 is ranks times --accumulate,
     with pipe pipelines times --chunks."""

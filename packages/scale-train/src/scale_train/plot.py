@@ -48,8 +48,8 @@ def draw(entries: list[dict[str, Any]]) -> Figure:
     held_out = [
         (entry["step"], entry["held_out_bits_per_byte"]) for entry in entries if "held_out_bits_per_byte" in entry
     ]
-    # A figure of its own, not pyplot: that would look for a display.
     noise = [entry for entry in entries if entry.get("noise_scale") is not None]
+    # A figure of its own, not pyplot: that would look for a display.
     figure = Figure(figsize=(7, 7 if noise else 4), layout="constrained")
     axes, *below = figure.subplots(2 if noise else 1, 1, sharex=True, squeeze=False)[:, 0]
     for label, points in (("training batches", train), ("held-out text", held_out)):

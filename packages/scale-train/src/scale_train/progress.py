@@ -20,9 +20,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from scale_train.memory import in_words
 from scale_train.metrics import MetricsFile
 
-_OF_ADASCALE = ("gain", "useful_steps", "noise_scale", "noise_scale_low", "noise_scale_high")
-_OF_BATCHES = ("critical_batch", "suggested_batch")
-_SCALARS = ("loss", "learning_rate", "tokens_per_second", *_OF_ADASCALE, *_OF_BATCHES)
+_SCALARS = (
+    *("loss", "learning_rate", "tokens_per_second", "gain", "useful_steps"),
+    *("noise_scale", "noise_scale_low", "noise_scale_high", "critical_batch", "suggested_batch"),
+)
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class StepRecord:
         seconds_left: Until the last step, at the speed of this run so far.
         gain: With --adascale, steps of the smaller batch that this one was worth.
         useful_steps: With it, the sum of all gains.
-        noise_scale: With it, and so are those below, that of the gradient in sequences, if it is known and finite.
+        noise_scale: With it, that of the gradient, in sequences; None, as are those below, where it is not known.
         noise_scale_low: The lower end of its interval of 95 %.
         noise_scale_high: The upper one, if it is finite.
         critical_batch: Sequences in a batch above which more of them stop to pay.

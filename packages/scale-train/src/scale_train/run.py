@@ -14,7 +14,6 @@ from scale_core.pending import TransferError
 from scale_train.checking import check, without_effect
 from scale_train.checkpoint import CHECKPOINTS, METRICS, Place, choose_place, load, save
 from scale_train.errors import InputError, RanksLost, reason_of
-from scale_train.large_batches import check_adascale
 from scale_train.loop import train
 from scale_train.memory import held_bytes, peak_bytes, replicated_bytes
 from scale_train.metrics import begin_metrics
@@ -39,7 +38,6 @@ def language_model(options: Options, group: Group) -> Report:
         RanksLost: Another rank ended, or cannot be reached.
     """
     check(options, group.size)
-    check_adascale(options)
     text = _read_together(options, group)
     place = _agree_on_place(options, group)
     training = build(options, text, group)

@@ -67,7 +67,7 @@ class Training:
         saved_step: Steps done when it was last saved; -1 for never.
         checkpoint: The last one, written or read.
         clock: Of this run, from its first step on.
-        pass_clock: Of the passes of its last step.
+        pass_clock: Of the passes of its last step, with --adascale.
         loss: This rank's part of the last step's loss, a scalar; None before the first step.
         norm: Of the last step's gradient before clipping, a scalar; None without clipping.
     """

@@ -16,16 +16,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
+from scale_adascale import AdaScale
 from scale_core import ShardedGradScaler
 from scale_core.samples import sampled_steps_wanted
 from scale_core.testing import run_ranks
 from scale_fsdp import fully_shard
 from scale_oss import OSS, ShardedDataParallel
-
-pytest.importorskip("scale_pipe")
-pytest.importorskip("scale_tp")
-pytest.importorskip("scale_adascale")
-from scale_adascale import AdaScale
 from scale_pipe import DistributedPipe, StageError
 from scale_tp import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
@@ -218,7 +214,7 @@ def gains_of_divided_layers(ranks: Any, partners: Any) -> list[float]:
     optimizer = AdaScale(
         inner,
         num_gradients_to_accumulate=CHUNKS,
-        process_group=dist.new_group([dist.get_rank()], use_local_synchronization=True),
+        process_group=by_itself(),
         model_parallel_group=dist.group.WORLD,
     )
     found = []
@@ -253,7 +249,7 @@ def measured_on_one_rank_alone(ranks: Any) -> str:
         optimizer = AdaScale(
             torch.optim.SGD(pipe.parameters(), lr=LR),
             num_gradients_to_accumulate=CHUNKS,
-            process_group=dist.new_group([0], use_local_synchronization=True),
+            process_group=by_itself(),
             model_parallel_group=ranks,
         )
     with pytest.raises(RuntimeError) as error:
@@ -320,11 +316,10 @@ def of_unequal_micro_batches(ranks: Any) -> float:
 def another_number_of_micro_batches(ranks: Any) -> list[str]:
     """Of a pipeline with more micro-batches than were said, and of one that steps twice."""
     pipe = DistributedPipe(layers(Case()), "zb_v", balance=[2] * 4, chunks=CHUNKS, group=ranks)
-    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     optimizer = AdaScale(
         torch.optim.SGD(pipe.parameters(), lr=LR),
         num_gradients_to_accumulate=CHUNKS - 1,
-        process_group=alone,
+        process_group=by_itself(),
         model_parallel_group=ranks,
     )
     x, target = batch_of(0, 0, CHUNKS)

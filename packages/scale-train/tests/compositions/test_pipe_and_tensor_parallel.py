@@ -17,9 +17,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from scale_core import clip_grad_norm
 from scale_core.testing import run_ranks
-
-pytest.importorskip("scale_pipe")
-pytest.importorskip("scale_tp")
 from scale_pipe import DistributedPipe, Pipe, split
 from scale_tp import (
     ColumnParallelLinear,

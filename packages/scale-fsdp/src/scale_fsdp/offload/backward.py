@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from scale_core.backward import once_after_backward
+from scale_core.shard import title_of
 from scale_core.streams import on_host, worker_for
 from scale_fsdp.offload.copies import EarlyCopy, still_copies
 from scale_fsdp.offload.host_step import PIECE_ELEMENTS
-from scale_fsdp.offload.parts import Part, name_of
+from scale_fsdp.offload.parts import Part
 from scale_fsdp.offload.update import OffloadUpdate, buckets
 from scale_fsdp.offload.used_gradient import UsedGradient, used_up
 
@@ -87,7 +88,7 @@ class UpdateInBackward:
         param = parts[0].param
         self._refuse_after_cut()
         if param in self._used:
-            raise used_up(name_of(param))
+            raise used_up(title_of(param))
         # After a pass that failed, some may be waiting already.
         self._waiting += [part for part in parts if part.has_gradient() and part not in self._waiting]
         if self._pass is None:
@@ -112,7 +113,7 @@ class UpdateInBackward:
             if isinstance(param.grad, UsedGradient):
                 param.grad = None
             elif param.grad is not None:
-                raise used_up(name_of(param))
+                raise used_up(title_of(param))
         for live, then in options.values():
             for key in sorted(then.keys() | live.keys() - {"params"}):
                 if not _equal(live.get(key), then.get(key)):
@@ -161,7 +162,7 @@ class UpdateInBackward:
         """The pass that ran has failed; whoever called for it learns why from elsewhere."""
         self._pass = None
         if self._used:
-            self._cut_off = name_of(next(iter(self._used)))
+            self._cut_off = title_of(next(iter(self._used)))
         for param in self._used:
             if isinstance(param.grad, UsedGradient):
                 param.grad = None  # From now on the refusal below says more.

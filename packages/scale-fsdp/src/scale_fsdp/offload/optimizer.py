@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from scale_core.shard import shard_of
+from scale_core.shard import shard_of, title_of
 from scale_core.streams import on_host
 from scale_fsdp.offload.backward import EarlyCopies, UpdateInBackward
 from scale_fsdp.offload.clipping import PendingClipping
 from scale_fsdp.offload.gradient_arrivals import GradientArrivals
 from scale_fsdp.offload.host_step import FUSED_MULTIPLE, host_options
 from scale_fsdp.offload.kinds import Split, split_of
-from scale_fsdp.offload.parts import Part, PlacedState, Placement, name_of
+from scale_fsdp.offload.parts import Part, PlacedState, Placement
 from scale_fsdp.offload.plan import host_counts
 from scale_fsdp.offload.update import OffloadUpdate
 from scale_fsdp.offload.used_gradient import UsedGradient
@@ -187,7 +187,7 @@ class OffloadOptimizer(Optimizer):
             ValueError: The shape or the strides don't fit, or the optimizer doesn't have the parameter.
         """
         if not self._placed.parts_of(param):
-            raise ValueError(f"{name_of(param)} is not the optimizer's: pass one of its parameters")
+            raise ValueError(f"{title_of(param)} is not the optimizer's: pass one of its parameters")
         if target is not None and (target.shape != param.shape or not target.is_contiguous()):
             raise ValueError(
                 f"expected a contiguous target of shape {tuple(param.shape)}, got {tuple(target.shape)} with strides "
@@ -282,8 +282,8 @@ class OffloadOptimizer(Optimizer):
     def _check_param(self, param: Tensor) -> None:
         if hasattr(param, "__tensor_flatten__"):
             raise TypeError(
-                f"expected plain tensors, got {name_of(param)} of type {type(param).__name__}, whose elements stand in "
-                "other tensors: shard the model by scale_fsdp.fully_shard, whose shards are plain"
+                f"expected plain tensors, got {title_of(param)} of type {type(param).__name__}, whose elements stand "
+                "in other tensors: shard the model by scale_fsdp.fully_shard, whose shards are plain"
             )
         shard = shard_of(param)
         if shard is not None and self._split == "parameter" and 0 < shard.stop - shard.start < shard.numel:

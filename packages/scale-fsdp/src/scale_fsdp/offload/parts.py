@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from scale_core.shard import shard_of
+from scale_core.shard import title_of
 from scale_core.streams import on_host
 from scale_fsdp.offload.host_step import laid_out_as
 
@@ -63,7 +63,7 @@ class Part:
         grad = self.param.grad
         if grad is not None and grad.is_sparse and (self.on_host or not self.is_whole):
             raise RuntimeError(
-                f"the gradient of {name_of(self.param)} is sparse, and only dense ones go to the host: build the "
+                f"the gradient of {title_of(self.param)} is sparse, and only dense ones go to the host: build the "
                 "embedding with sparse=False, or give its parameters an optimizer of their own"
             )
         return grad is not None
@@ -203,12 +203,6 @@ class PlacedState(MutableMapping[Tensor, dict[str, Any]]):
         self._others.clear()
         for part in self.parts():
             part.state = {}
-
-
-def name_of(param: Tensor) -> str:
-    """What to call a parameter in an error."""
-    shard = shard_of(param)
-    return f"a parameter of shape {tuple(param.shape)}" if shard is None else f"'{shard.name}'"
 
 
 def dense_strides(tensor: Tensor) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from scale_fsdp.offload.parts import name_of
+from scale_core.shard import title_of
 
 
 class UsedGradient(Tensor):
@@ -29,7 +29,7 @@ class UsedGradient(Tensor):
         used: UsedGradient = torch.Tensor._make_wrapper_subclass(
             cls, param.shape, dtype=param.dtype, device=param.device, storage_size=0
         )
-        used.of_whom = name_of(param)
+        used.of_whom = title_of(param)
         return used
 
     __torch_function__ = cast(Any, torch._C)._disabled_torch_function_impl

@@ -9,13 +9,14 @@ from typing import NamedTuple
 from torch import nn
 
 from scale_pipe.distributed.plan import SharedParameter, Skip, Wiring
+from scale_pipe.integers import check_positive
 from scale_pipe.models.partition import check_balance, check_sequential, partition
 from scale_pipe.models.skip_layout import skip_layout
 from scale_pipe.models.skip_words import SkipKey
 from scale_pipe.models.split import shared_parameters
 from scale_pipe.schedules.classic import gpipe, interleaved_1f1b, looped_breadth_first, one_forward_one_backward
 from scale_pipe.schedules.dual_pipe import dual_pipe_v
-from scale_pipe.schedules.placement import Placement, check_positive, plain_integer
+from scale_pipe.schedules.placement import Placement
 from scale_pipe.schedules.schedule import Schedule
 from scale_pipe.schedules.validation import validate
 from scale_pipe.schedules.zero_bubble import v_half, v_min, zb_h1, zb_v
@@ -65,10 +66,9 @@ def schedule_for(
             f"expected a schedule or its name, but got {type(schedule).__name__}: one of {', '.join(NAMES)}"
         )
     name = schedule.lower().replace("-", "_")
-    num_micro_batches = plain_integer(num_micro_batches) or num_micro_batches  # NumPy's integers, too.
-    check_positive(chunks=num_micro_batches)
+    (num_micro_batches,) = check_positive(chunks=num_micro_batches)
     if stages_per_rank is not None:
-        check_positive(stages_per_rank=stages_per_rank)
+        (stages_per_rank,) = check_positive(stages_per_rank=stages_per_rank)
     if name == SOLVE:
         name = {1: "zb_h1", 2: "zb_v"}.get(stages_per_rank or 2, "interleaved_1f1b")
     if name in _LOOPED:

@@ -9,6 +9,9 @@ from scale_pipe.distributed.messages import Failure, Share
 from scale_pipe.distributed.samples import Samples
 from scale_pipe.distributed.stage import ToLoss
 
+OnStep = Callable[[int], Sequence[int]]
+"""Steps what belongs to a stage, and returns the stages whose parameters were updated."""
+
 
 class Parts(NamedTuple):
     """Something that is given for a mini-batch, by micro-batch.
@@ -40,7 +43,7 @@ class Given(NamedTuple):
     arguments: Mapping[int, Parts] = {}
     to_loss: ToLoss | None = None
     keeps_output: bool = False
-    on_step: Callable[[int], Sequence[int]] | None = None
+    on_step: OnStep | None = None
     failure: Failure | None = None
     cause: Exception | None = None
     samples: Samples | None = None

@@ -10,11 +10,12 @@ from typing import NoReturn
 from torch import nn
 
 from scale_core import ScaleDistributedError
+from scale_core.exchange import exchange
 from scale_core.group import Group
 from scale_core.last_words import LastWords
 from scale_core.pending import TransferError
 from scale_pipe.distributed import failure as failures
-from scale_pipe.distributed.given import Given
+from scale_pipe.distributed.given import Given, OnStep
 from scale_pipe.distributed.links import LinkError, Links
 from scale_pipe.distributed.measuring import spans_of
 from scale_pipe.distributed.messages import Failure, Pass
@@ -79,8 +80,12 @@ class Passes:
             StageError: A stage has failed, on whichever rank.
             ScaleDistributedError: The ranks have lost each other.
         """
-        run = Run(self._group, self._kind, traffic.orders, stages, traffic.links, given, shared, self._limit)
         heard = given.samples is not None and given.samples.is_heard
+        on_step = given.on_step
+        if heard:  # How far an optimizer goes all ranks know at the end of the step alone.
+            given = given._replace(on_step=None)
+        run = Run(self._group, self._kind, traffic.orders, stages, traffic.links, given, shared, self._limit)
+        steps_late = heard and on_step is not None
         terms = () if given.samples is None else given.samples.terms
         began, clock = time.time(), time.perf_counter()
         try:
@@ -90,7 +95,13 @@ class Passes:
             loss = mean_loss(run.losses, run.shares) if run.losses else None
             failed = run.failure is not None
             verdict = agree_on_end(
-                self._group, failed=failed, loss=loss, heard=heard, terms=terms, limit_seconds=self._limit
+                self._group,
+                failed=failed,
+                loss=loss,
+                heard=heard,
+                terms=terms,
+                steps_late=steps_late,
+                limit_seconds=self._limit,
             )
             if verdict.failed:
                 self._give_up(run)
@@ -103,6 +114,8 @@ class Passes:
             raise
         if given.samples is not None and verdict.heard:
             self._tell(given.samples, verdict, run, traffic.sample_links)
+        if verdict.steps_late:
+            self._step_late(run, on_step if steps_late else None)
         self.last = spans_of(run.times, self._group.rank, clock), began
         return run, verdict
 
@@ -118,16 +131,29 @@ class Passes:
             self._lose(failures.of_link(error, rank=self._group.rank, stage=error.slot.target))
         except TransferError as error:
             self._lose(failures.of_end(error, self._group.rank))
+        except RuntimeError as error:
+            if run.stepped:
+                error.add_note(_were_stepped(run))
+            raise
         samples.end([share.weight for share in shares])
+
+    def _step_late(self, run: Run, on_step: OnStep | None) -> None:
+        """Steps stages when all ranks are through, and gives the step up on all of them if one fails."""
+        try:
+            if on_step is not None:
+                run.step_all(on_step)
+            rows = exchange([int(run.failure is not None)], self._group, limit_seconds=self._limit)
+        except TransferError as error:
+            self._lose(failures.of_end(error, self._group.rank))
+        except BaseException as error:
+            self._broken = f"rank {self._group.rank} left step {self._number}: {error!r}"
+            raise
+        if any(failed for (failed,) in rows):
+            self._give_up(run)
 
     def _give_up(self, run: Run) -> NoReturn:
         """Raises on all ranks what was raised on one."""
-        note = ""
-        if run.stepped:
-            note = (
-                f"Stages {', '.join(map(str, run.stepped))} had been stepped by then, which can't be taken back: load "
-                "the last checkpoint"
-            )
+        note = _were_stepped(run) if run.stepped else ""
         cause, run.cause = run.cause, None  # Its traceback leads to the run: what is a cycle outlives the error.
         failures.raise_together(run.failure, self._group, self._number, cause, self._limit, note)
 
@@ -138,6 +164,11 @@ class Passes:
         except ScaleDistributedError as error:
             self._broken = str(error)
             raise
+
+
+def _were_stepped(run: Run) -> str:
+    stages = ", ".join(map(str, run.stepped))
+    return f"Stages {stages} had been stepped by then, which can't be taken back: load the last checkpoint"
 
 
 @contextmanager

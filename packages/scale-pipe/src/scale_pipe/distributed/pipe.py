@@ -193,8 +193,9 @@ class DistributedPipe(PlainFace):
             target: Of the loss function, tensors [N, ...] in any nesting; needed on the rank of the last stage.
             loss_fn: `loss_fn(output, target)`, or `loss_fn(output)` without a target: the mean over the samples of a
                 micro-batch. None where the last stage returns that itself.
-            optimizer: Steps each stage as soon as its gradients are there; one for all stages of this rank, or one for
-                each by its number. None leaves it to the caller, who may clip gradients before.
+            optimizer: Steps each stage as soon as its gradients are there, or where gradients are measured, as by
+                AdaScale, when all ranks are through; one for all stages of this rank, or one for each by its number.
+                None leaves it to the caller, who may clip gradients before.
             stage_inputs: By the number of a stage, arguments by keyword that it gets on its own rank.
             kwargs: Of the first stage, by keyword; one that has a name from above is given as `stage_inputs={0: ...}`.
 
@@ -212,16 +213,10 @@ class DistributedPipe(PlainFace):
         with torch.inference_mode(False), torch.enable_grad():
             given = given_for(asked, Pass.STEP, self._schedule, self.group.rank, self._device)
             samples = Samples(self._wiring.shared, self._schedule.placement, self.group.rank)
-            on_step = None
             with kept_gradients(self.stages.values(), self._runners), samples:
                 given = self._checked(given._replace(samples=samples), samples)
-                if samples.is_heard:  # How far an optimizer goes all ranks know at the end of the step alone.
-                    on_step, given = given.on_step, given._replace(on_step=None)
                 self._shared.begin()
                 _, verdict = self._run(given)
-            if on_step is not None:
-                for stage in self.stages:
-                    on_step(stage)
             loss = verdict.loss_on(self._device)
             assert loss is not None
         self._num_steps += 1

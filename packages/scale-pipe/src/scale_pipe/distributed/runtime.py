@@ -18,7 +18,7 @@ from torch import Tensor
 from scale_core.group import Group
 from scale_core.pending import TransferError
 from scale_pipe.distributed import failure as failures
-from scale_pipe.distributed.given import Given
+from scale_pipe.distributed.given import Given, OnStep
 from scale_pipe.distributed.links import LinkError, Links
 from scale_pipe.distributed.messages import Content, Failure, Message, Pass, Share, pack
 from scale_pipe.distributed.order import Order
@@ -113,7 +113,7 @@ class Run:
             elif isinstance(task, AddShared):
                 self._add_shared()
             elif task.kind is Kind.STEP:
-                self._step(task)
+                self._step(task, self._given.on_step)
             else:
                 self._compute(task)
                 self._forget(self._order.receipts.get(index, ()))
@@ -291,10 +291,15 @@ class Run:
         except Exception as error:
             self._raised(error, Action(Kind.BACKWARD, min(self._stages), EVERY_MICRO_BATCH))
 
-    def _step(self, action: Action) -> None:
-        if self.failure is None and self._given.on_step is not None:
+    def step_all(self, on_step: OnStep) -> None:
+        """Steps all stages of this rank; what goes wrong is in `failure` afterwards."""
+        for stage in self._stages:
+            self._step(Action(Kind.STEP, stage, EVERY_MICRO_BATCH), on_step)
+
+    def _step(self, action: Action, on_step: OnStep | None) -> None:
+        if self.failure is None and on_step is not None:
             try:
-                self.stepped += self._given.on_step(action.stage)
+                self.stepped += on_step(action.stage)
             except Exception as error:
                 self._raised(error, action)
 

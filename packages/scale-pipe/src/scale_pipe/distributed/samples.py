@@ -17,17 +17,18 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Self
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from scale_core.backward import are_local_grads_reported, on_local_grads
 from scale_core.exchange import exchange_text
-from scale_core.group import Group, group_of
+from scale_core.group import Group
 from scale_core.samples import SampledStep, Terms, sampled_steps_wanted
+from scale_core.subgroup import subgroup_of
 from scale_pipe.distributed.links import Links
 from scale_pipe.distributed.messages import Content, Share, pack, unpack
 from scale_pipe.distributed.plan import Flow, SharedParameter, Slot, first_holders
@@ -61,14 +62,18 @@ class Samples:
     """
 
     def __init__(self, shared: Sequence[SharedParameter], placement: Placement, rank: int) -> None:
-        self._rank = rank
-        self._holders = {parameter.name: first_holders(parameter, placement) for parameter in shared}
+        self._parameters, self._placement, self._rank = shared, placement, rank
         self._shared: list[_Shared] = []
         self._names: dict[str, _Shared] = {}  # of those that other ranks have, too
         self._num_stages = 0
         self._stages_through: Counter[int] = Counter()  # by micro-batch
         self._handles: list[RemovableHandle] = []
         self._step: SampledStep | None = None
+
+    @cached_property
+    def _holders(self) -> dict[str, Mapping[int, int]]:
+        """By name of a shared parameter what `first_holders` returns; asked for where somebody listens, on any rank."""
+        return {parameter.name: first_holders(parameter, self._placement) for parameter in self._parameters}
 
     @property
     def is_heard(self) -> bool:
@@ -190,7 +195,7 @@ class Samples:
             weights: What each micro-batch counts in their mean.
         """
         if self._step is not None:
-            self._step.end(len(weights), weights)
+            self._step.end(weights)
 
     # The gradients of shared parameters.
 
@@ -231,12 +236,12 @@ class Samples:
         if sample is None:
             return  # Of no backward of a micro-batch, and so in no gradient of the step.
         with torch.no_grad():
-            dense = grad.detach()
+            part = grad.detach()
             before = shared.sums.get(sample)
             if before is not None:
-                shared.sums[sample] = before + dense
+                shared.sums[sample] = before + part
             else:  # The gradient itself may be added to later.
-                shared.sums[sample] = dense.clone() if dense.layout is torch.strided else dense.to_dense()
+                shared.sums[sample] = part.clone() if part.layout is torch.strided else part.to_dense()
 
     @torch.no_grad()
     def _add_up(self, name: str, shared: _Shared, num_micro_batches: int, links: Links) -> None:
@@ -264,7 +269,7 @@ class Samples:
 
 
 def ranks_with_parameters(stages: Sequence[nn.Module], placement: Placement, group: Group) -> Group:
-    """Returns the ranks whose stages have any parameters; all such ranks call it together.
+    """Returns the ranks whose stages have any parameters; all ranks call it together.
 
     Args:
         stages: All stages.
@@ -278,10 +283,9 @@ def ranks_with_parameters(stages: Sequence[nn.Module], placement: Placement, gro
     have = [any(next(stages[index].parameters(), None) is not None for index in each) for each in owned]
     if all(have) or not any(have) or group.backend == "fake":
         return group
-    if not have[group.rank] or sum(have) == 1:
+    if sum(have) == 1:
         return Group()
-    ranks = [rank for rank, has_any in zip(group.ranks, have, strict=True) if has_any]
-    return group_of(dist.new_group(ranks, use_local_synchronization=True))
+    return subgroup_of(group, [rank for rank, has_any in zip(group.ranks, have, strict=True) if has_any])
 
 
 def check_terms(told: Mapping[int, Sequence[Terms]]) -> None:

@@ -27,13 +27,15 @@ class Verdict(NamedTuple):
         dtype: That of the loss.
         heard: The ranks on which somebody measures gradients by micro-batch.
         is_heard_alike: It is done on the same terms on all ranks.
+        steps_late: Some rank is to step its stages now that all are through.
     """
 
     failed: list[int]
     loss: float | None
     dtype: torch.dtype
     heard: list[int]
-    is_heard_alike: bool = True
+    is_heard_alike: bool
+    steps_late: bool
 
     def loss_on(self, device: torch.device) -> Tensor | None:
         """Returns the loss as a scalar.
@@ -49,8 +51,9 @@ def agree_on_end(
     *,
     failed: bool,
     loss: Tensor | None,
-    heard: bool = False,
-    terms: Sequence[Terms] = (),
+    heard: bool,
+    terms: Sequence[Terms],
+    steps_late: bool,
     limit_seconds: float | None,
 ) -> Verdict:
     """Tells all ranks how the pass went here; the one place where a step waits for what a device has computed.
@@ -61,6 +64,7 @@ def agree_on_end(
         loss: A scalar, on the rank of the last stage.
         heard: Somebody measures gradients by micro-batch here.
         terms: Of those who do.
+        steps_late: Stages of this rank are to be stepped when all are through.
         limit_seconds: How long to wait for another rank.
 
     Raises:
@@ -71,12 +75,19 @@ def agree_on_end(
         (bits,) = struct.unpack("<q", struct.pack("<d", float(loss)))
         dtype = _DTYPES.index(loss.dtype) if loss.dtype in _DTYPES else 0
     fingerprint = zlib.crc32(repr([tuple(each) for each in terms]).encode()) if terms else 0
-    rows = exchange([int(failed), bits, dtype, int(heard), fingerprint], group, limit_seconds=limit_seconds)
+    rows = exchange(
+        [int(failed), bits, dtype, int(heard) + 2 * int(steps_late), fingerprint], group, limit_seconds=limit_seconds
+    )
     known = next((row for row in rows if row[2] >= 0), None)
     value = None if known is None else struct.unpack("<d", struct.pack("<q", known[1]))[0]
-    failed_ranks, heard_ranks = ([rank for rank, row in enumerate(rows) if row[place]] for place in (0, 3))
-    is_alike = len({row[4] for row in rows}) == 1
-    return Verdict(failed_ranks, value, _DTYPES[known[2]] if known else torch.float32, heard_ranks, is_alike)
+    return Verdict(
+        failed=[rank for rank, row in enumerate(rows) if row[0]],
+        loss=value,
+        dtype=_DTYPES[known[2]] if known else torch.float32,
+        heard=[rank for rank, row in enumerate(rows) if row[3] & 1],
+        is_heard_alike=len({row[4] for row in rows}) == 1,
+        steps_late=any(row[3] & 2 for row in rows),
+    )
 
 
 def mean_loss(losses: Mapping[int, Tensor], shares: Mapping[int, Share]) -> Tensor:

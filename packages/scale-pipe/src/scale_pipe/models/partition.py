@@ -8,7 +8,6 @@ The layers keep their names, so partition 1 of these holds the layer "2" and no 
 
 from __future__ import annotations
 
-import operator
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from scale_pipe.integers import plain_integer
 from scale_pipe.micro_batches import Arguments, in_words
 
 MEND = (
@@ -211,12 +211,10 @@ def check_balance(balance: Iterable[int] | None, num_layers: int, num_devices: i
 
 
 def _integer(index: int, number: Any) -> int:
-    try:
-        if isinstance(number, bool):
-            raise TypeError
-        return operator.index(number)  # Those of NumPy and of tensors as well.
-    except TypeError:
-        raise TypeError(f"a balance has integers, but balance[{index}] is {number!r}") from None
+    integer = plain_integer(number)
+    if integer is None:
+        raise TypeError(f"a balance has integers, but balance[{index}] is {number!r}")
+    return integer
 
 
 def _check_one_device_each(modules: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:

@@ -128,7 +128,7 @@ class Pipe(nn.Module):
         if not self.partitions:
             (input,) = scatter(_only_input(args, kwargs), 1)
             return input
-        micro_batches = scatter_each(Arguments(args, kwargs), chunks)
+        micro_batches = scatter_each(Arguments(args, kwargs), chunks, stacklevel=5)  # Past torch's two of a call.
         checkpointed = {"always": len(micro_batches), "except_last": len(micro_batches) - 1, "never": 0}
         begin_mini_batch(self, len(micro_batches))
         return gather(self.pipeline.run(micro_batches, checkpointed[self.checkpoint] if self.training else 0))

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from scale_pipe.integers import check_positive
 from scale_pipe.schedules.action import Action, backward, forward
-from scale_pipe.schedules.placement import Placement, check_positive
+from scale_pipe.schedules.placement import Placement
 from scale_pipe.schedules.schedule import Schedule
 from scale_pipe.schedules.weave import weave
 
@@ -36,7 +37,9 @@ def gpipe(num_ranks: int, num_micro_batches: int, stages_per_rank: int = 1) -> S
     Raises:
         ValueError: A number is not positive.
     """
-    check_positive(num_ranks=num_ranks, num_micro_batches=num_micro_batches, stages_per_rank=stages_per_rank)
+    num_ranks, num_micro_batches, stages_per_rank = check_positive(
+        num_ranks=num_ranks, num_micro_batches=num_micro_batches, stages_per_rank=stages_per_rank
+    )
     placement = Placement.loop(num_ranks, stages_per_rank)
     batches = range(num_micro_batches)
 
@@ -72,7 +75,7 @@ def one_forward_one_backward(num_ranks: int, num_micro_batches: int) -> Schedule
     Raises:
         ValueError: A number is not positive.
     """
-    check_positive(num_ranks=num_ranks, num_micro_batches=num_micro_batches)
+    num_ranks, num_micro_batches = check_positive(num_ranks=num_ranks, num_micro_batches=num_micro_batches)
     batches = range(num_micro_batches)
     orders = [
         _alternating([forward(rank, m) for m in batches], [backward(rank, m) for m in batches], num_ranks - rank - 1)
@@ -92,7 +95,9 @@ def interleaved_1f1b(num_ranks: int, num_micro_batches: int, stages_per_rank: in
     Raises:
         ValueError: A number is not positive.
     """
-    check_positive(num_ranks=num_ranks, num_micro_batches=num_micro_batches, stages_per_rank=stages_per_rank)
+    num_ranks, num_micro_batches, stages_per_rank = check_positive(
+        num_ranks=num_ranks, num_micro_batches=num_micro_batches, stages_per_rank=stages_per_rank
+    )
     if stages_per_rank == 1:
         return one_forward_one_backward(num_ranks, num_micro_batches)
     placement = Placement.loop(num_ranks, stages_per_rank)
@@ -117,7 +122,9 @@ def looped_breadth_first(num_ranks: int, num_micro_batches: int, stages_per_rank
     Raises:
         ValueError: A number is not positive.
     """
-    check_positive(num_ranks=num_ranks, num_micro_batches=num_micro_batches, stages_per_rank=stages_per_rank)
+    num_ranks, num_micro_batches, stages_per_rank = check_positive(
+        num_ranks=num_ranks, num_micro_batches=num_micro_batches, stages_per_rank=stages_per_rank
+    )
     placement = Placement.loop(num_ranks, stages_per_rank)
     batches = range(num_micro_batches)
     orders = [

@@ -25,9 +25,10 @@ from __future__ import annotations
 
 from collections import deque
 
+from scale_pipe.integers import check_positive
 from scale_pipe.schedules.action import Action, backward, forward, input_gradient, weight_gradient
 from scale_pipe.schedules.classic import without_surplus
-from scale_pipe.schedules.placement import Placement, check_positive
+from scale_pipe.schedules.placement import Placement
 from scale_pipe.schedules.schedule import Schedule
 from scale_pipe.schedules.weave import weave
 
@@ -42,7 +43,7 @@ def dual_pipe_v(num_ranks: int, num_micro_batches: int) -> Schedule:
     Raises:
         ValueError: A number is not positive.
     """
-    check_positive(num_ranks=num_ranks, num_micro_batches=num_micro_batches)
+    num_ranks, num_micro_batches = check_positive(num_ranks=num_ranks, num_micro_batches=num_micro_batches)
     full = max(num_micro_batches, 2 * num_ranks)
     orders = [_order(rank, num_ranks, full) for rank in range(num_ranks)]
     placement = Placement.wave(num_ranks)

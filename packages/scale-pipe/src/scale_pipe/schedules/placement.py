@@ -14,11 +14,10 @@ last stage as well as the first: the gradient comes back where the batch went in
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import SupportsIndex
+
+from scale_pipe.integers import check_positive
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class Placement:
         Raises:
             ValueError: A number is not positive.
         """
-        check_positive(num_ranks=num_ranks, stages_per_rank=stages_per_rank)
+        num_ranks, stages_per_rank = check_positive(num_ranks=num_ranks, stages_per_rank=stages_per_rank)
         return cls(tuple(range(num_ranks)) * stages_per_rank)
 
     @classmethod
@@ -69,7 +68,7 @@ class Placement:
         Raises:
             ValueError: A number is not positive.
         """
-        check_positive(num_ranks=num_ranks, stages_per_rank=stages_per_rank)
+        num_ranks, stages_per_rank = check_positive(num_ranks=num_ranks, stages_per_rank=stages_per_rank)
         there, back = tuple(range(num_ranks)), tuple(reversed(range(num_ranks)))
         return cls(tuple(rank for turn in range(stages_per_rank) for rank in (back if turn % 2 else there)))
 
@@ -98,35 +97,3 @@ class Placement:
         if not rest and self == Placement.wave(self.num_ranks, rounds):
             return "V" if rounds == 2 else "wave"
         return f"ranks {' '.join(map(str, self.rank_of))}"
-
-
-def plain_integer(number: object) -> int | None:
-    """Returns an integer of any library, as NumPy's, as one of Python's; None for what is none, as booleans are.
-
-    Args:
-        number: As a user gives it.
-    """
-    if isinstance(number, bool) or not isinstance(number, SupportsIndex):
-        return None
-    try:
-        return operator.index(number)
-    except TypeError:  # A tensor of several elements, or of floats.
-        return None
-
-
-def check_positive(**numbers: int) -> None:
-    """Checks that numbers are positive integers.
-
-    Args:
-        numbers: By the name that the caller knows them by.
-
-    Raises:
-        TypeError: One is no integer.
-        ValueError: One is less than 1.
-    """
-    given: Mapping[str, object] = numbers
-    for name, number in given.items():
-        if isinstance(number, bool) or not isinstance(number, int):
-            raise TypeError(f"{name} must be an integer, but is {number!r}")
-        if number < 1:
-            raise ValueError(f"{name} must be at least 1, but is {number}")

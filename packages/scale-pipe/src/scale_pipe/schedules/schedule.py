@@ -9,8 +9,9 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from scale_pipe.integers import check_positive
 from scale_pipe.schedules.action import COMPUTES, Action, Kind
-from scale_pipe.schedules.placement import Placement, check_positive
+from scale_pipe.schedules.placement import Placement
 
 FORMAT = 1
 
@@ -41,7 +42,8 @@ class Schedule:
     actions: tuple[tuple[Action, ...], ...]
 
     def __post_init__(self) -> None:
-        check_positive(num_micro_batches=self.num_micro_batches)
+        (number,) = check_positive(num_micro_batches=self.num_micro_batches)
+        object.__setattr__(self, "num_micro_batches", number)  # One of Python's, whatever was given.
         if len(self.actions) != self.placement.num_ranks:
             raise ValueError(
                 f"schedule {self.name!r} has one list of actions for each rank: the placement has "

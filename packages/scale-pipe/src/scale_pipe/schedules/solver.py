@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from os import PathLike
 
+from scale_pipe.integers import check_positive
 from scale_pipe.schedules.bounds import cap_in_stages, lower_bound
 from scale_pipe.schedules.candidates import classic_schedules, fits, placements
 from scale_pipe.schedules.costs import Costs
 from scale_pipe.schedules.errors import MemoryCapError
-from scale_pipe.schedules.placement import Placement, check_positive
+from scale_pipe.schedules.placement import Placement
 from scale_pipe.schedules.search import search_schedule
 from scale_pipe.schedules.simulation import simulate
 from scale_pipe.schedules.solution import Solution
@@ -56,10 +57,10 @@ def solve(
             cache is no file of solutions.
         OSError: The cache cannot be read or written.
     """
-    check_positive(num_ranks=num_ranks, num_micro_batches=num_micro_batches)
+    num_ranks, num_micro_batches = check_positive(num_ranks=num_ranks, num_micro_batches=num_micro_batches)
     if visits is None:
         visits = round(VISITS_AT_4_X_8 * (num_ranks * num_micro_batches / 32) ** 1.5)
-    check_positive(visits=visits)
+    (visits,) = check_positive(visits=visits)
     if costs.num_stages < num_ranks:
         raise ValueError(f"each rank needs a stage: {num_ranks} ranks, but costs for {costs.num_stages} stages")
     caps = caps_by_rank(memory_cap, num_ranks)

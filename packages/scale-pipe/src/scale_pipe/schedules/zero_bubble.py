@@ -23,10 +23,11 @@ from collections.abc import Iterator
 from functools import lru_cache
 from math import inf
 
+from scale_pipe.integers import check_positive
 from scale_pipe.schedules.action import forward, input_gradient, weight_gradient
 from scale_pipe.schedules.costs import Costs
 from scale_pipe.schedules.list_scheduling import list_schedule
-from scale_pipe.schedules.placement import Placement, check_positive
+from scale_pipe.schedules.placement import Placement
 from scale_pipe.schedules.problem import Codes, Problem, evaluate
 from scale_pipe.schedules.schedule import Schedule
 from scale_pipe.schedules.weave import weave
@@ -56,7 +57,7 @@ def zb_h1(num_ranks: int, num_micro_batches: int) -> Schedule:
     Raises:
         ValueError: A number is not positive.
     """
-    check_positive(num_ranks=num_ranks, num_micro_batches=num_micro_batches)
+    num_ranks, num_micro_batches = check_positive(num_ranks=num_ranks, num_micro_batches=num_micro_batches)
     orders = []
     for rank in range(num_ranks):
         ahead = min(num_ranks - rank - 1, num_micro_batches)
@@ -80,7 +81,7 @@ def zb_v(num_ranks: int, num_micro_batches: int) -> Schedule:
     Raises:
         ValueError: A number is not positive.
     """
-    check_positive(num_ranks=num_ranks, num_micro_batches=num_micro_batches)
+    num_ranks, num_micro_batches = check_positive(num_ranks=num_ranks, num_micro_batches=num_micro_batches)
     return _at_equal_times("ZB-V", num_ranks, num_micro_batches, 2 * num_ranks)
 
 
@@ -94,7 +95,7 @@ def v_half(num_ranks: int, num_micro_batches: int) -> Schedule:
     Raises:
         ValueError: A number is not positive.
     """
-    check_positive(num_ranks=num_ranks, num_micro_batches=num_micro_batches)
+    num_ranks, num_micro_batches = check_positive(num_ranks=num_ranks, num_micro_batches=num_micro_batches)
     return _at_equal_times("V-Half", num_ranks, num_micro_batches, 2 * ((num_ranks + 2) // 2))
 
 
@@ -108,7 +109,7 @@ def v_min(num_ranks: int, num_micro_batches: int) -> Schedule:
     Raises:
         ValueError: A number is not positive.
     """
-    check_positive(num_ranks=num_ranks, num_micro_batches=num_micro_batches)
+    num_ranks, num_micro_batches = check_positive(num_ranks=num_ranks, num_micro_batches=num_micro_batches)
     return _at_equal_times("V-Min", num_ranks, num_micro_batches, 2 * ((num_ranks + 4) // 3))
 
 

@@ -1,0 +1,36 @@
+"""subgroup.py: some ranks of a group make one of their own, however many groups each is in."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from scale_core.collectives import all_reduce
+from scale_core.group import group_of
+from scale_core.subgroup import subgroup_of
+from scale_core.testing import run_ranks
+
+
+def of_ranks_in_different_numbers_of_groups() -> list[tuple[int, ...]]:
+    """Three of four ranks know of it, of which one is in two groups more and another in one."""
+    made = dist.new_group([0, 1, 2])
+    me = dist.get_rank()
+    if me == 3:
+        return []
+    three = group_of(made)
+    for _ in range({0: 2, 1: 0, 2: 1}[me]):
+        dist.new_group([me], use_local_synchronization=True)
+    found = []
+    for ranks in ([0, 1], [1, 2], [0, 1, 2]):
+        part = subgroup_of(three, ranks)
+        total = all_reduce(torch.tensor([me + 1.0]), part).wait()
+        assert total.item() == (sum(ranks) + len(ranks) if me in ranks else me + 1)
+        found.append(part.ranks)
+    return found
+
+
+def test_ranks_in_different_numbers_of_groups_make_one_of_which_others_know_nothing() -> None:
+    first, second, third, fourth = run_ranks(of_ranks_in_different_numbers_of_groups, 4)
+    assert [first[0], first[2]] == [(0, 1), (0, 1, 2)] and len(first[1]) == 1
+    assert second == [(0, 1), (1, 2), (0, 1, 2)]
+    assert third[1:] == [(1, 2), (0, 1, 2)] and len(third[0]) == 1 and fourth == []

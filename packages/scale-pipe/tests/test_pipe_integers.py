@@ -1,0 +1,1 @@
+"""Integers as users give them."""
