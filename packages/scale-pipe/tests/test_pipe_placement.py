@@ -1,11 +1,8 @@
 """Where stages stand."""
 
-import numpy
 import pytest
 
 from scale_pipe import Placement
-from scale_pipe.distributed.building import schedule_for
-from scale_pipe.schedules.placement import plain_integer
 
 
 def test_placements_are_those_of_the_table() -> None:
@@ -32,14 +29,3 @@ def test_numbers_are_positive_integers() -> None:
         Placement.wave(0)
     with pytest.raises(TypeError, match=r"stages_per_rank must be an integer, but is 2\.0"):
         Placement.loop(4, 2.0)  # type: ignore[arg-type]
-
-
-def test_integers_of_other_libraries_are_taken_for_chunks() -> None:
-    assert [plain_integer(number) for number in (3, numpy.int64(3), True, 3.0, "3")] == [3, 3, None, None, None]
-    taken = schedule_for("1f1b", 2, numpy.int64(4), None).num_micro_batches
-    assert taken == 4 and type(taken) is int
-    for wrong in (4.0, True):
-        with pytest.raises(TypeError, match=f"chunks must be an integer, but is {wrong}"):
-            schedule_for("1f1b", 2, wrong, None)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="chunks must be at least 1, but is 0"):
-        schedule_for("1f1b", 2, 0, None)
