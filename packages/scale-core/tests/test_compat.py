@@ -221,6 +221,7 @@ def test_the_end_of_a_recomputation_is_told_from_a_failure() -> None:
     assert compat.ends_recomputation(_StopRecomputationError()) and not compat.ends_recomputation(ValueError())
 
 
+@needs_simulation
 def test_a_mesh_of_all_ranks_is_the_default_group() -> None:
     with compat.fake_default_group(0, 4):
         assert compat.flatten_mesh(init_device_mesh("cpu", (2, 2))) is None
