@@ -26,15 +26,26 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips tests marked `gpu` where there is no CUDA device; torch is asked only if there is such a test."""
-    marked = [item for item in items if item.get_closest_marker("gpu")]
-    if not marked:
-        return
-    import torch
+    """Skips tests marked `gpu` where there is no CUDA device, and `simulation` where torch can't be simulated.
 
-    if not torch.cuda.is_available():
-        for item in marked:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    torch is asked only if there is such a test.
+    """
+    on_gpu, simulated = ([item for item in items if item.get_closest_marker(name)] for name in ("gpu", "simulation"))
+    if on_gpu:
+        import torch
+
+        if not torch.cuda.is_available():
+            _skip(on_gpu, "needs a CUDA device")
+    if simulated:
+        from scale_core import compat
+
+        if not compat.simulation_supported():
+            _skip(simulated, f"simulation needs torch {compat.DEFAULT_TORCH}")
+
+
+def _skip(items: list[pytest.Item], reason: str) -> None:
+    for item in items:
+        item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def pytest_collection_finish() -> None:

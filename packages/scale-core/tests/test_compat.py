@@ -15,10 +15,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 from scale_core import compat
 
-needs_simulation = pytest.mark.skipif(
-    not compat.simulation_supported(), reason=f"simulation stands on torch {compat.DEFAULT_TORCH}"
-)
-
 
 def default_group() -> dist.ProcessGroup:
     group = dist.group.WORLD
@@ -26,20 +22,20 @@ def default_group() -> dist.ProcessGroup:
     return group
 
 
-@needs_simulation
+@pytest.mark.simulation
 def test_the_flat_collectives_run_under_their_new_names_without_a_warning() -> None:
     with compat.fake_default_group(rank=1, world_size=4):
         compat.all_gather_single(torch.zeros(8), torch.zeros(2), default_group()).wait()
         compat.reduce_scatter_single(torch.zeros(2), torch.zeros(8), default_group()).wait()
 
 
-@needs_simulation
+@pytest.mark.simulation
 def test_control_messages_stand_on_the_host_where_the_group_reaches_it() -> None:
     with compat.fake_default_group(rank=0, world_size=2):
         assert compat.control_device(default_group()) == torch.device("cpu")
 
 
-@needs_simulation
+@pytest.mark.simulation
 def test_a_message_stays_on_a_device_that_the_group_reaches() -> None:
     with compat.fake_default_group(rank=0, world_size=2):
         for wished, found in (("cuda:0", "cuda:0"), ("cpu", "cpu"), ("meta", "cpu")):
@@ -60,7 +56,7 @@ def test_values_are_the_tensor_s_own() -> None:
     assert compat.values_of(torch.tensor([1.5, 2.0]), simulated=[0.0, 0.0]) == [1.5, 2.0]
 
 
-@needs_simulation
+@pytest.mark.simulation
 def test_in_a_simulation_values_are_what_is_taken_for_them() -> None:
     with compat.fake_tensors():
         assert compat.values_of(torch.ones(2), simulated=[3.0, 4.0]) == [3.0, 4.0]
@@ -121,7 +117,7 @@ def test_another_torch_is_refused_with_both_versions_named(monkeypatch: pytest.M
         compat.fake_tensors()
 
 
-@needs_simulation
+@pytest.mark.simulation
 def test_the_fake_group_ends_with_its_context_also_after_an_error() -> None:
     with pytest.raises(KeyError), compat.fake_default_group(rank=2, world_size=5):
         assert (dist.get_rank(), dist.get_world_size()) == (2, 5)
@@ -129,7 +125,7 @@ def test_the_fake_group_ends_with_its_context_also_after_an_error() -> None:
     assert not dist.is_initialized()
 
 
-@needs_simulation
+@pytest.mark.simulation
 def test_the_fake_group_reaches_a_device_for_its_own_time_only() -> None:
     devices = list(dist.Backend.backend_capability["fake"])
     with compat.fake_default_group(rank=0, world_size=2, device="mps"):
@@ -137,7 +133,7 @@ def test_the_fake_group_reaches_a_device_for_its_own_time_only() -> None:
     assert dist.Backend.backend_capability["fake"] == devices
 
 
-@needs_simulation
+@pytest.mark.simulation
 def test_a_second_default_group_is_refused_and_the_first_one_stays() -> None:
     with compat.fake_default_group(rank=0, world_size=3):
         with pytest.raises(RuntimeError, match=r"got one of 3 ranks \(fake\)"), compat.fake_default_group(0, 2):
@@ -145,7 +141,7 @@ def test_a_second_default_group_is_refused_and_the_first_one_stays() -> None:
         assert dist.get_world_size() == 3
 
 
-@needs_simulation
+@pytest.mark.simulation
 def test_the_ranks_of_an_operation_are_found_by_group_and_by_name() -> None:
     with compat.fake_default_group(rank=1, world_size=4):
         group = dist.new_group([1, 3])
@@ -154,7 +150,7 @@ def test_the_ranks_of_an_operation_are_found_by_group_and_by_name() -> None:
         assert compat.ranks_of_operation(group.group_name) == (1, 3)
 
 
-@needs_simulation
+@pytest.mark.simulation
 def test_a_wrapper_is_taken_apart_into_its_plain_tensors() -> None:
     plain = torch.zeros(3)
     assert compat.inner_tensors(plain) == [plain]
@@ -165,7 +161,7 @@ def test_a_wrapper_is_taken_apart_into_its_plain_tensors() -> None:
         assert inner.untyped_storage() is local.untyped_storage()
 
 
-@needs_simulation
+@pytest.mark.simulation
 def test_each_resize_of_a_storage_is_reported_with_the_size_before_it() -> None:
     sizes: list[tuple[int, int]] = []
     tensor = torch.zeros(4)
@@ -178,7 +174,7 @@ def test_each_resize_of_a_storage_is_reported_with_the_size_before_it() -> None:
     assert torch.UntypedStorage.resize_ is original
 
 
-@needs_simulation
+@pytest.mark.simulation
 def test_fake_tensors_hold_no_memory_and_can_be_set_aside() -> None:
     with compat.fake_tensors():
         assert compat.active_fake_mode() is not None
@@ -189,7 +185,7 @@ def test_fake_tensors_hold_no_memory_and_can_be_set_aside() -> None:
     assert compat.active_fake_mode() is None
 
 
-@needs_simulation
+@pytest.mark.simulation
 def test_a_group_tells_its_store_and_none_is_there_without_one() -> None:
     assert compat.default_store() is None
     with compat.fake_default_group(rank=0, world_size=2):
@@ -221,7 +217,7 @@ def test_the_end_of_a_recomputation_is_told_from_a_failure() -> None:
     assert compat.ends_recomputation(_StopRecomputationError()) and not compat.ends_recomputation(ValueError())
 
 
-@needs_simulation
+@pytest.mark.simulation
 def test_a_mesh_of_all_ranks_is_the_default_group() -> None:
     with compat.fake_default_group(0, 4):
         assert compat.flatten_mesh(init_device_mesh("cpu", (2, 2))) is None

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
-from scale_core import compat
 from scale_core.group import Group, group_of
 from scale_core.norms import clip_grad_norm
 from scale_core.scaler import ShardedGradScaler
@@ -320,7 +319,7 @@ def test_the_scale_stands_where_it_is_told_to() -> None:
     assert scaler.get_scale() == 2.0
 
 
-@pytest.mark.skipif(not compat.simulation_supported(), reason=f"simulation stands on torch {compat.DEFAULT_TORCH}")
+@pytest.mark.simulation
 def test_a_simulated_rank_steps_and_sends_four_numbers() -> None:
     with simulate(rank=1, world_size=4) as simulation:
         param = nn.Parameter(torch.ones(8))

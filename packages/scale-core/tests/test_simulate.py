@@ -20,9 +20,7 @@ from scale_core.group import group_of
 from scale_core.layout import FlatLayout
 from scale_core.simulate import Simulation, UseAfterReleaseError, simulate
 
-pytestmark = pytest.mark.skipif(
-    not compat.simulation_supported(), reason=f"simulation stands on torch {compat.DEFAULT_TORCH}"
-)
+pytestmark = pytest.mark.simulation
 
 WIDTH = 32
 

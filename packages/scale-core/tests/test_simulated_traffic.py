@@ -15,9 +15,7 @@ from scale_core.group import group_of
 from scale_core.simulate import simulate
 from scale_core.simulated_traffic import read_collective
 
-pytestmark = pytest.mark.skipif(
-    not compat.simulation_supported(), reason=f"simulation stands on torch {compat.DEFAULT_TORCH}"
-)
+pytestmark = pytest.mark.simulation
 
 WORLD = 4
 

@@ -164,6 +164,7 @@ def test_to_another_device_the_parameters_go_as_shards():
     assert torch.equal(model(noise(4, 3)), plain(noise(4, 3)))
 
 
+@pytest.mark.simulation
 def test_a_model_goes_to_the_device_and_computes_there():
     with simulate(rank=0, world_size=2, device="sim") as simulation:
         model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))

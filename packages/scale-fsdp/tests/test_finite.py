@@ -207,6 +207,7 @@ def test_sparse_gradients_and_integers_are_looked_at_as_they_are() -> None:
         (model(torch.tensor([1, 1]))[0] * torch.tensor(float("inf"))).sum().backward()
 
 
+@pytest.mark.simulation
 def test_a_simulation_takes_everything_for_finite() -> None:
     with simulate(rank=0, world_size=2):
         model = sharded(error_if_nonfinite=True)

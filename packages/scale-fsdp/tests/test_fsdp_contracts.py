@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from fsdp_beside import noise, sharded
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from scale_core import last_words
 from scale_core.contract import ContractError, ScaleDistributedError
@@ -20,7 +19,7 @@ def impatient(ranks: list[int] | None = None, seconds: float = 3.0) -> dist.Proc
     """Ranks that find each other in peace and then wait no longer than this, well within the test's own limit."""
     group = dist.new_group(ranks, use_local_synchronization=ranks is not None)
     dist.barrier(group)
-    _set_pg_timeout(timedelta(seconds=seconds), group)
+    group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=seconds))
     return group
 
 

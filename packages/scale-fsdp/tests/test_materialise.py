@@ -181,6 +181,7 @@ def test_an_init_of_the_wrong_kind_is_refused():
 WIDTH, BLOCKS, WORLD = 256, 12, 4
 
 
+@pytest.mark.simulation
 def test_no_more_than_one_unit_is_whole_at_a_time():
     unit = (WIDTH * WIDTH + WIDTH) * 4
     with simulate(rank=1, world_size=WORLD) as simulation:
@@ -193,6 +194,7 @@ def test_no_more_than_one_unit_is_whole_at_a_time():
     assert simulation.bytes_sent.keys() == {"broadcast"}
 
 
+@pytest.mark.simulation
 def test_shards_on_the_host_are_initialised_on_the_device_one_unit_at_a_time():
     unit = (WIDTH * WIDTH + WIDTH) * 4
     with simulate(rank=1, world_size=WORLD, device="sim") as simulation:
@@ -208,6 +210,7 @@ def test_shards_on_the_host_are_initialised_on_the_device_one_unit_at_a_time():
     assert simulation.on("cpu").peak_bytes < 1.1 * (BLOCKS + 1) * unit / WORLD, simulation.report()
 
 
+@pytest.mark.simulation
 def test_13_billion_parameters_are_built_in_an_eighth_and_a_block():
     with simulate(rank=3, world_size=8) as simulation:
         model = on_meta(GPT)

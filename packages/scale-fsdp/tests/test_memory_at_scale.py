@@ -7,6 +7,8 @@ from gpt_at_scale import GIB, LAYERS, TOKENS, VOCABULARY, WIDTH, Books, adamw, s
 
 from scale_core.simulate import simulate
 
+pytestmark = pytest.mark.simulation
+
 WORLD = 8
 
 

@@ -15,7 +15,10 @@ from torch.utils.checkpoint import checkpoint
 from scale_core.simulate import Simulation, simulate
 from scale_fsdp import MixedPrecision, fully_shard
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in takes the place of no real accelerator")
+pytestmark = [
+    pytest.mark.simulation,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in takes the place of no real accelerator"),
+]
 
 
 @pytest.fixture(scope="module")

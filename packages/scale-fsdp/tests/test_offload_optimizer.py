@@ -665,6 +665,7 @@ def test_the_garden_of_things_that_can_not_be() -> None:
         OffloadOptimizer(torch.optim.Adam, [])
 
 
+@pytest.mark.simulation
 def test_tensors_made_of_tensors_are_refused_and_change_nothing() -> None:
     with compat.fake_default_group(rank=0, world_size=1):
         from torch.distributed.device_mesh import init_device_mesh
@@ -692,7 +693,7 @@ def test_sparse_gradients_are_refused_where_they_would_be_copied() -> None:
     torch.testing.assert_close(table.weight[1], before[1] - 0.1)
 
 
-@pytest.mark.skipif(not compat.simulation_supported(), reason=f"simulation stands on torch {compat.DEFAULT_TORCH}")
+@pytest.mark.simulation
 @pytest.mark.parametrize("overlap_step, overlap_copies", [(False, True), (False, False), (True, False)])
 def test_a_simulation_shows_what_stands_on_the_host_and_what_on_the_device(
     overlap_step: bool, overlap_copies: bool, monkeypatch: pytest.MonkeyPatch

@@ -81,6 +81,7 @@ def layers_on_the_stand_in() -> nn.Module:
     return fully_shard(model)
 
 
+@pytest.mark.simulation
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_unit_at_a_time_is_whole_and_only_rank_0_keeps_copies(rank):
     with simulate(rank, WORLD, device="sim") as simulation:
@@ -95,6 +96,7 @@ def test_one_unit_at_a_time_is_whole_and_only_rank_0_keeps_copies(rank):
         assert simulation.on("cpu").peak_bytes == (0 if rank else (LAYERS + 2) * BYTES)
 
 
+@pytest.mark.simulation
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_kind_of_state_of_one_unit_is_whole_at_a_time(rank):
     with simulate(rank, WORLD, device="sim") as simulation:

@@ -102,6 +102,7 @@ def test_a_tied_parameter_is_whole_in_all_its_places():
 WIDTH, BLOCKS, WORLD = 256, 12, 4
 
 
+@pytest.mark.simulation
 def test_apply_gathers_one_unit_at_a_time():
     unit = (WIDTH * WIDTH + WIDTH) * 4
     with simulate(rank=1, world_size=WORLD) as simulation:

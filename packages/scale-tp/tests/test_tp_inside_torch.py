@@ -92,7 +92,7 @@ def test_a_divided_block_is_the_same_inside_what_torch_has() -> None:
     run_ranks(in_all_places, 2)
 
 
-@pytest.mark.skipif(not compat.simulation_supported(), reason="stands on private parts of the default torch")
+@pytest.mark.simulation
 def test_one_process_plays_one_rank_of_many() -> None:
     with compat.fake_default_group(1, 8):
         group = group_of()

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from scale_core import compat
 from scale_core.simulate import simulate
 from scale_core.testing import run_ranks
 from scale_fsdp import fully_shard
@@ -137,7 +136,7 @@ def test_results_are_to_the_bit_and_nothing_is_gathered_twice(num_ranks: int) ->
         assert [name for name, right in found.items() if not right] == []
 
 
-@pytest.mark.skipif(not compat.simulation_supported(), reason="simulates on the default torch alone")
+@pytest.mark.simulation
 @pytest.mark.parametrize("how", ["recompute", "offload", ["addmm"]])
 def test_a_checkpointed_model_is_simulated(how: Any) -> None:
     """On tensors without values, whose random numbers and buffers nobody can look at."""

@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
 
-from scale_core import compat
 from scale_core.group import group_of
 from scale_core.simulate import simulate
 from scale_core.snapshot import load_snapshot, save_snapshot
@@ -275,7 +274,7 @@ def test_flat_parameters_are_stepped_on_where_they_are_or_refused() -> None:
     run_ranks(flat_parameters, 2)
 
 
-@pytest.mark.skipif(not compat.simulation_supported(), reason="simulates on the default torch alone")
+@pytest.mark.simulation
 @pytest.mark.parametrize("numel", [64 * 64, 4 * 64 * 64])
 def test_a_step_takes_two_collectives_and_the_memory_of_one_bucket(numel: int) -> None:
     """On rank 3 of 8: 32 matrices, of which each rank owns 4, in rounds of one or in one of all."""
