@@ -28,6 +28,7 @@ def device_of(tensor: Tensor | None) -> str:
     return "" if tensor is None else tensor.device.type
 
 
+@pytest.mark.simulation
 def test_each_device_has_buckets_of_its_own_with_all_that_belongs_to_them() -> None:
     with simulate(rank=1, world_size=2, device="sim") as simulation:
         module = OnTwoDevices()
