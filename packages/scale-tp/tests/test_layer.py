@@ -150,7 +150,7 @@ def refuse_what_would_be_wrong() -> None:
     layer(torch.ones(2, 4)).sum().backward()
     before = [param.detach().clone() for param in layer.parameters()]
     with pytest.raises(RuntimeError, match=r"of a parameter of shape \(3, 4\) this rank has elements"):
-        torch.optim.Muon([layer.weight]).step()
+        getattr(torch.optim, "Muon", torch.optim.Adafactor)([layer.weight]).step()
     with pytest.raises(RuntimeError, match="every rank would take another direction"):
         torch.optim.LBFGS(layer.parameters()).step(lambda: 0.0)
     scaler = torch.amp.GradScaler("cpu")
