@@ -38,7 +38,7 @@ ELEMENTWISE: dict[str, list[dict[str, Any]]] = {
 }
 FUSED: dict[str, dict[str, Any]] = {"Adagrad": {}, "Adam": {}, "AdamW": {}, "SGD": {"momentum": 0.9}}
 MUON = "Muon" if hasattr(torch.optim, "Muon") else "Adafactor"  # torch has it from 2.9 on.
-REFUSED = ["Adafactor", "LBFGS", "Muon", "SparseAdam"]
+REFUSED = [*dict.fromkeys(["Adafactor", "LBFGS", MUON, "SparseAdam"])]
 
 
 class Model(nn.Module):

@@ -166,7 +166,8 @@ def test_flat_parameters_are_refused_with_what_to_call() -> None:
         RuntimeError, match=r"'flat_param_0' is a flat parameter, .*gather_full_optim_state_dict\(optimizer"
     ):
         get_optimizer_state_dict(model, optimizer)
-    with pytest.raises(RuntimeError, match="'flat_param_0'"):
+    # torch 2.8 looks for the name itself before it asks the optimizer.
+    with pytest.raises((RuntimeError, KeyError), match="'flat_param_0'"):
         set_optimizer_state_dict(model, optimizer, full_of(*plain()))
 
 
