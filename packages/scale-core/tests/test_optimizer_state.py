@@ -12,7 +12,8 @@ from test_holdings import Flat
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from scale_core.optimizer_state import GROUPS, optimizer_slots, owners_of, slots_from
+from scale_core.optimizer_groups import saved_groups
+from scale_core.optimizer_state import optimizer_slots, owners_of, slots_from
 from scale_core.state import LocalShard, load_sharded_state_dict, sharded_state_dict, target_state_dict
 from scale_core.state_match import SavedTensor, StateMismatch
 
@@ -58,7 +59,7 @@ def test_a_flat_parameter_s_state_stands_under_the_names_that_it_holds() -> None
     plain = sharded_state_dict(*made(Trained(), 3))
     ranks = [sharded_state_dict(*made(Flat(Trained(), rank, WORLD), 3)) for rank in range(WORLD)]
     assert_same(whole(ranks), plain)
-    assert ranks[0][GROUPS][0]["params"] == [name for name, _ in Trained().named_parameters()]
+    assert saved_groups(ranks[0])[0].names == tuple(name for name, _ in Trained().named_parameters())
 
 
 @pytest.mark.parametrize("copied", [True, False])
@@ -143,7 +144,7 @@ def test_names_of_parameters_that_an_optimizer_was_given_are_not_saved() -> None
     model = Trained()
     optimizer = torch.optim.Adam(model.named_parameters(), lr=0.01)
     state = copy.deepcopy(sharded_state_dict(model, optimizer))
-    assert "param_names" not in state[GROUPS][0]
+    assert "param_names" not in saved_groups(state)[0].options
     names = list(optimizer.param_groups[0]["param_names"])
     load_sharded_state_dict(state, model, optimizer)
     assert optimizer.param_groups[0]["param_names"] == names
@@ -155,8 +156,8 @@ def test_owners_come_in_the_optimizer_s_order() -> None:
     optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9)
     assert list(map(id, owners_of(model, optimizer))) == list(map(id, params))
     train(model, optimizer, 1)
-    slots = optimizer_slots(sharded_state_dict(model, optimizer), model, optimizer)
-    assert all(slots[p]["momentum_buffer"].is_set_to(optimizer.state[p]["momentum_buffer"]) for p in params)
+    (found,) = optimizer_slots(sharded_state_dict(model, optimizer), model, [optimizer], lambda name: name)
+    assert all(found.slots[p]["momentum_buffer"].is_set_to(optimizer.state[p]["momentum_buffer"]) for p in params)
 
 
 def test_what_a_whole_parameter_keeps_may_have_any_shape() -> None:

@@ -10,11 +10,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from scale_core.group import Group
+from scale_core.optimizer_groups import is_group
 from scale_core.shard import Axis, Held, Shard, mark
 from scale_core.state import (
     GROUPS,
     LocalShard,
     load_sharded_state_dict,
+    saved_groups,
     sharded_state_dict,
     target_state_dict,
 )
@@ -103,8 +105,9 @@ def test_values_that_are_no_tensors_are_ready_for_json() -> None:
     state = sharded_state_dict(*trained(optimizer="tensor rate"))
     values = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
     assert json.loads(json.dumps(values)) == values
-    assert state[GROUPS][0]["lr"] == pytest.approx(0.01)
-    assert state[GROUPS][0]["params"][:2] == ["scale", "nothing"]
+    (group,) = saved_groups(state)
+    assert group.options["lr"] == pytest.approx(0.01)
+    assert group.names[:2] == ("scale", "nothing")
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -178,13 +181,15 @@ def test_the_target_of_a_fresh_optimizer_has_room_for_all_that_was_saved() -> No
         ("model.extra", torch.ones(1), "model.extra is unexpected in it .missing: none; unexpected: model.extra"),
         ("model.scale", None, "model.scale is missing in it"),
         ("optim.unknown.step", torch.tensor(1.0), "optim.unknown.step was saved, but the optimizer has no parameter"),
-        (GROUPS, None, "optim.groups: none saved, the optimizer has 1"),
-        (GROUPS, [{"params": []}], "group 0 of the optimizer has other parameters than the saved one; first: embed"),
+        (GROUPS, [], "optim.groups: none saved, the optimizer has 1"),
+        (GROUPS, [{"params": []}], "group 0 of the optimizer has scale, which was saved in none: group its parameters"),
         ("optim.embed.weight.exp_avg", torch.ones(3), r"the saved shape is \(3,\), expected \(7, 5\)"),
     ],
 )
 def test_a_state_that_does_not_fit_is_refused_before_anything_is_written(key: str, value: Any, message: str) -> None:
     state = dict(sharded_state_dict(*trained()))
+    if key == GROUPS:  # As older snapshots have them.
+        state = {name: each for name, each in state.items() if not is_group(name)}
     if value is None:
         del state[key]
     else:

@@ -103,13 +103,15 @@ class LocalShard(Tensor):
     be copied and moved between devices; what would need all elements raises.
 
     `LocalShard(tensor, shape, start, stop)` keeps `tensor`, which is contiguous, has `stop - start` elements in any
-    shape, and is not copied. With `ranges`, the elements are counted in what these leave of the whole tensor.
+    shape, and is not copied. With `ranges`, the elements are counted in what these leave of the whole tensor. Without
+    `written` it is loaded into like any, but saved by other ranks alone, which hold the same elements.
 
     Attributes:
         tensor: As given.
         start: As given.
         stop: As given.
         ranges: As given: those of each dimension (`scale_core.Shard`), or empty.
+        written: As given.
 
     Raises:
         ValueError: The tensor has another number of elements, or is not contiguous.
@@ -119,11 +121,21 @@ class LocalShard(Tensor):
     start: int
     stop: int
     ranges: Ranges
+    written: bool
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch's docs say
 
     @staticmethod
-    def __new__(cls, tensor: Tensor, shape: Sequence[int], start: int, stop: int, ranges: Ranges = ()) -> Self:
+    def __new__(
+        cls,
+        tensor: Tensor,
+        shape: Sequence[int],
+        start: int,
+        stop: int,
+        ranges: Ranges = (),
+        *,
+        written: bool = True,
+    ) -> Self:
         if tensor.numel() != stop - start or not tensor.is_contiguous():
             raise ValueError(
                 f"expected a contiguous tensor of {stop - start} elements for [{start}, {stop}), "
@@ -132,7 +144,7 @@ class LocalShard(Tensor):
         made: Self = cast(Any, Tensor)._make_wrapper_subclass(
             cls, tuple(shape), dtype=tensor.dtype, device=tensor.device, requires_grad=False
         )
-        made.tensor, made.start, made.stop, made.ranges = tensor, start, stop, ranges
+        made.tensor, made.start, made.stop, made.ranges, made.written = tensor, start, stop, ranges, written
         return made
 
     @property
@@ -158,7 +170,7 @@ class LocalShard(Tensor):
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
             )
-            for chunk in self.__create_chunk_list__()
+            for chunk in (self.__create_chunk_list__() if self.written else ())
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
@@ -212,7 +224,7 @@ class LocalShard(Tensor):
 
     def _with(self, tensor: Tensor) -> LocalShard:
         """The same range, with these elements."""
-        return LocalShard(tensor, self.shape, self.start, self.stop, self.ranges)
+        return LocalShard(tensor, self.shape, self.start, self.stop, self.ranges, written=self.written)
 
     def _part_of(self, source: Tensor) -> Tensor:
         """What of `source`, the same shard or the whole tensor, belongs here; in the shape of `tensor`."""

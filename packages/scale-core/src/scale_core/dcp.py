@@ -16,15 +16,13 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.optim import Optimizer
 
-from scale_core.optimizer_state import GROUPS
-from scale_core.state import target_state_dict
+from scale_core.state import Optimizers, target_state_dict
 from scale_core.state_match import SavedTensor
 
 
 def dcp_target(
-    checkpoint_id: str | PathLike[str], model: nn.Module, optimizer: Optimizer | None = None, *, key: str = ""
+    checkpoint_id: str | PathLike[str], model: nn.Module, optimizer: Optimizers = None, *, key: str = ""
 ) -> dict[str, Any]:
     """Returns the state to read a checkpoint of DCP into, at any number of ranks. Each rank calls it for itself.
 
@@ -37,7 +35,7 @@ def dcp_target(
     Args:
         checkpoint_id: The folder, as given to `dcp.save`.
         model: The built model.
-        optimizer: Its optimizer, which may be fresh; with None the saved optimizer state is left out.
+        optimizer: Its optimizer, or several, which may be fresh; with None the saved optimizer state is left out.
         key: Under which key of the saved dict the state stands; "" where it was saved by itself.
 
     Raises:
@@ -69,12 +67,19 @@ def _saved_values(checkpoint_id: str | PathLike[str], metadata: Metadata, prefix
     values: dict[str, Any] = {}
     for name, value in flat.items():
         path = paths.get(name, (name,))
-        within = path[1:] if prefix else path
-        if within[0] == GROUPS and len(within) == 3:
-            _, number, option = within
-            groups = values.setdefault(GROUPS, [])
-            groups.extend({} for _ in range(int(number) + 1 - len(groups)))
-            groups[int(number)][option] = value
-        else:
-            values[name.removeprefix(prefix)] = value
-    return values
+        _put(values, path[1:] if prefix else path, value)
+    return {str(name): _with_lists(value) for name, value in values.items()}
+
+
+def _put(values: dict[Any, Any], path: tuple[str | int, ...], value: Any) -> None:
+    for part in path[:-1]:
+        values = values.setdefault(part, {})
+    values[path[-1]] = value
+
+
+def _with_lists(value: Any) -> Any:
+    """A value in which dicts by number, of what was a list, are lists again."""
+    if not isinstance(value, dict):
+        return value
+    whole = {key: _with_lists(part) for key, part in value.items()}
+    return [whole[key] for key in sorted(whole)] if whole and all(isinstance(key, int) for key in whole) else whole

@@ -8,9 +8,9 @@ parameters and for all state of their shape, which name's elements stand where.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
@@ -27,6 +27,19 @@ class HasGroups(Protocol):
 
     @property
     def param_groups(self) -> Any: ...
+
+
+@runtime_checkable
+class PartOfModel(Protocol):
+    """A module that has some parts of a model, under the names of the whole one, while other ranks have the others."""
+
+    def names_of_model(self) -> Mapping[str, str]:
+        """All names in the state of the whole model, each with the first name of the same tensor."""
+        ...
+
+    def is_first_holder(self, name: str) -> bool:
+        """Whether, of the parts that hold the tensor of this first name, the first one is on this rank."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +59,7 @@ class Holding:
         state: What this rank has of the optimizer's state: that of the elements held; all of it, of any shape, where
             one rank steps on the whole parameter; or nothing, where others do.
         ranges: Of which indices of the whole parameter the elements are; see `scale_core.Shard`.
+        written: This rank saves what it holds; otherwise another part of the model holds the same parameter and does.
     """
 
     name: str
@@ -59,6 +73,7 @@ class Holding:
     shares_owner: bool = False
     state: Literal["elements", "all", "nothing"] = "elements"
     ranges: Ranges = ()
+    written: bool = True
 
     def view(self, tensor: Tensor) -> Tensor:
         """What belongs to it of a tensor of the owner's shape: the owner, or a state of it."""
@@ -108,8 +123,13 @@ def named_holdings(model: nn.Module) -> dict[str, Holding]:
         ValueError: Two parameters claim one name, or the ranks hold summands of one.
     """
     found: dict[str, Holding] = {}
+    part = model if isinstance(model, PartOfModel) else None
     for listed, param in model.named_parameters():
         for holding in holdings_of(param, listed):
+            if part is not None:
+                name = holding.name if holding.shares_owner else listed  # A unit knows the names within its stage.
+                first = part.names_of_model().get(name, name)
+                holding = replace(holding, name=first, written=part.is_first_holder(first))
             if holding.name in found:
                 raise ValueError(f"two parameters are named {holding.name}: the second is listed as {listed}")
             found[holding.name] = holding

@@ -7,8 +7,8 @@ holds that parameter then: the parameter itself, a shard of it, or a flat one, w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +16,9 @@ from torch.optim import Optimizer
 
 from scale_core.boxes import LocalShard
 from scale_core.holdings import Holding, check_known, is_number, named_holdings
+from scale_core.optimizer_groups import GROUPS, as_json, group_entries, is_group, matching_options, saved_groups
 from scale_core.shard import elements_of
 from scale_core.state_match import SavedTensor, StateMismatch
-
-GROUPS = "optim.groups"
-
-# Options that say what the tensors of a group are called: names are saved anyway, those of the plain model.
-_NOT_SAVED = frozenset({"params", "param_names"})
-
 
 @runtime_checkable
 class KeepsStateElsewhere(Protocol):
@@ -54,45 +49,62 @@ def piece(holding: Holding, tensor: Tensor) -> LocalShard | Tensor:
     """What belongs to a holding of a tensor of its owner's shape, without a copy."""
     view = holding.view(tensor)
     if not holding.is_shard:
-        return view
-    return LocalShard(view, holding.shape, holding.start, holding.stop, holding.ranges)
+        return _whole(holding, view)
+    return LocalShard(view, holding.shape, holding.start, holding.stop, holding.ranges, written=holding.written)
 
 
-def optimizer_entries(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Returns the optimizer's part of a sharded state: see `scale_core.state.sharded_state_dict`.
+def _whole(holding: Holding, tensor: Tensor) -> LocalShard | Tensor:
+    """A whole tensor, which another stage of a pipeline may be the one to write."""
+    if holding.written or not tensor.is_contiguous():
+        return tensor
+    return LocalShard(tensor, tuple(tensor.shape), 0, tensor.numel(), written=False)
+
+
+def optimizer_entries(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+    """Returns the optimizers' part of a sharded state: see `scale_core.state.sharded_state_dict`.
 
     Raises:
         ValueError: As there.
     """
-    owners = owners_of(model, optimizer)
     state: dict[str, Any] = {}
-    for holdings in owners.values():
-        for key, value in optimizer.state.get(holdings[0].owner, {}).items():
-            for holding in holdings:
-                state[f"optim.{holding.name}.{key}"] = _entry(holding, key, value)
-    state[GROUPS] = [_group_as_json(group, owners) for group in optimizer.param_groups]
+    for optimizer in optimizers:
+        owners = owners_of(model, optimizer)
+        for holdings in owners.values():
+            for key, value in optimizer.state.get(holdings[0].owner, {}).items():
+                for holding in holdings:
+                    state[f"optim.{holding.name}.{key}"] = _entry(holding, key, value)
+        state.update(group_entries(optimizer, _names_by_group(optimizer, owners)))
     return state
 
 
-def optimizer_targets(model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the optimizer's part of a state to read a saved one into: see `scale_core.state.target_state_dict`.
+def optimizer_targets(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    saved: Mapping[str, Any],
+    name_here: Callable[[str], str | None],
+) -> dict[str, Any]:
+    """Returns the optimizers' part of a state to read a saved one into: see `scale_core.state.target_state_dict`.
+
+    Args:
+        model: Of which the optimizers step some parameters.
+        optimizers: Each on others.
+        saved: By the names that parameters have here.
+        name_here: What this model calls a parameter of a saved group.
 
     Raises:
         StateMismatch: As there.
     """
-    owners = owners_of(model, optimizer)
-    _check_groups(optimizer, saved, owners)
-    holdings = {holding.name: holding for held in owners.values() for holding in held}
-    groups = {
-        holding.name: group
-        for group in optimizer.param_groups
-        for param in group["params"]
-        for holding in owners[param]
-    }
+    of: dict[str, tuple[Optimizer, Mapping[str, Any], Holding]] = {}
+    for optimizer in optimizers:
+        owners = owners_of(model, optimizer)
+        groups_of(optimizer, saved, owners, name_here)
+        for group in optimizer.param_groups:
+            of.update((held.name, (optimizer, group, held)) for param in group["params"] for held in owners[param])
+    check_trained(saved, of, name_here)
     rooms: dict[tuple[Tensor, str], Tensor] = {}
     target: dict[str, Any] = {}
     for full_key, name, key, value in _named_entries(saved):
-        holding = _found(holdings, full_key, name)
+        optimizer, group, holding = of[name]
         if holding.state == "nothing":
             continue
         if isinstance(value, SavedTensor):
@@ -100,30 +112,95 @@ def optimizer_targets(model: nn.Module, optimizer: Optimizer, saved: Mapping[str
             if live is None:
                 place = (holding.owner, key)
                 if place not in rooms:
-                    rooms[place] = _room(key, value, holding, groups[name])
+                    rooms[place] = _room(key, value, holding, group)
                 live = rooms[place]
             value = _entry(holding, key, live)
         target[full_key] = value
-    target[GROUPS] = saved[GROUPS]
+    target.update((key, value) for key, value in saved.items() if is_group(key))
     return target
 
 
-def optimizer_slots(state: Mapping[str, Any], model: nn.Module, optimizer: Optimizer) -> dict[Tensor, dict[str, Any]]:
-    """Returns the new state of each tensor that the optimizer steps on: the tensors given, or views of them.
+class Loaded(NamedTuple):
+    """What an optimizer is to get.
 
-    Only what several parameters share is put together in a new tensor.
+    Attributes:
+        optimizer: It has its own yet.
+        slots: The new state of each tensor that it steps on: the tensors given, or views of them.
+        options: Of each of its groups.
+    """
+
+    optimizer: Optimizer
+    slots: dict[Tensor, dict[str, Any]]
+    options: list[Mapping[str, Any]]
+
+
+def optimizer_slots(
+    state: Mapping[str, Any],
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    name_here: Callable[[str], str | None],
+) -> list[Loaded]:
+    """Returns what each optimizer is to get; only what several parameters share is put together in a new tensor.
+
+    Args:
+        state: By the names that parameters have here.
+        model: Of which the optimizers step some parameters.
+        optimizers: Each on others.
+        name_here: What this model calls a parameter of a saved group.
 
     Raises:
-        StateMismatch: The state is that of another optimizer, or does not fit into this one.
+        StateMismatch: The state is that of another optimizer, or does not fit into these.
     """
-    owners = owners_of(model, optimizer)
-    _check_groups(optimizer, state, owners)
-    holdings = {holding.name: holding for held in owners.values() for holding in held}
     given: dict[str, dict[str, Any]] = {}
-    for full_key, name, key, value in _named_entries(state):
-        _found(holdings, full_key, name)
+    for _, name, key, value in _named_entries(state):
         given.setdefault(name, {})[key] = value
-    return slots_from(given, owners, optimizer.state)
+    found, known = [], set()
+    for optimizer in optimizers:
+        owners = owners_of(model, optimizer)
+        options = groups_of(optimizer, state, owners, name_here)
+        known |= {holding.name for held in owners.values() for holding in held}
+        found.append(Loaded(optimizer, slots_from(given, owners, optimizer.state), options))
+    check_trained(state, known, name_here)
+    return found
+
+
+def groups_of(
+    optimizer: Optimizer,
+    state: Mapping[str, Any],
+    owners: Mapping[Tensor, Sequence[Holding]],
+    name_here: Callable[[str], str | None],
+) -> list[Mapping[str, Any]]:
+    """Returns the saved options of each group of an optimizer; see `matching_options`.
+
+    Raises:
+        StateMismatch: As there.
+    """
+    return matching_options(optimizer, _names_by_group(optimizer, owners), saved_groups(state), name_here)
+
+
+def check_trained(
+    state: Mapping[str, Any], known: Container[str], name_here: Callable[[str], str | None]
+) -> None:
+    """Checks that everything that was saved of this rank's parameters is of some that an optimizer steps on.
+
+    Args:
+        state: By the names that parameters have here.
+        known: Those of all optimizers.
+        name_here: What this model calls a parameter of a saved group.
+
+    Raises:
+        StateMismatch: It is not.
+    """
+    for full_key, name, _, _ in _named_entries(state):
+        if name not in known:
+            raise StateMismatch(f"{full_key} was saved, but the optimizer has no parameter {name}")
+    for group in saved_groups(state):
+        for name in map(name_here, group.names):
+            if name is not None and name not in known:
+                raise StateMismatch(
+                    f"{GROUPS}: group {group.number} was saved with {name}, which is no parameter of the optimizer: "
+                    "group its parameters as then"
+                )
 
 
 def slots_from(
@@ -149,19 +226,6 @@ def slots_from(
             has = live.get(owner, {})
             slots[owner] = {key: _slot(key, held, given, has.get(key)) for key in keys}
     return slots
-
-
-def fill_groups(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Gives the optimizer's groups their saved options, in the types that they have."""
-    for saved, group in zip(groups, optimizer.param_groups, strict=True):
-        for key, value in saved.items():
-            if key in _NOT_SAVED:
-                continue
-            live = group.get(key)
-            if isinstance(live, Tensor):
-                live.fill_(value)
-            else:
-                group[key] = tuple(value) if isinstance(live, tuple) else value
 
 
 def part_of(key: str, value: LocalShard | Tensor, holding: Holding) -> Tensor:
@@ -193,9 +257,10 @@ def _entry(holding: Holding, key: str, value: Any) -> Any:
         # Several parameters that share it get one each, so that they are seen to agree when they are read back.
         return value.detach().clone() if holding.shares_owner else value.detach()
     if not holding.is_shard:
-        return value.detach()
+        return _whole(holding, value.detach())
     if holding.state == "all":
-        return LocalShard(value.detach().contiguous(), tuple(value.shape), 0, value.numel())
+        whole = value.detach().contiguous()
+        return LocalShard(whole, tuple(value.shape), 0, value.numel(), written=holding.written)
     if value.shape != owner.shape:
         raise ValueError(
             f"optimizer state {name} has shape {tuple(value.shape)}, expected the shard's {tuple(owner.shape)} or a "
@@ -213,9 +278,8 @@ def _slot(key: str, held: Sequence[Holding], given: Mapping[str, Mapping[str, An
             return value
         if is_number(key, value.shape, holding.shape):
             return value.detach()
-        if not holding.is_shard:  # Whatever an optimizer keeps for a whole parameter: a sum over rows, for one.
-            return value.detach()
-        if holding.state == "all":
+        # Whatever an optimizer keeps for a whole parameter: a sum over rows, for one.
+        if not holding.is_shard or holding.state == "all":
             return value.tensor if isinstance(value, LocalShard) else value.detach()
         return part_of(f"optim.{holding.name}.{key}", value, holding)
     missing = [holding.name for holding in held if key not in given.get(holding.name, {})]
@@ -276,57 +340,12 @@ def _room(key: str, saved: SavedTensor, holding: Holding, group: Mapping[str, An
 def _named_entries(state: Mapping[str, Any]) -> Iterator[tuple[str, str, str, Any]]:
     """Yields (whole key, parameter's name, the optimizer's key, value) for each entry of optimizer state."""
     for full_key, value in state.items():
-        if full_key != GROUPS and full_key.startswith("optim."):
+        if full_key.startswith("optim.") and not is_group(full_key):
             name, _, key = full_key.removeprefix("optim.").rpartition(".")
             yield full_key, name, key, value
 
 
-def _found(holdings: Mapping[str, Holding], full_key: str, name: str) -> Holding:
-    if name not in holdings:
-        raise StateMismatch(f"{full_key} was saved, but the optimizer has no parameter {name}")
-    return holdings[name]
-
-
-def _group_as_json(group: Mapping[str, Any], owners: Mapping[Tensor, Sequence[Holding]]) -> dict[str, Any]:
-    options = {key: as_json(f"option {key}", value) for key, value in group.items() if key not in _NOT_SAVED}
-    return {**options, "params": [holding.name for owner in group["params"] for holding in owners[owner]]}
-
-
-def as_json(name: str, value: Any) -> Any:
-    """Returns a value of an optimizer as what JSON knows.
-
-    Raises:
-        ValueError: It is neither a number, a text, nor made of them.
-    """
-    if isinstance(value, Tensor) and value.ndim == 0:
-        return value.item()
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, list | tuple):
-        return [as_json(name, part) for part in value]
-    if isinstance(value, dict):
-        return {str(key): as_json(name, part) for key, part in value.items()}
-    raise ValueError(f"{name} of the optimizer is a {type(value).__name__}, expected numbers, texts or lists of them")
-
-
-def _check_groups(optimizer: Optimizer, state: Mapping[str, Any], owners: Mapping[Tensor, Sequence[Holding]]) -> None:
-    groups = state.get(GROUPS)
-    if not isinstance(groups, list) or len(groups) != len(optimizer.param_groups):
-        count = f"{len(groups)} groups" if isinstance(groups, list) else "none"
-        raise StateMismatch(
-            f"{GROUPS}: {count} saved, the optimizer has {len(optimizer.param_groups)}: group its parameters as then"
-        )
-    for number, (saved, group) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
-        mine = [holding.name for owner in group["params"] for holding in owners[owner]]
-        if differing := sorted(set(saved["params"]) ^ set(mine)):
-            raise StateMismatch(
-                f"{GROUPS}: group {number} of the optimizer has other parameters than the saved one; first: "
-                f"{differing[0]} (saved {len(saved['params'])}, expected {len(mine)})"
-            )
-        # One side alone may have more: a scheduler adds to a group, and so do newer versions of torch.
-        lost, new = sorted(saved.keys() - group.keys()), sorted(group.keys() - saved.keys() - _NOT_SAVED)
-        if lost and new:
-            raise StateMismatch(
-                f"{GROUPS}: the saved state is that of another optimizer: its option {lost[0]} is unknown to "
-                f"{type(optimizer).__name__}, whose option {new[0]} it does not have"
-            )
+def _names_by_group(optimizer: Optimizer, owners: Mapping[Tensor, Sequence[Holding]]) -> list[list[str]]:
+    return [
+        [holding.name for owner in group["params"] for holding in owners[owner]] for group in optimizer.param_groups
+    ]

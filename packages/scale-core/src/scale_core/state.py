@@ -7,24 +7,18 @@ too, and compares everything before it writes anything.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from scale_core.boxes import Box, LocalShard, boxes
 from scale_core.flat import wait_sent
-from scale_core.holdings import Holding, named_holdings
-from scale_core.optimizer_state import (
-    GROUPS,
-    fill_groups,
-    optimizer_entries,
-    optimizer_slots,
-    optimizer_targets,
-    part_of,
-    piece,
-)
+from scale_core.holdings import Holding, PartOfModel, named_holdings
+from scale_core.optimizer_groups import GROUPS, SavedGroup, fill_groups, is_group, saved_groups
+from scale_core.optimizer_state import optimizer_entries, optimizer_slots, optimizer_targets, part_of, piece
 from scale_core.optimizer_view import view
 from scale_core.shard import shard_of
 from scale_core.state_match import SavedTensor, StateMismatch, check_alike, check_keys
@@ -33,25 +27,35 @@ __all__ = [
     "GROUPS",
     "Box",
     "LocalShard",
+    "SavedGroup",
     "SavedTensor",
     "StateMismatch",
     "boxes",
     "load_sharded_state_dict",
+    "saved_groups",
     "sharded_state_dict",
     "target_state_dict",
 ]
 
+Optimizers: TypeAlias = Optimizer | Iterable[Optimizer] | None
 
-def sharded_state_dict(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any]:
+
+def sharded_state_dict(model: nn.Module, optimizer: Optimizers = None) -> dict[str, Any]:
     """Returns what this rank holds of a model and its optimizer, without communication and without copies.
 
     - `model.<name>`: each parameter, a `LocalShard` or, where the ranks hold all of it, a tensor; each persistent
       buffer. A tied parameter stands once, under its first name.
     - `optim.<name>.<key>`: the optimizer's state of that parameter. Tensors of the shard's shape are `LocalShard`s;
       0-dim tensors (`step`) and plain numbers are the same on every rank.
-    - `optim.groups`: the hyperparameters of each group and the names of its parameters, ready for JSON.
+    - `optim.groups[<number>].<digest>`: the hyperparameters of each group and, as "params", the names of its
+      parameters on this rank, ready for JSON; `saved_groups(state)` returns them in order.
 
-    A flat parameter stands there as the parameters that it holds.
+    A flat parameter stands there as the parameters that it holds. Of a pipeline, these are the stages of this rank,
+    under the names of the whole model.
+
+    Args:
+        model: Plain, sharded, divided, or a pipeline.
+        optimizer: Its optimizer, or several that step on different parameters, such as one for each stage.
 
     Raises:
         ValueError: A parameter of the optimizer is none of the model's, the ranks hold summands of a parameter, or
@@ -64,12 +68,11 @@ def sharded_state_dict(model: nn.Module, optimizer: Optimizer | None = None) -> 
     }
     for name, buffer in _persistent_buffers(model):
         state[f"model.{name}"] = buffer.detach()
-    if optimizer is not None:
-        state.update(optimizer_entries(model, optimizer))
+    state.update(optimizer_entries(model, _listed(optimizer)))
     return state
 
 
-def target_state_dict(model: nn.Module, optimizer: Optimizer | None, saved: Mapping[str, Any]) -> dict[str, Any]:
+def target_state_dict(model: nn.Module, optimizer: Optimizers, saved: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the state to read a saved one into: like `sharded_state_dict`, but with all that was saved.
 
     The parameters and buffers are the live ones; so are the optimizer's tensors where it has them. A fresh optimizer
@@ -77,25 +80,27 @@ def target_state_dict(model: nn.Module, optimizer: Optimizer | None, saved: Mapp
 
     Args:
         model: The built model.
-        optimizer: Its optimizer; with None the saved optimizer state is left out.
+        optimizer: Its optimizer, or several; with None the saved optimizer state is left out.
         saved: For each saved key a `SavedTensor`, or the saved value itself where that is no tensor.
 
     Raises:
         StateMismatch: The saved state is that of another model, or of another kind of optimizer, or the optimizer has
             other parameters.
     """
-    target = sharded_state_dict(model)
+    target, names = sharded_state_dict(model), _names(model)
+    key_of = _own_keys(saved, names)
+    mine = {own: saved[key] for own, key in key_of.items()}
     # The model before the optimizer: of another model, the first parameter that differs is what helps.
-    check_keys(target, {key: None for key in saved if key.startswith("model.")})
+    check_keys(target, {key: None for key in mine if key.startswith("model.")})
     for key, tensor in target.items():
-        check_alike(key, saved[key], tensor)
+        check_alike(key, mine[key], tensor)
     if optimizer is not None:
-        target.update(optimizer_targets(model, optimizer, saved))
-    return target
+        target.update(optimizer_targets(model, _listed(optimizer), mine, names.here))
+    return {key_of[own]: value for own, value in target.items()}
 
 
 def load_sharded_state_dict(
-    state: Mapping[str, Any], model: nn.Module, optimizer: Optimizer | None = None, *, copy: bool = True
+    state: Mapping[str, Any], model: nn.Module, optimizer: Optimizers = None, *, copy: bool = True
 ) -> None:
     """Puts a state into a model and an optimizer that are built already; the optimizer may be fresh.
 
@@ -105,14 +110,16 @@ def load_sharded_state_dict(
     Args:
         state: As `sharded_state_dict` returns it.
         model: The built model.
-        optimizer: Its optimizer; with None the optimizer state is left out.
+        optimizer: Its optimizer, or several; with None the optimizer state is left out.
         copy: Whether the optimizer gets tensors of its own; False hands it those of `state`.
 
     Raises:
         StateMismatch: A missing or unexpected key, another shape, dtype or range; nothing has been written then.
         ValueError: A parameter is on the meta device.
     """
-    given = {key: value for key, value in state.items() if key.startswith("model.")}
+    names = _names(model)
+    mine = {own: state[key] for own, key in _own_keys(state, names).items()}
+    given = {key: value for key, value in mine.items() if key.startswith("model.")}
     holdings = {f"model.{name}": holding for name, holding in _holdings_with_memory(model).items()}
     own: dict[str, Tensor] = {key: holding.view(holding.owner) for key, holding in holdings.items()}
     own.update({f"model.{name}": buffer.detach() for name, buffer in _persistent_buffers(model)})
@@ -122,19 +129,75 @@ def load_sharded_state_dict(
         shape = holdings[key].shape if key in holdings else tuple(tensor.shape)
         check_alike(key, SavedTensor(tuple(given[key].size()), given[key].dtype), SavedTensor(shape, tensor.dtype))
         sources[key] = part_of(key, given[key], holdings[key]) if key in holdings else given[key].detach()
-    slots = optimizer_slots(state, model, optimizer) if optimizer is not None else {}
+    loaded = [] if optimizer is None else optimizer_slots(mine, model, _listed(optimizer), names.here)
     wait_sent()
     for key, tensor in own.items():
         if not tensor.is_set_to(sources[key]):
             tensor.copy_(sources[key])
-    if optimizer is not None:
-        view(optimizer)
-        fill_groups(optimizer, state[GROUPS])
-        optimizer.state.clear()
-        for param, values in slots.items():
-            optimizer.state[param] = {
+    for each in loaded:
+        view(each.optimizer)
+        fill_groups(each.optimizer, each.options)
+        each.optimizer.state.clear()
+        for param, values in each.slots.items():
+            each.optimizer.state[param] = {
                 key: value.clone() if copy and isinstance(value, Tensor) else value for key, value in values.items()
             }
+
+
+def _listed(optimizer: Optimizers) -> list[Optimizer]:
+    if optimizer is None:
+        return []
+    return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+
+
+@dataclass(frozen=True)
+class _Names:
+    """What a model calls its tensors.
+
+    Attributes:
+        first: All names of its state, each with the first one of the same tensor.
+        held: The first names of those that this rank has.
+    """
+
+    first: Mapping[str, str]
+    held: frozenset[str]
+
+    def here(self, name: str) -> str | None:
+        """What a tensor is held as that was saved by this name, which may be unknown; None if other ranks have it."""
+        first = self.first.get(name, name)
+        return first if first in self.held or name not in self.first else None
+
+
+def _names(model: nn.Module) -> _Names:
+    holdings = named_holdings(model)
+    held = frozenset([*holdings, *(name for name, _ in _persistent_buffers(model))])
+    if isinstance(model, PartOfModel):
+        return _Names(model.names_of_model(), held)
+    outer, first = _outer_prefix(model), {name: name for name in held}
+    by_owner = {holding.owner: name for name, holding in holdings.items() if not holding.shares_owner}
+    for listed, param in model.named_parameters(remove_duplicate=False):
+        if param in by_owner:
+            first.setdefault(listed.removeprefix(outer), by_owner[param])
+    return _Names(first, held)
+
+
+def _own_keys(state: Mapping[str, Any], names: _Names) -> dict[str, str]:
+    """The keys that the entries of a state have on this rank, each with that in the state; without those of others.
+
+    A tied parameter may have been saved by another of its names. Two entries of one parameter keep their names.
+    """
+    found: dict[str, str] = {}
+    for key in state:
+        kind, _, rest = key.partition(".")
+        if kind not in ("model", "optim") or is_group(key):
+            found[key] = key
+            continue
+        name, dot, entry = rest.rpartition(".") if kind == "optim" else (rest, "", "")
+        here = names.here(name)
+        if here is not None:
+            own = f"{kind}.{here}{dot}{entry}"
+            found[key if own in found or (own != key and own in state) else own] = key
+    return found
 
 
 def _holdings_with_memory(model: nn.Module) -> dict[str, Holding]:
@@ -150,12 +213,16 @@ def _holdings_with_memory(model: nn.Module) -> dict[str, Holding]:
 
 def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     outer = _outer_prefix(model)
-    seen: set[Tensor] = set()
-    for path, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set and buffer not in seen:
-                seen.add(buffer)
-                yield f"{path}.{name}".lstrip(".").removeprefix(outer), buffer
+    persistent = {
+        buffer
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }
+    for listed, buffer in model.named_buffers():
+        if buffer in persistent:
+            name = listed.removeprefix(outer)
+            yield model.names_of_model().get(name, name) if isinstance(model, PartOfModel) else name, buffer
 
 
 def _outer_prefix(model: nn.Module) -> str:

@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 
 from scale_core.flat import FlatBuffer
 from scale_core.holdings import is_number
-from scale_core.optimizer_state import as_json, fill_groups, owners_of
+from scale_core.optimizer_groups import as_json, fill_groups
+from scale_core.optimizer_state import owners_of
 from scale_fsdp.ema import ShardedEMA
 from scale_fsdp.offload.optimizer import OffloadOptimizer
 

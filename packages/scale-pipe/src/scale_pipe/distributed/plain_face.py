@@ -140,6 +140,18 @@ class PlainFace(nn.Module):
 
     # State.
 
+    def names_of_model(self) -> Mapping[str, str]:
+        """Returns all names in the state of the whole model, each with the first name of the same tensor."""
+        return self._state.first_names
+
+    def is_first_holder(self, name: str) -> bool:
+        """Whether, of the stages that hold the tensor of this first name, the first one is on this rank.
+
+        Args:
+            name: In the plain model.
+        """
+        return self._state.first_stage(name) in self.stages
+
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # torch overloads it
         """Returns what this rank holds, by the names of the plain model.
 

@@ -34,12 +34,24 @@ class StagesState:
 
     def __init__(self, stages: Sequence[nn.Module], group: Group) -> None:
         self._group = group
-        self._all_names = {
-            plain_name(names, listed)
-            for stage in stages
-            for names in [plain_names(stage)]
-            for listed in stage.state_dict()
-        }
+        self.first_names: dict[str, str] = {}  # All names of the whole model, each with the first of the same tensor.
+        self._first_stages: dict[str, int] = {}
+        known: dict[int, str] = {}
+        for index, stage in enumerate(stages):
+            names = plain_names(stage)
+            for listed, value in stage.state_dict(keep_vars=True).items():
+                name = plain_name(names, listed)
+                first = known.setdefault(id(value), name) if isinstance(value, Tensor) else name
+                self.first_names.setdefault(name, first)
+                self._first_stages.setdefault(first, index)
+
+    def first_stage(self, name: str) -> int | None:
+        """Returns the first stage that holds the tensor of this first name; None if there is none.
+
+        Args:
+            name: One of `first_names`.
+        """
+        return self._first_stages.get(name)
 
     def named(
         self,
@@ -113,7 +125,7 @@ class StagesState:
             state: By plain names behind the prefix; changed in place.
             prefix: Of the pipeline, in a larger module.
         """
-        whole = {name: state.pop(prefix + name) for name in self._all_names if prefix + name in state}
+        whole = {name: state.pop(prefix + name) for name in self.first_names if prefix + name in state}
         for index, stage in stages.items():
             names = plain_names(stage)
             for listed in stage.state_dict():
@@ -139,7 +151,7 @@ class StagesState:
             wanted = {listed: plain_name(names, listed) for listed in stage.state_dict()}
             parts[index] = {listed: state[name] for listed, name in wanted.items() if name in state}
             missing += [name for name in wanted.values() if name not in state]
-        unexpected = [name for name in state if name not in self._all_names]
+        unexpected = [name for name in state if name not in self.first_names]
         if strict and (missing or unexpected):
             told = [f"missing: {', '.join(missing)}"] * bool(missing)
             told += [f"in no stage: {', '.join(unexpected)}"] * bool(unexpected)

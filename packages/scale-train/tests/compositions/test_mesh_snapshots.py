@@ -1,0 +1,347 @@
+"""Snapshots between meshes: what was saved on one is loaded on any other, and in one plain process, to the bit.
+
+Meshes have a tensor axis, a data axis (one of four wrappers) and a pipeline axis, in every order, on one, two or four
+ranks. Each trains a few steps of its own and is saved. One plain process reads that; it must equal what each rank of
+the mesh has, and so must what every other mesh reads.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW, Optimizer
+
+from scale_adascale import AdaScale
+from scale_core.boxes import LocalShard
+from scale_core.dcp import dcp_target
+from scale_core.group import Group, group_of
+from scale_core.shard import elements_of
+from scale_core.snapshot import load_snapshot, save_snapshot
+from scale_core.state import load_sharded_state_dict, saved_groups, sharded_state_dict, target_state_dict
+from scale_core.testing import run_ranks
+from scale_fsdp import fully_shard
+from scale_oss import OSS, ShardedDataParallel
+from scale_pipe import DistributedPipe, split
+from scale_tp import parallelize
+
+RANKS, STEPS, CHUNKS, WORDS, WIDTH = 4, 2, 4, 7, 6
+WRAPPERS = ("ddp", "fsdp", "fsdp of blocks", "flat", "oss", "sharded ddp")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Ranks in axes, the outermost one first, and what is done along each; on the first ranks of the world."""
+
+    sizes: tuple[tuple[str, int], ...] = ()
+    wrapper: str = ""
+    stages_each: int = 1
+
+    def size(self, axis: str) -> int:
+        return dict(self.sizes).get(axis, 1)
+
+    @property
+    def num_ranks(self) -> int:
+        return math.prod(size for _, size in self.sizes)
+
+    def lines(self, axes: Iterable[str]) -> list[tuple[int, ...]]:
+        """The groups of ranks that differ in these axes alone."""
+        numbers = torch.arange(self.num_ranks).view([size for _, size in self.sizes] or [1])
+        names = [name for name, _ in self.sizes] or [""]
+        inner = [dim for dim, name in enumerate(names) if name in axes]
+        outer = [dim for dim, name in enumerate(names) if name not in axes]
+        count = math.prod(numbers.shape[dim] for dim in inner)
+        return [tuple(row) for row in numbers.permute(*outer, *inner).reshape(-1, count).tolist()]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained: the same for all meshes between which snapshots go."""
+
+    optimizer: str = "adamw"
+    tied: bool = False
+    adascale: bool = False
+    grouped: bool = True
+
+
+CASES = (
+    Case("adamw", tied=True, adascale=True),
+    Case("momentum"),
+    Case("momentum", tied=True),
+    Case("adamw", adascale=True),
+    Case("adamw", grouped=False),
+)
+
+
+def meshes(case: Case) -> Iterator[Mesh]:
+    """All meshes that can be built."""
+    yield Mesh()
+    for num_ranks in (2, 4):
+        for sizes in itertools.product((1, 2, 4), repeat=3):
+            if math.prod(sizes) != num_ranks:
+                continue
+            axes = [(name, size) for name, size in zip(("tensor", "data", "pipe"), sizes, strict=True) if size > 1]
+            for order in itertools.permutations(axes):
+                for wrapper in WRAPPERS if sizes[1] > 1 else [""]:
+                    for stages_each in (1, 2) if sizes[2] == 2 else (1,):
+                        mesh = Mesh(order, wrapper, stages_each)
+                        if can_be_built(mesh, case):
+                            yield mesh
+
+
+def can_be_built(mesh: Mesh, case: Case) -> bool:
+    if mesh.wrapper == "flat":  # One flat parameter has one set of options, and no layer or other stage shares it.
+        return mesh.size("tensor") == 1 and not case.grouped
+    if mesh.stages_each > 1:  # Two stages of a rank share a weight where one wrapper reduces it, and no AdaScale two.
+        apart = mesh.wrapper in ("fsdp", "fsdp of blocks", "sharded ddp")
+        return not (apart and (case.tied or case.adascale))
+    return True
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 10), nn.Linear(10, WIDTH)
+        self.register_buffer("factor", torch.rand(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.factor * self.down(torch.tanh(self.up(self.norm(x))))
+        return y
+
+
+class Net(nn.Module):
+    def __init__(self, tied: bool, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed, self.blocks = nn.Embedding(WORDS, WIDTH), nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.embed(words)
+        for block in self.blocks:
+            x = block(x)
+        y: Tensor = self.head(x)
+        return y
+
+
+Batch = tuple[Tensor, Tensor]
+
+
+def batch_of(step: int, replica: int) -> Batch:
+    words = torch.randint(WORDS, (2 * CHUNKS, 2), generator=torch.Generator().manual_seed(10 * step + replica))
+    return words[:, 0], words[:, 1]
+
+
+def grouped(named: Iterable[tuple[str, nn.Parameter]], case: Case) -> list[dict[str, Any]]:
+    """Groups by name: some of them are empty on some ranks."""
+    if not case.grouped:
+        return [{"params": [param for _, param in named]}]
+    groups: list[dict[str, Any]] = [
+        {"params": [], "lr": 0.02},
+        {"params": [], "lr": 0.01, "weight_decay": 0.1},
+        {"params": [], "lr": 0.03, "weight_decay": 0.0},
+    ]
+    for name, param in named:
+        is_words = "embed" in name or (case.tied and "head" in name)
+        groups[0 if is_words else 1 if "up." in name or "down." in name or "head" in name else 2]["params"].append(param)
+    return groups
+
+
+Groups = Mapping[tuple[int, ...], Any]
+"""A process group for each set of ranks, and each rank by itself."""
+
+
+class Training:
+    """A model on a mesh, as a program builds, trains and saves it."""
+
+    def __init__(self, mesh: Mesh, case: Case, groups: Groups, seed: int = 0) -> None:
+        self.mesh, self.case, self.groups = mesh, case, groups
+        tensor, pipe = self.line("tensor"), self.line("pipe")
+        model = Net(case.tied, seed).double()
+        self.model: nn.Module = model
+        self.optimizers: list[Optimizer] = []
+        if pipe.size > 1:
+            num_stages = pipe.size * mesh.stages_each
+            cuts = [f"blocks.{stage * 4 // num_stages}" for stage in range(1, num_stages)]
+            schedule = "1f1b" if mesh.stages_each == 1 else "zb_v"
+            self.model = DistributedPipe(split(model, cuts), schedule, chunks=CHUNKS, group=pipe)
+        stages: Any = self.model.stages if isinstance(self.model, DistributedPipe) else {0: model}
+        for index, stage in list(stages.items()):
+            if tensor.size > 1:
+                held = [number for number, block in enumerate(stage.blocks) if any(True for _ in block.parameters())]
+                styles = (("norm", "replicate"), ("up", "colwise"), ("down", "rowwise"))
+                parallelize(stage, {f"blocks.{each}.{name}": style for each in held for name, style in styles}, tensor)
+            stages[index] = self._wrapped(stage)
+        self.called: nn.Module = stages[min(stages)]
+        if not self.optimizers:
+            self.optimizers = [self._optimizer(self.model)]
+        if case.adascale:
+            others = self.line("tensor", "pipe")
+            self.optimizers = [
+                AdaScale(
+                    optimizer,
+                    num_gradients_to_accumulate=CHUNKS,
+                    process_group=self.line("data"),
+                    model_parallel_group=others if others.size > 1 else None,
+                )
+                for optimizer in self.optimizers
+            ]
+
+    def line(self, *axes: str) -> Group:
+        """The ranks that differ from this one in these axes alone; without any, those of all."""
+        if self.mesh.num_ranks == 1:
+            return group_of(self.groups[dist.get_rank(),])
+        lines = self.mesh.lines(axes) if axes else [tuple(range(self.mesh.num_ranks))]
+        return group_of(self.groups[next(line for line in lines if dist.get_rank() in line)])
+
+    def _wrapped(self, stage: nn.Module) -> nn.Module:
+        group, wrapper = self.line("data").process_group, self.mesh.wrapper
+        if wrapper in ("ddp", "oss"):
+            return DistributedDataParallel(stage, process_group=group)
+        if wrapper == "fsdp of blocks":
+            for block in stage.blocks:
+                if any(True for _ in block.parameters()):  # Else it stands in another stage.
+                    fully_shard(block, group)
+        if wrapper in ("fsdp", "fsdp of blocks", "flat"):
+            return fully_shard(stage, group, flatten_parameters=wrapper == "flat")
+        if wrapper == "sharded ddp":
+            optimizer = self._optimizer(stage)
+            self.optimizers.append(optimizer)
+            return ShardedDataParallel(stage, optimizer, group)
+        return stage
+
+    def _optimizer(self, module: nn.Module) -> Optimizer:
+        groups = grouped(module.named_parameters(), self.case)
+        make: Any = AdamW if self.case.optimizer == "adamw" else SGD
+        options: dict[str, Any] = {"lr": 0.01} if make is AdamW else {"lr": 0.01, "momentum": 0.9}
+        if self.mesh.wrapper in ("oss", "sharded ddp"):
+            return OSS(groups, make, self.line("data"), **options)
+        return make(groups, **options)
+
+    def train(self) -> None:
+        for step in range(STEPS):
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
+            words, target = batch_of(step, self.line("data").rank)
+            if isinstance(self.model, DistributedPipe):
+                self.model.step(words, target=target, loss_fn=nn.functional.cross_entropy)
+            else:
+                for part, to in zip(words.chunk(CHUNKS), target.chunk(CHUNKS), strict=True):
+                    (nn.functional.cross_entropy(self.called(part), to) / CHUNKS).backward()
+            for optimizer in self.optimizers:
+                optimizer.step()
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.5  # As a scheduler does: other options than those it was built with.
+
+    def state(self) -> dict[str, Any]:
+        return sharded_state_dict(self.model, self.optimizers)
+
+    def save(self, folder: str) -> None:
+        save_snapshot(folder, STEPS, self.state(), self.line())
+        if self.mesh.num_ranks == RANKS:
+            dcp.save(self.state(), checkpoint_id=f"{folder}/dcp")
+
+    def load(self, folder: str) -> None:
+        snapshot = load_snapshot(
+            folder, lambda saved: target_state_dict(self.model, self.optimizers, saved), self.line()
+        )
+        load_sharded_state_dict(snapshot.state, self.model, self.optimizers, copy=False)
+
+    def load_from_dcp(self, folder: str) -> None:
+        target = dcp_target(f"{folder}/dcp", self.model, self.optimizers)
+        dcp.load(target, checkpoint_id=f"{folder}/dcp", process_group=self.line().process_group)
+        load_sharded_state_dict(target, self.model, self.optimizers, copy=False)
+
+    def leave(self) -> None:
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, AdaScale):
+                optimizer.unhook()
+
+
+def whole(folder: str, case: Case) -> dict[str, Any]:
+    """What one plain process reads, with a plain optimizer."""
+    alone = {(dist.get_rank(),): Group()}
+    training = Training(Mesh(), replace(case, adascale=False), alone, seed=1)
+    training.load(folder)
+    return training.state()
+
+
+def differences(training: Training, expected: Mapping[str, Any]) -> list[str]:
+    """The entries of this rank that are not what stands in the whole state."""
+    wrong, found = [], training.state()
+    for key, value in found.items():
+        if isinstance(value, Tensor):
+            there, ours = expected.get(key), value.detach()
+            if isinstance(value, LocalShard) and isinstance(there, Tensor):
+                ours = value.tensor.reshape(-1)
+                there = elements_of(there, value.start, value.stop, value.ranges)
+            if there is None or not torch.equal(ours, there):
+                wrong.append(key)
+    saved = saved_groups(expected)
+    options = {name: group.options for group in saved for name in group.names}
+    for group in saved_groups(found):
+        wants = [options[name] for name in group.names] or [saved[group.number].options]
+        wrong += [f"options {group.number}" for each in wants if each != group.options]
+    return wrong
+
+
+def between(folder: str, cases: Mapping[Case, Sequence[Mesh]]) -> list[str]:
+    groups = {}
+    for size in range(1, RANKS + 1):
+        for ranks in itertools.combinations(range(RANKS), size):
+            groups[ranks] = dist.new_group(list(ranks))
+    wrong = []
+    for number, (case, chosen) in enumerate(cases.items()):
+        places = {mesh: f"{folder}/{number}-{at}" for at, mesh in enumerate(chosen)}
+        for mesh, place in places.items():
+            if dist.get_rank() < mesh.num_ranks:
+                training = Training(mesh, case, groups)
+                training.train()
+                training.save(place)
+                training.leave()
+                found = differences(training, whole(place, case))
+                wrong += [f"{case} {mesh}: {each} as saved" for each in found]
+            dist.barrier()
+        for (first, place), second in itertools.product(places.items(), chosen):
+            if dist.get_rank() < second.num_ranks:
+                expected = whole(place, case)
+                for load in [Training.load, Training.load_from_dcp][: 1 + (first.num_ranks == RANKS)]:
+                    training = Training(second, case, groups, seed=2)
+                    load(training, place)
+                    wrong += [f"{case} {first} to {second}: {each}" for each in differences(training, expected)]
+                    training.leave()
+            dist.barrier()
+    return wrong
+
+
+def test_what_any_mesh_has_saved_any_other_loads_to_the_bit(tmp_path: Path) -> None:
+    chosen = {}
+    for number, case in enumerate(CASES):
+        everything = list(meshes(case))
+        chosen[case] = random.Random(number).sample(everything, 5)
+    assert run_ranks(between, RANKS, str(tmp_path), chosen, timeout=600) == [[]] * RANKS
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_so_it_is_between_all_meshes(case: Case, tmp_path: Path) -> None:
+    everything = list(meshes(case))
+    random.Random(0).shuffle(everything)
+    for number in range(0, len(everything), 8):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        assert run_ranks(between, RANKS, str(folder), {case: everything[number : number + 8]}, timeout=600) == [[]] * 4
