@@ -138,7 +138,8 @@ def _common_options(number: int, parts: Sequence[SavedGroup]) -> Mapping[str, An
     first, *others = parts
     for other in others:
         differing = sorted(
-            key for key in first.options.keys() | other.options.keys()
+            key
+            for key in first.options.keys() | other.options.keys()
             if first.options.get(key) != other.options.get(key)
         )
         if differing:

@@ -20,6 +20,7 @@ from scale_core.optimizer_groups import GROUPS, as_json, group_entries, is_group
 from scale_core.shard import elements_of
 from scale_core.state_match import SavedTensor, StateMismatch
 
+
 @runtime_checkable
 class KeepsStateElsewhere(Protocol):
     """An optimizer whose state is not by the parameters it was given: it hands parts of them to another one."""
@@ -178,9 +179,7 @@ def groups_of(
     return matching_options(optimizer, _names_by_group(optimizer, owners), saved_groups(state), name_here)
 
 
-def check_trained(
-    state: Mapping[str, Any], known: Container[str], name_here: Callable[[str], str | None]
-) -> None:
+def check_trained(state: Mapping[str, Any], known: Container[str], name_here: Callable[[str], str | None]) -> None:
     """Checks that everything that was saved of this rank's parameters is of some that an optimizer steps on.
 
     Args:

@@ -20,7 +20,7 @@ from torch import nn
 
 from scale_core.shard import full_shape
 from scale_core.snapshot import SnapshotError, latest_snapshot, load_snapshot, save_snapshot
-from scale_core.state import GROUPS, load_sharded_state_dict, sharded_state_dict, target_state_dict
+from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
 from scale_train.errors import InputError, reason_of
 from scale_train.large_batches import is_of_adascale
 from scale_train.options import RunOptions
@@ -41,9 +41,7 @@ def save(training: Training, folder: Path) -> Path:
     Raises:
         InputError: The disk is full or cannot be written to; the checkpoints before it stay as they are. On all ranks.
     """
-    state, pipeline = sharded_state_dict(training.engine.plain, training.optimizer), training.engine.pipeline
-    if pipeline is not None:
-        state[GROUPS] = pipeline.whole_groups(state[GROUPS])
+    state = sharded_state_dict(_saved_model(training), training.optimizer)
     try:
         path = save_snapshot(folder, training.step, state, training.group, describe(training))
     except SnapshotError as error:
@@ -87,7 +85,7 @@ def load(training: Training, point: Path) -> None:
     Raises:
         InputError: It is no whole checkpoint of this program, or one of another model or text. On all ranks.
     """
-    model, optimizer, pipeline = training.engine.plain, training.optimizer, training.engine.pipeline
+    model, optimizer = training.engine.plain, training.optimizer
     asked = [
         {key: value for key, value in group.items() if key != "params" and not is_of_adascale(key)}
         for group in optimizer.param_groups
@@ -96,7 +94,7 @@ def load(training: Training, point: Path) -> None:
     def target(saved: Mapping[str, Any]) -> dict[str, Any]:
         parameters = {key.removeprefix("model."): tensor for key, tensor in saved.items() if key.startswith("model.")}
         check_same_model({name: list(tensor.shape) for name, tensor in parameters.items()}, shapes(model), point)
-        return target_state_dict(model, optimizer, saved if pipeline is None else pipeline.part_of(saved))
+        return target_state_dict(_saved_model(training), optimizer, saved)
 
     try:
         snapshot = load_snapshot(point.parent, target, training.group, step=_step_of(point))
@@ -109,13 +107,18 @@ def load(training: Training, point: Path) -> None:
     check_same_fields(extra.get("model"), asdict(model.config), point)
     if extra.get("text") != training.text.fingerprint():
         raise InputError(f"--resume {point}: it was trained on another text than {training.text.source}")
-    state = snapshot.state if pipeline is None else pipeline.part_of(snapshot.state)
-    load_sharded_state_dict(state, model, optimizer, copy=False)
+    load_sharded_state_dict(snapshot.state, _saved_model(training), optimizer, copy=False)
     for group, options in zip(optimizer.param_groups, asked, strict=True):
         group.update(options)
     training.sampler.load_state(_data_position(extra))
     training.step = training.saved_step = snapshot.step
     training.checkpoint = snapshot.path
+
+
+def _saved_model(training: Training) -> nn.Module:
+    """What knows the names of the whole model."""
+    pipeline = training.engine.pipeline
+    return training.engine.plain if pipeline is None else pipeline.pipe
 
 
 def _step_of(point: Path) -> int:

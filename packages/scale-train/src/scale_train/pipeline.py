@@ -9,9 +9,8 @@ one, so that any number of stages goes on from it, and any other way to spread a
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -19,9 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from scale_core.exchange import exchange_text
 from scale_core.group import Group, group_of
-from scale_core.state import GROUPS
 from scale_pipe import DistributedPipe, split
 from scale_train.meaning import PipelineShape, pipeline_shape
 from scale_train.model import GPT
@@ -112,37 +109,6 @@ class Pipeline(nn.Module):
         """Yields this rank's parameters by the names that checkpoints know."""
         for name, param in self.pipe.named_parameters(remove_duplicate=remove_duplicate):
             yield f"{prefix}.{self._saved_names[name]}".lstrip("."), param
-
-    # What is saved. Each rank has its own keys; the optimizer's groups are those of all.
-
-    def whole_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Returns the optimizer's groups with the parameters of all ranks, in the order of the model.
-
-        Args:
-            groups: As JSON, with this rank's names.
-        """
-        by_rank = [json.loads(text) for text in exchange_text(json.dumps(groups), self.group)]
-        whole = []
-        for number, mine in enumerate(groups):
-            names = {name for theirs in by_rank for name in theirs[number]["params"]}
-            whole.append({**mine, "params": [name for name in self.shapes if name in names]})
-        return whole
-
-    def part_of(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns what of a whole state is this rank's.
-
-        Args:
-            saved: As `scale_core.state.sharded_state_dict` names it.
-        """
-        own = {name for name, _ in self.named_parameters()}
-        part = {}
-        for key, value in saved.items():
-            kind, _, name = key.partition(".")
-            if key == GROUPS:
-                part[key] = [{**each, "params": [name for name in each["params"] if name in own]} for each in value]
-            elif name in own or (kind == "optim" and name.rpartition(".")[0] in own) or kind not in ("model", "optim"):
-                part[key] = value
-        return part
 
 
 def _two_axes(group: Group, shape: PipelineShape) -> tuple[Group, Group]:
