@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from parallelize_cases import gpt2, llama, loss_of, tokens
 from torch import Tensor, nn
 
+from scale_core import ScaleDistributedError
 from scale_core.dcp import dcp_target
 from scale_core.group import group_of
 from scale_core.state import load_sharded_state_dict, sharded_state_dict
@@ -69,6 +72,51 @@ def test_a_state_is_read_at_another_number_of_ranks(tmp_path: Path) -> None:
     saved = run_ranks(_save, 4, str(tmp_path))[0]
     run_ranks(_load, 3, str(tmp_path), saved)
     run_ranks(_load, 1, str(tmp_path), saved)
+
+
+def _as_everybody_saves(folder: str) -> str:
+    """What `state_dict()`, `save_pretrained` and one rank alone give."""
+    ranks = dist.new_group(timeout=timedelta(seconds=3))
+    wholes = {}
+    for kind in ("llama", "gpt2"):
+        model = gpt2() if kind == "gpt2" else llama(num_key_value_heads=2)
+        expected = {name: value.clone() for name, value in model.state_dict().items()}
+        parallelize(model, GPT2_PLAN if kind == "gpt2" else None, ranks)
+        state = wholes[kind] = model.state_dict()
+        assert list(state) == list(expected), kind
+        assert all(torch.equal(value, expected[name]) for name, value in state.items()), kind
+        assert all(not value.requires_grad for value in state.values())
+        plain: Any = gpt2() if kind == "gpt2" else llama(num_key_value_heads=2)
+        for param in plain.parameters():
+            nn.init.zeros_(param)
+        plain.load_state_dict(state)
+        model.load_state_dict(plain.state_dict())
+        model.save_pretrained(f"{folder}/{kind}", is_main_process=dist.get_rank() == 0)
+        dist.barrier()
+        read = type(plain).from_pretrained(f"{folder}/{kind}").state_dict()
+        assert all(torch.equal(value, expected[name]) for name, value in read.items()), kind
+        assert all(torch.equal(value, expected[name]) for name, value in full_state_dict(model).items()), kind
+        parts = model.state_dict(keep_vars=True)
+        assert all(parts[name] is param for name, param in model.named_parameters())
+    tied = (
+        wholes["gpt2"]["lm_head.weight"].untyped_storage(),
+        wholes["gpt2"]["transformer.wte.weight"].untyped_storage(),
+    )
+    assert tied[0].data_ptr() == tied[1].data_ptr(), "a tied parameter is one tensor, as in the plain model's state"
+    told = ""
+    if dist.get_rank() == 0:
+        try:
+            model.state_dict()
+        except ScaleDistributedError as error:
+            told = str(error)
+    dist.barrier()
+    return told
+
+
+def test_a_state_dict_is_whole_and_one_rank_alone_is_told_to_call_the_others(tmp_path: Path) -> None:
+    alone, _ = run_ranks(_as_everybody_saves, 2, str(tmp_path))
+    assert "is divided between the ranks [0, 1], and not all of them have come to give their part" in alone
+    assert "call model.state_dict() on all ranks" in alone
 
 
 def test_whole_tensors_that_do_not_fit_are_named() -> None:

@@ -1,4 +1,4 @@
-"""Whole tensors in the place of the shards that an optimizer's state is made of, gathered one after the other.
+"""Whole tensors in the place of the shards that a state is made of, gathered one after the other.
 
 The ranks tell each other in one message which state they have and which elements of it. So a rank that has stepped
 otherwise is found before anything is sent, and one that holds nothing of a parameter, and may have no state of it,
@@ -24,6 +24,7 @@ from scale_core.group import Group
 from scale_core.shard import Held, Shard
 
 _EVENT = Event("whole optimizer state", "")
+_PARAMETER = Event("whole parameter of a divided layer", "")
 
 
 class Slots(NamedTuple):
@@ -73,6 +74,31 @@ def whole_slots(given: Sequence[Slots], *, keeps: bool = True, on_host: bool = F
                     if keeps:
                         found[number][key] = whole.to("cpu") if on_host else whole
     return found
+
+
+@torch.no_grad()
+def whole_of_part(part: Tensor, shard: Shard, group: Group, limit_seconds: float | None = None) -> Tensor:
+    """Returns a whole parameter of which each rank of a group has some indices; all of them call it together.
+
+    Args:
+        part: What this rank has of it, [any shape].
+        shard: Which elements these are.
+        group: The ranks.
+        limit_seconds: How long to wait for another rank; None is the group's own limit.
+
+    Raises:
+        ScaleDistributedError: A rank did something else.
+    """
+    event, contract = _PARAMETER._replace(unit=shard.name), Contract(group, limit_seconds)
+    with contract.waiting(event):
+        mine = json.dumps([shard.name, shard.start, shard.stop, {}, shard.ranges])
+        rows = [json.loads(text) for text in exchange_text(mine, group, limit_seconds=contract.limit_seconds)]
+        sizes = [stop - start for _, start, stop, _, _ in rows]
+        gathered = torch.empty(sum(sizes), dtype=part.dtype, device=part.device)
+        if gathered.numel():
+            pending = all_gather(gathered, part.detach().reshape(-1), group, sizes=sizes, tag=message_tag(event))
+            pending.wait(contract.limit_seconds)
+        return _put_together(shard, gathered.split(sizes), rows)
 
 
 def _group_of(shard: Shard) -> Group:

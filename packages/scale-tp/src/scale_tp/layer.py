@@ -8,14 +8,18 @@ loaded into it.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, Self
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
+from scale_core.contract import ScaleDistributedError
 from scale_core.group import Group
 from scale_core.optimizer_view import Asked, asked_by_torch, saved_by_torch, view_all
+from scale_core.pending import TransferError
 from scale_core.shard import Axis, Held, Shard, mark, shard_of, unit_shard_of
 from scale_core.stepping import watch_optimizers
 from scale_tp.initialising import Initialiser, initialise_part
@@ -165,25 +169,42 @@ class ParallelModule(nn.Module):
             messages.extend(refused)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """Says of each part which one it is, or makes it whole, where torch's checkpoint functions ask."""
+        """Gives whole tensors, as the plain model has them, for which all ranks call `state_dict()` together.
+
+        With `keep_vars` it is this rank's own parts; and torch's checkpoint functions are told which part each one is.
+
+        Raises:
+            ScaleDistributedError: A rank did not take part.
+        """
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.group.size == 1:
+        if self.group.size == 1 or keep_vars:
             return
         asked = asked_by_torch() or (Asked() if saved_by_torch() else None)
-        if asked is None:
-            return
-        from scale_core.boxes import LocalShard  # Loads torch's checkpoint package, which has asked.
-
         for name, placement in self.placements.items():
             param = self._parameters.get(name)
             if param is None or placement.split is None or unit_shard_of(param) is not None:
                 continue
-            shard = placement.shard(self.group)
-            if asked.whole:
-                destination[prefix + name] = self.whole_parameter(name)
-            else:
-                part = param.detach().contiguous()
+            if asked is not None and not asked.whole:
+                from scale_core.boxes import LocalShard  # Loads torch's checkpoint package, which has asked.
+
+                part, shard = param.detach().contiguous(), placement.shard(self.group)
                 destination[prefix + name] = LocalShard(part, shard.shape, shard.start, shard.stop, shard.ranges)
+            else:
+                destination[prefix + name] = _wholes.of(destination, param, lambda name=name: self._gathered(name))
+
+    def _gathered(self, name: str) -> Tensor:
+        """A parameter as a whole; an error says what all ranks were to do."""
+        if self.get_parameter(name).is_meta:
+            return torch.empty(self.placements[name].shape, dtype=self.get_parameter(name).dtype, device="meta")
+        try:
+            return self.whole_parameter(name)
+        except TransferError as error:
+            raise ScaleDistributedError(
+                f"state_dict: '{name}' of a {type(self).__name__} is divided between the ranks "
+                f"{list(self.group.ranks)}, and not all of them have come to give their part ({error}): call "
+                "model.state_dict() on all ranks, also where one of them writes it; or, for what this rank has, "
+                "model.state_dict(keep_vars=True)"
+            ) from error
 
     def _mark(self, name: str) -> None:
         """Records what a parameter is a part of, if it is one and nobody has said more of it."""
@@ -195,6 +216,33 @@ class ParallelModule(nn.Module):
             # Optimizers that need whole tensors are refused, and those that don't say what their state is a part of.
             watch_optimizers()
             view_all()
+
+
+class _Wholes:
+    """The whole tensors of the `state_dict()` that runs, so that of a tied parameter there is one."""
+
+    def __init__(self) -> None:
+        self._destination: weakref.ref[Any] | None = None
+        self._found: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+
+    def of(self, destination: Any, param: Tensor, gather: Callable[[], Tensor]) -> Tensor:
+        """The whole of a parameter for this state; a parameter stays alive as long as its module does."""
+        if self._destination is None or self._destination() is not destination:
+            self._destination, self._found = _reference(destination), WeakValueDictionary()
+        whole = self._found.get(id(param))
+        if whole is None:
+            whole = self._found[id(param)] = gather()
+        return whole
+
+
+_wholes = _Wholes()
+
+
+def _reference(destination: Any) -> weakref.ref[Any] | None:
+    try:
+        return weakref.ref(destination)
+    except TypeError:  # A plain dict, which was given: a tied parameter is gathered twice.
+        return None
 
 
 def checked_split(what: str, total: int, group: Group, stride: int, split: Split | None) -> Split:

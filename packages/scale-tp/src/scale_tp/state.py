@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from scale_core.group import Group
+from scale_core.shard import unit_shard_of
 from scale_tp.layer import ParallelModule, Placement
 from scale_tp.moves import gather_along
 
@@ -21,6 +22,7 @@ from scale_tp.moves import gather_along
 def full_state_dict(model: nn.Module, *, on_host: bool = False) -> dict[str, Tensor]:
     """Returns the state dict of the plain model, with whole tensors; all ranks that divide the model call it together.
 
+    It is `model.state_dict()` with tensors of its own, also of what is not divided, and on the host if that is asked.
     One tensor after another is gathered, on the device where its parts are. What is not divided is copied.
 
     Args:
@@ -32,7 +34,7 @@ def full_state_dict(model: nn.Module, *, on_host: bool = False) -> dict[str, Ten
     """
     placed = dict(_placements(model))
     state: dict[str, Tensor] = {}
-    for name, value in model.state_dict().items():
+    for name, value in model.state_dict(keep_vars=True).items():  # The parts: else all would be whole at once.
         if not isinstance(value, Tensor):  # What a module has put there by get_extra_state.
             state[name] = value
             continue
@@ -60,8 +62,13 @@ def load_full_tensors(
 
     Raises:
         ValueError: A tensor has another shape than the whole parameter; those before it have been loaded. Or, with
-            `strict`, something is missing or unknown.
+            `strict`, something is missing or unknown; or parameters are sharded along another axis.
     """
+    if sharded := next((name for name, param in model.named_parameters() if unit_shard_of(param) is not None), None):
+        raise ValueError(
+            f"load_full_tensors: '{sharded}' is sharded along another axis: call model.load_state_dict(tensors), which "
+            "takes whole tensors as well; or give the layers their values before the model is sharded"
+        )
     placed = dict(_placements(model))
     own = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
     missing = set(own)
@@ -90,7 +97,9 @@ def _placements(model: nn.Module) -> Iterator[tuple[str, tuple[Group, Placement]
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, ParallelModule):
             for name, placement in module.placements.items():
-                yield f"{path}.{name}".lstrip("."), (module.group, placement)
+                param = module._parameters.get(name)
+                if param is None or unit_shard_of(param) is None:  # Else whoever cut it makes it whole.
+                    yield f"{path}.{name}".lstrip("."), (module.group, placement)
 
 
 def _whole(part: Tensor, group: Group, placement: Placement) -> Tensor:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 import scale_tp
 from scale_core import grad_norm, shard_of
@@ -156,9 +157,30 @@ def fully_sharded(folder: str) -> None:
         assert shard.shape == (DIM, HIDDEN)
         assert [axis.group.size for axis in shard.axes] == [2, 2]
         compare(found, model, optimizer, f"{folder}/{number}")
+        whole_over_both_axes(model, f"{folder}/{number}")
     built_on_meta()
     with pytest.raises(ValueError, match=r"is divided between ranks by its layer.*leave flatten_parameters out"):
         fully_shard(divided_model(False), process_group=group, flatten_parameters=True)
+
+
+def whole_over_both_axes(model: nn.Module, folder: str) -> None:
+    """`state_dict()` is that of the plain model, and each rank takes its piece of it again."""
+    expected = plain_model()
+    target = dcp_target(folder, expected)
+    dcp.load(target, checkpoint_id=folder)
+    load_sharded_state_dict(target, expected)
+    asked = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    for state in (model.state_dict(), scale_tp.full_state_dict(model), asked):
+        assert state.keys() == expected.state_dict().keys()
+        assert all(torch.equal(value, state[name]) for name, value in expected.state_dict().items())
+    part = {name: param.detach().clone() for name, param in model.named_parameters()}
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    model.load_state_dict(expected.state_dict())
+    assert all(torch.equal(param, part[name]) for name, param in model.named_parameters())
+    with pytest.raises(ValueError, match=r"is sharded along another axis: call model.load_state_dict"):
+        scale_tp.load_full_tensors(model, expected.state_dict())
 
 
 def built_on_meta() -> None:

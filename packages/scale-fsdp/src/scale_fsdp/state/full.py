@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from scale_core.flat import FlatBuffer
-from scale_core.optimizer_view import asked_by_torch, saved_by_torch, view_all
+from scale_core.optimizer_view import asked_by_torch, view_all
 from scale_core.shard import Held, shard_of
 from scale_fsdp.options import StateDictForm, resolve_form
 from scale_fsdp.slots import Slot, flat_name_of
@@ -52,7 +52,8 @@ class _Call:
         wholes = unit.gather_whole(buffer)
         device = self.form.device or buffer.shard.device
         for number in wanted:
-            self.copies[buffer, number] = wholes[number].to(device, copy=True) if self.keeps else None
+            whole = _over_its_layer(wholes[number], buffer, number, unit.options.limit_seconds)
+            self.copies[buffer, number] = whole.to(device, copy=True) if self.keeps else None
 
     def finish(self, module: nn.Module, state: dict[str, Any], prefix: str) -> dict[str, Any]:
         """What the whole call gives on this rank, in the order of the plain module."""
@@ -134,8 +135,6 @@ def state_dict_of(module: nn.Module, plain: Callable[..., Any], *args: Any, **kw
             "which torch's function looks for: call scale_fsdp.full_state_dict(model) for full tensors, or "
             "scale_core.state.sharded_state_dict(model) for torch.distributed.checkpoint.save"
         )
-    if asked is not None or saved_by_torch():
-        _refuse_divided(module)
     unit = unit_of(module)
     assert unit is not None
     form = unit.options.form
@@ -170,17 +169,18 @@ def _give(
     return destination
 
 
-def _refuse_divided(module: nn.Module) -> None:
-    """Refuses to call that whole which is a part of what a layer has divided along another axis."""
-    for unit in units_in(module):
-        for buffer in unit.buffers:
-            shards = [shard for param in buffer.exposed if (shard := shard_of(param)) is not None]
-            divided = next((s for s in shards if sum(axis.held is Held.SHARD for axis in s.axes) > 1), None)
-            if divided is not None:
-                raise RuntimeError(
-                    f"state_dict: {divided.title} is divided by its layer, and sharded along another axis: "
-                    "call scale_core.state.sharded_state_dict(model, optimizer) for torch.distributed.checkpoint.save"
-                )
+def _over_its_layer(gathered: Tensor, buffer: FlatBuffer, number: int, limit_seconds: float | None) -> Tensor:
+    """The whole of a parameter that its layer divides along another axis, of which `gathered` is this rank's part."""
+    shard = None if buffer.flatten else shard_of(buffer.exposed[number])
+    own = () if shard is None else shard.axes
+    axis = next((a for a in own if a.held is Held.SHARD and a.group.size > 1 and a.group != buffer.group), None)
+    if shard is None or axis is None:
+        return gathered
+    from scale_core.whole_state import whole_of_part  # Loads torch's checkpoint package, which takes a second.
+
+    first = shard.start - buffer.spans[number].start
+    part = replace(shard, start=first, stop=first + gathered.numel())
+    return whole_of_part(gathered, part, axis.group, limit_seconds)
 
 
 def _is_flat(module: nn.Module) -> bool:

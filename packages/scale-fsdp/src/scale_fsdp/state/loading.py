@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from scale_core.events import unit_title
+from scale_core.shard import elements_of, shard_of
 from scale_fsdp import guard
 from scale_fsdp.slots import Slot, flat_name_of
 from scale_fsdp.state.naming import all_names, names_in, plain_order
@@ -127,7 +128,7 @@ def _take_piece(
         if buffer.flatten:
             missing_keys.append(name)
         return
-    problem = _misfit(name, whole, buffer.layout.entries[number].shape)
+    problem = _misfit(name, whole, slot)
     if problem:
         error_msgs.append(problem)
     if buffer.flatten:
@@ -136,9 +137,18 @@ def _take_piece(
             buffer.load(number, whole)
         return
     span = buffer.spans[number]
-    piece = buffer.pieces[number] if problem else whole.detach().reshape(-1)[span.start : span.stop].view(span.shape)
+    piece = buffer.pieces[number] if problem else _piece_of(whole.detach(), slot).view(span.shape)
     state_dict[name] = piece
     _pieces[piece] = None
+
+
+def _piece_of(whole: Tensor, slot: Slot) -> Tensor:
+    """This rank's elements of the full tensor, or of the part of it that the layer has on this rank; one dimension."""
+    buffer, span = slot.buffer, slot.buffer.spans[slot.number]
+    shard = shard_of(buffer.exposed[slot.number])
+    if shard is not None and tuple(whole.shape) == shard.shape:
+        return elements_of(whole, shard.start, shard.stop, shard.ranges)
+    return whole.reshape(-1)[span.start : span.stop]
 
 
 def refuse_in_use(module: nn.Module, what: str) -> None:
@@ -187,11 +197,10 @@ def _problems(module: nn.Module, state_dict: Mapping[str, Any], strict: bool) ->
         known = named.keys() | plain_order(module).keys()
         if unexpected := [name for name in state_dict if name not in known and not _is_flat(name)]:
             problems.append(f"Unexpected key(s) in state_dict: {_quoted(unexpected)}.")
-    shapes = {name: slot.buffer.layout.entries[slot.number].shape for name, slot in named.items()}
-    shapes.update({name: tuple(buffer.shape) for name, buffer in buffers.items()})
-    for name, shape in shapes.items():
+    places: dict[str, Slot | Tensor] = {**named, **buffers}
+    for name, place in places.items():
         if name in state_dict and not _is_own(named.get(name), state_dict[name]):
-            problem = _misfit(name, state_dict[name], shape)
+            problem = _misfit(name, state_dict[name], place)
             problems += [problem] if problem else []
     return problems
 
@@ -218,8 +227,12 @@ def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield (f"{path}.{name}" if path else name), buffer
 
 
-def _misfit(name: str, value: Any, shape: tuple[int, ...]) -> str:
-    """What is wrong with a value for a tensor of this shape; "" where nothing is."""
+def _misfit(name: str, value: Any, place: Slot | Tensor) -> str:
+    """What is wrong with a value for a parameter or a buffer; "" where nothing is."""
+    shape = tuple(place.shape) if isinstance(place, Tensor) else place.buffer.layout.entries[place.number].shape
+    shard = None if isinstance(place, Tensor) or place.buffer.flatten else shard_of(place.buffer.exposed[place.number])
+    if shard is not None and isinstance(value, Tensor) and tuple(value.shape) == shard.shape:
+        return ""  # Of what a layer divides along another axis, the part of this rank is taken.
     if not isinstance(value, Tensor):
         return f"'{name}': expected a tensor of shape {shape}, got {type(value).__name__}"
     if tuple(value.shape) != shape:

@@ -128,7 +128,7 @@ class StagesState:
         whole = {name: state.pop(prefix + name) for name in self.first_names if prefix + name in state}
         for index, stage in stages.items():
             names = plain_names(stage)
-            for listed in stage.state_dict():
+            for listed in stage.state_dict(keep_vars=True):
                 if (name := plain_name(names, listed)) in whole:
                     state[f"{prefix}{key_of(index)}.{listed}"] = whole[name]
 
@@ -148,7 +148,7 @@ class StagesState:
         missing = []
         for index, stage in stages.items():
             names = plain_names(stage)
-            wanted = {listed: plain_name(names, listed) for listed in stage.state_dict()}
+            wanted = {listed: plain_name(names, listed) for listed in stage.state_dict(keep_vars=True)}
             parts[index] = {listed: state[name] for listed, name in wanted.items() if name in state}
             missing += [name for name in wanted.values() if name not in state]
         unexpected = [name for name in state if name not in self.first_names]
