@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from parallelize_cases import gpt2, gpt_neox, llama, loss_of, tokens, train
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -509,3 +510,22 @@ def test_on_one_rank_nothing_changes() -> None:
     before = [(type(module), id(module)) for module in model.modules()]
     assert parallelize(model, None, Group()) is model
     assert [(type(module), id(module)) for module in model.modules()] == before
+
+
+def test_a_carried_plan_that_leaves_all_layers_whole_says_what_it_divides() -> None:
+    config = transformers.GptOssConfig(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, head_dim=4,
+        num_attention_heads=2, num_key_value_heads=1, num_local_experts=2, layer_types=["full_attention"],
+        pad_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    model = transformers.GptOssForCausalLM(config)
+    share = round(100 * 64 / sum(param.numel() for param in model.parameters()))
+    with pytest.raises(
+        ValueError,
+        match=rf"GptOssForCausalLM carries divides lm_head, {share} % of its parameters, and nothing in "
+        r"model.layers.\*, which every rank would have whole: .*parallelize\(model, {'lm_head': 'colwise_rep'}\)",
+    ):
+        parallelize(model, None, Group())
+    assert not any(isinstance(module, ParallelModule) for module in model.modules())
+    parallelize(model, {"lm_head": "colwise_rep"}, Group())  # Who names it gets it.
+    parallelize(llama(), None, Group())

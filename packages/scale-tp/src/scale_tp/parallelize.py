@@ -37,6 +37,7 @@ from scale_tp.refusals import (
     check_groups,
     check_key_values,
     check_kinds,
+    check_layers_divided,
     check_neighbours,
     check_sequences,
     check_summands,
@@ -94,6 +95,8 @@ def parallelize(
     if carried:
         check_carried(type(model).__name__, plan, modules)
     styles = resolve(plan, modules, needs_all=not carried)
+    if carried:
+        check_layers_divided(model, styles)
     acting = {path: style for path, style in styles.items() if style != Style("nothing")}
     work = _prepared(
         model,

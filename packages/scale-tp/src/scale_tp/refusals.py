@@ -16,7 +16,7 @@ from scale_tp.divided_linear import Columns, Rows, is_linear
 from scale_tp.divided_words import is_embedding
 from scale_tp.heads import AttentionRule, Heads
 from scale_tp.layer import ParallelModule, Placement
-from scale_tp.plan import Style
+from scale_tp.plan import STYLES, Style
 from scale_tp.split_sizes import Split
 
 
@@ -101,6 +101,40 @@ def check_adapters(modules: Mapping[str, nn.Module], styles: Mapping[str, Style]
                     "not drop the same: build it without, LoraConfig(lora_dropout=0), or merge it before, "
                     "model.merge_and_unload()"
                 )
+
+
+def check_layers_divided(model: nn.Module, styles: Mapping[str, Style]) -> None:
+    """Refuses a plan that a model carries where it leaves all repeated layers whole, as one of a head alone.
+
+    Args:
+        model: It carries the plan.
+        styles: By the names of modules, what the plan says of them.
+
+    Raises:
+        ValueError: It does.
+    """
+    modules = dict(model.named_modules())
+    layers = [
+        f"{path}.*"
+        for path, module in modules.items()
+        if isinstance(module, nn.ModuleList) and any(True for _ in module.parameters())
+    ]
+    divided = [path for path, style in styles.items() if style.divides not in ("nothing", "sequence")]
+    if not layers or any(path.startswith(layer[:-1]) for path in divided for layer in layers):
+        return
+    total = sum(param.numel() for param in model.parameters())
+    parts = {param: param.numel() for path in divided for param in modules[path].parameters()}
+    said = {path: _name_of(styles[path]) for path in divided}
+    raise ValueError(
+        f"the plan that {type(model).__name__} carries divides {', '.join(divided) or 'nothing'}, "
+        f"{100 * sum(parts.values()) / total:.0f} % of its parameters, and nothing in {layers[0]}, which every rank "
+        "would have whole: pass a plan that divides these layers, or shard the model (fully_shard of scale-fsdp); if "
+        f"that is all you want to divide, say so: parallelize(model, {said})"
+    )
+
+
+def _name_of(style: Style) -> str:
+    return next((name for name, known in STYLES.items() if known == style), str(style))
 
 
 def check_beside(modules: Mapping[str, nn.Module], styles: Mapping[str, Style]) -> None:
