@@ -247,3 +247,67 @@ def test_two_parameters_that_claim_one_name_are_an_error() -> None:
         mark(weight, Shard("weight", (2, 2), 0, 4))
     with pytest.raises(ValueError, match=r"two parameters are named weight: the second is listed as 1.weight"):
         sharded_state_dict(model)
+
+
+class Pair(nn.Module):
+    """Two weights, which may be one; registered in one order or the other."""
+
+    def __init__(self, *names: str, tied: bool = True) -> None:
+        super().__init__()
+        for name in names:
+            self.register_parameter(name, nn.Parameter(torch.rand(3)))
+        if tied:
+            self.register_parameter(names[1], self.get_parameter(names[0]))
+
+
+def test_a_tied_parameter_is_found_under_any_of_its_names_and_never_takes_one_of_two() -> None:
+    saved, other = Pair("embed", "head"), Pair("head", "embed")
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (saved, other)]
+    saved.embed.grad = torch.ones(3)
+    optimizers[0].step()
+    state = sharded_state_dict(saved, optimizers[0])
+    load_sharded_state_dict(state, other, optimizers[1])
+    assert torch.equal(other.embed, saved.embed)
+    assert torch.equal(optimizers[1].state[other.head]["momentum_buffer"], torch.ones(3))
+    there = {key: SavedTensor((3,), torch.float32) if isinstance(v, Tensor) else v for key, v in state.items()}
+    assert target_state_dict(other, optimizers[1], there)["model.embed"].data_ptr() == other.head.data_ptr()
+    with pytest.raises(StateMismatch, match=r"model.(embed|head) is unexpected"):
+        load_sharded_state_dict(sharded_state_dict(Pair("embed", "head", tied=False)), other)
+
+
+class Part(nn.Module):
+    """The last part of a model whose first and last weight are one; the first part is on another rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.bias = nn.Parameter(torch.rand(3)), nn.Parameter(torch.rand(2))
+
+    def names_of_model(self) -> dict[str, str]:
+        return {"embed": "embed", "middle": "middle", "head": "embed", "bias": "bias"}
+
+    def is_first_holder(self, name: str) -> bool:
+        return name == "bias"
+
+
+def test_a_part_of_a_model_has_the_names_of_the_whole_and_leaves_what_it_shares_to_the_first_holder() -> None:
+    model = Part()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model.head.grad, model.bias.grad = torch.ones(3), torch.ones(2)
+    optimizer.step()
+    state = sharded_state_dict(model, optimizer)
+    tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+    assert [key for key in tensors if key.startswith("model.")] == ["model.embed", "model.bias"]
+    written = {key: bool(v.__create_write_items__(key, v)) for key, v in tensors.items() if isinstance(v, LocalShard)}
+    assert written == {"model.embed": False, "optim.embed.momentum_buffer": False}
+    whole = {**state, "model.middle": torch.zeros(1), "optim.middle.momentum_buffer": torch.zeros(1)}
+    (key,) = (key for key in state if key.startswith(GROUPS))
+    whole[key] = {**whole[key], "params": ["embed", "middle", "bias"]}
+    for given in (state, whole):  # Its own part, or what all ranks have.
+        other = Part()
+        fresh = torch.optim.SGD(other.parameters(), lr=0.7, momentum=0.9)
+        load_sharded_state_dict(given, other, fresh)
+        assert torch.equal(other.head, model.head) and torch.equal(other.bias, model.bias)
+        assert type(fresh.state[other.head]["momentum_buffer"]) is Tensor
+        assert fresh.param_groups[0]["lr"] == 0.1
+    with pytest.raises(StateMismatch, match=r"model.unknown is unexpected"):
+        load_sharded_state_dict({**whole, "model.unknown": torch.zeros(1)}, Part())
