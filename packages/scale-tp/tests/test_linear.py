@@ -301,7 +301,7 @@ def test_a_whole_state_dict_is_loaded_by_parts() -> None:
     assert torch.equal(model[0].weight, plain.weight[4:])
     assert torch.equal(model[0].bias, plain.bias[4:])
     assert all(given[key] is value for key, value in whole.items()), "what was given is left as it is"
-    model.load_state_dict(model.state_dict())
+    model.load_state_dict(model.state_dict(keep_vars=True))
     assert torch.equal(model[0].weight, plain.weight[4:])
     with pytest.raises(RuntimeError, match=r"size mismatch for 0\.weight"):
         model.load_state_dict({**whole, "0.weight": torch.zeros(6, 5)})
