@@ -103,6 +103,11 @@ def _as_everybody_saves(folder: str) -> str:
         wholes["gpt2"]["transformer.wte.weight"].untyped_storage(),
     )
     assert tied[0].data_ptr() == tied[1].data_ptr(), "a tied parameter is one tensor, as in the plain model's state"
+    with torch.no_grad():
+        for param in model.parameters():
+            param.data.add_(1.0)  # Without a trace in the version of the parameter.
+    again = model.state_dict(destination=wholes["gpt2"], prefix="")
+    assert again is wholes["gpt2"] and torch.equal(again["lm_head.weight"], read["lm_head.weight"] + 1.0)
     told = ""
     if dist.get_rank() == 0:
         try:

@@ -176,9 +176,12 @@ class ParallelModule(nn.Module):
         Raises:
             ScaleDistributedError: A rank did not take part.
         """
+        is_filled_again = any(prefix + name in destination for name in self.placements)
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.group.size == 1 or keep_vars:
             return
+        if is_filled_again:  # What was given to an earlier call, `state_dict(destination=...)`.
+            _wholes.forget()
         asked = asked_by_torch() or (Asked() if saved_by_torch() else None)
         for name, placement in self.placements.items():
             param = self._parameters.get(name)
@@ -223,16 +226,22 @@ class _Wholes:
 
     def __init__(self) -> None:
         self._destination: weakref.ref[Any] | None = None
-        self._found: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+        self._found: WeakValueDictionary[tuple[int, int], Tensor] = WeakValueDictionary()
 
     def of(self, destination: Any, param: Tensor, gather: Callable[[], Tensor]) -> Tensor:
-        """The whole of a parameter for this state; a parameter stays alive as long as its module does."""
+        """The whole of a parameter for this state, with the values that it has now."""
         if self._destination is None or self._destination() is not destination:
-            self._destination, self._found = _reference(destination), WeakValueDictionary()
-        whole = self._found.get(id(param))
+            self.forget()
+            self._destination = _reference(destination)
+        key = id(param), 0 if param.is_inference() else param._version
+        whole = self._found.get(key)
         if whole is None:
-            whole = self._found[id(param)] = gather()
+            whole = self._found[key] = gather()
         return whole
+
+    def forget(self) -> None:
+        """Another call begins."""
+        self._destination, self._found = None, WeakValueDictionary()
 
 
 _wholes = _Wholes()
