@@ -123,10 +123,10 @@ def matching_options(
             "parameters as then"
         )
     options = []
-    for number, (group, its_parts) in enumerate(zip(optimizer.param_groups, parts, strict=True)):
+    for number, (live, its_parts) in enumerate(zip(optimizer.param_groups, parts, strict=True)):
         if its_parts:
             found = _common_options(number, its_parts)
-            _check_options(optimizer, group, found)
+            _check_options(optimizer, live, found)
         else:
             same = [each.options for each in saved if each.number == number]
             found = same[0] if same and all(each == same[0] for each in same) else {}

@@ -105,7 +105,7 @@ def optimizer_targets(
     rooms: dict[tuple[Tensor, str], Tensor] = {}
     target: dict[str, Any] = {}
     for full_key, name, key, value in _named_entries(saved):
-        optimizer, group, holding = of[name]
+        optimizer, its_group, holding = of[name]
         if holding.state == "nothing":
             continue
         if isinstance(value, SavedTensor):
@@ -113,7 +113,7 @@ def optimizer_targets(
             if live is None:
                 place = (holding.owner, key)
                 if place not in rooms:
-                    rooms[place] = _room(key, value, holding, group)
+                    rooms[place] = _room(key, value, holding, its_group)
                 live = rooms[place]
             value = _entry(holding, key, live)
         target[full_key] = value
@@ -194,10 +194,10 @@ def check_trained(state: Mapping[str, Any], known: Container[str], name_here: Ca
         if name not in known:
             raise StateMismatch(f"{full_key} was saved, but the optimizer has no parameter {name}")
     for group in saved_groups(state):
-        for name in map(name_here, group.names):
-            if name is not None and name not in known:
+        for here in map(name_here, group.names):
+            if here is not None and here not in known:
                 raise StateMismatch(
-                    f"{GROUPS}: group {group.number} was saved with {name}, which is no parameter of the optimizer: "
+                    f"{GROUPS}: group {group.number} was saved with {here}, which is no parameter of the optimizer: "
                     "group its parameters as then"
                 )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, Self
 from weakref import WeakValueDictionary
 
@@ -193,7 +194,7 @@ class ParallelModule(nn.Module):
                 part, shard = param.detach().contiguous(), placement.shard(self.group)
                 destination[prefix + name] = LocalShard(part, shard.shape, shard.start, shard.stop, shard.ranges)
             else:
-                destination[prefix + name] = _wholes.of(destination, param, lambda name=name: self._gathered(name))
+                destination[prefix + name] = _wholes.of(destination, param, partial(self._gathered, name))
 
     def _gathered(self, name: str) -> Tensor:
         """A parameter as a whole; an error says what all ranks were to do."""
