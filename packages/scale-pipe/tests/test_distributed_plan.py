@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+from collections.abc import Sequence
+
 import pytest
 from pipe_schedules import BUILDERS
 
@@ -47,23 +51,23 @@ def written(tasks: tuple[Task, ...]) -> list[str]:
 
 def test_a_plan_is_the_schedule_with_skips_and_shared_gradients_woven_in() -> None:
     schedule = one_forward_one_backward(3, 1)
-    assert [" ".join(written(plan(schedule, rank, BOTH))) for rank in range(3)] == [
-        "F0.0 >far02 >01 <'10 <far'20 B0.0 Average <embed+20 >embed+02 AddShared S0",
-        "<01 F1.0 >near12 >12 <'21 <near'21 B1.0 >'10 Average S1",
-        "<12 <far02 <near12 F2.0 B2.0 >far'20 >near'21 >'21 Average <embed+02 >embed+20 AddShared S2",
+    assert [" ".join(written(tasks)) for tasks in plan(schedule, BOTH)] == [
+        "F0.0 >01 >far02 <far'20 <'10 B0.0 Average >embed+02 <embed+20 AddShared S0",
+        "<01 F1.0 >12 >near12 <'21 <near'21 B1.0 >'10 Average S1",
+        "<far02 <12 <near12 F2.0 B2.0 >'21 >far'20 >near'21 Average <embed+02 >embed+20 AddShared S2",
     ]
 
 
 def test_what_stays_on_a_rank_is_not_sent() -> None:
     schedule = zb_v(2, 1)  # Stages 0 and 3 on rank 0, 1 and 2 on rank 1.
     wiring = Wiring((Skip("there", 0, 3), Skip("across", 0, 2)), (SharedParameter("tied", (0, 3)),))
-    words = written(plan(schedule, 0, wiring))
+    words = written(plan(schedule, wiring)[0])
     assert ">across02" in words and not [word for word in words if "there" in word or "tied" in word]
 
 
 def test_an_evaluation_has_forwards_and_what_they_need() -> None:
     schedule = one_forward_one_backward(3, 2)
-    assert " ".join(written(forward_plan(plan(schedule, 1, BOTH)))) == "<01 <01 F1.0 >near12 >12 F1.1 >near12 >12"
+    assert " ".join(written(forward_plan(plan(schedule, BOTH)[1]))) == "<01 F1.0 >12 >near12 <01 F1.1 >12 >near12"
 
 
 @pytest.mark.parametrize("name", BUILDERS)
@@ -74,7 +78,7 @@ def test_every_list_comes_to_its_end_and_forgets_only_what_has_arrived(name: str
     wiring = Wiring(
         (Skip("whole", 0, stages - 1), Skip("part", 0, stages // 2)), (SharedParameter("t", (0, stages - 1)),)
     )
-    whole = [plan(schedule, rank, wiring) for rank in range(num_ranks)]
+    whole = list(plan(schedule, wiring))
     for plans in (whole, [forward_plan(tasks) for tasks in whole]):
         known = [receipts(plans, rank, stages, wiring) for rank in range(num_ranks)]
         done = follow(plans, known, stages, wiring)
@@ -114,10 +118,86 @@ def follow(plans: list[tuple[Task, ...]], known: list[dict[int, list[Slot]]], st
     return positions
 
 
+def wirings(num_stages: int, seed: int) -> list[Wiring]:
+    """None, all skips that there can be, and some of them, with shared parameters."""
+    pairs = [(source, target) for target in range(num_stages) for source in range(target)]
+    chosen = random.Random(seed)
+    some = chosen.sample(pairs, chosen.randint(1, len(pairs)))
+    tied = tuple(sorted(chosen.sample(range(num_stages), chosen.randint(2, num_stages))))
+    everywhere = tuple(range(num_stages))
+    return [
+        PLAIN,
+        Wiring(tuple(Skip(f"{source} to {target}", source, target) for source, target in pairs)),
+        Wiring(
+            tuple(Skip(f"number {number}", *pair) for number, pair in enumerate(some)),
+            (SharedParameter("tied", tied), SharedParameter("everywhere", everywhere)),
+        ),
+    ]
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
+def test_ranks_never_wait_in_a_circle_where_all_transfers_of_each_pass_one_after_the_other(
+    name: str, num_ranks: int
+) -> None:
+    """So it is on NCCL: no tags, one stream of a rank, and large messages leave when their receives are there."""
+    for number in (1, num_ranks - 1, num_ranks, 2 * num_ranks + 1):
+        schedule = BUILDERS[name](num_ranks, number)
+        for wiring in wirings(schedule.num_stages, seed=num_ranks * 100 + number):
+            plans = plan(schedule, wiring)
+            for lists in (plans, [forward_plan(tasks) for tasks in plans]):
+                meet(lists)
+            if wiring is PLAIN:  # What was proved and drawn is what runs.
+                assert [written_actions(tasks) for tasks in plans] == [
+                    [str(action) for action in actions] for actions in schedule.actions
+                ]
+
+
+def meet(plans: Sequence[Sequence[Task]]) -> None:
+    """Follows all lists, in each of which a transfer waits for its other side, and has to find it as its own."""
+    positions = [0] * len(plans)
+
+    def ahead(rank: int) -> Task | None:
+        return next(iter(plans[rank][positions[rank] :]), None)
+
+    moving = True
+    while moving:
+        moving = False
+        for rank in range(len(plans)):
+            while (task := ahead(rank)) is not None:
+                if isinstance(task, Send | Receive):
+                    other = ahead(task.peer)
+                    opposite = Receive if isinstance(task, Send) else Send
+                    if other != opposite(task.slot, rank) or type(other) is type(task):
+                        break
+                    positions[task.peer] += 1
+                positions[rank] += 1
+                moving = True
+    assert positions == [len(tasks) for tasks in plans], "waits for ever"
+
+
+def written_actions(tasks: Sequence[Task]) -> list[str]:
+    """Tasks of a plan without skips and shared parameters, as the schedule writes them."""
+    kinds = {
+        (Send, Flow.ACTIVATION): "SA",
+        (Send, Flow.GRADIENT): "SG",
+        (Receive, Flow.ACTIVATION): "RA",
+        (Receive, Flow.GRADIENT): "RG",
+    }
+    found = []
+    for task in tasks:
+        if isinstance(task, Send | Receive):
+            stage = task.slot.source if isinstance(task, Send) else task.slot.target
+            found.append(f"{kinds[type(task), task.slot.flow]}{stage}.{task.slot.micro_batch}")
+        elif isinstance(task, Action):
+            found.append(str(task))
+    return found
+
+
 def test_a_receive_stands_before_what_takes_it_and_a_send_behind_what_makes_it() -> None:
-    for rank in range(3):
-        tasks = plan(one_forward_one_backward(3, 4), rank, BOTH)
-        order = Order([plan(one_forward_one_backward(3, 4), other, BOTH) for other in range(3)], rank, 3, BOTH)
+    plans = plan(one_forward_one_backward(3, 4), BOTH)
+    for rank, tasks in enumerate(plans):
+        order = Order(plans, rank, 3, BOTH)
         for index, task in enumerate(tasks):
             if isinstance(task, Action) and task.kind in COMPUTES:
                 before = {other.slot for other in tasks[:index] if isinstance(other, Receive)}
@@ -133,7 +213,7 @@ def test_gradients_of_shared_parameters_go_from_each_rank_to_each_other_one() ->
 
 def test_an_order_knows_the_last_turn_of_each_stage() -> None:
     schedule = zb_v(2, 3)
-    plans = [plan(schedule, rank, PLAIN) for rank in range(2)]
+    plans = plan(schedule, PLAIN)
     order = Order(plans, 0, 4, PLAIN)
     assert order.splits and sorted(order.turns) == [0, 3] and sorted(order.turns[0]) == [0, 1, 2]
     assert [task for task in order.tasks if isinstance(task, Average)] == [Average()]
@@ -155,11 +235,16 @@ def test_links_are_probed_there_and_back_where_stages_stand_on_two_ranks() -> No
 
 
 def test_a_rank_waits_for_its_first_message_before_it_sends_and_the_one_that_begins_for_none() -> None:
-    for schedule in (one_forward_one_backward(3, 4), zb_v(3, 4), interleaved_1f1b(3, 3, 2)):
-        plans = [plan(schedule, rank, PLAIN) for rank in range(3)]
+    for schedule, wiring in itertools.product(
+        (one_forward_one_backward(3, 4), zb_v(3, 4), interleaved_1f1b(3, 3, 2)),
+        (PLAIN, Wiring((Skip("far", 0, 5), Skip("near", 0, 1)))),
+    ):
+        if wiring.skips and schedule.num_stages < 6:
+            continue
+        plans = plan(schedule, wiring)
         forwards = [forward_plan(tasks) for tasks in plans]
         for rank in range(3):
-            step, evaluation = (Order(tasks, rank, schedule.num_stages, PLAIN) for tasks in (plans, forwards))
+            step, evaluation = (Order(tasks, rank, schedule.num_stages, wiring) for tasks in (plans, forwards))
             assert step.opening == evaluation.opening
             assert (step.opening is None) == (schedule.placement.rank_of[0] == rank)
             assert step.opening is None or (step.opening.flow, step.opening.micro_batch) == (Flow.ACTIVATION, 0)

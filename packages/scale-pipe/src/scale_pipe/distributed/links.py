@@ -9,8 +9,8 @@ computes; small ones come in one piece with the header (`envelope`). Where it co
 what is expected, sends the header alone and a single byte for each tensor that was posted; the real ones follow. (Gloo
 takes a message that is shorter than the memory which waits for it.)
 
-On NCCL, whose messages have no tags and are matched by their order alone, tensors are received in the order of the
-plan, which is one for all ranks; headers and descriptions stay on the host.
+On NCCL, whose messages have no tags and are matched by their order alone, tensors are sent and received in the order of
+the plan, which is one for all ranks; headers and descriptions stay on the host.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterable, Mapping
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,6 +53,15 @@ class _Posted:
         self.works = works
         self.tensors = tensors
         self.expected = expected
+
+
+class _Opened(NamedTuple):
+    """A slot whose header is here, and whose tensors are on their way."""
+
+    form: Form
+    tensors: list[Tensor]
+    works: _Works
+    share: Share
 
 
 class LinkError(RuntimeError):
@@ -94,6 +104,7 @@ class Links:
         self.kind = self.heard = 0
         self._forms: dict[Slot, Form] = {}  # what came last in each place, or was sent there
         self._posted: dict[Slot, _Posted] = {}
+        self._opened: dict[Slot, _Opened | Failure | Share] = {}
         self._sent: dict[Slot, tuple[int, _Works, list[Tensor]]] = {}
         self.compute_on(device)
 
@@ -108,7 +119,7 @@ class Links:
 
     @property
     def in_order(self) -> bool:
-        """Whether slots have to be received in the order of the plan."""
+        """Whether slots have to be opened in the order of the plan."""
         return self._on_device
 
     def num_bytes(self, slot: Slot) -> int:
@@ -137,8 +148,10 @@ class Links:
         works += [self._receive(as_bytes(tensor), peer, slot) for tensor in tensors if tensor.numel()]
         self._posted[slot] = _Posted(memory, works, tensors, expected)
 
-    def take(self, slot: Slot, peer: int) -> Message:
-        """Waits for a slot that was posted, and returns what has arrived.
+    def open(self, slot: Slot, peer: int) -> None:
+        """Waits for the header of a slot that was posted, and begins to receive its tensors.
+
+        Where messages are matched by their order, that is done in the order of the plan.
 
         Args:
             slot: Which.
@@ -147,6 +160,28 @@ class Links:
         Raises:
             LinkError: It did not arrive.
         """
+        self._opened[slot] = self._open(slot, peer)
+
+    def take(self, slot: Slot, peer: int) -> Message:
+        """Waits for a slot that was posted, and returns what has arrived.
+
+        Args:
+            slot: Which; opened or not.
+            peer: Who sends it.
+
+        Raises:
+            LinkError: It did not arrive.
+        """
+        opened = self._opened.pop(slot, None)
+        if opened is None:
+            opened = self._open(slot, peer)
+        if not isinstance(opened, _Opened):
+            return opened
+        for work in opened.works:
+            self._wait(slot, work)
+        return self._content(opened.form, opened.tensors, opened.share)
+
+    def _open(self, slot: Slot, peer: int) -> _Opened | Failure | Share:
         posted = self._posted.pop(slot)
         for work in posted.works:
             self._wait(slot, work)
@@ -156,33 +191,24 @@ class Links:
             return share
         if says == Says.FAILED:
             return Failure.from_bytes(self._description(slot, peer, length))
-        form, tensors = posted.expected, posted.tensors
-        if says == Says.SAME and form is not None and envelope.fits(form):
-            tensors = envelope.tensors_of(posted.memory, form)
         if says == Says.DESCRIBED:
-            form = self._forms[slot] = pickle.loads(self._description(slot, peer, length))
+            self._forms[slot] = pickle.loads(self._description(slot, peer, length))
+        form = self._forms[slot]
         if says == Says.DESCRIBED or self._on_device:
-            form = self._forms[slot]
-            tensors = self._tensors(slot, peer, form)
-        assert form is not None
-        return self._content(form, tensors, share)
+            return _Opened(form, *self._coming(slot, peer, form), share)
+        tensors = envelope.tensors_of(posted.memory, form) if envelope.fits(form) else posted.tensors
+        return _Opened(form, tensors, [], share)
 
-    def _tensors(self, slot: Slot, peer: int, form: Form) -> list[Tensor]:
-        """Receives tensors whose forms are known by now."""
-        if self._on_device:
-            tensors = [
-                torch.empty_strided(one.shape, one.strides, dtype=one.dtype, device=self.device) for one in form.tensors
-            ]
-            group = torch_group(self._group)
-            works = [
-                begin(peer, partial(group.recv, [as_bytes(tensor)], peer, 0)) for tensor in tensors if tensor.numel()
-            ]
-        else:
+    def _coming(self, slot: Slot, peer: int, form: Form) -> tuple[list[Tensor], _Works]:
+        """Begins to receive tensors whose forms are known by now."""
+        if not self._on_device:
             tensors = [empty(one) for one in form.tensors]
-            works = [self._receive(as_bytes(tensor), peer, slot) for tensor in tensors if tensor.numel()]
-        for work in works:
-            self._wait(slot, work)
-        return tensors
+            return tensors, [self._receive(as_bytes(tensor), peer, slot) for tensor in tensors if tensor.numel()]
+        tensors = [
+            torch.empty_strided(one.shape, one.strides, dtype=one.dtype, device=self.device) for one in form.tensors
+        ]
+        recv = torch_group(self._group).recv
+        return tensors, [begin(peer, partial(recv, [as_bytes(one)], peer, 0)) for one in tensors if one.numel()]
 
     def _content(self, form: Form, tensors: list[Tensor], share: Share) -> Content:
         if self.device != HOST:

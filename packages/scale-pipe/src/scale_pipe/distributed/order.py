@@ -48,7 +48,7 @@ class Order:
         self.peers: dict[Slot, int] = {task.slot: task.peer for task in self.receives}
         self.sent = frozenset(task.slot for task in self.tasks if isinstance(task, Send))
         first = self.arriving[computes[0][1]] if computes else ()
-        self.opening = next((slot for slot in first if self.receives and slot == self.receives[0].slot), None)
+        self.opening = self.receives[0].slot if any(slot in self.peers for slot in first) else None
 
     def ends_with(self, stage: int, micro_batch: int, num_micro_batches: int) -> bool:
         """Whether a micro-batch's backward is the stage's last one of those that the mini-batch has.

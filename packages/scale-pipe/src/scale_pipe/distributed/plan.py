@@ -4,30 +4,26 @@ A schedule knows of transfers between neighbours alone. A model may have skip co
 from the stage that stashes them to the one that pops them, and parameters that several stages share, whose gradients
 have to be added up. Both are woven in here, in numbers and names alone:
 
-- a skip is sent right after the forward that makes it and received right before the one that takes it; its gradient
-  goes the other way, right after the backward of the one and before that of the other;
+- what a computation gives leaves behind it: first for the neighbour, then for skips;
 - gradients of shared parameters, and those of replicas, are exchanged after all that a rank owes to others and before
   its first step.
 
-Nothing that is woven in waits for what did not come before it anyway: the stage that pops stands behind the one that
-stashes, so it had to wait for its forward already.
+All computations of all ranks stand in one global order, and a transfer is one event of two ranks in it. Each rank's
+list is its part of that order. So any two ranks have the transfers between them in the same order, and whoever follows
+the lists can always do the first event that is not done: nobody waits in a circle, even where all transfers of a rank
+pass one after the other, and each returns only when the other side is there (NCCL's do).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-from scale_pipe.schedules.action import (
-    COMPUTES,
-    EVERY_MICRO_BATCH,
-    GIVES_INPUT_GRADIENT,
-    Action,
-    Kind,
-)
+from scale_pipe.schedules.action import EVERY_MICRO_BATCH, GIVES_INPUT_GRADIENT, Action, Kind
 from scale_pipe.schedules.placement import Placement
 from scale_pipe.schedules.schedule import Schedule
+from scale_pipe.schedules.weave import Transfer, with_transfers
 
 
 class Flow(StrEnum):
@@ -132,35 +128,29 @@ class Wiring(NamedTuple):
     shared: tuple[SharedParameter, ...] = ()
 
 
-def plan(schedule: Schedule, rank: int, wiring: Wiring) -> tuple[Task, ...]:
-    """Returns what a rank does in a step, in order.
+def plan(schedule: Schedule, wiring: Wiring) -> tuple[tuple[Task, ...], ...]:
+    """Returns by rank what it does in a step, in order.
 
     Args:
-        schedule: Any that is valid.
-        rank: Which.
+        schedule: Any that is valid; its computations and steps are read.
         wiring: What the model adds.
     """
-    rank_of = schedule.placement.rank_of
-    tasks: list[Task] = []
+    rank_of, num_stages = schedule.placement.rank_of, schedule.num_stages
+
+    def given(action: Action) -> Iterator[Transfer[Task]]:
+        for slot in leaving(action, num_stages, wiring):
+            yield Transfer(slot.target, Send(slot, rank_of[slot.target]), Receive(slot, rank_of[slot.source]))
+
+    tasks = with_transfers(schedule.placement, schedule.computes(), given)
     shares = shared_slots(schedule.placement, wiring.shared)
-    mine = [slot for slot in shares if rank in (rank_of[slot.source], rank_of[slot.target])]
-    is_over = False
-    for action in schedule.actions[rank]:
-        if action.kind is Kind.STEP and not is_over:
-            is_over = True
-            tasks.append(Average())
-            tasks += [Receive(slot, rank_of[slot.source]) for slot in mine if rank_of[slot.target] == rank]
-            tasks += [Send(slot, rank_of[slot.target]) for slot in mine if rank_of[slot.source] == rank]
-            tasks += [AddShared()] * bool(mine)
-        if action.kind not in COMPUTES:
-            tasks.append(_transfer(action, rank_of) or action)
-            continue
-        outer = [slot for slot in _skips_of(action, wiring, arriving=True) if rank_of[slot.source] != rank]
-        tasks += [Receive(slot, rank_of[slot.source]) for slot in outer]
-        tasks.append(action)
-        outer = [slot for slot in _skips_of(action, wiring, arriving=False) if rank_of[slot.target] != rank]
-        tasks += [Send(slot, rank_of[slot.target]) for slot in outer]
-    return tuple(tasks)
+    for rank, own in enumerate(tasks):
+        own.append(Average())
+        for slot in shares:
+            source, target = rank_of[slot.source], rank_of[slot.target]
+            own += [Send(slot, target)] * (rank == source) + [Receive(slot, source)] * (rank == target)
+        own += [AddShared()] * any(rank in (rank_of[slot.source], rank_of[slot.target]) for slot in shares)
+        own += [action for action in schedule.actions[rank] if action.kind is Kind.STEP]
+    return tuple(map(tuple, tasks))
 
 
 def forward_plan(tasks: Sequence[Task]) -> tuple[Task, ...]:
@@ -260,22 +250,6 @@ def first_holders(parameter: SharedParameter, placement: Placement) -> Mapping[i
     for stage in sorted(parameter.stages):
         holders.setdefault(placement.rank_of[stage], stage)
     return holders
-
-
-def _transfer(action: Action, rank_of: Sequence[int]) -> Task | None:
-    """A schedule's own transfer as a task; None of a step."""
-    kind, stage, micro_batch = action
-    match kind:
-        case Kind.SEND_ACTIVATION:
-            return Send(Slot(Flow.ACTIVATION, "", stage, stage + 1, micro_batch), rank_of[stage + 1])
-        case Kind.RECEIVE_ACTIVATION:
-            return Receive(Slot(Flow.ACTIVATION, "", stage - 1, stage, micro_batch), rank_of[stage - 1])
-        case Kind.SEND_GRADIENT:
-            return Send(Slot(Flow.GRADIENT, "", stage, stage - 1, micro_batch), rank_of[stage - 1])
-        case Kind.RECEIVE_GRADIENT:
-            return Receive(Slot(Flow.GRADIENT, "", stage + 1, stage, micro_batch), rank_of[stage + 1])
-        case _:
-            return None
 
 
 def _skips_of(action: Action, wiring: Wiring, *, arriving: bool) -> list[Slot]:

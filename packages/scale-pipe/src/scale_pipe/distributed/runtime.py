@@ -104,7 +104,7 @@ class Run:
                 num_received += 1
                 self._post(num_received + LOOKAHEAD)
                 if self._links.in_order and task.slot not in self._inbox:
-                    self._inbox[task.slot] = self._take(task.slot)
+                    self._open(task.slot)
             elif isinstance(task, Send):
                 self._send(task)
             elif isinstance(task, Average):
@@ -146,6 +146,14 @@ class Run:
 
     def _arrived(self, slot: Slot) -> Message:
         return self._inbox.pop(slot) if slot in self._inbox else self._take(slot)
+
+    def _open(self, slot: Slot) -> None:
+        """Begins to receive a slot in its turn; whoever needs it waits."""
+        try:
+            self._links.open(slot, self._order.peers[slot])
+        except LinkError as error:
+            self._inbox[slot] = failure = failures.of_link(error, rank=self._rank, stage=slot.target)
+            self._fail(failure)
 
     def _take(self, slot: Slot) -> Message:
         peer = self._order.peers[slot]

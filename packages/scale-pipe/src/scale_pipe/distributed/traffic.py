@@ -75,7 +75,7 @@ def traffic_of(
         device: Where this rank computes.
         limit_seconds: The longest wait for one message.
     """
-    plans = [plan(schedule, rank, wiring) for rank in range(schedule.num_ranks)]
+    plans = plan(schedule, wiring)
     of_each = {Pass.STEP: plans, Pass.EVALUATION: [forward_plan(tasks) for tasks in plans]}
     orders = {kind: Order(tasks, group.rank, schedule.num_stages, wiring) for kind, tasks in of_each.items()}
     slots = [task.slot for tasks in plans for task in tasks if isinstance(task, Send)]

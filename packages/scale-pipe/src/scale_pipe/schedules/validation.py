@@ -3,11 +3,11 @@
 Whether ranks wait for one another for ever depends on how tensors travel. There are three models:
 
 - `"posted"`: sends and receives only start, and an action waits for the tensor that it needs. Tensors are told apart
-  by their tags, so their order on a link is free. The runtime works so.
+  by their tags, so their order on a link is free. So it is on gloo.
 - `"buffered"`: a send returns at once, a receive waits for its tensor; on a link, tensors arrive in the order of their
   sends.
-- `"rendezvous"`: a send returns when its receive has begun, and the other way round. What passes here passes
-  everywhere.
+- `"rendezvous"`: a send returns when its receive has begun, and the other way round. So it may be on NCCL, where all
+  transfers of a rank pass one after the other. What passes here passes everywhere.
 """
 
 from __future__ import annotations
