@@ -1,4 +1,4 @@
-"""Over a transport that ignores tags and does one transfer after the other, as NCCL does, nothing hangs or is mixed up."""
+"""Over a transport that ignores tags and does one transfer after the other, nothing hangs or is mixed up."""
 
 from __future__ import annotations
 

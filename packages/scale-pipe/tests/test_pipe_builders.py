@@ -3,7 +3,7 @@
 import pytest
 from pipe_schedules import BUILDERS, CAPS
 
-from scale_pipe import Costs, Schedule, simulate, validate
+from scale_pipe import Costs, Schedule, interleaved_1f1b, simulate, validate
 
 RANKS, BATCHES = (1, 2, 3, 4, 5), (1, 2, 3, 5, 8)
 
@@ -40,6 +40,14 @@ def test_bubbles_are_those_of_the_formulas(ranks: int, batches: int) -> None:
     assert bubble(BUILDERS["zb-h1"](ranks, batches), 1) == round(fill / (3 * batches + fill), 4)
     assert bubble(BUILDERS["zb-v"](ranks, batches), 1) == round(fill / (6 * batches + fill), 4)
     assert bubble(BUILDERS["dualpipe-v"](ranks, batches), 1) == round(fill / (6 * batches + fill), 4)
+
+
+def test_interleaved_1f1b_is_as_short_as_can_be_at_any_number_of_micro_batches_from_that_of_the_ranks_on() -> None:
+    for ranks, stages in ((2, 2), (3, 3), (4, 2), (4, 3)):
+        for batches in range(ranks, 3 * ranks + 2):
+            found = simulate(interleaved_1f1b(ranks, batches, stages))
+            assert found.makespan == 3 * batches * stages + 3 * (ranks - 1), (ranks, batches, stages)
+    assert simulate(interleaved_1f1b(4, 10)).makespan == 69, "as torch's"
 
 
 def test_bubbles_at_uneven_costs_are_those_that_torchs_orders_have() -> None:

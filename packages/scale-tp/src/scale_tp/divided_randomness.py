@@ -14,11 +14,12 @@ import torch
 from torch import nn
 
 from scale_core import compat
+from scale_core.each_part import ForEachPart
 from scale_core.group import Group
 from scale_tp.random_state import StreamState, go_to, random_state
 
 
-class DividedRandomness:
+class DividedRandomness(ForEachPart):
     """The random numbers of one part of a model that ranks divide.
 
     Args:

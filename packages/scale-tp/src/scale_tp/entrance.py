@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from scale_core.backward import in_backward
+from scale_core.each_part import ForEachPart
 from scale_core.group import Group
 from scale_tp.arrivals import Arrival
 from scale_tp.linear_regions import enter
@@ -21,7 +22,7 @@ SEQUENCE_DIM = 1
 """The dimension of the sequence in what the modules of transformers hand on: [batch, sequence, width]."""
 
 
-class Entrance:
+class Entrance(ForEachPart):
     """The way into the divided region, which modules that read the same tensor take together.
 
     Args:

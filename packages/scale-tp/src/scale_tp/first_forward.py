@@ -10,12 +10,14 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from scale_core.compat import active_fake_mode
+from scale_core.each_part import ForEachPart
 from scale_core.events import identity
 from scale_core.exchange import exchange
 from scale_core.group import Group
@@ -32,29 +34,29 @@ def watch_first_forward(model: nn.Module, group: Group) -> None:
 
 
 @dataclass
-class _Look:
+class _Look(ForEachPart):
     """The state of it.
 
     Attributes:
         group: The ranks that divide the model.
-        is_done: Whether it has been looked at.
+        done: What has been looked at: the model, or its parts.
         names: The weights that are compared, in the model's order.
         samples: Some elements of those that a layer has used, by name.
         handles: Of the hooks that take them, for as long as the forward runs.
     """
 
     group: Group
-    is_done: bool = False
+    done: WeakSet[nn.Module] = field(default_factory=WeakSet)
     names: list[str] = field(default_factory=list)
     samples: dict[str, Tensor] = field(default_factory=dict)
     handles: list[RemovableHandle] = field(default_factory=list)
 
     def before(self, model: nn.Module, args: Any) -> None:
         """A forward pre-hook of the model."""
-        if self.is_done or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or model in self.done:
             return
         if self.group.size == 1 or self.group.backend == "fake" or active_fake_mode() is not None:
-            self.is_done = True
+            self.done.add(model)
             return
         self.clear()
         for path, module in model.named_modules():
@@ -67,13 +69,13 @@ class _Look:
 
     def after(self, model: nn.Module, args: Any, output: Any) -> None:
         """A forward hook of the model, after an error, too: then there is no output."""
-        if self.is_done or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or model in self.done:
             return
         names, samples = self.names, self.samples
         self.clear()
         if output is None:
             return
-        self.is_done = True
+        self.done.add(model)
         rows = exchange([_word(samples.get(name)) for name in names], self.group)
         used = [(name, set(words)) for name, words in zip(names, zip(*rows, strict=True), strict=True) if all(words)]
         alike = [name for name, words in used if len(words) == 1]
@@ -87,7 +89,10 @@ class _Look:
         self.names, self.samples, self.handles = [], {}, []
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "names": [], "samples": {}, "handles": []}
+        return {**self.__dict__, "done": None, "names": [], "samples": {}, "handles": []}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, done=WeakSet())
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Tensor parallelism inside the stages of a pipeline: two stages, each computed by two ranks together.
+"""Tensor parallelism inside the stages of a pipeline: each stage is computed by two ranks together.
 
 Every rank follows its list of the schedule, and its partner in the stage the same one, so their collectives meet
 whatever the schedule does, also where gradients of inputs and of parameters are computed apart.
@@ -17,13 +17,15 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from scale_core import clip_grad_norm
 from scale_core.testing import run_ranks
-from scale_pipe import DistributedPipe, Pipe, split
+from scale_fsdp import fully_shard
+from scale_pipe import DistributedPipe, Pipe, StageError, split
 from scale_tp import (
     ColumnParallelLinear,
     ParallelLayerNorm,
     RowParallelLinear,
     VocabParallelEmbedding,
     load_full_tensors,
+    parallelize,
 )
 
 STEPS, CHUNKS = 3, 4
@@ -189,3 +191,116 @@ def test_stages_that_two_ranks_compute_together_train_as_one_process() -> None:
         assert found.pop("words") == pytest.approx(expected_words, rel=1e-5), rank
         for schedule, numbers in found.items():
             assert numbers == pytest.approx(expected, rel=1e-5), (rank, schedule)
+
+
+class Layer(nn.Module):
+    """A block whose layers a plan divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
+        return y
+
+
+class Plain(nn.Module):
+    """A model that is no sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.blocks, self.head = nn.Linear(3, 6), nn.ModuleList(Layer() for _ in range(2)), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        y: Tensor = self.head(x)
+        return y
+
+
+PLANS = {
+    "sequence": {"*.norm": "replicate", "*.up": "colwise", "*.down": "rowwise"},
+    "split": {"blocks.*.norm": "replicate", "blocks.*.up": "colwise", "blocks.*.down": "rowwise"},
+}
+
+
+def built(kind: str) -> nn.Module:
+    """The same on all ranks."""
+    torch.manual_seed(3)
+    if kind == "split":
+        return Plain()
+    return nn.Sequential(nn.Linear(3, 6), Layer(), Layer(), nn.Linear(6, 6))
+
+
+def divided_then_cut() -> dict[str, list[float]]:
+    """A plan divides the whole model, and then it is cut; replicas of each stage shard what is left of it."""
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (ranks // 4, 2, 2), mesh_dim_names=("data", "pipe", "tensor"))
+    data, replica = mesh["data"].get_group(), mesh["data"].get_local_rank()
+    found: dict[str, list[float]] = {}
+    for kind, schedule in (("sequence", "1f1b"), ("sequence", "zb_v"), ("split", "1f1b")):
+        model = parallelize(built(kind), PLANS[kind], mesh["tensor"])
+        stages = split(model, ["blocks.1"]) if kind == "split" else model
+        balance = None if kind == "split" else [2, 2] if schedule == "1f1b" else [1] * 4
+        pipe = DistributedPipe(stages, schedule, balance=balance, chunks=2, group=mesh["pipe"])
+        if ranks > 4:
+            for stage in pipe.stages.values():
+                fully_shard(stage, data)
+        optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.05, eps=1e-3)
+        numbers = found[f"{kind}, {schedule}"] = []
+        for step in range(STEPS):
+            x, target = (whole.chunk(mesh["data"].size())[replica] for whole in batch_of(step))
+            loss = pipe.step(x, target=target, loss_fn=nn.functional.mse_loss)
+            if ranks > 4:
+                dist.all_reduce(loss, group=data)
+            numbers.append(loss.item() / mesh["data"].size())
+            numbers.append(pipe.clip_grad_norm_(0.1).item())
+            optimizer.step()
+            optimizer.zero_grad()
+    return found
+
+
+def alike_after_all() -> list[str]:
+    """Each stage looks in its first forward whether its ranks hold different parts, as the whole model would."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipe", "tensor"))
+    told = []
+    for kind, schedule, parts in (("sequence", "1f1b", [2, 2]), ("sequence", "zb_v", [1] * 4), ("split", "1f1b", None)):
+        model = parallelize(built(kind), PLANS[kind], mesh["tensor"])
+        for param in model.parameters():
+            nn.init.normal_(param, generator=torch.Generator().manual_seed(0))
+        pipe = DistributedPipe(
+            split(model, ["blocks.1"]) if kind == "split" else model, schedule, balance=parts, group=mesh["pipe"]
+        )
+        x, target = batch_of(0)
+        with pytest.raises(StageError) as caught:
+            pipe.step(x, target=target, loss_fn=nn.functional.mse_loss)
+        told.append(str(caught.value))
+    return told
+
+
+def plain_steps(kind: str) -> list[float]:
+    model, numbers = built(kind), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-3)
+    for step in range(STEPS):
+        x, target = batch_of(step)
+        loss = nn.functional.mse_loss(model(x), target)
+        loss.backward()
+        numbers += [loss.item(), nn.utils.clip_grad_norm_(model.parameters(), 0.1).item()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return numbers
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_a_model_that_a_plan_has_divided_is_cut_and_sharded_and_trains_as_one_process(ranks: int) -> None:
+    expected = {kind: plain_steps(kind) for kind in ("sequence", "split")}
+    for found in run_ranks(divided_then_cut, ranks):
+        for title, numbers in found.items():
+            assert numbers == pytest.approx(expected[title.split(",")[0]], rel=1e-5), title
+
+
+def test_stages_of_a_divided_model_notice_that_all_ranks_hold_the_same() -> None:
+    for told in run_ranks(alike_after_all, 4):
+        assert all("hold the same" in words for words in told), told

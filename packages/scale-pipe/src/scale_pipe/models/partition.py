@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from scale_core.each_part import is_for_each_part, take_hooks
 from scale_pipe.integers import plain_integer
 from scale_pipe.micro_batches import Arguments, in_words
 
@@ -125,6 +126,7 @@ def partition(
     for number in numbers:
         part = Partition(OrderedDict(layers[:number]))
         part.training = module.training  # Of the sequence alone: a layer may be frozen in evaluation mode.
+        take_hooks(part, module)
         modules.append(part)
         del layers[:number]
     _check_one_device_each(modules, own)
@@ -173,13 +175,16 @@ def check_sequential(module: nn.Module) -> None:
 
 
 def own_hooks(module: nn.Module) -> list[str]:
-    """Returns the names of all hooks around the forward and backward of a module itself, not of what it holds.
+    """Returns the names of the hooks around the forward and backward of a module itself, not of what it holds.
+
+    Those that each part of it takes along are not among them.
 
     Args:
         module: Any.
     """
     kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-    return [getattr(hook, "__qualname__", repr(hook)) for kind in kinds for hook in vars(module)[kind].values()]
+    hooks = (hook for kind in kinds for hook in vars(module)[kind].values() if not is_for_each_part(hook))
+    return [getattr(hook, "__qualname__", repr(hook)) for hook in hooks]
 
 
 def check_balance(balance: Iterable[int] | None, num_layers: int, num_devices: int = 2) -> list[int]:

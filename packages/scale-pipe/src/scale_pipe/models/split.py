@@ -14,10 +14,11 @@ from typing import Any
 
 from torch import nn
 
+from scale_core.each_part import is_for_each_part, take_hooks
 from scale_pipe.models.absent import absent, shape_of
 from scale_pipe.models.cuts import CutPlan, plan_cuts
 from scale_pipe.models.frame import Elsewhere, Parts, StageForward
-from scale_pipe.models.partition import own_hooks
+from scale_pipe.models.partition import Partition, own_hooks
 
 _FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _STATE_HOOKS = (
@@ -84,9 +85,10 @@ def _slices(model: nn.Sequential, cuts: Sequence[str]) -> list[nn.Module]:
     layers = list(model.named_children())
     starts = [0, *(next(i for i, (name, _) in enumerate(layers) if name == cut) for cut in cuts), len(layers)]
     slices = (layers[start:end] for start, end in pairwise(starts))
-    stages: list[nn.Module] = [nn.Sequential(OrderedDict(part)) for part in slices]
+    stages: list[nn.Module] = [Partition(OrderedDict(part)) for part in slices]
     for stage in stages:
         stage.training = model.training  # Of itself alone: a layer may be frozen in evaluation mode.
+        take_hooks(stage, model)
     return stages
 
 
@@ -96,7 +98,8 @@ def _stage(model: nn.Module, forward: StageForward) -> nn.Module:
     for hooks in _FORWARD_HOOKS:  # These get the model's inputs or outputs, which only one stage has.
         first = hooks == "_forward_pre_hooks"
         if forward.stage != (0 if first else forward.plan.num_stages - 1):
-            vars(stage)[hooks] = OrderedDict()
+            kept = ((key, hook) for key, hook in vars(model)[hooks].items() if is_for_each_part(hook))
+            vars(stage)[hooks] = OrderedDict(kept)
     forward.bind(stage)
     return stage
 

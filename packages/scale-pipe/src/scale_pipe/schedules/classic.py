@@ -1,9 +1,5 @@
 """The classic schedules: GPipe, 1F1B, interleaved 1F1B and looped breadth-first, each a pure function.
 
-Two of them run micro-batches in rounds of as many as there are ranks. Where the last round is not full, the schedule is
-made for full rounds and the micro-batches that are not there are left out: what one micro-batch does never waits for
-another's, so what is left still runs, and holds no more.
-
 Sources: GPipe, arXiv 1811.06965; 1F1B, PipeDream-Flush, arXiv 2006.09503; interleaved, arXiv 2104.04473; breadth-first,
 arXiv 2211.05953.
 """
@@ -11,6 +7,7 @@ arXiv 2211.05953.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from scale_pipe.integers import check_positive
 from scale_pipe.schedules.action import Action, backward, forward
@@ -87,6 +84,10 @@ def one_forward_one_backward(num_ranks: int, num_micro_batches: int) -> Schedule
 def interleaved_1f1b(num_ranks: int, num_micro_batches: int, stages_per_rank: int = 2) -> Schedule:
     """1F1B with several stages per rank: the pipeline fills in stages, which are shorter than ranks.
 
+    Micro-batches pass all stages in rounds of at least P, so that none waits for another: as many rounds as there can
+    be, and even ones. Its bubble is the least that there is from P micro-batches on; where P does not divide their
+    number, larger rounds hold more.
+
     Args:
         num_ranks: P.
         num_micro_batches: M; needs no multiple of P.
@@ -101,12 +102,14 @@ def interleaved_1f1b(num_ranks: int, num_micro_batches: int, stages_per_rank: in
     if stages_per_rank == 1:
         return one_forward_one_backward(num_ranks, num_micro_batches)
     placement = Placement.loop(num_ranks, stages_per_rank)
+    num_rounds = max(1, num_micro_batches // num_ranks)
+    sizes = [len(range(turn, num_micro_batches, num_rounds)) for turn in range(num_rounds)]
     orders = []
     for rank, stages in enumerate(placement.stages_of):
-        there = [forward(s, m) for s, m in _in_rounds(stages, num_ranks, num_micro_batches)]
-        back = [backward(s, m) for s, m in _in_rounds(stages[::-1], num_ranks, num_micro_batches)]
-        orders.append(_alternating(there, back, 2 * (num_ranks - rank - 1) + (stages_per_rank - 1) * num_ranks))
-    return weave("Interleaved 1F1B", placement, num_micro_batches, without_surplus(orders, num_micro_batches))
+        there = [forward(s, m) for s, m in _in_rounds(stages, sizes)]
+        back = [backward(s, m) for s, m in _in_rounds(stages[::-1], sizes)]
+        orders.append(_alternating(there, back, 2 * (num_ranks - rank - 1) + (stages_per_rank - 1) * sizes[0]))
+    return weave("Interleaved 1F1B", placement, num_micro_batches, orders)
 
 
 def looped_breadth_first(num_ranks: int, num_micro_batches: int, stages_per_rank: int = 2) -> Schedule:
@@ -138,6 +141,8 @@ def looped_breadth_first(num_ranks: int, num_micro_batches: int, stages_per_rank
 def without_surplus(orders: Sequence[Sequence[Action]], num_micro_batches: int) -> list[list[Action]]:
     """Returns orders without the micro-batches that are not there.
 
+    What one micro-batch does never waits for another's, so what is left still runs, and holds no more.
+
     Args:
         orders: By rank, for at least as many micro-batches.
         num_micro_batches: How many there are.
@@ -145,10 +150,10 @@ def without_surplus(orders: Sequence[Sequence[Action]], num_micro_batches: int) 
     return [[action for action in order if action.micro_batch < num_micro_batches] for order in orders]
 
 
-def _in_rounds(stages: Sequence[int], num_ranks: int, num_micro_batches: int) -> list[tuple[int, int]]:
-    """Returns (stage, micro-batch): each round of P micro-batches passes all stages before the next round."""
-    rounds = range(-(-num_micro_batches // num_ranks))
-    return [(s, turn * num_ranks + m) for turn in rounds for s in stages for m in range(num_ranks)]
+def _in_rounds(stages: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """Returns (stage, micro-batch): each round of micro-batches passes all stages before the next round."""
+    starts = accumulate(sizes, initial=0)
+    return [(s, start + m) for start, size in zip(starts, sizes, strict=False) for s in stages for m in range(size)]
 
 
 def _alternating(there: list[Action], back: list[Action], num_ahead: int) -> list[Action]:
