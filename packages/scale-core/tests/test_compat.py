@@ -52,6 +52,16 @@ def test_gradients_are_added_as_torch_adds_them_with_the_engine_and_without(monk
         monkeypatch.setattr(torch.autograd, "Variable", object())  # As in a torch that keeps its engine elsewhere.
 
 
+def test_it_is_known_which_views_autograd_lets_nobody_change() -> None:
+    x = torch.ones(4, requires_grad=True)
+    whole = x * 2
+    assert not any(map(compat.may_not_change_in_place, (x, whole, whole[:2], x.detach()[:2], whole.detach())))
+    parts = whole.chunk(2)
+    assert compat.may_not_change_in_place(parts[0])
+    with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
+        parts[0].mul_(2)
+
+
 def test_values_are_the_tensor_s_own() -> None:
     assert compat.values_of(torch.tensor([1.5, 2.0]), simulated=[0.0, 0.0]) == [1.5, 2.0]
 

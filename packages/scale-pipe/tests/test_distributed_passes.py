@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import time
 import weakref
@@ -34,6 +35,48 @@ def test_a_step_computes_gradients_in_whatever_mode_it_is_called(mode: Any) -> N
     for _ in range(2):
         plain.step(parts_of(x, target), mse, order_in(pipe))
     assert differences(pipe, plain.grads) == []
+
+
+class _ViewOfItsInput(torch.autograd.Function):
+    """Squares; what its backward needs, autograd does not watch."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.x = x
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return 2 * ctx.x * gradients[0]
+
+
+class Viewing(nn.Module):
+    def __init__(self, *, copies: bool) -> None:
+        super().__init__()
+        self.copies = copies
+
+    def forward(self, x: Tensor) -> Tensor:
+        view: Tensor = _ViewOfItsInput.apply(x)  # type: ignore[no-untyped-call]
+        return view.clone() if self.copies else view
+
+
+class Triples(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(3)
+
+
+def test_a_view_that_a_custom_function_returns_is_the_next_stages_to_change() -> None:
+    """Within a stage, torch refuses it and says to clone the view; between stages that is done."""
+    x, target = batch()
+    layers = [nn.Linear(8, 8), Viewing(copies=False), Triples(), nn.Linear(8, 8)]
+    plain = Plain(nn.Sequential(layers[0], Viewing(copies=True), *layers[2:]))
+    pipe = DistributedPipe(copy.deepcopy(nn.Sequential(*layers)), "gpipe", balance=[2, 2], chunks=4, stages_per_rank=2)
+    pipe.step(x, target=target, loss_fn=mse)
+    plain.step(parts_of(x, target), mse, order_in(pipe))
+    assert differences(pipe, plain.grads) == []
+    whole = DistributedPipe(nn.Sequential(*layers), "gpipe", balance=[1, 3], chunks=4, stages_per_rank=2)
+    with pytest.raises(StageError, match="is a view and is being modified inplace"):
+        whole.step(x, target=target, loss_fn=mse)
 
 
 class _Activation:

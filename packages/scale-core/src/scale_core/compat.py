@@ -125,6 +125,14 @@ def is_newest(tensors: Iterable[Tensor]) -> bool:
     return max(numbers, default=newest - 1) >= newest - 1
 
 
+def may_not_change_in_place(tensor: Tensor) -> bool:
+    """Whether autograd refuses to change a view in place: one that a function of Python made, or one of several."""
+    if not (tensor.requires_grad and tensor._is_view()):
+        return False
+    private = cast(Any, torch._C)._autograd
+    return private._get_creation_meta(tensor) != private.CreationMeta.DEFAULT
+
+
 def in_backward() -> bool:
     """Whether the caller runs inside a backward pass."""
     return bool(torch._C._current_graph_task_id() != -1)

@@ -69,6 +69,58 @@ def test_stages_of_a_language_model_are_the_model(
     assert {key for stage in stages for key in stage.state_dict()} == set(plain.state_dict())
 
 
+@pytest.mark.parametrize("build", [models.mixtral, models.qwen3_moe])
+def test_what_layers_collect_beside_their_results_goes_along(build: Callable[[], nn.Module]) -> None:
+    """The balance loss of a mixture of experts counts the routers of all stages, and trains them."""
+    for cuts in (["model.layers.1"], ["model.layers.0", "model.layers.1", "lm_head"]):
+        torch.manual_seed(0)
+        model: Any = build().train()
+        model.config.output_router_logits, model.router_aux_loss_coef = True, 0.5
+        plain = copy.deepcopy(model)
+        hidden = "lm_head" not in cuts  # The last one of them is no module's that the last stage has.
+        kwargs = {"use_cache": False, "output_hidden_states": hidden}
+        expected = of_language_model(plain, **kwargs)
+        expected.loss.backward()
+        output = of_language_model(in_turn(split(model, cuts)), **kwargs)
+        output.loss.backward()
+        assert torch.equal(output.aux_loss, expected.aux_loss) and torch.equal(output.loss, expected.loss)
+        for kind in ("router_logits", "hidden_states") if hidden else ("router_logits",):
+            assert len(output[kind]) == len(expected[kind]) and all(map(torch.equal, output[kind], expected[kind]))
+        for (name, one), other in zip(plain.named_parameters(), model.parameters(), strict=True):
+            assert one.grad is not None and other.grad is not None
+            torch.testing.assert_close(other.grad, one.grad, rtol=1e-5, atol=1e-7, msg=name)
+
+
+def balanced_over_ranks() -> list[float]:
+    torch.manual_seed(0)
+    model: Any = models.mixtral().train()
+    model.config.output_router_logits, model.router_aux_loss_coef = True, 0.5
+    pipe = DistributedPipe(split(model, ["model.layers.1"]), chunks=2)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.5)
+    losses = []
+    for _ in range(3):
+        loss = pipe.step(input_ids=IDS, labels=IDS, use_cache=False, loss_fn=lambda output: output.loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_mixture_of_experts_trains_over_ranks_with_its_balance_loss() -> None:
+    torch.manual_seed(0)
+    model: Any = models.mixtral().train()
+    model.config.output_router_logits, model.router_aux_loss_coef = True, 0.5
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    expected = []
+    for _ in range(3):
+        losses = [model(input_ids=ids, labels=ids, use_cache=False).loss / 2 for ids in IDS.chunk(2)]
+        sum(losses).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(sum(loss.item() for loss in losses))
+    assert run_ranks(balanced_over_ranks, 2) == [pytest.approx(expected, rel=1e-5)] * 2
+
+
 def test_tied_embeddings_are_found() -> None:
     stages = split(models.gpt2(), ["transformer.h.1"])
     assert shared_parameters(stages) == [[(0, "transformer.wte.weight"), (1, "lm_head.weight")]]

@@ -234,12 +234,13 @@ def built(kind: str) -> nn.Module:
     return nn.Sequential(nn.Linear(3, 6), Layer(), Layer(), nn.Linear(6, 6))
 
 
-def divided_then_cut() -> dict[str, list[float]]:
+def divided_then_cut() -> tuple[dict[str, list[float]], dict[str, dict[str, Tensor]]]:
     """A plan divides the whole model, and then it is cut; replicas of each stage shard what is left of it."""
     ranks = dist.get_world_size()
     mesh = init_device_mesh("cpu", (ranks // 4, 2, 2), mesh_dim_names=("data", "pipe", "tensor"))
     data, replica = mesh["data"].get_group(), mesh["data"].get_local_rank()
     found: dict[str, list[float]] = {}
+    states: dict[str, dict[str, Tensor]] = {}
     for kind, schedule in (("sequence", "1f1b"), ("sequence", "zb_v"), ("split", "1f1b")):
         model = parallelize(built(kind), PLANS[kind], mesh["tensor"])
         stages = split(model, ["blocks.1"]) if kind == "split" else model
@@ -259,7 +260,8 @@ def divided_then_cut() -> dict[str, list[float]]:
             numbers.append(pipe.clip_grad_norm_(0.1).item())
             optimizer.step()
             optimizer.zero_grad()
-    return found
+        states[f"{kind}, {schedule}"] = pipe.state_dict(full=True)
+    return found, states
 
 
 def alike_after_all() -> list[str]:
@@ -280,7 +282,7 @@ def alike_after_all() -> list[str]:
     return told
 
 
-def plain_steps(kind: str) -> list[float]:
+def plain_steps(kind: str) -> tuple[list[float], dict[str, Tensor]]:
     model, numbers = built(kind), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-3)
     for step in range(STEPS):
@@ -290,15 +292,20 @@ def plain_steps(kind: str) -> list[float]:
         numbers += [loss.item(), nn.utils.clip_grad_norm_(model.parameters(), 0.1).item()]
         optimizer.step()
         optimizer.zero_grad()
-    return numbers
+    return numbers, model.state_dict()
 
 
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_a_model_that_a_plan_has_divided_is_cut_and_sharded_and_trains_as_one_process(ranks: int) -> None:
     expected = {kind: plain_steps(kind) for kind in ("sequence", "split")}
-    for found in run_ranks(divided_then_cut, ranks):
+    for rank, (found, states) in enumerate(run_ranks(divided_then_cut, ranks)):
         for title, numbers in found.items():
-            assert numbers == pytest.approx(expected[title.split(",")[0]], rel=1e-5), title
+            losses, weights = expected[title.split(",")[0]]
+            assert numbers == pytest.approx(losses, rel=1e-5), title
+            # The first rank of each pipeline gets whole tensors, in the plain model's order.
+            assert list(states[title]) == ([] if rank % 4 > 1 else list(weights)), title
+            for name, tensor in states[title].items():
+                torch.testing.assert_close(tensor, weights[name], rtol=1e-4, atol=1e-6, msg=f"{title}: {name}")
 
 
 def test_stages_of_a_divided_model_notice_that_all_ranks_hold_the_same() -> None:

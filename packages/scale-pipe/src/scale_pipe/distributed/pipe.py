@@ -346,11 +346,13 @@ class DistributedPipe(PlainFace):
 
         Args:
             args: `destination`, `prefix`, `keep_vars`, as torch has them.
-            full: The whole model, on the host of the first rank, and nothing on the others; all ranks call it together.
+            full: The whole model, in its order of names, on the host of the first rank, and nothing on the others; all
+                ranks call it together, with those that divide a stage's layers or shard it.
             kwargs: Likewise.
         """
         own = super().state_dict(*args, **kwargs)
-        return self._state.whole(own, self._traffic.host_links, self._schedule.placement) if full else own
+        links, placement = self._traffic.host_links, self._schedule.placement
+        return self._state.whole(own, links, placement) if full else own
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales all gradients of all stages so that their norm is at most `max_norm`; all ranks call it together.

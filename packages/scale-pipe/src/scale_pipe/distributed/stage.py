@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from scale_checkpoint import checkpoint_wrapper, disable_checkpointing, is_checkpointed
+from scale_core import compat
 from scale_core.nested import map_tensors
 from scale_pipe.checkpoint_mode import Checkpoint, works_in_place
 from scale_pipe.distributed.entering import enter, note_changes
@@ -209,10 +210,11 @@ class Stage:
     def _cut_off(self, tensor: Tensor) -> Tensor:
         """The same memory without its history, and a leaf where it has one.
 
-        A buffer is copied: the next micro-batch may change it before this one is sent, or looked at.
+        A buffer is copied: the next micro-batch may change it before this one is sent, or looked at. So is a view that
+        nobody may change in place, since autograd would not notice it if the next stage did so to its memory.
         """
         own = tensor.detach()
-        if self._kept_memory and _memory(own) in self._kept_memory:
+        if (self._kept_memory and _memory(own) in self._kept_memory) or compat.may_not_change_in_place(tensor):
             own = own.clone()
         return own.requires_grad_(tensor.requires_grad)
 

@@ -34,16 +34,22 @@ class StagesState:
 
     def __init__(self, stages: Sequence[nn.Module], group: Group) -> None:
         self._group = group
-        self.first_names: dict[str, str] = {}  # All names of the whole model, each with the first of the same tensor.
+        places: dict[str, int] = {}  # Of modules, in the order of the model, of which each frame has a picture.
+        found: dict[str, str] = {}
         self._first_stages: dict[str, int] = {}
         known: dict[int, str] = {}
         for index, stage in enumerate(stages):
             names = plain_names(stage)
+            for name in names.values():
+                places.setdefault(name, len(places))
             for listed, value in stage.state_dict(keep_vars=True).items():
                 name = plain_name(names, listed)
                 first = known.setdefault(id(value), name) if isinstance(value, Tensor) else name
-                self.first_names.setdefault(name, first)
+                found.setdefault(name, first)
                 self._first_stages.setdefault(first, index)
+        in_order = sorted(found, key=lambda name: places.get(name.rpartition(".")[0], 0))
+        # All names of the whole model, in its order, each with the first of the same tensor.
+        self.first_names = {name: found[name] for name in in_order}
 
     def first_stage(self, name: str) -> int | None:
         """Returns the first stage that holds the tensor of this first name; None if there is none.
@@ -94,7 +100,7 @@ class StagesState:
         return found
 
     def whole(self, own: Mapping[str, Any], links: Links, placement: Placement) -> dict[str, Any]:
-        """Returns the state of all ranks on the host of the first one; nothing on the others.
+        """Returns the state of all ranks on the host of the first one, in the model's order; nothing on the others.
 
         Args:
             own: Of this rank.
@@ -115,7 +121,9 @@ class StagesState:
             elif self._group.rank == rank:
                 links.send(slot, 0, Content(*pack(on_host), Share(1, 1, 1)))
         links.finish()
-        return {**found, **on_host} if self._group.rank == 0 else {}
+        found.update(on_host)
+        known = {name: found.pop(name) for name in self.first_names if name in found}
+        return {**known, **found} if self._group.rank == 0 else {}
 
     def rename(self, stages: Mapping[int, nn.Module], state: dict[str, Any], prefix: str) -> None:
         """Gives what stands in this rank's stages the names that it has there; what stands in others is dropped.

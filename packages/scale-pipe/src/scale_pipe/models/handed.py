@@ -1,12 +1,13 @@
 """What one stage of a split model hands to the next: tensors, and how they are nested, apart from one another.
 
 It holds the arguments of the call at which the model is cut, the model's own inputs, and the trail: what the modules
-called so far have returned, as shapes. A tensor that stands in several places is handed over once.
+called so far have returned, as shapes, and what they have added to lists beside that (`collected`). A tensor that
+stands in several places is handed over once.
 """
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from enum import Enum
 from functools import lru_cache
@@ -18,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from scale_core.nested import map_tensors
 from scale_pipe.models.absent import Absent, shape_of
+from scale_pipe.models.collected import Collected
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Of a call: by position, and by keyword."""
@@ -58,11 +60,19 @@ class Layout:
         inputs: The model's arguments.
         call: The arguments of the call at which the model is cut.
         trail: What was returned so far, in order.
+        collected: Of each call of the trail, what it has collected.
         absent: Shapes of inputs that are not handed over, numbered after the tensors that are.
     """
 
-    def __init__(self, inputs: Arguments, call: Arguments, trail: tuple[Returned, ...], absent: list[Tensor]) -> None:
-        self.inputs, self.call, self.trail, self.absent = inputs, call, trail, absent
+    def __init__(
+        self,
+        inputs: Arguments,
+        call: Arguments,
+        trail: tuple[Returned, ...],
+        collected: Sequence[Collected],
+        absent: list[Tensor],
+    ) -> None:
+        self.inputs, self.call, self.trail, self.collected, self.absent = inputs, call, trail, collected, absent
 
 
 @dataclass(frozen=True)
@@ -85,20 +95,25 @@ class Opened(NamedTuple):
         inputs: The model's arguments; a `Local` where an object could not be handed over.
         call: The arguments of the call at which the model is cut.
         trail: What was returned so far.
+        collected: Of each call of the trail, what it has collected.
     """
 
     inputs: Arguments
     call: Arguments
     trail: tuple[Returned, ...]
+    collected: Sequence[Collected]
 
 
-def hand_over(inputs: Arguments, call: Arguments, trail: tuple[Returned, ...]) -> Handed:
+def hand_over(
+    inputs: Arguments, call: Arguments, trail: tuple[Returned, ...], collected: Sequence[Collected] = ()
+) -> Handed:
     """Returns what the next stage needs.
 
     Args:
         inputs: The model's arguments; those that are absent tensors stay absent.
         call: The arguments of the call at which the model is cut.
         trail: What was returned so far.
+        collected: Of each call of the trail, what it has collected; nothing where none has.
     """
     tensors: dict[int, Tensor] = {}
     lacking: dict[int, Tensor] = {}
@@ -108,10 +123,12 @@ def hand_over(inputs: Arguments, call: Arguments, trail: tuple[Returned, ...]) -
         into[id(tensor)] = tensor
         return tensor
 
-    map_tensors(take, (inputs, call))
+    whole = (inputs, call, list(collected) if any(collected) else [])
+    map_tensors(take, whole)
     places = {key: place for place, key in enumerate([*tensors, *lacking])}
-    inputs, call = map_tensors(lambda tensor: _place(places[id(tensor)]), (inputs, call))
-    layout = Layout(_without_locals(inputs), _without_locals(call), trail, [*map(shape_of, lacking.values())])
+    inputs, call, collected = map_tensors(lambda tensor: _place(places[id(tensor)]), whole)
+    absent = [*map(shape_of, lacking.values())]
+    layout = Layout(_without_locals(inputs), _without_locals(call), trail, collected, absent)
     return Handed(tuple(tensors.values()), layout)
 
 
@@ -125,8 +142,9 @@ def open_handed(handed: Handed, device: torch.device) -> Opened:
     layout = handed.layout
     missing = [Absent(shape, "an input of the model that is not passed on", device) for shape in layout.absent]
     found = [*handed.tensors, *missing]
-    inputs, call = map_tensors(lambda place: found[place.numel()], (layout.inputs, layout.call))
-    return Opened(inputs, call, layout.trail)
+    whole = (layout.inputs, layout.call, layout.collected)
+    inputs, call, collected = map_tensors(lambda place: found[place.numel()], whole)
+    return Opened(inputs, call, layout.trail, collected or [{}] * len(layout.trail))
 
 
 @lru_cache(maxsize=1024)

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from scale_checkpoint import randomness
 from scale_core.nested import map_tensors
 from scale_pipe.models.absent import Absent, AbsentTensorError, absent_in, holds_absent, received, shape_of
+from scale_pipe.models.collected import add_collected, collecting
 from scale_pipe.models.cuts import CutPlan
 from scale_pipe.models.handed import Arguments, Handed, Local, Opened, Returned, hand_over, open_handed
 
@@ -66,8 +67,8 @@ class Replay:
         self._plan, self._stage, self._device = plan, stage, device
         self._begin = plan.cuts[stage - 1] if stage else None
         self._end = plan.cuts[stage] if stage < len(plan.cuts) else None
-        self._opened = open_handed(handed, device) if handed is not None else Opened(inputs, ((), {}), ())
-        self._trail = list(self._opened.trail)
+        self._opened = open_handed(handed, device) if handed is not None else Opened(inputs, ((), {}), (), ())
+        self._trail, self._collected = list(self._opened.trail), list(self._opened.collected)
         self._replayed = 0
         self._begun = stage == 0
         self._own = dict(own or {})
@@ -89,7 +90,7 @@ class Replay:
             with _running(self):
                 output = forward(*args, **{**kwargs, **self._own})
         except _Reached as end:
-            return hand_over(self._passed, end.call, tuple(self._trail))
+            return hand_over(self._passed, end.call, tuple(self._trail), self._collected)
         if not self._begun:
             raise SplitError(
                 f"the forward is over, but {self._begin!r}, where stage {self._stage} begins, was not called"
@@ -149,10 +150,11 @@ class Replay:
             return self._stand_in(name)
         self._check_begun(name)
         self._check_there(name, args, kwargs)
-        with _running(None):
+        with _running(None), collecting() as added:
             output = function(*args, **kwargs)
         if self._end is not None:
             self._trail.append(Returned(name, map_tensors(shape_of, output)))
+            self._collected.append(added)
         return output
 
     def _is_replayed(self, name: str) -> bool:
@@ -178,6 +180,7 @@ class Replay:
                 f"{expected[0].name if expected else self._begin!r}: it is to take the same way on every stage"
             )
         shapes = self._opened.trail[self._replayed].shapes
+        add_collected(self._opened.collected[self._replayed])
         self._replayed += 1
         return map_tensors(lambda shape: Absent(shape, f"module {name!r} of {where}", self._device), shapes)
 
