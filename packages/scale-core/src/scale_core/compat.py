@@ -130,7 +130,7 @@ def may_not_change_in_place(tensor: Tensor) -> bool:
     if not (tensor.requires_grad and tensor._is_view()):
         return False
     private = cast(Any, torch._C)._autograd
-    return private._get_creation_meta(tensor) != private.CreationMeta.DEFAULT
+    return bool(private._get_creation_meta(tensor) != private.CreationMeta.DEFAULT)
 
 
 def in_backward() -> bool:
