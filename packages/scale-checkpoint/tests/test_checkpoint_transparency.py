@@ -295,6 +295,67 @@ def test_layers_that_work_in_place_on_one_storage_or_on_what_they_have_saved(how
         assert differing(found[1], found[0]) == [], type(module).__name__
 
 
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("inplace", [False, True])
+def test_noise_that_is_drawn_after_it_is_saved_is_drawn_where_a_recomputation_ends(how: str, inplace: bool) -> None:
+    """RReLU stands last here, so all that is saved is there before it draws; for values above 0 it draws nothing."""
+    if "disk" in how:
+        return
+    found = []
+    for treatment in ({"how": "keep"}, HOWS[how]):
+        torch.manual_seed(0)
+        layer = nn.Linear(64, 64)
+        module = apply_checkpointing(nn.Sequential(layer, nn.RReLU(inplace=inplace)), **treatment)
+        x, grads = torch.randn(4, 64), []
+        for bias in (0.0, 9.0):
+            nn.init.constant_(layer.bias, bias)
+            for _ in range(2):
+                module(x).square().sum().backward()
+            grads.append(layer.weight.grad.clone())
+        found.append([*grads, torch.rand(2)])
+    assert differing(found[1], found[0]) == []
+    alone = checkpoint_wrapper(nn.RReLU(), preserve_random_state=False)
+    x = torch.linspace(-1, 1, 64).requires_grad_()
+    alone(x).sum().backward()
+    assert bool((x.grad >= alone.lower).all()) and bool((x.grad <= 1).all())
+
+
+class Forces(nn.Module):
+    """Goes backward inside of its forward, after numbers were drawn and a buffer was changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.energy = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.register_buffer("calls", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        y = self.first(x) * torch.rand(8) * self.calls.clone()
+        (force,) = torch.autograd.grad(torch.tanh(self.energy(self.norm(y))).sum(), y, create_graph=True)
+        self.calls.mul_(1.5)
+        y = self.energy(y + force).tanh() * torch.rand(8) * self.calls.clone()
+        (force,) = torch.autograd.grad(self.energy(y).sigmoid().sum(), y, retain_graph=True)
+        return y * force
+
+
+@pytest.mark.parametrize("outer", ["keep", "recompute", "selective"])
+@pytest.mark.parametrize("how", [how for how in HOWS if "disk" not in how])
+def test_a_backward_inside_of_a_forward_finds_what_its_forward_has_found(how: str, outer: str) -> None:
+    found = []
+    for treatment in ({"how": "keep"}, HOWS[how]):
+        torch.manual_seed(0)
+        forces = apply_checkpointing(Forces(), **treatment)
+        model = nn.Sequential(nn.Linear(8, 8), forces, nn.Linear(8, 8))
+        if treatment["how"] != "keep":
+            apply_checkpointing(model, outer)
+        for _ in range(3):
+            output = model(torch.linspace(-1, 1, 24).reshape(3, 8))
+            output.square().sum().backward()
+        found.append([output, *(param.grad for param in model.parameters()), *model.buffers(), torch.rand(2)])
+    assert differing(found[1], found[0]) == []
+
+
 @pytest.mark.parametrize("how", ["recompute", "offload", "selective"])
 def test_lazy_modules_are_made_by_the_first_forward_and_checkpointed_from_the_second_on(how: str) -> None:
     found = []

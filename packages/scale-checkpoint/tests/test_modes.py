@@ -57,6 +57,56 @@ def test_a_model_that_is_set_to_the_other_mode_before_the_backward_is_computed_a
     assert differing(found[1], found[0]) == []
 
 
+class Normed(nn.Module):
+    """Norms over [n, 4, k] that keep statistics, between layers that autograd comes back to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.batch = nn.BatchNorm1d(4)
+        self.instance = nn.InstanceNorm1d(4, affine=True, track_running_stats=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(self.instance(self.batch(self.first(x)).tanh()).sigmoid()).tanh()
+        return y
+
+
+@pytest.mark.parametrize("how", ["recompute", "offload", "selective", ["addmm", "native_batch_norm"]])
+def test_norms_that_ran_in_eval_mode_compute_with_the_statistics_of_then(how: Any) -> None:
+    """A teacher or a frozen norm: kernels of later forwards move its statistics, and no version tells of it."""
+    found = []
+    for treatment in ("keep", how):
+        torch.manual_seed(0)
+        module = apply_checkpointing(Normed(), treatment, min_bytes=0)
+        x, grads = torch.randn(3, 4, 6, requires_grad=True), []
+        for order in ("eval, train", "train, eval", "eval, train, eval"):
+            losses = []
+            for mode in order.split(", "):
+                module.train(mode == "train")
+                losses.append(module(x * (1 + len(losses))).square().sum())
+            losses[0].backward(retain_graph=True)
+            torch.stack(losses).sum().backward()
+            grads += [param.grad.clone() for param in module.parameters()]
+        found.append([x.grad, *grads, *module.buffers()])
+    assert differing(found[1], found[0]) == []
+
+
+def test_statistics_that_were_loaded_before_the_backward_make_no_difference_to_it() -> None:
+    """The plain module's backward is an error then, where nothing is offloaded."""
+    found = []
+    for load in (False, True):
+        torch.manual_seed(0)
+        module = apply_checkpointing(Normed(), "recompute").eval()
+        loss = module(torch.randn(3, 4, 6)).square().sum()
+        if load:
+            module.batch.running_mean.fill_(3.0)
+            module.instance.running_var.fill_(3.0)
+        loss.backward()
+        assert load is bool((module.batch.running_mean == 3.0).all())
+        found.append([param.grad for param in module.parameters()])
+    assert differing(found[1], found[0]) == []
+
+
 def frozen(module: nn.Module, step: Callable[[], Tensor]) -> None:
     loss = step()
     module.requires_grad_(False)  # As the discriminator of a GAN.

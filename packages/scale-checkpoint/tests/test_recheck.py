@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -129,6 +130,44 @@ def test_random_numbers_and_statistics_that_are_replayed_are_no_difference() -> 
         pytest.raises(RecomputationError, match=r"'1': .* of other values"),
     ):
         careless(torch.ones(64, 4)).sum().backward()
+
+
+class Filled(nn.Module):
+    """Views memory before it is written."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.empty_like(x)
+        y[..., :4], y[..., 4:] = x[..., 4:].sin(), x[..., :4].cos()
+        return y
+
+
+@pytest.mark.parametrize("keep", [None, "selective", lambda *args, **kwargs: True])
+@pytest.mark.parametrize("offload", [False, True])
+def test_scratch_of_kernels_and_parts_inside_that_keep_or_offload_are_no_difference(keep: Any, offload: bool) -> None:
+    kwargs = {"keep": keep, "offload_to": "host" if offload else None, "min_bytes": 0}
+    for inner in (
+        nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh()),
+        nn.GRU(8, 8, 2, dropout=0.3, batch_first=True),
+        nn.LSTM(8, 8, 2, dropout=0.3, batch_first=True),
+        nn.LSTMCell(8, 8),
+        nn.RReLU(),
+        Filled(),
+    ):
+        for inner_kwargs in ({}, kwargs):
+            torch.manual_seed(0)
+            part = checkpoint_wrapper(copy.deepcopy(inner), **inner_kwargs)
+            model = nn.Sequential(nn.Linear(8, 8), part, First(), nn.Linear(8, 8))
+            checkpoint_wrapper(model, **kwargs)
+            with check_recomputation(model, values=True):
+                for _ in range(2):
+                    x = torch.randn(3, 8) if isinstance(inner, nn.LSTMCell) else torch.randn(3, 5, 8)
+                    model(x).square().sum().backward()
+
+
+class First(nn.Module):
+    def forward(self, x: Any) -> Tensor:
+        y: Tensor = x if isinstance(x, Tensor) else x[0]
+        return y
 
 
 def test_it_is_entered_once_and_ends_with_its_block() -> None:

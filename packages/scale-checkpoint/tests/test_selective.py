@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -304,3 +305,51 @@ def test_casts_that_autocast_caches_are_not_taken_for_one_another(keep: Any) -> 
         y.float().square().sum().backward()
         found.append([y.detach(), *(param.grad for param in module.parameters())])
     assert differing(found[1], found[0]) == []
+
+
+class Overwriting(nn.Module):
+    """Changes what it has computed in place: by way of an alias where `bias` is False."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        y += 1
+        return y
+
+
+class Around(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(8, 8), inner, nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(self.first(x))
+        z: Tensor = self.last(y if isinstance(y, Tensor) else y[0])
+        return z
+
+
+@pytest.mark.parametrize("shape", [(4, 8), (3, 5, 8)])
+@pytest.mark.parametrize("keep", ["selective", lambda *args, **kwargs: True])
+def test_what_two_modules_have_kept_and_sent_away_is_changed_in_place_by_one_alone(
+    shape: tuple[int, ...], keep: Any, tmp_path: Path
+) -> None:
+    for build in (
+        lambda: nn.GRU(8, 8, batch_first=True),
+        lambda: nn.RNN(8, 8, batch_first=True),
+        lambda: Overwriting(True),
+        lambda: Overwriting(False),
+    ):
+        found = []
+        for to in (None, "host", tmp_path):
+            torch.manual_seed(0)
+            model = Around(build())
+            if to is not None:
+                checkpoint_wrapper(model.inner, keep=keep, offload_to=to, min_bytes=0)
+                checkpoint_wrapper(model, keep=keep, offload_to=to, min_bytes=0)
+            for _ in range(2):
+                model(torch.linspace(-1, 1, 8).expand(shape) + torch.randn(shape)).square().sum().backward()
+            found.append([param.grad for param in model.parameters()])
+        assert differing(found[1], found[0]) == [] and differing(found[2], found[0]) == [], type(model.inner).__name__

@@ -31,7 +31,7 @@ class Standing(NamedTuple):
 
 
 def standing_in(parts: Iterable[nn.Module], changed: Iterable[Changed]) -> list[Standing]:
-    """After a forward: returns the buffers that it has left alone, but for those of norms, which it doesn't read.
+    """After a forward: returns the buffers that it has left alone, but for those of norms, which count as changed.
 
     Args:
         parts: The module and all that it holds.
@@ -47,7 +47,7 @@ def standing_in(parts: Iterable[nn.Module], changed: Iterable[Changed]) -> list[
 
 
 def decides_results(change: Changed) -> bool:
-    """Whether a buffer that changes may decide what is computed; in training the statistics of a norm don't."""
+    """Whether a forward may compute with what it changes there; a norm, which changes its statistics, doesn't."""
     return not isinstance(change.module, _NormBase)
 
 
@@ -83,12 +83,17 @@ class Replay(AbstractContextManager[None]):
         changed: What the forward has changed. If one of them `decides_results`, the recomputation runs to its end.
         standing: What the forward has left alone.
 
+    Attributes:
+        read: By the identity of the copy of a norm's buffer, that buffer as it is by now. The backward of the plain
+            module reads it then, and so does that of this one.
+
     Raises:
         RuntimeError: When it is left: the recomputation has changed other buffers than the forward.
     """
 
     def __init__(self, changed: Sequence[Changed], standing: Sequence[Standing]) -> None:
         self._changed, self._standing = changed, standing
+        self.read: dict[int, Tensor] = {}
 
     def __enter__(self) -> None:
         self._given: list[_Given] = []
@@ -99,6 +104,9 @@ class Replay(AbstractContextManager[None]):
             held, copy = change.module._buffers.get(change.name), copy_of(change.before)
             self._given.append(_Given(change, copy, _version_of(copy), held, change.before))
             change.module._buffers[change.name] = copy
+            is_as_left = held is change.after and _version_of(held) == change.version
+            if held is not None and is_as_left and not decides_results(change):
+                self.read[id(copy)] = held
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from scale_checkpoint.phase import Aside
 
 
-class _Seen(NamedTuple):
+class Seen(NamedTuple):
     """A buffer as it was before a forward."""
 
     module: nn.Module
@@ -35,11 +35,15 @@ class Changed(NamedTuple):
         module: Which holds it.
         name: Its name there.
         before: Its values before that forward, of the buffer's shape; nobody else writes to it.
+        after: What stood there after it.
+        version: Of `after`, at that time.
     """
 
     module: nn.Module
     name: str
     before: Tensor
+    after: Tensor | None = None
+    version: int = -1
 
 
 class Watched:
@@ -49,7 +53,7 @@ class Watched:
         # By module and mode: a batch norm changes nothing in eval mode. A name that is not listed was never seen.
         self._changing: weakref.WeakKeyDictionary[nn.Module, dict[tuple[bool, str], bool]] = weakref.WeakKeyDictionary()
 
-    def look(self, parts: Iterable[nn.Module]) -> list[_Seen]:
+    def look(self, parts: Iterable[nn.Module]) -> list[Seen]:
         """Before a forward: returns what there is.
 
         Args:
@@ -62,13 +66,13 @@ class Watched:
                     continue
                 known = self._changing.get(part)
                 changes = True if known is None else known.get((part.training, name), True)
-                # Buffers of a norm are written to by kernels that raise no version.
-                changes = changes or (isinstance(part, _NormBase) and part.training)
+                # Buffers of a norm are written to by kernels that raise no version, in later forwards in training, too.
+                changes = changes or isinstance(part, _NormBase)
                 copy = copy_of(buffer) if changes else None
-                seen.append(_Seen(part, name, buffer, buffer._version, copy))
+                seen.append(Seen(part, name, buffer, buffer._version, copy))
         return seen
 
-    def changed_since(self, seen: Iterable[_Seen]) -> list[Changed]:
+    def changed_since(self, seen: Iterable[Seen]) -> list[Changed]:
         """After a forward: returns what it has changed.
 
         Raises:
@@ -78,7 +82,8 @@ class Watched:
         for part, name, buffer, version, copy in seen:
             now = part._buffers.get(name)
             replaced = now is not buffer
-            has_changed = replaced or buffer._version != version or (copy is not None and differ(copy, buffer))
+            has_changed = replaced or buffer._version != version or isinstance(part, _NormBase)
+            has_changed = has_changed or (copy is not None and differ(copy, buffer))
             if has_changed and copy is None and not (replaced and buffer._version == version):
                 raise RuntimeError(
                     f"the forward of a {part._get_name()} has changed its buffer '{name}' [{list(buffer.shape)}] "
@@ -87,7 +92,8 @@ class Watched:
                 )
             if has_changed:
                 # What was replaced is still there as it was; what was changed in place is there as a copy.
-                changed.append(Changed(part, name, buffer if copy is None else copy))
+                left = -1 if now is None or now.is_inference() else now._version
+                changed.append(Changed(part, name, buffer if copy is None else copy, now, left))
             self._changing.setdefault(part, {})[part.training, name] = has_changed or self._was(part, name)
         return changed
 

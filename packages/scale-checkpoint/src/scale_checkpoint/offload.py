@@ -16,7 +16,7 @@ from scale_checkpoint.lanes import lanes_of
 from scale_checkpoint.phase import Aside
 from scale_checkpoint.places import Target, place_for
 from scale_checkpoint.store import Packed, store_for
-from scale_checkpoint.versions import Stayed
+from scale_checkpoint.versions import Stayed, operator_that_saves
 
 MIN_BYTES = 1 << 16
 """Storages below this stay where they are: a copy of its own would cost more than it saves."""
@@ -73,8 +73,7 @@ class _Waiting:
 
     def pack(self, tensor: Tensor) -> _Leaving:
         """Takes a tensor that autograd saves, and sends those that other operators have saved before."""
-        # Each operator that saves anything has a node of its own, with a number that is given before it saves.
-        operator = torch._C._autograd._get_sequence_nr()
+        operator = operator_that_saves()
         if operator != self._operator:
             self._operator = operator
             self.send()
@@ -128,8 +127,7 @@ class _Leaving:
 
     def unpack(self) -> Tensor:
         if self._sent is not None:
-            with Aside():
-                return self._sent.unpack()
+            return self._sent.unpack()
         assert self._here is not None
         return self._here.unpack()
 

@@ -174,14 +174,18 @@ def _all_names() -> frozenset[str]:
 _ALWAYS_RUN = frozenset((torch.ops.aten.detach.default, torch.ops.aten._to_copy.default))
 
 
+WITHOUT_VALUES = frozenset(("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"))
+"""Operators whose results hold what happened to be there; kernels such as that of `rrelu` write to them unseen."""
+
+
 @cache
 def can_be_kept(operator: Any) -> bool:
     """Whether an operator computes something of its own: what changes its arguments, or returns views, always runs.
 
-    So does what sends and receives: another rank waits for it.
+    So does what sends and receives: another rank waits for it. And so does what returns memory that others write to.
     """
     computes = not (operator._schema.is_mutable or operator.is_view) and operator.namespace != "c10d"
-    return computes and operator not in _ALWAYS_RUN
+    return computes and operator not in _ALWAYS_RUN and _name(operator).partition(".")[0] not in WITHOUT_VALUES
 
 
 def draws(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

@@ -15,7 +15,7 @@ class _Phase(threading.local):
     """Of one thread: a backward pass on an accelerator runs in a thread of its own."""
 
     checkpointing = False
-    recomputing = False
+    recomputing = 0  # How many recomputations run inside of one another.
     disabled = False
     aside = False
 
@@ -30,6 +30,11 @@ def is_checkpointing() -> bool:
 
 def is_recomputing() -> bool:
     """Whether a checkpointed module is computed again, in the backward pass."""
+    return _phase.recomputing > 0
+
+
+def recomputations() -> int:
+    """How many recomputations run inside of one another; a backward in a forward recomputes what came before it."""
     return _phase.recomputing
 
 
@@ -80,7 +85,7 @@ class _Entered(AbstractContextManager[None]):
         self._before = _phase.checkpointing, _phase.recomputing, _phase.disabled
         # What is first run inside of a recomputation is both.
         _phase.checkpointing = not self._recomputing
-        _phase.recomputing = self._recomputing or _phase.recomputing
+        _phase.recomputing += self._recomputing
         if self._recomputing:  # Whoever disables a backward comes too late: the forward was checkpointed.
             _phase.disabled = False
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from scale_checkpoint.phase import is_aside, is_recomputing
+from scale_checkpoint.operators import WITHOUT_VALUES
+from scale_checkpoint.phase import is_aside, recomputations
 
 _aten = torch.ops.aten
 # Not of the module's own: autograd's, and casts that autocast caches and so makes at one time and not at another.
@@ -26,7 +27,6 @@ _MEND = (
     "what a checkpointed module computes may depend on inputs, parameters, buffers and random numbers alone, not on "
     "time, counters or caches; leave the module out of the checkpointed ones if it must"
 )
-_WITHOUT_VALUES = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))
 
 
 class RecomputationError(RuntimeError):
@@ -111,12 +111,10 @@ class Check:
 
     def step(self, operator: Any, result: Any, module: nn.Module) -> _Step:
         """Describes what an operator of a checkpointed module has returned."""
-        has_values = self.values and str(operator).split(".")[1] not in _WITHOUT_VALUES
-        found = result if isinstance(result, (tuple, list)) else (result,)
+        found = [each for each in _parts(result) if isinstance(each, Tensor)]
         results = tuple(
-            (tuple(t.shape), t.dtype, t.device, _checksum(t) if has_values else None)
-            for t in found
-            if isinstance(t, Tensor)
+            (tuple(t.shape), t.dtype, t.device, _checksum(t) if self.values and _has_values(t, place) else None)
+            for place, t in enumerate(found)
         )
         return _Step(self._inside[-1] if self._inside else self.name_of(module), str(operator), results)
 
@@ -145,7 +143,7 @@ class Comparing(TorchDispatchMode):
     def __init__(self, check: Check, module: nn.Module, first: list[_Step] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._check, self._module, self._first = check, module, first
-        self._recomputing = is_recomputing()
+        self._recomputations = recomputations()
         self.steps: list[_Step] = []
 
     def __torch_dispatch__(
@@ -153,8 +151,10 @@ class Comparing(TorchDispatchMode):
     ) -> Any:
         """Runs `func`, and compares its result."""
         result = func(*args, **({} if kwargs is None else kwargs))
+        if self._check.values and _name(func) in WITHOUT_VALUES:
+            _clear(result)
         # A backward inside of a forward computes what it needs of that again, which is no part of either.
-        if func not in _LEFT_OUT and not is_aside() and is_recomputing() == self._recomputing:
+        if func not in _LEFT_OUT and not is_aside() and recomputations() == self._recomputations:
             step = self._check.step(func, result, self._module)
             if self._first is not None:
                 self._compare(step, self._first)
@@ -204,8 +204,33 @@ def _describe(result: tuple[Any, ...]) -> str:
     return f"{list(shape)} {str(dtype).removeprefix('torch.')} on {device}"
 
 
+def _name(operator: Any) -> str:
+    return str(operator).split(".")[1]
+
+
+def _parts(result: Any) -> Sequence[Any]:
+    return result if isinstance(result, (tuple, list)) else (result,)
+
+
+def _has_values(tensor: Tensor, place: int) -> bool:
+    """Whether a result is computed; of several, integers may be scratch that a kernel keeps for its backward."""
+    return place == 0 or tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool
+
+
+def _clear(result: Any) -> None:
+    """Fills memory that an operator has left as it was, so that what is read of it before it is written is the same."""
+    with torch.no_grad(), _disable_current_modes():
+        for tensor in _parts(result):
+            if _is_plain(tensor):
+                tensor.zero_()
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in (Tensor, nn.Parameter) and not value.is_meta and value.layout is torch.strided
+
+
 def _checksum(tensor: Tensor) -> int | None:
-    if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta or tensor.layout is not torch.strided:
+    if not _is_plain(tensor):
         return None
     with torch.no_grad(), _disable_current_modes():
         host = tensor.detach().resolve_conj().contiguous().cpu()

@@ -129,6 +129,29 @@ class _Call:
         self.saved = Watch(module._get_name(), strangers)
         self.check, self.is_over = active_check(), False
         self.steps: list[Any] = []
+        self._parts: list[nn.Module] = []
+        self._states: list[randomness.Drawn] = []
+        self._seen: list[buffers.Seen] = []
+
+    def look(self) -> None:
+        """Before the forward: notes what there is."""
+        self._parts = buffers.parts_of(self.module)
+        self.modes = modes.modes_of(self._parts)
+        self._states = randomness.states() if self.treatment.preserve_random_state else []
+        self._seen = self.watched.look(self._parts)
+
+    def look_back(self) -> None:
+        """After the forward, or inside of it before a recomputation of what has run so far: notes what it has done."""
+        self.changed = self.watched.changed_since(self._seen)
+        self.drawn = randomness.drawn_since(self._states) if self._states else []
+        self.standing = standing_in(self._parts, self.changed)
+
+    def end(self) -> None:
+        """After the forward: notes what it has done, and lets go of what there was."""
+        self.look_back()
+        self.used = weights.used_by(self._parts, self.changed)
+        self.is_over = True
+        self._parts, self._states, self._seen = [], [], []
 
     @property
     def recheck(self) -> Check | None:
@@ -148,17 +171,10 @@ def _first(call: _Call, tensors: Sequence[Tensor]) -> Iterator[None]:
         RuntimeError: See `run_recomputed`.
     """
     given = [(tensor, _version_of(tensor)) for tensor in tensors]
-    parts = buffers.parts_of(call.module)
-    call.modes = modes.modes_of(parts)
-    drawn = randomness.states() if call.treatment.preserve_random_state else []
-    seen = call.watched.look(parts)
+    call.look()
     with phase.checkpointing(), call.saved.forward(), _following(call):
         yield
-    call.changed = call.watched.changed_since(seen)
-    call.drawn = randomness.drawn_since(drawn) if drawn else []
-    call.standing = standing_in(parts, call.changed)
-    call.used = weights.used_by(parts, call.changed)
-    call.is_over = True
+    call.end()
     _check_given(call, given)
 
 
@@ -199,9 +215,12 @@ def _again(call: _Call) -> Iterator[None]:
         RuntimeError: What the forward has computed with was changed since, or the recomputation has changed other
             buffers than the forward.
     """
+    if not call.is_over:
+        call.look_back()
     # The operator at which torch would end it may be the one that differs.
-    whole = call.recheck is not None or any(map(decides_results, call.changed))
-    with phase.recomputing(), _found_again(call), call.saved.recomputation(whole):
+    whole = call.is_over and (call.check is not None or any(map(decides_results, call.changed)))
+    replay = Replay(call.changed, call.standing)
+    with phase.recomputing(), _found_again(call, replay), call.saved.recomputation(whole, replay.read):
         try:
             yield
         except _StopRecomputationError:  # By which torch ends it as soon as it has all that was saved.
@@ -230,7 +249,7 @@ class _Again(AbstractContextManager[None]):
         self._now.__exit__(kind, error, traceback)
 
 
-def _found_again(call: _Call) -> AbstractContextManager[Any]:
+def _found_again(call: _Call, replay: Replay) -> AbstractContextManager[Any]:
     """What the forward has found, and is not there any more or not to be changed: of most modules nothing."""
     switched, replaced = modes.changed_since(call.modes), weights.replaced(call.used)
     if not (
@@ -245,7 +264,7 @@ def _found_again(call: _Call) -> AbstractContextManager[Any]:
         if replaced:
             stack.enter_context(weights.put_back(replaced))
         if call.changed or call.standing:
-            stack.enter_context(Replay(call.changed, call.standing))
+            stack.enter_context(replay)
         if call.kept is not None:
             call.kept.fetch()
             stack.enter_context(GivingBack(call.kept))
@@ -255,7 +274,7 @@ def _found_again(call: _Call) -> AbstractContextManager[Any]:
 
 
 def _note_unused(call: _Call) -> None:
-    if call.kept is not None:
+    if call.kept is not None and call.is_over:
         call.kept.note_unused()
 
 

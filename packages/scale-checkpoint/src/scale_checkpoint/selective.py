@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import SelectiveCheckpointContext
 
 from scale_checkpoint.operators import NamedOperators, OperatorPolicy, can_be_kept, draws, is_kept
-from scale_checkpoint.phase import is_aside
+from scale_checkpoint.phase import is_aside, recomputations
 from scale_checkpoint.store import Packed
 from scale_checkpoint.versions import alias_of, counter_of
 
@@ -128,7 +128,7 @@ class _Held:
         if self._stayed is not None:
             return self._stayed
         assert self._sent is not None
-        return self._sent.unpack()
+        return self._sent.unpack(alone=True)  # The module may write into it, and others may have kept the same.
 
 
 def _held(result: Any) -> list[_Held]:
@@ -151,7 +151,7 @@ class Keeping(TorchDispatchMode):
 
     def __init__(self, kept: Kept) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._kept, self._counts = kept, dict[int, int]()
+        self._kept, self._counts, self._recomputations = kept, dict[int, int](), recomputations()
         self._named = kept.policy if isinstance(kept.policy, NamedOperators) else None
         self._may_keep = can_be_kept if self._named is None else self._named.names
 
@@ -161,9 +161,11 @@ class Keeping(TorchDispatchMode):
         """Runs `func`, and keeps its result where that is wanted."""
         kwargs = {} if kwargs is None else kwargs
         result = func(*args, **kwargs)
-        if id(func) in _OWN_COUNTERS and not is_aside():
+        if is_aside() or recomputations() != self._recomputations:
+            return result
+        if id(func) in _OWN_COUNTERS:
             self._kept.watch(result)
-        if not self._may_keep(func) or is_aside():
+        if not self._may_keep(func):
             return result
         count = self._counts.get(id(func), 0)
         self._counts[id(func)] = count + 1
@@ -192,13 +194,14 @@ class GivingBack(TorchDispatchMode):
 
     def __init__(self, kept: Kept) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._kept, self._counts = kept, dict[int, int]()
+        self._kept, self._counts, self._recomputations = kept, dict[int, int](), recomputations()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Returns the kept result of `func`, or runs it."""
-        if id(func) in self._kept.operators and not is_aside():
+        is_own = recomputations() == self._recomputations and not is_aside()
+        if is_own and id(func) in self._kept.operators:
             key = id(func), self._counts.get(id(func), 0)
             self._counts[id(func)] = key[1] + 1
             if self._kept.has(key):

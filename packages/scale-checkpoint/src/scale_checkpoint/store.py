@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from scale_checkpoint.lanes import Mark, lanes_of
+from scale_checkpoint.phase import Aside
 from scale_checkpoint.places import Away, Place, Target, place_for, whole_storage
 from scale_checkpoint.versions import counter_of, have_one_counter
 
@@ -93,17 +94,22 @@ class Gone:
             self._version = memory._version
             self._is_waited_for = False
 
-    def take(self) -> Tensor:
-        """Returns its bytes, uint8 [n], on the device, for one view."""
+    def take(self, alone: bool = False) -> Tensor:
+        """Returns its bytes, uint8 [n], on the device, for one view.
+
+        Args:
+            alone: Nobody else gets this memory, so that it may be written to.
+        """
         if self._fetched is not None and self._fetched[0]._version != self._version:
             self._fetched = None  # Who has had a view before has written into it, and this one gets it as it was.
         self.fetch()
         assert self._fetched is not None
         memory, mark = self._fetched
         mark.wait_on_device()
+        is_shared = self._is_waited_for or self.views > 1
         self._is_waited_for = True
         self.drop_view()
-        return memory
+        return memory.clone() if alone and is_shared else memory
 
     def drop_view(self) -> None:
         """One view less is still to be unpacked; after the last, what was fetched is the views' alone."""
@@ -134,16 +140,21 @@ class Packed:
 
     def fetch(self) -> None:
         """Starts to bring its storage back."""
-        self._gone.fetch()
+        with Aside():
+            self._gone.fetch()
 
-    def unpack(self) -> Tensor:
-        """Returns the tensor, as it was when it was packed; starts to fetch what left before it."""
+    def unpack(self, alone: bool = False) -> Tensor:
+        """Returns the tensor, as it was when it was packed; starts to fetch what left before it.
+
+        Args:
+            alone: It shares its memory with no other tensor, so that it may be written to.
+        """
         if not self._is_waited_for:  # Another backward pass over a graph that is retained.
             self._gone.views += 1
         self._is_waited_for = False
-        memory = self._gone.take()
-        self._store.fetch_ahead(self._link)
-        with torch.no_grad():
+        with Aside(), torch.no_grad():
+            memory = self._gone.take(alone)
+            self._store.fetch_ahead(self._link)
             whole = memory[: memory.numel() // self._dtype.itemsize * self._dtype.itemsize].view(self._dtype)
             return whole.as_strided(self._size, self._stride, self._offset)
 

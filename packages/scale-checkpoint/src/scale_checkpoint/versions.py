@@ -6,12 +6,13 @@ of torch's checkpointing and of an offload do. So whoever hooks compares the ten
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import increment_version, saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointError, _StopRecomputationError
@@ -62,10 +63,16 @@ def alias_of(tensor: Tensor) -> Tensor:
         return tensor.detach()
 
 
+def operator_that_saves() -> int:
+    """Returns the number of the operator that saves tensors now, for hooks on these: each has a node of its own."""
+    return torch._C._autograd._get_sequence_nr()
+
+
 def counter_of(tensor: Tensor) -> Tensor:
     """Returns a tensor without memory that shares its version counter with `tensor`."""
-    counter = alias_of(tensor)
-    counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    with Aside():
+        counter = alias_of(tensor)
+        counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return counter
 
 
@@ -150,16 +157,20 @@ class Watch:
             "transformers), or register its class with torch.utils._pytree, so that it is given as it was."
         )
 
-    def recomputation(self, whole: bool = False) -> saved_tensors_hooks:
+    def recomputation(
+        self, whole: bool = False, read: Mapping[int, Tensor] = MappingProxyType({})
+    ) -> saved_tensors_hooks:
         """Returns hooks for the recomputation, around those of torch's checkpointing.
 
         Args:
             whole: The forward runs to its end, also when all that is saved is there, which is where torch ends it.
+            read: By the identity of a tensor that is saved, the one that the backward reads in its place.
         """
         pack, unpack = _standing_hooks()
         versions = self._versions
 
         def noted(tensor: Tensor) -> Any:
+            tensor = read.get(id(tensor), tensor)
             if tensor.requires_grad:
                 tensor = tensor.detach()  # As torch would: what it is given here is what it holds.
             version = tensor._version
@@ -169,23 +180,36 @@ class Watch:
                 versions[id(tensor)] = version
             return pack(tensor)
 
-        return saved_tensors_hooks(_until_all_is_there(noted) if whole else noted, unpack)
+        return saved_tensors_hooks(_until_it_may_end(noted, whole), unpack)
 
 
-def _until_all_is_there(pack: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-    """Keeps torch from ending a recomputation; to what is saved after that only a backward inside of it comes back."""
-    is_there = False
+def _until_it_may_end(pack: Callable[[Tensor], Any], whole: bool) -> Callable[[Tensor], Any]:
+    """Keeps torch from ending a recomputation too early.
+
+    To what is saved when all that is needed is there, only a backward inside of the recomputation comes back.
+    """
+    is_there, unwritten = False, -1
 
     def packed(tensor: Tensor) -> Any:
-        nonlocal is_there
+        nonlocal is_there, unwritten
         if not is_there:
+            if _may_be_unwritten(tensor):
+                unwritten = operator_that_saves()
             try:
                 return pack(tensor)
             except _StopRecomputationError:
+                if not whole and unwritten != operator_that_saves():
+                    raise
                 is_there = True
         return tensor.detach() if tensor.requires_grad else tensor
 
     return packed
+
+
+def _may_be_unwritten(tensor: Tensor) -> bool:
+    """Whether the operator that saves a tensor may write to it after that: `rrelu` saves its noise, then draws it."""
+    is_fresh = tensor.grad_fn is None and not tensor.requires_grad and not tensor._is_view() and tensor._version == 0
+    return is_fresh and tensor.is_floating_point() and not isinstance(tensor, nn.Parameter)
 
 
 def _standing_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
