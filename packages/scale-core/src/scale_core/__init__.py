@@ -56,6 +56,7 @@ The others load more of torch, and are imported by their own names. State, and w
 
 Starting ranks, and doing without them:
 
+- `main_script`: the program as new processes find it;
 - `rendezvous`: ranks that find each other;
 - `launch`: ranks on this machine, started by the program itself;
 - `testing_rank`: what runs inside a rank of a test;

@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from scale_core.main_script import UNGUARDED, check_may_start, main_hidden, unguarded
 from scale_core.rendezvous import LaunchError, init_distributed, open_store
 
 __all__ = ["LaunchError", "die_with_parent", "init_distributed", "launch_local", "name_of_exit"]
@@ -43,7 +44,7 @@ def launch_local(
     seconds later is killed. To be called from under `if __name__ == "__main__"`, as for multiprocessing.
 
     Args:
-        fn: A function at the top level of a module.
+        fn: A function at the top level of a module; of the main script, too, but not of a notebook or `python -c`.
         num_ranks: The number of processes, at least 1.
         *args: Given to `fn` on every rank; they must be picklable.
         device: "cpu" or "cuda". Ranks on the CPU share its cores and keep freed memory for reuse.
@@ -53,8 +54,10 @@ def launch_local(
         0; or the code of the rank that failed first, 128 + n if it was killed by signal n.
 
     Raises:
-        ValueError: `num_ranks` is below 1, or there are fewer CUDA devices.
+        ValueError: `num_ranks` is below 1, or there are fewer CUDA devices, or `fn` is in no file.
+        LaunchError: The main script calls this outside of `if __name__ == "__main__"`.
     """
+    check_may_start("launch_local", fn)
     if num_ranks < 1:
         raise ValueError(f"expected num_ranks of at least 1, got {num_ranks}")
     if device == "cuda" and num_ranks > torch.cuda.device_count():
@@ -68,7 +71,8 @@ def launch_local(
     try:
         with _signals_to(ranks, received):
             for rank in range(num_ranks):
-                with _environment(_variables(rank, num_ranks, store.port, device)), _interrupts_held_back():
+                variables = _variables(rank, num_ranks, store.port, device)
+                with _environment(variables), _interrupts_held_back(), main_hidden(unless=True):
                     process = context.Process(target=_live, args=(os.getpid(), fn, args), name=f"rank {rank}")
                     process.start()
                     ranks.append(process)
@@ -186,6 +190,8 @@ def _supervise(ranks: Sequence[BaseProcess], received: Sequence[int], grace: flo
         failed = [(rank, exitcode) for rank, exitcode in ended if exitcode]
         if failed and code == 0 and not received:
             (rank, first), *_ = failed
+            if first == UNGUARDED:
+                raise LaunchError(unguarded("launch_local"))
             code = first if first > 0 else 128 - first
             print(f"rank {rank} {name_of_exit(first)}; the others are ended", file=sys.stderr)
             _signal(ranks, signal.SIGTERM)

@@ -17,15 +17,15 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing.connection import wait as wait_for_any
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import ModuleType
 from typing import Any, TypeVar, cast
 
 from scale_core.launch import name_of_exit
+from scale_core.main_script import UNGUARDED, check_may_start, main_hidden, unguarded
 from scale_core.rendezvous import open_store
 from scale_core.testing_rank import Failure, Filter, Order, RankError, play
 
@@ -66,9 +66,10 @@ def run_ranks(
 
     Raises:
         Exception: What the first failing rank raised, with its rank, traceback and output as notes.
-        RankError: A rank died without a result (the error names the signal), or its exception can't be pickled.
+        RankError: A rank died without a result (the error names the signal), or its exception can't be pickled; or the
+            main script calls this outside of `if __name__ == "__main__"`.
         TimeoutError: The limit passed; the error shows the stack of every rank that was still running.
-        ValueError: `num_ranks` is below 1.
+        ValueError: `num_ranks` is below 1, or `fn` is in no file, as one of a notebook.
 
     Example:
         >>> from operator import add
@@ -77,6 +78,7 @@ def run_ranks(
     """
     if num_ranks < 1:
         raise ValueError(f"expected num_ranks of at least 1, got {num_ranks}")
+    check_may_start("run_ranks", fn)
     store = None if backend is None else open_store("127.0.0.1", 0, serve=True, timeout=timeout)
     with tempfile.TemporaryDirectory(prefix="run_ranks-") as folder:
         order = Order(
@@ -105,24 +107,12 @@ def _start(order: Order) -> list[BaseProcess]:
     if "forkserver" in methods:
         context.set_forkserver_preload(_PRELOADED)
     ranks: list[BaseProcess] = []
-    with _main_hidden(unless=b"__main__" in order.call):
+    with main_hidden(unless=b"__main__" in order.call):
         for rank in range(order.num_ranks):
             process = context.Process(target=play, args=(order.of(rank),), name=f"rank {rank}")  # type: ignore[attr-defined]
             process.start()
             ranks.append(process)
     return ranks
-
-
-@contextmanager
-def _main_hidden(unless: bool) -> Iterator[None]:
-    """Keeps multiprocessing from running the caller's main script (often pytest itself) again in every rank."""
-    main = sys.modules["__main__"]
-    if not unless:
-        sys.modules["__main__"] = ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
 
 
 def _supervise(ranks: Sequence[BaseProcess], order: Order) -> None:
@@ -153,6 +143,8 @@ def _failure_of(rank: int, process: BaseProcess, order: Order) -> Failure | None
     if mine.failure.exists():
         failure: Failure = pickle.loads(mine.failure.read_bytes())
         return failure
+    if process.exitcode == UNGUARDED:
+        return Failure(time.monotonic(), RankError(unguarded("run_ranks")), False)
     error = RankError(f"rank {rank} of {order.num_ranks} {name_of_exit(process.exitcode)} before its function returned")
     if output := _tail(mine.output):
         error.add_note(f"rank {rank} had printed:\n{output}")

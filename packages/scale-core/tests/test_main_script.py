@@ -1,0 +1,105 @@
+"""Programs that start ranks in ways that new processes cannot follow: an error at once, with what to write."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scale_core.main_script import UNGUARDED, check_may_start, main_hidden
+
+LAUNCH = """
+from scale_core.launch import launch_local
+def work():
+    print("at work")
+try:
+    print("code", launch_local(work, 2))
+except ValueError:
+    raise
+except OSError:  # A program that takes an error for one of its own goes on.
+    pass
+"""
+RUN = """
+from scale_core.testing import run_ranks
+def main():
+    return 3
+print(run_ranks(main, 2))
+"""
+OF_A_MODULE = """
+from operator import add
+import test_main_script
+from scale_core.launch import launch_local
+from scale_core.testing import run_ranks
+print(run_ranks(add, 1, 1, 2, backend=None), launch_local(test_main_script.end, 1, 5))
+"""
+
+
+def end(code: int) -> None:
+    sys.exit(code)
+
+
+def started(arguments: list[str], text: str = "") -> subprocess.Popen[str]:
+    paths = os.pathsep.join(filter(None, [os.path.dirname(__file__), *sys.path]))
+    process = subprocess.Popen(
+        [sys.executable, *arguments],
+        env={**os.environ, "PYTHONPATH": paths},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdin is not None
+    process.stdin.write(text)
+    process.stdin.close()
+    process.stdin = None
+    return process
+
+
+def test_programs_that_new_processes_cannot_follow_end_with_what_to_write(tmp_path: Path) -> None:
+    scripts = [tmp_path / "launch.py", tmp_path / "run.py", tmp_path / "of_a_module.py"]
+    for script, text in zip(scripts, (LAUNCH, RUN, OF_A_MODULE), strict=True):
+        script.write_text(text)
+    unguarded = [started([str(script)]) for script in scripts]
+    in_no_file = [started(["-c", LAUNCH]), started(["-c", RUN]), started([], LAUNCH), started([], RUN)]
+    works = [started(["-c", OF_A_MODULE]), started([], OF_A_MODULE)]
+    for process, call in zip(unguarded, ("launch_local", "run_ranks", "launch_local"), strict=True):
+        output, _ = process.communicate()
+        assert process.returncode == 1 and "at work" not in output
+        assert output.rstrip().splitlines()[-1].startswith(("scale_core.rendezvous.LaunchError", "scale_core.testing"))
+        assert f'Write `if __name__ == "__main__":` above the line that calls {call}' in output.splitlines()[-1]
+    for process, name in zip(in_no_file, ("work", "main", "work", "main"), strict=True):
+        output, _ = process.communicate()
+        assert process.returncode == 1, output
+        assert f"new processes cannot find {name}, which is in no file" in output.rstrip().splitlines()[-1]
+        assert f"`from work import {name}`" in output
+    for process in works:
+        output, _ = process.communicate()
+        assert process.returncode == 0 and "[3] 5" in output, output
+
+
+def test_a_process_that_only_imports_the_program_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_may_start("launch_local", end)
+    ended: list[int] = []
+
+    def leave(code: int) -> None:
+        ended.append(code)
+        raise SystemExit
+
+    monkeypatch.setattr("multiprocessing.process._current_process._inheriting", True, raising=False)
+    monkeypatch.setattr(os, "_exit", leave)
+    with pytest.raises(SystemExit):
+        check_may_start("launch_local", end)
+    assert ended == [UNGUARDED]
+
+
+def test_the_main_script_is_back_afterwards() -> None:
+    main = sys.modules["__main__"]
+    with pytest.raises(KeyError), main_hidden(unless=False):
+        assert sys.modules["__main__"] is not main
+        raise KeyError
+    assert sys.modules["__main__"] is main
+    with main_hidden(unless=True):
+        assert sys.modules["__main__"] is main
