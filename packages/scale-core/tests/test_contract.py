@@ -50,7 +50,7 @@ def caught(call: Callable[[], object]) -> tuple[str, str, int, str]:
     began = time.monotonic()
     with pytest.raises(ScaleDistributedError) as error:
         call()
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 60
     return type(error.value).__name__, str(error.value), error.value.step, error.value.unit
 
 
@@ -205,7 +205,7 @@ def one_waits_in_vain_for_data() -> list[str]:
     ):
         began = time.monotonic()
         messages.append(caught(again)[1])
-        assert time.monotonic() - began < 0.5
+        assert time.monotonic() - began < LIMIT  # Nobody waits again.
     return messages
 
 

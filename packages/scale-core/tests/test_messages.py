@@ -21,7 +21,7 @@ def differ_in_their_tags() -> str:
     began = time.monotonic()
     with pytest.raises(TransferError) as caught:
         pending.wait(1.0)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 60
     other = 1 - group.rank
     assert output[2 * other : 2 * other + 2].tolist() == [-1, -1]  # Nothing of the other's arrived.
     with pytest.raises(TransferError, match="has failed before"):

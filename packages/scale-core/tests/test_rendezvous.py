@@ -156,7 +156,7 @@ def test_a_port_that_is_taken_is_an_error(monkeypatch: pytest.MonkeyPatch) -> No
 RESTARTED = """
 import os, pathlib, signal, sys, torch, torch.distributed as dist
 from scale_core.rendezvous import init_distributed
-group = init_distributed(device="cpu", timeout=60)
+group = init_distributed(device="cpu", timeout=600)
 attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
 total = torch.ones(1)
 dist.all_reduce(total)
@@ -179,7 +179,7 @@ def test_ranks_that_torchrun_restarts_meet_again(tmp_path: Path) -> None:
         command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
         try:
-            _, errors = process.communicate(timeout=120)
+            _, errors = process.communicate(timeout=600)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)

@@ -202,7 +202,7 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes can't be forked here")
 def test_a_process_whose_first_training_was_simulated_can_be_forked() -> None:
-    run = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=120, check=False)
+    run = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=600, check=False)
     assert run.returncode == 0, run.stderr
 
 

@@ -134,7 +134,7 @@ def what_waited_is_kept() -> None:
 def test_all_ranks_give_the_step_up_and_the_one_whose_it_was_says_where() -> None:
     cases = [(where, step, 1, 0) for where in WORDS for step in (0, 2)]
     cases += [(where, step, 2, micro) for where in WORDS for step, micro in ((0, 0), (2, 0), (2, 1))]
-    assert run_ranks(given_up_together, 2, cases, timeout=120.0) == [[], []]
+    assert run_ranks(given_up_together, 2, cases) == [[], []]
 
 
 def test_what_waited_under_no_sync_is_kept_in_the_first_step_too() -> None:

@@ -521,7 +521,7 @@ def test_a_step_that_fails_on_one_rank_is_given_up_by_all_and_leaves_no_trace() 
     cases = [*PLACES, Failure("root"), Failure("forward", rank=0, step=1), Failure("recomputation", 0)]
     cases += [Failure("recomputation", 2, rank=0)]
     cases += [Failure(where, 1 + number % 2, rank=number % 2) for number, where in enumerate(HOOKS)]
-    assert run_ranks(run_failures, 2, cases, timeout=300.0) == [[], []]
+    assert run_ranks(run_failures, 2, cases) == [[], []]
 
 
 def test_it_is_so_whatever_stays_gathered_and_however_gradients_accumulate() -> None:
@@ -532,9 +532,9 @@ def test_it_is_so_whatever_stays_gathered_and_however_gradients_accumulate() -> 
         Failure("backward", 0, accumulate=3, no_sync=True, at_micro_batch=1),
         Failure("backward", 2, accumulate=2, no_sync=True, at_micro_batch=1, reshard=False),
     ]
-    assert run_ranks(run_failures, 2, cases, timeout=300.0) == [[], []]
+    assert run_ranks(run_failures, 2, cases) == [[], []]
     cases = [Failure("forward", 1, rank=2, reshard=2), Failure("backward", 1, rank=3, reshard=2)]
-    assert run_ranks(run_failures, 4, cases, timeout=300.0) == [[]] * 4
+    assert run_ranks(run_failures, 4, cases) == [[]] * 4
 
 
 EVERYWHERE = [*PLACES, Failure("root"), *(Failure("recomputation", block) for block in range(3))]
@@ -546,7 +546,7 @@ def test_accumulated_gradients_are_kept_wherever_the_last_pass_fails() -> None:
         for number, place in enumerate(EVERYWHERE)
         for no_sync in (False, True)
     ]
-    assert run_ranks(accumulated_gradients_stay, 2, cases, timeout=300.0) == [[], []]
+    assert run_ranks(accumulated_gradients_stay, 2, cases) == [[], []]
 
 
 def test_each_rank_keeps_what_it_had_before_the_pass_that_raised_on_it() -> None:
@@ -556,12 +556,12 @@ def test_each_rank_keeps_what_it_had_before_the_pass_that_raised_on_it() -> None
         for micro in (0, 1)
         for place in (PLACES[1], PLACES[4], EVERYWHERE[6], EVERYWHERE[8])
     ]
-    assert run_ranks(accumulated_gradients_stay, 3, cases, timeout=300.0) == [[]] * 3
+    assert run_ranks(accumulated_gradients_stay, 3, cases) == [[]] * 3
 
 
 def test_a_rank_without_memory_for_a_transfer_itself_still_serves_it_to_the_others() -> None:
     """What a gather takes is the likeliest place to run out of memory, and then nothing was sent yet."""
-    assert run_ranks(run_without_memory, 2, timeout=300.0) == [[], []]
+    assert run_ranks(run_without_memory, 2) == [[], []]
 
 
 def test_a_rank_that_fails_when_the_others_have_gone_on_is_found_out_in_the_next_pass() -> None:
@@ -583,7 +583,7 @@ def test_in_the_first_step_all_are_told_at_the_next_comparison() -> None:
         for place in (PLACES[1], PLACES[4])
         for no_sync in (False, True)
     ]
-    assert run_ranks(run_failures, 2, cases, timeout=300.0) == [[], []]
+    assert run_ranks(run_failures, 2, cases) == [[], []]
 
 
 def test_in_the_first_step_ranks_that_all_fail_do_not_wait_for_each_other() -> None:

@@ -62,13 +62,13 @@ def case_of(choice: dict[str, Any]) -> Case:
 @pytest.mark.parametrize("world", WORLDS)
 def test_training_is_bitwise_that_of_the_reference(world):
     cases = [case_of(choice) for number, choice in enumerate(COVER) if number % 4 == world % 4]
-    assert not any(run_ranks(run_cases, world, cases, timeout=300))
+    assert not any(run_ranks(run_cases, world, cases))
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_checkpointed_activations_change_nothing(world):
     cases = [case_of(choice) for number, choice in enumerate(CHECKPOINTING) if number % 2 == world % 2]
-    assert not any(run_ranks(run_cases, world, cases, timeout=300))
+    assert not any(run_ranks(run_cases, world, cases))
 
 
 class Again(nn.Module):
@@ -156,7 +156,7 @@ def train_beside_ddp() -> list[str]:
 
 
 def test_two_ranks_are_bitwise_equal_to_ddp():
-    assert run_ranks(train_beside_ddp, 2, timeout=120) == [[], []]
+    assert run_ranks(train_beside_ddp, 2) == [[], []]
 
 
 def train_beside_one_process() -> list[str]:

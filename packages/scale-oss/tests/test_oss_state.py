@@ -110,7 +110,7 @@ def test_the_gathered_state_of_a_world_of_one_is_the_plain_one() -> None:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_the_gathered_state_is_the_plain_one_and_loads_both_ways(world: int) -> None:
-    assert run_ranks(gather_all, world, CASES, timeout=120.0) == [[]] * world
+    assert run_ranks(gather_all, world, CASES) == [[]] * world
 
 
 # State as each rank has it, saved and loaded at other world sizes.

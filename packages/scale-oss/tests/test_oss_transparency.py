@@ -300,7 +300,7 @@ def clipped_weights(sharded: bool) -> float:
 
 
 def test_at_two_ranks_all_is_equal_to_ddp_to_the_bit() -> None:
-    assert run_ranks(run_cases, 2, CASES, timeout=120.0) == [[], []]
+    assert run_ranks(run_cases, 2, CASES) == [[], []]
 
 
 def test_norms_are_those_of_the_whole_gradients() -> None:
@@ -310,7 +310,7 @@ def test_norms_are_those_of_the_whole_gradients() -> None:
 def test_any_two_settings_together_are_equal_to_ddp_to_the_bit() -> None:
     for (_, first), (_, second) in itertools.combinations(enumerate(zip(*PAIRS, strict=True)), 2):
         assert set(zip(first, second, strict=True)) == set(itertools.product((0, 1), repeat=2))
-    assert run_ranks(run_cases, 2, matrix(PAIRS), timeout=120.0) == [[], []]
+    assert run_ranks(run_cases, 2, matrix(PAIRS)) == [[], []]
 
 
 @pytest.mark.soak
@@ -335,7 +335,7 @@ def test_clipped_gradients_give_the_plain_weights(sharded: bool) -> None:
 
 def test_each_subgroup_trains_by_itself() -> None:
     cases = [Case(), Case(optimizer="adafactor", sharded=False, clip=1e6), Case(accumulate=2, manual=True, clip=1e6)]
-    assert run_ranks(run_cases, 4, cases, True, timeout=120.0) == [[]] * 4
+    assert run_ranks(run_cases, 4, cases, True) == [[]] * 4
 
 
 def test_a_world_of_one_is_plain_pytorch() -> None:

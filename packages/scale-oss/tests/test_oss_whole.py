@@ -110,7 +110,7 @@ def test_in_a_world_of_one_every_tensor_is_whole_already() -> None:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_training_is_equal_to_one_process_to_the_bit(world: int) -> None:
-    assert run_ranks(all_beside_plain, world, timeout=120.0) == [[]] * world
+    assert run_ranks(all_beside_plain, world) == [[]] * world
 
 
 # Who has what.

@@ -316,7 +316,7 @@ def test_ranks_that_call_different_things_say_so_at_once_and_go_on() -> None:
             assert [wrong for _, wrong in results] == [[]] * 3
             continue
         texts, seconds, evaluates = zip(*(found for _, found in results), strict=True)
-        assert len(set(texts)) == 1 and max(seconds) < 10
+        assert len(set(texts)) == 1 and max(seconds) < 60
         first = next(rank for rank in range(3) if evaluates[rank] != evaluates[0])
         mine = "an evaluation with pipe.evaluate(...)" if evaluates[first] else "a step with pipe.step(...)"
         assert f"rank {first} began {mine}, and rank " in texts[0]

@@ -70,7 +70,7 @@ def test_a_run_that_loses_a_rank_and_is_then_interrupted_goes_on_to_the_same_cur
     with program("--out", "broken") as killed:
         wait_for_step(killed, 3)
         os.kill(pid_of_rank(1, killed), signal.SIGKILL)
-        _, err = killed.communicate(timeout=60)
+        _, err = killed.communicate(timeout=600)
     assert killed.returncode == 1, err
     first, *_, last = err.splitlines()  # torch may warn between them that the rank's last words never came
     assert "Traceback" not in err
@@ -80,7 +80,7 @@ def test_a_run_that_loses_a_rank_and_is_then_interrupted_goes_on_to_the_same_cur
     with program("--resume", "broken") as interrupted:
         wait_for_step(interrupted, STEPS - 3)
         interrupted.send_signal(signal.SIGINT)
-        _, err = interrupted.communicate(timeout=60)
+        _, err = interrupted.communicate(timeout=600)
     assert interrupted.returncode == 130, err
     assert "which is saved; go on with --resume broken, from step-" in err and err.count("\n") == 1
     assert main([*ARGUMENTS, "--resume", "broken"]) == 0

@@ -199,7 +199,7 @@ def test_what_is_asked_for_twice_or_not_at_all_is_refused():
 
 def test_importing_the_package_stays_light():
     run = "import sys, scale_train; assert 'torch' not in sys.modules; scale_train.with_wrapped_modules; import torch"
-    subprocess.run([sys.executable, "-c", run], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", run], check=True, timeout=600)
     assert "with_wrapped_modules" in dir(scale_train)
     with pytest.raises(AttributeError, match="module 'scale_train' has no attribute 'with_wrapped'"):
         _ = scale_train.with_wrapped

@@ -50,7 +50,7 @@ def preload(*modules: str) -> None:
 
 
 def run_ranks(
-    fn: Callable[..., T], num_ranks: int, *args: Any, timeout: float = 120.0, backend: str | None = "gloo"
+    fn: Callable[..., T], num_ranks: int, *args: Any, timeout: float = 600.0, backend: str | None = "gloo"
 ) -> list[T]:
     """Runs `fn(*args)` on each of `num_ranks` processes and returns their results by rank.
 
@@ -61,7 +61,7 @@ def run_ranks(
         fn: A function at the top level of a module.
         num_ranks: The number of processes, at least 1.
         *args: Given to `fn` on every rank; like the results, they must be picklable.
-        timeout: Seconds for all of it; then every rank is killed.
+        timeout: Seconds for all of it; then every rank is killed. Long enough for a machine with much else to do.
         backend: The backend of the default group, or None to leave torch.distributed alone.
 
     Raises:
