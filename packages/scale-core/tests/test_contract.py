@@ -18,12 +18,12 @@ from scale_core.events import Event, PassKind
 from scale_core.exchange import exchange
 from scale_core.group import Group, group_of
 from scale_core.pending import TransferError
-from scale_core.testing import RankError, run_ranks
+from scale_core.testing import RankError, run_ranks, scaled_by_load
 
 FORWARD = PassKind("forward of ", True, True)
 BACKWARD = PassKind("backward", True, True)
 EVALUATION = PassKind("forward of ", False, False)
-LIMIT = 3.0
+LIMIT = scaled_by_load(3.0)
 
 
 def run_step(contract: Contract, units: str, *, backward: str | None = None) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from scale_core.testing import RankError, run_ranks
+from scale_core.testing import RankError, run_ranks, scaled_by_load
 
 
 def sum_of_ranks() -> tuple[int, float]:
@@ -104,3 +104,12 @@ def test_no_rank_outlives_the_call() -> None:
         run_ranks(freeze, 2, timeout=2.0, backend=None)
     (pid, _, _), _ = run_ranks(pid_of_a_rank_without_group, 2, backend=None)
     assert not os.path.exists(f"/proc/{pid}")
+
+
+@pytest.mark.parametrize(("load", "cores", "expected"), [(0.2, 2, 3.0), (8.0, 2, 12.0), (8.0, None, 24.0)])
+def test_a_limit_follows_the_load(
+    monkeypatch: pytest.MonkeyPatch, load: float, cores: int | None, expected: float
+) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    assert scaled_by_load(3.0) == expected

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from scale_core import last_words
 from scale_core.contract import ContractError, ScaleDistributedError
-from scale_core.testing import run_ranks
+from scale_core.testing import run_ranks, scaled_by_load
 from scale_fsdp import MixedPrecision, fully_shard
 
 
@@ -19,7 +19,7 @@ def impatient(ranks: list[int] | None = None, seconds: float = 3.0) -> dist.Proc
     """Ranks that find each other in peace and then wait no longer than this, well within the test's own limit."""
     group = dist.new_group(ranks, use_local_synchronization=ranks is not None)
     dist.barrier(group)
-    group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=seconds))
+    group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=scaled_by_load(seconds)))
     return group
 
 

@@ -66,8 +66,6 @@ class Watched:
                     continue
                 known = self._changing.get(part)
                 changes = True if known is None else known.get((part.training, name), True)
-                # Buffers of a norm are written to by kernels that raise no version, in later forwards in training, too.
-                changes = changes or isinstance(part, _NormBase)
                 copy = copy_of(buffer) if changes else None
                 seen.append(Seen(part, name, buffer, buffer._version, copy))
         return seen
@@ -82,6 +80,7 @@ class Watched:
         for part, name, buffer, version, copy in seen:
             now = part._buffers.get(name)
             replaced = now is not buffer
+            # Those of a norm count as changed in eval mode, too: kernels of later forwards write to them unseen.
             has_changed = replaced or buffer._version != version or isinstance(part, _NormBase)
             has_changed = has_changed or (copy is not None and differ(copy, buffer))
             if has_changed and copy is None and not (replaced and buffer._version == version):

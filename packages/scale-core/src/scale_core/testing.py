@@ -29,7 +29,7 @@ from scale_core.main_script import UNGUARDED, check_may_start, main_hidden, ungu
 from scale_core.rendezvous import open_store
 from scale_core.testing_rank import Failure, Filter, Order, RankError, play
 
-__all__ = ["RankError", "preload", "run_ranks"]
+__all__ = ["RankError", "preload", "run_ranks", "scaled_by_load"]
 
 T = TypeVar("T")
 
@@ -47,6 +47,16 @@ def preload(*modules: str) -> None:
         *modules: Names of modules; one that can't be imported is left out.
     """
     _PRELOADED.extend(name for name in modules if name not in _PRELOADED)
+
+
+def scaled_by_load(seconds: float) -> float:
+    """Returns a limit for a test in which ranks wait in vain: longer where the machine has more to do than cores.
+
+    Args:
+        seconds: The limit on a quiet machine.
+    """
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 1.0
+    return seconds * max(1.0, load / (os.cpu_count() or 1))
 
 
 def run_ranks(
