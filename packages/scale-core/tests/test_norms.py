@@ -193,6 +193,20 @@ def test_no_gradient_is_a_norm_of_zero() -> None:
     assert clip_grad_norm([with_grad(torch.zeros(3))], 1.0).item() == 0
 
 
+def test_nothing_to_clip_is_refused_with_what_to_pass() -> None:
+    params = iter([with_grad(torch.ones(3))])
+    assert clip_grad_norm(params, 1.0).item() == pytest.approx(math.sqrt(3))
+    for function in (clip_grad_norm, grad_norm):
+        with pytest.raises(ValueError, match=r"an iterator that has been used up.*list\(model.parameters\(\)\)"):
+            function(params, 1.0)
+        with pytest.raises(ValueError, match="used up"):
+            function((param for param in ()), 1.0)
+    with pytest.raises(
+        ValueError, match=r"clip_grad_norm: expected parameters, got an empty list.*model.parameters\(\)"
+    ):
+        clip_grad_norm([], 1.0)
+
+
 @pytest.mark.parametrize("norm_type", [0.0, -1.0, math.nan])
 def test_a_norm_that_is_none_is_refused(norm_type: float) -> None:
     with pytest.raises(ValueError, match="norm_type > 0"):

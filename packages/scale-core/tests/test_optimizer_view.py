@@ -1,20 +1,25 @@
-"""torch's functions for state see which elements a shard's state has; nobody else sees any difference."""
+"""torch's functions for state see which elements a shard's state has; a state for others says whose part it is."""
 
 from __future__ import annotations
 
+import copy
+import io
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from sharded_by_hand import Model, cut, train
 from test_holdings import Flat
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import Optimizer
 
 from scale_core.boxes import LocalShard
+from scale_core.group import Group, group_of
 from scale_core.optimizer_view import asked_by_torch, view, view_all
-from scale_core.shard import shard_of
+from scale_core.shard import Axis, Held, Shard, mark, mark_stages, shard_of
+from scale_core.testing import run_ranks
 
 
 def stepped(model: nn.Module, *, by: Any = torch.optim.Adam) -> Optimizer:
@@ -125,3 +130,95 @@ def test_what_is_no_state_of_a_shard_is_refused_where_torch_asks() -> None:
 
 def test_nobody_here_is_torch() -> None:
     assert asked_by_torch() is None
+
+
+def saved_and_read(state: dict[str, Any]) -> dict[str, Any]:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    read: dict[str, Any] = torch.load(file, weights_only=True)
+    return read
+
+
+def test_a_state_says_whose_part_it_is_and_loads_where_that_is_held() -> None:
+    model = cut(Model(), 1, 3)
+    optimizer = stepped(model)
+    state = saved_and_read(copy.deepcopy(optimizer.state_dict()))
+    assert (state["shards"]["rank"], state["shards"]["world_size"]) == (0, 1)
+    assert state["shards"]["held"][0] == ("scale", (), 0, 0, ())
+    fresh = torch.optim.Adam([param for param in model.parameters() if param.requires_grad])
+    for by in (optimizer, fresh):
+        by.load_state_dict(state)
+        assert "shards" not in by.state
+        for param, slots in optimizer.state.items():
+            assert all(torch.equal(value, by.state[param][key]) for key, value in slots.items())
+    assert "shards" not in stepped(Model()).state_dict()
+
+
+def test_a_part_of_another_rank_or_world_or_model_is_refused_before_its_first_step_too() -> None:
+    def trained(rank: int, size: int) -> list[nn.Parameter]:
+        return [param for param in cut(Model(), rank, size).parameters() if param.requires_grad]
+
+    state = stepped(cut(Model(), 0, 2)).state_dict()
+    plain = [param for param in Model().parameters() if param.requires_grad]
+    for params in (trained(1, 2), trained(0, 3), plain):
+        optimizer = torch.optim.Adam(params)
+        with pytest.raises(ValueError, match=r"is the part of rank 0 of 1, .* '.*'.*gather_full_optim_state_dict"):
+            optimizer.load_state_dict(state)
+        assert not optimizer.state
+    # One rank has had all of it: each takes its own elements.
+    whole = stepped(cut(Model(), 0, 1)).state_dict()
+    for params, expected in ((trained(1, 2), stepped(cut(Model(), 1, 2))), (plain, stepped(Model()))):
+        optimizer = torch.optim.Adam(params)
+        optimizer.load_state_dict(whole)
+        for param, slots in zip(params, expected.state.values(), strict=True):
+            assert all(torch.equal(value, optimizer.state[param][key]) for key, value in slots.items())
+    state = {key: value for key, value in state.items() if key != "shards"}  # As others may have kept it.
+    with pytest.raises(ValueError, match=r"expected the whole .* or this rank's part .*, got"):
+        torch.optim.Adam(trained(0, 3)).load_state_dict(state)
+
+
+def one_file_for_all_ranks() -> str:
+    group = group_of()
+    param = nn.Parameter(torch.ones(2))
+    mark(param, Shard("weight", (4,), 2 * group.rank, 2 * group.rank + 2, (Axis(group, Held.SHARD),)))
+    optimizer = torch.optim.Adam([param])
+    param.grad = torch.full((2,), float(group.rank))
+    optimizer.step()
+    states: list[Any] = [None, None]
+    dist.all_gather_object(states, optimizer.state_dict())
+    fresh = torch.optim.Adam([param])
+    fresh.load_state_dict(states[group.rank])
+    assert torch.equal(fresh.state[param]["exp_avg"], optimizer.state[param]["exp_avg"])
+    with pytest.raises(ValueError, match=r"this optimizer state is the part of rank 0 of 2") as error:
+        fresh.load_state_dict(states[0])
+    return str(error.value)
+
+
+def test_a_part_that_fits_one_rank_alone_is_refused_on_all() -> None:
+    fits, differs = run_ranks(one_file_for_all_ranks, 2)
+    assert "It fits this rank, but not all others" in fits
+    assert "it has [0, 2) of 'weight' (4,), and in its place here is [2, 4) of (4,)" in differs
+
+
+class Stage(nn.Module):
+    """A pipeline of two ranks, as one of them sees it."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.group, self.layers = Group(rank, 2, ranks=(0, 1)), nn.ModuleDict({str(rank): nn.Linear(2, 2)})
+
+    def counted_elsewhere(self) -> set[Tensor]:
+        return set()
+
+
+def test_the_state_of_one_stage_is_not_that_of_another() -> None:
+    models = [Stage(rank) for rank in range(2)]
+    for model in models:
+        mark_stages(model)
+    first, second = (torch.optim.Adam(model.parameters()) for model in models)
+    first.load_state_dict(first.state_dict())
+    with pytest.raises(
+        ValueError, match=r"'layers.0.weight' \(2, 2\), and in its place here is 'layers.1.weight', all"
+    ):
+        second.load_state_dict(first.state_dict())

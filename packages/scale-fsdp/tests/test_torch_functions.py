@@ -241,3 +241,75 @@ def load(folder: str) -> list[str]:
 def test_torch_s_own_recipe_saves_and_loads_at_another_world_size(tmp_path: Path) -> None:
     run_ranks(save, 2, str(tmp_path))
     assert not [line for wrong in run_ranks(load, 3, str(tmp_path)) for line in wrong]
+
+
+def clip_and_wrap() -> list[str]:
+    """torch's own lines in a loop that knows of no shards: two models, one of which is clipped beside the other."""
+    rank, world, wrong = dist.get_rank(), dist.get_world_size(), []
+    for kwargs in ({}, {"flatten_parameters": True}, {"atom": "parameter"}):
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3), nn.Linear(3, 3))
+        model, critic = copy.deepcopy(plain), nn.Linear(3, 1)
+        fully_shard(model[0], **kwargs)
+        fully_shard(model, **kwargs)
+        judge = copy.deepcopy(critic)
+        theirs, mine = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model))
+        x = torch.randn(2 * world, 6, generator=torch.Generator().manual_seed(3))
+        for step in range(3):
+            for each, judged, optimizer, part in (
+                (plain, judge, theirs, x),
+                (model, critic, mine, x[2 * rank : 2 * rank + 2]),
+            ):
+                judged.zero_grad()
+                judged(each(part)).square().mean().mul(100.0).backward()
+                optimizer.norm = nn.utils.clip_grad_norm_((p for p in each.parameters()), 0.1 + step)
+                if step == 2:
+                    nn.utils.clip_grad_value_(each.parameters(), 0.02)
+                optimizer.step()
+                optimizer.zero_grad()
+            wrong += [f"{mine.norm} and {theirs.norm}"] * (not torch.allclose(mine.norm, theirs.norm, rtol=1e-6))
+            with torch.no_grad():
+                own = torch.linalg.vector_norm(torch.cat([p.grad.reshape(-1) for p in critic.parameters()]))
+            beside = nn.utils.clip_grad_norm_(critic.parameters(), 1e6)  # Whole, and this rank's own.
+            wrong += ["the critic"] * (not torch.allclose(own, beside, rtol=1e-6))
+        state = model.state_dict()
+        wrong += [n for n, w in plain.state_dict().items() if not torch.allclose(state[n], w, rtol=1e-5, atol=1e-7)]
+        before = [param.detach().clone() for param in model.parameters()]
+        for wrapped in (model, nn.ModuleList([nn.Linear(1, 1), model])):
+            with pytest.raises(ValueError, match=r"DistributedDataParallel: '.*' is a shard .*train it as it is"):
+                nn.parallel.DistributedDataParallel(wrapped)
+        wrong += ["overwritten"] * (not all(map(torch.equal, before, model.parameters())))
+    return wrong
+
+
+def test_torch_s_own_clipping_is_that_of_the_plain_model_and_its_wrapper_is_refused() -> None:
+    for num_ranks in (1, 2, 3):
+        assert run_ranks(clip_and_wrap, num_ranks) == [[]] * num_ranks
+
+
+def whose_state() -> list[str]:
+    """A plain optimizer's state on shards, as programs save it."""
+    rank, layout = dist.get_rank(), Layout()
+    model, optimizer = make(layout)
+    train(model, optimizer)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    files: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(files, file.getvalue())
+    states = [torch.load(io.BytesIO(each), weights_only=True) for each in files]
+    fresh = torch.optim.Adam(two_groups(model), lr=0.7)
+    with pytest.raises(ValueError, match=r"the part of rank 0 of 2.*gather_full_optim_state_dict"):
+        fresh.load_state_dict(states[0])
+    assert not fresh.state
+    fresh.load_state_dict(states[rank])
+    differ = Differences()
+    differ.compare("its own", full_of(model, fresh), full_of(model, optimizer))
+    _, whole = plain()
+    other, fresh = make(layout)
+    fresh.load_state_dict(whole.state_dict())
+    differ.compare("a plain one", in_lists(full_of(other, fresh))["state"], in_lists(full_of(*plain()))["state"])
+    return differ.found
+
+
+def test_an_optimizer_s_state_knows_whose_part_it_is_and_a_plain_one_loads_before_the_first_step() -> None:
+    assert run_ranks(whose_state, 2) == [[], []]

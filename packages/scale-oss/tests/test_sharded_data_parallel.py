@@ -575,3 +575,49 @@ def test_importing_the_package_starts_nothing() -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=True)
     assert run.stdout.split() == ["1", "0"]
+
+
+def torch_s_own_clipping() -> list[float]:
+    """The pieces are clipped, in a norm that is that of the whole; a rank without pieces takes part."""
+    differences = []
+    plain, group = layers(), group_of()
+    for way in ("norm", "value", "scaled"):
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+        mine = copy.deepcopy(plain)
+        optimizer = OSS(mine.parameters(), torch.optim.SGD, lr=0.1)
+        model, theirs = ShardedDataParallel(mine, optimizer), torch.optim.SGD(plain.parameters(), lr=0.1)
+        (sum(plain(data(rank)).square().mean() for rank in range(group.size)) / group.size).backward()
+        scaler = ShardedGradScaler(init_scale=4.0, enabled=way == "scaled", process_group=group, device="cpu")
+        scaler.scale(model(data(group.rank)).square().mean()).backward()
+        scaler.unscale_(optimizer)
+        for params in (plain.parameters(), model.parameters()):
+            if way == "value":
+                nn.utils.clip_grad_value_(params, 0.01)
+            else:
+                differences.append(nn.utils.clip_grad_norm_(params, 0.1).item())
+        with pytest.raises(RuntimeError, match="get_total_norm: got no gradients"):
+            nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        scaler.step(optimizer)
+        theirs.step()
+        for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(param, other, rtol=1e-6, atol=1e-7)
+        with model.no_sync():
+            model(data(group.rank)).sum().backward()
+        with pytest.raises(RuntimeError, match="accumulated under no_sync"):
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    return differences
+
+
+def test_torch_s_own_clipping_finds_the_averaged_gradients() -> None:
+    for num_ranks in (1, 3):
+        for expected, norm, *others in run_ranks(torch_s_own_clipping, num_ranks):
+            assert expected == pytest.approx(norm, rel=1e-6) and others == pytest.approx([norm] * 2, rel=1e-6)
+
+
+def test_a_filter_that_returns_nothing_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.1)
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(ValueError, match="filter_params_fn returned none of the optimizer's parameters"):
+        optimizer.clip_grad_norm(1.0, filter_params_fn=lambda params: [p for p in params if p.ndim > 2])

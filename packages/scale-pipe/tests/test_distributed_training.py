@@ -177,7 +177,11 @@ def norms() -> list[str]:
         for name, param in model.named_parameters():
             param.grad = plain.grads[name]
         expected = nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm_type)
-        found = pipe.clip_grad_norm_(0.01, norm_type)
+        by_hand = [param.grad for param in pipe.parameters() if param.grad is not None]
+        found = nn.utils.get_total_norm(by_hand, norm_type)
+        wrong += [f"{norm_type}: torch has {found}, not {expected}"] * (not torch.allclose(found, expected, rtol=1e-6))
+        way = nn.utils.clip_grad_norm_ if norm_type in (1.0, math.inf) else None
+        found = way(pipe.parameters(), 0.01, norm_type) if way else pipe.clip_grad_norm_(0.01, norm_type)
         wrong += [f"{norm_type}: {found} and {expected}"] * (not torch.allclose(found, expected, rtol=1e-6))
         for name, param in pipe.named_parameters():
             theirs = model.get_parameter(name).grad
@@ -186,6 +190,20 @@ def norms() -> list[str]:
         if dist.get_rank() == 1:
             next(pipe.parameters()).grad.fill_(math.nan)  # type: ignore[union-attr]
         wrong += [f"{norm_type}: NaN was lost"] * (not pipe.clip_grad_norm_(1.0, norm_type).isnan())
+        with pytest.raises(RuntimeError, match="can't be clipped"):
+            nn.utils.clip_grad_norm_(pipe.parameters(), 1.0, error_if_nonfinite=True)
+    # A stage without parameters has nothing to give but that it takes part, and is no replica of the other.
+    del pipe
+    pipe = DistributedPipe(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), "gpipe", balance=[1, 1], chunks=2)
+    pipe.step(torch.ones(4, 4), loss_fn=torch.mean)
+    norms = [pipe.clip_grad_norm_(math.inf), nn.utils.clip_grad_norm_(pipe.parameters(), math.inf)]
+    nn.utils.clip_grad_value_(pipe.parameters(), 1e-4)
+    if dist.get_rank() == 0:
+        own = torch.cat([param.grad.reshape(-1) for param in pipe.parameters() if param.grad is not None])
+        wrong += ["the values"] * (own.abs().max().item() > 1e-4)
+        with pytest.raises(ValueError, match=r"'0.weight' is a parameter of a pipeline's stage.*\[0, 1\]"):
+            DistributedDataParallel(pipe.stages[0])
+    wrong += [f"a stage without parameters: {norms}"] * (not 0 < norms[0] == norms[1])
     return wrong
 
 

@@ -7,8 +7,11 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from scale_core.group import Group
+import scale_tp
+from scale_core.group import Group, group_of
+from scale_core.testing import run_ranks
 from scale_tp.divided import divide, part_of
 from scale_tp.divided_linear import Columns, Rows
 from scale_tp.entrance import Entrance
@@ -60,3 +63,41 @@ def test_a_part_has_memory_of_its_own() -> None:
     assert part.tolist() == [[4.0, 5.0]]
     meta = part_of(nn.Parameter(torch.empty(3, 2, device="meta")), Placement((3, 2), 1, Split.even(2, 2)), TWO)
     assert meta.is_meta and meta.shape == (3, 1)
+
+
+def _parallel() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4))
+    return scale_tp.parallelize(model, {"0": "colwise", "2": "rowwise"}, group_of())
+
+
+def _over_ranks_that_divide() -> None:
+    layers = nn.ModuleDict({"up": scale_tp.ColumnParallelLinear(4, 6, group=group_of())})
+    for model, name in ((_parallel(), "0.weight"), (layers, "up.weight")):
+        before = [param.detach().clone() for param in model.parameters()]
+        with pytest.raises(ValueError, match=rf"'{name}' is a part \[3, 4\] .*\[6, 4\].*\[0, 1\].*data axis"):
+            DistributedDataParallel(model)
+        assert all(torch.equal(param, held) for param, held in zip(model.parameters(), before, strict=True))
+    # What is the same on both ranks is averaged as ever.
+    plain = DistributedDataParallel(nn.Sequential(nn.Linear(4, 2), scale_tp.ParallelLayerNorm(2, group=group_of())))
+    plain(torch.ones(1, 4)).sum().backward()
+
+
+def test_distributed_data_parallel_over_the_ranks_of_a_layer_is_refused() -> None:
+    run_ranks(_over_ranks_that_divide, 2)
+
+
+def _clipped_by_torch() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4))
+    model, x = _parallel(), torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+    for each in (plain, model):
+        each(x).square().sum().backward()
+    norms = [nn.utils.clip_grad_norm_(each.parameters(), 0.5) for each in (plain, model)]
+    torch.testing.assert_close(norms[1], norms[0], rtol=1e-6, atol=0)
+    bias = model.get_parameter("2.bias").grad  # All ranks have it.
+    torch.testing.assert_close(bias, plain.get_parameter("2.bias").grad, rtol=1e-6, atol=0)
+
+
+def test_torch_s_own_clipping_measures_the_parts_of_all_ranks() -> None:
+    run_ranks(_clipped_by_torch, 2)

@@ -38,6 +38,7 @@ The files in reading order; each stands only on those above it:
 - `holdings`: which named parameters stand in each tensor that an optimizer steps on;
 - `optimizer_view`: what torch's functions for state see of an optimizer on shards;
 - `norms`: the norm of gradients that no rank holds alone;
+- `torch_patches`: what torch's own functions do with shards;
 - `scaler`: one verdict on inf and NaN for the whole group.
 
 The others load more of torch, and are imported by their own names. State, and what is kept on disk:
@@ -67,6 +68,7 @@ Starting ranks, and doing without them:
 - `simulate`: one process that plays one rank of a large world.
 """
 
+from scale_core import torch_patches as _torch_patches  # noqa: F401  # Waits for the first shard.
 from scale_core.backward import (
     after_backward,
     after_gradient,

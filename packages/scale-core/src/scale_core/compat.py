@@ -7,6 +7,7 @@ mode. Only the accelerator that is none takes a file of its own, `stand_in`, whi
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -288,6 +289,17 @@ def inner_tensors(tensor: Tensor) -> list[Tensor]:
     names, _ = tensor.__tensor_flatten__()
     parts = [getattr(tensor, name) for name in names]
     return [inner for part in parts if isinstance(part, Tensor) for inner in inner_tensors(part)]
+
+
+def wrap_no_grad_function(function: Callable[..., Any], around: Callable[..., Any]) -> None:
+    """Has one of torch's functions for clipping call `around(own, ...)`, where `own` does what it did until now.
+
+    They are closures that call what they wrap without gradients. That is replaced inside of them, so that whoever has
+    imported one by name has the new one, too.
+    """
+    own = cast(Any, function).__wrapped__
+    (cell,) = (cell for cell in function.__closure__ or () if cell.cell_contents is own)
+    cell.cell_contents = functools.partial(around, own)
 
 
 def values_of(tensor: Tensor, *, simulated: list[float]) -> list[float]:

@@ -3,6 +3,9 @@
 Each element of each parameter counts once, whoever holds it. Who holds what is known from `shard_of`: over a mesh
 axis that shards a parameter the norms of the pieces are combined, over one that replicates it they are not.
 
+Where the averaged gradient of a parameter stands in another tensor than `param.grad`, whoever has put it there says so
+by `keep_gradients`. The parameters of a pipeline's stages stand on one rank each: the norms of its ranks are combined.
+
 The result is right to about one unit in the last place of fp32 at any size, and hardly depends on how the gradients
 are cut. `torch.nn.utils.clip_grad_norm_` adds all squares of a tensor in fp32: on CPU that costs it 170 units at a
 million elements and 4,700 at ten million.
@@ -11,25 +14,115 @@ million elements and 4,700 at ten million.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import struct
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
+from scale_core import compat
 from scale_core.collectives import all_reduce
+from scale_core.exchange import exchange
 from scale_core.group import Group
-from scale_core.shard import Held, shard_of
+from scale_core.shard import Held, Stages, names_of_stages, shard_of, stages_of
 
 # So many squares can be added in fp32 before the error of the sum is that of its last rounding.
 _PIECE = 256
 
 
+class KeepsGradients(Protocol):
+    """Who averages gradients into other tensors than `param.grad`."""
+
+    @property
+    def has_reduced_gradients(self) -> bool:
+        """Whether there are any now; the same on all ranks."""
+
+    def reduced_gradients(self) -> Mapping[int, Tensor]:
+        """Returns, by the id of each parameter, the tensor that has its averaged gradient in `grad`, marked as a shard.
+
+        Raises:
+            RuntimeError: Some gradient has not been averaged.
+        """
+
+
+class Measured(NamedTuple):
+    """One gradient in a norm.
+
+    Attributes:
+        param: The parameter, as its model lists it.
+        holder: The tensor whose mark says who holds which elements of the gradient: the parameter, or a piece of it.
+        grad: The elements of this rank; None counts as zeros.
+    """
+
+    param: Tensor
+    holder: Tensor
+    grad: Tensor | None
+
+
+_kept: WeakIdKeyDictionary = WeakIdKeyDictionary()  # each parameter, to a weak reference to its `KeepsGradients`
+
+
+def keep_gradients(params: Iterable[Tensor], keeper: KeepsGradients) -> None:
+    """Records that the averaged gradients of these parameters are asked of `keeper`, as long as that lives."""
+    reference = weakref.ref(keeper)
+    for param in params:
+        _kept[param] = reference
+
+
+def is_kept(param: Tensor) -> bool:
+    """Whether the averaged gradient of this parameter is asked of somebody who lives."""
+    return _keeper_of(param) is not None
+
+
+def has_kept_gradients() -> bool:
+    """Whether averaged gradients of this process stand elsewhere than in `param.grad` now; the same on all ranks."""
+    keepers = {id(keeper): keeper for param in list(_kept) if (keeper := _keeper_of(param)) is not None}
+    return any(keeper.has_reduced_gradients for keeper in keepers.values())
+
+
+def gradient_holders(params: Sequence[Tensor]) -> list[Tensor]:
+    """Returns, for each parameter, the tensor that has its averaged gradient in `grad`: mostly itself.
+
+    Raises:
+        RuntimeError: It has not been averaged.
+    """
+    if not _kept:
+        return list(params)
+    found: dict[int, Mapping[int, Tensor]] = {}
+    holders = []
+    for param in params:
+        keeper = _keeper_of(param)
+        if keeper is not None and id(keeper) not in found:
+            found[id(keeper)] = keeper.reduced_gradients()
+        holders.append(param if keeper is None else found[id(keeper)].get(id(param), param))
+    return holders
+
+
+def _keeper_of(param: Tensor) -> KeepsGradients | None:
+    reference: weakref.ref[KeepsGradients] | None = _kept.get(param)
+    return None if reference is None else reference()
+
+
+def measured_gradients(params: Sequence[Tensor]) -> list[Measured]:
+    """Returns what a norm of these parameters' gradients is made of."""
+    holders = gradient_holders(params)
+    return [Measured(param, holder, holder.grad) for param, holder in zip(params, holders, strict=True)]
+
+
 @torch.no_grad()
-def grad_norm(params: Iterable[Tensor], norm_type: float = 2.0, limit_seconds: float | None = None) -> Tensor:
+def grad_norm(
+    params: Iterable[Tensor],
+    norm_type: float = 2.0,
+    limit_seconds: float | None = None,
+) -> Tensor:
     """Returns the p-norm of all gradients together, as one number that is equal on all ranks.
 
     All ranks of every group that shards one of the parameters must call it together, with the same parameters in the
-    same order. Gradients are measured in fp32 at least, and their norms combined in fp64.
+    same order; of a pipeline, with those of their stages. Gradients are measured in fp32 at least, and their norms
+    combined in fp64.
 
     Args:
         params: Parameters, whole or local shards (`shard_of` tells), or one such; one without a gradient counts as
@@ -42,30 +135,47 @@ def grad_norm(params: Iterable[Tensor], norm_type: float = 2.0, limit_seconds: f
 
     Raises:
         TransferError: Another rank did not take part.
-        ValueError: `norm_type` is not above 0, or a gradient is still a partial sum over a mesh axis.
+        ValueError: `norm_type` is not above 0, a gradient is still a partial sum over a mesh axis, or `params` is an
+            iterator that has been used up.
+    """
+    return norm_of(measured_gradients(_listed(params)), norm_type, limit_seconds)
+
+
+def norm_of(
+    gradients: Sequence[Measured],
+    norm_type: float = 2.0,
+    limit_seconds: float | None = None,
+    stages: Sequence[Stages] | None = None,
+) -> Tensor:
+    """Returns the norm of gradients as `grad_norm` does.
+
+    Args:
+        gradients: In an order that all ranks have.
+        norm_type: As in `grad_norm`.
+        limit_seconds: As in `grad_norm`.
+        stages: The pipelines that take part; None is those that have one of the parameters.
+
+    Raises:
+        TransferError: As in `grad_norm`.
+        ValueError: As in `grad_norm`.
     """
     if not norm_type > 0:
         raise ValueError(f"expected norm_type > 0 or math.inf, got {norm_type}")
-    params = [params] if isinstance(params, Tensor) else list(params)
-    # By who shares them. The order is that of the parameters, which is the same on all ranks; an order by the ranks
-    # in a group would not be, where an axis is the first of one group's and the last of another's.
-    classes: dict[tuple[Group, ...], list[Tensor]] = {}
-    for param in params:
-        members = classes.setdefault(_sharing_groups(param), [])
-        if param.grad is not None and _counts(param):
-            # Of a complex number its magnitude counts, as in torch.
-            members.append(param.grad.abs() if param.grad.is_complex() else param.grad)
-    grads = [grad for members in classes.values() for grad in members]
-    device = next((tensor.device for tensor in (*grads, *params)), torch.device("cpu"))
+    tensors = (tensor for each in gradients for tensor in (each.grad, each.holder) if tensor is not None)
+    device = next((tensor.device for tensor in tensors), torch.device("cpu"))
+    rest = list(gradients)
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for groups, members in classes.items():
-        share = _share(members, norm_type, device)
-        for group in groups:
-            share = _over_group(share, norm_type, group, limit_seconds)
-        total = torch.maximum(total, share) if math.isinf(norm_type) else total + share
+    for model in stages_of(each.param for each in gradients) if stages is None else stages:
+        own, copies = set(names_of_stages(model)), set(model.counted_elsewhere())
+        counted = [each for each in rest if each.param in own - copies]
+        rest = [each for each in rest if each.param not in own]
+        share = _over_stages(_over_shards(counted, norm_type, device, limit_seconds), norm_type, model, limit_seconds)
+        total = _combined(total, share, norm_type)
+    total = _combined(total, _over_shards(rest, norm_type, device, limit_seconds), norm_type)
     if not math.isinf(norm_type):
         total = total ** (1.0 / norm_type)
-    wide = bool(grads) and all(grad.dtype == torch.float64 for grad in grads)
+    grads = [each.grad for each in gradients if each.grad is not None]
+    wide = bool(grads) and all(grad.dtype in (torch.float64, torch.complex128) for grad in grads)
     return total if wide else total.to(torch.float32)
 
 
@@ -85,14 +195,33 @@ def clip_grad_norm(
 
     Raises:
         TransferError: As in `grad_norm`.
-        ValueError: As in `grad_norm` and `check_max_norm`.
+        ValueError: As in `grad_norm` and `check_max_norm`; or there are no parameters.
     """
     check_max_norm(max_norm)
-    params = [params] if isinstance(params, Tensor) else list(params)
-    norm = grad_norm(params, norm_type, limit_seconds)
+    given = _listed(params)
+    stages = stages_of(given)
+    if not given and not stages:
+        raise ValueError(
+            "clip_grad_norm: expected parameters, got an empty list, and nothing would be clipped: pass "
+            "model.parameters(), or leave the call out where nothing trains"
+        )
+    return clip(measured_gradients(given), max_norm, norm_type, limit_seconds, stages)
+
+
+@torch.no_grad()
+def clip(
+    gradients: Sequence[Measured],
+    max_norm: float,
+    norm_type: float = 2.0,
+    limit_seconds: float | None = None,
+    stages: Sequence[Stages] | None = None,
+) -> Tensor:
+    """Clips as `clip_grad_norm` does, what `norm_of` measures."""
+    check_max_norm(max_norm)
+    norm = norm_of(gradients, norm_type, limit_seconds, stages)
     if math.isinf(max_norm):
         return norm  # Nothing to scale, and no gradient is touched for it.
-    scale_gradients(params, clip_factor(norm, max_norm))
+    scale_gradients([each.holder for each in gradients], clip_factor(norm, max_norm))
     return norm
 
 
@@ -129,6 +258,15 @@ def check_max_norm(max_norm: float) -> None:
         )
 
 
+def is_shared(param: Tensor) -> bool:
+    """Whether the elements of a parameter are divided between ranks, so that none has all of its gradient.
+
+    Raises:
+        ValueError: Its gradient is still a partial sum over a mesh axis.
+    """
+    return bool(_sharing_groups(param))
+
+
 def _sharing_groups(param: Tensor) -> tuple[Group, ...]:
     """The groups between which the elements of a parameter are divided."""
     shard = shard_of(param)
@@ -147,6 +285,52 @@ def _counts(param: Tensor) -> bool:
     """Whether this rank is the one that speaks for the elements it holds."""
     shard = shard_of(param)
     return shard is None or shard.counted
+
+
+def _listed(params: Iterable[Tensor]) -> list[Tensor]:
+    if isinstance(params, Tensor):
+        return [params]
+    given = list(params)
+    if not given and iter(params) is params and not stages_of(()):
+        raise ValueError(
+            "expected parameters, got an iterator that has been used up, or has none: write params = "
+            "list(model.parameters()) where they are needed twice, or pass model.parameters() anew"
+        )
+    return given
+
+
+def _over_shards(
+    gradients: Sequence[Measured], norm_type: float, device: torch.device, limit_seconds: float | None
+) -> Tensor:
+    """The sum of |g|^p over all elements on all ranks that share a parameter, or their largest magnitude."""
+    # By who shares them. The order is that of the parameters, which is the same on all ranks; an order by the ranks
+    # in a group would not be, where an axis is the first of one group's and the last of another's.
+    classes: dict[tuple[Group, ...], list[Tensor]] = {}
+    for _, holder, grad in gradients:
+        members = classes.setdefault(_sharing_groups(holder), [])
+        if grad is not None and _counts(holder):
+            # Of a complex number its magnitude counts, as in torch.
+            members.append(grad.abs() if grad.is_complex() else grad)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for groups, members in classes.items():
+        share = _share(members, norm_type, device)
+        for group in groups:
+            share = _over_group(share, norm_type, group, limit_seconds)
+        total = _combined(total, share, norm_type)
+    return total
+
+
+def _over_stages(share: Tensor, norm_type: float, model: Stages, limit_seconds: float | None) -> Tensor:
+    """The shares of all ranks of a pipeline, which may compute on different devices, so they travel as numbers."""
+    (own,) = compat.values_of(share.reshape(1), simulated=[1.0])
+    (bits,) = struct.unpack("<q", struct.pack("<d", own))
+    rows = exchange([bits], model.group, limit_seconds=limit_seconds)
+    shares = torch.tensor([struct.unpack("<d", struct.pack("<q", row[0]))[0] for row in rows], dtype=torch.float64)
+    return (shares.max() if math.isinf(norm_type) else shares.sum()).to(share.device)
+
+
+def _combined(total: Tensor, share: Tensor, norm_type: float) -> Tensor:
+    return torch.maximum(total, share) if math.isinf(norm_type) else total + share
 
 
 def _share(grads: list[Tensor], norm_type: float, device: torch.device) -> Tensor:

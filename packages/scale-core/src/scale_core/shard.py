@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Self, TypeAlias
+from typing import Protocol, Self, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from scale_core.group import Group
@@ -100,12 +101,75 @@ class Shard:
         return math.prod(self.shape)
 
 
+class Stages(Protocol):
+    """A model of which each rank of a group holds other parameters: a pipeline.
+
+    Its stages may be wrapped at any time, so they are no marks on tensors.
+    """
+
+    @property
+    def group(self) -> Group:
+        """The ranks that hold a stage each, or several."""
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's, as they are now, by the names of the whole model."""
+
+    def counted_elsewhere(self) -> Collection[Tensor]:
+        """Of these, the copies of shared parameters that another rank counts in a norm."""
+
+
 _shards: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_stages: weakref.WeakKeyDictionary[Stages, None] = weakref.WeakKeyDictionary()  # in the order in which they were built
+_at_first_mark: list[Callable[[], None]] = []
 
 
 def mark(param: Tensor, shard: Shard) -> None:
     """Records that `param` is this piece; a later mark replaces an earlier one."""
     _shards[param] = shard
+    _first_mark()
+
+
+def mark_stages(model: Stages) -> None:
+    """Records that the parameters of `model` are those of this rank's stages; held weakly."""
+    _stages[model] = None
+    _first_mark()
+
+
+def at_first_mark(callback: Callable[[], None]) -> None:
+    """Calls `callback` once, when this process gets its first shard or stage."""
+    _at_first_mark.append(callback)
+
+
+def _first_mark() -> None:
+    while _at_first_mark:
+        _at_first_mark.pop()()
+
+
+def marked_parameters() -> Iterator[Tensor]:
+    """Yields all parameters of this process that are marked, or that are a stage's."""
+    yield from list(_shards)
+    for model in list(_stages):
+        yield from names_of_stages(model)
+
+
+def names_of_stages(model: Stages) -> dict[Tensor, str]:
+    """Returns the parameters of this rank's stages, each with its name in the whole model."""
+    return {param: name for name, param in model.named_parameters()}
+
+
+def stages_of(params: Iterable[Tensor]) -> list[Stages]:
+    """Returns the pipelines over several ranks that have one of these parameters, in the order they were built.
+
+    Of no parameters at all: the one pipeline of which nothing trains on this rank, if there is one.
+    """
+    several = [model for model in _stages if model.group.size > 1]
+    if not several:
+        return []
+    wanted = set(params)  # tensors are equal by identity alone to sets
+    if wanted:
+        return [model for model in several if not wanted.isdisjoint(names_of_stages(model))]
+    idle = [model for model in several if not any(param.requires_grad for param in names_of_stages(model))]
+    return idle if len(idle) == 1 else []
 
 
 def shard_of(param: Tensor) -> Shard | None:
@@ -145,9 +209,20 @@ def check_undivided(params: Iterable[tuple[str, Tensor]], group: Group, what: st
         what: Who is about to copy or average between them, in an error.
 
     Raises:
-        ValueError: A layer has divided one of them between ranks of this group.
+        ValueError: A layer has divided one of them between ranks of this group, or these are stages of a pipeline.
     """
-    for name, param in params:
+    named = list(params)
+    for model in stages_of(param for _, param in named) if named else ():
+        if len(set(model.group.ranks).intersection(group.ranks)) > 1:
+            here = names_of_stages(model)
+            name = next(here[param] for _, param in named if param in here)
+            raise ValueError(
+                f"{what}: '{name}' is a parameter of a pipeline's stage. Each of the ranks {list(model.group.ranks)} "
+                f"holds other stages, and {what} was given {list(group.ranks)} as ranks that hold the same: give it "
+                'the replicas of this stage, such as mesh["data"].get_group(), as group= or process_group=; where the '
+                f"pipeline has no replicas, leave {what} out"
+            )
+    for name, param in named:
         shard = shard_of(param)
         if shard is None or shard.gathered:
             continue

@@ -30,7 +30,8 @@ class ShardedModule(WithState, ByHand, Converting):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales all gradients in place so that their norm over all ranks is at most `max_norm`.
 
-        All ranks call it together, after `backward()`. `torch.nn.utils.clip_grad_norm_` sees local shards only.
+        All ranks call it together, after `backward()`. `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`
+        does the same.
 
         Args:
             max_norm: The largest norm allowed; `math.inf` only measures.

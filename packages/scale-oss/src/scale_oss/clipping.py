@@ -25,6 +25,11 @@ def clip_together(
     check_max_norm(max_norm)
     params = [param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
     wanted = {id(param) for param in (params if filter_params_fn is None else filter_params_fn(iter(params)))}
+    if wanted.isdisjoint(map(id, params)):
+        raise ValueError(
+            "clip_grad_norm: filter_params_fn returned none of the optimizer's parameters, and nothing would be "
+            "clipped: have it return some of those that it is given, each once, such as a list of them"
+        )
     chosen: list[tuple[nn.Parameter, nn.Parameter]] = []  # whose gradient is measured, and whose is scaled
     for optimizer in optimizers:
         optimizer.take_gradients()

@@ -22,6 +22,7 @@ from scale_core.contract import Contract
 from scale_core.events import Event
 from scale_core.group import GroupLike
 from scale_core.joining import current_share
+from scale_core.norms import keep_gradients
 from scale_oss.bucket import Bucket
 from scale_oss.checks import check_held, check_optimizers, without_wrappers
 from scale_oss.giving_up import forward_has_failed
@@ -41,8 +42,9 @@ class ShardedDataParallel(nn.Module):
         >>> model(torch.ones(1, 4)).sum().backward()
         >>> optimizer.step()
 
-    After a backward pass the averaged gradients are in the optimizer's pieces and `param.grad` is None: clip by
-    `optimizer.clip_grad_norm`. Inside `no_sync()` gradients add up in `param.grad`, as in plain PyTorch.
+    After a backward pass the averaged gradients are in the optimizer's pieces and `param.grad` is None.
+    `torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)` finds them there, as does
+    `optimizer.clip_grad_norm(1.0)`. Inside `no_sync()` gradients add up in `param.grad`, as in plain PyTorch.
 
     Args:
         module: The model; all its parameters that train must be in one of the optimizers.
@@ -168,6 +170,23 @@ class ShardedDataParallel(nn.Module):
                 "reduce(): no gradient waits for it: call it once, after the backward passes under no_sync()"
             )
 
+    # What norms and clipping ask, those of torch too.
+
+    @property
+    def has_reduced_gradients(self) -> bool:
+        """Whether averaged gradients wait for a step."""
+        return any(bucket.averaged for bucket in self._buckets)
+
+    def reduced_gradients(self) -> dict[int, Tensor]:
+        """Returns, by the id of each parameter, the piece that has its averaged gradient.
+
+        Raises:
+            RuntimeError: A gradient was accumulated under `no_sync()` and not reduced.
+        """
+        for optimizer in self.sharded_optimizers:
+            optimizer.take_gradients()
+        return {id(param): piece for each in self.sharded_optimizers for param, piece in each.measured()}
+
     # What surrounds it.
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -249,5 +268,6 @@ class ShardedDataParallel(nn.Module):
         if new:
             self._followed += new
             self._held |= {id(param) for bucket in new for param in bucket.params}
+            keep_gradients((param for bucket in new for param in bucket.params), self)
             if self._overlaps:
                 self._rest.waitings += wait_where_used(self.module, new, self._contract)

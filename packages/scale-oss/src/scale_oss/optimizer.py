@@ -211,7 +211,8 @@ class OSS(WithState):
             The norm before, scalar; equal on all ranks.
 
         Raises:
-            ValueError: `max_norm` is below 0 or not a number, or `norm_type` is not above 0.
+            ValueError: `max_norm` is below 0 or not a number, `norm_type` is not above 0, or `filter_params_fn` returns
+                none of the parameters.
         """
         return clip_together([self], max_norm, norm_type, filter_params_fn)
 

@@ -14,7 +14,6 @@ The files in reading order; each stands only on those above it:
 - `random_state`: where random numbers stand, read and put back;
 - `initialising`: a part of a matrix with the values that it has in the whole one;
 - `whole_view`: a part that looks like the whole to what gives it values;
-- `replicas`: ranks that hold parts are none;
 - `layer`, `wholes`: what all layers have in common, and functions that give them their values from outside;
 - `copies`: parts of which several ranks have copies, as of key-value heads;
 - `products`, `pieces`: matrix products while other pieces of a sequence are on their way;

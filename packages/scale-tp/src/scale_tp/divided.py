@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from scale_core.group import Group
 from scale_tp.layer import ParallelModule, Placement
-from scale_tp.replicas import refuse_replicas
 from scale_tp.wholes import initialise_whole
 
 _classes: dict[tuple[type[Divided], type[nn.Module]], type[nn.Module]] = {}
@@ -68,7 +67,6 @@ def divide(
         **facts: The attributes that `kind` declares.
     """
     assert facts.keys() <= declared(kind), f"{kind.__name__} declares none of {facts.keys() - declared(kind)}"
-    refuse_replicas()
     module.__class__ = _class_of(kind, type(module))
     for name, value in {"group": group, "placements": placements, **facts}.items():
         object.__setattr__(module, name, value)

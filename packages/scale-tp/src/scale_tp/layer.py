@@ -25,7 +25,6 @@ from scale_core.shard import Axis, Held, Shard, mark, shard_of, unit_shard_of
 from scale_core.stepping import watch_optimizers
 from scale_tp.initialising import Initialiser, initialise_part
 from scale_tp.moves import gather_along
-from scale_tp.replicas import refuse_replicas
 from scale_tp.split_sizes import Split, check_size
 from scale_tp.whole_view import WholeView
 
@@ -81,7 +80,6 @@ class ParallelModule(nn.Module):
 
     def __init__(self, group: Group) -> None:
         super().__init__()
-        refuse_replicas()
         self.group, self.placements = group, {}
 
     def place(

@@ -224,6 +224,25 @@ def test_it_is_saved_in_pieces_and_trains_on_at_another_world_size(tmp_path: Pat
     assert run_ranks(gone_on, 2, tmp_path) == [[], []]
 
 
+def loaded_after_steps() -> list[str]:
+    """The whole state, into the optimizer that has given it, and into a fresh one: both train on alike."""
+    wrong = []
+    for cls in (torch.optim.AdamW, torch.optim.Adafactor):
+        model = shard(Net())
+        optimizer = OSS(model.parameters(), cls, lr=0.01)
+        train(model, optimizer, range(2))
+        state = copy.deepcopy(optimizer.state_dict(all_ranks=True))
+        fresh = OSS(model.parameters(), cls, lr=0.01)
+        for by in (optimizer, fresh):
+            by.load_state_dict(state)
+            wrong += differing(by.state_dict(all_ranks=True), state, cls.__name__)
+    return wrong
+
+
+def test_the_whole_state_loads_before_and_after_steps() -> None:
+    assert run_ranks(loaded_after_steps, 2) == [[], []]
+
+
 def split_beside_plain() -> list[str]:
     """Matrices to one optimizer, all else to the other, by the shapes that they have as wholes; clipped by one norm."""
     if not hasattr(torch.optim, "Muon"):

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from scale_core import ShardedGradScaler
 from scale_core.group import group_of
 from scale_core.testing import run_ranks
-from scale_fsdp import full_state_dict, fully_shard
+from scale_fsdp import FullyShardedDataParallel, full_state_dict, fully_shard
 from scale_oss import OSS, ShardedDataParallel
 
 pytest.importorskip("scale_pipe")
@@ -350,3 +350,40 @@ def test_stages_with_replicas_train_as_one_process() -> None:
                 torch.testing.assert_close(tensor, parameters[name], rtol=1e-5, atol=1e-7, msg=f"{way}: {name}")
                 seen.add(name)
         assert seen == set(parameters), way
+
+
+def group_left_out() -> list[str]:
+    """Stages of equal shapes, which whoever is given no group takes for replicas of one."""
+    pipe = DistributedPipe(nn.Sequential(*(nn.Linear(3, 3) for _ in range(2))), "gpipe", chunks=2)
+    (stage,) = pipe.stages.values()
+    before, told = [param.detach().clone() for param in pipe.parameters()], []
+    alone = dist.new_subgroups(1)[0]
+    for wrap in (
+        lambda: OSS(pipe.parameters(), torch.optim.AdamW),
+        lambda: fully_shard(stage),
+        lambda: FullyShardedDataParallel(stage),
+        lambda: DistributedDataParallel(stage),
+        lambda: ShardedDataParallel(stage, OSS(stage.parameters(), torch.optim.SGD, lr=0.1)),
+    ):
+        with pytest.raises(
+            ValueError, match=r'of a pipeline\'s stage.*\[0, 1\].*mesh\["data"\].get_group\(\)'
+        ) as error:
+            wrap()
+        told.append(str(error.value).partition(":")[0])
+    assert all(map(torch.equal, before, pipe.parameters()))
+    # With the stage's own ranks, here one, each is right; and norms are those of all stages.
+    pipe.stages[dist.get_rank()] = ShardedDataParallel(
+        stage, OSS(stage.parameters(), torch.optim.SGD, group=alone, lr=0.1)
+    )
+    x = torch.arange(12.0).view(4, 3)
+    pipe.step(x, target=x, loss_fn=nn.functional.mse_loss)
+    norms = [nn.utils.clip_grad_norm_(pipe.parameters(), math.inf), pipe.clip_grad_norm_(math.inf)]
+    assert norms[0] == norms[1] > 0
+    nn.utils.clip_grad_norm_(pipe.parameters(), 0.5)
+    assert pipe.clip_grad_norm_(math.inf).item() == pytest.approx(0.5, rel=1e-5)
+    return told
+
+
+def test_a_stage_with_the_group_left_out_is_refused_by_all_that_would_take_others_for_replicas() -> None:
+    named = ["OSS", "fully_shard", "fully_shard", "DistributedDataParallel", "OSS"]
+    assert run_ranks(group_left_out, 2) == [named, named]

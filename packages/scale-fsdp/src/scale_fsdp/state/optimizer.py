@@ -26,7 +26,7 @@ from scale_core.contract import Contract
 from scale_core.events import Event, message_tag
 from scale_core.flat import FlatBuffer
 from scale_core.holdings import Holding, check_known
-from scale_core.optimizer_view import view
+from scale_core.optimizer_view import SHARDS, view
 from scale_fsdp.state.naming import holdings_in, names_by_buffer, plain_order, ranks_in
 from scale_fsdp.state.optimizer_kinds import Kind, Kinds, agree_on_kinds, kinds_of
 from scale_fsdp.unit import Unit, units_in
@@ -118,7 +118,7 @@ def full_optim_state_dict(
         {**_options(saved), "params": _names(each["params"], owners, model)}
         for saved, each in zip(given["param_groups"], optimizer.param_groups, strict=True)
     ]
-    extra = {key: value for key, value in given.items() if key not in ("state", "param_groups")}
+    extra = {key: value for key, value in given.items() if key not in ("state", "param_groups", SHARDS)}
     return {"state": {name: slots for name, slots in state.items() if slots}, "param_groups": groups, **extra}
 
 
@@ -154,7 +154,7 @@ def shard_optim_state_dict(
         {**_options(saved), "params": [numbers[owner] for owner in group]}
         for saved, group in zip(full["param_groups"], groups, strict=True)
     ]
-    extra = {key: value for key, value in full.items() if key not in ("state", "param_groups")}
+    extra = {key: value for key, value in full.items() if key not in ("state", "param_groups", SHARDS)}
     return {"state": state, "param_groups": packed, **extra}
 
 

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from scale_core import Contract, GroupLike, group_of
 from scale_core.group import check_not_forgotten
 from scale_core.messages import HOST
+from scale_core.norms import clip, measured_gradients
 from scale_core.numbering import next_number
 from scale_core.samples import announces_samples
+from scale_core.shard import mark_stages
 from scale_pipe.checkpoint_mode import Checkpoint, check_checkpoint
 from scale_pipe.distributed.building import (
     SOLVE,
@@ -29,11 +31,11 @@ from scale_pipe.distributed.measuring import costs_of, gathered_spans, link_time
 from scale_pipe.distributed.messages import Pass
 from scale_pipe.distributed.passes import Passes, kept_gradients
 from scale_pipe.distributed.plain_face import PlainFace
-from scale_pipe.distributed.replicas import check_apart, gradients_of
+from scale_pipe.distributed.replicas import check_apart
 from scale_pipe.distributed.samples import Samples, ranks_with_parameters
 from scale_pipe.distributed.shared import Shared
 from scale_pipe.distributed.stage import Stage
-from scale_pipe.distributed.state import StagesState, clip_over_stages
+from scale_pipe.distributed.state import StagesState
 from scale_pipe.distributed.stepping import Optimizers
 from scale_pipe.distributed.tied import Tied
 from scale_pipe.distributed.traffic import traffic_of
@@ -137,6 +139,7 @@ class DistributedPipe(PlainFace):
         announces_samples(self, self.group, ranks_with_parameters(stages, placement, self.group))
         self._shared = Shared(self._wiring.shared, placement, self.group.rank, self._tied.now(self, self.stages))
         self._shared.make_equal(self._traffic.host_links, placement, self.group.rank)
+        mark_stages(self)
 
     # What it is made of.
 
@@ -368,10 +371,9 @@ class DistributedPipe(PlainFace):
             ValueError: One of the two is no such number.
             TransferError: A rank did not come.
         """
-        elsewhere = {id(param) for param in self._shared.counted_elsewhere()}
-        holders = {id(param): holder for stage in self.stages.values() for param, holder in gradients_of(stage)}
-        params = list(holders.values())
-        own = [holder for param, holder in holders.items() if param not in elsewhere]
-        return clip_over_stages(
-            params, own, self.group, float(max_norm), float(norm_type), self._contract.limit_seconds
-        )
+        gradients = measured_gradients(list(self.parameters()))
+        return clip(gradients, float(max_norm), float(norm_type), self._contract.limit_seconds, [self])
+
+    def counted_elsewhere(self) -> set[nn.Parameter]:
+        """Returns those of this rank's parameters that another stage shares, whose rank counts them in a norm."""
+        return self._shared.counted_elsewhere()

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import math
-import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
-from scale_core.exchange import exchange
 from scale_core.group import Group
-from scale_core.norms import check_max_norm, clip_factor, grad_norm, scale_gradients
 from scale_pipe.distributed.links import Links
 from scale_pipe.distributed.messages import Content, Share, pack, unpack
 from scale_pipe.distributed.names import plain_name, plain_names
@@ -180,38 +175,3 @@ def state_slots(placement: Placement) -> list[Slot]:
     """
     first = [stages[0] for stages in placement.stages_of]
     return [Slot(Flow.STATE, "", stage, first[0], EVERY_MICRO_BATCH) for stage in first[1:]]
-
-
-@torch.no_grad()
-def clip_over_stages(
-    params: Sequence[Tensor],
-    counted: Sequence[Tensor],
-    group: Group,
-    max_norm: float,
-    norm_type: float,
-    limit_seconds: float | None,
-) -> Tensor:
-    """Clips the gradients of all ranks by their common norm, and returns it.
-
-    Args:
-        params: Of this rank.
-        counted: Those whose norm counts here.
-        group: The ranks of the pipeline.
-        max_norm: The largest norm allowed.
-        norm_type: p, or `math.inf`.
-        limit_seconds: How long to wait for another rank.
-
-    Raises:
-        ValueError: A number is out of range.
-        TransferError: A rank did not come.
-    """
-    check_max_norm(max_norm)
-    own = grad_norm(counted, norm_type, limit_seconds)
-    (bits,) = struct.unpack("<q", struct.pack("<d", float(own)))
-    rows = exchange([bits], group, limit_seconds=limit_seconds)
-    norms = torch.tensor([struct.unpack("<d", struct.pack("<q", row[0]))[0] for row in rows], dtype=torch.float64)
-    total = torch.linalg.vector_norm(norms, norm_type)  # A NaN of any rank stays one, for the largest magnitude too.
-    norm: Tensor = total.to(own.dtype).to(own.device)
-    if not math.isinf(max_norm):
-        scale_gradients(params, clip_factor(norm, max_norm))
-    return norm

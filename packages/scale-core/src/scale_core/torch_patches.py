@@ -1,0 +1,198 @@
+"""What torch's own functions do with shards; the one place where anything of torch is replaced.
+
+Programs clip by `torch.nn.utils.clip_grad_norm_`, wrap by `DistributedDataParallel` and save
+`optimizer.state_dict()`. On shards these would compute with one rank's part without a word. So they are changed when
+the first tensor of the process is marked as a shard, or the first pipeline is built, and not before. With parameters
+that are no shards they do what they always did.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad as torchs
+from torch.optim import Optimizer
+
+from scale_core import compat
+from scale_core.group import group_of
+from scale_core.norms import (
+    Measured,
+    check_max_norm,
+    clip_factor,
+    gradient_holders,
+    has_kept_gradients,
+    is_kept,
+    is_shared,
+    measured_gradients,
+    norm_of,
+    scale_gradients,
+)
+from scale_core.optimizer_view import view
+from scale_core.shard import at_first_mark, check_undivided, marked_parameters, shard_of, stages_of
+
+
+@functools.cache
+def install() -> None:
+    """Changes torch's functions, also for who has imported them by name; once is enough."""
+    compat.wrap_no_grad_function(torchs.clip_grad_norm_, _clip_grad_norm)
+    compat.wrap_no_grad_function(torchs.clip_grad_value_, _clip_grad_value)
+    compat.wrap_no_grad_function(torchs._get_total_norm, _get_total_norm)
+    compat.wrap_no_grad_function(torchs._clip_grads_with_norm_, _clip_grads_with_norm)
+    register_module_module_registration_hook(_refuse_replicas)
+    Optimizer.state_dict = _viewed(Optimizer.state_dict)  # type: ignore[method-assign]
+    Optimizer.load_state_dict = _viewed(Optimizer.load_state_dict)  # type: ignore[method-assign]
+
+
+at_first_mark(install)
+
+
+# Clipping. Each function gets torch's own one first, and then what that was called with.
+
+
+def _clip_grad_norm(
+    own: Callable[..., Tensor],
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    gradients, stages = measured_gradients(params), stages_of(params)
+    if not stages and not any(is_shared(each.holder) for each in gradients):
+        if params and all(each.grad is None for each in gradients):
+            return torch.zeros(())  # As torch says; a norm of no gradients would not know whose they are not.
+        holders = [each.holder for each in gradients]
+        # torch warns of a generator that has been used up, so it gets that.
+        return own(holders or parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+    check_max_norm(float(max_norm))
+    norm = norm_of(gradients, float(norm_type), stages=stages)
+    if error_if_nonfinite:
+        _check_finite(norm, norm_type)
+    if not math.isinf(max_norm):
+        scale_gradients([each.holder for each in gradients], clip_factor(norm, float(max_norm)))
+    return norm
+
+
+def _get_total_norm(
+    own: Callable[..., Tensor],
+    tensors: Tensor | Iterable[Tensor],
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    if not given and has_kept_gradients():
+        raise RuntimeError(
+            "get_total_norm: got no gradients, since ShardedDataParallel keeps averaged ones in the optimizer's pieces "
+            "and not in param.grad: call torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm), which returns "
+            "the norm (max_norm=math.inf only measures)"
+        )
+    owners = _owners_of(given)
+    gradients = [Measured(owner, owner, tensor) for owner, tensor in zip(owners, given, strict=True)]
+    stages = stages_of(owners)
+    if not stages and not any(is_shared(owner) for owner in owners):
+        return own(given, norm_type, error_if_nonfinite, foreach)
+    norm = norm_of(gradients, float(norm_type), stages=stages)
+    if error_if_nonfinite:
+        _check_finite(norm, norm_type)
+    return norm
+
+
+def _clip_grads_with_norm(
+    own: Callable[..., None],
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    total_norm: Tensor,
+    foreach: bool | None = None,
+) -> None:
+    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    own(gradient_holders(params), max_norm, total_norm, foreach)
+
+
+def _clip_grad_value(
+    own: Callable[..., None],
+    parameters: Tensor | Iterable[Tensor],
+    clip_value: float,
+    foreach: bool | None = None,
+) -> None:
+    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    with_gradient = [holder for holder in gradient_holders(params) if holder.grad is not None]
+    if with_gradient:  # Of none torch makes an error, and one rank alone may have none.
+        own(with_gradient, clip_value, foreach)
+
+
+def _owners_of(tensors: list[Tensor]) -> list[Tensor]:
+    """For each tensor, the marked parameter that it is the gradient of, or else itself.
+
+    torch keeps the object that it has given as `param.grad` while somebody holds it, so it can be told by identity.
+    """
+    leaves = (param for param in marked_parameters() if param.is_leaf)
+    by_grad = {id(grad): (grad, param) for param in leaves if (grad := param.grad) is not None}
+    owners = []
+    for tensor in tensors:
+        grad, param = by_grad.get(id(tensor), (None, tensor))
+        owners.append(param if grad is tensor else tensor)
+    return owners
+
+
+def _check_finite(norm: Tensor, norm_type: float) -> None:
+    (value,) = compat.values_of(norm.reshape(1), simulated=[1.0])
+    if not math.isfinite(value):  # On all ranks alike, since the norm is.
+        raise RuntimeError(
+            f"the norm of order {float(norm_type)} of the gradients on all ranks is {value}, so they can't be clipped: "
+            "skip the step, or pass error_if_nonfinite=False to scale them all the same"
+        )
+
+
+# Wrapping.
+
+
+def _refuse_replicas(outer: nn.Module, name: str, inner: nn.Module | None) -> None:
+    """Refuses DistributedDataParallel around what it would overwrite with rank 0's part.
+
+    torch calls this where a module is put into another one: here when its group is known, and before it sends anything.
+
+    Raises:
+        ValueError: The module has shards, or parts that ranks of the group divide between them.
+    """
+    if not isinstance(outer, DistributedDataParallel) or inner is None:
+        return
+    ignored = set(getattr(inner, "_ddp_params_and_buffers_to_ignore", ()))
+    params = [(listed, param) for listed, param in inner.named_parameters() if listed not in ignored]
+    check_undivided(params, group_of(outer.process_group), "DistributedDataParallel")
+    for listed, param in params:
+        shard = shard_of(param)
+        if shard is not None and shard.gathered:
+            raise ValueError(
+                f"DistributedDataParallel: '{listed}' is a shard {list(param.shape)} of a parameter "
+                f"{list(shard.shape)}, and all ranks would get the first one's. A sharded model averages its gradients "
+                "by itself: train it as it is, without DistributedDataParallel; for replicas of it, pass fully_shard a "
+                "mesh of two dimensions"
+            )
+    if (kept := next((listed for listed, param in params if is_kept(param)), None)) is not None:
+        raise ValueError(
+            f"DistributedDataParallel: '{kept}' and others are under ShardedDataParallel, which averages their "
+            "gradients: train that as it is, without DistributedDataParallel"
+        )
+
+
+# Saving.
+
+
+def _viewed(own: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of optimizers, of which each gets the hooks first that it needs on shards, before its first step too."""
+
+    @functools.wraps(own)
+    def with_hooks(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        view(self, loads=args[0] if args else kwargs.get("state_dict"))
+        return own(self, *args, **kwargs)
+
+    return with_hooks

@@ -1,0 +1,256 @@
+"""torch_patches.py: torch's own functions do right by shards, and by all else what they always did."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import pytest
+import torch
+from sharded_by_hand import Model, adam, train
+from sharded_by_hand import cut as cut_model
+from test_norms import cut, piece_of, units_apart, whole_grads, with_grad
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+# Imported by name, and before any tensor is marked.
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
+
+from scale_core.group import Group, group_of
+from scale_core.norms import keep_gradients
+from scale_core.shard import Axis, Held, Shard, elements_of, mark, mark_stages, shard_of
+from scale_core.testing import run_ranks
+
+NORM_TYPES = (1.0, 2.0, 3.0, math.inf)
+
+
+def equal_torch_on_the_whole() -> None:
+    group = group_of()
+    for norm_type in NORM_TYPES:
+        for way in ("at once", "in two", "by value"):
+            grads = whole_grads()
+            plain = [with_grad(grad.clone()) for grad in grads.values() if grad.numel()]
+            # An odd one that all ranks have whole, and one without a gradient on the others than the first.
+            shards = [cut(name, grad, group) for name, grad in grads.items()]
+            shards += [with_grad(torch.full((3,), 2.0)), cut("on one", torch.full((2 * group.size,), 3.0), group)]
+            plain += [with_grad(torch.full((3,), 2.0)), with_grad(torch.tensor([3.0, 3.0]))]
+            if group.rank:
+                shards[-1].grad = None
+            if way == "by value":
+                clip_grad_value_(shards, 0.7)
+                clip_grad_value_(plain, 0.7)
+            else:
+                exact = torch.cat([p.grad.reshape(-1).double() for p in plain if p.grad is not None])
+                expected = clip_grad_norm_(plain, 0.5, norm_type)
+                if way == "at once":
+                    found = clip_grad_norm_((param for param in shards), 0.5, norm_type, foreach=group.rank == 0)
+                else:
+                    # The parameters without a gradient here are those of a class that others have, too.
+                    found = get_total_norm([p.grad for p in shards if p.grad is not None], norm_type)
+                    clip_grads_with_norm_(shards, 0.5, found)
+                assert units_apart(found, torch.linalg.vector_norm(exact, norm_type)) <= 2
+                torch.testing.assert_close(found, expected, rtol=3e-6, atol=0)
+            for name, shard, whole in zip(grads, shards, [*plain[:3], None, plain[3]], strict=False):
+                if whole is not None:
+                    assert shard.grad is not None and whole.grad is not None
+                    torch.testing.assert_close(shard.grad, cut(name, whole.grad, group).grad, rtol=3e-6, atol=0)
+
+
+def nothing_else_is_different() -> None:
+    """In a process with shards, what is no shard is clipped to the bit as torch does it."""
+    mark(with_grad(torch.ones(2)), Shard("there is one", (2,), 0, 2))
+    own = clip_grad_norm_.__closure__[0].cell_contents.args[0]
+    for norm_type in (*NORM_TYPES, 0.5):
+        one, other = ([with_grad(grad.clone()) for grad in whole_grads().values() if grad.numel()] for _ in range(2))
+        with torch.no_grad():
+            expected = own(other, 0.5, norm_type)
+        assert torch.equal(clip_grad_norm_(one, 0.5, norm_type), expected)
+        assert all(torch.equal(p.grad, q.grad) for p, q in zip(one, other, strict=True))
+        assert torch.equal(
+            get_total_norm([p.grad for p in one], norm_type), get_total_norm((p.grad for p in other), norm_type)
+        )
+    assert clip_grad_norm_([], 1.0).item() == 0 == get_total_norm([]).item()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        clip_grad_norm_(iter(()), 1.0)
+        clip_grad_norm_((param for param in ()), 1.0)
+    assert len(caught) == 1 and "empty generator" in str(caught[0].message)
+
+
+def bounds_and_numbers_that_are_none() -> str:
+    group = group_of()
+    param = cut("weight", torch.ones(2 * group.size), group)
+    assert clip_grad_norm_(param, math.inf).item() == pytest.approx(math.sqrt(2 * group.size))
+    assert param.grad is not None and param.grad.tolist() == [1, 1]
+    with pytest.raises(ValueError, match="max_norm of at least 0"):
+        clip_grad_norm_(param, -1.0)
+    clip_grad_norm_(param, 0)
+    assert param.grad.tolist() == [0, 0]
+    param.grad.fill_(math.nan if group.rank == 1 else 1.0)
+    with pytest.raises(RuntimeError, match="can't be clipped: skip the step, or pass error_if_nonfinite=False"):
+        clip_grad_norm_([param], 1.0, error_if_nonfinite=True)
+    with pytest.raises(RuntimeError, match="can't be clipped"):
+        get_total_norm([param.grad], error_if_nonfinite=True)
+    assert clip_grad_norm_([param], 1.0).isnan()
+    # Weights have a norm, too.
+    weights = piece_of("", torch.full((4 * group.size,), 2.0), 4 * group.rank, 4 * group.rank + 4)
+    mark(weights, Shard("weight", (4 * group.size,), 0, 4, (Axis(group, Held.SHARD),)))
+    weights.data.fill_(2.0)
+    return f"{get_total_norm([weights]).item():.4f}"
+
+
+class Stages(nn.Module):
+    """This rank's part of a model with a stage on each rank; the first and the last share one parameter."""
+
+    def __init__(self, group: Group, width: int) -> None:
+        super().__init__()
+        self.group = group
+        self.shared = nn.Parameter(torch.zeros(2)) if group.rank != 1 else None
+        self.own = nn.Parameter(torch.zeros(width)) if width else None
+        for param in self.parameters():
+            param.grad = torch.full_like(param, 1.0 + group.rank)
+        if self.shared is not None:
+            self.shared.grad = torch.ones(2)
+
+    def counted_elsewhere(self) -> Collection[Tensor]:
+        return {self.shared} if self.shared is not None and self.group.rank else set()
+
+
+def stages_of_one_model() -> list[float]:
+    """Rank 1 has no parameter at all, and still takes part."""
+    group = group_of()
+    model = Stages(group, 0 if group.rank == 1 else 3)
+    mark_stages(model)
+    grads = [param.grad for param in model.parameters() if param.grad is not None]
+    norms = [clip_grad_norm_(model.parameters(), math.inf), get_total_norm(grads), get_total_norm(grads, math.inf)]
+    if group.rank == 1:  # What is no stage's is nobody else's.
+        assert clip_grad_norm_([nn.Parameter(torch.zeros(2))], 1.0).item() == 0
+    clip_grad_value_(model.parameters(), 0.5)
+    assert all(param.grad is not None and param.grad.eq(0.5).all() for param in model.parameters())
+    return [norm.item() for norm in norms]
+
+
+class Keeper:
+    """Has averaged gradients in pieces, and none in `param.grad`."""
+
+    def __init__(self, params: list[nn.Parameter], pieces: list[nn.Parameter]) -> None:
+        self.params, self.pieces = params, pieces
+
+    @property
+    def has_reduced_gradients(self) -> bool:
+        return True
+
+    def reduced_gradients(self) -> Mapping[int, Tensor]:
+        return {id(param): piece for param, piece in zip(self.params, self.pieces, strict=True)}
+
+
+def gradients_in_pieces() -> None:
+    group, grads = group_of(), whole_grads()
+    params = [nn.Parameter(torch.zeros_like(grad)) for grad in grads.values()]
+    keeper = Keeper(params, [cut(name, grad, group) for name, grad in grads.items()])
+    keep_gradients(params, keeper)
+    plain = [with_grad(grad.clone()) for grad in grads.values() if grad.numel()]
+    for expected, found in (
+        (clip_grad_norm_(plain, 0.5), clip_grad_norm_(params, 0.5)),
+        (clip_grads_with_norm_(plain, 0.1, torch.tensor(0.5)), clip_grads_with_norm_(params, 0.1, torch.tensor(0.5))),
+        (clip_grad_value_(plain, 0.001), clip_grad_value_(params, 0.001)),
+    ):
+        torch.testing.assert_close(found, expected, rtol=3e-7, atol=0)
+        wholes = iter(plain)
+        for name, grad, piece in zip(grads, grads.values(), keeper.pieces, strict=True):
+            if grad.numel():
+                torch.testing.assert_close(piece.grad, cut(name, next(wholes).grad, group).grad, rtol=3e-7, atol=0)
+    assert clip_grad_norm_([nn.Parameter(torch.zeros(2))], 1.0).item() == 0  # Of another model, without gradients.
+    with pytest.raises(RuntimeError, match=r"get_total_norm: got no gradients.*clip_grad_norm_\(model.parameters"):
+        get_total_norm([param.grad for param in params if param.grad is not None])
+    model = nn.ParameterList(params)
+    with pytest.raises(ValueError, match="'0' and others are under ShardedDataParallel"):
+        DistributedDataParallel(model)
+    del keeper
+    assert clip_grad_norm_(params, 1.0).item() == 0  # Nobody keeps them any more.
+
+
+def wrapped_in_torch_s_own() -> list[str]:
+    """Whatever is refused has its values still; what is whole on all ranks is wrapped."""
+    group = group_of()
+    shard = Axis(group, Held.SHARD)
+    found = []
+    for mark_it in (True, False):
+        model = nn.ModuleDict({"inner": nn.Linear(2, 2)})
+        weight: Any = model["inner"].weight
+        weight.data.fill_(group.rank)
+        if mark_it:
+            mark(weight, Shard("inner.weight", (2 * group.size, 2), 4 * group.rank, 4 * group.rank + 4, (shard,)))
+        else:
+            model.group, model.counted_elsewhere = group, set
+            mark_stages(model)  # type: ignore[arg-type]
+        for wrapped in (model, nn.Sequential(nn.Linear(1, 1), model)):
+            with pytest.raises(ValueError, match="DistributedDataParallel") as error:
+                DistributedDataParallel(wrapped)
+            found.append(str(error.value))
+        assert weight.eq(group.rank).all()
+        model._ddp_params_and_buffers_to_ignore = ["inner.weight"]
+        if mark_it:
+            DistributedDataParallel(model)  # torch leaves it alone, too.
+            assert weight.eq(group.rank).all()
+    plain = nn.Linear(2, 2)
+    plain.weight.data.fill_(group.rank)
+    assert DistributedDataParallel(plain).module.weight.eq(0).all()
+    return found
+
+
+def test_clipping_shards_equals_clipping_the_whole() -> None:
+    for num_ranks in (2, 3):
+        run_ranks(equal_torch_on_the_whole, num_ranks)
+
+
+def test_what_is_no_shard_is_clipped_as_ever() -> None:
+    nothing_else_is_different()
+
+
+def test_bounds_are_checked_and_what_is_not_finite_is_refused_on_all_ranks() -> None:
+    assert set(run_ranks(bounds_and_numbers_that_are_none, 3)) == {f"{2 * math.sqrt(12):.4f}"}
+
+
+def test_stages_have_one_norm_and_a_rank_without_parameters_takes_part() -> None:
+    expected = math.sqrt(2 * 1 + 3 * 1 + 3 * 9)
+    found = run_ranks(stages_of_one_model, 3)
+    assert all(norms == pytest.approx([expected, expected, 3.0]) for norms in found)
+
+
+def test_gradients_that_stand_elsewhere_are_clipped_there() -> None:
+    run_ranks(gradients_in_pieces, 2)
+
+
+def test_distributed_data_parallel_is_refused_around_shards_and_stages() -> None:
+    for shard, deeper, stage, _ in run_ranks(wrapped_in_torch_s_own, 2):
+        assert "'inner.weight' is a shard [2, 2] of a parameter [4, 2]" in shard
+        assert "train it as it is, without DistributedDataParallel" in shard
+        assert "'1.inner.weight' is a shard" in deeper
+        assert "'inner.weight' is a parameter of a pipeline's stage" in stage
+        assert 'mesh["data"].get_group()' in stage
+
+
+def test_a_fresh_optimizer_takes_its_part_of_a_plain_state_and_says_what_it_has() -> None:
+    plain = Model()
+    reference = adam(plain)
+    train(plain, reference, 2)
+    model = cut_model(copy.deepcopy(plain), 1, 3)
+    optimizer = adam(model)
+    assert len(optimizer.state_dict()["shards"]["held"]) == len(
+        optimizer.param_groups[0]["params"] + optimizer.param_groups[1]["params"]
+    )
+    optimizer.load_state_dict(reference.state_dict())
+    wholes, parts = (
+        [param for group in each.param_groups for param in group["params"]] for each in (reference, optimizer)
+    )
+    for param, part in zip(wholes, parts, strict=True):
+        shard = shard_of(part)
+        assert shard is not None
+        for key, value in reference.state[param].items():
+            mine = value if key == "step" else elements_of(value, shard.start, shard.stop).view(part.shape)
+            assert torch.equal(optimizer.state[part][key], mine)
+    train(model, optimizer, 1, first=2)
