@@ -13,8 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from scale_core.backward import on_local_grads
 from scale_core.group import group_of
 from scale_core.shard import full_shape, shard_of
+from scale_core.state import load_sharded_state_dict, sharded_state_dict
 from scale_core.testing import run_ranks
-from scale_fsdp import fully_shard
+from scale_fsdp import fully_shard, reshard_to
 from scale_fsdp.unit import units_in
 
 
@@ -178,6 +179,49 @@ def train_tied() -> list[str]:
 
 def test_tied_parameters_stay_tied():
     assert_on_ranks(train_tied, 2)
+
+
+def tied_at_rest() -> None:
+    """Train, evaluate, save: the modules show the same shards after each, and what they save loads."""
+    tokens = torch.arange(6).view(2, 3)
+    for units in TIED.values():
+        for reshard in (True, False):
+            model = sharded(Tied(), units, reshard_after_forward=reshard)
+            optimizer = adam(model.parameters())
+            shown = [id(param) for _, param in model.named_parameters(remove_duplicate=False)]
+
+            def at_rest(model: nn.Module = model, shown: list[int] = shown) -> bool:
+                return [id(param) for _, param in model.named_parameters(remove_duplicate=False)] == shown
+
+            model(tokens).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert at_rest(), (units, "trained")
+            with torch.no_grad():
+                model.eval()(tokens)
+            assert at_rest(), (units, "evaluated")
+            loss = model.train()(tokens).sum()
+            assert at_rest(), (units, "between forward and backward")
+            loss.backward()
+            with torch.no_grad():
+                model(tokens)
+            model.unshard()
+            model.reshard()
+            assert at_rest(), (units, "unsharded by hand")
+            if dist.get_world_size() > 1 and reshard:
+                assert not any(unit.gathered for unit in units_in(model)), (units, "unsharded by hand")
+            saved = {key: value.clone() for key, value in model.state_dict().items()}
+            pieces = copy.deepcopy(sharded_state_dict(model, optimizer))
+            reshard_to(model, optimizer=optimizer, reshard_after_forward=not reshard)
+            with torch.no_grad():
+                model(tokens)
+            load_sharded_state_dict(pieces, model, optimizer)
+            assert not differing_weights(model, saved), units
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_tied_units_show_their_shards_and_can_be_saved_after_an_evaluation(world):
+    run_ranks(tied_at_rest, world)
 
 
 # Dtypes, shapes, memory formats.

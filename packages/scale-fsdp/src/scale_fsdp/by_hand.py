@@ -100,7 +100,9 @@ def _unpin(unit: Unit) -> None:
     """Back to the shards, unless a forward or a backward is under way."""
     unit.pinned = False
     if unit.root is not None and not unit.uses and not unit.in_backward:
-        unit.release()
+        for each in (unit, *unit.lenders):
+            if not (each.uses or each.in_backward or each.pinned):
+                each.release()
         show_shards(unit.slots)
 
 

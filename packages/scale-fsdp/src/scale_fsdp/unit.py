@@ -303,6 +303,8 @@ class Unit(Transfers):
             unit.uses = max(0, unit.uses - 1)  # A forward that failed before it was gathered had no use yet.
             if not unit.uses and not keeps(unit):
                 unit.release(keep_part=keep_part)
+            if unit is not self and not unit.uses and not unit.pinned:
+                show_shards(unit.slots)  # It ran inside this one, and stayed open for it.
 
     def _versions(self) -> list[int]:
         return [buffer.version for unit in (self, *self.lenders) for buffer in unit.buffers]
