@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scale_core.disagreement import Standing, by_rank, disagreement, some_have_failed
+from scale_core.disagreement import Standing, are_apart, by_rank, disagreement, some_have_failed
 
 
 def test_ranks_that_say_the_same_stand_together() -> None:
@@ -16,6 +16,12 @@ def test_ranks_at_different_places_are_told_with_what_they_ran_last() -> None:
         "the ranks are about to run different things: rank 0: here; rank 1: there. What they ran last: rank 0: a; "
         "then b; rank 1: nothing"
     )
+
+
+def test_ranks_that_have_come_to_different_things_in_the_same_way_are_told_which() -> None:
+    at_a, at_b = (Standing("the check", ["same"], [], of) for of in ("model a", "model b"))
+    assert are_apart([at_a, at_b]) and not are_apart([at_a, at_a])
+    assert "rank 0: the check, for model a; rank 1: the check, for model b." in disagreement([at_a, at_b], "it")
 
 
 def test_ranks_at_one_place_are_told_by_the_first_thing_in_which_they_differ() -> None:

@@ -34,6 +34,9 @@ class Autoencoder(nn.Module):
     def reconstruct(self, x: Tensor) -> Tensor:
         return self.outward(torch.tanh(self.inward(x) * self.scale)).square()
 
+    def halve(this, x: Tensor) -> Tensor:  # noqa: N805  # Nobody has to call it self.
+        return this.inward(x) / 2
+
     def generate(self, x: Tensor, steps: int) -> Tensor:
         for _ in range(steps):
             x = self(x)
@@ -117,6 +120,8 @@ def refuse_then_go_on() -> list[str]:
     assert not unit_of(model).gathered and unit_of(model).root.entry is None
     with pytest.raises(RuntimeError, match="outside of the unit's forward"):
         model.outward(noise(2, 3))
+    with pytest.raises(RuntimeError, match=r"called by halve\(\) .*register_forward_method\(module, 'halve'\)"):
+        model.halve(noise(2, 5))
     model(noise(2, 5)).sum().backward()
     model.decode(noise(2, 3))["x"].sum().backward()
     return messages

@@ -1,5 +1,6 @@
 """Ranks that do different things get an error that says who did what, before an optimizer can step."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -275,3 +276,38 @@ def test_what_one_rank_raised_stands_in_the_error_of_the_others():
     message, own = run_ranks(fail_on_one_rank, 2)
     assert own == "division"
     assert "ZeroDivisionError" in message
+
+
+def enter_apart(kinds: str) -> list[tuple[str, str]]:
+    """Two units without a module around them, of one shape or not, or with one: each rank enters another one first."""
+    found = []
+    for steps_before in (0, 3):
+        torch.manual_seed(3)
+        first, second = nn.Linear(4, 4), nn.Linear(4, 4 if kinds != "other shapes" else 5)
+        group = impatient(seconds=10.0)
+        for unit in (first, second):
+            fully_shard(unit, group)
+        if kinds == "in a model":
+            fully_shard(nn.Sequential(first, second), group)
+        for step in range(steps_before + 1):
+            units = (second, first) if step == steps_before and dist.get_rank() else (first, second)
+            with pytest.raises(ContractError) if step == steps_before else nullcontext() as caught:
+                for unit in units:
+                    with torch.set_grad_enabled(step % 2 == 1):
+                        output = unit(noise(2, 4))
+                    if step % 2:
+                        output.sum().backward()
+        found.append(str(caught.value))
+    return found
+
+
+@pytest.mark.parametrize("kinds", ["equal", "other shapes", "in a model"])
+def test_ranks_that_enter_other_units_are_told_so_before_the_first_pass_and_after(kinds):
+    for first, later in run_ranks(enter_apart, 2, kinds):
+        units = ("unit '0'", "unit '1'") if kinds == "in a model" else ("the root unit", "the root unit")
+        for rank, unit in enumerate(units):
+            assert f"rank {rank}: the check of how the model is built and wrapped, for {unit} (Linear, number" in first
+            assert f"rank {rank}: forward of {unit}, for {unit} (Linear, number" in later
+        for message in (first, later):
+            assert "All ranks must run the same units in the same order" in message
+            assert "Build the same model" not in message

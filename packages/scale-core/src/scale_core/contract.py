@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from typing import NamedTuple, NoReturn
 
 from scale_core import compat
-from scale_core.disagreement import Standing, disagreement, some_have_failed
+from scale_core.disagreement import Standing, are_apart, disagreement, some_have_failed
 from scale_core.events import END, Event, PassKind, identity
 from scale_core.exchange import exchange, exchange_text
 from scale_core.group import Group
@@ -94,6 +94,8 @@ class Contract:
         group: The ranks.
         limit_seconds: The longest wait for another rank; None is the group's own limit, at most ten minutes.
         in_words: Says that a step was given up, given what each rank has raised, by rank; "" where it has not.
+        of: What the ranks have promised it about, in words that are the same on all of them and no other contract's:
+            so that ranks that have come to two things alike are told apart.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class Contract:
         group: Group,
         limit_seconds: float | None = None,
         in_words: Callable[[Sequence[str]], str] = some_have_failed,
+        of: str = "",
     ) -> None:
         self.group = group
         if limit_seconds is not None and not limit_seconds > 0:
@@ -114,6 +117,7 @@ class Contract:
         self._broken: str | None = None
         self._words = LastWords(group)
         self._in_words = in_words
+        self._of = of
 
     @property
     def alone(self) -> bool:
@@ -131,7 +135,7 @@ class Contract:
         here = _Here(f"the check of {what}", "", lambda: lines)
         _, places = self._meet(here, identity(*lines))
         if places:
-            raise ContractError(f"{disagreement(places, what)}. {_SAME_MODEL}")
+            raise ContractError(f"{disagreement(places, what)}. {_SAME_ORDER if are_apart(places) else _SAME_MODEL}")
 
     def begin(self, kind: PassKind, *, new_step: bool) -> None:
         """A pass begins; forgets one that was left in the middle.
@@ -296,6 +300,8 @@ class Contract:
             ScaleDistributedError: One did not come.
         """
         self._check_usable()
+        if self._of and fingerprint != _FAILED:
+            fingerprint = identity(self._of, fingerprint)
         record = [fingerprint, *notes, *[0] * (_NOTES - len(notes))]
         try:
             rows = exchange(record, self.group, limit_seconds=self.limit_seconds)
@@ -304,7 +310,7 @@ class Contract:
                 return told, []
             if any(row[0] == _FAILED for row in rows):
                 self._raise_given_up(exchange_text(reason, self.group, limit_seconds=self.limit_seconds))
-            words = json.dumps([here.place, here.came_by(), self._words.recent])
+            words = json.dumps([here.place, here.came_by(), self._words.recent, self._of])
             texts = exchange_text(words, self.group, limit_seconds=self.limit_seconds)
         except TransferError as error:
             raise self._fail(self._explain(here, error)) from error

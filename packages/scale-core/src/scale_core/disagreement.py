@@ -16,11 +16,13 @@ class Standing(NamedTuple):
         place: What it is about to do.
         came_by: What it has done since the ranks were last found equal.
         ran_last: Its last few words.
+        of: What it is about to do that with; "" where there is but one.
     """
 
     place: str
     came_by: list[str]
     ran_last: list[str]
+    of: str = ""
 
 
 def disagreement(standings: Sequence[Standing], what: str) -> str:
@@ -36,10 +38,17 @@ def disagreement(standings: Sequence[Standing], what: str) -> str:
         what: What was compared, where they stand at one place and came there in different ways.
     """
     here = [standing.place for standing in standings]
+    if are_apart(standings):
+        here = [f"{standing.place}, for {standing.of}" for standing in standings]
     if len(set(here)) == 1:
         return _first_difference(what, [standing.came_by for standing in standings])
     last = by_rank(["; then ".join(standing.ran_last) or "nothing" for standing in standings])
     return f"the ranks are about to run different things: {by_rank(here)}. What they ran last: {last}"
+
+
+def are_apart(standings: Sequence[Standing]) -> bool:
+    """Whether ranks have come to different things, each of which may be built alike on all of them."""
+    return len({standing.of for standing in standings}) > 1
 
 
 def some_have_failed(reasons: Sequence[str]) -> str:

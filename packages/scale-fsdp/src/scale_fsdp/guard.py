@@ -106,7 +106,9 @@ def _method_that_runs(unit: Unit) -> str:
         frame = frame.f_back
         name = frame.f_code.co_name
         is_method = name.isidentifier() and getattr(type(unit.module), name, None) is not None
-        if is_method and frame.f_locals.get("self") is unit.module and not hasattr(nn.Module, name):
+        # Whatever the method calls its first argument; one whose name begins the list may also be a local variable.
+        own = frame.f_locals.get(frame.f_code.co_varnames[0]) if frame.f_code.co_varnames else None
+        if is_method and own is unit.module and not hasattr(nn.Module, name):
             found = name
     return found
 

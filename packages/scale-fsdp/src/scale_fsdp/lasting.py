@@ -24,6 +24,7 @@ _LASTING = (
     "reshard_after_forward",
     "reshard_after_backward",
     "synchronizes",
+    "number",
     "fetches",
 )
 

@@ -15,7 +15,7 @@ import torch
 
 from scale_core.backward import in_backward
 from scale_core.contract import Contract, StepError
-from scale_core.events import Event, PassKind
+from scale_core.events import Event, PassKind, unit_title
 from scale_core.group import Group
 from scale_fsdp.agreement import check_units, describe_units
 from scale_fsdp.backward_pass import BackwardPass
@@ -47,7 +47,9 @@ class Root:
         self.outermost = outermost
         self.units = list(units)
         self.by_name = {unit.name: unit for unit in self.units}
-        self.contract = Contract(self.group, outermost.options.limit_seconds, functools.partial(in_words, self))
+        kind, number = type(outermost.module).__name__, outermost.number
+        of = f"{unit_title(outermost.name)} ({kind}, number {number} of those that fully_shard has made)"
+        self.contract = Contract(self.group, outermost.options.limit_seconds, functools.partial(in_words, self), of)
         self.entry: Unit | None = None
         self.synchronizes = True
         self.outdated = False

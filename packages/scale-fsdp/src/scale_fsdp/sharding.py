@@ -6,6 +6,7 @@ The module keeps its class (a dynamic subclass adds the methods of `ShardedModul
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import TypeVar, cast
 
@@ -175,6 +176,7 @@ def _shard(module: M, options: UnitOptions, init: Init, *, sync: bool) -> M:
     lenders = list(dict.fromkeys(home.unit for _, home in borrowed))
     slots += [Slot(p.module, p.attribute, home.unit.buffers[home.buffer], home.number) for p, home in borrowed]
     unit = Unit(module, slots, buffers, lenders, options)
+    unit.number = _next_number(ranks.whole)
     for lender in lenders:
         lender.lends = True
     for place, slot in zip(own, unit.slots, strict=False):
@@ -231,6 +233,15 @@ def _agree(module: nn.Module, group: Group, own: Sequence[ParamPlace], limit_sec
     lines = [type(module).__name__]
     lines += [f"{p.name} {tuple(p.param.shape)} {p.param.dtype} trains={p.param.requires_grad}" for p in own]
     Contract(group, limit_seconds).agree(f"the module given to fully_shard ({type(module).__name__})", lines)
+
+
+_num_units: Counter[tuple[str, tuple[int, ...]]] = Counter()  # that were made over these ranks by this backend
+
+
+def _next_number(group: Group) -> int:
+    """Counts the units of a group. All ranks make them together, so nothing has to be sent for it."""
+    _num_units[group.backend, group.ranks] += 1
+    return _num_units[group.backend, group.ranks]
 
 
 def _load(

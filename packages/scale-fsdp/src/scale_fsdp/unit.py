@@ -81,6 +81,7 @@ class Unit(Transfers):
         reshard_after_backward: Release after the backward.
         synchronizes: Its gradients are reduced at the end of a backward pass, unless the root says otherwise.
         pinned: Gathered by hand, until `reshard`.
+        number: Of the units that were made over its ranks, in their order, which is the same on all of these.
         fetches: What the user wants to be gathered ahead when it is opened in a "forward" and in a "backward".
     """
 
@@ -106,6 +107,7 @@ class Unit(Transfers):
         self.reshard_after_backward = True
         self.synchronizes = True
         self.pinned = False
+        self.number = 0
         self.fetches: dict[str, list[Unit]] = {}
         self._in_pass = _Calls()
         self._had_backward = False  # Since the last forward pass began.

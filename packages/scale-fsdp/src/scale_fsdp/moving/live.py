@@ -92,7 +92,8 @@ def reshard_to(
     new = [new_ranks(unit, process_group) for unit in units]
     stays = all(rank.keeps for rank in everyone) and all(rank.has_values for rank in everyone)
     move = _Move.of(everyone, union, beside, limit_seconds)
-    for unit, ranks in zip(units, new, strict=True):
+    for unit, ranks, number in zip(units, new, everyone[move.source].numbers, strict=True):
+        unit.number = number
         if ranks is not None:
             strategy = strategy_of(unit, reshard_after_forward)
             unit.options = replace(unit.options, ranks=ranks, reshard_after_forward=strategy)

@@ -37,6 +37,7 @@ class Standing:
         model: Names, shapes and dtypes.
         layouts: Of each flat buffer, as it is.
         inventory: What there is beside the parameters.
+        numbers: Of the units.
     """
 
     has_values: bool
@@ -48,6 +49,7 @@ class Standing:
     model: list[str]
     layouts: list[FlatLayout]
     inventory: Inventory
+    numbers: list[int]
 
     @classmethod
     def of(
@@ -70,6 +72,7 @@ class Standing:
             model=[line for unit in units for line in _describe(unit, paths[id(unit.module)])],
             layouts=[buffer.layout for buffer in buffers],
             inventory=inventory,
+            numbers=[unit.number for unit in units],
         )
 
 
