@@ -181,12 +181,12 @@ def test_printing_a_model_shows_its_units():
     fully_shard(model[0])
     fully_shard(model)
     text = repr(model)
-    line = "bias=True, sharded: 1/1 of 32 elements, float32 and 1/1 of 8 elements, float32, frozen)"
+    line = "bias=True, sharded: parameters() yields 1/1 of 32 elements, float32 and 1/1 of 8 elements, float32, frozen)"
     assert f"(0): Linear(in_features=4, out_features=8, {line}" in text
-    assert text.startswith("Sequential(\n  sharded: 1/1 of 16 elements, float32\n")
+    assert text.startswith("Sequential(\n  sharded: parameters() yields 1/1 of 16 elements, float32\n")
     assert "sharded" in repr(FullyShardedDataParallel(nn.Linear(2, 2)))
     assert "sharded: no parameters of its own" in repr(fully_shard(nn.Dropout()))
-    assert run_ranks(shown_on_two, 2) == ["sharded: 1/2 of 12,345 elements, float32"] * 2
+    assert run_ranks(shown_on_two, 2) == ["sharded: parameters() yields 1/2 of 12,345 elements, float32"] * 2
 
 
 def shown_on_two() -> str:
@@ -199,4 +199,4 @@ def shown_on_two() -> str:
 def test_printing_works_where_parameters_are_flat(around):
     plain = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
     model = sharded(plain, [""] if around else ["0", ""], flatten_parameters=True)
-    assert "sharded: 1/1 of" in repr(model)
+    assert "sharded: parameters() yields 1/1 of" in repr(model)

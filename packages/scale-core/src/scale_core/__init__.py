@@ -31,6 +31,7 @@ The files in reading order; each stands only on those above it:
 - `flat_gradient`: a rank's own gradients of one flat buffer;
 - `reduction`: what they become;
 - `lone_scaler`: a scaler that asks one rank alone is refused on shards;
+- `lone_vector`: a vector of all parameters is refused where a rank has parts of them;
 - `stepping`: what must hold when an optimizer steps;
 - `flat_reduced`: from a rank's own gradients to those of its shard;
 - `sending`: a shard on its way from the host to the device;
@@ -89,13 +90,14 @@ from scale_core.events import Event, PassKind, message_tag
 from scale_core.exchange import exchange, exchange_text
 from scale_core.flat import Dtypes, FlatBuffer, State
 from scale_core.group import Group, GroupLike, group_of
+from scale_core.holdings import num_parameters
 from scale_core.joining import Share, current_share, join
 from scale_core.layout import Atom, Block, Entry, FlatLayout, Span
 from scale_core.nested import map_tensors, tensors_in
 from scale_core.norms import clip_grad_norm, grad_norm
 from scale_core.pending import Pending, TransferError
 from scale_core.scaler import ShardedGradScaler
-from scale_core.shard import Axis, Held, Shard, full_shape, mark, shard_of
+from scale_core.shard import Axis, Held, Shard, full_numel, full_shape, mark, shard_of
 from scale_core.streams import Stream, copy_to, stream_for
 
 __version__ = "2026.11.0"
@@ -136,6 +138,7 @@ __all__ = [
     "current_share",
     "exchange",
     "exchange_text",
+    "full_numel",
     "full_shape",
     "grad_norm",
     "group_of",
@@ -145,6 +148,7 @@ __all__ = [
     "map_tensors",
     "mark",
     "message_tag",
+    "num_parameters",
     "on_arriving_grads",
     "on_local_grads",
     "on_reduced_grads",

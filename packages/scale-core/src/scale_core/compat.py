@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.utils import convert_parameters
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -300,6 +301,18 @@ def wrap_no_grad_function(function: Callable[..., Any], around: Callable[..., An
     own = cast(Any, function).__wrapped__
     (cell,) = (cell for cell in function.__closure__ or () if cell.cell_contents is own)
     cell.cell_contents = functools.partial(around, own)
+
+
+def look_at_vectors(look: Callable[[Any], None]) -> None:
+    """Calls `look` with each parameter before torch makes a vector of it, or puts a part of a vector into it."""
+    # Both functions call it for each parameter, also where somebody has imported them by name.
+    own = convert_parameters._check_param_device
+
+    def look_then_check(param: Any, *args: Any) -> Any:
+        look(param)
+        return own(param, *args)
+
+    convert_parameters._check_param_device = look_then_check
 
 
 def values_of(tensor: Tensor, *, simulated: list[float]) -> list[float]:

@@ -7,6 +7,7 @@ parameters and for all state of their shape, which name's elements stand where.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -134,6 +135,26 @@ def named_holdings(model: nn.Module) -> dict[str, Holding]:
                 raise ValueError(f"two parameters are named {holding.name}: the second is listed as {listed}")
             found[holding.name] = holding
     return found
+
+
+def num_parameters(model: nn.Module, *, only_trainable: bool = False) -> int:
+    """Returns the number of elements of a model's whole parameters; a tied one counts once. Sends nothing.
+
+    `sum(p.numel() for p in model.parameters())` counts what this rank holds of them. Of a pipeline, the stages of this
+    rank are counted, whole.
+
+        >>> num_parameters(nn.Linear(3, 2))
+        8
+
+    Args:
+        model: A model, sharded or not, or a part of one.
+        only_trainable: Leave out what wants no gradient.
+
+    Raises:
+        ValueError: The ranks hold summands of a parameter.
+    """
+    held = named_holdings(model).values()
+    return sum(math.prod(holding.shape) for holding in held if holding.owner.requires_grad or not only_trainable)
 
 
 def check_known(optimizer: HasGroups, known: Container[Tensor]) -> None:

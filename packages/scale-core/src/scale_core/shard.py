@@ -242,6 +242,11 @@ def full_shape(param: Tensor) -> torch.Size:
     return param.shape if shard is None else torch.Size(shard.shape)
 
 
+def full_numel(param: Tensor) -> int:
+    """Returns the number of elements of the whole parameter, whether `param` is a piece of it or all of it."""
+    return full_shape(param).numel()
+
+
 def elements_of(whole: Tensor, start: int, stop: int, ranges: Ranges = ()) -> Tensor:
     """Returns the elements `[start, stop)` of a whole tensor, or of what `ranges` leave of it; one dimension."""
     for dim, held in enumerate(ranges):

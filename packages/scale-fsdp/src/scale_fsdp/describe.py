@@ -192,7 +192,7 @@ def one_line(unit: Unit) -> str:
     for buffer in unit.buffers:
         frozen = "" if buffer.trains else ", frozen"
         parts.append(f"1/{buffer.group.size} of {buffer.layout.numel:,} elements, {short_dtype(buffer.dtype)}{frozen}")
-    return f"sharded: {' and '.join(parts)}" if parts else "sharded: no parameters of its own"
+    return f"sharded: parameters() yields {' and '.join(parts)}" if parts else "sharded: no parameters of its own"
 
 
 def _describe_unit(unit: Unit, units: Sequence[Unit], paths: Mapping[int, str]) -> DescribedUnit:

@@ -11,6 +11,10 @@ if TYPE_CHECKING:  # describe.py stands on this file.
     from scale_fsdp.describe import DescribedBuffer, DescribedUnit, Description
 
 _HEAD = ("unit", "class", "parameters", "elements", "shard", "padding", "shards in", "computes", "reduces", "lives on")
+_SHARDS = (
+    "parameters() yields this rank's shards of them; scale_core.full_shape(param), full_numel(param) and",
+    "num_parameters(model) count the whole",
+)
 _SIDES = "<<>>>><<<<"
 
 
@@ -24,6 +28,7 @@ def table_of(description: Description) -> str:
     lines = [
         f"{description.model_class}: {_count(len(units), 'unit')}, {_count(parameters, 'parameter')}, "
         f"{_count(elements, 'element')} on {_count(ranks, 'rank')}",
+        *(_SHARDS if ranks > 1 else ()),
         *_aligned([_HEAD, *(row for unit in units for row in _rows(unit))]),
         "",
         "memory on this rank",

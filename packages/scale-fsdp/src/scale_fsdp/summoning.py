@@ -12,7 +12,7 @@ from torch import nn
 
 from scale_core.flat import FlatBuffer
 from scale_core.stepping import mark_copies
-from scale_fsdp.slots import show_shards, show_tensors
+from scale_fsdp.slots import flat_name_of, show_shards, show_tensors
 from scale_fsdp.unit import Unit
 
 Wholes: TypeAlias = dict[FlatBuffer, list[nn.Parameter]]
@@ -73,12 +73,20 @@ def _summon(unit: Unit, wholes: Wholes) -> None:
                 wholes[buffer] = [nn.Parameter(tensor, requires_grad=trains) for tensor in owner.gather_whole(buffer)]
                 mark_copies(wholes[buffer], buffer)
     unit.summoned = True
+    _show_flat(unit, shown=False)
     show_tensors(unit.slots, {id(buffer): tensors for buffer, tensors in wholes.items()})
 
 
 def _dismiss(unit: Unit) -> None:
     unit.summoned = False
+    _show_flat(unit, shown=True)
     show_shards(unit.slots)
+
+
+def _show_flat(unit: Unit, *, shown: bool) -> None:
+    """Puts a unit's flat parameters into its module, or None: beside whole ones, each element would stand there twice."""
+    for number, buffer in enumerate(unit.buffers if unit.options.flatten else ()):
+        unit.module._parameters[flat_name_of(number)] = buffer.exposed[0] if shown else None
 
 
 @torch.no_grad()

@@ -1,0 +1,269 @@
+"""What lines of other training programs do on a sharded model: each is right or an error, and the guide says so.
+
+The table in the guide is the one that is written here, line by line.
+"""
+
+import copy
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp_beside import noise
+from fsdp_cases import differing_weights
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from scale_core import full_numel, full_shape, num_parameters
+from scale_core.testing import run_ranks
+from scale_fsdp import describe, fully_shard
+
+GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "fsdp.md"
+
+
+@dataclass
+class Pair:
+    """A model sharded over the ranks, and the plain one, on the same batches: the mean gradient is the plain one."""
+
+    flat: bool
+
+    def __post_init__(self) -> None:
+        torch.manual_seed(0)
+        self.plain = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.GELU(), nn.Linear(6, 5))
+        self.model = copy.deepcopy(self.plain)
+        for module in (self.model[0], self.model):
+            fully_shard(module, flatten_parameters=self.flat)
+        self.both = (self.model, self.plain)
+        self.optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in self.both]
+
+    def train(self, steps: int = 1, loss_of: Callable[[nn.Module, Tensor], Tensor] | None = None) -> None:
+        for step in range(steps):
+            for each, optimizer in zip(self.both, self.optimizers, strict=True):
+                batch = noise(3, 4, seed=step)
+                loss = each(batch).square().mean() if loss_of is None else loss_of(each, batch)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def check(self) -> None:
+        assert not differing_weights(self.model, self.plain)
+
+
+def counts(pair: Pair) -> None:
+    whole = sum(param.numel() for param in pair.plain.parameters())
+    assert sum(param.numel() for param in pair.model.parameters()) < whole
+    assert num_parameters(pair.model) == whole == num_parameters(pair.plain) == describe(pair.model).num_elements
+    if not pair.flat:
+        assert sum(map(full_numel, pair.model.parameters())) == whole
+    pair.model[0].requires_grad_(False)
+    assert num_parameters(pair.model, only_trainable=True) == whole - 30
+
+
+def dimensions(pair: Pair) -> None:
+    for (name, param), whole in zip(pair.model.named_parameters(), pair.plain.parameters(), strict=not pair.flat):
+        if not pair.flat:
+            assert full_shape(param) == whole.shape
+            assert param.ndim == whole.ndim or name in describe(pair.model).cut_at_elements
+
+
+def reads(pair: Pair) -> None:
+    mine, plain = (sum(float(p.detach().norm()) for p in each.parameters()) for each in pair.both)
+    assert mine != plain
+    with pair.model.summon_full_params():
+        norms = [p.norm() for p in pair.model.parameters()]
+    assert torch.equal(torch.stack(norms), torch.stack([p.norm() for p in pair.plain.parameters()]))
+    pairs = zip(pair.model.parameters(), pair.plain.parameters(), strict=False)
+    assert not all(torch.equal(shard, whole) for shard, whole in pairs)
+    pair.check()
+
+
+def penalised(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().mean() + 0.1 * sum(param.square().sum() for param in model.parameters())
+
+
+def penalties(pair: Pair) -> None:
+    pair.train(3, penalised)
+    for mine, plain in zip(pair.model.state_dict().values(), pair.plain.state_dict().values(), strict=True):
+        torch.testing.assert_close(mine, plain, rtol=1e-6, atol=1e-7)  # The two gradients are added in another order.
+
+
+def autocast(pair: Pair) -> None:
+    def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(batch).float().square().mean()
+
+    pair.train(3, loss_of)
+    pair.check()
+
+
+def scaler(pair: Pair) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(pair.model(noise(3, 4)).sum()).backward()
+    with pytest.raises(RuntimeError, match="ShardedGradScaler"):
+        scaler.step(pair.optimizers[0])
+
+
+def averages(pair: Pair) -> None:
+    averaged = [AveragedModel(each, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True) for each in pair.both]
+    for _ in range(3):
+        pair.train()
+        for average, each in zip(averaged, pair.both, strict=True):
+            average.update_parameters(each)
+    assert not differing_weights(*averaged)
+    with torch.no_grad():
+        outputs = [average.eval()(noise(3, 4)) for average in averaged]
+    assert torch.equal(*outputs)
+    averaged[0].load_state_dict(AveragedModel(pair.plain).state_dict())
+    assert not differing_weights(averaged[0].module, pair.plain)
+    pair.train()
+    pair.check()
+
+
+def vectors(pair: Pair) -> None:
+    for call in (parameters_to_vector, lambda params: vector_to_parameters(torch.zeros(99), params)):
+        with pytest.raises(RuntimeError, match=r"is a shard, .* other ranks have other.*summon_full_params\(\)"):
+            call(pair.model.parameters())
+    with pair.model.summon_full_params():
+        vector = parameters_to_vector(pair.model.parameters())
+        assert torch.equal(vector, parameters_to_vector(pair.plain.parameters()))
+        vector_to_parameters(2 * vector, pair.model.parameters())
+    vector_to_parameters(2 * vector, pair.plain.parameters())
+    pair.check()
+
+
+def data(pair: Pair) -> None:
+    param = next(pair.model.parameters())
+    param.data = torch.zeros_like(param)
+    with pytest.raises(RuntimeError, match=r"has got other memory.*param.copy_\(values\)"):
+        pair.model(noise(3, 4))
+
+
+def conversions(pair: Pair) -> None:
+    for each in pair.both:
+        each.bfloat16()
+    assert {tensor.dtype for tensor in pair.model.state_dict().values()} == {torch.bfloat16, torch.int64}
+    pair.train(2, lambda model, batch: model(batch.bfloat16()).square().mean())
+    pair.check()
+
+
+def copies(pair: Pair) -> None:
+    pair.train()
+    file = io.BytesIO()
+    torch.save((pair.model, pair.optimizers[0]), file)
+    file.seek(0)
+    for copied in (copy.deepcopy((pair.model, pair.optimizers[0])), torch.load(file, weights_only=False)):
+        again = Pair(pair.flat)
+        again.both, again.optimizers = zip(copied, copy.deepcopy((pair.plain, pair.optimizers[1])), strict=True)
+        again.model, again.plain = again.both
+        again.train(2)
+        again.check()
+    pair.train()
+    pair.check()
+
+
+def compiled(pair: Pair) -> None:
+    torch._dynamo.reset()
+    around = torch.compile(pair.model, backend="eager")
+    pair.both = (around, pair.plain)
+    pair.train(2)
+    pair.both = (pair.model, pair.plain)
+    pair.model[0].compile(backend="eager")
+    pair.train(2)
+    pair.check()
+
+
+class Line(NamedTuple):
+    """A row of the table, and what shows that it is so."""
+
+    written: str
+    does: str
+    whole: str
+    check: Callable[[Pair], None]
+
+
+LINES = [
+    Line(
+        "`sum(p.numel() for p in model.parameters())`, `model.num_parameters()` of transformers",
+        "this rank's share",
+        "`scale_core.num_parameters(model)`, `full_numel(p)`",
+        counts,
+    ),
+    Line(
+        "parameter groups by `p.ndim`, by `p.shape`",
+        "`p.ndim` as in the plain model, unless `describe(model).cut_at_elements` names it; `p.shape` is the shard's",
+        "`scale_core.full_shape(p)`",
+        dimensions,
+    ),
+    Line(
+        "`p.norm()`, `p.mean()`, `torch.equal(p, plain_p)`",
+        "of this rank's elements",
+        "the same `with model.summon_full_params():`, or on `model.state_dict()`",
+        reads,
+    ),
+    Line(
+        "`loss + c * sum(p.square().sum() for p in model.parameters())`",
+        "trains as the plain model; the number counts this rank's elements",
+        "`weight_decay=`, where the number is not needed",
+        penalties,
+    ),
+    Line("`torch.autocast(...)` around the forward", "right", "", autocast),
+    Line(
+        "`torch.amp.GradScaler`",
+        "RuntimeError at its step: this rank's gradients alone",
+        "`scale_core.ShardedGradScaler`",
+        scaler,
+    ),
+    Line(
+        "`torch.optim.swa_utils.AveragedModel(model)`",
+        "right: an average of the shards, whose state dict is whole",
+        "`ShardedEMA`, which needs no second model",
+        averages,
+    ),
+    Line(
+        "`parameters_to_vector(model.parameters())`, `vector_to_parameters`",
+        "RuntimeError: is a shard",
+        "the same `with model.summon_full_params():`",
+        vectors,
+    ),
+    Line(
+        "`param.data = values`",
+        "RuntimeError at the next forward: has got other memory",
+        "`param.copy_(values)` under `torch.no_grad()`",
+        data,
+    ),
+    Line("`model.half()`, `.bfloat16()`, `.to(...)` between steps", "right", "", conversions),
+    Line(
+        "`copy.deepcopy((model, optimizer))`, `torch.save((model, optimizer), file)`",
+        "right; a file holds one rank's shards, for that rank of as many",
+        "`torch.save(model.state_dict(), file)` after all ranks have called `state_dict()`",
+        copies,
+    ),
+    Line("`torch.compile(model)`, `block.compile()`", "right", "", compiled),
+]
+
+
+def run_lines() -> None:
+    for flat in (False, True):
+        for line in LINES:
+            try:
+                line.check(Pair(flat))
+            except BaseException as error:
+                error.add_note(f"{line.written}, flatten_parameters={flat}, rank {dist.get_rank()}")
+                raise
+
+
+# The compiler asks each tensor that it meets for its gradient, and hides the warning, which an error is not.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_ordinary_lines_do_what_the_guide_says():
+    run_ranks(run_lines, 2)
+
+
+def test_the_guide_has_these_lines_and_no_others():
+    head = "| line | on a sharded model | for the whole |\n|---|---|---|\n"
+    rows = "".join(f"| {line.written} | {line.does} | {line.whole} |\n" for line in LINES)
+    assert f"{head}{rows}\n" in GUIDE.read_text(encoding="utf-8")
