@@ -331,3 +331,12 @@ def test_a_simulated_rank_steps_and_sends_four_numbers() -> None:
         assert "momentum_buffer" in optimizer.state[param]
         assert [collective.op for collective in simulation.collectives] == ["all_reduce"]
         assert simulation.bytes_sent["all_reduce"] == 24  # 2 * 3/4 * 16 bytes
+
+
+def test_it_takes_a_device_first_as_torch_s_does():
+    model = torch.nn.Linear(2, 1)
+    for scaler in (ShardedGradScaler("cuda", 1024.0), ShardedGradScaler(torch.device("cpu"), init_scale=1024.0)):
+        scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+        assert scaler.get_scale() == 1024.0
+    with pytest.raises(TypeError, match=r"takes a device first.*ShardedGradScaler\(init_scale=1024.0\)"):
+        ShardedGradScaler(1024.0)

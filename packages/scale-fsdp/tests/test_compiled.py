@@ -111,8 +111,16 @@ def test_compiled_blocks_train_as_plain_ones() -> None:
     assert not any(run_ranks(train_all, 2, "wrapped"))
 
 
-def test_one_graph_serves_all_blocks_and_all_steps_and_one_more_the_evaluation() -> None:
-    assert run_ranks(graphs_of, 2, "wrapped") == [[1, 1, 1, 2]] * 2
+@pytest.mark.parametrize("way", ["wrapped", "in place, before"])
+def test_one_graph_serves_all_blocks_and_all_steps_and_one_more_the_evaluation(way: str) -> None:
+    assert run_ranks(graphs_of, 2, way) == [[1, 1, 1, 2]] * 2
+
+
+@pytest.mark.parametrize("way", ["in place, before", "in place, after"])
+def test_blocks_compiled_in_place_keep_their_names(way: str) -> None:
+    model = compiled(way, "eager", reshard=True)
+    assert list(model.state_dict()) == list(Net().state_dict())
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in Net().named_parameters()]
 
 
 def test_blocks_compiled_in_place_and_whole_models_train_as_plain_ones() -> None:

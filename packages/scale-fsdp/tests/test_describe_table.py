@@ -69,7 +69,7 @@ def test_what_lives_at_several_places_says_so():
         Description("Model", (DescribedUnit("", "Model", (spread,), True, (), ()),), 0, 0, 0, 0, 0, {})
     ).splitlines()
     assert lines[0].endswith("on 6 ranks")
-    assert lines[2].endswith("cpu, computes on cuda:1; 3 copies, each on 2 ranks; 1.0 KiB stay after its forward")
+    assert lines[4].endswith("cpu, computes on cuda:1; 3 copies, each on 2 ranks; 1.0 KiB stay after its forward")
 
 
 def test_sizes_are_written_in_the_unit_that_suits_them():

@@ -3,6 +3,7 @@
 The table in the guide is the one that is written here, line by line.
 """
 
+import contextlib
 import copy
 import io
 from collections.abc import Callable
@@ -166,6 +167,16 @@ def copies(pair: Pair) -> None:
     pair.check()
 
 
+def merged(pair: Pair) -> None:
+    """What `merge_adapter()` of peft does: a weight is computed from other ones."""
+    for each, around in zip(pair.both, (pair.model.summon_full_params(), contextlib.nullcontext()), strict=True):
+        with around, torch.no_grad():
+            each[0].weight.copy_(each[0].weight + each[3].weight.sum(0)[:, None])
+    pair.check()
+    pair.train()
+    pair.check()
+
+
 def compiled(pair: Pair) -> None:
     torch._dynamo.reset()
     around = torch.compile(pair.model, backend="eager")
@@ -200,8 +211,8 @@ LINES = [
         dimensions,
     ),
     Line(
-        "`p.norm()`, `p.mean()`, `torch.equal(p, plain_p)`",
-        "of this rank's elements",
+        "`p.norm()`, `p.mean()`, `torch.equal(p, plain_p)`, `writer.add_histogram(name, p)`",
+        "of this rank's elements, of which there may be none: a histogram of nothing is tensorboard's ValueError",
         "the same `with model.summon_full_params():`, or on `model.state_dict()`",
         reads,
     ),
@@ -242,6 +253,12 @@ LINES = [
         "right; a file holds one rank's shards, for that rank of as many",
         "`torch.save(model.state_dict(), file)` after all ranks have called `state_dict()`",
         copies,
+    ),
+    Line(
+        "`merge_adapter()` of peft, and whatever else computes weights from weights",
+        "torch's error about shapes, or this rank's part",
+        "the same `with model.summon_full_params():`; `merge_and_unload()` on a plain model with `model.state_dict()`",
+        merged,
     ),
     Line("`torch.compile(model)`, `block.compile()`", "right", "", compiled),
 ]

@@ -1,5 +1,6 @@
 """Which dtypes a unit computes and reduces in; that the numbers are right is `test_transparency.py`'s."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -167,3 +168,21 @@ def test_units_that_return_another_dtype_may_stand_one_after_another():
 def test_the_wrapper_takes_the_same_arguments():
     model = FullyShardedDataParallel(nn.Linear(2, 2), mixed_precision=True, fp32_reduce_scatter=True)
     assert unit_of(model.module).precision == MixedPrecision(FP16, FP32)
+
+
+def test_a_state_dict_has_buffers_in_the_dtypes_of_the_plain_model():
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    model = copy.deepcopy(plain)
+    for module in (model[1], model):
+        fully_shard(module, mixed_precision=MixedPrecision(buffer_dtype=torch.float16))
+    model.train()(torch.randn(5, 3))
+    assert model[1].running_mean.dtype == torch.float16
+    state = model.state_dict()
+    assert {name: value.dtype for name, value in state.items()} == {n: v.dtype for n, v in plain.state_dict().items()}
+    assert torch.equal(state["1.running_mean"], model[1].running_mean.float())
+    again = copy.deepcopy(model)
+    again.load_state_dict(state)
+    assert torch.equal(again[1].running_mean, model[1].running_mean)
+    assert again.state_dict()["1.running_mean"].dtype == torch.float32
+    assert again.double().state_dict()["1.running_mean"].dtype == torch.float64

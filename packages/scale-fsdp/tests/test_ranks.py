@@ -11,12 +11,15 @@ import torch.distributed as dist
 from fsdp_cases import Case, run_cases
 from state_cases import Awkward, Differences, Layout, train, two_groups
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
 from scale_core.joining import join
 from scale_core.shard import Held, shard_of
+from scale_core.snapshot import load_snapshot, save_snapshot
+from scale_core.state import StateMismatch, load_sharded_state_dict, sharded_state_dict, target_state_dict
 from scale_core.testing import run_ranks
-from scale_fsdp import full_optim_state_dict, fully_shard
+from scale_fsdp import consolidate_shard_weights, full_optim_state_dict, full_state_dict, fully_shard
 from scale_fsdp.unit import units_in
 
 HYBRID = [
@@ -174,3 +177,80 @@ def test_a_model_on_the_host_needs_no_backend_for_it() -> None:
     # "cuda:gloo" stands for NCCL alone: a group that no tensor on the host can pass.
     wrong = run_ranks(train_on_the_host_over_a_group_of_devices, 2, backend="cuda:gloo")
     assert wrong == [[], []]
+
+
+class Mixture(nn.Module):
+    """An expert of its own on each rank, after and before what all ranks share."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.dense, self.norm = nn.Linear(4, 4), nn.Linear(4, 3)
+        torch.manual_seed(1 + rank)
+        self.expert = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(torch.tanh(self.expert(self.dense(x))))
+
+
+def expert_on_each_rank(folder: str, flatten: bool) -> list[float]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    alone = [dist.new_group([r]) for r in range(world)][rank]
+    plain = [Mixture(r) for r in range(world)]
+    model = Mixture(rank)
+    fully_shard(model.expert, alone, flatten_parameters=flatten)
+    fully_shard(model, flatten_parameters=flatten)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    inputs = [torch.randn(3, 4, generator=torch.Generator().manual_seed(r)) for r in range(world)]
+    for each, x in zip(plain, inputs, strict=True):
+        each(x).square().sum().backward()
+    shared = [torch.stack([p.grad for p in params]).mean(0) for params in zip(*map(dense_of, plain), strict=True)]
+    experts = [p.grad for each in plain for p in each.expert.parameters()]
+    norms = []
+    for norm_type in (2.0, 3.0, torch.inf):
+        model(inputs[rank]).square().sum().backward()
+        expected = torch.nn.utils.get_total_norm([*shared, *experts], norm_type)
+        norms.append(model.clip_grad_norm_(0.5, norm_type).item())
+        torch.testing.assert_close(norms[-1], expected.item(), rtol=1e-6, atol=0)
+        own = torch.cat([p.grad.reshape(-1) for p in plain[rank].expert.parameters()]) * (0.5 / (norms[-1] + 1e-6))
+        torch.testing.assert_close(torch.cat([p.grad.reshape(-1) for p in model.expert.parameters()]), own)
+        model.zero_grad()
+    model(inputs[rank]).square().sum().backward()
+    optimizer.step()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    state = sharded_state_dict(model)
+    assert f"model.expert.weight@{rank}" in state and "model.dense.weight" in state
+    path = save_snapshot(folder, 1, state)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    seen: dict[str, object] = {}
+    loaded = load_snapshot(path.parent, lambda saved: target_state_dict(model, None, seen.setdefault("saved", saved)))
+    fewer = {key.replace("@0", "@9"): value for key, value in seen["saved"].items()}  # As of ranks that are not here.
+    with pytest.raises(StateMismatch, match="expert.weight@9 is unexpected"):
+        target_state_dict(model, None, fewer | {key: seen["saved"][key] for key in state})
+    load_sharded_state_dict(loaded.state, model)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    calls = [
+        lambda: full_optim_state_dict(model, optimizer),
+        lambda: full_state_dict(model, rank_0_only=True),
+        lambda: None if flatten else get_model_state_dict(model),
+    ]
+    for call in calls[: 2 if flatten else 3]:
+        with pytest.raises(RuntimeError, match=r"unit 'expert' is over ranks .*sharded_state_dict\(model, optimizer\)"):
+            call()
+    metadata = [None] * world
+    dist.all_gather_object(metadata, (model.local_state_dict(), model.local_metadata_dict()))
+    with pytest.raises(ValueError, match="'expert.weight' is another parameter on each rank"):
+        consolidate_shard_weights(*zip(*metadata, strict=True))
+    return norms
+
+
+def dense_of(model: Mixture) -> list[nn.Parameter]:
+    return [*model.dense.parameters(), *model.norm.parameters()]
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+def test_an_expert_of_each_rank_counts_in_every_norm_and_is_saved_beside_the_others(tmp_path, flatten):
+    first, second = run_ranks(expert_on_each_rank, 2, str(tmp_path), flatten)
+    assert first == second

@@ -1,5 +1,6 @@
 """Whole parameters in the places of shards: summoned to look at and change, and one unit at a time by apply()."""
 
+import copy
 import pytest
 import torch
 from fsdp_cases import Case, Net, differing_weights, shard
@@ -97,6 +98,31 @@ def summon_tied() -> None:
 
 def test_a_tied_parameter_is_whole_in_all_its_places():
     run_ranks(summon_tied, 2)
+
+
+def summon_flat() -> None:
+    """Inside, the module lists what the plain one does; afterwards the optimizer's flat parameter is where it was."""
+    plain = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    model = copy.deepcopy(plain)
+    for module in (model[0], model):
+        fully_shard(module, flatten_parameters=True)
+    before = dict(model.named_parameters())
+    with model.summon_full_params():
+        inside = {name: param.detach().clone() for name, param in model.named_parameters()}
+    assert {name: id(param) for name, param in before.items()} == {n: id(p) for n, p in model.named_parameters()}
+    with model.summon_full_params(recurse=False):
+        assert set(dict(model.named_parameters())) == {"1.weight", "1.bias", "0.flat_param_0"}
+    with torch.no_grad():
+        listed: dict[str, list[str]] = {}
+        model.apply(lambda module: listed.update({type(module).__name__: [n for n, _ in module.named_parameters()]}))
+    assert listed["Sequential"] == ["0.flat_param_0", "1.weight", "1.bias"]
+    plain.load_state_dict(inside)
+    assert list(inside) == list(plain.state_dict())
+    assert not differing_weights(model, plain)
+
+
+def test_a_flat_parameter_is_not_listed_beside_the_whole_ones():
+    run_ranks(summon_flat, 2)
 
 
 WIDTH, BLOCKS, WORLD = 256, 12, 4

@@ -259,7 +259,7 @@ def _try_blocks(
             error.add_note(
                 f"This happened while the block '{visit.name}' was tried by itself. It runs several times on what the "
                 "model has given it, so it must not change that, as it changes a cache: write "
-                "model.config.use_cache = False for models of transformers."
+                "model.config.use_cache = False for models of transformers, or use_cache=False in the call, as for T5."
             )
             raise
         is_trying = False

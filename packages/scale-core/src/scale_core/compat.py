@@ -303,6 +303,13 @@ def wrap_no_grad_function(function: Callable[..., Any], around: Callable[..., An
     cell.cell_contents = functools.partial(around, own)
 
 
+def device_that_is_here(device: torch.device | str) -> torch.device | None:
+    """The device, or None where this machine has no accelerator of that type."""
+    wanted = torch.device(device)
+    missing = wanted.type == "cuda" and not torch.cuda.is_available()
+    return None if missing else wanted
+
+
 def look_at_vectors(look: Callable[[Any], None]) -> None:
     """Calls `look` with each parameter before torch makes a vector of it, or puts a part of a vector into it."""
     # Both functions call it for each parameter, also where somebody has imported them by name.

@@ -137,6 +137,31 @@ def named_holdings(model: nn.Module) -> dict[str, Holding]:
     return found
 
 
+def of_this_rank(saved: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:
+    """Leaves out of a saved state what other ranks have saved of units that each of them has for itself.
+
+    Such parameters have names that end in their ranks, `expert.weight@1`. What ranks have saved that are not among those
+    of the model stays, and is unexpected.
+
+    Args:
+        saved: Values by the keys of a state: `model.<name>`, `optim.<name>.<key>`.
+        model: The model that is to load it.
+    """
+    names = named_holdings(model)
+    stems = {name.partition("@")[0] for name in names if "@" in name}
+    if not stems:
+        return saved
+    shards = [shard for param in model.parameters() if (shard := shard_of(param)) is not None]
+    here = {rank for shard in shards for axis in shard.axes for rank in axis.group.ranks}
+
+    def is_of_others(key: str) -> bool:
+        stem, at, rest = key.partition(".")[2].partition("@")
+        ranks = rest.partition(".")[0]
+        return at != "" and stem in stems and f"{stem}@{ranks}" not in names and here.issuperset(map(int, ranks.split("-")))
+
+    return {key: value for key, value in saved.items() if not is_of_others(key)}
+
+
 def num_parameters(model: nn.Module, *, only_trainable: bool = False) -> int:
     """Returns the number of elements of a model's whole parameters; a tied one counts once. Sends nothing.
 

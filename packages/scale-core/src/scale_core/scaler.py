@@ -45,6 +45,8 @@ class ShardedGradScaler(GradScaler):
         512.0
 
     Args:
+        device: Where the scale is kept; None is the device of the first loss, and so is an accelerator that this
+            machine has not, as "cuda" in a program that also runs on a CPU.
         init_scale: What losses are first multiplied by.
         growth_factor: What the scale grows by after `growth_interval` steps in a row without inf or NaN.
         backoff_factor: What the scale shrinks by after a step that was skipped.
@@ -52,23 +54,27 @@ class ShardedGradScaler(GradScaler):
         enabled: False makes every method as if there were no scaler.
         process_group: The ranks that agree: at least all that share a parameter. None is the default group (looked up
             when it is needed), or a world of one where torch.distributed is not initialised.
-        device: Where the scale is kept; None is the device of the first loss.
 
     Raises:
         ValueError: A number out of its range, or a `process_group` that this rank is no member of.
-        TypeError: `process_group` is none.
+        TypeError: `process_group` is none, or `device` is no device.
     """
 
     def __init__(
         self,
+        device: torch.device | str | None = None,
         init_scale: float = 2.0**16,
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
         enabled: bool = True,
         process_group: GroupLike = None,
-        device: torch.device | str | None = None,
     ) -> None:
+        if device is not None and not isinstance(device, torch.device | str):
+            raise TypeError(
+                f"ShardedGradScaler takes a device first, as torch.amp.GradScaler does, but got {device!r}: write "
+                f"ShardedGradScaler(init_scale={device!r})"
+            )
         if enabled:
             _check("init_scale", init_scale, "a finite number above 0", lambda x: 0 < x < math.inf)
             _check("growth_factor", growth_factor, "a finite number above 1", lambda x: 1 < x < math.inf)
@@ -78,7 +84,7 @@ class ShardedGradScaler(GradScaler):
         # torch turns a scaler "of cuda" off, with a warning, where there is no CUDA; the scale stands on any device.
         super().__init__("cpu", init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._process_group = process_group
-        self._scale_device = None if device is None else torch.device(device)
+        self._scale_device = None if device is None else compat.device_that_is_here(device)
         self._covered: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
     def unscale_(self, optimizer: Optimizer) -> None:

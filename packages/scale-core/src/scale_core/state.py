@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from scale_core.boxes import Box, LocalShard, boxes
 from scale_core.flat import wait_sent
-from scale_core.holdings import Holding, PartOfModel, named_holdings
+from scale_core.holdings import Holding, PartOfModel, named_holdings, of_this_rank
 from scale_core.optimizer_groups import GROUPS, SavedGroup, fill_groups, is_group, saved_groups
 from scale_core.optimizer_state import optimizer_entries, optimizer_slots, optimizer_targets, part_of, piece
 from scale_core.optimizer_view import view
@@ -87,6 +87,7 @@ def target_state_dict(model: nn.Module, optimizer: Optimizers, saved: Mapping[st
         StateMismatch: The saved state is that of another model, or of another kind of optimizer, or the optimizer has
             other parameters.
     """
+    saved = of_this_rank(saved, model)
     target, names = sharded_state_dict(model), _names(model)
     key_of = _own_keys(saved, names)
     mine = {own: saved[key] for own, key in key_of.items()}

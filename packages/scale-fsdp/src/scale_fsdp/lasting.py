@@ -25,6 +25,8 @@ _LASTING = (
     "reshard_after_backward",
     "synchronizes",
     "number",
+    "buffer_dtypes",
+    "of_ranks",
     "fetches",
 )
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterator
+import math
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self, cast
 
+import torch
 from torch import Tensor, nn
 
+from scale_core.collectives import all_reduce
+from scale_core.contract import Contract
 from scale_core.events import Event
-from scale_core.norms import clip_grad_norm
+from scale_core.norms import check_max_norm, clip_factor, clip_grad_norm, grad_norm, scale_gradients
 from scale_fsdp.assignments import watch_modules
 from scale_fsdp.by_hand import ByHand
 from scale_fsdp.describe import one_line
@@ -20,6 +24,7 @@ from scale_fsdp.moving.converting import Converting
 from scale_fsdp.places import remember
 from scale_fsdp.root import Root
 from scale_fsdp.state.methods import WithState
+from scale_fsdp.state.naming import units_apart
 from scale_fsdp.summoning import applying, summoned
 from scale_fsdp.unit import root_of, unit_of, units_in
 
@@ -45,6 +50,9 @@ class ShardedModule(WithState, ByHand, Converting):
         """
         contract = outermost_root(self).contract
         with contract.waiting(Event("gradient norm", "")):
+            apart = [param for unit in units_apart(self) for buffer in unit.buffers for param in buffer.exposed]
+            if apart:
+                return _clip_with_others(self, apart, float(max_norm), float(norm_type), contract)
             return clip_grad_norm(self.parameters(), float(max_norm), float(norm_type), contract.limit_seconds)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -145,6 +153,26 @@ class ShardedModule(WithState, ByHand, Converting):
         if unit is not None and is_whole(unit) and "_modules" in vars(self):
             remember(unit)
             watch_modules(unit)
+
+
+def _clip_with_others(
+    module: nn.Module, apart: Sequence[Tensor], max_norm: float, norm_type: float, contract: Contract
+) -> Tensor:
+    """Clips by the norm of what the ranks share and of what each of them has for itself, as its experts."""
+    check_max_norm(max_norm)
+    own, limit = set(apart), contract.limit_seconds
+    shared = grad_norm([param for param in module.parameters() if param not in own], norm_type, limit)
+    total = grad_norm(apart, norm_type).to(torch.float64)
+    if math.isinf(norm_type):
+        all_reduce(total, contract.group, op="max").wait(limit)
+        norm = torch.maximum(total, shared.to(torch.float64))
+    else:
+        total = total**norm_type
+        all_reduce(total, contract.group).wait(limit)
+        norm = (total + shared.to(torch.float64) ** norm_type) ** (1.0 / norm_type)
+    norm = norm.to(shared.dtype)
+    scale_gradients(module.parameters(), clip_factor(norm, max_norm))
+    return norm
 
 
 def _new(plain: type[nn.Module]) -> nn.Module:

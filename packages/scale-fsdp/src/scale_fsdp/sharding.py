@@ -31,6 +31,7 @@ from scale_fsdp.places import ParamPlace, modules_of_unit, own_and_borrowed, par
 from scale_fsdp.precision import MixedPrecision
 from scale_fsdp.slots import Slot, flat_name_of, paths_in
 from scale_fsdp.state.full import hook_state_dict
+from scale_fsdp.state.naming import units_apart
 from scale_fsdp.unit import Unit, unit_of, units_in
 
 M = TypeVar("M", bound=nn.Module)
@@ -322,9 +323,13 @@ def _name_units(outermost: nn.Module) -> None:
     for slot in slots:  # Of a tied parameter the plain model's first name, whichever unit owns it.
         name = f"{paths[id(slot.module)]}.{slot.attribute}".lstrip(".")
         names.setdefault((id(slot.buffer), slot.number), name)
+    apart = units_apart(outermost)
     for unit in units_in(outermost):
         unit.name = paths[id(unit.module)]
         unit.root = None  # A new outermost module: its first forward makes a new root.
+        ranks = "-".join(map(str, unit.options.ranks.whole.ranks))
+        unit.of_ranks = f"@{ranks}" if unit in apart else ""  # Other ranks have other parameters of its names.
         for number, buffer in enumerate(unit.buffers):
             flat_name = f"{unit.name}.{flat_name_of(number)}".lstrip(".")
-            buffer.rename([names[id(buffer), index] for index in range(len(buffer.names))], unit.name, flat_name)
+            own = [f"{names[id(buffer), index]}{unit.of_ranks}" for index in range(len(buffer.names))]
+            buffer.rename(own, unit.name, flat_name)

@@ -82,6 +82,8 @@ class Unit(Transfers):
         synchronizes: Its gradients are reduced at the end of a backward pass, unless the root says otherwise.
         pinned: Gathered by hand, until `reshard`.
         number: Of the units that were made over its ranks, in their order, which is the same on all of these.
+        of_ranks: What its parameters' names end in, where other ranks have other parameters in their places.
+        buffer_dtypes: Those that the module's buffers have in the plain model, where the policy names another one.
         fetches: What the user wants to be gathered ahead when it is opened in a "forward" and in a "backward".
     """
 
@@ -108,6 +110,8 @@ class Unit(Transfers):
         self.synchronizes = True
         self.pinned = False
         self.number = 0
+        self.of_ranks = ""
+        self.buffer_dtypes: dict[str, torch.dtype] = {}
         self.fetches: dict[str, list[Unit]] = {}
         self._in_pass = _Calls()
         self._had_backward = False  # Since the last forward pass began.

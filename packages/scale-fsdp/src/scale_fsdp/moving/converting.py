@@ -45,6 +45,7 @@ class Converting(nn.Module):
         before = [(module, dict(module._buffers)) for _, module in modules_of_unit(self)]
         with _hidden(unit):
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        unit.buffer_dtypes = {k: fn(torch.empty(0, dtype=dtype)).dtype for k, dtype in unit.buffer_dtypes.items()}
         convert_buffers(unit)
         for module, buffers in before:
             note_blank_buffers(module, buffers)
@@ -64,10 +65,12 @@ def show_moved(units: Iterable[Unit]) -> None:
 def convert_buffers(unit: Unit) -> None:
     """Brings the module's own buffers to where it computes, and into the dtype that the policy names."""
     dtype = unit.precision.buffer_dtype
-    for _, child in modules_of_unit(unit.module):
+    for path, child in modules_of_unit(unit.module):
         for name, buffer in child._buffers.items():
             if buffer is not None:
                 device = None if buffer.is_meta else unit.options.placement.compute
+                if dtype is not None and buffer.is_floating_point():
+                    unit.buffer_dtypes.setdefault(f"{path}.{name}".lstrip("."), buffer.dtype)
                 child._buffers[name] = buffer.to(device, dtype if buffer.is_floating_point() else None)
 
 

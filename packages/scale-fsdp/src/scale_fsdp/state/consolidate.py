@@ -104,6 +104,13 @@ def _by_rank(weights: Sequence[Mapping[str, Any]], metadata: Sequence[Any]) -> l
 
 def _check_same_model(shards: Sequence[_Shard]) -> None:
     first = shards[0].metadata["parameters"]
+    for name, part in first.items():
+        if "ranks" in part:
+            raise ValueError(
+                f"'{name}' is another parameter on each rank, of a unit over ranks {part['ranks']} in the state of rank "
+                "0, as an expert is, and can't be one parameter of a plain model: make a plain model of each rank's own "
+                "experts out of model.state_dict(), which all ranks call and each saves"
+            )
     for shard in shards[1:]:
         other = shard.metadata["parameters"]
         for name in dict.fromkeys((*first, *other)):

@@ -24,7 +24,7 @@ from scale_core.shard import Held, shard_of
 from scale_fsdp.options import StateDictForm, resolve_form
 from scale_fsdp.slots import Slot, flat_name_of
 from scale_fsdp.state.loading import take_pieces
-from scale_fsdp.state.naming import names_in, plain_order, ranks_in
+from scale_fsdp.state.naming import check_none_apart, names_in, plain_order, ranks_in
 from scale_fsdp.unit import Unit, unit_of, units_in
 
 
@@ -105,9 +105,12 @@ def full_state_dict(
 
     Raises:
         TypeError: `rank_0_only` is not a bool.
+        RuntimeError: `rank_0_only`, and a unit is over other ranks than the model.
         ScaleDistributedError: A rank did something else.
     """
     form = resolve_form(device, rank_0_only)
+    if rank_0_only:
+        check_none_apart(model, "full_state_dict(rank_0_only=True)")
     with _calling(_Call(form, not rank_0_only or ranks_in(model).rank == 0)) as call:
         state = model.state_dict()
     return call.finish(model, state, "")
@@ -138,6 +141,11 @@ def state_dict_of(module: nn.Module, plain: Callable[..., Any], *args: Any, **kw
     unit = unit_of(module)
     assert unit is not None
     form = unit.options.form
+    if asked is not None or saved_by_torch():
+        _refuse_divided(module)
+        check_none_apart(module, "state_dict")
+    if form.rank_0_only:
+        check_none_apart(module, "state_dict_on_rank_0_only")
     keeps = not form.rank_0_only or ranks_in(module).rank == 0
     if asked is not None and asked.whole and asked.on_host:  # Else torch would copy what stood on the device whole.
         form, keeps = StateDictForm(torch.device("cpu")), asked.keeps
@@ -213,6 +221,9 @@ def _make_whole(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: A
         copied = call.copies[slot.buffer, slot.number]
         if copied is not None and (name in state_dict or slot.buffer.flatten):
             state_dict[name] = copied
+    for name, dtype in unit.buffer_dtypes.items():
+        if (value := state_dict.get(f"{prefix}{name}")) is not None:
+            state_dict[f"{prefix}{name}"] = value.to(dtype)
 
 
 def _make_part_whole(unit: Unit, module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:

@@ -86,7 +86,7 @@ def _describe(place: Place, entries: Mapping[int, str]) -> dict[str, Any]:
         raise ValueError(
             f"'{place.name}' belongs to a unit outside of this module: call this on the outermost sharded module"
         )
-    flat = place.buffer.flatten
+    flat, apart = place.buffer.flatten, place.unit.of_ranks
     return {
         "shape": list(place.entry.shape),
         "dtype": str(place.buffer.dtype),
@@ -94,6 +94,7 @@ def _describe(place: Place, entries: Mapping[int, str]) -> dict[str, Any]:
         "stop": place.span.stop,
         "entry": entries[id(place.buffer)] if flat else place.name,
         "offset": place.span.shard_offset if flat else 0,
+        **({"ranks": list(place.unit.options.ranks.whole.ranks)} if apart else {}),
     }
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from scale_core.events import unit_title
 from scale_core.flat import FlatBuffer
 from scale_core.group import Group
 from scale_core.holdings import Holding, holdings_of
@@ -55,10 +56,21 @@ def names_in(module: nn.Module, unit: Unit, prefix: str = "") -> list[tuple[str,
     """Returns a unit's parameters by their names in a state dict in which `module` stands under `prefix`.
 
     One that is tied, or in a module that stands in several places, has several names.
+
+    Raises:
+        RuntimeError: A module of the unit stands nowhere in `module` any more.
     """
     paths: dict[int, list[str]] = {}
     for path, child in module.named_modules(remove_duplicate=False):
         paths.setdefault(id(child), []).append(f"{prefix}{path}." if path else prefix)
+    for slot in unit.slots:
+        if id(slot.module) not in paths:
+            raise RuntimeError(
+                f"a {type(slot.module).__name__}, whose '{slot.attribute}' belongs to {unit_title(unit.name)}, was "
+                "taken out of the model since it was sharded, as merge_and_unload() of peft does: change the modules of "
+                "a plain model, plain.load_state_dict(model.state_dict()); what changes values alone, as "
+                "merge_adapter(), works inside model.summon_full_params()"
+            )
     return [(f"{path}{slot.attribute}", slot) for slot in unit.slots for path in paths[id(slot.module)]]
 
 
@@ -111,6 +123,26 @@ def ranks_in(model: nn.Module) -> Group:
     """Returns all ranks that share a model; a world of one where nothing is sharded."""
     groups = [unit.options.ranks.whole for unit in units_in(model)]
     return max(groups, key=lambda group: group.size, default=Group())
+
+
+def units_apart(model: nn.Module) -> list[Unit]:
+    """Returns the units over other ranks than the whole model, as experts that each rank has for itself."""
+    ranks = ranks_in(model).ranks
+    return [unit for unit in units_in(model) if unit.buffers and unit.options.ranks.whole.ranks != ranks]
+
+
+def check_none_apart(model: nn.Module, what: str) -> None:
+    """Refuses to give one rank's parameters out as those of all.
+
+    Raises:
+        RuntimeError: A unit is over other ranks than the model, so that others have other parameters of its names.
+    """
+    for unit in units_apart(model):
+        raise RuntimeError(
+            f"{what}: {unit_title(unit.name)} is over ranks {list(unit.options.ranks.whole.ranks)} and the model over "
+            f"{list(ranks_in(model).ranks)}, so that others have other parameters of the same names, which would be "
+            "lost: save scale_core.state.sharded_state_dict(model, optimizer), which names them by their ranks"
+        )
 
 
 def holdings_in(model: nn.Module) -> dict[Tensor, list[Holding]]:

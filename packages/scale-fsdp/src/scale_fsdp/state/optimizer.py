@@ -27,7 +27,7 @@ from scale_core.events import Event, message_tag
 from scale_core.flat import FlatBuffer
 from scale_core.holdings import Holding, check_known
 from scale_core.optimizer_view import SHARDS, view
-from scale_fsdp.state.naming import holdings_in, names_by_buffer, plain_order, ranks_in
+from scale_fsdp.state.naming import check_none_apart, holdings_in, names_by_buffer, plain_order, ranks_in
 from scale_fsdp.state.optimizer_kinds import Kind, Kinds, agree_on_kinds, kinds_of
 from scale_fsdp.unit import Unit, units_in
 
@@ -75,8 +75,10 @@ def full_optim_state_dict(
     Raises:
         ValueError: On all ranks: a parameter is none of the model's, a state is neither a number nor a tensor of the
             shard's shape, or the ranks have not stepped alike.
+        RuntimeError: A unit is over other ranks than the model.
         ScaleDistributedError: A rank did something else.
     """
+    check_none_apart(model, "full_optim_state_dict")
     group = ranks_in(model)
     if recipient_rank is not None and not 0 <= recipient_rank < group.size:
         raise ValueError(
