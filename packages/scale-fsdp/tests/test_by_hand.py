@@ -177,6 +177,23 @@ def test_modules_named_by_hand_are_fetched_ahead() -> None:
     run_ranks(fetched_by_hand, 2)
 
 
+def parts_by_themselves() -> None:
+    model, x = sharded(layers()), torch.ones(2, 3)
+    for _ in range(2):
+        model[0].set_modules_to_forward_prefetch([model[2]])
+        model[0].set_modules_to_backward_prefetch([model[2]])
+        model[0](x).sum().backward()  # Before the model, and after a change from which it has not run yet.
+        copy.deepcopy(model[0])(x).sum().backward()
+        model(x).sum().backward()
+        model.double()
+        x = x.double()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_unit_that_runs_by_itself_fetches_nothing_of_the_rest(num_ranks: int) -> None:
+    run_ranks(parts_by_themselves, num_ranks)
+
+
 def test_a_unit_of_another_model_is_not_fetched() -> None:
     model, other = sharded(layers()), sharded(layers())
     model[0].set_modules_to_forward_prefetch([other[2]])

@@ -1,6 +1,7 @@
 """What may be sharded: parameters of every kind, in every place, over every kind of group."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -205,6 +206,8 @@ def tied_at_rest() -> None:
             loss.backward()
             with torch.no_grad():
                 model(tokens)
+            read = pickle.loads(pickle.dumps(model))
+            assert torch.equal(read(tokens), model(tokens))
             model.unshard()
             model.reshard()
             assert at_rest(), (units, "unsharded by hand")

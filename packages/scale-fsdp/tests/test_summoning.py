@@ -1,6 +1,7 @@
 """Whole parameters in the places of shards: summoned to look at and change, and one unit at a time by apply()."""
 
 import copy
+
 import pytest
 import torch
 from fsdp_cases import Case, Net, differing_weights, shard

@@ -154,7 +154,8 @@ class Watch:
         return (
             f"{told} It was given a {' and a '.join(strangers)}, which the recomputation gets as it is by now: if the "
             "forward has changed it, as it changes a cache, do without (model.config.use_cache = False in "
-            "transformers, or use_cache=False in the call, as for T5), or register its class with torch.utils._pytree, so that it is given as it was."
+            "transformers, or use_cache=False in the call, as for T5), or register its class with torch.utils._pytree, "
+            "so that it is given as it was."
         )
 
     def recomputation(

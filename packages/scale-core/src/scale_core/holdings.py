@@ -140,8 +140,8 @@ def named_holdings(model: nn.Module) -> dict[str, Holding]:
 def of_this_rank(saved: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:
     """Leaves out of a saved state what other ranks have saved of units that each of them has for itself.
 
-    Such parameters have names that end in their ranks, `expert.weight@1`. What ranks have saved that are not among those
-    of the model stays, and is unexpected.
+    Such parameters have names that end in their ranks, `expert.weight@1`. What ranks have saved that are not among
+    those of the model stays, and is unexpected.
 
     Args:
         saved: Values by the keys of a state: `model.<name>`, `optim.<name>.<key>`.
@@ -157,7 +157,9 @@ def of_this_rank(saved: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any
     def is_of_others(key: str) -> bool:
         stem, at, rest = key.partition(".")[2].partition("@")
         ranks = rest.partition(".")[0]
-        return at != "" and stem in stems and f"{stem}@{ranks}" not in names and here.issuperset(map(int, ranks.split("-")))
+        if not at or stem not in stems or f"{stem}@{ranks}" in names:
+            return False
+        return here.issuperset(map(int, ranks.split("-")))
 
     return {key: value for key, value in saved.items() if not is_of_others(key)}
 

@@ -51,8 +51,8 @@ def describe_units(units: Sequence[Unit]) -> list[str]:
         title = unit.name or "root"
         for buffer in unit.buffers:
             lines += [
-                f"{title}: {name.removesuffix(unit.of_ranks)} {entry.shape} {buffer.dtype} trains={buffer.exposed_of(index).requires_grad} "
-                f"cut at {entry.cut}"
+                f"{title}: {name.removesuffix(unit.of_ranks)} {entry.shape} {buffer.dtype} "
+                f"trains={buffer.exposed_of(index).requires_grad} cut at {entry.cut}"
                 for index, (name, entry) in enumerate(zip(buffer.names, buffer.layout.entries, strict=True))
             ]
             lines.append(

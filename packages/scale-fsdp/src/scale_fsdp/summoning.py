@@ -84,7 +84,7 @@ def _dismiss(unit: Unit) -> None:
 
 
 def _show_flat(unit: Unit, *, shown: bool) -> None:
-    """Puts a unit's flat parameters into its module, or None: beside whole ones, each element would stand there twice."""
+    """Puts a unit's flat parameters into its module, or None: beside whole ones, each element would be there twice."""
     for number, buffer in enumerate(unit.buffers if unit.options.flatten else ()):
         unit.module._parameters[flat_name_of(number)] = buffer.exposed[0] if shown else None
 

@@ -286,6 +286,8 @@ class Unit(Transfers):
         """What is gathered when it opens, in this order: what it computes with, and what is fetched ahead."""
         root = self._the_root
         by_hand = self.fetches.get("backward" if root.backward.runs else "forward", [])
+        if root.outermost.name:  # A part of a model that was entered, or copied, by itself, without the rest.
+            by_hand = [unit for unit in by_hand if unit.root is root]
         for unit in by_hand:
             check_same_model(self, unit)
         return [*self.lenders, self, *root.fetched_ahead(), *by_hand]

@@ -107,9 +107,9 @@ def _check_same_model(shards: Sequence[_Shard]) -> None:
     for name, part in first.items():
         if "ranks" in part:
             raise ValueError(
-                f"'{name}' is another parameter on each rank, of a unit over ranks {part['ranks']} in the state of rank "
-                "0, as an expert is, and can't be one parameter of a plain model: make a plain model of each rank's own "
-                "experts out of model.state_dict(), which all ranks call and each saves"
+                f"'{name}' is another parameter on each rank, as an expert is: in the state of rank 0, of a unit over "
+                f"ranks {part['ranks']}. It can't be one parameter of a plain model: have all ranks call "
+                "model.state_dict(), which has this rank's own experts, and each of them save that"
             )
     for shard in shards[1:]:
         other = shard.metadata["parameters"]

@@ -67,8 +67,8 @@ def names_in(module: nn.Module, unit: Unit, prefix: str = "") -> list[tuple[str,
         if id(slot.module) not in paths:
             raise RuntimeError(
                 f"a {type(slot.module).__name__}, whose '{slot.attribute}' belongs to {unit_title(unit.name)}, was "
-                "taken out of the model since it was sharded, as merge_and_unload() of peft does: change the modules of "
-                "a plain model, plain.load_state_dict(model.state_dict()); what changes values alone, as "
+                "taken out of the model since it was sharded, as merge_and_unload() of peft does: change the modules "
+                "of a plain model, plain.load_state_dict(model.state_dict()); what changes values alone, as "
                 "merge_adapter(), works inside model.summon_full_params()"
             )
     return [(f"{path}{slot.attribute}", slot) for slot in unit.slots for path in paths[id(slot.module)]]
