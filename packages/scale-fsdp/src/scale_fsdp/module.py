@@ -24,7 +24,6 @@ from scale_fsdp.moving.converting import Converting
 from scale_fsdp.places import remember
 from scale_fsdp.root import Root
 from scale_fsdp.state.methods import WithState
-from scale_fsdp.state.naming import units_apart
 from scale_fsdp.summoning import applying, summoned
 from scale_fsdp.unit import root_of, unit_of, units_in
 
@@ -48,9 +47,10 @@ class ShardedModule(WithState, ByHand, Converting):
         Raises:
             ValueError: `max_norm` is below 0 or not a number, or `norm_type` is not above 0.
         """
-        contract = outermost_root(self).contract
+        root = outermost_root(self)
+        contract = root.contract
+        apart = [param for unit in root.units if unit.of_ranks for buffer in unit.buffers for param in buffer.exposed]
         with contract.waiting(Event("gradient norm", "")):
-            apart = [param for unit in units_apart(self) for buffer in unit.buffers for param in buffer.exposed]
             if apart:
                 return _clip_with_others(self, apart, float(max_norm), float(norm_type), contract)
             return clip_grad_norm(self.parameters(), float(max_norm), float(norm_type), contract.limit_seconds)
