@@ -7,9 +7,9 @@ from torch import nn
 
 from scale_core.flat import FlatBuffer
 from scale_core.group import Group
-from scale_core.holdings import flat_buffer_of, holdings_of, is_number, named_holdings, tell_flat
+from scale_core.holdings import flat_buffer_of, holdings_of, is_number, named_holdings, num_parameters, tell_flat
 from scale_core.layout import FlatLayout
-from scale_core.shard import Axis, Held, Shard, mark
+from scale_core.shard import Axis, Held, Shard, full_numel, mark
 
 WORLD = 3
 
@@ -90,3 +90,14 @@ def test_of_a_scalar_the_name_tells_a_count_from_a_state(
     key: str, shape: tuple[int, ...], param_shape: tuple[int, ...], expected: bool
 ) -> None:
     assert is_number(key, shape, param_shape) is expected
+
+
+@pytest.mark.parametrize("rank", range(WORLD))
+def test_whole_parameters_are_counted_whatever_a_rank_holds_of_them(rank: int) -> None:
+    whole = sum(param.numel() for param in Model().parameters())
+    for model in (Model(), cut(Model(), rank, WORLD), Flat(Model(), rank, WORLD)):
+        assert num_parameters(model) == whole
+    model = cut(Model(), rank, WORLD)
+    assert sum(map(full_numel, model.parameters())) == whole
+    first = next(model.parameters()).requires_grad_(False)
+    assert num_parameters(model, only_trainable=True) == whole - full_numel(first)

@@ -159,7 +159,7 @@ def of_this_rank(saved: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any
         ranks = rest.partition(".")[0]
         if not at or stem not in stems or f"{stem}@{ranks}" in names:
             return False
-        return here.issuperset(map(int, ranks.split("-")))
+        return here.issuperset(int(rank) for rank in ranks.split("-") if rank.isdigit())
 
     return {key: value for key, value in saved.items() if not is_of_others(key)}
 

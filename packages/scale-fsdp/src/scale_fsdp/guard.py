@@ -106,7 +106,7 @@ def _method_that_runs(unit: Unit) -> str:
         frame = frame.f_back
         name = frame.f_code.co_name
         is_method = name.isidentifier() and getattr(type(unit.module), name, None) is not None
-        # Whatever the method calls its first argument; one whose name begins the list may also be a local variable.
+        # The list begins with the arguments, whatever the first is called.
         own = frame.f_locals.get(frame.f_code.co_varnames[0]) if frame.f_code.co_varnames else None
         if is_method and own is unit.module and not hasattr(nn.Module, name):
             found = name
