@@ -315,9 +315,9 @@ def look_at_vectors(look: Callable[[Any], None]) -> None:
     # Both functions call it for each parameter, also where somebody has imported them by name.
     own = convert_parameters._check_param_device
 
-    def look_then_check(param: Any, *args: Any) -> Any:
+    def look_then_check(param: Tensor, old_param_device: int | None) -> int:
         look(param)
-        return own(param, *args)
+        return own(param, old_param_device)
 
     convert_parameters._check_param_device = look_then_check
 
