@@ -170,19 +170,30 @@ def test_the_wrapper_takes_the_same_arguments():
     assert unit_of(model.module).precision == MixedPrecision(FP16, FP32)
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("scale", torch.tensor([0.1, 0.2, 0.3]))
+        self.register_buffer("steps", torch.tensor(0))
+
+    def forward(self, x):
+        self.steps += 1
+        self.scale.mul_(0.5)
+        return x * self.weight * self.scale
+
+
 def test_a_state_dict_has_buffers_in_the_dtypes_of_the_plain_model():
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-    model = copy.deepcopy(plain)
+    model = nn.Sequential(nn.Linear(3, 3), Scaled())
     for module in (model[1], model):
         fully_shard(module, mixed_precision=MixedPrecision(buffer_dtype=torch.float16))
-    model.train()(torch.randn(5, 3))
-    assert model[1].running_mean.dtype == torch.float16
+    model(torch.ones(2, 3))
+    assert model[1].scale.dtype == torch.float16
     state = model.state_dict()
-    assert {name: value.dtype for name, value in state.items()} == {n: v.dtype for n, v in plain.state_dict().items()}
-    assert torch.equal(state["1.running_mean"], model[1].running_mean.float())
+    assert {name: state[name].dtype for name in ("1.scale", "1.steps")} == {"1.scale": FP32, "1.steps": torch.int64}
+    assert torch.equal(state["1.scale"], model[1].scale.float())
     again = copy.deepcopy(model)
     again.load_state_dict(state)
-    assert torch.equal(again[1].running_mean, model[1].running_mean)
-    assert again.state_dict()["1.running_mean"].dtype == torch.float32
-    assert again.double().state_dict()["1.running_mean"].dtype == torch.float64
+    assert torch.equal(again[1].scale, model[1].scale)
+    assert again.state_dict()["1.scale"].dtype == torch.float32
+    assert again.double().state_dict()["1.scale"].dtype == torch.float64
