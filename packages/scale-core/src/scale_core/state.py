@@ -96,7 +96,7 @@ def target_state_dict(model: nn.Module, optimizer: Optimizers, saved: Mapping[st
     for key, tensor in target.items():
         check_alike(key, mine[key], tensor)
     if optimizer is not None:
-        target.update(optimizer_targets(model, _listed(optimizer), mine, names.here))
+        target.update(optimizer_targets(model, _listed(optimizer), mine, names.in_group))
     return {key_of[own]: value for own, value in target.items()}
 
 
@@ -130,7 +130,7 @@ def load_sharded_state_dict(
         shape = holdings[key].shape if key in holdings else tuple(tensor.shape)
         check_alike(key, SavedTensor(tuple(given[key].size()), given[key].dtype), SavedTensor(shape, tensor.dtype))
         sources[key] = part_of(key, given[key], holdings[key]) if key in holdings else given[key].detach()
-    loaded = [] if optimizer is None else optimizer_slots(mine, model, _listed(optimizer), names.here)
+    loaded = [] if optimizer is None else optimizer_slots(mine, model, _listed(optimizer), names.in_group)
     wait_sent()
     for key, tensor in own.items():
         if not tensor.is_set_to(sources[key]):
@@ -167,6 +167,12 @@ class _Names:
         """What a tensor is held as that was saved by this name, which may be unknown; None if other ranks have it."""
         first = self.first.get(name, name)
         return first if first in self.held or name not in self.first else None
+
+    def in_group(self, name: str) -> str | None:
+        """As `here`, of a saved group; also None where others have it of a unit that each rank has for itself."""
+        here, (stem, at, _) = self.here(name), name.partition("@")
+        is_of_others = at and here not in self.held and any(own.startswith(f"{stem}@") for own in self.held)
+        return None if is_of_others else here
 
 
 def _names(model: nn.Module) -> _Names:
