@@ -2,15 +2,16 @@
 
 An optimizer sees tensors and knows nothing of shards: it steps without a word on parameters that are no longer the
 model's, on pieces of what it would have to see whole, or before gradients have been reduced, and the training goes
-silently wrong. torch tells who asks about every step, so four questions are asked here: are these the parameters of
-the model, can this optimizer work on pieces, is nothing left to be reduced, and, after it, have the parameters changed?
+silently wrong. torch tells who asks about every step, so five questions are asked here: are these the parameters of
+the model, do their gradients come to this optimizer, can it work on pieces, is nothing left to be reduced, and, after
+it, have the parameters changed?
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from scale_core.shard import Held, Shard, shard_of
 
 _replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _copies: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_stepped_by: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _waiting: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()  # in order, for the first to be named
 _for_all: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
@@ -48,6 +50,22 @@ def mark_copies(params: Iterable[Tensor], owner: Any) -> None:
     held = weakref.ref(owner)  # Which holds the copies itself, as a rule: they must not keep it alive.
     for index, param in enumerate(params):
         _copies[param] = held, index
+
+
+def mark_stepped_by(
+    optimizer: torch.optim.Optimizer, params: Iterable[Tensor], names: Iterable[str], reducer: Any
+) -> None:
+    """Records that the averaged gradients of these parameters come to `optimizer`, and never to the parameters.
+
+    Args:
+        optimizer: It steps on them, or one that has it in an attribute, as AdaScale; held weakly.
+        params: The parameters.
+        names: What errors call them.
+        reducer: What brings the gradients there, while it lives; held weakly.
+    """
+    for param, name in zip(params, names, strict=True):
+        _stepped_by[param] = weakref.ref(optimizer), weakref.ref(reducer), name
+    look_again()
 
 
 def look_again() -> None:
@@ -95,6 +113,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     if _seen.get(optimizer) != count:  # Its parameters stay what they are until a group is added.
         _refuse_replaced(optimizer)
+        _refuse_without_gradients(optimizer)
         _refuse_pieces(optimizer)
         _seen[optimizer] = count
     unreduced = [owner for owner in _waiting if owner.has_gradient]
@@ -128,6 +147,31 @@ def _refuse_replaced(optimizer: torch.optim.Optimizer) -> None:
                 f"Build the optimizer from the shards: {construction_of(optimizer)} after "
                 "reshard(), or outside of summon_full_params()"
             )
+
+
+def _refuse_without_gradients(optimizer: torch.optim.Optimizer) -> None:
+    around = {id(each) for each in _with_inner(optimizer)}
+    for param in _params(optimizer):
+        if param not in _stepped_by:
+            continue
+        held, reducer, name = _stepped_by[param]
+        owner = held()
+        if owner is not None and reducer() is not None and id(owner) not in around:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step(): {type(reducer()).__name__} hands the averaged gradient of '{name}' "
+                f"to its {type(owner).__name__}, and leaves none in the parameter, so this step would train nothing, "
+                f"or each rank by its own gradients: call step() and zero_grad() of the {type(owner).__name__}, and "
+                "build schedulers and scalers around that"
+            )
+
+
+def _with_inner(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
+    """The optimizer, and those that it has in its attributes, to be stepped by it."""
+    yield optimizer
+    for value in vars(optimizer).values():
+        for inner in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(inner, torch.optim.Optimizer):
+                yield from _with_inner(inner)
 
 
 def _refuse_pieces(optimizer: torch.optim.Optimizer) -> None:

@@ -1,8 +1,8 @@
 """One bucket: parameters that are whole on every rank, of which each rank updates its own part.
 
-They stand in one flat buffer, and the user's parameters are views of it. So after a step the updated parts travel
-straight from one rank's parameters into the others'; and a reduced gradient is a shard, from which an optimizer steps
-on the part that is this rank's.
+They stand in one flat buffer, and the user's parameters have their memory there. So after a step the updated parts
+travel straight from one rank's parameters into the others'; and a reduced gradient is a shard, from which an optimizer
+steps on the part that is this rank's.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Bucket:
     """Parameters of one dtype and device, replicated; each rank of the group updates its part of them.
 
     Args:
-        params: The user's own parameters, equal on all ranks; their data become views of the bucket's buffer.
+        params: The user's own parameters, equal on all ranks; their memory becomes a part of the bucket's buffer.
         partition: Where each of them stands, and whose it is.
         group: The W ranks.
         title: What ranks call it, and no other; their messages carry it.
@@ -54,6 +54,7 @@ class Bucket:
         self.names = [entry.name for entry in partition.entries]
         self.dtype, self.device = params[0].dtype, params[0].device
         self.full = torch.zeros(partition.full_numel, dtype=self.dtype, device=self.device)
+        self._addresses = [_address(self.view(index)) for index in range(len(self.params))]
         self.adopt(range(len(self.params)))
         self.spans = partition.spans_by_rank[group.rank]
         self._mine = self.full.narrow(0, partition.start(group.rank), partition.sizes[group.rank])
@@ -77,6 +78,8 @@ class Bucket:
         self.is_due = False
         self.averaged: set[int] = set()
         self._used_up: set[int] = set()  # Those that a step has taken since gradients were last cleared.
+        self._taken: dict[int, Tensor | None] = {}  # What the last one has taken, until a pass begins.
+        self._changing: list[nn.Parameter] = []  # What the gather that is under way brings other values to.
         self._gather = _Gather()
         # A program that ends after its last step, or begins anew, has nobody left who would wait.
         weakref.finalize(self, self._gather.abandon)
@@ -85,17 +88,18 @@ class Bucket:
     # The parameters.
 
     def adopt(self, indices: Sequence[int] | range) -> None:
-        """Copies the values of these parameters into the buffer, and makes their data views of it."""
+        """Copies the values of these parameters into the buffer, and gives their data its memory."""
         with torch.no_grad():
             for index in indices:
-                view = self.view(index)
-                view.copy_(self.params[index].detach())
-                self.params[index].data = view
+                if self.params[index].numel():
+                    view = self.view(index)
+                    view.copy_(self.params[index].detach())
+                    self.params[index].data = _with_own_storage(view)
 
     def strayed(self) -> list[int]:
         """The parameters whose data somebody has replaced, as `model.to(...)` does."""
-        mine = self.full.untyped_storage()._cdata
-        return [i for i, param in enumerate(self.params) if param.data.untyped_storage()._cdata != mine]
+        homes = enumerate(zip(self.params, self._addresses, strict=True))
+        return [index for index, (param, home) in homes if param.numel() and _address(param.data) != home]
 
     def view(self, index: int, flat: Tensor | None = None) -> Tensor:
         """One parameter's place in the buffer, or in another one like it, in its full shape."""
@@ -162,15 +166,29 @@ class Bucket:
         self.pieces[index].grad = None
 
     def use_up(self) -> None:
-        """A step has taken the gradients of the pieces, and nothing more may add to them."""
+        """A step has taken the gradients of the pieces: no pass may add to them, and another step takes them again."""
         self._used_up |= self.averaged
+        self._taken = {index: self.pieces[index].grad for index in self.averaged}
         self.averaged = set()
         for piece in self.pieces:
             piece.grad = None
 
+    def take_again(self) -> None:
+        """Another step begins: where there was no pass since the last one, it takes the same gradients."""
+        for index, grad in self._taken.items():
+            self.pieces[index].grad = grad
+        self.averaged |= self._taken.keys()
+        self.is_due = self.is_due or bool(self._taken)
+        self.forget_taken()
+
+    def forget_taken(self) -> None:
+        """A pass begins: what was taken by a step is gone."""
+        self._taken = {}
+
     def clear_gradients(self, *, set_to_none: bool) -> None:
         """Clears the gradients of the pieces, or makes zeros of them, with which the next step updates."""
         self.use_up()
+        self.forget_taken()
         cleared, self._used_up = self._used_up, set()
         if set_to_none or not cleared:
             return
@@ -199,6 +217,9 @@ class Bucket:
         self.wait()
         self.is_due = False
         self._sent_in = wire_dtype or self.dtype
+        rounds = self._sent_in != self.dtype or self._master is not None  # Or rounds no longer: all of them change.
+        stepped = (p for index, p in enumerate(self.params) if index in self.averaged or p.grad is not None)
+        self._changing = list(self.params if rounds else stepped)
         if self._sent_in == self.dtype:
             if self._master is not None:
                 self._mine.copy_(self._master)
@@ -232,7 +253,7 @@ class Bucket:
         if self._wire is not None:
             self.full.copy_(self._wire)
             self._wire = None
-        increment_version(self.params)  # What autograd has saved of them is no longer what was computed with.
+        increment_version(self._changing)  # What autograd has saved of them is no longer what was computed with.
 
     def _place(self, index: int) -> Place:
         entry, rank = self.partition.entries[index], self.group.rank
@@ -252,6 +273,21 @@ class Bucket:
 
     def _pieces_of(self, part: Tensor) -> list[Tensor]:
         return [part.narrow(0, span.shard_offset, span.numel).view(span.shape) for span in self.spans]
+
+
+def _with_own_storage(view: Tensor) -> Tensor:
+    """The same memory, in a tensor whose storage is no larger than it: others take what shares a storage for tied."""
+    storage = view.untyped_storage()
+    if storage.device.type == "meta":  # As that of fake tensors: there is no memory of which it could be a part.
+        return view
+    start = view.storage_offset() * view.itemsize
+    return view.new_empty(0).set_(storage[start : start + view.nbytes], 0, view.shape, view.stride())
+
+
+def _address(tensor: Tensor) -> int:
+    """Tells whether two tensors have their memory in one place; of fake tensors, in one storage."""
+    storage = tensor.untyped_storage()
+    return storage._cdata if storage.device.type == "meta" else tensor.data_ptr()
 
 
 class _Gather:

@@ -23,6 +23,7 @@ from scale_core.events import Event
 from scale_core.group import GroupLike
 from scale_core.joining import current_share
 from scale_core.norms import keep_gradients
+from scale_core.stepping import mark_stepped_by, watch_optimizers
 from scale_oss.bucket import Bucket
 from scale_oss.checks import check_held, check_optimizers, without_wrappers
 from scale_oss.giving_up import forward_has_failed
@@ -105,6 +106,7 @@ class ShardedDataParallel(nn.Module):
             optimizer.reduced_by = weakref.ref(self)
         if sync_models_at_startup:
             self._sync_model()
+        watch_optimizers()
         self._follow_buckets()
 
     # Forward.
@@ -266,6 +268,9 @@ class ShardedDataParallel(nn.Module):
         """Takes over those of parameter groups that were added to an optimizer."""
         new = [bucket for bucket in self._buckets if bucket not in self._followed]
         if new:
+            for optimizer, bucket in ((each, bucket) for each in self.sharded_optimizers for bucket in each.buckets):
+                if bucket in new:
+                    mark_stepped_by(optimizer, bucket.params, bucket.names, self)
             self._followed += new
             self._held |= {id(param) for bucket in new for param in bucket.params}
             keep_gradients((param for bucket in new for param in bucket.params), self)

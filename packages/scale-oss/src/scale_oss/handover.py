@@ -51,6 +51,7 @@ def give_gradients(buckets: Sequence[Bucket], *, are_reduced: bool) -> None:
                     f"the gradient of '{name}', accumulated under no_sync(), has not been reduced: call "
                     "model.reduce(), or run the last backward() before the step outside of no_sync()"
                 )
+        bucket.take_again()
 
 
 def publish(bucket: Bucket, *, in_half: bool) -> None:

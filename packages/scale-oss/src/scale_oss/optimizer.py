@@ -139,6 +139,7 @@ class OSS(WithState):
         self.defaults = self.optim.defaults
         copy_options(self.optim.param_groups, self.param_groups)
         self.state = self.optim.state
+        self._look_for_state()
         self._built = True
 
     def _build(self, groups: list[dict[str, Any]], defaults: dict[str, Any]) -> Optimizer:
@@ -172,7 +173,7 @@ class OSS(WithState):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._consolidated = None
+        self._has_changed()
         follow_parameters(self.buckets)
         self.take_gradients()
         for bucket in self.whole_buckets:
@@ -257,6 +258,8 @@ class OSS(WithState):
             self._sorter.take_back(group["params"])
             raise
         self._consolidated = None
+        if self._is_empty:
+            self._look_for_state()
         copy_options(self.optim.param_groups[-1:], [group])
 
     def partition_parameters(self) -> list[list[dict[str, Any]]]:
@@ -309,8 +312,8 @@ class OSS(WithState):
     def _send(self, number: int) -> None:
         """A bucket was stepped on; the last number is that of the shards, which stay where they are."""
         if number < len(self.buckets):
-            self.buckets[number].use_up()
             publish(self.buckets[number], in_half=self.broadcast_fp16)
+            self.buckets[number].use_up()
 
     def take_gradients(self) -> None:
         """Lets pieces have their part of averaged gradients, where these are not reduced into them.

@@ -87,6 +87,8 @@ class Reducer:
 
     def begin(self) -> None:
         """A pass begins that all ranks reduce together."""
+        for bucket in self.buckets:
+            bucket.forget_taken()
         self.current = Pass(self.buckets, self._order, self.contract, in_half=self._in_half)
         self.contract.begin(PassKind("backward", grad=True, training=True), new_step=True)
 
@@ -128,8 +130,8 @@ class Reducer:
         if bucket.is_gathering:
             raise RuntimeError(
                 f"'{bucket.names[index]}' was used before its update had arrived from the other ranks, since its "
-                "module was read from and not called: call optimizer.wait() before such a forward pass, or build "
-                "ShardedDataParallel(..., overlap_gather=False)"
+                "module was read from and not called, or ran before the step: call optimizer.wait() after the step, or "
+                "build ShardedDataParallel(..., overlap_gather=False)"
             )
         if not self.synchronizes:
             return

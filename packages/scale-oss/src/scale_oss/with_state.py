@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from scale_core.contract import Contract
+from scale_core.events import Event
+from scale_core.exchange import exchange
 from scale_core.group import Group
 from scale_core.holdings import Holding
 from scale_core.shard import unit_shard_of
@@ -36,6 +38,7 @@ class WithState(Optimizer):
     _sorter: Sorter
     _bucket_numel: int
     _consolidated: dict[str, Any] | None
+    _is_empty: bool  # No rank has any state.
 
     def consolidate_state_dict(self, recipient_rank: int = 0) -> None:
         """Gathers the state of all ranks on the host of one of them, for its `state_dict()`; all ranks together.
@@ -71,6 +74,8 @@ class WithState(Optimizer):
     def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
         """Returns the whole state in the form of the plain optimizer, which loads it, as OSS does at any world size.
 
+        Before the first step there is nothing to gather, and every rank may ask, as accelerate does.
+
         Args:
             all_ranks: Gather it on all ranks now; all ranks together.
 
@@ -81,13 +86,14 @@ class WithState(Optimizer):
             self.consolidate_state_dict(recipient_rank=-1)
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        if self._consolidated is None:
+        if self._consolidated is None and not self._is_empty:
             raise RuntimeError(
                 "the optimizer's state is shared between the ranks, and was not gathered on this one since the last "
                 "step: call optimizer.consolidate_state_dict() on all ranks, then optimizer.state_dict() on the "
-                "recipient, rank 0 if no other was named"
+                "recipient, rank 0 if no other was named; or consolidate_state_dict(-1) where all ranks call it, as in "
+                "accelerate's save_state"
             )
-        found = dict(self._consolidated)
+        found = dict(self._consolidated or plain_state_dict(self.param_groups, {}))
         for after in self._optimizer_state_dict_post_hooks.values():
             found = after(self, found) or found
         return found
@@ -106,6 +112,7 @@ class WithState(Optimizer):
             ContractError: The ranks have different ones.
         """
         self.take_state(self.checked_state(state_dict))
+        self._is_empty = not state_dict["state"]
 
     def checked_state(self, state_dict: Any) -> dict[str, Any]:
         """Compares a whole state with this optimizer, and with what the other ranks were given; changes nothing.
@@ -132,7 +139,7 @@ class WithState(Optimizer):
 
     def take_state(self, local: dict[str, Any]) -> None:
         """Takes what `checked_state` has returned."""
-        self._consolidated = None
+        self._has_changed()
         self.optim.load_state_dict(local)
         self.state = self.optim.state
         for mine, theirs in zip(self.param_groups, self.optim.param_groups, strict=True):
@@ -145,7 +152,7 @@ class WithState(Optimizer):
     def state_holding(self, holding: Holding) -> Holding:
         """What `scale_core.state.sharded_state_dict` asks: what this rank has of the state of a parameter."""
         self.wait()
-        self._consolidated = None  # Who asks may be about to load another state.
+        self._has_changed()  # Who asks may be about to load another state.
         place = self._sorter.places[id(holding.owner)]
         if holding.shares_owner:  # A flat parameter is stepped on as it is.
             return holding
@@ -166,6 +173,16 @@ class WithState(Optimizer):
     def has(self, param: Tensor) -> bool:
         """Whether this is one of its parameters."""
         return id(param) in self._sorter.places
+
+    def _has_changed(self) -> None:
+        """The state is another one than was gathered."""
+        self._consolidated, self._is_empty = None, False
+
+    def _look_for_state(self) -> None:
+        """Finds out whether an optimizer that was just built has a state already, as Adagrad; all ranks together."""
+        with self.contract.waiting(Event("optimizer state", "")):
+            rows = exchange([len(self.optim.state)], self.group, limit_seconds=self.contract.limit_seconds)
+        self._is_empty = not any(num_states for (num_states,) in rows)
 
     def _places(self) -> list[Place]:
         return [self._sorter.places[id(param)] for param in self._all_params()]
