@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from scale_core.compat import fake_tensors
 from scale_core.group import Group, group_of
 from scale_core.shard import Held, shard_of
 from scale_core.testing import run_ranks
@@ -34,11 +35,15 @@ def update_and_publish(whole: bool, wire_dtype: torch.dtype | None) -> None:
         with torch.no_grad():
             for piece in bucket.pieces:
                 piece.add_(1 / 3)
+        for index, param in enumerate(mine):
+            param.grad = None if index == 2 else torch.ones_like(param)
         versions = [param._version for param in mine]
         bucket.publish(1 << 21, wire_dtype)
         bucket.wait()
         bucket.wait()  # Nothing to do.
-        assert all(param._version > version for param, version in zip(mine, versions, strict=True))
+        # What has no gradient is as it was, and autograd may still use what it has saved of it; rounded, all change.
+        changed = [param._version > version for param, version in zip(mine, versions, strict=True)]
+        assert changed == [True, True, wire_dtype is not None, True]
         for param, old in zip(mine, before, strict=True):
             expected = old.detach()
             for _ in range(step):
@@ -77,12 +82,15 @@ def storages(tensors: list[Tensor]) -> set[int]:
     return {tensor.untyped_storage()._cdata for tensor in tensors}
 
 
-def test_parameters_and_pieces_are_views_of_one_buffer_and_marked() -> None:
+def test_parameters_and_pieces_have_their_memory_in_one_buffer_and_are_marked() -> None:
     mine, before = params(), params()
     group = Group(rank=1, size=2)
     bucket = Bucket(mine, partition(2, False), group)
-    assert storages([param.data for param in mine]) == storages([*bucket.pieces]) == storages([bucket.full])
-    for param, old, piece, span in zip(mine, before, bucket.pieces, bucket.spans, strict=True):
+    assert storages([*bucket.pieces]) == storages([bucket.full])
+    assert len(storages([param.data for param in mine])) == len(mine)  # What savers would otherwise take for tied.
+    for index, (param, old, piece, span) in enumerate(zip(mine, before, bucket.pieces, bucket.spans, strict=True)):
+        assert param.data_ptr() == bucket.view(index).data_ptr() and param._version == 0
+        assert param.untyped_storage().nbytes() == param.nbytes
         assert torch.equal(param, old)
         assert torch.equal(piece.reshape(-1), old.reshape(-1)[span.start : span.stop])
         shard = shard_of(piece)
@@ -125,3 +133,14 @@ def test_a_parameter_whose_data_was_replaced_is_found_and_taken_back() -> None:
     assert bucket.strayed() == [1]
     bucket.adopt([1])
     assert bucket.strayed() == [] and not bucket.pieces[1].any()
+    mine[1].data.share_memory_()  # Other memory in the same storage.
+    assert bucket.strayed() == [1]
+
+
+def test_simulated_parameters_are_views() -> None:
+    with fake_tensors():
+        mine = [nn.Parameter(torch.ones(shape)) for shape in SHAPES]
+        bucket = Bucket(mine, partition(1, False), Group())
+        assert storages([param.data for param in mine]) == storages([bucket.full]) and bucket.strayed() == []
+        mine[1].data = torch.zeros(4)
+        assert bucket.strayed() == [1]

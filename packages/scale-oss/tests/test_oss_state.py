@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import weakref
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from oss_cases import (
     ELEMENTWISE,
+    MATRICES,
     WHOLE,
     Shards,
     differing,
@@ -21,17 +23,19 @@ from oss_cases import (
     shapes_for,
     train,
 )
+from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scale_core.contract import ContractError
 from scale_core.dcp import dcp_target
 from scale_core.group import Group, group_of
+from scale_core.holdings import Holding
 from scale_core.nested import tensors_in
 from scale_core.snapshot import SnapshotError, load_snapshot, save_snapshot
 from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
 from scale_core.testing import run_ranks
-from scale_oss import OSS
+from scale_oss import OSS, ShardedDataParallel
 
 OPTIMIZERS = {**ELEMENTWISE, **WHOLE}
 CASES = [*itertools.product(OPTIMIZERS, (False, True))]
@@ -104,6 +108,99 @@ def gather_all(cases: list[tuple[str, bool]]) -> list[str]:
     ]
 
 
+def save_by_other_programs(folder: Path) -> None:
+    """Those that look at storages find each parameter alone in its own, as in the plain model."""
+    plain = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+    model = copy.deepcopy(plain)
+    optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.1)
+    wrapped = ShardedDataParallel(model, optimizer)
+    for net, name in ((plain, "plain"), (model, "ours"), (wrapped, "wrapped")):
+        save_model(net, str(folder / f"{name}-{group_of().rank}"))
+        torch.save(net.state_dict(), folder / f"{name}-{group_of().rank}.pt")
+        torch.save(next(iter(net.state_dict().values())), folder / f"{name}-{group_of().rank}-one.pt")
+    for ending in ("", ".pt", "-one.pt"):
+        sizes = {n: (folder / f"{n}-{group_of().rank}{ending}").stat().st_size for n in ("plain", "ours", "wrapped")}
+        assert abs(sizes["ours"] - sizes["plain"]) < 128 and abs(sizes["wrapped"] - sizes["plain"]) < 256, sizes
+    load_model(model, folder / f"plain-{group_of().rank}")
+    assert not differing(dict(model.named_parameters()), dict(plain.named_parameters()))
+    assert not optimizer.buckets[0].strayed()
+
+
+def ask_before_the_first_step() -> list[str]:
+    """As accelerate does, which loads what it gets, on all ranks."""
+    model = nn.Linear(3, 1, bias=False)
+    plain = torch.optim.AdamW(model.parameters(), lr=0.1)
+    ours = OSS(model.parameters(), torch.optim.AdamW, lr=0.1)
+    for _ in range(2):
+        assert not differing(ours.state_dict(), plain.state_dict())
+        ours.load_state_dict(ours.state_dict())
+        for each in (plain, ours):
+            each.param_groups[0]["lr"] *= 0.5
+    messages = []
+    model.weight.grad = torch.ones_like(model.weight)
+    ours.step()
+    begun = OSS(nn.Linear(1, 1, bias=False).parameters(), torch.optim.Adagrad)  # One rank of two has all of its state.
+    for optimizer in (ours, begun):
+        with pytest.raises(RuntimeError) as caught:
+            optimizer.state_dict()
+        messages.append(str(caught.value))
+    ours.load_state_dict(plain.state_dict())
+    assert ours.state_dict()["state"] == {}
+    return messages
+
+
+def go_on_with_rounded_parameters() -> list[str]:
+    """A training that goes on from what was saved is the one that was not cut off, in whatever order it is loaded."""
+
+    def begin(name: str) -> tuple[nn.Module, OSS]:
+        params = plain_params(shapes_for(name))
+        cls, kwargs = OPTIMIZERS[name]
+        return model_of(params), OSS(params.values(), cls, bucket_numel=BUCKET_NUMEL, broadcast_fp16=True, **kwargs)
+
+    wrong = []
+    for name in OPTIMIZERS:
+        model, ours = begin(name)
+        train(ours, model.parameters(), range(3))
+        weights, state = copy.deepcopy(model.state_dict()), ours.state_dict(all_ranks=True)
+        sharded = None if name == "lamb" else copy.deepcopy(sharded_state_dict(model, ours))  # Which has lists of tensors.
+        train(ours, model.parameters(), range(3, 6))
+        for way in range(2 if sharded is None else 3):
+            again, optimizer = begin(name)
+            if sharded is not None and way == 2:
+                load_sharded_state_dict(sharded, again, optimizer)
+            if way == 1:
+                optimizer.load_state_dict(state)
+            if way < 2:
+                again.load_state_dict(weights)
+            if way == 0:
+                optimizer.load_state_dict(state)
+            train(optimizer, again.parameters(), range(3, 6))
+            wrong += differing(again.state_dict(), model.state_dict(), f"{name}, way {way}")
+        plain_side(name)[1].load_state_dict(state)
+    return wrong
+
+
+def state_by_parameter() -> None:
+    params = plain_params(MATRICES)
+    for name, whole in (("adamw", False), ("lamb", True)):
+        cls, kwargs = OPTIMIZERS[name]
+        ours = OSS(params.values(), cls, bucket_numel=BUCKET_NUMEL, **kwargs)
+        train(ours, params.values(), range(2))
+        places = [ours.state_holding(Holding("", param, tuple(param.shape), 0, 0)) for param in params.values()]
+        mine = [param for param, place in zip(params.values(), places, strict=True) if place.state != "nothing"]
+        assert {id(param) for param in ours.state} == {id(param) for param in mine} and len(ours.state) == len(mine)
+        for param, place in zip(params.values(), places, strict=True):
+            held = ours.state[param]
+            assert (param in ours.state) == any(param is each for each in mine) == bool(held)
+            moment = held.get("moments", [None])[0] if whole else held.get("exp_avg")
+            assert moment is None or moment.shape == place.owner.shape
+        ours.state = defaultdict(dict, {mine[0]: ours.state[mine[0]]})
+        assert [id(param) for param in ours.state] == [id(mine[0])] and len(ours.optim.state) == 1
+        assert ours.state.get(params["fifth"], 5) == 5 and len(ours.state) == 1
+        train(ours, params.values(), [2])
+        assert len(ours.state) == len(mine)
+
+
 def test_the_gathered_state_of_a_world_of_one_is_the_plain_one() -> None:
     assert gather_all(CASES) == []
 
@@ -111,6 +208,23 @@ def test_the_gathered_state_of_a_world_of_one_is_the_plain_one() -> None:
 @pytest.mark.parametrize("world", [2, 3])
 def test_the_gathered_state_is_the_plain_one_and_loads_both_ways(world: int) -> None:
     assert run_ranks(gather_all, world, CASES) == [[]] * world
+
+
+def test_programs_that_look_at_storages_save_all_of_a_model_and_no_more(tmp_path: Path) -> None:
+    run_ranks(save_by_other_programs, 2, tmp_path)
+
+
+def test_every_rank_may_ask_for_the_state_while_there_is_none() -> None:
+    for messages in run_ranks(ask_before_the_first_step, 2):
+        assert len(messages) == 2 and all("consolidate_state_dict(-1) where all ranks call it" in m for m in messages)
+
+
+def test_a_training_with_rounded_parameters_goes_on_from_its_state() -> None:
+    assert run_ranks(go_on_with_rounded_parameters, 2) == [[], []]
+
+
+def test_the_state_is_found_by_the_parameters() -> None:
+    run_ranks(state_by_parameter, 2)
 
 
 # State as each rank has it, saved and loaded at other world sizes.

@@ -12,6 +12,7 @@ The files in reading order; each stands only on those above it:
 - `sorting`: which parameter is updated in which of these ways;
 - `gathering`: the state of all ranks, on the host of one;
 - `state`: the state in the plain optimizer's form;
+- `state_by_param`: the state of this rank, by the user's parameters;
 - `with_state`: what an `OSS` saves and loads;
 - `handover`: gradients to the pieces before a step, updated pieces to all ranks after it;
 - `stepping`: the step on this rank's parts;

@@ -240,6 +240,17 @@ class Bucket:
             untouched = self._master.to(self._sent_in) == self._mine  # This compares in the wider dtype.
             self._master.copy_(torch.where(untouched, self._master, self._mine))
 
+    def master_of(self, index: int) -> Tensor | None:
+        """A parameter's piece unrounded, in its local shape; None where it is the piece that all ranks compute with."""
+        return None if self._master is None else self.pieces[index].data
+
+    def load_master(self, index: int, piece: Tensor, sent_in: torch.dtype) -> None:
+        """Takes a piece unrounded, as it was before parameters were sent; what was written since then counts."""
+        self._keep_master()
+        if self._sent_in == self.dtype:
+            self._sent_in = sent_in
+        self.pieces[index].data.copy_(piece)
+
     def wait(self, limit_seconds: float | None = None) -> None:
         """Returns when the parameters are whole and up to date.
 

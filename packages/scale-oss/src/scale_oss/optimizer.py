@@ -26,6 +26,7 @@ from scale_oss.handover import follow_parameters, give_gradients, publish, wait
 from scale_oss.kinds import check_kind, constructor_arguments, works_by_element
 from scale_oss.places import ranks_of_shards
 from scale_oss.sorting import Sorter, lines_of_groups, refuse_parts
+from scale_oss.state_by_param import StateByParam
 from scale_oss.stepping import copy_options, step_by_buckets, step_in_turn, step_on_one_rank
 from scale_oss.with_state import WithState
 
@@ -138,7 +139,7 @@ class OSS(WithState):
         self.optim = self._build(self._sorter.add(self.param_groups), defaults)
         self.defaults = self.optim.defaults
         copy_options(self.optim.param_groups, self.param_groups)
-        self.state = self.optim.state
+        self.state = StateByParam(self.optim, self._sorter.places)
         self._look_for_state()
         self._built = True
 
@@ -155,11 +156,12 @@ class OSS(WithState):
 
     # The step.
 
-    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+    def step(self, closure: Any = None, **kwargs: Any) -> Any:
         """Updates this rank's part of the parameters, and gives all ranks all parts.
 
         Args:
-            closure: Computes the loss anew and returns it; its gradients must be averaged, too.
+            closure: Computes the loss anew and returns it; its gradients must be averaged, too. What can't be called is
+                for the step of `optim`.
             **kwargs: For the step of `optim`.
 
         Returns:
@@ -170,11 +172,13 @@ class OSS(WithState):
         """
         self.wait()
         loss = None
-        if closure is not None:
+        if closure is not None and not callable(closure):
+            kwargs["closure"] = closure  # The optimizer's own step may know what it is.
+        elif closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self._has_changed()
-        follow_parameters(self.buckets)
+        follow_parameters(self.buckets, self.optim.state)
         self.take_gradients()
         for bucket in self.whole_buckets:
             bucket.prepare()
@@ -312,7 +316,7 @@ class OSS(WithState):
     def _send(self, number: int) -> None:
         """A bucket was stepped on; the last number is that of the shards, which stay where they are."""
         if number < len(self.buckets):
-            publish(self.buckets[number], in_half=self.broadcast_fp16)
+            publish(self.buckets[number], self.optim.state, in_half=self.broadcast_fp16)
             self.buckets[number].use_up()
 
     def take_gradients(self) -> None:

@@ -225,7 +225,7 @@ class SplitOptimizer(Optimizer):
 
 
 class _State(MutableMapping[Tensor, Any]):
-    """The states of several optimizers, by what they step on."""
+    """The states of several optimizers."""
 
     def __init__(self, optimizers: Sequence[OSS]) -> None:
         self._optimizers = optimizers
@@ -238,7 +238,7 @@ class _State(MutableMapping[Tensor, Any]):
 
     def __setitem__(self, key: Tensor, value: Any) -> None:
         for optimizer in self._optimizers:
-            if any(key is param for group in optimizer.optim.param_groups for param in group["params"]):
+            if optimizer.has(key) or any(key is piece for piece in optimizer.local_params):
                 optimizer.state[key] = value
                 return
         raise KeyError(key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from scale_oss.alike import refuse_alike
 from scale_oss.gathering import Recipient, gather_states
 from scale_oss.places import Place, refuse_to_gather
 from scale_oss.sorting import Sorter, name_of
+from scale_oss.state_by_param import StateByParam
 from scale_oss.state import lines_of, local_state_dict, plain_state_dict
 from scale_oss.stepping import copy_options
 
@@ -37,8 +39,23 @@ class WithState(Optimizer):
     contract: Contract
     _sorter: Sorter
     _bucket_numel: int
+    _state: StateByParam
     _consolidated: dict[str, Any] | None
     _is_empty: bool  # No rank has any state.
+
+    @property  # type: ignore[override]  # Optimizer has an attribute, which people also assign to.
+    def state(self) -> StateByParam:
+        """What this rank has of the state of each parameter, by the parameter; of one that is cut, a part's."""
+        return self._state
+
+    @state.setter
+    def state(self, state: Mapping[Tensor, Any]) -> None:
+        if isinstance(state, StateByParam):
+            self._state = state
+        elif hasattr(self, "_state"):  # Not the empty one that torch begins with.
+            given = dict(state)
+            self._state.clear()
+            self._state.update(given)
 
     def consolidate_state_dict(self, recipient_rank: int = 0) -> None:
         """Gathers the state of all ranks on the host of one of them, for its `state_dict()`; all ranks together.
@@ -141,7 +158,6 @@ class WithState(Optimizer):
         """Takes what `checked_state` has returned."""
         self._has_changed()
         self.optim.load_state_dict(local)
-        self.state = self.optim.state
         for mine, theirs in zip(self.param_groups, self.optim.param_groups, strict=True):
             for key in sorted(mine.keys() - theirs.keys() - {"params", "param_names"}):
                 del mine[key]

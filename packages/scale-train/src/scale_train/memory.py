@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,7 +52,10 @@ def replicated_bytes(params: Iterable[Tensor], optimizer: Optimizer) -> int:
     The optimizer keeps the same of each parameter. So its state of one of them says what it needs of those too that
     other ranks update.
     """
-    known = ((param, state) for param, state in optimizer.state.items() if param.numel() and state)
+    inner: Any = optimizer  # What steps on this rank's parts, so that shapes of parameters and states are alike.
+    while (held := getattr(inner, "optimizer", None) or getattr(inner, "optim", None)) is not None:
+        inner = held
+    known = ((param, state) for param, state in inner.state.items() if param.numel() and state)
     param, state = next(known, (torch.empty(0), {}))
     tensors = [value for value in state.values() if isinstance(value, Tensor)]
     # What has the parameter's own shape grows with it; the rest (a step count) does not.
