@@ -211,6 +211,25 @@ def test_a_scheduler_changes_the_rate_and_a_closure_is_called() -> None:
         assert torch.equal(mine, param)
 
 
+class Counted(torch.optim.SGD):
+    """Its step knows what to do with a number."""
+
+    def step(self, closure: Any = None, *, seen: list[Any]) -> Any:  # type: ignore[override]
+        seen.append(closure)
+        return super().step()
+
+
+def test_what_is_no_closure_is_for_the_step_of_the_optimizer() -> None:
+    model, seen = layers(), list[Any]()
+    optimizer = OSS(model.parameters(), Counted, lr=0.1)
+    before = model[0].weight.detach().clone()
+    model(data(0)).sum().backward()
+    optimizer.step(0, seen=seen)
+    assert seen == [0] and not torch.equal(model[0].weight, before)
+    with pytest.raises(TypeError, match="'int' object is not callable"):  # As the plain one does.
+        OSS(model.parameters(), torch.optim.SGD, lr=0.1).step(0)
+
+
 def test_named_parameters_are_called_by_their_names() -> None:
     optimizer = OSS(layers().named_parameters(), torch.optim.SGD, lr=0.1)
     assert [name for bucket in optimizer.buckets for name in bucket.names] == [

@@ -162,7 +162,9 @@ def go_on_with_rounded_parameters() -> list[str]:
         model, ours = begin(name)
         train(ours, model.parameters(), range(3))
         weights, state = copy.deepcopy(model.state_dict()), ours.state_dict(all_ranks=True)
-        sharded = None if name == "lamb" else copy.deepcopy(sharded_state_dict(model, ours))  # Which has lists of tensors.
+        sharded = (
+            None if name == "lamb" else copy.deepcopy(sharded_state_dict(model, ours))
+        )  # Which has lists of tensors.
         train(ours, model.parameters(), range(3, 6))
         for way in range(2 if sharded is None else 3):
             again, optimizer = begin(name)

@@ -8,8 +8,9 @@ import subprocess
 import sys
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -526,12 +527,93 @@ def test_others_can_see_each_ranks_own_gradients() -> None:
     run_ranks(local_gradients, 2)
 
 
+def steps_without_a_pass() -> list[str]:
+    """Steps before and after `zero_grad`, and two in a row, are those of DDP; another optimizer is refused."""
+    messages = []
+    for cls, kwargs in ((torch.optim.AdamW, {"lr": 0.01}), (torch.optim.Adafactor, {"lr": 0.01})):
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+        model = copy.deepcopy(plain)
+        ddp, theirs = DistributedDataParallel(plain), cls(plain.parameters(), **kwargs)
+        early = cls(model.parameters(), **kwargs)
+        ours = OSS(model.parameters(), cls, bucket_numel=60, **kwargs)
+        wrapped = ShardedDataParallel(model, ours)
+        for step in range(3):
+            for net, optimizer in ((ddp, theirs), (wrapped, ours)):
+                optimizer.step()
+                net(data(group_of().rank, step)).square().mean().backward()
+                optimizer.step()
+                optimizer.step()
+                with torch.no_grad():
+                    net(data(0))  # A pass that is no training leaves the gradients.
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=step != 1)
+                optimizer.step()
+                optimizer.zero_grad()
+            same = zip(plain.parameters(), wrapped.parameters(), strict=True)
+            assert all(torch.equal(theirs, mine) for theirs, mine in same)
+        Around(Around(ours)).step()
+        with pytest.raises(RuntimeError) as caught:
+            early.step()
+        messages.append(str(caught.value))
+        del wrapped, net
+        gc.collect()
+        early.step()  # There is nobody any more who would keep gradients from it.
+    return messages
+
+
+def two_graphs_at_once() -> None:
+    """A step leaves alone what has no gradient, so that another graph through it may still run backward."""
+    torch.manual_seed(0)
+    plain = nn.ModuleList(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)) for _ in range(2))
+    whole, reduced = copy.deepcopy(plain), copy.deepcopy(plain)
+    ours = OSS(whole.parameters(), torch.optim.SGD, lr=0.1)
+    both = OSS(reduced.parameters(), torch.optim.SGD, lr=0.1)
+    sides: list[tuple[Callable[[Tensor, int], Tensor], nn.Module, torch.optim.Optimizer]] = [
+        (Chosen(plain), plain, torch.optim.SGD(plain.parameters(), lr=0.1)),
+        (Chosen(whole), whole, ours),
+        (ShardedDataParallel(Chosen(reduced), both, overlap_gather=False), reduced, both),
+    ]
+    for step in range(2):
+        for net, module, optimizer in sides:
+            losses = [net(data(0, step), which).square().mean() for which in (0, 1)]
+            with torch.no_grad():
+                module[1][2].bias.add_(1)
+            for loss in losses:
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        for mine in (whole, reduced):
+            assert all(torch.equal(a, b) for a, b in zip(mine.parameters(), plain.parameters(), strict=True))
+    net, _, optimizer = sides[-1]  # Of what a step has changed autograd still says so.
+    first, again = net(data(0), 0).sum(), net(data(0), 0).sum()
+    first.backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        again.backward()
+
+
+class Chosen(nn.Module):
+    """One of several models."""
+
+    def __init__(self, models: nn.ModuleList) -> None:
+        super().__init__()
+        self.models = models
+
+    def forward(self, x: Tensor, which: int) -> Tensor:
+        y: Tensor = self.models[which](x)
+        return y
+
+
 class Around(torch.optim.Optimizer):
     """A wrapper of an optimizer, which tells what it is around."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(optimizer.param_groups, {})
         self.optimizer = optimizer
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        return self.optimizer.step(closure)
 
 
 def a_wrapped_optimizer() -> tuple[bool, str]:
@@ -542,6 +624,17 @@ def a_wrapped_optimizer() -> tuple[bool, str]:
     with pytest.raises(TypeError) as caught:
         ShardedDataParallel(model, Around(plain))
     return wrapped.sharded_optimizers == [optimizer] and optimizer.gets_reduced_gradients, str(caught.value)
+
+
+def test_steps_are_those_of_ddp_with_a_pass_before_them_or_not_and_only_its_own_optimizer_steps() -> None:
+    for messages in run_ranks(steps_without_a_pass, 2):
+        words = "ShardedDataParallel hands the averaged gradient of 'parameter 0 of group 0' to its OSS"
+        assert [message.split(".step(): ")[0] for message in messages] == ["AdamW", "Adafactor"]
+        assert all(words in message and "call step() and zero_grad() of the OSS" in message for message in messages)
+
+
+def test_a_step_leaves_alone_what_it_does_not_change() -> None:
+    run_ranks(two_graphs_at_once, 2)
 
 
 def test_an_optimizer_may_come_within_what_is_around_it() -> None:

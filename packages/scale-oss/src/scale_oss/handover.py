@@ -12,7 +12,6 @@ from scale_core.contract import Contract
 from scale_core.events import Event, message_tag
 from scale_oss.bucket import Bucket
 
-
 _HALF = torch.float16  # In which parameters of fp32 travel, where they are rounded.
 _MASTER = "master_param"
 

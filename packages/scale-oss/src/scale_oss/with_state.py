@@ -20,8 +20,8 @@ from scale_oss.alike import refuse_alike
 from scale_oss.gathering import Recipient, gather_states
 from scale_oss.places import Place, refuse_to_gather
 from scale_oss.sorting import Sorter, name_of
-from scale_oss.state_by_param import StateByParam
 from scale_oss.state import lines_of, local_state_dict, plain_state_dict
+from scale_oss.state_by_param import StateByParam
 from scale_oss.stepping import copy_options
 
 
