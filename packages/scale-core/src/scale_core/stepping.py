@@ -157,11 +157,11 @@ def _refuse_without_gradients(optimizer: torch.optim.Optimizer) -> None:
         held, reducer, name = _stepped_by[param]
         owner = held()
         if owner is not None and reducer() is not None and id(owner) not in around:
+            who, wrapper = type(owner).__name__, type(reducer()).__name__
             raise RuntimeError(
-                f"{type(optimizer).__name__}.step(): {type(reducer()).__name__} hands the averaged gradient of '{name}' "
-                f"to its {type(owner).__name__}, and leaves none in the parameter, so this step would train nothing, "
-                f"or each rank by its own gradients: call step() and zero_grad() of the {type(owner).__name__}, and "
-                "build schedulers and scalers around that"
+                f"{type(optimizer).__name__}.step(): {wrapper} hands the averaged gradient of '{name}' to its {who}, "
+                "and leaves none in the parameter, so this step would train nothing, or each rank by its own "
+                f"gradients: call step() and zero_grad() of the {who}, and build schedulers and scalers around that"
             )
 
 

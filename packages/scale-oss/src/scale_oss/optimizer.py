@@ -54,14 +54,15 @@ class OSS(WithState):
     parameters.
 
     Args:
-        params: Parameters, named parameters or parameter groups, equal on all ranks. Their data become views of flat
-            buffers, but for those of shards.
+        params: Parameters, named parameters or parameter groups, equal on all ranks. They get their memory in flat
+            buffers, but for shards.
         optim: The class of the optimizer.
         group: The ranks. None is those between which shards are divided, if all parameters are shards, or else the
             default group.
         broadcast_buffer_size: FairScale's; without effect.
         broadcast_fp16: Send updated parameters in half precision: less to send, and every rank computes with rounded
-            parameters. May be set later as an attribute. Pieces of shards travel as they are.
+            parameters. The unrounded ones are in the optimizer's state, as `master_param`. May be set later as an
+            attribute. Pieces of shards travel as they are.
         force_broadcast_object: FairScale's; without effect.
         elementwise: Whether `optim` updates each element by itself, so that tensors may be cut. None is what is known
             of torch.optim's own classes; of any other class, False: right for all that look at one tensor at a time.

@@ -49,7 +49,8 @@ class StateByParam(MutableMapping[Tensor, Any]):
 
     def get(self, key: Tensor, default: Any = None) -> Any:
         """As of any mapping; what is looked up like this gets no entry."""
-        return self[key] if key in self else default
+        stepped = self._stepped(key)
+        return default if stepped is None else self._optim.state.get(stepped, default)
 
     def clear(self) -> None:
         """Forgets all of it."""
