@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -111,7 +111,7 @@ def _params(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     count = sum(len(group["params"]) for group in optimizer.param_groups)
-    if _seen.get(optimizer) != count:  # Its parameters stay what they are until a group is added.
+    if _seen.get(optimizer, -1) < count:  # Its parameters stay what they are until a group is added.
         _refuse_replaced(optimizer)
         _refuse_without_gradients(optimizer)
         _refuse_pieces(optimizer)
@@ -165,13 +165,14 @@ def _refuse_without_gradients(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
-def _with_inner(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
+def _with_inner(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     """The optimizer, and those that it has in its attributes, to be stepped by it."""
-    yield optimizer
-    for value in vars(optimizer).values():
-        for inner in value if isinstance(value, list | tuple) else (value,):
-            if isinstance(inner, torch.optim.Optimizer):
-                yield from _with_inner(inner)
+    found = [optimizer]
+    for each in found:  # It grows.
+        for value in vars(each).values():
+            held = value if isinstance(value, list | tuple) else (value,)
+            found += (inner for inner in held if isinstance(inner, torch.optim.Optimizer) and inner not in found)
+    return found
 
 
 def _refuse_pieces(optimizer: torch.optim.Optimizer) -> None:
