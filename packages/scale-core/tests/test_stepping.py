@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from scale_core.group import Group
 from scale_core.shard import Axis, Held, Shard, mark
-from scale_core.stepping import mark_replaced, refuse_steps, step_for_all, watch_optimizers
+from scale_core.stepping import mark_replaced, mark_stepped_by, refuse_steps, step_for_all, watch_optimizers
 
 
 @pytest.fixture(autouse=True)
@@ -73,6 +73,31 @@ def test_an_optimizer_that_has_stepped_before_its_parameters_were_replaced_is_re
     mark_replaced(param, Owner(), 0)
     with pytest.raises(RuntimeError, match=r"'layer.weight' is not the model's"):
         optimizer.step()
+
+
+class Around(torch.optim.SGD):
+    """Steps by another optimizer, and knows who is around it."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, lr=1.0)
+        self.several = [inner]
+        inner.outer = self  # type: ignore[attr-defined]
+
+
+def test_an_optimizer_that_gets_no_gradients_is_refused_while_somebody_keeps_them_from_it() -> None:
+    param = with_grad()
+    early, owner, reducer = torch.optim.SGD([param], lr=1.0), torch.optim.Adam([param], lr=1.0), Owner()
+    early.step()
+    mark_stepped_by(owner, [param], ["layer.weight"], reducer)
+    with pytest.raises(
+        RuntimeError, match=r"SGD\.step\(\): Owner hands the averaged gradient of 'layer.weight' to its Ad"
+    ):
+        early.step()
+    assert param.tolist() == [0, 0]
+    owner.step()
+    Around(owner).step()
+    del reducer
+    early.step()
 
 
 def test_gradients_that_wait_refuse_the_steps_of_their_own_parameters_only() -> None:

@@ -30,7 +30,8 @@ _copies: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _stepped_by: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _waiting: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()  # in order, for the first to be named
 _for_all: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-_seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+# With how many parameters each was looked at; one that steps on a part of its groups at a time has several numbers.
+_seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, set[int]] = weakref.WeakKeyDictionary()
 
 
 def mark_replaced(param: Tensor, owner: Any, index: int) -> None:
@@ -111,11 +112,11 @@ def _params(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     count = sum(len(group["params"]) for group in optimizer.param_groups)
-    if _seen.get(optimizer, -1) < count:  # Its parameters stay what they are until a group is added.
+    if count not in _seen.setdefault(optimizer, set()):  # Its parameters stay what they are until a group is added.
         _refuse_replaced(optimizer)
         _refuse_without_gradients(optimizer)
         _refuse_pieces(optimizer)
-        _seen[optimizer] = count
+        _seen[optimizer].add(count)
     unreduced = [owner for owner in _waiting if owner.has_gradient]
     if unreduced:
         mine = {id(param) for param in _params(optimizer)}
