@@ -90,7 +90,7 @@ def test_an_optimizer_that_gets_no_gradients_is_refused_while_somebody_keeps_the
     early.step()
     mark_stepped_by(owner, [param], ["layer.weight"], reducer)
     with pytest.raises(
-        RuntimeError, match=r"SGD\.step\(\): Owner hands the averaged gradient of 'layer.weight' to its Ad"
+        RuntimeError, match=r"SGD\.step\(\): Owner hands .* 'layer.weight' to its Adam"
     ):
         early.step()
     assert param.tolist() == [0, 0]
