@@ -89,9 +89,7 @@ def test_an_optimizer_that_gets_no_gradients_is_refused_while_somebody_keeps_the
     early, owner, reducer = torch.optim.SGD([param], lr=1.0), torch.optim.Adam([param], lr=1.0), Owner()
     early.step()
     mark_stepped_by(owner, [param], ["layer.weight"], reducer)
-    with pytest.raises(
-        RuntimeError, match=r"SGD\.step\(\): Owner hands .* 'layer.weight' to its Adam"
-    ):
+    with pytest.raises(RuntimeError, match=r"SGD\.step\(\): Owner hands .* 'layer.weight' to its Adam"):
         early.step()
     assert param.tolist() == [0, 0]
     owner.step()
