@@ -238,7 +238,8 @@ class _State(MutableMapping[Tensor, Any]):
 
     def __setitem__(self, key: Tensor, value: Any) -> None:
         for optimizer in self._optimizers:
-            if optimizer.has(key) or any(key is piece for piece in optimizer.local_params):
+            stepped = (param for group in optimizer.optim.param_groups for param in group["params"])
+            if optimizer.has(key) or any(key is param for param in stepped):
                 optimizer.state[key] = value
                 return
         raise KeyError(key)
