@@ -1,0 +1,291 @@
+"""Follows a program in plain PyTorch and as our packages run it, step by step, and says where they first differ.
+
+The plain run is one process that computes each rank's passes one after the other. Its gradients are what data
+parallelism defines: those of each rank by itself, added up in the order of the ranks and divided by their number.
+
+How equal they must be, in units in the last place of the least precise dtype and relative to 1 and the largest element:
+
+- 2**8 where the arithmetic is the same, up to what the place of a tensor in memory does to the order in which a
+  matrix product adds up (6e-14 in fp64);
+- 2**18 where sums of some hundred terms are in another order, as where layers are divided or gradients are clipped
+  (6e-11), through a few steps whose optimizers amplify no rounding (`OPTIMIZERS`);
+- with AdaScale, whose gains are differences of sums, 1e-5.
+
+A true defect is larger by orders of magnitude.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from fuzz_models import Boom, Net, OtherDtype, batch_of, build, loss_of, tensors_of
+from fuzz_programs import PIPELINES_SAVE, Evaluate, Fail, Freeze, Program, Reload, Train, Wrapping
+from fuzz_wrappings import Wrapped, optimizer_of, read_into, scheduler_of
+from torch import Tensor, nn
+
+from scale_adascale import AdaScale
+
+ALIKE, SLACK = 2**8, 2**18
+SUMS_IN_ORDER = {"fully_shard", "FullyShardedDataParallel", "sharded_ddp"}
+"""What adds gradients up in the order of the ranks, however many there are."""
+
+
+class Plain:
+    """The program in plain PyTorch."""
+
+    def __init__(self, program: Program, rank: int) -> None:
+        self.program = program
+        self.rank = rank  # along the data axis
+        self.net: Net = build(program.model, program.seed)
+        kind = getattr(torch.optim, program.optimizer)
+        self.optimizer = optimizer_of(
+            program, self.net.named_parameters(), lambda params: kind(params, **program.options)
+        )
+        self.now(program.wrapping)
+        if program.adascale:
+            passes = next(step.passes for step in program.steps if isinstance(step, Train))
+            accumulated = passes * self.chunks * self.num_ranks
+            self.optimizer = AdaScale(self.optimizer, num_gradients_to_accumulate=accumulated)
+        self.scheduler = scheduler_of(program, self.optimizer)
+
+    def now(self, wrapping: Wrapping) -> None:
+        """Begins with what a wrapping makes of the data: how many ranks, micro-batches, and whose buffers."""
+        self.num_ranks = wrapping.mesh[1]
+        self.chunks = wrapping.pipeline.chunks if wrapping.pipeline else 1
+        self.takes_first = bool(wrapping.options.get("broadcast_buffers")) and wrapping.pipeline is None
+        self.begins_step = True
+        first = {name: buffer.clone() for name, buffer in self.net.named_buffers()}
+        self.buffers = [{name: buffer.clone() for name, buffer in first.items()} for _ in range(self.num_ranks)]
+
+    def _run(self, batch: Tensor, rank: int) -> Any:
+        """A forward pass of one rank, with the buffers of that rank."""
+        for name, buffer in self.net.named_buffers():
+            buffer.data = self.buffers[rank][name].clone()
+        try:
+            return self.net(batch)
+        finally:
+            self.buffers[rank] = {name: buffer.detach().clone() for name, buffer in self.net.named_buffers()}
+
+    def _begin_pass(self, *, reduces: bool) -> None:
+        """What wrappers do with buffers before a forward pass that follows one that reduces."""
+        if self.takes_first and self.begins_step:
+            self.buffers = [dict(self.buffers[0]) for _ in range(self.num_ranks)]
+        self.begins_step = reduces
+
+    def train(self, number: int, step: Train) -> tuple[list[float], float | None]:
+        """One step; returns the losses of `rank`'s passes, and the norm where it clips."""
+        program, found = self.program, []
+        self.net.train(not step.evaluating)
+        params = [param for param in self.net.parameters() if param.requires_grad]
+        local: list[list[Tensor | None]] = [[None] * len(params) for _ in range(self.num_ranks)]
+        for turn in range(step.passes):
+            reduces = not step.no_sync or turn == step.passes - 1
+            self._begin_pass(reduces=reduces)
+            for rank in range(self.num_ranks):
+                batch = batch_of(program.model, program.samples * self.chunks, program.seed, number, turn, rank)
+                torch.manual_seed(hash((number, turn, rank)) % 2**31)
+                total = 0.0
+                for part in batch.chunk(self.chunks):
+                    loss = loss_of(self._run(part, rank)) / step.passes / self.chunks
+                    total += float(loss.detach())
+                    if program.adascale:
+                        (loss / self.num_ranks).backward()
+                        continue
+                    gradients = torch.autograd.grad(loss, params, allow_unused=True)
+                    local[rank] = [_plus(one, other) for one, other in zip(local[rank], gradients, strict=True)]
+                if rank == self.rank:
+                    found.append(total)
+            if reduces and not program.adascale:
+                self._reduce(params, local)
+                local = [[None] * len(params) for _ in range(self.num_ranks)]
+        norm = None
+        if step.clip is not None:
+            norm = float(nn.utils.clip_grad_norm_(self.net.parameters(), step.clip, step.norm_type))
+        self.optimizer.step()
+        if step.schedule and self.scheduler is not None:
+            self.scheduler.step()
+        self.optimizer.zero_grad(set_to_none=step.set_to_none)
+        return found, norm
+
+    def _reduce(self, params: list[nn.Parameter], local: list[list[Tensor | None]]) -> None:
+        """Adds the mean over the ranks to `grad`; who has not used a parameter counts as zeros."""
+        for param, *each in zip(params, *local, strict=True):
+            if all(one is None for one in each):
+                continue
+            mean = sum(torch.zeros_like(param) if one is None else one for one in each) / self.num_ranks
+            param.grad = _plus(param.grad, mean)
+
+    def fail(self, number: int, step: Fail) -> None:
+        """The forward passes that raise; buffers of the blocks before are changed."""
+        self._begin_pass(reduces=False)
+        self.begins_step = True
+        self.net.train()
+        self.net.fails_at = step.block
+        for rank in range(self.num_ranks):
+            batch = batch_of(self.program.model, self.program.samples, self.program.seed, number, 0, rank)
+            try:
+                self._run(batch, rank)
+            except Boom:
+                pass
+        self.net.fails_at = None
+        self.optimizer.zero_grad()
+
+    @torch.no_grad()
+    def evaluate(self, number: int, step: Evaluate) -> list[Tensor]:
+        """The tensors of the output of `rank`."""
+        program = self.program
+        self._begin_pass(reduces=False)
+        self.net.train(not step.evaluating)
+        outputs = []
+        for rank in range(self.num_ranks):
+            batch = batch_of(program.model, program.samples * self.chunks, program.seed, number, 0, rank)
+            torch.manual_seed(hash((number, 0, rank)) % 2**31)
+            parts = [list(tensors_of(self._run(part, rank))) for part in batch.chunk(self.chunks)]
+            outputs.append([torch.cat(each) for each in zip(*parts, strict=True)])
+        return outputs[self.rank]
+
+    def freeze(self, step: Freeze) -> None:
+        """Freezes parameters, or thaws them."""
+        self.optimizer.zero_grad()
+        for name, param in self.net.named_parameters():
+            if name.startswith(f"{step.prefix}."):
+                param.requires_grad_(step.trains)
+
+    def state(self) -> dict[str, Tensor]:
+        """Parameters, and the buffers of `rank`."""
+        state = dict(self.net.state_dict())
+        return {name: self.buffers[self.rank].get(name, tensor) for name, tensor in state.items()}
+
+
+def _plus(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return one + other
+
+
+class Comparison:
+    """The first thing that differs."""
+
+    def __init__(self, program: Program, net: nn.Module) -> None:
+        self.first: str | None = None
+        eps = max(torch.finfo(param.dtype).eps for param in net.parameters())
+        clips = any(isinstance(step, Train) and step.clip is not None for step in program.steps)
+        alike = not clips and all(
+            each.pipeline is None and each.mesh[0] * each.mesh[2] == 1 and (each.mesh[1] <= 2 or each.kind in SUMS_IN_ORDER)
+            for each in program.wrappings
+        )
+        self.tolerance = eps * (ALIKE if alike else SLACK)
+        if program.adascale:
+            self.tolerance = max(self.tolerance, 1e-5)
+
+    def of(self, what: str, found: Tensor, expected: Tensor) -> None:
+        """Compares two tensors."""
+        if self.first is not None:
+            return
+        if found.shape != expected.shape or found.dtype != expected.dtype:
+            self.first = f"{what}: {found.dtype} {tuple(found.shape)} for {expected.dtype} {tuple(expected.shape)}"
+            return
+        if torch.equal(found, expected) or not expected.numel():
+            return
+        off = float((found.double() - expected.double()).abs().max())
+        largest = float(expected.double().abs().max())
+        if not off <= self.tolerance * (1 + largest):
+            self.first = f"{what}: off by {off:.3g}, allowed {self.tolerance:.3g} of 1 + {largest:.3g}"
+
+    def numbers(self, what: str, found: Any, expected: Any) -> None:
+        """Compares numbers; None equals None."""
+        if found is None or expected is None:
+            if self.first is None and found is not expected:
+                self.first = f"{what}: {found} for {expected}"
+            return
+        self.of(what, torch.tensor(found, dtype=torch.float64), torch.tensor(expected, dtype=torch.float64))
+
+    def states(self, what: str, found: dict[str, Tensor], expected: dict[str, Tensor], *, in_part: bool) -> None:
+        """Compares states, name by name; `in_part` where one rank has but some of the names."""
+        if self.first is None and found.keys() != expected.keys() and not (in_part and found.keys() < expected.keys()):
+            self.first = f"{what}: keys {sorted(found.keys() ^ expected.keys())} on one side alone"
+        for name in found.keys() & expected.keys():
+            self.of(f"{what}: {name}", found[name], expected[name])
+
+
+def follow(program: Program, folder: Path) -> str | None:
+    """Runs a program both ways; returns what differs first, or None. All ranks call it together."""
+    wrapped = Wrapped(program, program.wrapping, program.seed)
+    plain = Plain(program, wrapped.rank)
+    comparison = Comparison(program, plain.net)
+    in_part = wrapped.pipe is not None
+    comparison.states("at first", wrapped.state(folder, 1000), plain.state(), in_part=in_part)
+    for number, step in enumerate(program.steps):
+        where = f"step {number}, {type(step).__name__}"
+        if isinstance(step, Train):
+            expected, norm = plain.train(number, step)
+            losses, found = wrapped.train(number, step)
+            comparison.numbers(f"{where}: losses", losses, expected)
+            comparison.numbers(f"{where}: norm", found, norm)
+            if program.adascale:
+                gains = [each.gain() for each in wrapped.optimizers]
+                comparison.numbers(f"{where}: gain", gains[0], plain.optimizer.gain())
+        elif isinstance(step, Evaluate):
+            expected_output, output = plain.evaluate(number, step), wrapped.evaluate(number, step)
+            if output is not None:
+                for one, other in zip(tensors_of(output), expected_output, strict=True):
+                    comparison.of(f"{where}: output", one, other)
+        elif isinstance(step, Fail):
+            plain.fail(number, step)
+            wrapped.fail(number, step)
+        elif isinstance(step, Freeze):
+            plain.freeze(step)
+            wrapped.freeze(step)
+        else:
+            wrapped = _reloaded(program, wrapped, plain, step, folder, number)
+        comparison.states(where, wrapped.state(folder, 1001 + number), plain.state(), in_part=in_part)
+    if len(wrapped.optimizers) == 1 and (PIPELINES_SAVE or wrapped.pipe is None):
+        _compare_saved(program, wrapped, plain, comparison, folder)
+    return comparison.first
+
+
+def _reloaded(
+    program: Program, wrapped: Wrapped, plain: Plain, step: Reload, folder: Path, number: int
+) -> Wrapped:
+    """The model under another wrapping, with what the one before has saved."""
+    wrapped.save(folder, number, with_optimizer=True)
+    fresh = Wrapped(program, step.wrapping, step.seed)
+    fresh.load(folder, number)
+    for old, new in zip(wrapped.schedulers, fresh.schedulers, strict=True):
+        new.load_state_dict(old.state_dict())
+    for name, buffer in plain.net.named_buffers():
+        buffer.data = plain.buffers[0][name].clone()
+    plain.rank = fresh.rank
+    plain.now(step.wrapping)
+    return fresh
+
+
+def _compare_saved(program: Program, wrapped: Wrapped, plain: Plain, comparison: Comparison, folder: Path) -> None:
+    """What is saved at the end loads into a plain model and its optimizer, and is what these have."""
+    wrapped.save(folder, 999, with_optimizer=True)
+    net = build(program.model, 2)
+    for param, other in zip(net.parameters(), plain.net.parameters(), strict=True):
+        param.requires_grad_(other.requires_grad)
+    kind = getattr(torch.optim, program.optimizer)
+    optimizer = optimizer_of(program, net.named_parameters(), lambda params: kind(params, **program.options))
+    if program.adascale:
+        optimizer = AdaScale(optimizer, num_gradients_to_accumulate=plain.optimizer.num_gradients_to_accumulate)
+    scheduler_of(program, optimizer)
+    read_into(net, optimizer, folder, 999)
+    names = {param: name for name, param in plain.net.named_parameters()}
+    states = {names[param]: state for param, state in plain.optimizer.state.items() if state}
+    own = {name: param for name, param in net.named_parameters()}
+    for name, param in own.items():
+        found, expected = optimizer.state.get(param, {}), states.get(name, {})
+        if found.keys() != expected.keys() and comparison.first is None:
+            comparison.first = f"saved state of {name}: {sorted(found)} for {sorted(expected)}"
+        for key in found.keys() & expected.keys():
+            one, other = torch.as_tensor(found[key]), torch.as_tensor(expected[key])
+            comparison.of(f"saved {name}.{key}", one, other)
+    for one, other in zip(optimizer.param_groups, plain.optimizer.param_groups, strict=True):
+        comparison.numbers("saved learning rate", one["lr"], other["lr"])

@@ -1,0 +1,429 @@
+"""Random models that plain PyTorch trains without a surprise, built of the blocks that sharding finds hard.
+
+A model is described by a `ModelSpec`, which prints as the line of code that makes it. Every block takes and returns
+[N, width], so that blocks follow each other in any order and nest in any depth; `pack` returns containers, and is always
+followed by the block that takes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+FEATURES = 3
+"""Of an input that is not made of words: tensors [N, FEATURES]."""
+LENGTH = 3
+"""Words of a sample: tensors [N, LENGTH]."""
+
+Block = tuple[Any, ...]
+"""The kind of a block and what belongs to it; blocks inside it stand in a tuple."""
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What a model is made of.
+
+    Attributes:
+        dtype: Of its parameters and inputs, by the name that torch has for it.
+        width: Of what passes between blocks.
+        words: How many words its embedding has; 0 for inputs that are numbers.
+        tied: Whether the last weight is that of the embedding.
+        output: What it returns: "tensor", "tuple", "dict" or "dataclass".
+        blocks: What stands between its first and its last layer.
+    """
+
+    dtype: str
+    width: int
+    words: int
+    tied: bool
+    output: str
+    blocks: tuple[Block, ...]
+
+
+class Boom(Exception):
+    """What a forward pass raises that is to fail."""
+
+
+@dataclass
+class Packed:
+    """A container of a class of one's own."""
+
+    first: Tensor
+    rest: dict[str, Any]
+
+
+class Linear(nn.Linear):
+    """Of one width; what `Tied` shares its weight with."""
+
+    def __init__(self, width: int, bias: bool) -> None:
+        super().__init__(width, width, bias)
+
+
+class Tied(nn.Module):
+    """A layer whose weight is that of an earlier one, and transposed in its use."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.weight)
+
+
+class Mlp(nn.Module):
+    """What tensor parallelism divides."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Residual(nn.Module):
+    """Blocks inside a block."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0.5 * self.inner(x)
+
+
+class Again(Residual):
+    """Blocks that are used twice in a pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(torch.tanh(self.inner(x)))
+
+
+class Odd(nn.Module):
+    """Parameters of shapes that cut badly: without dimensions, empty, strided, long and thin."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.nothing = nn.Parameter(torch.empty(0, width))
+        self.strided = nn.Parameter(torch.randn(width, 2).t().mul(0.3))
+        self.thin = nn.Parameter(torch.randn(7, 1, 1).mul(0.3))
+        self.one = nn.Parameter(torch.randn(1, width).mul(0.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = (x @ self.strided.t()) @ self.strided
+        return x * self.scale + torch.tanh(mixed) + self.thin.mean() * self.one + self.nothing.sum()
+
+
+class Unused(nn.Module):
+    """A layer that no pass uses, and a parameter of a used one that none uses."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.used, self.never = nn.Linear(width, width), nn.Linear(width, 2)
+        self.spare = nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.used(x))
+
+
+class Sometimes(nn.Module):
+    """A layer that the data decide about, on each rank by itself."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.always, self.chosen = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.always(x))
+        return y + self.chosen(x) if float(x.detach().sum()) > 0 else y
+
+
+class Counting(nn.Module):
+    """Buffers of its own: a count, a moving mean, and one that no state dict has."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(width))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mean", torch.zeros(width))
+        self.register_buffer("factor", torch.full((1,), 0.9), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.count += 1
+            self.mean = self.mean * 0.5 + x.detach().mean(0) * 0.5
+        return (x - 0.1 * self.mean) * self.factor + self.bias
+
+
+class Pack(nn.Module):
+    """Returns a dict of a tuple, a dataclass, a list and what is no tensor."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        y = self.layer(x)
+        return {"pair": (y, None), "packed": Packed(torch.tanh(y), {"twice": [y * 2, "two"]}), "unused": x * 3}
+
+
+class Unpack(nn.Module):
+    """Takes what `Pack` returns."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: dict[str, Any]) -> Tensor:
+        (y, _), packed = x["pair"], x["packed"]
+        return y + packed.first * self.weight + 0.25 * packed.rest["twice"][0]
+
+
+class InPlace(nn.Module):
+    """Changes results in place, where autograd allows it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        y += 1
+        y.mul_(0.5)
+        return F.relu(y, inplace=True) + x
+
+
+class View(nn.Module):
+    """Returns a view of what a layer returns."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, 2 * width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).view(len(x), 2, -1)[:, 1]
+
+
+class Gru(nn.Module):
+    """A recurrent layer over two steps."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gru = nn.GRU(width, width, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gru(torch.stack([x, x.flip(1)], 1))[0][:, -1]
+
+
+class Attention(nn.Module):
+    """torch's attention over two positions."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.place = nn.Parameter(torch.randn(2, width))
+        self.attention = nn.MultiheadAttention(width, 1, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        both = x[:, None] + self.place
+        return self.attention(both, both, both, need_weights=False)[0].mean(1)
+
+
+class OtherDtype(nn.Module):
+    """A layer in another dtype than its model."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x.to(self.layer.weight.dtype)).to(x.dtype))
+
+
+class Entry(nn.Module):
+    """[N, LENGTH] words or [N, FEATURES] numbers to [N, width]."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.layer = nn.Embedding(spec.words, spec.width) if spec.words else nn.Linear(FEATURES, spec.width)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        x = self.layer(batch)
+        return x.mean(1) if x.dim() == 3 else x
+
+
+class Exit(nn.Module):
+    """[N, width] to what the model returns."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.output = spec.output
+        self.head = nn.Linear(spec.width, spec.words or 2, bias=not spec.tied)
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.head(x)
+        if self.output == "tuple":
+            return y, (torch.tanh(x), None)
+        if self.output == "dict":
+            return {"logits": y, "hidden": [torch.tanh(x)], "name": "dict"}
+        if self.output == "dataclass":
+            return Packed(y, {"hidden": torch.tanh(x), "count": 2})
+        return y
+
+
+class Net(nn.Module):
+    """The model of a spec.
+
+    Attributes:
+        fails_at: The number of the block before which the forward pass raises; None for none.
+    """
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.fails_at: int | None = None
+        self.entry = Entry(spec)
+        self.blocks = nn.ModuleList()
+        for block in spec.blocks:
+            self.blocks.append(self._made(block, spec.width))
+        self.exit = Exit(spec)
+        if spec.tied:
+            self.exit.head.weight = self.entry.layer.weight
+
+    def _made(self, block: Block, width: int) -> nn.Module:
+        kind, *rest = block
+        if kind in NESTED:
+            inner = nn.Sequential(*(self._made(each, width) for each in rest[0]))
+            return NESTED[kind](inner)
+        if kind == "frozen":
+            return self._made(rest[0], width).requires_grad_(False)
+        if kind == "tied":
+            linear = next((each for each in self.modules() if isinstance(each, Linear)), None)
+            return Linear(width, False) if linear is None else Tied(linear.weight)
+        return KINDS[kind](width, *rest)
+
+    def forward(self, batch: Tensor) -> Any:
+        x = self.entry(batch)
+        for number, block in enumerate(self.blocks):
+            if number == self.fails_at:
+                raise Boom
+            x = block(x)
+        return self.exit(x)
+
+
+NESTED: dict[str, Any] = {"residual": Residual, "again": Again}
+KINDS: dict[str, Any] = {
+    "linear": Linear,
+    "mlp": Mlp,
+    "layernorm": nn.LayerNorm,
+    "rmsnorm": nn.RMSNorm,
+    "batchnorm": lambda width, momentum: nn.BatchNorm1d(width, momentum=momentum),
+    "odd": Odd,
+    "unused": Unused,
+    "sometimes": Sometimes,
+    "counting": Counting,
+    "pack": Pack,
+    "unpack": Unpack,
+    "inplace": InPlace,
+    "view": View,
+    "gru": Gru,
+    "attention": Attention,
+    "other": OtherDtype,
+    "dropout": lambda width, p: nn.Dropout(p),
+}
+NOT_EVERYWHERE = {"sometimes", "dropout", "batchnorm", "counting"}
+"""Blocks that draw random numbers, keep state, or are used on some ranks alone."""
+
+
+def build(spec: ModelSpec, seed: int) -> Net:
+    """The model of a spec, with the values that a seed gives."""
+    torch.manual_seed(seed)
+    net = Net(spec).to(getattr(torch, spec.dtype))
+    for module in net.modules():
+        if isinstance(module, OtherDtype):
+            module.to(torch.float64 if spec.dtype == "float32" else torch.float32)
+    return net
+
+
+def batch_of(spec: ModelSpec, num_samples: int, *numbers: int) -> Tensor:
+    """A batch, [num_samples, LENGTH] or [num_samples, FEATURES], the same for the same numbers."""
+    seed = 0
+    for number in numbers:
+        seed = (seed * 1000003 + number + 1) % 2**31
+    generator = torch.Generator().manual_seed(seed)
+    if spec.words:
+        return torch.randint(spec.words, (num_samples, LENGTH), generator=generator)
+    return torch.randn(num_samples, FEATURES, generator=generator, dtype=torch.float64).to(getattr(torch, spec.dtype))
+
+
+def loss_of(output: Any) -> Tensor:
+    """A mean over the samples of all that a model returns."""
+    terms = [(each - 0.5).square().mean() for each in tensors_of(output)]
+    return torch.stack(terms).sum()
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """The tensors in what a model returns, in a fixed order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Packed):
+        yield value.first
+        yield from tensors_of(value.rest)
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from tensors_of(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from tensors_of(each)
+
+
+def random_model(random: Random, *, avoid: set[str], num_blocks: int, width: int | None = None) -> ModelSpec:
+    """Draws a model.
+
+    Args:
+        random: What draws.
+        avoid: Kinds of blocks that it is not to have; "tied" for any tied weight.
+        num_blocks: How many blocks there are at least.
+        width: What it is, if not drawn.
+    """
+    words = random.choice([0, 0, 5, 11])
+    blocks: list[Block] = []
+    while len(blocks) < num_blocks:
+        blocks += _random_blocks(random, avoid, depth=0)
+    return ModelSpec(
+        dtype=random.choice(["float64", "float64", "float32"]),
+        width=width or random.choice([3, 4, 5, 8]),
+        words=words,
+        tied=bool(words) and "tied" not in avoid and random.random() < 0.5,
+        output=random.choice(["tensor", "tuple", "dict", "dataclass"]),
+        blocks=tuple(blocks),
+    )
+
+
+def _random_blocks(random: Random, avoid: set[str], depth: int) -> list[Block]:
+    """One block, or two that belong together."""
+    kinds = [each for each in (*KINDS, "linear", "mlp", "tied", "residual", "again", "frozen") if each not in avoid]
+    kind = random.choice([each for each in kinds if each != "unpack"])
+    if kind == "pack":
+        return [(kind,), ("unpack",)]
+    if kind in NESTED:
+        if depth == 2:
+            return [("linear", True)]
+        inner = [each for _ in range(random.randint(1, 2)) for each in _random_blocks(random, avoid, depth + 1)]
+        return [(kind, tuple(inner))]
+    if kind == "frozen":
+        return [("frozen", random.choice([("linear", True), ("odd",), ("mlp", 6), ("layernorm",)]))]
+    if kind == "linear":
+        return [(kind, random.random() < 0.7)]
+    if kind == "mlp":
+        return [(kind, random.choice([4, 6, 7]))]
+    if kind == "batchnorm":
+        return [(kind, random.choice([0.1, 0.3, None]))]
+    if kind == "dropout":
+        return [(kind, random.choice([0.1, 0.5]))]
+    return [(kind,)]
