@@ -1,7 +1,7 @@
 """Runs many programs on one set of ranks, since ranks take longer to start than a program takes to run.
 
-A program that fails, hangs or ends a rank ends its set; the rest goes on with a fresh one. To repeat a seed, and to make
-its program smaller for as long as it fails in the same words:
+A program that fails, hangs or ends a rank ends its set; the rest goes on with a fresh one. To repeat a seed, and to
+make its program smaller for as long as it fails in the same words:
 
     python packages/scale-train/tests/fuzz/fuzz_pool.py 1234
     python packages/scale-train/tests/fuzz/fuzz_pool.py 1234 --shrink

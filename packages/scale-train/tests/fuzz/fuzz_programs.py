@@ -13,10 +13,17 @@ from typing import Any
 import torch
 from fuzz_models import NESTED, ModelSpec, build, random_model
 
-TORCH_CLIPS_SHARDS = False
-"""Whether `torch.nn.utils.clip_grad_norm_` may be drawn for a model whose gradients are in parts."""
-PIPELINES_SAVE = False
-"""Whether pipelines may be drawn to save snapshots of their optimizers, and of buffers and tied parameters."""
+NOT_YET = frozenset(
+    {
+        "torch clips shards",  # `torch.nn.utils.clip_grad_norm_` on a model whose gradients are in parts
+        "pipelines save",  # snapshots of a pipeline's optimizer, of its buffers and of its tied parameters
+        "buffers of ranks are saved",  # those that differ between the ranks, such as running means, are rank 0's
+        "strided parameters are saved",  # of layers that are beside divided ones
+        "strided parameters beside DDP",  # DDP writes gradients by the strides from before OSS
+        "tied stages are clipped alike",  # the norm of a rank that counts nothing is in fp32
+    }
+)
+"""What is not drawn, since it is known to be wrong. Take a line away once it is right."""
 
 SCHEDULES = {
     1: ("gpipe", "1f1b", "zb_h1"),
@@ -188,7 +195,9 @@ def program_of(seed: int, world: int | None = None) -> Program:
         avoid |= {"dropout", "sometimes", "tied" if random.random() < 0.6 else ""}
     if tensor:
         avoid |= {"dropout", "sometimes", "tied"}
-        if pipelined and not PIPELINES_SAVE:
+        if "strided parameters are saved" in NOT_YET:  # The state of a divided model is read by a snapshot.
+            avoid |= {"odd"}
+        if pipelined and "pipelines save" in NOT_YET:
             avoid |= {"counting", "batchnorm"}
     if adascale:
         avoid |= {"sometimes"}
@@ -243,7 +252,8 @@ class _Drawing:
         # Plain torch has no largest element of an empty gradient.
         self.infinity = [] if "odd" in {block[0] for block in flat_list(model.blocks)} else [float("inf")]
         # A flat parameter has a gradient as a whole: zeros for what no pass has used.
-        self.can_be_flat = not {"unused", "sometimes"} & {block[0] for block in flat_list(model.blocks)}
+        self.kinds = {block[0] for block in flat_list(model.blocks)}
+        self.can_be_flat = not {"unused", "sometimes"} & self.kinds
         self.top = ["entry", *(f"blocks.{i}" for i in range(len(net.blocks))), "exit"]
         self.trained = {name for name, param in net.named_parameters() if param.requires_grad}
         kinds = [block[0] for block in model.blocks]
@@ -269,9 +279,11 @@ class _Drawing:
         kind = random.choice([*sharded, "fully_shard", "ddp", "oss", "sharded_ddp", "sharded_ddp"])
         if stages_per_rank and kind in {"FullyShardedDataParallel", "oss"}:
             kind = "fully_shard"
+        if "odd" in self.kinds and kind == "oss" and "strided parameters beside DDP" in NOT_YET:
+            kind = "sharded_ddp"
         pipeline = self._pipeline(pipe, stages_per_rank) if stages_per_rank else None
         copies = 2 if kind in sharded and data == 4 and random.random() < 0.4 else 0
-        options = self._options(kind, is_cut=pipeline is not None)
+        options = self._options(kind, is_cut=pipeline is not None, is_divided=tensor > 1)
         units: tuple[tuple[str, bool | int], ...] = ()
         if kind in sharded:
             names = [name for name in self.whole if random.random() < 0.35]
@@ -307,11 +319,11 @@ class _Drawing:
     def _can_be_unit(self, name: str, pipeline: Pipeline | None) -> bool:
         return pipeline is None or not any(cut.startswith(f"{name}.") for cut in pipeline.cuts)
 
-    def _options(self, kind: str, *, is_cut: bool) -> dict[str, Any]:
+    def _options(self, kind: str, *, is_cut: bool, is_divided: bool) -> dict[str, Any]:
         random = self.random
         if kind in {"fully_shard", "FullyShardedDataParallel"}:
             options: dict[str, Any] = {}
-            if self.can_be_flat and not (is_cut and self.tied) and random.random() < 0.2:
+            if self.can_be_flat and not is_divided and not (is_cut and self.tied) and random.random() < 0.2:
                 options["flatten_parameters"] = True
             if random.random() < 0.3:
                 options["atom"] = random.choice(["element", "row", "parameter"])
@@ -322,13 +334,13 @@ class _Drawing:
             return options
         if kind == "sharded_ddp":
             return {
-                "broadcast_buffers": random.random() < 0.5,
+                "broadcast_buffers": not is_cut and random.random() < 0.5,
                 "overlap_gather": random.random() < 0.7,
                 "bucket_numel": random.choice([7, 40, 200, 2**20]),
             }
         if kind == "oss":
             return {"broadcast_buffers": random.random() < 0.5, "bucket_numel": random.choice([7, 40, 2**20])}
-        return {"broadcast_buffers": random.random() < 0.5}
+        return {"broadcast_buffers": not is_cut and random.random() < 0.5}
 
     def _pipeline(self, num_ranks: int, stages_per_rank: int) -> Pipeline:
         random = self.random
@@ -360,13 +372,22 @@ class _Drawing:
                     yield Freeze(frozen[-1], False)
             elif what < 0.32 and wrapping.pipeline is None and wrapping.kind not in {"ddp", "oss"}:
                 yield Fail(random.randrange(len(self.model.blocks)))
-            elif what < 0.42 and not frozen and (PIPELINES_SAVE or wrapping.pipeline is None):
+            elif what < 0.42 and not frozen and (self._can_be_saved(wrapping)):
                 per_rank = wrapping.pipeline.stages_per_rank if wrapping.pipeline else 0
                 wrapping = self.wrapping(self._another_mesh(wrapping.mesh), per_rank)
                 if program.groups:
                     wrapping.options.pop("flatten_parameters", None)
                 yield Reload(wrapping, random.randrange(1000))
             yield self._train(program, wrapping, passes if program.adascale else random.choice([1, 1, 2, 3]))
+
+    def _can_be_saved(self, wrapping: Wrapping) -> bool:
+        differ = wrapping.mesh[1] > 1 and bool(self.kinds & {"batchnorm", "counting"})
+        divided = wrapping.mesh[2] > 1 and "odd" in self.kinds
+        return not (
+            (wrapping.pipeline is not None and "pipelines save" in NOT_YET)
+            or (differ and "buffers of ranks are saved" in NOT_YET)
+            or (divided and "strided parameters are saved" in NOT_YET)
+        )
 
     def _can_freeze(self, wrapping: Wrapping) -> bool:
         return not wrapping.options.get("flatten_parameters") and wrapping.kind not in {"ddp", "oss"}
@@ -379,9 +400,10 @@ class _Drawing:
 
     def _train(self, program: Program, wrapping: Wrapping, passes: int) -> Train:
         random = self.random
-        clips = random.random() < 0.3
+        tied = wrapping.pipeline is not None and self.tied and "tied stages are clipped alike" in NOT_YET
+        clips = random.random() < 0.3 and not tied
         shards = wrapping.kind not in {"ddp", "oss"} or wrapping.mesh[0] * wrapping.mesh[2] > 1
-        by_torch = clips and (TORCH_CLIPS_SHARDS or not shards) and random.random() < 0.5
+        by_torch = clips and ("torch clips shards" not in NOT_YET or not shards) and random.random() < 0.5
         return Train(
             passes=passes,
             no_sync=passes > 1 and wrapping.pipeline is None and random.random() < 0.5,

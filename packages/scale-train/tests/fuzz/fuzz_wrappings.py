@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from fuzz_models import Boom, Net, batch_of, build, loss_of
-from fuzz_programs import flat_list, Evaluate, Fail, Freeze, Program, Train, Wrapping
+from fuzz_programs import Evaluate, Fail, Freeze, Program, Train, Wrapping, flat_list
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -136,14 +135,7 @@ class Wrapped:
             self.module = wrap(net, ranks, limit_seconds=LIMIT_SECONDS, **options)
             self.optimizers = [self._make(self.module.named_parameters())]
         elif kind in {"ddp", "oss"}:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
-                self.module = DistributedDataParallel(
-                    net,
-                    process_group=self.data,
-                    broadcast_buffers=options["broadcast_buffers"],
-                    find_unused_parameters=self._may_be_unused,
-                )
+            self.module = self._ddp(net)
             self.optimizers = [self._make(net.named_parameters(), self.data if kind == "oss" else None)]
         elif kind == "sharded_ddp":
             self.optimizers = [self._make(net.named_parameters(), self.data)]
@@ -152,6 +144,16 @@ class Wrapped:
             self._build_one_process(net)
         else:
             self.optimizers = [self._make(net.named_parameters())]
+
+    def _ddp(self, module: nn.Module) -> nn.Module:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+            return DistributedDataParallel(
+                module,
+                process_group=self.data,
+                broadcast_buffers=self.wrapping.options["broadcast_buffers"],
+                find_unused_parameters=self._may_be_unused,
+            )
 
     @property
     def _may_be_unused(self) -> bool:
@@ -208,7 +210,7 @@ class Wrapped:
                 if "" not in dict(self.wrapping.units):
                     fully_shard(stage, self.data, limit_seconds=LIMIT_SECONDS, **options)
             elif kind == "ddp" and trains:
-                self.pipe.stages[index] = DistributedDataParallel(stage, process_group=self.data)
+                self.pipe.stages[index] = self._ddp(stage)
             elif kind == "sharded_ddp" and trains:
                 optimizer = self._make(stage.named_parameters(), self.data)
                 self.optimizers.append(optimizer)
@@ -221,10 +223,8 @@ class Wrapped:
 
     def train(self, number: int, step: Train) -> tuple[list[float], float | None]:
         """One step; returns the losses of this rank's passes, and the norm where it clips."""
-        program, losses = self.program, []
         self.module.train(not step.evaluating)
-        for turn in range(step.passes):
-            losses.append(self._pass(number, turn, step))
+        losses = [self._pass(number, turn, step) for turn in range(step.passes)]
         norm = None if step.clip is None else float(self._clip(step))
         for optimizer in self.optimizers:
             optimizer.step()
@@ -272,6 +272,7 @@ class Wrapped:
         """A forward pass that raises, on all ranks, and is caught."""
         program = self.program
         batch = batch_of(program.model, program.samples, program.seed, number, 0, self.rank)
+        torch.manual_seed(hash((number, 0, self.rank)) % 2**31)
         self.module.train()
         net = self.module.module if isinstance(self.module, ShardedDataParallel) else self.net
         net.fails_at = step.block
