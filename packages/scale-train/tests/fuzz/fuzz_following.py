@@ -25,8 +25,10 @@ from fuzz_models import Boom, Net, batch_of, build, loss_of, tensors_of
 from fuzz_programs import NOT_YET, Evaluate, Fail, Freeze, Program, Reload, Train, Wrapping
 from fuzz_wrappings import Wrapped, optimizer_of, read_into, scheduler_of
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from scale_adascale import AdaScale
+from scale_core.group import Group
 
 ALIKE, SLACK = 2**8, 2**18
 SUMS_IN_ORDER = {"fully_shard", "FullyShardedDataParallel", "sharded_ddp"}
@@ -40,16 +42,20 @@ class Plain:
         self.program = program
         self.rank = rank  # along the data axis
         self.net: Net = build(program.model, program.seed)
-        kind = getattr(torch.optim, program.optimizer)
-        self.optimizer = optimizer_of(
-            program, self.net.named_parameters(), lambda params: kind(params, **program.options)
-        )
         self.now(program.wrapping)
-        if program.adascale:
-            passes = next(step.passes for step in program.steps if isinstance(step, Train))
-            accumulated = passes * self.chunks * self.num_ranks
-            self.optimizer = AdaScale(self.optimizer, num_gradients_to_accumulate=accumulated)
+        self.optimizer = self.optimizer_for(self.net)
         self.scheduler = scheduler_of(program, self.optimizer)
+
+    def optimizer_for(self, net: nn.Module) -> Optimizer:
+        """What steps the parameters of a plain model; each pass of each rank is a gradient to AdaScale."""
+        program = self.program
+        kind = getattr(torch.optim, program.optimizer)
+        optimizer = optimizer_of(program, net.named_parameters(), lambda params: kind(params, **program.options))
+        if not program.adascale:
+            return optimizer
+        passes = next(step.passes for step in program.steps if isinstance(step, Train))
+        accumulated = passes * self.chunks * self.num_ranks
+        return AdaScale(optimizer, num_gradients_to_accumulate=accumulated, process_group=Group())
 
     def now(self, wrapping: Wrapping) -> None:
         """Begins with what a wrapping makes of the data: how many ranks, micro-batches, and whose buffers."""
@@ -268,10 +274,7 @@ def _compare_saved(program: Program, wrapped: Wrapped, plain: Plain, comparison:
     net = build(program.model, 2)
     for param, other in zip(net.parameters(), plain.net.parameters(), strict=True):
         param.requires_grad_(other.requires_grad)
-    kind = getattr(torch.optim, program.optimizer)
-    optimizer = optimizer_of(program, net.named_parameters(), lambda params: kind(params, **program.options))
-    if program.adascale:
-        optimizer = AdaScale(optimizer, num_gradients_to_accumulate=plain.optimizer.num_gradients_to_accumulate)
+    optimizer = plain.optimizer_for(net)
     scheduler_of(program, optimizer)
     read_into(net, optimizer, folder, 999)
     names = {param: name for name, param in plain.net.named_parameters()}

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from fuzz_following import follow
-from fuzz_programs import Program, program_of, smaller
+from fuzz_programs import Program, Train, program_of, smaller
 
 from scale_core.testing import preload, run_ranks
 
@@ -88,17 +88,13 @@ def failure_of(program: Program) -> str | None:
 
 def shrunk(program: Program, text: str) -> tuple[Program, str]:
     """The smallest program that is found, by leaving out one thing after the other, to fail in the same words."""
-    wanted, found = kind_of(text), True
-    while found:
-        found = False
-        for candidate in smaller(program):
-            if not any(type(step).__name__ == "Train" for step in candidate.steps):
-                continue
-            other = failure_of(candidate)
-            if other is not None and kind_of(other) == wanted:
-                program, text, found = candidate, other, True
-                break
-    return program, text
+    wanted = kind_of(text)
+    while True:
+        candidates = [each for each in smaller(program) if any(isinstance(step, Train) for step in each.steps)]
+        found = next(((each, other) for each, other in failures(candidates) if kind_of(other) == wanted), None)
+        if found is None:
+            return program, text
+        program, text = found
 
 
 def kind_of(text: str) -> str:
