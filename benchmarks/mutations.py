@@ -274,8 +274,8 @@ class Copy:
         sets = {"tests of the file": named, "tests that name it": naming, "other tests": rest}
         return {words: [str(path) for path in paths] for words, paths in sets.items() if paths}
 
-    def passes(self, tests: Sequence[str]) -> bool:
-        """Whether these tests pass, within the limit."""
+    def result_of(self, tests: Sequence[str]) -> str:
+        """What comes of these tests: "passed", "failed", or "limit" where they do not end within it."""
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
         process = subprocess.Popen(
             command,
@@ -286,9 +286,10 @@ class Copy:
             start_new_session=True,
         )
         try:
-            return process.wait(self.limit_seconds) in {0, 5}  # 5: all were marked for other runs.
+            code = process.wait(self.limit_seconds)
+            return "passed" if code in {0, 5} else "failed"  # 5: all were marked for other runs.
         except subprocess.TimeoutExpired:
-            return False
+            return "limit"
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -300,9 +301,15 @@ class Copy:
         sets, text = self.sets_of(mutation), path.read_text(encoding="utf-8")
         path.write_text(mutation.applied(text), encoding="utf-8")
         try:
-            noticed = next((words for words in list(sets)[:num_sets] if not self.passes(sets[words])), None)
+            for words in list(sets)[:num_sets]:
+                result = self.result_of(sets[words])
+                if result != "passed":
+                    break
+            else:
+                words, result = "", "passed"
         finally:
             path.write_text(text, encoding="utf-8")
+        noticed = f"{words}, by their limit" if result == "limit" else words or None
         return Outcome(mutation, noticed, time.monotonic() - began)
 
 
@@ -317,7 +324,7 @@ def run(chosen: Sequence[Mutation], *, limit_seconds: float, num_sets: int, chec
         checked: set[str] = set()
         for mutation in chosen:
             likely = {test for tests in list(copy.sets_of(mutation).values())[: min(num_sets, 2)] for test in tests}
-            if checks and likely - checked and not copy.passes(sorted(likely - checked)):
+            if checks and likely - checked and copy.result_of(sorted(likely - checked)) != "passed":
                 raise RuntimeError(f"some of these tests fail without any change: {sorted(likely - checked)}")
             checked |= likely
             yield copy.try_one(mutation, num_sets=num_sets)
@@ -330,8 +337,10 @@ def tables_of(outcomes: Sequence[Outcome]) -> list[Table]:
         own = [outcome for outcome in outcomes if outcome.mutation.path.split("/")[1] == package]
         noticed = [outcome for outcome in own if outcome.noticed_by]
         by_file = sum(outcome.noticed_by == "tests of the file" for outcome in noticed)
-        rows.append([package, str(len(own)), f"{len(noticed)} ({len(noticed) / len(own):.0%})", str(by_file)])
-    heads = ["package", "changes", "noticed", "by the tests of the file"]
+        by_limit = sum((outcome.noticed_by or "").endswith("limit") for outcome in noticed)
+        share = f"{len(noticed)} ({len(noticed) / len(own):.0%})"
+        rows.append([package, str(len(own)), share, str(by_file), str(by_limit)])
+    heads = ["package", "changes", "noticed", "by the tests of the file", "by a limit"]
     survivors = [
         [outcome.mutation.kind, str(outcome.mutation).replace("|", "\\|")]
         for outcome in outcomes
@@ -369,7 +378,7 @@ def main() -> None:
     tries = run(chosen, limit_seconds=given.limit, num_sets=given.sets, checks=not given.unchecked)
     for outcome in tries:
         outcomes.append(outcome)
-        print(f"{outcome.noticed_by or 'SURVIVED':20} {outcome.seconds:6.1f} s  {outcome.mutation}", flush=True)
+        print(f"{outcome.noticed_by or 'SURVIVED':17} {outcome.seconds:6.1f} s  {outcome.mutation}", flush=True)
     tables = tables_of(outcomes)
     print(*(table.markdown() for table in tables), sep="\n")
     if given.date:

@@ -158,6 +158,7 @@ class Plain:
         for name, param in self.net.named_parameters():
             if name.startswith(f"{step.prefix}."):
                 param.requires_grad_(step.trains)
+        self.optimizer.zero_grad()
 
     def state(self) -> dict[str, Tensor]:
         """Parameters, and the buffers of `rank`."""

@@ -303,6 +303,8 @@ class Wrapped:
         for name, param in self.module.named_parameters():
             if name.removeprefix("module.").startswith(f"{step.prefix}."):
                 param.requires_grad_(step.trains)
+        for optimizer in self.optimizers:  # AdaScale looks anew which parameters there are.
+            optimizer.zero_grad()
 
     # Its state.
 
