@@ -241,9 +241,10 @@ class OtherDtype(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.layer = nn.Linear(width, width)
+        self.dtype = torch.float32
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.layer(x.to(self.layer.weight.dtype)).to(x.dtype))
+        return torch.tanh(self.layer(x.to(self.dtype)).to(x.dtype))
 
 
 class Entry(nn.Module):
@@ -346,7 +347,8 @@ def build(spec: ModelSpec, seed: int) -> Net:
     net = Net(spec).to(getattr(torch, spec.dtype))
     for module in net.modules():
         if isinstance(module, OtherDtype):
-            module.to(torch.float64 if spec.dtype == "float32" else torch.float32)
+            module.dtype = torch.float64 if spec.dtype == "float32" else torch.float32
+            module.to(module.dtype)
     return net
 
 
@@ -396,7 +398,7 @@ def random_model(random: Random, *, avoid: set[str], num_blocks: int, width: int
     while len(blocks) < num_blocks:
         blocks += _random_blocks(random, avoid, depth=0)
     return ModelSpec(
-        dtype=random.choice(["float64", "float64", "float32"]),
+        dtype=random.choice(["float64"] * 6 + ["float32"] * 3 + ["bfloat16"]),
         width=width or random.choice([3, 4, 5, 8]),
         words=words,
         tied=bool(words) and "tied" not in avoid and random.random() < 0.5,

@@ -49,7 +49,7 @@ class Wrapping:
 
     Attributes:
         kind: What stands along the data axis: "fully_shard", "FullyShardedDataParallel", "ddp", "oss" (beside DDP),
-            "sharded_ddp", or "none".
+            "sharded_ddp"; or "pipe", the pipeline in one process.
         mesh: The sizes of the axes: pipeline, data, tensor.
         copies: Along the data axis, how many copies hybrid sharding keeps; 0 for a mesh of one dimension.
         units: The modules that are units, beside the model itself, and whether each reshards after its forward.
@@ -255,6 +255,8 @@ class _Drawing:
         self.infinity = [] if "odd" in {block[0] for block in flat_list(model.blocks)} else [float("inf")]
         # A flat parameter has a gradient as a whole: zeros for what no pass has used.
         self.kinds = {block[0] for block in flat_list(model.blocks)}
+        alone = {"batchnorm", "counting", "dropout", "sometimes"}
+        self.fits_one_process = world == 1 and not adascale and not alone & self.kinds
         self.can_be_flat = not {"unused", "sometimes"} & self.kinds
         self.top = ["entry", *(f"blocks.{i}" for i in range(len(net.blocks))), "exit"]
         self.trained = {name for name, param in net.named_parameters() if param.requires_grad}
@@ -281,10 +283,13 @@ class _Drawing:
         kind = random.choice([*sharded, "fully_shard", "ddp", "oss", "sharded_ddp", "sharded_ddp"])
         if stages_per_rank and kind in {"FullyShardedDataParallel", "oss"}:
             kind = "fully_shard"
-        if stages_per_rank > 1 and kind == "sharded_ddp" and self.adascale:  # Each stage has an optimizer of its own.
+        # Each stage has an OSS of its own; two stages of a rank that share a weight would reduce it twice.
+        if stages_per_rank > 1 and ((kind == "sharded_ddp" and self.adascale) or self.tied):
             kind = "ddp"
         if "odd" in self.kinds and kind == "oss" and "strided parameters beside DDP" in NOT_YET:
             kind = "sharded_ddp"
+        if self.fits_one_process and mesh == (1, 1, 1) and not stages_per_rank and random.random() < 0.4:
+            return self._one_process()
         pipeline = self._pipeline(pipe, stages_per_rank) if stages_per_rank else None
         copies = 2 if kind in sharded and data == 4 and random.random() < 0.4 else 0
         options = self._options(kind, is_cut=pipeline is not None, is_divided=tensor > 1)
@@ -319,6 +324,17 @@ class _Drawing:
             checkpoints_first=stages_per_rank > 0 or kind not in sharded or random.random() < 0.5,
             pipeline=pipeline,
         )
+
+    def _one_process(self) -> Wrapping:
+        """A `Pipe`, which has no ranks; whose micro-batches no layer may see."""
+        random, rest = self.random, len(self.top)
+        balance = []
+        while rest:
+            balance.append(random.randint(1, rest))
+            rest -= balance[-1]
+        options = {"balance": balance, "chunks": random.choice([1, 2, 3])}
+        options["checkpoint"] = random.choice(["never", "always", "except_last"])
+        return Wrapping("pipe", (1, 1, 1), options=options)
 
     def _can_be_unit(self, name: str, pipeline: Pipeline | None) -> bool:
         return pipeline is None or not any(cut.startswith(f"{name}.") for cut in pipeline.cuts)
@@ -374,7 +390,7 @@ class _Drawing:
                 else:
                     frozen.append(random.choice(self.top[1:]))
                     yield Freeze(frozen[-1], False)
-            elif what < 0.32 and wrapping.pipeline is None and wrapping.kind not in {"ddp", "oss"}:
+            elif what < 0.32 and wrapping.pipeline is None and wrapping.kind not in {"ddp", "oss", "pipe"}:
                 yield Fail(random.randrange(len(self.model.blocks)))
             elif what < 0.42 and not frozen and (self._can_be_saved(wrapping)):
                 per_rank = wrapping.pipeline.stages_per_rank if wrapping.pipeline else 0

@@ -75,12 +75,10 @@ class Wrapped:
         self.program = program
         self.wrapping = wrapping
         self.pipe: DistributedPipe | None = None
-        self.passes = 0
         pipe, data, tensor = wrapping.mesh
-        if data * pipe * tensor > 1 or wrapping.kind != "none":
-            self.mesh = mesh_of(pipe, 1, data, tensor)
-            self.data = self.mesh["data"].get_group()
-            self.rank = self.mesh["data"].get_local_rank()
+        self.mesh = mesh_of(pipe, 1, data, tensor)
+        self.data = self.mesh["data"].get_group()
+        self.rank = self.mesh["data"].get_local_rank()
         net = build(program.model, seed)
         if wrapping.checkpoints_first:
             self._checkpoint(net)
@@ -140,10 +138,8 @@ class Wrapped:
         elif kind == "sharded_ddp":
             self.optimizers = [self._make(net.named_parameters(), self.data)]
             self.module = self._sharded_ddp(net, self.optimizers[0])
-        elif kind == "pipe":
-            self._build_one_process(net)
         else:
-            self.optimizers = [self._make(net.named_parameters())]
+            self._build_one_process(net)
 
     def _ddp(self, module: nn.Module) -> nn.Module:
         with warnings.catch_warnings():
@@ -300,8 +296,8 @@ class Wrapped:
         """Freezes parameters, or thaws them."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
-        for name, param in self.module.named_parameters():
-            if name.removeprefix("module.").startswith(f"{step.prefix}."):
+        for name, param in self._saved.named_parameters():
+            if name.startswith(f"{step.prefix}."):
                 param.requires_grad_(step.trains)
         for optimizer in self.optimizers:  # AdaScale looks anew which parameters there are.
             optimizer.zero_grad()
@@ -321,6 +317,8 @@ class Wrapped:
 
     @property
     def _saved(self) -> nn.Module:
+        if self.wrapping.kind == "pipe":
+            return self.net
         is_wrapper = isinstance(self.module, DistributedDataParallel | ShardedDataParallel)
         return self.module.module if is_wrapper else self.module
 
