@@ -60,7 +60,9 @@ def _verdict(program: Program, folder: Path) -> str | None:
     try:
         return follow(program, folder)
     except Exception as error:
-        return "".join(traceback.format_exception(error, chain=False, limit=-4))
+        text = "".join(traceback.format_exception(error, chain=False, limit=-4))
+        print(f"program {program.seed}: {text}", flush=True)  # In case that others wait until they are ended.
+        return text
     finally:
         torch.set_grad_enabled(True)
 

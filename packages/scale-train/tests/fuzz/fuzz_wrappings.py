@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from fuzz_models import Boom, Net, batch_of, build, loss_of
 from fuzz_programs import Evaluate, Fail, Freeze, Program, Train, Wrapping, flat_list
 from torch import Tensor, nn
@@ -99,11 +100,20 @@ class Wrapped:
                     each,
                     num_gradients_to_accumulate=passes * chunks,
                     process_group=self.data,
-                    model_parallel_group=self.mesh["pipe"].get_group() if pipe > 1 else None,
+                    model_parallel_group=self._model_parallel_group,
                 )
                 for each in self.optimizers
             ]
         self.schedulers = [each for each in (scheduler_of(program, one) for one in self.optimizers) if each]
+
+    @property
+    def _model_parallel_group(self) -> Any:
+        """The ranks that have other parts of the model: with two such axes there is no third one."""
+        pipe, data, tensor = self.wrapping.mesh
+        if pipe > 1 and tensor > 1:
+            assert data == 1
+            return dist.group.WORLD
+        return self.mesh["pipe"].get_group() if pipe > 1 else None
 
     def _checkpoint(self, net: nn.Module) -> None:
         hows = self.wrapping.checkpointed
