@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from scale_core.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
+from scale_core.collectives import _divisor_before, all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
 from scale_core.group import Group, group_of
 from scale_core.testing import run_ranks
 
@@ -173,3 +173,9 @@ def test_no_more_bytes_are_sent_than_any_algorithm_needs(num_ranks: int) -> None
     for sent in run_ranks(bytes_on_the_wire, num_ranks):
         assert sent == pytest.approx([floor] * 3, rel=0.01)
         assert all(part >= floor for part in sent)
+
+
+def test_halves_are_divided_before_they_are_added_by_the_power_of_two_next_to_the_root_of_the_ranks() -> None:
+    before = [_divisor_before(torch.float16, size) for size in (1, 2, 3, 4, 8, 16, 64, 1024)]
+    assert before == [1, 2, 2, 2, 4, 4, 8, 32]
+    assert {_divisor_before(dtype, 8) for dtype in (torch.float32, torch.bfloat16, torch.float64)} == {1}

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from scale_core.flat import FlatBuffer
 from scale_core.flat_terms import Devices, Groups
 from scale_core.group import Group
+from scale_core.layout import FlatLayout
 
 CPU, META = torch.device("cpu"), torch.device("meta")  # Any second device will do.
 
@@ -28,3 +30,11 @@ def test_reduced_gradients_are_where_the_shard_is_unless_it_is_said_otherwise(
 
 def test_without_a_word_a_buffer_is_shared_with_nobody() -> None:
     assert Groups() == Groups(Group(), Group(), None)
+
+
+def test_a_buffer_takes_one_group_or_what_says_who_shards_and_who_copies() -> None:
+    params = [torch.nn.Parameter(torch.randn(3, 2))]
+    layout = FlatLayout.plan(["weight"], [(3, 2)], 1)
+    for groups in (Group(), Groups(Group(), Group())):
+        buffer = FlatBuffer(["weight"], params, layout, groups)
+        assert buffer.groups == Groups(Group(), Group())

@@ -215,8 +215,9 @@ class Comparison:
         """Compares states, name by name; `in_part` where one rank has but some of the names."""
         if self.first is None and found.keys() != expected.keys() and not (in_part and found.keys() < expected.keys()):
             self.first = f"{what}: keys {sorted(found.keys() ^ expected.keys())} on one side alone"
-        for name in found.keys() & expected.keys():
-            self.of(f"{what}: {name}", found[name], expected[name])
+        for name in found:
+            if name in expected:
+                self.of(f"{what}: {name}", found[name], expected[name])
 
 
 def follow(program: Program, folder: Path) -> str | None:
@@ -284,7 +285,7 @@ def _compare_saved(program: Program, wrapped: Wrapped, plain: Plain, comparison:
         found, expected = optimizer.state.get(param, {}), states.get(name, {})
         if found.keys() != expected.keys() and comparison.first is None:
             comparison.first = f"saved state of {name}: {sorted(found)} for {sorted(expected)}"
-        for key in found.keys() & expected.keys():
+        for key in sorted(found.keys() & expected.keys()):
             one, other = torch.as_tensor(found[key]), torch.as_tensor(expected[key])
             comparison.of(f"saved {name}.{key}", one, other)
     for one, other in zip(optimizer.param_groups, plain.optimizer.param_groups, strict=True):

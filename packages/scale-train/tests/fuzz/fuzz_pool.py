@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from fuzz_following import follow
-from fuzz_programs import Program, Train, program_of, smaller
+from fuzz_programs import Program, Train, code_of, program_of, smaller
 
 from scale_core.testing import preload, run_ranks
 
@@ -118,7 +118,7 @@ def main() -> None:
             program, text = shrunk(program, text)
         kinds.setdefault(kind_of(text), []).append(program.seed)
         if len(kinds[kind_of(text)]) == 1 or "--all" in sys.argv:
-            print(f"{'=' * 100}\n{program}\n{text}", flush=True)
+            print(f"{'=' * 100}\n{code_of(program)}\n{text}", flush=True)
     print("=" * 100)
     for kind, where in sorted(kinds.items(), key=lambda item: -len(item[1])):
         print(f"{len(where)} times: {kind}: seeds {where[:12]}")

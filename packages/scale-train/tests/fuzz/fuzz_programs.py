@@ -457,6 +457,11 @@ def flat_list(blocks: tuple[Any, ...]) -> Iterator[Any]:
             yield block[1]
 
 
+def code_of(program: Program) -> str:
+    """The code that makes a program."""
+    return repr(program).replace("norm_type=inf", "norm_type=float('inf')")
+
+
 def smaller(program: Program) -> Iterator[Program]:
     """Programs with one thing less, the largest parts first."""
     for number in range(len(program.steps)):
