@@ -22,6 +22,7 @@ NOT_YET = frozenset(
         "strided parameters beside DDP",  # DDP writes gradients by the strides from before OSS
         "pipelines clip in fp64",  # the norm of a rank whose stages count nothing is in fp32
         "unused parameters of stages under DDP",  # they get zeros for a gradient
+        "buffers made in inference mode",  # of a checkpointed module: a recomputation takes them for left alone
         "uneven parts beside shards are saved",  # ranks of the tensor axis cut what they all hold in different places
         "tied parameters frozen in one stage",  # its part of the gradient is lost
     }
@@ -391,7 +392,9 @@ class _Drawing:
         for _ in range(random.randint(2, 6)):
             what = random.random()
             if what < 0.15:
-                yield Evaluate(random.choice(["no_grad", "no_grad", "inference"]), random.random() < 0.8)
+                mode, evaluating = random.choice(["no_grad", "no_grad", "inference"]), random.random() < 0.8
+                replaced = not evaluating and "counting" in self.kinds and "buffers made in inference mode" in NOT_YET
+                yield Evaluate("no_grad" if replaced else mode, evaluating)
             elif what < 0.25 and self._can_freeze(wrapping):
                 if frozen:
                     yield Freeze(frozen.pop(), True)
