@@ -416,10 +416,11 @@ def _random_blocks(random: Random, avoid: set[str], depth: int) -> list[Block]:
     if kind in NESTED:
         if depth == 2:
             return [("linear", True)]
-        inner = [each for _ in range(random.randint(1, 2)) for each in _random_blocks(random, avoid, depth + 1)]
-        return [(kind, tuple(inner))]
+        blocks = [each for _ in range(random.randint(1, 2)) for each in _random_blocks(random, avoid, depth + 1)]
+        return [(kind, tuple(blocks))]
     if kind == "frozen":
-        return [("frozen", random.choice([("linear", True), ("odd",), ("mlp", 6), ("layernorm",)]))]
+        inner = [("linear", True), ("odd",), ("mlp", 6), ("layernorm",)]
+        return [("frozen", random.choice([each for each in inner if each[0] not in avoid]))]
     if kind == "linear":
         return [(kind, random.random() < 0.7)]
     if kind == "mlp":
