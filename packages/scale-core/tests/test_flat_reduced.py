@@ -13,6 +13,7 @@ from torch import Tensor
 from scale_core.backward import are_local_grads_reported, on_local_grads
 from scale_core.flat import Dtypes
 from scale_core.group import Group, group_of
+from scale_core.joining import join
 from scale_core.testing import run_ranks
 
 
@@ -39,6 +40,25 @@ def reductions(used_by_rank: dict[int, list[int]], reduce_dtype: torch.dtype | N
             expected = step * (total / group.size).reshape(-1)[span.start : span.stop].view(span.shape)
             assert param.grad is not None and param.grad.dtype == torch.float32
             assert torch.equal(param.grad, expected), (index, param.grad, expected)
+
+
+def uneven() -> None:
+    """Rank 0 has one batch and rank 1 two, the second of which alone counts; then samples are what counts."""
+    group = group_of()
+    buffer = make(group)
+    for sizes in ([[1], [1, 1]], [[2], [6, 3]]):
+        for number, _ in enumerate(join([[0] * size for size in sizes[group.rank]], samples=len)):
+            backward(buffer, [0, 1, 2, 3, 4], group.rank)
+            buffer.reduce(tag=1 << 22)
+            buffer.wait_reduced()
+            buffer.commit()
+            share = [0.0, 1.0] if number else [size[0] / sum(each[0] for each in sizes) for size in sizes]
+            for index, (param, span) in enumerate(zip(buffer.exposed, buffer.spans, strict=True)):
+                mean = sum(share[rank] * local_grad(rank, index, SHAPES[list(SHAPES)[index]]) for rank in range(2))
+                assert isinstance(mean, Tensor) and param.grad is not None
+                expected = mean.reshape(-1)[span.start : span.stop].view(span.shape)
+                torch.testing.assert_close(param.grad, expected, rtol=1e-6, atol=1e-7)
+                param.grad = None
 
 
 def accumulation() -> None:
@@ -144,6 +164,10 @@ def each_pass_is_reported_alone() -> None:
 @pytest.mark.parametrize("reduce_dtype", [None, torch.bfloat16])
 def test_gradients_are_averaged_and_what_a_rank_has_not_used_counts_as_zeros(reduce_dtype: torch.dtype | None) -> None:
     run_ranks(reductions, 3, {1: [0, 2], 2: []}, reduce_dtype)
+
+
+def test_the_gradient_of_a_rank_that_has_run_out_of_data_counts_nothing() -> None:
+    run_ranks(uneven, 2)
 
 
 def test_each_backward_pass_is_reported_alone() -> None:
