@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from scale_core.flat import FlatBuffer
-from scale_core.optimizer_view import asked_by_torch, view_all
+from scale_core.optimizer_view import asked_by_torch, saved_by_torch, view_all
 from scale_core.shard import Held, shard_of
 from scale_fsdp.options import StateDictForm, resolve_form
 from scale_fsdp.slots import Slot, flat_name_of
@@ -142,7 +142,6 @@ def state_dict_of(module: nn.Module, plain: Callable[..., Any], *args: Any, **kw
     assert unit is not None
     form = unit.options.form
     if asked is not None or saved_by_torch():
-        _refuse_divided(module)
         check_none_apart(module, "state_dict")
     if form.rank_0_only:
         check_none_apart(module, "state_dict_on_rank_0_only")
