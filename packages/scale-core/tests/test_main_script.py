@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -95,8 +96,10 @@ def test_a_process_that_only_imports_the_program_starts_nothing(monkeypatch: pyt
     assert ended == [UNGUARDED]
 
 
-def test_the_main_script_is_back_afterwards() -> None:
-    main = sys.modules["__main__"]
+def test_the_main_script_is_back_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    main = ModuleType("__main__")
+    main.__file__ = __file__
+    monkeypatch.setitem(sys.modules, "__main__", main)
     with pytest.raises(KeyError), main_hidden(unless=False):
         assert sys.modules["__main__"] is not main
         raise KeyError
