@@ -8,6 +8,7 @@ dispatch mode in a step of its own, since the mode slows a step down.
 
 from __future__ import annotations
 
+import resource
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -47,22 +48,26 @@ class Spent:
         cpu_seconds: Of all threads of this process.
         wall_seconds: From beginning to end.
         bytes_sent: Written to sockets (and files, of which there are none inside a step).
+        page_faults: Pages that the kernel had to give to the process, zeroed, before it could use them.
     """
 
     cpu_seconds: float = 0.0
     wall_seconds: float = 0.0
     bytes_sent: int = 0
+    page_faults: int = 0
 
 
 @contextmanager
 def spending() -> Iterator[Spent]:
     """Measures what this process spends inside."""
     spent = Spent()
-    sent, wall, cpu = bytes_written(), time.perf_counter(), time.process_time()
+    sent, faults = bytes_written(), resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    wall, cpu = time.perf_counter(), time.process_time()
     yield spent
     spent.cpu_seconds = time.process_time() - cpu
     spent.wall_seconds = time.perf_counter() - wall
     spent.bytes_sent = bytes_written() - sent
+    spent.page_faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
 
 
 def bytes_written() -> int:

@@ -276,6 +276,29 @@ def active_fake_mode() -> object | None:
     return _guards.active_fake_mode()
 
 
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor is one of a simulation, without memory."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
+
+
+def num_holders(storage: torch.UntypedStorage) -> int:
+    """How many hold a storage: tensors, views of them, and storages of Python."""
+    count: int = cast(Any, torch._C)._storage_Use_Count(storage._cdata)
+    return count
+
+
+def can_swap_memory() -> bool:
+    """Whether this torch can move memory from one storage to another; 2.8 can't."""
+    return hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+
+
+def swap_memory(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
+    """Exchanges the memory of two storages, of which one has none; whoever has a view of one sees that."""
+    cast(Any, storage)._swap_data_ptr_(other)
+
+
 def plain_tensor_types() -> frozenset[type]:
     """The tensor types that hold one storage of their own; others are wrappers around such, as DTensor is."""
     from torch._subclasses.fake_tensor import FakeTensor

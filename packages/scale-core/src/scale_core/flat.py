@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from scale_core import buffer_pool
 from scale_core.collectives import Pending, all_gather
 from scale_core.flat_reduced import FlatReduced, copy_stream
 from scale_core.flat_shard import give_attributes
@@ -136,7 +137,7 @@ class FlatBuffer(FlatReduced):
             self.state = State.GATHERED
             return
         if self.layout.full_numel:
-            self.full.untyped_storage().resize_(self.full.numel() * self.full.itemsize)
+            buffer_pool.fill(self.full)
             self._gathering = self._all_gather(tag)
         self.state = State.GATHERING  # Only now: where there was no memory for it, it has not begun.
 
@@ -181,7 +182,7 @@ class FlatBuffer(FlatReduced):
         elif not keep_part:
             self.part = None
         if not self.is_aliased:
-            self.full.untyped_storage().resize_(0)
+            buffer_pool.free(self.full)
         self.state = State.SHARDED
 
     def wait_sent(self) -> None:
