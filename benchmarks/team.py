@@ -46,15 +46,16 @@ class Nursery:
 
     Args:
         script: What it runs.
-        allocator: Settings of the C allocator, which its ranks inherit.
+        allocator: Settings of the C allocator, which its ranks inherit; those of the caller do not count.
     """
 
     def __init__(self, script: str, allocator: Mapping[str, str]) -> None:
         self._socket, theirs = socket.socketpair()
+        others = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, script, "--nursery", str(theirs.fileno())],
-                env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **allocator},
+                env={**others, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **allocator},
                 pass_fds=[theirs.fileno()],
             )
 

@@ -9,7 +9,8 @@ reads a part of it, whoever holds that; idle blocks beyond those that a backward
 from __future__ import annotations
 
 import threading
-from typing import Any
+import weakref
+from collections import Counter
 
 import torch
 from torch import Tensor
@@ -20,10 +21,11 @@ from scale_core import compat
 SMALLEST_BYTES = 1 << 20
 """Smaller buffers are left to the C library, which keeps their memory itself."""
 
-IDLE_BLOCKS = 4
-"""How many idle blocks of one size are kept: two units' full buffers, and two units' gradients."""
+IDLE_BLOCKS = 8
+"""How many idle blocks of one size are kept: more than a unit's backward uses, less than all gradients of a model."""
 
 _ALIGNMENT = 64  # bytes, as of torch's own tensors
+_SPARE_BYTES = 4096  # so that parts which begin at aligned places still fill a block
 
 
 class _Block:
@@ -38,6 +40,9 @@ class _Block:
     def is_idle(self) -> bool:
         return compat.num_holders(self._storage) == self._own_holders
 
+    def has_room_for(self, num_bytes: int) -> bool:
+        return self.used + num_bytes <= len(self.memory)
+
     def part(self, num_bytes: int) -> torch.UntypedStorage:
         """The next bytes, as a storage that keeps the block in use as long as it lives."""
         start = self.used
@@ -50,7 +55,7 @@ class BufferPool:
 
     def __init__(self) -> None:
         self._blocks: list[_Block] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # Garbage that is collected inside of `lend` may call `trim`.
 
     def lend(self, num_bytes: int, of: int) -> torch.UntypedStorage:
         """Returns memory with any content.
@@ -61,11 +66,11 @@ class BufferPool:
         """
         with self._lock:
             self._take_back(IDLE_BLOCKS)
-            fitting = [b for b in self._blocks if of <= len(b.memory) <= of + of // 8 + 4096]
-            having = [b for b in fitting if len(b.memory) - b.used >= num_bytes]
-            block = max(having, key=lambda b: b.used, default=None)
+            size = of + _SPARE_BYTES
+            blocks = [b for b in self._blocks if size <= len(b.memory) <= size + of // 8 and b.has_room_for(num_bytes)]
+            block = max(blocks, key=lambda b: b.used, default=None)
             if block is None:
-                block = _Block(of + 4096)  # The parts begin at aligned places.
+                block = _Block(size)
                 self._blocks.append(block)
             return block.part(num_bytes)
 
@@ -74,15 +79,20 @@ class BufferPool:
         with self._lock:
             self._take_back(0)
 
+    def trim_after(self, owner: object) -> None:
+        """Gives idle blocks back when `owner`, whose buffers they were, is collected."""
+        weakref.finalize(owner, self.trim).atexit = False
+
     def _take_back(self, keep: int) -> None:
-        kept: dict[int, int] = {}
-        for block in list(self._blocks):
+        idle: Counter[int] = Counter()
+        kept = []
+        for block in self._blocks:
             if block.is_idle():
                 block.used = 0
-                size = len(block.memory)
-                kept[size] = kept.get(size, 0) + 1
-                if kept[size] > keep:
-                    self._blocks.remove(block)
+                idle[len(block.memory)] += 1
+            if block.used or idle[len(block.memory)] <= keep:
+                kept.append(block)
+        self._blocks = kept
 
 
 pool = BufferPool()
@@ -116,7 +126,7 @@ def fill(tensor: Tensor) -> None:
 
 def free(tensor: Tensor) -> None:
     """Takes the memory of a tensor away, whether it has it from `fill` or has had it from the beginning."""
-    storage: Any = tensor.untyped_storage()
+    storage = tensor.untyped_storage()
     if _pooled(storage.nbytes(), tensor) and compat.can_swap_memory():
         compat.swap_memory(storage, torch.UntypedStorage(0, device="cpu"))
     else:

@@ -302,7 +302,9 @@ class FlatBuffer(FlatReduced):
         self._gathered_version = self.version
         self.rename(self.names, self._unit, self._flat_name)
         self.release()
-        _live.add(self)
+        if self not in _live:
+            _live.add(self)
+            buffer_pool.pool.trim_after(self)
         mark_copies(self.wholes, self)
         refuse_steps(self)
         watch_optimizers()

@@ -1,0 +1,127 @@
+"""buffer_pool.py: memory is lent again when nobody reads it any more, and never before."""
+
+from __future__ import annotations
+
+import gc
+import io
+
+import pytest
+import torch
+from torch import Tensor
+
+from scale_core import buffer_pool, compat
+from scale_core.buffer_pool import IDLE_BLOCKS, SMALLEST_BYTES, BufferPool
+
+NUMEL = SMALLEST_BYTES // 4
+
+
+@pytest.fixture(autouse=True)
+def pool(monkeypatch: pytest.MonkeyPatch) -> BufferPool:
+    own = BufferPool()
+    monkeypatch.setattr(buffer_pool, "pool", own)
+    return own
+
+
+def large(scale: int = 1, *, of: int | None = None) -> Tensor:
+    return buffer_pool.empty(scale * NUMEL, torch.float32, torch.empty(0), of=of)
+
+
+def test_memory_is_lent_again_once_its_last_view_has_died() -> None:
+    first = large()
+    place, view = first.data_ptr(), first.view(2, -1)[1]
+    del first
+    assert large().data_ptr() != place
+    del view
+    assert large().data_ptr() == place
+
+
+def test_what_autograd_has_saved_is_not_lent_to_another() -> None:
+    saved = large().fill_(2.0)
+    weight = torch.ones(NUMEL, requires_grad=True)
+    product = (weight * saved).sum()
+    del saved
+    large().fill_(7.0)
+    product.backward()
+    assert weight.grad is not None and weight.grad.unique().tolist() == [2.0]
+
+
+def test_parts_of_one_block_have_storages_of_their_own() -> None:
+    of = 4 * 3 * NUMEL + 12  # which is no multiple of the alignment
+    parts = [large(of=of).fill_(float(number)) for number in range(3)]
+    places = [part.data_ptr() for part in parts]
+    assert max(places) - min(places) < of + 4096, "expected them in one block"
+    assert all(place % 64 == 0 for place in places)
+    assert [part.unique().tolist() for part in parts] == [[0.0], [1.0], [2.0]]
+    assert all(part.untyped_storage().nbytes() == SMALLEST_BYTES for part in parts)
+    file = io.BytesIO()
+    torch.save(parts[1], file)
+    assert file.tell() < 1.1 * SMALLEST_BYTES
+    other = large(of=of)
+    assert not min(places) <= other.data_ptr() <= max(places), "expected another block"
+
+
+@pytest.mark.parametrize("swaps", [True, False])
+def test_a_tensor_without_memory_gets_some_and_its_views_see_it(monkeypatch: pytest.MonkeyPatch, swaps: bool) -> None:
+    if not swaps:
+        monkeypatch.setattr(compat, "can_swap_memory", lambda: False)
+    elif not compat.can_swap_memory():
+        pytest.skip("this torch can't")
+    full = torch.empty(2 * NUMEL)
+    view = full.view(2, -1)[1]
+    for value in (1.0, 2.0):
+        buffer_pool.free(full)
+        assert full.untyped_storage().nbytes() == 0
+        buffer_pool.free(full)  # as a second release does
+        buffer_pool.fill(full)
+        assert full.untyped_storage().nbytes() == 8 * NUMEL
+        full.fill_(value)
+        assert view.unique().tolist() == [value]
+
+
+@pytest.mark.skipif(not compat.can_swap_memory(), reason="this torch can't")
+def test_two_tensors_take_turns_in_one_memory() -> None:
+    one, two = torch.empty(NUMEL), torch.empty(NUMEL)
+    places = []
+    for tensor in (one, two, one, two):
+        buffer_pool.free(tensor)
+        buffer_pool.fill(tensor)
+        places.append(tensor.data_ptr())
+        buffer_pool.free(tensor)
+    assert len(set(places)) == 1
+
+
+def test_few_idle_blocks_are_kept_and_none_after_a_trim(pool: BufferPool) -> None:
+    tensors = [large() for _ in range(IDLE_BLOCKS + 3)]
+    assert len(pool._blocks) == IDLE_BLOCKS + 3
+    tensors.clear()
+    tensors.append(large())
+    assert len(pool._blocks) == IDLE_BLOCKS
+    pool.trim()
+    assert len(pool._blocks) == 1, "what is in use stays"
+    tensors[0].zero_()
+
+
+def test_idle_blocks_are_given_back_with_what_they_were_for(pool: BufferPool) -> None:
+    class Owner:
+        pass
+
+    owner = Owner()
+    pool.trim_after(owner)
+    large()
+    assert len(pool._blocks) == 1
+    del owner
+    gc.collect()
+    assert not pool._blocks
+
+
+def test_small_tensors_and_those_of_other_devices_are_left_to_torch(pool: BufferPool) -> None:
+    assert buffer_pool.empty(NUMEL - 1, torch.float32, torch.empty(0)).shape == (NUMEL - 1,)
+    assert buffer_pool.empty(NUMEL, torch.float32, torch.empty(0, device="meta")).is_meta
+    if compat.simulation_supported():
+        with compat.fake_tensors():
+            fake = torch.empty(NUMEL)
+            assert compat.is_fake(buffer_pool.empty(NUMEL, torch.float32, fake))
+            buffer_pool.free(fake)
+            buffer_pool.fill(fake)
+            assert fake.untyped_storage().nbytes() == 4 * NUMEL
+    assert not pool._blocks
