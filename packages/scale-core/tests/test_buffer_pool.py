@@ -11,6 +11,10 @@ from torch import Tensor
 
 from scale_core import buffer_pool, compat
 from scale_core.buffer_pool import IDLE_BLOCKS, SMALLEST_BYTES, BufferPool
+from scale_core.flat import FlatBuffer
+from scale_core.group import group_of
+from scale_core.layout import FlatLayout
+from scale_core.testing import run_ranks
 
 NUMEL = SMALLEST_BYTES // 4
 
@@ -125,3 +129,35 @@ def test_small_tensors_and_those_of_other_devices_are_left_to_torch(pool: Buffer
             buffer_pool.fill(fake)
             assert fake.untyped_storage().nbytes() == 4 * NUMEL
     assert not pool._blocks
+
+
+def take_steps() -> None:
+    shapes = [(1024, 400), (1024, 200)]
+    group = group_of()
+    buffers = [
+        FlatBuffer(names, [torch.ones(shape) for shape in shapes], FlatLayout.plan(names, shapes, group.size), group)
+        for names in (["a.weight", "a.bias"], ["b.weight", "b.bias"])
+    ]
+    blocks = []
+    for step in range(5):
+        for buffer in buffers:
+            buffer.gather()
+            buffer.wait_gathered()
+            factor = 1.0 + group.rank + step
+            torch.stack([(whole * factor).sum() for whole in buffer.wholes]).sum().backward()
+            for index in range(len(shapes)):
+                buffer.gradient.pack(index)
+            buffer.release()
+            buffer.reduce()
+        for buffer in buffers:
+            buffer.commit()
+        for param in (param for buffer in buffers for param in buffer.exposed):
+            assert param.grad is not None and param.grad.unique().tolist() == [1.5 + step]
+            param.grad = None
+        blocks.append([block.memory.data_ptr() for block in buffer_pool.pool._blocks])
+    assert blocks[1], "expected the buffers to be large enough for the pool"
+    assert blocks[1] == blocks[2] == blocks[3] == blocks[4]
+
+
+def test_steady_steps_take_no_new_memory_and_mix_nothing_up() -> None:
+    run_ranks(take_steps, 2)
