@@ -7,7 +7,7 @@ import io
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from scale_core import buffer_pool, compat
 from scale_core.buffer_pool import IDLE_BLOCKS, SMALLEST_BYTES, BufferPool
@@ -135,7 +135,12 @@ def take_steps() -> None:
     shapes = [(1024, 400), (1024, 200)]
     group = group_of()
     buffers = [
-        FlatBuffer(names, [torch.ones(shape) for shape in shapes], FlatLayout.plan(names, shapes, group.size), group)
+        FlatBuffer(
+            names,
+            [nn.Parameter(torch.ones(shape)) for shape in shapes],
+            FlatLayout.plan(names, shapes, group.size),
+            group,
+        )
         for names in (["a.weight", "a.bias"], ["b.weight", "b.bias"])
     ]
     blocks = []

@@ -47,7 +47,8 @@ class _Block:
         """The next bytes, as a storage that keeps the block in use as long as it lives."""
         start = self.used
         self.used = -(-(start + num_bytes) // _ALIGNMENT) * _ALIGNMENT
-        return from_dlpack(to_dlpack(self.memory[start : start + num_bytes])).untyped_storage()
+        part: Tensor = from_dlpack(to_dlpack(self.memory[start : start + num_bytes]))
+        return part.untyped_storage()
 
 
 class BufferPool:
@@ -111,7 +112,7 @@ def empty(numel: int, dtype: torch.dtype, like: Tensor, *, of: int | None = None
     if not _pooled(num_bytes, like):
         return torch.empty(numel, dtype=dtype, device=like.device)
     memory = pool.lend(num_bytes, max(of or 0, num_bytes))
-    return torch.empty(0, dtype=dtype).set_(memory, 0, (numel,))  # type: ignore[arg-type]
+    return torch.empty(0, dtype=dtype).set_(memory, 0, (numel,), (1,))
 
 
 def fill(tensor: Tensor) -> None:
