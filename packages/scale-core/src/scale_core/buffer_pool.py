@@ -14,7 +14,7 @@ from collections import Counter
 
 import torch
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack, to_dlpack
+from torch.utils.dlpack import from_dlpack
 
 from scale_core import compat
 
@@ -47,7 +47,7 @@ class _Block:
         """The next bytes, as a storage that keeps the block in use as long as it lives."""
         start = self.used
         self.used = -(-(start + num_bytes) // _ALIGNMENT) * _ALIGNMENT
-        part: Tensor = from_dlpack(to_dlpack(self.memory[start : start + num_bytes]))
+        part: Tensor = from_dlpack(self.memory[start : start + num_bytes])
         return part.untyped_storage()
 
 
