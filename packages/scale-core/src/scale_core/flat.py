@@ -42,7 +42,19 @@ class State(enum.Enum):
 
 
 _AS_GIVEN = Dtypes(), Devices()
-_KEPT = ("names", "layout", "dtypes", "devices", "flatten", "shard", "exposed", "_unit", "_flat_name", "_within")
+_KEPT = (
+    "names",
+    "layout",
+    "dtypes",
+    "devices",
+    "flatten",
+    "shard",
+    "exposed",
+    "_unit",
+    "_flat_name",
+    "_counted_over",
+    "_within",
+)
 
 _live: weakref.WeakSet[FlatBuffer] = weakref.WeakSet()
 
@@ -110,8 +122,14 @@ class FlatBuffer(FlatReduced):
 
     # What it is.
 
-    def rename(self, names: Sequence[str], unit: str = "", flat_name: str = "flat_param") -> None:
-        super().rename(names, unit, flat_name)
+    def rename(
+        self,
+        names: Sequence[str],
+        unit: str = "",
+        flat_name: str = "flat_param",
+        counted_over: Group | None = None,
+    ) -> None:
+        super().rename(names, unit, flat_name, counted_over)
         self.gradient.names = self.names
 
     def follow_trainable(self) -> None:
@@ -263,6 +281,7 @@ class FlatBuffer(FlatReduced):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.names, self._unit, self._flat_name = state["names"], state["_unit"], state["_flat_name"]
+        self._counted_over = state["_counted_over"]
         self.dtypes, self.flatten, self._within = state["dtypes"], state["flatten"], state["_within"]
         self._past = 0
         shard, devices = state["shard"], state["devices"]
@@ -300,7 +319,7 @@ class FlatBuffer(FlatReduced):
         self._furnish_gradients(self.wholes)
         self.gradient.holds = self.gradient.holds and not self.is_aliased
         self._gathered_version = self.version
-        self.rename(self.names, self._unit, self._flat_name)
+        self.rename(self.names, self._unit, self._flat_name, self._counted_over)
         self.release()
         if self not in _live:
             _live.add(self)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from scale_core import compat
 from scale_core.backward import mark_reported
 from scale_core.flat_terms import Devices, Dtypes, Groups
+from scale_core.group import Group
 from scale_core.layout import FlatLayout
 from scale_core.shard import Axis, Held, Shard, mark, shard_of
 
@@ -49,20 +50,28 @@ class FlatShard:
     def __init__(self, names: Sequence[str], dtypes: Dtypes, flatten: bool) -> None:
         self.dtypes, self.flatten = dtypes, flatten
         self.names, self._unit, self._flat_name = list(names), "", "flat_param"
+        self._counted_over: Group | None = None
         self._past = 0  # What makes `version` grow over all the shards that there were.
 
     # What it is.
 
-    def rename(self, names: Sequence[str], unit: str = "", flat_name: str = "flat_param") -> None:
+    def rename(
+        self,
+        names: Sequence[str],
+        unit: str = "",
+        flat_name: str = "flat_param",
+        counted_over: Group | None = None,
+    ) -> None:
         """Records what each exposed parameter is a piece of, under these qualified names.
 
         Args:
             names: Of each parameter.
             unit: Of the unit that gathers them.
             flat_name: Of the one flat parameter, where they are exposed as that.
+            counted_over: As in `Shard`.
         """
         self.names = list(names)
-        self._unit, self._flat_name = unit, flat_name
+        self._unit, self._flat_name, self._counted_over = unit, flat_name, counted_over
         mark_reported(self.exposed)
         axes: tuple[Axis, ...] = (Axis(self.group, Held.SHARD),)
         if self.groups.replicas.size > 1:
@@ -76,12 +85,14 @@ class FlatShard:
                 )
             start = self.group.rank * self.layout.shard_numel
             stop = start + self.layout.shard_numel
-            mark(self.exposed[0], Shard(flat_name, (self.layout.full_numel,), start, stop, axes, unit))
+            shard = Shard(flat_name, (self.layout.full_numel,), start, stop, axes, unit, counted_over=counted_over)
+            mark(self.exposed[0], shard)
             return
         pieces = zip(names, self.layout.entries, self.spans, self.exposed, self._within, strict=True)
         for name, entry, span, param, within in pieces:
             if within is None:
-                mark(param, Shard(name, entry.shape, span.start, span.stop, axes, unit))
+                shape, place = entry.shape, (span.start, span.stop)
+                mark(param, Shard(name, shape, *place, axes, unit, counted_over=counted_over))
             else:
                 mark(param, within.cut(name, span.start, span.stop, axes, unit))
 

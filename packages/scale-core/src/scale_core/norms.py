@@ -259,12 +259,12 @@ def check_max_norm(max_norm: float) -> None:
 
 
 def is_shared(param: Tensor) -> bool:
-    """Whether the elements of a parameter are divided between ranks, so that none has all of its gradient.
+    """Whether no rank alone has all gradients that a norm with this one is of.
 
     Raises:
         ValueError: Its gradient is still a partial sum over a mesh axis.
     """
-    return bool(_sharing_groups(param))
+    return bool(_sharing_groups(param)) or _apart(param) is not None
 
 
 def _sharing_groups(param: Tensor) -> tuple[Group, ...]:
@@ -305,19 +305,27 @@ def _over_shards(
     """The sum of |g|^p over all elements on all ranks that share a parameter, or their largest magnitude."""
     # By who shares them. The order is that of the parameters, which is the same on all ranks; an order by the ranks
     # in a group would not be, where an axis is the first of one group's and the last of another's.
-    classes: dict[tuple[Group, ...], list[Tensor]] = {}
+    classes: dict[tuple[tuple[Group, ...], Group | None], list[Tensor]] = {}
     for _, holder, grad in gradients:
-        members = classes.setdefault(_sharing_groups(holder), [])
+        members = classes.setdefault((_sharing_groups(holder), _apart(holder)), [])
         if grad is not None and _counts(holder):
             # Of a complex number its magnitude counts, as in torch.
             members.append(grad.abs() if grad.is_complex() else grad)
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for groups, members in classes.items():
+    for (groups, apart), members in classes.items():
         share = _share(members, norm_type, device)
         for group in groups:
             share = _over_group(share, norm_type, group, limit_seconds)
+        if apart is not None:
+            share = _over_group(share, norm_type, apart, limit_seconds)
         total = _combined(total, share, norm_type)
     return total
+
+
+def _apart(param: Tensor) -> Group | None:
+    """The ranks of which each has another parameter in this one's place, if there are such."""
+    shard = shard_of(param)
+    return None if shard is None else shard.counted_over
 
 
 def _over_stages(share: Tensor, norm_type: float, model: Stages, limit_seconds: float | None) -> Tensor:

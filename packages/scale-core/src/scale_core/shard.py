@@ -57,6 +57,8 @@ class Shard:
             copies, one counts in a norm.
         gathered: Whether a unit puts the whole together for the forward; otherwise the module computes with the piece
             as it is, as a tensor parallel layer does.
+        counted_over: The ranks of the model, where other ones have other parameters in this one's place, as experts of
+            their own; all of these count in a norm. None where all ranks hold pieces or copies of this one.
     """
 
     name: str
@@ -68,6 +70,7 @@ class Shard:
     ranges: Ranges = ()
     counted: bool = True
     gathered: bool = True
+    counted_over: Group | None = None
 
     @classmethod
     def of_ranges(

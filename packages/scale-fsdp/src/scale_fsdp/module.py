@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any, Self, cast
 
-import torch
 from torch import Tensor, nn
 
-from scale_core.collectives import all_reduce
-from scale_core.contract import Contract
 from scale_core.events import Event
-from scale_core.norms import check_max_norm, clip_factor, clip_grad_norm, grad_norm, scale_gradients
+from scale_core.norms import clip_grad_norm
 from scale_fsdp.assignments import watch_modules
 from scale_fsdp.by_hand import ByHand
 from scale_fsdp.describe import one_line
@@ -49,10 +45,7 @@ class ShardedModule(WithState, ByHand, Converting):
         """
         root = outermost_root(self)
         contract = root.contract
-        apart = [param for unit in root.units if unit.of_ranks for buffer in unit.buffers for param in buffer.exposed]
         with contract.waiting(Event("gradient norm", "")):
-            if apart:
-                return _clip_with_others(self, apart, float(max_norm), float(norm_type), contract)
             return clip_grad_norm(self.parameters(), float(max_norm), float(norm_type), contract.limit_seconds)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -153,26 +146,6 @@ class ShardedModule(WithState, ByHand, Converting):
         if unit is not None and is_whole(unit) and "_modules" in vars(self):
             remember(unit)
             watch_modules(unit)
-
-
-def _clip_with_others(
-    module: nn.Module, apart: Sequence[Tensor], max_norm: float, norm_type: float, contract: Contract
-) -> Tensor:
-    """Clips by the norm of what the ranks share and of what each of them has for itself, as its experts."""
-    check_max_norm(max_norm)
-    own, limit = set(apart), contract.limit_seconds
-    shared = grad_norm([param for param in module.parameters() if param not in own], norm_type, limit)
-    total = grad_norm(apart, norm_type).to(torch.float64)
-    if math.isinf(norm_type):
-        all_reduce(total, contract.group, op="max").wait(limit)
-        norm = torch.maximum(total, shared.to(torch.float64))
-    else:
-        total = total**norm_type
-        all_reduce(total, contract.group).wait(limit)
-        norm = (total + shared.to(torch.float64) ** norm_type) ** (1.0 / norm_type)
-    norm = norm.to(shared.dtype)
-    scale_gradients(module.parameters(), clip_factor(norm, max_norm))
-    return norm
 
 
 def _new(plain: type[nn.Module]) -> nn.Module:

@@ -323,7 +323,8 @@ def _name_units(outermost: nn.Module) -> None:
     for slot in slots:  # Of a tied parameter the plain model's first name, whichever unit owns it.
         name = f"{paths[id(slot.module)]}.{slot.attribute}".lstrip(".")
         names.setdefault((id(slot.buffer), slot.number), name)
-    apart = units_apart(outermost)
+    apart, whole = units_apart(outermost), unit_of(outermost)
+    model = None if whole is None else whole.options.ranks.whole
     for unit in units_in(outermost):
         unit.name = paths[id(unit.module)]
         unit.root = None  # A new outermost module: its first forward makes a new root.
@@ -332,4 +333,4 @@ def _name_units(outermost: nn.Module) -> None:
         for number, buffer in enumerate(unit.buffers):
             flat_name = f"{unit.name}.{flat_name_of(number)}".lstrip(".")
             own = [f"{names[id(buffer), index]}{unit.of_ranks}" for index in range(len(buffer.names))]
-            buffer.rename(own, unit.name, flat_name)
+            buffer.rename(own, unit.name, flat_name, model if unit in apart else None)
