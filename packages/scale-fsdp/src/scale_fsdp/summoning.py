@@ -41,6 +41,19 @@ def summoned(units: Iterable[Unit], *, keep: bool) -> Iterator[None]:
 
 
 @contextmanager
+def showing_flat(units: Iterable[Unit]) -> Iterator[None]:
+    """Inside, summoned units show their flat parameters too, as this rank's own state has them."""
+    hidden = [unit for unit in units if unit.summoned]
+    for unit in hidden:
+        _show_flat(unit, shown=True)
+    try:
+        yield
+    finally:
+        for unit in hidden:
+            _show_flat(unit, shown=False)
+
+
+@contextmanager
 def applying(unit: Unit) -> Iterator[None]:
     """Inside, the unit's parameters are whole; in the end, what rank 0 has made of them is taken over.
 

@@ -25,6 +25,7 @@ from scale_fsdp.options import StateDictForm, resolve_form
 from scale_fsdp.slots import Slot, flat_name_of
 from scale_fsdp.state.loading import take_pieces
 from scale_fsdp.state.naming import check_none_apart, names_in, plain_order, ranks_in
+from scale_fsdp.summoning import showing_flat
 from scale_fsdp.unit import Unit, unit_of, units_in
 
 
@@ -154,7 +155,8 @@ def state_dict_of(module: nn.Module, plain: Callable[..., Any], *args: Any, **kw
 
 def local_state_dict_of(module: nn.Module, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Gives the same with this rank's shards in place of whole tensors; nothing is sent."""
-    return _give(_Call(StateDictForm(), True, local=True), module, plain, *args, **kwargs)
+    with showing_flat(units_in(module)):
+        return _give(_Call(StateDictForm(), True, local=True), module, plain, *args, **kwargs)
 
 
 def _give(
