@@ -562,6 +562,28 @@ def steps_without_a_pass() -> list[str]:
     return messages
 
 
+def looks_after_a_step() -> None:
+    """The norm can be measured after a step, as for a log, and the next pass begins as it would without."""
+    weights = []
+    for looks in (False, True):
+        torch.manual_seed(0)
+        net = nn.Linear(6, 2)
+        optimizer = OSS(net.parameters(), torch.optim.SGD, lr=0.1)
+        model = ShardedDataParallel(net, optimizer)
+        for step in range(3):
+            model(data(group_of().rank, step)).square().mean().backward()
+            optimizer.step()
+            if looks:
+                before = torch.nn.utils.clip_grad_norm_(model.parameters(), torch.inf)
+                assert before > 0 and before == torch.nn.utils.clip_grad_norm_(model.parameters(), torch.inf)
+        weights.append([param.detach().clone() for param in net.parameters()])
+    assert all(map(torch.equal, *weights))
+
+
+def test_a_look_at_the_norm_after_a_step_changes_nothing() -> None:
+    run_ranks(looks_after_a_step, 2)
+
+
 def two_graphs_at_once() -> None:
     """A step leaves alone what has no gradient, so that another graph through it may still run backward."""
     torch.manual_seed(0)

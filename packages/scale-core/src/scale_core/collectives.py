@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from scale_core import compat
-from scale_core.buffer_pool import empty
 from scale_core.group import Group
 from scale_core.host_transport import group_for, torch_group
 from scale_core.messages import UNTAGGED, peer_to_peer, peers, receive_all, send_all
@@ -111,11 +110,11 @@ def reduce_scatter(
         return Pending("reduce_scatter", [], mine.to(dtype))
     if not peer_to_peer(group, full.device):
         return _native_reduce_scatter(full, parts, group, dtype, divisor, even=sizes is None)
-    wide, of = torch.promote_types(dtype, full.dtype), full.numel() * full.itemsize
-    total = empty(mine.numel(), wide, full, of=of)
-    first, *others = peers(group)
-    received = {first: total if wide == full.dtype else empty(mine.numel(), full.dtype, full, of=of)}
-    received |= {peer: empty(mine.numel(), full.dtype, full, of=of) for peer in others}
+    total = torch.empty(mine.shape, dtype=torch.promote_types(dtype, full.dtype), device=full.device)
+    received = {peer: torch.empty_like(mine) for peer in peers(group)}
+    first = next(iter(received))
+    if total.dtype == full.dtype:
+        received[first] = total
     works = receive_all(group, received if mine.numel() else {}, tag)
     works += send_all(group, {peer: parts[peer] for peer in peers(group) if parts[peer].numel()}, tag)
 

@@ -264,12 +264,10 @@ def _check_held(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
     ]
     shards = [shard for param in params if (shard := shard_of(param)) is not None]
     groups: dict[Group, None] = {axis.group: None for shard in shards for axis in shard.axes if axis.held is Held.SHARD}
-    others = any(
-        row[0] and rank != group.rank
-        for group in groups
-        if group.process_group is not None
-        for rank, row in enumerate(exchange([len(differing)], group))
-    )
+    groups.update(dict.fromkeys(model.group for model in stages_of(params)) if params else {})
+    # With every group, whatever the first one says: the others wait for it.
+    told = [(group, exchange([len(differing)], group)) for group in groups if group.process_group is not None]
+    others = any(row[0] and rank != group.rank for group, rows in told for rank, row in enumerate(rows))
     of = f"rank {saved['rank']} of {saved['world_size']}"
     if differing:
         (name, shape, start, stop, _), param = differing[0]

@@ -80,6 +80,7 @@ class Bucket:
         self.averaged: set[int] = set()
         self._used_up: set[int] = set()  # Those that a step has taken since gradients were last cleared.
         self._taken: dict[int, Tensor | None] = {}  # What the last one has taken, until a pass begins.
+        self._again: set[int] = set()  # What has been taken back of it.
         self._changing: list[nn.Parameter] = []  # What the gather that is under way brings other values to.
         self._gather = _Gather()
         # A program that ends after its last step, or begins anew, has nobody left who would wait.
@@ -170,6 +171,7 @@ class Bucket:
     def use_up(self) -> None:
         """A step has taken the gradients of the pieces: no pass may add to them, and another step takes them again."""
         self._used_up |= self.averaged
+        self._again = set()
         self._taken = {index: self.pieces[index].grad for index in self.averaged}
         self.averaged = set()
         for piece in self.pieces:
@@ -181,11 +183,15 @@ class Bucket:
             self.pieces[index].grad = grad
         self.averaged |= self._taken.keys()
         self.is_due = self.is_due or bool(self._taken)
-        self.forget_taken()
+        self._again |= self._taken.keys()
+        self._taken = {}
 
     def forget_taken(self) -> None:
-        """A pass begins: what was taken by a step is gone."""
-        self._taken = {}
+        """A pass begins: what was taken by a step is gone, whether somebody has measured it since or not."""
+        for index in self._again:
+            self.pieces[index].grad = None
+        self.averaged -= self._again
+        self._again, self._taken = set(), {}
 
     def clear_gradients(self, *, set_to_none: bool) -> None:
         """Clears the gradients of the pieces, or makes zeros of them, with which the next step updates."""
