@@ -1,16 +1,15 @@
-"""buffer_pool.py: memory is lent again when nobody reads it any more, and never before."""
+"""buffer_pool.py: full buffers of one size take turns in one memory."""
 
 from __future__ import annotations
 
-import gc
-import io
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from scale_core import buffer_pool, compat
-from scale_core.buffer_pool import SMALLEST_BYTES, BufferPool
+from scale_core.buffer_pool import MAX_IDLE, SMALLEST_BYTES, fill, free
 from scale_core.flat import FlatBuffer
 from scale_core.group import group_of
 from scale_core.layout import FlatLayout
@@ -18,143 +17,131 @@ from scale_core.testing import run_ranks
 
 NUMEL = SMALLEST_BYTES // 4
 
+swaps = pytest.mark.skipif(not compat.can_swap_memory(), reason="this torch can't exchange memory")
+
 
 @pytest.fixture(autouse=True)
-def pool(monkeypatch: pytest.MonkeyPatch) -> BufferPool:
-    own = BufferPool()
-    monkeypatch.setattr(buffer_pool, "pool", own)
-    return own
+def nothing_kept() -> Iterator[None]:
+    buffer_pool.trim()
+    yield
+    buffer_pool.trim()
 
 
-def large(scale: int = 1) -> Tensor:
-    return buffer_pool.empty(scale * NUMEL, torch.float32, torch.empty(0))
+def kept() -> list[int]:
+    return [memory.nbytes() // SMALLEST_BYTES for memory in buffer_pool._idle]
 
 
-def test_memory_is_lent_again_once_its_last_view_has_died() -> None:
-    first = large()
-    place, view = first.data_ptr(), first.view(2, -1)[1]
-    del first
-    assert large().data_ptr() != place
-    del view
-    assert large().data_ptr() == place
-
-
-def test_what_autograd_has_saved_is_not_lent_to_another() -> None:
-    saved = large().fill_(2.0)
-    weight = torch.ones(NUMEL, requires_grad=True)
-    product = (weight * saved).sum()
-    del saved
-    large().fill_(7.0)
-    product.backward()
-    assert weight.grad is not None and weight.grad.unique().tolist() == [2.0]
-
-
-def test_a_buffer_is_saved_with_its_own_size() -> None:
-    first = large(9)
-    place = first.data_ptr()
-    del first
-    smaller = buffer_pool.empty(8 * NUMEL, torch.float32, torch.empty(0))
-    assert smaller.data_ptr() == place, "expected a block that is little larger"
-    assert smaller.untyped_storage().nbytes() == 8 * SMALLEST_BYTES
-    file = io.BytesIO()
-    torch.save(smaller, file)
-    assert file.tell() < 8.1 * SMALLEST_BYTES
-
-
-def test_memory_is_on_the_host_whatever_the_default_device() -> None:
-    with torch.device("meta"):
-        assert buffer_pool.empty(NUMEL, torch.float32, torch.empty(0, device="cpu")).device.type == "cpu"
-
-
-@pytest.mark.parametrize("swaps", [True, False])
-def test_a_tensor_without_memory_gets_some_and_its_views_see_it(monkeypatch: pytest.MonkeyPatch, swaps: bool) -> None:
-    if not swaps:
+@pytest.mark.parametrize("can_swap", [True, False])
+def test_a_tensor_without_memory_gets_some_and_its_views_see_it(
+    monkeypatch: pytest.MonkeyPatch, can_swap: bool
+) -> None:
+    if not can_swap:
         monkeypatch.setattr(compat, "can_swap_memory", lambda: False)
-    elif not compat.can_swap_memory():
-        pytest.skip("this torch can't")
     full = torch.empty(2 * NUMEL)
     view = full.view(2, -1)[1]
     for value in (1.0, 2.0):
-        buffer_pool.free(full)
+        free(full)
         assert full.untyped_storage().nbytes() == 0
-        buffer_pool.free(full)  # as a second release does
-        buffer_pool.fill(full)
+        free(full)  # as a second release does
+        fill(full)
         assert full.untyped_storage().nbytes() == 8 * NUMEL
         full.fill_(value)
         assert view.unique().tolist() == [value]
 
 
-@pytest.mark.skipif(not compat.can_swap_memory(), reason="this torch can't")
+@swaps
 def test_two_tensors_take_turns_in_one_memory() -> None:
     one, two = torch.empty(NUMEL), torch.empty(NUMEL)
+    free(one)
     places = []
+    free(two)
+    buffer_pool._idle.pop()
     for tensor in (one, two, one, two):
-        buffer_pool.free(tensor)
-        buffer_pool.fill(tensor)
+        fill(tensor)
         places.append(tensor.data_ptr())
-        buffer_pool.free(tensor)
+        free(tensor)
     assert len(set(places)) == 1
 
 
-def test_two_idle_blocks_are_kept_of_all_sizes_and_none_after_a_trim(pool: BufferPool) -> None:
-    tensors = [large(size) for size in (1, 1, 2, 4, 8)]
-    assert len(pool._blocks) == 5
-    tensors.clear()
-    pool.settle()
-    assert [len(block.memory) for block in pool._blocks] == [4 * SMALLEST_BYTES, 8 * SMALLEST_BYTES]
-    tensors.append(large(16))
-    assert [len(block.memory) // SMALLEST_BYTES for block in pool._blocks] == [8, 16], "one idle beside the new one"
-    pool.trim()
-    assert len(pool._blocks) == 1, "what is in use stays"
-    tensors[0].zero_()
+@swaps
+def test_memory_in_use_is_given_to_nobody_else() -> None:
+    one, two = torch.empty(NUMEL), torch.empty(NUMEL)
+    free(one)
+    fill(one)
+    one.fill_(3.0)
+    free(two)
+    fill(two)
+    two.fill_(7.0)
+    assert one.unique().tolist() == [3.0] and one.data_ptr() != two.data_ptr()
 
 
-def test_idle_blocks_are_given_back_with_what_they_were_for(pool: BufferPool) -> None:
+@swaps
+def test_two_are_kept_of_all_sizes_and_none_after_a_trim() -> None:
+    tensors: list[Tensor] = [torch.empty(size * NUMEL) for size in (1, 2, 4)]
+    for tensor in tensors:
+        free(tensor)
+    assert kept() == [2, 4] and len(kept()) == MAX_IDLE
+    fill(tensors[0])
+    assert kept() == [2, 4], "expected new memory for another size"
+    fill(tensors[1])
+    assert kept() == [4]
+    buffer_pool.trim()
+    assert kept() == []
+
+
+@swaps
+def test_what_is_kept_is_given_back_with_what_it_was_for() -> None:
     class Owner:
         pass
 
     owner = Owner()
-    pool.trim_after(owner)
-    large()
-    assert len(pool._blocks) == 1
+    buffer_pool.trim_after(owner)
+    free(torch.empty(NUMEL))
+    assert kept() == [1]
     del owner
-    gc.collect()
-    assert not pool._blocks
+    assert kept() == []
 
 
-def test_small_tensors_and_those_of_other_devices_are_left_to_torch(pool: BufferPool) -> None:
-    assert buffer_pool.empty(NUMEL - 1, torch.float32, torch.empty(0)).shape == (NUMEL - 1,)
-    assert buffer_pool.empty(NUMEL, torch.float32, torch.empty(0, device="meta")).is_meta
-    if compat.simulation_supported():
-        with compat.fake_tensors():
-            fake = torch.empty(NUMEL)
-            assert compat.is_fake(buffer_pool.empty(NUMEL, torch.float32, fake))
-            buffer_pool.free(fake)
-            buffer_pool.fill(fake)
-            assert fake.untyped_storage().nbytes() == 4 * NUMEL
-    assert not pool._blocks
+def test_memory_that_an_array_shares_is_not_taken_from_it() -> None:
+    pytest.importorskip("numpy")
+    full = torch.full((NUMEL,), 3.0)
+    array = full.numpy()
+    with pytest.raises(RuntimeError, match="not resizable"):
+        free(full)
+    assert array[0] == 3.0 and kept() == []
+
+
+def test_small_tensors_and_those_of_other_devices_are_left_to_torch() -> None:
+    for tensor in (torch.empty(NUMEL - 1), torch.empty(NUMEL, device="meta")):
+        free(tensor)
+        fill(tensor)
+        assert tensor.untyped_storage().nbytes() == tensor.numel() * 4
+    assert kept() == []
+
+
+@pytest.mark.simulation
+def test_tensors_of_a_simulation_are_left_to_torch() -> None:
+    with compat.fake_tensors():
+        fake = torch.empty(NUMEL)
+        free(fake)
+        fill(fake)
+        assert fake.untyped_storage().nbytes() == 4 * NUMEL
+    assert kept() == []
 
 
 def take_steps() -> None:
-    shapes = [(1024, 400), (1024, 200)]
+    shapes, names = [(1024, 400), (1024, 200)], ["weight", "bias"]
     group = group_of()
     params = [nn.Parameter(torch.ones(shape)) for shape in shapes]
-    buffers = [
-        FlatBuffer(
-            names,
-            params,
-            FlatLayout.plan(names, shapes, group.size),
-            group,
-        )
-        for names in (["a.weight", "a.bias"], ["b.weight", "b.bias"])
-    ]
-    blocks = []
-    for step in range(5):
+    buffers = [FlatBuffer(names, params, FlatLayout.plan(names, shapes, group.size), group) for _ in range(3)]
+    places = []
+    for step in range(4):
         for buffer in buffers:
             buffer.gather()
             buffer.wait_gathered()
             factor = 1.0 + group.rank + step
             torch.stack([(whole * factor).sum() for whole in buffer.wholes]).sum().backward()
+            places.append(buffer.full.data_ptr())
             for index in range(len(shapes)):
                 buffer.gradient.pack(index)
             buffer.release()
@@ -163,13 +150,11 @@ def take_steps() -> None:
             buffer.commit()
         for param in (param for buffer in buffers for param in buffer.exposed):
             assert param.grad is not None
-            expected = [1.5 + step] if param.numel() else []
-            assert param.grad.unique().tolist() == expected
+            assert param.grad.unique().tolist() == ([1.5 + step] if param.numel() else [])
             param.grad = None
-        blocks.append({block.memory.data_ptr() for block in buffer_pool.pool._blocks})
-    assert blocks[1], "expected the buffers to be large enough for the pool"
-    assert blocks[1] == blocks[2] == blocks[3] == blocks[4]
+    if compat.can_swap_memory():
+        assert len(set(places[3:])) <= MAX_IDLE, "expected steady steps to gather into memory that is there"
 
 
-def test_steady_steps_take_no_new_memory_and_mix_nothing_up() -> None:
+def test_steady_steps_gather_into_the_same_memory_and_mix_nothing_up() -> None:
     run_ranks(take_steps, 2)

@@ -576,6 +576,7 @@ def looks_after_a_step() -> None:
             if looks:
                 before = torch.nn.utils.clip_grad_norm_(model.parameters(), torch.inf)
                 assert before > 0 and before == torch.nn.utils.clip_grad_norm_(model.parameters(), torch.inf)
+        optimizer.wait()
         weights.append([param.detach().clone() for param in net.parameters()])
     assert all(map(torch.equal, *weights))
 

@@ -283,12 +283,6 @@ def is_fake(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
-def num_holders(storage: torch.UntypedStorage) -> int:
-    """How many hold a storage: tensors, views of them, and storages of Python."""
-    count: int = cast(Any, torch._C)._storage_Use_Count(storage._cdata)
-    return count
-
-
 def can_swap_memory() -> bool:
     """Whether this torch can move memory from one storage to another; 2.8 can't."""
     return hasattr(torch.UntypedStorage, "_swap_data_ptr_")

@@ -323,7 +323,7 @@ class FlatBuffer(FlatReduced):
         self.release()
         if self not in _live:
             _live.add(self)
-            buffer_pool.pool.trim_after(self)
+            buffer_pool.trim_after(self)
         mark_copies(self.wholes, self)
         refuse_steps(self)
         watch_optimizers()

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from scale_core.backward import local_grads_wanted, report_local_grads
-from scale_core.buffer_pool import pool
 from scale_core.collectives import Pending, all_gather
 from scale_core.flat_gradient import FlatGradient
 from scale_core.group import Group
@@ -85,7 +84,6 @@ class Bucket:
         self._gather = _Gather()
         # A program that ends after its last step, or begins anew, has nobody left who would wait.
         weakref.finalize(self, self._gather.abandon)
-        pool.trim_after(self)
         self._wire: Tensor | None = None
 
     # The parameters.
