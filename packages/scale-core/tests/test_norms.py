@@ -92,6 +92,16 @@ def same_on_all_ranks_whatever_they_hold() -> float:
     return found.item()
 
 
+def doubles_on_one_rank() -> tuple[torch.dtype, float]:
+    """The norm in fp64 of what has a gradient on rank 0 alone."""
+    group = group_of()
+    param = cut("weight", torch.full((4,), 1 / 3, dtype=torch.float64), group)
+    if group.rank:
+        param.grad = None
+    norm = clip_grad_norm([param], 0.25)
+    return norm.dtype, norm.item()
+
+
 def a_mesh_of_two_axes() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     outer, inner = group_of(mesh["outer"]), group_of(mesh["inner"])
@@ -178,6 +188,11 @@ def test_all_double_gradients_give_a_double() -> None:
     param = with_grad(torch.tensor([3.0, 4.0], dtype=torch.float64))
     assert grad_norm([param]).dtype == torch.float64
     assert grad_norm([param, with_grad(torch.zeros(2))]).dtype == torch.float32
+
+
+def test_a_rank_without_gradients_clips_by_the_double_that_others_have() -> None:
+    first, second = run_ranks(doubles_on_one_rank, 2)
+    assert first == second == (torch.float64, pytest.approx(math.sqrt(2 / 9), rel=1e-15))
 
 
 def test_one_tensor_is_a_list_of_one() -> None:

@@ -105,15 +105,15 @@ def bounds_and_numbers_that_are_none() -> str:
 class Stages(nn.Module):
     """This rank's part of a model with a stage on each rank; the first and the last share one parameter."""
 
-    def __init__(self, group: Group, width: int) -> None:
+    def __init__(self, group: Group, width: int, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.group = group
-        self.shared = nn.Parameter(torch.zeros(2)) if group.rank != 1 else None
-        self.own = nn.Parameter(torch.zeros(width)) if width else None
+        self.shared = nn.Parameter(torch.zeros(2, dtype=dtype)) if group.rank != 1 else None
+        self.own = nn.Parameter(torch.zeros(width, dtype=dtype)) if width else None
         for param in self.parameters():
             param.grad = torch.full_like(param, 1.0 + group.rank)
         if self.shared is not None:
-            self.shared.grad = torch.ones(2)
+            self.shared.grad = torch.ones_like(self.shared)
 
     def counted_elsewhere(self) -> Collection[Tensor]:
         return {self.shared} if self.shared is not None and self.group.rank else set()
@@ -131,6 +131,19 @@ def stages_of_one_model() -> list[float]:
     clip_grad_value_(model.parameters(), 0.5)
     assert all(param.grad is not None and param.grad.eq(0.5).all() for param in model.parameters())
     return [norm.item() for norm in norms]
+
+
+def stages_of_doubles(narrow: int | None) -> list[tuple[torch.dtype, float]]:
+    """The norms of stages in fp64, but for that of one rank: rank 1 has no parameter, and rank 2 has frozen its own."""
+    group = group_of()
+    model = Stages(group, 0 if group.rank == 1 else 3, torch.float32 if group.rank == narrow else torch.float64)
+    mark_stages(model)
+    if group.rank == 2 and narrow != 2:
+        model.requires_grad_(False)
+        model.zero_grad()
+    grads = [param.grad for param in model.parameters() if param.grad is not None]
+    norms = [clip_grad_norm_(model.parameters(), math.inf), get_total_norm(grads)]
+    return [(norm.dtype, norm.item()) for norm in norms]
 
 
 class Keeper:
@@ -219,6 +232,12 @@ def test_stages_have_one_norm_and_a_rank_without_parameters_takes_part() -> None
     expected = math.sqrt(2 * 1 + 3 * 1 + 3 * 9)
     found = run_ranks(stages_of_one_model, 3)
     assert all(norms == pytest.approx([expected, expected, 3.0]) for norms in found)
+
+
+@pytest.mark.parametrize(("narrow", "dtype"), [(None, torch.float64), (2, torch.float32)])
+def test_the_norm_of_stages_has_one_dtype_on_all_ranks(narrow: int | None, dtype: torch.dtype) -> None:
+    found = run_ranks(stages_of_doubles, 3, narrow)
+    assert found[0] == found[1] == found[2] and {each for each, _ in found[0]} == {dtype}
 
 
 def test_gradients_that_stand_elsewhere_are_clipped_there() -> None:

@@ -17,6 +17,7 @@ import math
 import struct
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from enum import IntEnum
 from typing import NamedTuple, Protocol
 
 import torch
@@ -131,7 +132,7 @@ def grad_norm(
         limit_seconds: How long to wait for another rank; None is its group's own limit.
 
     Returns:
-        Scalar, fp32 (fp64 where all gradients are), on the device of the gradients.
+        Scalar, fp32, or fp64 where all parameters that train are, on any rank; on the device of the gradients.
 
     Raises:
         TransferError: Another rank did not take part.
@@ -164,19 +165,19 @@ def norm_of(
     tensors = (tensor for each in gradients for tensor in (each.grad, each.holder) if tensor is not None)
     device = next((tensor.device for tensor in tensors), torch.device("cpu"))
     rest = list(gradients)
-    total = torch.zeros((), dtype=torch.float64, device=device)
+    total, width = torch.zeros((), dtype=torch.float64, device=device), _Width.NONE
     for model in stages_of(each.param for each in gradients) if stages is None else stages:
         own, copies = set(names_of_stages(model)), set(model.counted_elsewhere())
         counted = [each for each in rest if each.param in own - copies]
+        widest = _width([each for each in rest if each.param in own])
         rest = [each for each in rest if each.param not in own]
-        share = _over_stages(_over_shards(counted, norm_type, device, limit_seconds), norm_type, model, limit_seconds)
-        total = _combined(total, share, norm_type)
+        share = _over_shards(counted, norm_type, device, limit_seconds)
+        share, widest = _over_stages(share, widest, norm_type, model, limit_seconds)
+        total, width = _combined(total, share, norm_type), max(width, widest)
     total = _combined(total, _over_shards(rest, norm_type, device, limit_seconds), norm_type)
     if not math.isinf(norm_type):
         total = total ** (1.0 / norm_type)
-    grads = [each.grad for each in gradients if each.grad is not None]
-    wide = bool(grads) and all(grad.dtype in (torch.float64, torch.complex128) for grad in grads)
-    return total if wide else total.to(torch.float32)
+    return total if max(width, _width(rest)) is _Width.ALL_DOUBLE else total.to(torch.float32)
 
 
 @torch.no_grad()
@@ -328,13 +329,32 @@ def _apart(param: Tensor) -> Group | None:
     return None if shard is None else shard.counted_over
 
 
-def _over_stages(share: Tensor, norm_type: float, model: Stages, limit_seconds: float | None) -> Tensor:
+class _Width(IntEnum):
+    """In what parameters are that a norm is of; of two answers the larger one holds for both."""
+
+    NONE = 0  # There are none.
+    ALL_DOUBLE = 1
+    NARROWER = 2
+
+
+def _width(gradients: Sequence[Measured]) -> _Width:
+    """Goes by the parameters, which ranks have alike: of their gradients one rank may have some, and another none."""
+    dtypes = {each.holder.dtype for each in gradients if each.param.requires_grad or each.grad is not None}
+    if not dtypes:
+        return _Width.NONE
+    return _Width.ALL_DOUBLE if dtypes <= {torch.float64, torch.complex128} else _Width.NARROWER
+
+
+def _over_stages(
+    share: Tensor, width: _Width, norm_type: float, model: Stages, limit_seconds: float | None
+) -> tuple[Tensor, _Width]:
     """The shares of all ranks of a pipeline, which may compute on different devices, so they travel as numbers."""
     (own,) = compat.values_of(share.reshape(1), simulated=[1.0])
     (bits,) = struct.unpack("<q", struct.pack("<d", own))
-    rows = exchange([bits], model.group, limit_seconds=limit_seconds)
+    rows = exchange([bits, width], model.group, limit_seconds=limit_seconds)
     shares = torch.tensor([struct.unpack("<d", struct.pack("<q", row[0]))[0] for row in rows], dtype=torch.float64)
-    return (shares.max() if math.isinf(norm_type) else shares.sum()).to(share.device)
+    joined = shares.max() if math.isinf(norm_type) else shares.sum()
+    return joined.to(share.device), _Width(max(row[1] for row in rows))
 
 
 def _combined(total: Tensor, share: Tensor, norm_type: float) -> Tensor:
