@@ -306,6 +306,60 @@ def ddp_with_unused() -> None:
     assert torch.equal(model[2].weight, before)
 
 
+def strided() -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(3, 4)).to(memory_format=torch.channels_last)
+    model[2].weight = nn.Parameter(torch.randn(3, 4).t())
+    model[2].bias = nn.Parameter(torch.randn(4, 2)[:, 1])
+    return model
+
+
+def train_strided(sharded: bool, **options: Any) -> tuple[list[Tensor], dict[str, Any]]:
+    """Steps around a load of other weights; OSS is built after DistributedDataParallel."""
+    model = strided()
+    wrapped = DistributedDataParallel(model)
+    params = list(model.parameters())
+    strides = [param.stride() for param in params]
+    made = OSS(params, torch.optim.SGD, **options, lr=0.05, momentum=0.9) if sharded else None
+    optimizer = made or torch.optim.SGD(params, lr=0.05, momentum=0.9)
+    rank = torch.distributed.get_rank()
+    for step in range(4):
+        optimizer.zero_grad()
+        images = torch.randn(2, 2, 3, 3, generator=torch.Generator().manual_seed(10 * step + rank))
+        wrapped(images).square().mean().backward()
+        optimizer.step()
+        if step == 1:
+            model.load_state_dict({name: 0.5 * value for name, value in model.state_dict().items()})
+    assert [param.stride() for param in params if param is not model[2].bias] == strides[:-1]
+    if made is not None:
+        made.consolidate_state_dict(0)
+    state = optimizer.state_dict() if rank == 0 or made is None else {"state": {}}
+    return [param.detach().clone() for param in params], state["state"]
+
+
+def strides_of_ddp() -> None:
+    plain, plain_state = train_strided(sharded=False)
+    for options in ({}, {"bucket_numel": 8}, {"elementwise": False}):
+        sharded, state = train_strided(sharded=True, **options)
+        assert all(torch.equal(own, theirs) for own, theirs in zip(sharded, plain, strict=True))
+        for number, kept in state.items():
+            assert torch.equal(kept["momentum_buffer"], plain_state[number]["momentum_buffer"])
+    rounded, _ = train_strided(sharded=True, broadcast_fp16=True)
+    assert all(torch.equal(param, param.half().float()) for param in rounded)
+    torch.testing.assert_close(rounded, plain, rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_parameters_whose_strides_ddp_has_noted_keep_them(num_ranks: int) -> None:
+    run_ranks(strides_of_ddp, num_ranks)
+
+
+def test_other_parameters_get_memory_in_the_buffer_whatever_their_strides() -> None:
+    model = strided()
+    optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.1)
+    assert all(param.is_contiguous() and not bucket.apart for bucket in optimizer.buckets for param in bucket.params)
+
+
 def test_what_has_no_gradient_is_left_alone() -> None:
     run_ranks(ddp_with_unused, 2)
 

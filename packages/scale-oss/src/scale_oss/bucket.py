@@ -8,7 +8,7 @@ steps on the part that is this rank's.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -34,10 +34,13 @@ class Bucket:
         partition: Where each of them stands, and whose it is.
         group: The W ranks.
         title: What ranks call it, and no other; their messages carry it.
+        apart: The numbers of the parameters that keep their own memory and strides, and are copied from and to the
+            buffer.
 
     Attributes:
         params: As given.
         title: As given.
+        apart: As given.
         names: What errors call them.
         full: [partition.full_numel], all of them.
         pieces: Per parameter, what this rank updates of it, as a parameter in its local shape; a view of its part.
@@ -48,9 +51,15 @@ class Bucket:
     """
 
     def __init__(
-        self, params: Sequence[nn.Parameter], partition: Partition, group: Group, title: str = "bucket 0"
+        self,
+        params: Sequence[nn.Parameter],
+        partition: Partition,
+        group: Group,
+        title: str = "bucket 0",
+        apart: Collection[int] = (),
     ) -> None:
         self.params, self.partition, self.group, self.title = list(params), partition, group, title
+        self.apart = set(apart)
         self.names = [entry.name for entry in partition.entries]
         self.dtype, self.device = params[0].dtype, params[0].device
         self.full = torch.zeros(partition.full_numel, dtype=self.dtype, device=self.device)
@@ -89,16 +98,17 @@ class Bucket:
     # The parameters.
 
     def adopt(self, indices: Sequence[int] | range) -> None:
-        """Copies the values of these parameters into the buffer, and gives their data its memory."""
+        """Copies the values of these parameters into the buffer, and gives those that are not apart its memory."""
         with torch.no_grad():
             for index in indices:
                 if self.params[index].numel():
                     view = self.view(index)
                     view.copy_(self.params[index].detach())
-                    self.params[index].data = _with_own_storage(view)
+                    if index not in self.apart:
+                        self.params[index].data = _with_own_storage(view)
 
     def strayed(self) -> list[int]:
-        """The parameters whose data somebody has replaced, as `model.to(...)` does."""
+        """The parameters whose data is not in the buffer: replaced by somebody, as `model.to(...)` does, or apart."""
         homes = enumerate(zip(self.params, self._addresses, strict=True))
         return [index for index, (param, home) in homes if param.numel() and _address(param.data) != home]
 
@@ -270,6 +280,8 @@ class Bucket:
         if self._wire is not None:
             self.full.copy_(self._wire)
             self._wire = None
+        for index in self.apart:
+            self.params[index].data.copy_(self.view(index))
         increment_version(self._changing)  # What autograd has saved of them is no longer what was computed with.
 
     def _place(self, index: int) -> Place:

@@ -250,7 +250,8 @@ class ShardedDataParallel(nn.Module):
 
     def _sync_model(self) -> None:
         self._broadcast([bucket.full for bucket in self._buckets], "parameters")
-        held = {id(param) for bucket in self._buckets for param in bucket.params}
+        in_buckets = ((i, param, bucket) for bucket in self._buckets for i, param in enumerate(bucket.params))
+        held = {id(param) for index, param, bucket in in_buckets if index not in bucket.apart}
         rest = [param.data for param in self.module.parameters() if id(param) not in held]
         self._broadcast([*rest, *(buffer.data for buffer in self.module.buffers())], "parameters and buffers")
 

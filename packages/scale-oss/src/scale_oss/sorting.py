@@ -8,11 +8,13 @@ a shard, all on one rank       `InPlaceBucket`                   `InPlaceBucket`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import gc
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from scale_core.contract import Contract
@@ -92,8 +94,9 @@ class Sorter:
         with self._contract.waiting(Event("the shards given to OSS", "")):
             shards = [param for group in groups for param in group["params"] if unit_shard_of(param) is not None]
             known = whole_shards(shards, self._group, self._contract.limit_seconds)
+        keep_strides = read_by_strides(param for group in groups for param in group["params"])
         for number, group in enumerate(groups, first):
-            places.update(self._add_replicated(group, number))
+            places.update(self._add_replicated(group, number, keep_strides))
         places.update(self._add_shards(known))
         for group in groups:
             self.places.update((id(param), places[id(param)]) for param in group["params"])
@@ -141,7 +144,9 @@ class Sorter:
                 f"'{name}' is a shard: take another optimizer, or ShardedDataParallel for the model"
             )
 
-    def _add_replicated(self, group: Mapping[str, Any], number: int) -> dict[int, Place]:
+    def _add_replicated(
+        self, group: Mapping[str, Any], number: int, keep_strides: Collection[Tensor]
+    ) -> dict[int, Place]:
         """Those of a group that are whole on every rank, neighbours of one kind together."""
         places: dict[int, Place] = {}
         alike: dict[tuple[torch.dtype, torch.device, bool], list[int]] = {}
@@ -152,12 +157,12 @@ class Sorter:
             for run in group_from_the_end([group["params"][index].numel() for index in indices], self._bucket_numel):
                 members = [indices[place] for place in run]
                 names = [name_of(group, number, index) for index in members]
-                bucket = self._bucket([group["params"][index] for index in members], names)
+                bucket = self._bucket([group["params"][index] for index in members], names, keep_strides)
                 self.replicated.append(bucket)
                 places.update((id(place.param), place) for place in bucket.places)
         return places
 
-    def _bucket(self, params: Sequence[nn.Parameter], names: Sequence[str]) -> Bucket:
+    def _bucket(self, params: Sequence[nn.Parameter], names: Sequence[str], keep_strides: Collection[Tensor]) -> Bucket:
         shapes, size = [tuple(param.shape) for param in params], self._group.size
         if self._elementwise:
             partition = cut_evenly(names, shapes, size)
@@ -166,7 +171,9 @@ class Sorter:
         else:
             owners = self._choose_owners([param.numel() for param in params], self._group, params[0].requires_grad)
             partition = give_whole(names, shapes, owners, size)
-        return Bucket(params, partition, self._group, f"bucket {len(self.replicated)} of optimizer {self._number}")
+        title = f"bucket {len(self.replicated)} of optimizer {self._number}"
+        apart = [index for index, param in enumerate(params) if param in keep_strides]
+        return Bucket(params, partition, self._group, title, apart)
 
     def _add_shards(self, shards: Sequence[Sharded]) -> dict[int, Place]:
         in_place: dict[Group, list[Sharded]] = {}
@@ -202,6 +209,24 @@ class Sorter:
 
     def _loads_of(self, group: Group, trains: bool) -> list[int]:
         return self._loads.setdefault((group.ranks, trains), [0] * group.size)
+
+
+def read_by_strides(params: Iterable[Tensor]) -> set[Tensor]:
+    """Returns the parameters whose strides must stay, since DistributedDataParallel has them already.
+
+    It has noted their strides, if they fill their memory, and reads gradients of other strides in a wrong order.
+    """
+    strided = {p for p in params if unit_shard_of(p) is None and not p.is_contiguous() and _fills_its_memory(p)}
+    if not strided:
+        return set()
+    # Nothing says of a parameter who wraps it, and the wrapper may be older than the import of this package.
+    wrappers = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
+    return strided.intersection(param for wrapper in wrappers for param in wrapper.parameters())
+
+
+def _fills_its_memory(tensor: Tensor) -> bool:
+    """Whether its elements stand side by side, in any order of the dimensions."""
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
 def refuse_parts(groups: Sequence[Mapping[str, Any]], ranks: Group, first: int = 0) -> None:
