@@ -383,6 +383,36 @@ def replicas() -> list[str]:
             told = "on purpose" if rank > 1 else "replicas of this stage failed"
             wrong += [f"rank {rank}: {error}"] * (told not in str(error))
         wrong += [f"{schedule}, afterwards: {words}" for words in differences(pipe, means)]
+    return wrong + with_unused_parameters(pipes[rank // 2], across[rank % 2])
+
+
+class UsesSome(nn.Module):
+    """A layer that never runs, and one that runs in the first replica alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.always, self.never, self.sometimes = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.sometimes(x) if dist.get_rank() < 2 else self.always(x)
+
+
+def with_unused_parameters(group: Any, across: Any) -> list[str]:
+    """What no replica uses has no gradient, so that no optimizer decays it; what one uses is averaged in all."""
+    pipe = DistributedPipe(nn.Sequential(UsesSome(), UsesSome()), "1f1b", balance=[1, 1], chunks=2, group=group)
+    for index, stage in pipe.stages.items():
+        pipe.stages[index] = DistributedDataParallel(stage, process_group=across, find_unused_parameters=True)
+    plain = [UsesSome(), UsesSome()]
+    x = torch.ones(4, 4)
+    plain[1].sometimes(plain[0].sometimes(x)).mean().backward()
+    pipe.step(x, loss_fn=torch.mean)
+    grads = {".".join(name.split(".")[-2:]): param.grad for name, param in pipe.named_parameters()}
+    wrong = [f"'{name}' has a gradient" for name, grad in grads.items() if "never" in name and grad is not None]
+    for name in ("sometimes.weight", "sometimes.bias"):
+        whole, found = plain[dist.get_rank() % 2].get_parameter(name).grad, grads[name]
+        assert whole is not None and found is not None
+        wrong += [name] * (not torch.allclose(found, whole / 2, rtol=1e-6))
     return wrong
 
 

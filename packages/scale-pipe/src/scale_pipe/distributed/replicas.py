@@ -97,6 +97,8 @@ class Replicas:
     def average(self, limit_seconds: float | None = None) -> None:
         """Averages gradients that nobody else reduces; all replicas call it after the stage's last backward.
 
+        As under DistributedDataParallel, a parameter that no replica has used keeps what it had in `grad`, mostly None.
+
         Args:
             limit_seconds: How long to wait for another replica.
 
@@ -104,9 +106,13 @@ class Replicas:
             TransferError: One did not come.
         """
         for wrapper, group in zip(self._plain, self.groups(), strict=True):
+            trained = [param for param in wrapper.parameters() if param.requires_grad]
+            if not trained:
+                continue
+            rows = exchange([param.grad is not None for param in trained], group, limit_seconds=limit_seconds)
             alike: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
-            for param in wrapper.parameters():
-                if param.requires_grad:
+            for param, *has_grad in zip(trained, *rows, strict=True):
+                if any(has_grad):
                     alike.setdefault((param.dtype, param.device), []).append(param)
             for params in alike.values():
                 _average(params, group, limit_seconds)
