@@ -108,6 +108,24 @@ def test_a_shard_tells_torch_s_planner_each_of_its_boxes() -> None:
     assert shard.size() == torch.Size((4, 3))
 
 
+def test_what_is_held_whole_or_of_whole_ranges_may_have_any_strides() -> None:
+    whole = torch.arange(12).view(4, 3)
+    for shape, ranges in (((3, 4), ()), ((3, 8), (((0, 3),), ((1, 3), (5, 7))))):
+        strided = whole.clone().t()
+        shard = LocalShard(strided, shape, 0, 12, ranges)
+        assert shard.tensor is strided
+        for (offsets, sizes), piece in shard.pieces.items():
+            first = offsets[1] if not ranges else {1: 0, 5: 2}[offsets[1]]
+            assert torch.equal(piece, whole.t()[:, first : first + sizes[1]])
+            piece.add_(1)
+        assert torch.equal(strided, whole.t() + 1)
+        shard.copy_(LocalShard(whole.t().contiguous(), shape, 0, 12, ranges))
+        assert torch.equal(strided, whole.t())
+        LocalShard(torch.zeros(12, dtype=torch.int64), shape, 0, 12, ranges).copy_(shard)
+    with pytest.raises(ValueError, match="contiguous tensor of 12 elements"):
+        LocalShard(whole.t(), (24,), 0, 12)
+
+
 def test_a_box_that_is_not_held_is_an_error_with_the_name() -> None:
     with pytest.raises(ValueError, match=r"w: this rank holds \[2, 10\)"):
         LocalShard(torch.arange(8), (4, 3), 2, 10).__get_tensor_shard__(MetadataIndex("w", torch.Size((0, 0))))

@@ -288,6 +288,22 @@ def test_ranks_that_contradict_each_other_save_nothing(tmp_path: Path, kind: str
     assert names_in(tmp_path) == []
 
 
+def save_buffers_that_differ(directory: Path) -> None:
+    rank = float(dist.get_rank())
+    state: dict[str, Any] = {f"model.{name}": torch.full((3,), rank) for name in ("mean", "variance", "last")}
+    if rank < 2:
+        state["model.first stage"] = state.pop("model.last")
+    state["model.shard"] = LocalShard(torch.zeros(4), (4,), 0, 4)  # The same on all ranks: any of them may write it.
+    save_snapshot(directory, 1, state)
+
+
+def test_whole_tensors_are_those_of_the_lowest_rank_that_has_them(tmp_path: Path) -> None:
+    run_ranks(save_buffers_that_differ, 4, tmp_path)
+    target = {f"model.{name}": torch.full((3,), -1.0) for name in ("mean", "variance", "first stage", "last")}
+    load_snapshot(tmp_path, target | {"model.shard": torch.zeros(4)})
+    assert [tensor.unique().tolist() for tensor in target.values()] == [[0.0], [0.0], [0.0], [2.0]]
+
+
 @pytest.mark.parametrize("value", [float("nan"), {1, 2}, object()])
 def test_a_value_that_json_does_not_know_is_refused_by_name(tmp_path: Path, value: Any) -> None:
     with pytest.raises(SnapshotError, match=r"saving .*step-00000001 failed: .*Error: odd: "):

@@ -233,6 +233,18 @@ def expert_on_each_rank(folder: str, flatten: bool) -> list[float]:
         target_state_dict(model, None, fewer | {key: seen["saved"][key] for key in state})
     load_sharded_state_dict(loaded.state, model)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    save_snapshot(folder, 2, sharded_state_dict(model, optimizer))
+    moments = {param: dict(values) for param, values in optimizer.state.items()}
+    fresh = torch.optim.Adam(model.parameters(), lr=0.7)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    loaded = load_snapshot(folder, lambda saved: target_state_dict(model, fresh, saved), step=2)
+    load_sharded_state_dict(loaded.state, model, fresh, copy=False)
+    assert fresh.param_groups[0]["lr"] == 0.1 and fresh.state.keys() == moments.keys()
+    for param, values in fresh.state.items():
+        assert all(torch.equal(value, moments[param][key]) for key, value in values.items())
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     calls = [
         lambda: full_optim_state_dict(model, optimizer),
         lambda: full_state_dict(model, rank_0_only=True),

@@ -102,9 +102,10 @@ class LocalShard(Tensor):
     of several boxes. `torch.distributed.checkpoint` saves it and loads into it in place, at any number of ranks. It can
     be copied and moved between devices; what would need all elements raises.
 
-    `LocalShard(tensor, shape, start, stop)` keeps `tensor`, which is contiguous, has `stop - start` elements in any
-    shape, and is not copied. With `ranges`, the elements are counted in what these leave of the whole tensor. Without
-    `written` it is loaded into like any, but saved by other ranks alone, which hold the same elements.
+    `LocalShard(tensor, shape, start, stop)` keeps `tensor`, which has `stop - start` elements in any shape, and is not
+    copied. With `ranges`, the elements are counted in what these leave of the whole tensor. The tensor is contiguous;
+    in the shape of all of that it may have any strides. Without `written` it is loaded into like any, but saved by
+    other ranks alone, which hold the same elements.
 
     Attributes:
         tensor: As given.
@@ -114,7 +115,7 @@ class LocalShard(Tensor):
         written: As given.
 
     Raises:
-        ValueError: The tensor has another number of elements, or is not contiguous.
+        ValueError: The tensor has another number of elements, or is not contiguous where it has to be.
     """
 
     tensor: Tensor
@@ -136,7 +137,8 @@ class LocalShard(Tensor):
         *,
         written: bool = True,
     ) -> Self:
-        if tensor.numel() != stop - start or not tensor.is_contiguous():
+        is_all = tuple(tensor.shape) == (_sizes(ranges) if ranges else tuple(shape))
+        if tensor.numel() != stop - start or not (is_all or tensor.is_contiguous()):
             raise ValueError(
                 f"expected a contiguous tensor of {stop - start} elements for [{start}, {stop}), "
                 f"got shape {tuple(tensor.shape)} with strides {tensor.stride()}: pass tensor.contiguous()"
@@ -153,8 +155,11 @@ class LocalShard(Tensor):
         shape = tuple(self.shape)
         if math.prod(shape) == 0:  # Nothing is held, but the tensor is there, and must be written by someone.
             return {Box((0,) * len(shape), shape): self.tensor.detach().view(shape)}
+        sizes = _sizes(self.ranges) if self.ranges else shape
+        if tuple(self.tensor.shape) == sizes:  # Its strides may be any.
+            return _placed(Box((0,) * len(sizes), sizes), self.tensor.detach(), self.ranges)
         flat, position, found = self.tensor.detach().view(-1), 0, {}
-        for box in boxes(_sizes(self.ranges) if self.ranges else shape, self.start, self.stop):
+        for box in boxes(sizes, self.start, self.stop):
             length = math.prod(box.sizes)
             found.update(_placed(box, flat[position : position + length].view(box.sizes), self.ranges))
             position += length
@@ -237,7 +242,7 @@ class LocalShard(Tensor):
                 f"expected the elements {_described(self.start, self.stop, self.ranges)} to copy, got "
                 f"{_described(source.start, source.stop, source.ranges)}"
             )
-        return source.tensor.view(self.tensor.shape)
+        return source.tensor.reshape(self.tensor.shape)
 
 
 _SAME_ELEMENTS = frozenset(

@@ -60,7 +60,7 @@ class Holding:
         state: What this rank has of the optimizer's state: that of the elements held; all of it, of any shape, where
             one rank steps on the whole parameter; or nothing, where others do.
         ranges: Of which indices of the whole parameter the elements are; see `scale_core.Shard`.
-        written: This rank saves what it holds; otherwise another part of the model holds the same parameter and does.
+        written: This rank saves what it holds; otherwise another one that holds the same does.
     """
 
     name: str
@@ -111,7 +111,7 @@ def holdings_of(param: Tensor, listed: str) -> Iterator[Holding]:
             yield Holding(name, param, *place, shares_owner=True)
     elif shard is not None:
         place = (shard.shape, shard.start, shard.stop, 0, tuple(param.shape))
-        yield Holding(shard.name or listed, param, *place, ranges=shard.ranges)
+        yield Holding(shard.name or listed, param, *place, ranges=shard.ranges, written=shard.written)
     else:
         shape = tuple(param.shape)
         yield Holding(listed, param, shape, 0, param.numel(), 0, shape, is_shard=False)
@@ -130,7 +130,7 @@ def named_holdings(model: nn.Module) -> dict[str, Holding]:
             if part is not None:
                 name = holding.name if holding.shares_owner else listed  # A unit knows the names within its stage.
                 first = part.names_of_model().get(name, name)
-                holding = replace(holding, name=first, written=part.is_first_holder(first))
+                holding = replace(holding, name=first, written=holding.written and part.is_first_holder(first))
             if holding.name in found:
                 raise ValueError(f"two parameters are named {holding.name}: the second is listed as {listed}")
             found[holding.name] = holding

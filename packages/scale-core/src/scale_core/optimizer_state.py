@@ -56,7 +56,7 @@ def piece(holding: Holding, tensor: Tensor) -> LocalShard | Tensor:
 
 def _whole(holding: Holding, tensor: Tensor) -> LocalShard | Tensor:
     """A whole tensor, which another stage of a pipeline may be the one to write."""
-    if holding.written or not tensor.is_contiguous():
+    if holding.written:
         return tensor
     return LocalShard(tensor, tuple(tensor.shape), 0, tensor.numel(), written=False)
 
@@ -244,7 +244,7 @@ def part_of(key: str, value: LocalShard | Tensor, holding: Holding) -> Tensor:
             f"{key}: this rank holds the elements [{holding.start}, {holding.stop}), the state has [{value.start}, "
             f"{value.stop}): write it with save_snapshot and read it with load_snapshot, which exchange them"
         )
-    return value.tensor.view(holding.local_shape)
+    return value.tensor.reshape(holding.local_shape)
 
 
 def _entry(holding: Holding, key: str, value: Any) -> Any:
@@ -258,8 +258,7 @@ def _entry(holding: Holding, key: str, value: Any) -> Any:
     if not holding.is_shard:
         return _whole(holding, value.detach())
     if holding.state == "all":
-        whole = value.detach().contiguous()
-        return LocalShard(whole, tuple(value.shape), 0, value.numel(), written=holding.written)
+        return LocalShard(value.detach(), tuple(value.shape), 0, value.numel(), written=holding.written)
     if value.shape != owner.shape:
         raise ValueError(
             f"optimizer state {name} has shape {tuple(value.shape)}, expected the shard's {tuple(owner.shape)} or a "

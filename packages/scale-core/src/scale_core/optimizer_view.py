@@ -164,7 +164,8 @@ def _with_ranges(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
                 f"optimizer state {shard.name}.{key} has shape {tuple(value.shape)}, expected the shard's "
                 f"{tuple(param.shape)} or a number: this optimizer needs whole parameters, so it can't step on shards"
             )
-        return LocalShard(value.detach().contiguous(), shard.shape, shard.start, shard.stop, shard.ranges)
+        place = (shard.shape, shard.start, shard.stop, shard.ranges)
+        return LocalShard(value.detach().contiguous(), *place, written=shard.written)
 
     labelled = _changed(optimizer, state_dict, label)
     return _made_whole(optimizer, labelled, asked) if asked.whole else labelled

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem, WriteItemType
 
 from scale_core.boxes import Box, LocalShard
 from scale_core.group import Group
@@ -87,7 +87,7 @@ class Everyones:
                 )
             for key, value in mine.items():
                 _agree(key, _json_text(key, values.setdefault(key, value)), _json_text(key, value), rank)
-        plans, _ = _SavePlanner().create_global_plan([plan for plan, _ in owned])
+        plans, _ = _SavePlanner().create_global_plan(_by_first_holders([plan for plan, _ in owned]))
         return Everyones(plans, tensors, values)
 
     def manifest(self, step: int, written: list[Written], extra: JSON) -> Manifest:
@@ -99,6 +99,20 @@ class Everyones:
         manifest = Manifest(step, len(written), self.tensors, boxes, self.values, extra, sizes)
         check_coverage(manifest)
         return manifest
+
+
+def _by_first_holders(plans: list[SavePlan]) -> list[SavePlan]:
+    """Leaves each whole tensor to the lowest rank that has it: those of one rank belong together.
+
+    Buffers may differ between ranks that train the same model, such as the running mean and variance of a batch norm.
+    """
+    taken: set[str] = set()
+    first: list[SavePlan] = []
+    for plan in plans:
+        items = [item for item in plan.items if item.type is not WriteItemType.TENSOR or item.index.fqn not in taken]
+        taken.update(item.index.fqn for item in items if item.type is WriteItemType.TENSOR)
+        first.append(replace(plan, items=items))
+    return first
 
 
 @dataclass(frozen=True)

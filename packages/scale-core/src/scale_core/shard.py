@@ -59,6 +59,7 @@ class Shard:
             as it is, as a tensor parallel layer does.
         counted_over: The ranks of the model, where other ones have other parameters in this one's place, as experts of
             their own; all of these count in a norm. None where all ranks hold pieces or copies of this one.
+        first_copy: Whether this is the first of the ranks of a layer that all hold the whole of it.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Shard:
     counted: bool = True
     gathered: bool = True
     counted_over: Group | None = None
+    first_copy: bool = True
 
     @classmethod
     def of_ranges(
@@ -91,7 +93,12 @@ class Shard:
     def cut(self, name: str, start: int, stop: int, axes: tuple[Axis, ...], unit: str = "") -> Self:
         """Returns a piece of this piece, its elements [start, stop), as further axes hold it between them."""
         place = (name, self.shape, self.start + start, self.start + stop)
-        return type(self)(*place, axes + self.axes, unit, self.ranges, self.counted)
+        return type(self)(*place, axes + self.axes, unit, self.ranges, self.counted, first_copy=self.first_copy)
+
+    @property
+    def written(self) -> bool:
+        """Whether this rank saves it. Units along another axis may have cut a layer's copies in different places."""
+        return self.counted and self.first_copy
 
     @property
     def title(self) -> str:

@@ -62,8 +62,8 @@ def save_snapshot(
     Args:
         directory: Holds all snapshots of a run; it is created where it is missing.
         step: The training step, at least 0. A step that is saved already is not replaced.
-        state: As `sharded_state_dict` returns it, with more keys if you like: `LocalShard`s, tensors (the same on each
-            rank that has the key) and values that JSON knows (the same on each rank that has the key).
+        state: As `sharded_state_dict` returns it, with more keys if you like: `LocalShard`s, tensors (the lowest rank's
+            of those that have the key) and values that JSON knows (the same on each rank that has the key).
         group: The ranks that hold the state together; the default group if None.
         extra: Anything that JSON knows, of rank 0: position in the data, schedule, random states.
 

@@ -56,7 +56,8 @@ class Placement(NamedTuple):
         """What scale-core's norms, optimizers and checkpoints are told of a rank's part."""
         if self.split is None:
             numel = torch.Size(self.shape).numel()
-            return Shard(name, self.shape, 0, numel, (Axis(group, Held.REPLICATE),), gathered=False)
+            axes = (Axis(group, Held.REPLICATE),)
+            return Shard(name, self.shape, 0, numel, axes, gathered=False, first_copy=group.rank == 0)
         ranges = tuple(
             self.split.ranges[group.rank] if dim == self.dim else ((0, size),) for dim, size in enumerate(self.shape)
         )

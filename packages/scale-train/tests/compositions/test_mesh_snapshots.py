@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -347,3 +349,67 @@ def test_so_it_is_between_all_meshes(case: Case, tmp_path: Path) -> None:
         folder = tmp_path / str(number)
         folder.mkdir()
         assert run_ranks(between, RANKS, str(folder), {case: everything[number : number + 8]}, timeout=600) == [[]] * 4
+
+
+class Uneven(nn.Module):
+    """Words of a width that two ranks don't share evenly, a strided weight that both hold, and running statistics."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.words, self.norm, self.head = nn.Embedding(5, 3), nn.BatchNorm1d(3), nn.Linear(3, 5)
+        self.strided = nn.Parameter(torch.randn(2, 3).t())
+
+    def forward(self, words: Tensor) -> Tensor:
+        y: Tensor = self.head(self.norm(self.words(words)) @ (self.strided @ self.strided.t()))
+        return y
+
+
+def uneven(folder: str) -> dict[str, dict[str, Tensor]]:
+    """Trains and saves under two wrappers; returns the buffers of this rank."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    group, buffers = mesh["data"].get_group(), {}
+    for wrapper in ("sharded ddp", "fsdp"):
+        model = Uneven(0)
+        parallelize(model, {"words": "embedding_colwise"}, mesh["tensor"])
+        optimizer: Optimizer
+        if wrapper == "fsdp":
+            called: nn.Module = fully_shard(model, group)
+            optimizer = AdamW(model.parameters(), lr=0.1)
+        else:
+            optimizer = OSS(model.parameters(), AdamW, group, lr=0.1)
+            called = ShardedDataParallel(model, optimizer, group, broadcast_buffers=False)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            called(batch_of(step, mesh["data"].get_local_rank())[0] % 5).square().sum().backward()
+            optimizer.step()
+        save_snapshot(f"{folder}/{wrapper}", STEPS, sharded_state_dict(model, optimizer))
+        planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+        dcp.save(sharded_state_dict(model, optimizer), checkpoint_id=f"{folder}/{wrapper}/dcp", planner=planner)
+        buffers[wrapper] = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    return buffers
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_uneven_parts_strided_parameters_and_the_buffers_of_rank_0_are_saved(tmp_path: Path) -> None:
+    buffers = run_ranks(uneven, RANKS, str(tmp_path))
+    states = []
+    for wrapper in ("sharded ddp", "fsdp"):
+        assert not torch.equal(buffers[0][wrapper]["norm.running_mean"], buffers[2][wrapper]["norm.running_mean"])
+        model = Uneven(1)
+        optimizer = AdamW(model.parameters(), lr=0.7)
+        read = load_snapshot(tmp_path / wrapper, lambda saved: target_state_dict(model, optimizer, saved), Group())  # noqa: B023
+        load_sharded_state_dict(read.state, model, optimizer, copy=False)
+        assert all(torch.equal(buffer, buffers[0][wrapper][name]) for name, buffer in model.named_buffers())
+        assert model.strided.stride() == (1, 3) and optimizer.param_groups[0]["lr"] == 0.1
+        states.append(sharded_state_dict(model, optimizer))
+        tensors = {key: value.clone() for key, value in states[-1].items() if isinstance(value, Tensor)}
+        with torch.no_grad():
+            for tensor in model.state_dict().values():
+                tensor.zero_()
+        target = dcp_target(tmp_path / wrapper / "dcp", model, optimizer)
+        dcp.load(target, checkpoint_id=tmp_path / wrapper / "dcp", no_dist=True)
+        assert all(torch.equal(target[key], value) for key, value in tensors.items())
+    for key, value in states[0].items():
+        if isinstance(value, Tensor):
+            torch.testing.assert_close(value, states[1][key], msg=key)

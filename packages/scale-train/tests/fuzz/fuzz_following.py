@@ -253,8 +253,7 @@ def follow(program: Program, folder: Path) -> str | None:
         else:
             wrapped = _reloaded(program, wrapped, plain, step, folder, number)
         comparison.states(where, wrapped.state(folder, 1001 + number), plain.state(), in_part=in_part)
-    if len(wrapped.optimizers) == 1 and (wrapped.pipe is None or "pipelines save" not in NOT_YET):
-        _compare_saved(program, wrapped, plain, comparison, folder)
+    _compare_saved(program, wrapped, plain, comparison, folder)
     return comparison.first
 
 

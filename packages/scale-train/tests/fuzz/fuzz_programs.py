@@ -15,15 +15,10 @@ from fuzz_models import NESTED, ModelSpec, build, random_model
 
 NOT_YET = frozenset(
     {
-        "torch clips shards",  # `torch.nn.utils.clip_grad_norm_` on a model whose gradients are in parts
-        "pipelines save",  # snapshots of a pipeline's optimizer, of its buffers and of its tied parameters
-        "buffers of ranks are saved",  # those that differ between the ranks, such as running means, are rank 0's
-        "strided parameters are saved",  # of layers that are beside divided ones
         "strided parameters beside DDP",  # DDP writes gradients by the strides from before OSS
         "norms are in fp64",  # that of a rank which has no gradient is in fp32: programs that clip are compared so
         "unused parameters of stages under DDP",  # they get zeros for a gradient
         "buffers made in inference mode",  # of a checkpointed module: a recomputation takes them for left alone
-        "uneven parts beside shards are saved",  # ranks of the tensor axis cut what they all hold in different places
         "tied parameters frozen in one stage",  # its part of the gradient is lost
     }
 )
@@ -199,12 +194,6 @@ def program_of(seed: int, world: int | None = None) -> Program:
         avoid |= {"dropout", "sometimes", "tied" if random.random() < 0.6 else ""}
     if tensor:
         avoid |= {"dropout", "sometimes", "tied"}
-        if "strided parameters are saved" in NOT_YET:  # The state of a divided model is read by a snapshot.
-            avoid |= {"odd"}
-        if mesh[1] > 1 and "buffers of ranks are saved" in NOT_YET:
-            avoid |= {"counting", "batchnorm"}
-        if pipelined and "pipelines save" in NOT_YET:
-            avoid |= {"counting", "batchnorm"}
     if adascale:
         avoid |= {"sometimes"}
     stages_per_rank = random.choice([1, 1, 2]) if pipelined else 1
@@ -299,8 +288,6 @@ class _Drawing:
         hidden = "unused parameters of stages under DDP" in NOT_YET and "unused" in self.kinds
         if hidden and kind == "ddp" and stages_per_rank:
             kind = "fully_shard"
-        if data > 1 and tensor > 1 and "uneven parts beside shards are saved" in NOT_YET:
-            kind = "ddp"
         pipeline = self._pipeline(pipe, stages_per_rank) if stages_per_rank else None
         copies = 2 if kind in sharded and data == 4 and random.random() < 0.4 else 0
         options = self._options(kind, is_cut=pipeline is not None, is_divided=tensor > 1)
@@ -405,22 +392,17 @@ class _Drawing:
                     yield Freeze(frozen[-1], False)
             elif what < 0.32 and wrapping.pipeline is None and wrapping.kind not in {"ddp", "oss", "pipe"}:
                 yield Fail(random.randrange(len(self.model.blocks)))
-            elif what < 0.42 and not frozen and (self._can_be_saved(wrapping)):
+            elif what < 0.42 and not frozen:
                 per_rank = wrapping.pipeline.stages_per_rank if wrapping.pipeline else 0
-                wrapping = self.wrapping(self._another_mesh(wrapping.mesh), per_rank)
+                before, wrapping = wrapping, self.wrapping(self._another_mesh(wrapping.mesh), per_rank)
+                if program.adascale and before.pipeline and wrapping.pipeline:
+                    # It loads how many gradients a step has.
+                    pipeline = replace(wrapping.pipeline, chunks=before.pipeline.chunks)
+                    wrapping = replace(wrapping, pipeline=pipeline)
                 if program.groups:
                     wrapping.options.pop("flatten_parameters", None)
                 yield Reload(wrapping, random.randrange(1000))
             yield self._train(program, wrapping, passes if program.adascale else random.choice([1, 1, 2, 3]))
-
-    def _can_be_saved(self, wrapping: Wrapping) -> bool:
-        differ = wrapping.mesh[1] > 1 and bool(self.kinds & {"batchnorm", "counting"})
-        divided = wrapping.mesh[2] > 1 and "odd" in self.kinds
-        return not (
-            (wrapping.pipeline is not None and "pipelines save" in NOT_YET)
-            or (differ and "buffers of ranks are saved" in NOT_YET)
-            or (divided and "strided parameters are saved" in NOT_YET)
-        )
 
     def _can_freeze(self, wrapping: Wrapping) -> bool:
         if wrapping.pipeline is not None and self.tied and "tied parameters frozen in one stage" in NOT_YET:
@@ -436,8 +418,7 @@ class _Drawing:
     def _train(self, program: Program, wrapping: Wrapping, passes: int) -> Train:
         random = self.random
         clips = random.random() < 0.3
-        shards = wrapping.kind not in {"ddp", "oss"} or wrapping.mesh[0] * wrapping.mesh[2] > 1
-        by_torch = clips and ("torch clips shards" not in NOT_YET or not shards) and random.random() < 0.5
+        by_torch = clips and random.random() < 0.5
         return Train(
             passes=passes,
             no_sync=passes > 1 and wrapping.pipeline is None and random.random() < 0.5,

@@ -316,12 +316,12 @@ class Wrapped:
 
     def save(self, folder: Path, step: int, *, with_optimizer: bool) -> None:
         """Writes a snapshot, on all ranks together."""
-        optimizer = self.optimizers[0] if with_optimizer else None
-        save_snapshot(folder, step, sharded_state_dict(self._saved, optimizer))
+        optimizers = self.optimizers if with_optimizer else None
+        save_snapshot(folder, step, sharded_state_dict(self._saved, optimizers))
 
     def load(self, folder: Path, step: int) -> None:
         """Reads a snapshot, on all ranks together."""
-        model, optimizer = self._saved, self.optimizers[0]
+        model, optimizer = self._saved, self.optimizers
         read = load_snapshot(folder, lambda saved: target_state_dict(model, optimizer, saved), step=step)
         load_sharded_state_dict(read.state, model, optimizer, copy=False)
 
