@@ -160,10 +160,10 @@ class Plain:
                 param.requires_grad_(step.trains)
         self.optimizer.zero_grad()
 
-    def state(self) -> dict[str, Tensor]:
-        """Parameters, and the buffers of `rank`."""
-        state = dict(self.net.state_dict())
-        return {name: self.buffers[self.rank].get(name, tensor) for name, tensor in state.items()}
+    def state(self, *, saved: bool = False) -> dict[str, Tensor]:
+        """Parameters, and the buffers of `rank`; of the first rank, as a snapshot has them, where `saved`."""
+        buffers = self.buffers[0 if saved else self.rank]
+        return {name: buffers.get(name, tensor) for name, tensor in dict(self.net.state_dict()).items()}
 
 
 def _plus(one: Tensor | None, other: Tensor | None) -> Tensor | None:
@@ -228,7 +228,7 @@ def follow(program: Program, folder: Path) -> str | None:
     plain = Plain(program, wrapped.rank)
     comparison = Comparison(program, plain.net)
     in_part = wrapped.pipe is not None
-    comparison.states("at first", wrapped.state(folder, 1000), plain.state(), in_part=in_part)
+    comparison.states("at first", wrapped.state(folder, 1000), plain.state(saved=wrapped.is_divided), in_part=in_part)
     for number, step in enumerate(program.steps):
         where = f"step {number}, {type(step).__name__}"
         if isinstance(step, Train):
@@ -252,7 +252,8 @@ def follow(program: Program, folder: Path) -> str | None:
             wrapped.freeze(step)
         else:
             wrapped = _reloaded(program, wrapped, plain, step, folder, number)
-        comparison.states(where, wrapped.state(folder, 1001 + number), plain.state(), in_part=in_part)
+        expected = plain.state(saved=wrapped.is_divided)
+        comparison.states(where, wrapped.state(folder, 1001 + number), expected, in_part=in_part)
     _compare_saved(program, wrapped, plain, comparison, folder)
     return comparison.first
 
@@ -281,6 +282,7 @@ def _compare_saved(program: Program, wrapped: Wrapped, plain: Plain, comparison:
     optimizer = plain.optimizer_for(net)
     scheduler_of(program, optimizer)
     read_into(net, optimizer, folder, 999)
+    comparison.states("saved", dict(net.state_dict()), plain.state(saved=True), in_part=False)
     names = {param: name for name, param in plain.net.named_parameters()}
     states = {names[param]: state for param, state in plain.optimizer.state.items() if state}
     for name, param in net.named_parameters():

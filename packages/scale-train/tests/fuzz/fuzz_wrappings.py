@@ -332,9 +332,14 @@ class Wrapped:
         is_wrapper = isinstance(self.module, DistributedDataParallel | ShardedDataParallel)
         return self.module.module if is_wrapper else self.module
 
+    @property
+    def is_divided(self) -> bool:
+        """Whether its state is what a snapshot gives."""
+        return self.wrapping.mesh[2] > 1
+
     def state(self, folder: Path, step: int) -> dict[str, Tensor]:
         """The whole parameters and buffers under the names of the plain model."""
-        if self.wrapping.mesh[2] == 1:  # Of a pipeline, what this rank has.
+        if not self.is_divided:  # Of a pipeline, what this rank has.
             return {name: tensor.clone() for name, tensor in self._saved.state_dict().items()}
         self.save(folder, step, with_optimizer=False)
         plain = build(self.program.model, 1)
