@@ -72,6 +72,36 @@ def test_a_buffer_that_changes_in_both_is_as_in_the_plain_module(how: Any, late:
     assert differing(found[1], found[0]) == []
 
 
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("how", ["recompute", "selective"])
+def test_a_buffer_that_was_replaced_in_inference_mode_is_as_in_the_plain_module(how: str, known: bool) -> None:
+    class Mean(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+            self.register_buffer("mean", torch.zeros(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.layer(x)
+            self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
+            return (y - self.mean).tanh().exp()
+
+    found = []
+    for treatment in ("keep", how):
+        torch.manual_seed(0)
+        module = apply_checkpointing(Mean(), treatment)
+        x = torch.randn(2, 3, requires_grad=True)
+        if known:
+            module(x).sum().backward()
+        with torch.inference_mode():
+            module(x)
+        assert module.mean.is_inference()
+        loss = module(x).sum()
+        loss.backward()
+        found.append([loss, x.grad, *(p.grad for p in module.parameters()), module.mean])
+    assert differing(found[1], found[0]) == []
+
+
 class Grows(nn.Module):
     """A table that grows to the longest input, as those of rotary embeddings do."""
 

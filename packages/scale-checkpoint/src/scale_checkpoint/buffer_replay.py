@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import _StopRecomputationError
 
-from scale_checkpoint.buffers import Changed, copy_of, differ
+from scale_checkpoint.buffers import Changed, copy_of, differ, version_of
 
 
 class Standing(NamedTuple):
@@ -73,7 +73,7 @@ class _Given(NamedTuple):
         now = self.place.module._buffers.get(self.place.name)
         if now is not self.tensor or now is None:
             return now is self.tensor
-        return _version_of(now) == self.version and (self.before is None or not differ(self.before, now))
+        return version_of(now) == self.version and (self.before is None or not differ(self.before, now))
 
 
 class Replay(AbstractContextManager[None]):
@@ -99,12 +99,12 @@ class Replay(AbstractContextManager[None]):
         self._given: list[_Given] = []
         for place in self._standing:
             now = place.module._buffers.get(place.name)
-            self._given.append(_Given(place, now, _version_of(now), now, None))
+            self._given.append(_Given(place, now, version_of(now), now, None))
         for change in self._changed:
             held, copy = change.module._buffers.get(change.name), copy_of(change.before)
-            self._given.append(_Given(change, copy, _version_of(copy), held, change.before))
+            self._given.append(_Given(change, copy, version_of(copy), held, change.before))
             change.module._buffers[change.name] = copy
-            is_as_left = held is change.after and _version_of(held) == change.version
+            is_as_left = held is change.after and version_of(held) == change.version
             if held is not None and is_as_left and not decides_results(change):
                 self.read[id(copy)] = held
 
@@ -133,7 +133,3 @@ def _told(given: _Given, then: str, now: str) -> str:
         "inputs, parameters and buffers alone decide that, and no attribute, counter or clock; let a table that grows "
         "look at its own shape, or grow it once before training, or leave the module out of the checkpointed one"
     )
-
-
-def _version_of(buffer: Tensor | None) -> int:
-    return -1 if buffer is None or buffer.is_inference() else buffer._version

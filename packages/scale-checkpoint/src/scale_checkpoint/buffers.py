@@ -62,12 +62,12 @@ class Watched:
         seen = []
         for part in parts:
             for name, buffer in part._buffers.items():
-                if buffer is None or buffer.is_inference():
+                if buffer is None:
                     continue
                 known = self._changing.get(part)
                 changes = True if known is None else known.get((part.training, name), True)
                 copy = copy_of(buffer) if changes else None
-                seen.append(Seen(part, name, buffer, buffer._version, copy))
+                seen.append(Seen(part, name, buffer, version_of(buffer), copy))
         return seen
 
     def changed_since(self, seen: Iterable[Seen]) -> list[Changed]:
@@ -81,9 +81,9 @@ class Watched:
             now = part._buffers.get(name)
             replaced = now is not buffer
             # Those of a norm count as changed in eval mode, too: kernels of later forwards write to them unseen.
-            has_changed = replaced or buffer._version != version or isinstance(part, _NormBase)
+            has_changed = replaced or version_of(buffer) != version or isinstance(part, _NormBase)
             has_changed = has_changed or (copy is not None and differ(copy, buffer))
-            if has_changed and copy is None and not (replaced and buffer._version == version):
+            if has_changed and copy is None and not (replaced and version_of(buffer) == version):
                 raise RuntimeError(
                     f"the forward of a {part._get_name()} has changed its buffer '{name}' [{list(buffer.shape)}] "
                     "after calls in which it had not, so a recomputation could not begin from what was there before: "
@@ -91,8 +91,7 @@ class Watched:
                 )
             if has_changed:
                 # What was replaced is still there as it was; what was changed in place is there as a copy.
-                left = -1 if now is None or now.is_inference() else now._version
-                changed.append(Changed(part, name, buffer if copy is None else copy, now, left))
+                changed.append(Changed(part, name, buffer if copy is None else copy, now, version_of(now)))
             self._changing.setdefault(part, {})[part.training, name] = has_changed or self._was(part, name)
         return changed
 
@@ -106,6 +105,11 @@ def differ(copy: Tensor, buffer: Tensor) -> bool:
         return False
     with Aside():
         return not torch.equal(copy, buffer)
+
+
+def version_of(tensor: Tensor | None) -> int:
+    """How often it was written to; -1 of what counts none, as what was made in inference mode."""
+    return -1 if tensor is None or tensor.is_inference() else tensor._version
 
 
 def copy_of(buffer: Tensor) -> Tensor:

@@ -170,7 +170,7 @@ def _first(call: _Call, tensors: Sequence[Tensor]) -> Iterator[None]:
     Raises:
         RuntimeError: See `run_recomputed`.
     """
-    given = [(tensor, _version_of(tensor)) for tensor in tensors]
+    given = [(tensor, buffers.version_of(tensor)) for tensor in tensors]
     call.look()
     with phase.checkpointing(), call.saved.forward(), _following(call):
         yield
@@ -192,7 +192,7 @@ def _following(call: _Call) -> AbstractContextManager[Any]:
 
 def _check_given(call: _Call, given: Sequence[tuple[Tensor, int]]) -> None:
     """Autograd would notice as well, but in the backward, and could not say where."""
-    changed = [tensor for tensor, version in given if _version_of(tensor) != version]
+    changed = [tensor for tensor, version in given if buffers.version_of(tensor) != version]
     if not changed:
         return
     if any(tensor.requires_grad for tensor, _ in given) or any(weights.ask_for_gradients(call.used)):
@@ -276,7 +276,3 @@ def _found_again(call: _Call, replay: Replay) -> AbstractContextManager[Any]:
 def _note_unused(call: _Call) -> None:
     if call.kept is not None and call.is_over:
         call.kept.note_unused()
-
-
-def _version_of(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
