@@ -96,7 +96,17 @@ def tied() -> list[str]:
     wrong += [f"assigned: {w}" for w in differences(pipe, tied_grads(pipe, steps[:1]))]
     pipe.zero_grad()
     mine = "0.weight" if rank == 0 else "4.weight"
-    dict(pipe.named_parameters())[mine].requires_grad_(False)
+    weight = dict(pipe.named_parameters())[mine]
+    for by in (0, 1):
+        weight.requires_grad_(rank != by)
+        try:
+            pipe.step(*(steps[0][:1]), target=steps[0][1], loss_fn=nn.functional.cross_entropy)
+            wrong.append(f"frozen in stage {by}: nothing was raised")
+        except StageError as error:
+            told = f"0.weight is one parameter in the stages [0, 1], but is frozen in [{by}] alone"
+            wrong += [str(error)] * (told not in str(error))
+        wrong += [f"{name} has a gradient" for name, param in pipe.named_parameters() if param.grad is not None]
+    weight.requires_grad_(False)
     pipe.step(*(steps[0][:1]), target=steps[0][1], loss_fn=nn.functional.cross_entropy)
     left = {name for name, param in pipe.named_parameters() if param.grad is None}
     wrong += [f"frozen: without gradients are {left}"] * (left != {mine})

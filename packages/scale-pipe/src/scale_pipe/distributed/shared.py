@@ -113,12 +113,14 @@ class Shared:
             copy.param.grad = None
 
     def message(self, name: str) -> Content | Share:
-        """Returns what is sent: this rank's gradient, or word that there is none.
+        """Returns what is sent: this rank's gradient, or word that there is none, or None in a content if it is frozen.
 
         Args:
             name: Of a parameter.
         """
         param, standing, _, _ = self._copies[name]
+        if not param.requires_grad:
+            return Content(*pack(None), _WHOLE)
         if param.grad is None:
             return _WHOLE
         return Content(
@@ -134,12 +136,17 @@ class Shared:
             limit_seconds: How long to wait for a replica.
 
         Raises:
-            RuntimeError: The step was given up in a replica; or stages are wrapped in ways that do not go together.
+            RuntimeError: The step was given up in a replica; or stages are wrapped in ways that do not go together, or
+                the parameter is frozen in some of them.
             TransferError: A replica did not come.
         """
-        parts = {(s.name, s.source): _Part(*unpack(c.structure, list(c.tensors))) for s, c in arrived.items()}
+        told = {(s.name, s.source): unpack(c.structure, list(c.tensors)) for s, c in arrived.items()}
+        frozen = {place for place, part in told.items() if part is None}
+        parts = {place: _Part(*part) for place, part in told.items() if part is not None}
         for name, copy in self._copies.items():
             others = {source: parts.get((name, source)) for source in copy.stages if source != copy.stage}
+            if not failed:
+                _check_frozen(name, copy, {source for source in others if (name, source) in frozen})
             grads = _parts_needed(name, copy, others, failed=failed, limit_seconds=limit_seconds)
             if failed and copy.standing.groups:
                 break  # The replicas know it, and leave here, too.
@@ -262,6 +269,17 @@ def _parts_needed(
 def _covers(part: _Part, standing: Standing) -> bool:
     within = part.start <= standing.start and standing.stop <= part.stop
     return standing.start == standing.stop or (within and part.ranges == standing.ranges)
+
+
+def _check_frozen(name: str, copy: _Copy, others: set[int]) -> None:
+    """A copy that is frozen alone computes no gradient, which would be missing in the sum."""
+    frozen = sorted(others if copy.param.requires_grad else others | {copy.stage})
+    if frozen and len(frozen) < len(copy.stages):
+        raise RuntimeError(
+            f"{name} is one parameter in the stages {list(copy.stages)}, but is frozen in {frozen} alone, whose part "
+            f"of its gradient would be lost: write model.get_parameter('{name}').requires_grad_(False) before "
+            "DistributedPipe(model, ...), or set requires_grad alike on the copies of all these stages"
+        )
 
 
 def _check_together(name: str, copy: _Copy, others: Mapping[int, _Part | None]) -> None:
