@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from flat_by_hand import gathered, local_grad, make
-from torch import nn
+from torch import Tensor, nn
 
 from scale_core.flat import Dtypes, FlatBuffer
 from scale_core.group import Group, group_of
@@ -61,6 +62,35 @@ def a_single_gradient_is_taken_over() -> bool:
     buffer.commit()
     assert buffer.exposed[0].grad is not None and bool((buffer.exposed[0].grad == 2).all())
     return taken
+
+
+class HalfSquare(torch.autograd.Function):
+    """Half the square of a weight, whose gradient is the weight's own memory."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return weight.square().sum() / 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]  # torch leaves the arguments open
+        (weight,) = ctx.saved_tensors
+        result: Tensor = weight.detach()
+        return result
+
+
+def a_weight_is_its_own_gradient() -> None:
+    group = group_of()
+    weight = torch.arange(12.0).view(4, 3)
+    buffer = make(group, params=[nn.Parameter(weight)])
+    gathered(buffer)
+    HalfSquare.apply(buffer.wholes[0]).backward()
+    buffer.gradient.pack(0)
+    buffer.release()
+    buffer.reduce()
+    buffer.commit()
+    grad, shard = buffer.exposed[0].grad, buffer.exposed[0]
+    assert grad is not None and torch.equal(grad, shard) and grad.data_ptr() != shard.data_ptr()
 
 
 def one_pass(buffer: FlatBuffer, indices: Sequence[int], number: int) -> None:
@@ -158,6 +188,10 @@ def test_held_gradients_become_the_flat_gradient_when_they_are_packed(accumulate
 
 def test_a_single_gradient_that_fills_the_buffer_is_taken_over_and_not_copied() -> None:
     assert run_ranks(a_single_gradient_is_taken_over, 2) == [True, True]
+
+
+def test_a_gradient_that_is_the_weight_outlives_the_full_buffer() -> None:
+    run_ranks(a_weight_is_its_own_gradient, 2)
 
 
 def test_a_gradient_with_a_gradient_of_its_own_is_refused_by_name() -> None:

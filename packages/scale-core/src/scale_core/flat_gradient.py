@@ -221,7 +221,10 @@ class FlatGradient:
                 f"the gradient of '{self.names[index]}' has a gradient of its own, which can't follow it into a shard: "
                 "call backward() without create_graph=True, or compute the penalty from outputs and inputs instead"
             )
-        return grad if grad.layout is torch.strided else grad.to_dense()
+        if grad.layout is not torch.strided:
+            return grad.to_dense()
+        # A backward that has returned a weight as a gradient: the full buffer may be released before it is read.
+        return grad.clone() if grad.untyped_storage()._cdata == whole.untyped_storage()._cdata else grad
 
     def _pack(self, index: int, grad: Tensor, accumulate: bool) -> None:
         if self.flat is None:
