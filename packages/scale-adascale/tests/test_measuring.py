@@ -98,8 +98,9 @@ class Split(nn.Module):
         self.down = nn.Parameter(whole[2].weight.detach()[:, rows].clone())
         self.shift = nn.Parameter(torch.full((3,), 0.1))  # Replicated.
         for param, full in ((self.up, whole[0].weight), (self.bias, whole[0].bias), (self.down, whole[2].weight)):
-            mark(param, Shard("split", tuple(full.shape), 0, param.numel(), (Axis(group, Held.SHARD),)))
-        mark(self.shift, Shard("shift", (3,), 0, 3, (Axis(group, Held.REPLICATE),)))
+            piece = Shard("split", tuple(full.shape), 0, param.numel(), (Axis(group, Held.SHARD),), gathered=False)
+            mark(param, piece)
+        mark(self.shift, Shard("shift", (3,), 0, 3, (Axis(group, Held.REPLICATE),), gathered=False))
 
     def forward(self, x: Tensor) -> Tensor:
         partial = torch.tanh(x @ self.up.T + self.bias) @ self.down.T
