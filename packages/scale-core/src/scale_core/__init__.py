@@ -10,6 +10,7 @@ The files in reading order; each stands only on those above it:
 - `host_transport`: what moves tensors on the host, for groups that do not;
 - `messages`: tagged messages from rank to rank;
 - `collectives`: operations on 1-D tensors;
+- `buffer_pool`: memory of full buffers on the host, kept and used again;
 - `exchange`: what ranks tell each other in a few integers or words;
 - `subgroup`: some of them as a group of their own;
 - `events`: what ranks compare;
@@ -47,6 +48,7 @@ The others load more of torch, and are imported by their own names. State, and w
 - `boxes`: the elements that a rank holds, as boxes of a tensor;
 - `whole_state`: whole tensors out of the shards that an optimizer's state is made of;
 - `state_match`: whether a saved state is that of this model;
+- `optimizer_groups`: options of parameter groups, saved by the names that a rank has;
 - `optimizer_state`: an optimizer's state by the names of parameters;
 - `state`: the state of a model and its optimizer, in pieces that outlive the number of ranks;
 - `dcp`: torch's own checkpoint format;
