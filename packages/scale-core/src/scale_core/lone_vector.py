@@ -25,8 +25,13 @@ def watch_vectors() -> None:
 def _refuse_parts(param: Any) -> None:
     shard = shard_of(param) if isinstance(param, Tensor) and is_divided(param) else None
     if shard is not None:
+        where = (
+            "Call them where parameters are whole: with model.summon_full_params(): vector = "
+            "parameters_to_vector(model.parameters())"
+            if shard.gathered
+            else "Take the whole tensors of model.state_dict(), which all ranks call together"
+        )
         raise RuntimeError(
             f"parameters_to_vector, vector_to_parameters: {shard.title} is a shard, {list(param.shape)} of "
-            f"{list(shard.shape)}, and other ranks have other elements of it. Call them where parameters are whole: "
-            "with model.summon_full_params(): vector = parameters_to_vector(model.parameters())"
+            f"{list(shard.shape)}, and other ranks have other elements of it. {where}"
         )

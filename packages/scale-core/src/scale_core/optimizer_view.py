@@ -223,9 +223,10 @@ def _with_own_elements(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict
 
 
 _WHAT_TO_LOAD = (
-    "load on each rank what this rank has saved, or save what loads anywhere: the whole state, "
-    "model.gather_full_optim_state_dict(optimizer), or pieces, scale_core.state.sharded_state_dict(model, optimizer), "
-    "by scale_core.snapshot.save_snapshot or torch.distributed.checkpoint.save"
+    "load on each rank what this rank has saved; or save what loads at any number of ranks: "
+    "scale_core.state.sharded_state_dict(model, optimizer), by scale_core.snapshot.save_snapshot or "
+    "torch.distributed.checkpoint.save; with scale-fsdp also model.gather_full_optim_state_dict(optimizer), loaded by "
+    "optimizer.load_state_dict(model.get_shard_from_optim_state_dict(full, optimizer))"
 )
 
 

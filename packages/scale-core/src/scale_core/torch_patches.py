@@ -1,4 +1,4 @@
-"""What torch's own functions do with shards; the one place where anything of torch is replaced.
+"""What torch's own functions for clipping, wrapping and saving do with shards.
 
 Programs clip by `torch.nn.utils.clip_grad_norm_`, wrap by `DistributedDataParallel` and save
 `optimizer.state_dict()`. On shards these would compute with one rank's part without a word. So they are changed when

@@ -194,6 +194,27 @@ def test_two_axes_train_as_one_process_and_their_snapshots_are_read_at_any_numbe
     run_ranks(_read, 1, str(tmp_path))
 
 
+def _state_of_rank_0() -> str:
+    """One rank's part of the optimizer's state is given to all: of those that hold other elements, some share none."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    data, tensor = group_of(mesh["data"]), group_of(mesh["tensor"])
+    called, model, _ = spread("fsdp", data, tensor)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    loss_of(called, 0, data.rank).backward()
+    optimizer.step()
+    states = [optimizer.state_dict()]
+    torch.distributed.broadcast_object_list(states)
+    with pytest.raises(ValueError, match="is the part of rank 0 of 4") as error:
+        optimizer.load_state_dict(states[0])
+    return str(error.value)
+
+
+def test_the_optimizers_state_of_one_rank_is_refused_on_all_ranks_of_two_axes() -> None:
+    first, *others = run_ranks(_state_of_rank_0, 4)
+    assert "It fits this rank, but not all others" in first
+    assert all("this rank holds other elements" in message for message in others)
+
+
 def _stages() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "tensor"))
     for sequence_parallel in (False, True):
