@@ -170,6 +170,7 @@ def num_parameters(model: nn.Module, *, only_trainable: bool = False) -> int:
     `sum(p.numel() for p in model.parameters())` counts what this rank holds of them. Of a pipeline, the stages of this
     rank are counted, whole.
 
+        >>> from torch import nn
         >>> num_parameters(nn.Linear(3, 2))
         8
 
