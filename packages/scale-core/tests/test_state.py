@@ -181,8 +181,12 @@ def test_the_target_of_a_fresh_optimizer_has_room_for_all_that_was_saved() -> No
         ("model.extra", torch.ones(1), "model.extra is unexpected in it .missing: none; unexpected: model.extra"),
         ("model.scale", None, "model.scale is missing in it"),
         ("optim.unknown.step", torch.tensor(1.0), "optim.unknown.step was saved, but the optimizer has no parameter"),
-        (GROUPS, [], "optim.groups: none saved, the optimizer has 1"),
-        (GROUPS, [{"params": []}], "group 0 of the optimizer has scale, which was saved in none: group its parameters"),
+        (GROUPS, [], "optim.groups: none saved: save the optimizer too"),
+        (
+            GROUPS,
+            [{"params": []}],
+            "group 0 of the optimizer has scale, which was saved in none: build the optimizer",
+        ),
         ("optim.embed.weight.exp_avg", torch.ones(3), r"the saved shape is \(3,\), expected \(7, 5\)"),
     ],
 )

@@ -17,7 +17,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 # Imported by name, and before any tensor is marked.
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import (
+    clip_grad_norm_,
+    clip_grad_value_,
+    clip_grads_with_norm_,
+    get_total_norm,
+    parameters_to_vector,
+    vector_to_parameters,
+)
 
 from scale_core.group import Group, group_of
 from scale_core.norms import keep_gradients
@@ -273,3 +280,21 @@ def test_a_fresh_optimizer_takes_its_part_of_a_plain_state_and_says_what_it_has(
             mine = value if key == "step" else elements_of(value, shard.start, shard.stop).view(part.shape)
             assert torch.equal(optimizer.state[part][key], mine)
     train(model, optimizer, 1, first=2)
+
+
+def test_vectors_of_parts_are_refused_in_both_directions() -> None:
+    model = cut_model(nn.Sequential(nn.Linear(4, 4)), 0, 2)
+    before = [param.detach().clone() for param in model.parameters()]
+    with pytest.raises(RuntimeError, match=r"'0.weight' is a shard, .* of \[4, 4\].*summon_full_params\(\)"):
+        parameters_to_vector(model.parameters())
+    with pytest.raises(RuntimeError, match=r"'0.weight' is a shard"):
+        vector_to_parameters(torch.zeros(20), model.parameters())
+    assert all(torch.equal(param, old) for param, old in zip(model.parameters(), before, strict=True))
+
+
+def test_whole_parameters_and_those_of_a_world_of_one_make_vectors() -> None:
+    for model in (nn.Linear(2, 2), cut_model(nn.Sequential(nn.Linear(2, 2)), 0, 1)):
+        vector = parameters_to_vector(model.parameters())
+        assert vector.shape == (6,)
+        vector_to_parameters(torch.zeros(6), model.parameters())
+        assert not any(param.any() for param in model.parameters())

@@ -198,8 +198,8 @@ def other_name(full: dict[str, Any]) -> None:
 
 
 MISFITS: dict[str, Callable[[dict[str, Any]], None]] = {
-    "the saved optimizer has 1 parameter groups, this one 2: group the parameters as then": no_group,
-    "'embed.weight' is only in the optimizer's .1 differ.: group the parameters as then": other_group,
+    "the saved optimizer has 1 parameter groups, this one 2: build the optimizer with": no_group,
+    "'embed.weight' is only in the optimizer's .1 differ.: build the optimizer with": other_group,
     r"embed.weight.exp_avg: the saved shape is \(5, 7\), expected \(7, 5\)": other_shape,
     "'nothing' is only in the optimizer's .2 differ": other_name,
 }

@@ -32,7 +32,6 @@ The files in reading order; each stands only on those above it:
 - `flat_gradient`: a rank's own gradients of one flat buffer;
 - `reduction`: what they become;
 - `lone_scaler`: a scaler that asks one rank alone is refused on shards;
-- `lone_vector`: a vector of all parameters is refused where a rank has parts of them;
 - `stepping`: what must hold when an optimizer steps;
 - `flat_reduced`: from a rank's own gradients to those of its shard;
 - `sending`: a shard on its way from the host to the device;

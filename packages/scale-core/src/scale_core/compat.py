@@ -327,7 +327,7 @@ def device_that_is_here(device: torch.device | str) -> torch.device | None:
     return None if missing else wanted
 
 
-def look_at_vectors(look: Callable[[Any], None]) -> None:
+def hook_parameter_vectors(look: Callable[[Any], None]) -> None:
     """Calls `look` with each parameter before torch makes a vector of it, or puts a part of a vector into it."""
     # Both functions call it for each parameter, also where somebody has imported them by name.
     own = convert_parameters._check_param_device

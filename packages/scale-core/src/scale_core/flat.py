@@ -122,16 +122,6 @@ class FlatBuffer(FlatReduced):
 
     # What it is.
 
-    def rename(
-        self,
-        names: Sequence[str],
-        unit: str = "",
-        flat_name: str = "flat_param",
-        counted_over: Group | None = None,
-    ) -> None:
-        super().rename(names, unit, flat_name, counted_over)
-        self.gradient.names = self.names
-
     def follow_trainable(self) -> None:
         """Takes over what the user has frozen or unfrozen since the last step."""
         for index, whole in enumerate(self.wholes):

@@ -128,6 +128,7 @@ class FlatReduced(FlatShard):
         """No gradient yet, and whatever brings one from the wholes to the shard."""
         wide = torch.promote_types(self.reduce_dtype, self.dtype)
         self.gradient = FlatGradient(wholes, self.layout, self.reduce_dtype, wide)
+        self.gradient.names = self.names
         self._aside = []
         assert self.devices.reduced is not None
         where = self.devices.reduced, self._grad_stream

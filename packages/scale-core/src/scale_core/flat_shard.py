@@ -70,7 +70,7 @@ class FlatShard:
             flat_name: Of the one flat parameter, where they are exposed as that.
             counted_over: As in `Shard`.
         """
-        self.names = list(names)
+        self.names[:] = names  # The same list, by which errors about gradients name them, too.
         self._unit, self._flat_name, self._counted_over = unit, flat_name, counted_over
         mark_reported(self.exposed)
         axes: tuple[Axis, ...] = (Axis(self.group, Held.SHARD),)

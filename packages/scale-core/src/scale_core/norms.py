@@ -114,11 +114,7 @@ def measured_gradients(params: Sequence[Tensor]) -> list[Measured]:
 
 
 @torch.no_grad()
-def grad_norm(
-    params: Iterable[Tensor],
-    norm_type: float = 2.0,
-    limit_seconds: float | None = None,
-) -> Tensor:
+def grad_norm(params: Iterable[Tensor], norm_type: float = 2.0, limit_seconds: float | None = None) -> Tensor:
     """Returns the p-norm of all gradients together, as one number that is equal on all ranks.
 
     All ranks of every group that shards one of the parameters must call it together, with the same parameters in the
@@ -216,10 +212,14 @@ def clip(
     norm_type: float = 2.0,
     limit_seconds: float | None = None,
     stages: Sequence[Stages] | None = None,
+    *,
+    error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Clips as `clip_grad_norm` does, what `norm_of` measures."""
+    """Clips as `clip_grad_norm` does, what `norm_of` measures; with `error_if_nonfinite` as in `check_finite`."""
     check_max_norm(max_norm)
     norm = norm_of(gradients, norm_type, limit_seconds, stages)
+    if error_if_nonfinite:
+        check_finite(norm, norm_type)
     if math.isinf(max_norm):
         return norm  # Nothing to scale, and no gradient is touched for it.
     scale_gradients([each.holder for each in gradients], clip_factor(norm, max_norm))
@@ -256,6 +256,20 @@ def check_max_norm(max_norm: float) -> None:
         raise ValueError(
             f"expected max_norm of at least 0, got {max_norm}, by which every gradient would be turned round or lost: "
             "pass the largest norm allowed, or math.inf to measure the norm only"
+        )
+
+
+def check_finite(norm: Tensor, norm_type: float) -> None:
+    """Refuses to clip by a norm that is inf or NaN, on all ranks alike, since the norm is.
+
+    Raises:
+        RuntimeError: It is.
+    """
+    (value,) = compat.values_of(norm.reshape(1), simulated=[1.0])
+    if not math.isfinite(value):
+        raise RuntimeError(
+            f"the norm of order {float(norm_type)} of the gradients on all ranks is {value}, so they can't be clipped: "
+            "skip the step, or pass error_if_nonfinite=False to scale them all the same"
         )
 
 

@@ -20,6 +20,9 @@ from scale_core.state_match import StateMismatch
 GROUPS = "optim.groups"
 """What the keys of saved groups begin with: `optim.groups[<number>].<digest of the names>`."""
 
+REGROUP = "build the optimizer with the parameter groups that it was saved with"
+"""What mends groups that differ, in errors."""
+
 # Options that say what the tensors of a group are called: names are saved anyway, those of the plain model.
 _NOT_SAVED = frozenset({"params", "param_names"})
 
@@ -100,7 +103,8 @@ def matching_options(
     """
     if not saved:
         raise StateMismatch(
-            f"{GROUPS}: none saved, the optimizer has {len(optimizer.param_groups)}: group its parameters as then"
+            f"{GROUPS}: none saved: save the optimizer too, by sharded_state_dict(model, optimizer), or load the model "
+            "alone, with optimizer=None"
         )
     number_of = {name: number for number, its_names in enumerate(names) for name in its_names}
     group_of: dict[str, SavedGroup] = {}
@@ -112,15 +116,14 @@ def matching_options(
             first, second = (next(name for name in here if number_of[name] == number) for number in numbers[:2])
             raise StateMismatch(
                 f"{GROUPS}: {first} and {second} were saved in one group, and stand in the groups {numbers[0]} and "
-                f"{numbers[1]} of the optimizer: group its parameters as then"
+                f"{numbers[1]} of the optimizer: {REGROUP}"
             )
         group_of.update(dict.fromkeys(here, group))
         for number in numbers:
             parts[number].append(group)
     if lacking := next((name for name in number_of if name not in group_of), None):
         raise StateMismatch(
-            f"{GROUPS}: group {number_of[lacking]} of the optimizer has {lacking}, which was saved in none: group its "
-            "parameters as then"
+            f"{GROUPS}: group {number_of[lacking]} of the optimizer has {lacking}, which was saved in none: {REGROUP}"
         )
     options = []
     for number, (live, its_parts) in enumerate(zip(optimizer.param_groups, parts, strict=True)):
@@ -147,7 +150,7 @@ def _common_options(number: int, parts: Sequence[SavedGroup]) -> Mapping[str, An
             raise StateMismatch(
                 f"{GROUPS}: group {number} of the optimizer has parameters of saved groups with other options: {key} "
                 f"is {first.options.get(key)} for {first.names[0]} and {other.options.get(key)} for {other.names[0]}: "
-                "group its parameters as then"
+                f"{REGROUP}"
             )
     return first.options
 

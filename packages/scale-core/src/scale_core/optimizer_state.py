@@ -16,7 +16,15 @@ from torch.optim import Optimizer
 
 from scale_core.boxes import LocalShard
 from scale_core.holdings import Holding, check_known, is_number, named_holdings
-from scale_core.optimizer_groups import GROUPS, as_json, group_entries, is_group, matching_options, saved_groups
+from scale_core.optimizer_groups import (
+    GROUPS,
+    REGROUP,
+    as_json,
+    group_entries,
+    is_group,
+    matching_options,
+    saved_groups,
+)
 from scale_core.shard import elements_of
 from scale_core.state_match import SavedTensor, StateMismatch
 
@@ -192,13 +200,13 @@ def check_trained(state: Mapping[str, Any], known: Container[str], name_here: Ca
     """
     for full_key, name, _, _ in _named_entries(state):
         if name not in known:
-            raise StateMismatch(f"{full_key} was saved, but the optimizer has no parameter {name}")
+            raise StateMismatch(f"{full_key} was saved, but the optimizer has no parameter {name}: {REGROUP}")
     for group in saved_groups(state):
         for here in map(name_here, group.names):
             if here is not None and here not in known:
                 raise StateMismatch(
                     f"{GROUPS}: group {group.number} was saved with {here}, which is no parameter of the optimizer: "
-                    "group its parameters as then"
+                    f"{REGROUP}"
                 )
 
 

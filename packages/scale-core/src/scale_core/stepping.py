@@ -21,7 +21,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.weak import WeakIdKeyDictionary
 
 from scale_core.lone_scaler import refuse_lone_scaler
-from scale_core.lone_vector import watch_vectors
 from scale_core.optimizer_kinds import known_bases
 from scale_core.shard import Held, Shard, shard_of
 
@@ -99,11 +98,10 @@ def construction_of(optimizer: torch.optim.Optimizer) -> str:
 
 @functools.cache
 def watch_optimizers() -> None:
-    """Begins to look at the steps of all optimizers of this process, and at vectors of parameters; once is enough."""
+    """Begins to look at the steps of all optimizers of this process; once is enough."""
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_pre_hook(refuse_lone_scaler)
     register_optimizer_step_post_hook(_after_step)
-    watch_vectors()
 
 
 def _params(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:

@@ -1,15 +1,14 @@
-"""What torch's own functions for clipping, wrapping and saving do with shards.
+"""What torch's own functions for clipping, wrapping, vectors and saving do with shards.
 
-Programs clip by `torch.nn.utils.clip_grad_norm_`, wrap by `DistributedDataParallel` and save
-`optimizer.state_dict()`. On shards these would compute with one rank's part without a word. So they are changed when
-the first tensor of the process is marked as a shard, or the first pipeline is built, and not before. With parameters
-that are no shards they do what they always did.
+Programs clip by `torch.nn.utils.clip_grad_norm_`, wrap by `DistributedDataParallel`, make vectors of parameters and
+save `optimizer.state_dict()`. On shards these would compute with one rank's part without a word. So they are changed
+when the first tensor of the process is marked as a shard, or the first pipeline is built, and not before. With
+parameters that are no shards they do what they always did.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -24,18 +23,17 @@ from scale_core import compat
 from scale_core.group import group_of
 from scale_core.norms import (
     Measured,
-    check_max_norm,
-    clip_factor,
+    check_finite,
+    clip,
     gradient_holders,
     has_kept_gradients,
     is_kept,
     is_shared,
     measured_gradients,
     norm_of,
-    scale_gradients,
 )
 from scale_core.optimizer_view import view
-from scale_core.shard import at_first_mark, check_undivided, marked_parameters, shard_of, stages_of
+from scale_core.shard import at_first_mark, check_undivided, is_divided, marked_parameters, shard_of, stages_of
 
 
 @functools.cache
@@ -45,6 +43,7 @@ def install() -> None:
     compat.wrap_no_grad_function(torchs.clip_grad_value_, _clip_grad_value)
     compat.wrap_no_grad_function(torchs._get_total_norm, _get_total_norm)
     compat.wrap_no_grad_function(torchs._clip_grads_with_norm_, _clip_grads_with_norm)
+    compat.hook_parameter_vectors(_refuse_vector)
     register_module_module_registration_hook(_refuse_replicas)
     Optimizer.state_dict = _viewed(Optimizer.state_dict)  # type: ignore[method-assign]
     Optimizer.load_state_dict = _viewed(Optimizer.load_state_dict)  # type: ignore[method-assign]
@@ -72,13 +71,7 @@ def _clip_grad_norm(
         holders = [each.holder for each in gradients]
         # torch warns of a generator that has been used up, so it gets that.
         return own(holders or parameters, max_norm, norm_type, error_if_nonfinite, foreach)
-    check_max_norm(float(max_norm))
-    norm = norm_of(gradients, float(norm_type), stages=stages)
-    if error_if_nonfinite:
-        _check_finite(norm, norm_type)
-    if not math.isinf(max_norm):
-        scale_gradients([each.holder for each in gradients], clip_factor(norm, float(max_norm)))
-    return norm
+    return clip(gradients, float(max_norm), float(norm_type), stages=stages, error_if_nonfinite=error_if_nonfinite)
 
 
 def _get_total_norm(
@@ -102,7 +95,7 @@ def _get_total_norm(
         return own(given, norm_type, error_if_nonfinite, foreach)
     norm = norm_of(gradients, float(norm_type), stages=stages)
     if error_if_nonfinite:
-        _check_finite(norm, norm_type)
+        check_finite(norm, norm_type)
     return norm
 
 
@@ -143,15 +136,6 @@ def _owners_of(tensors: list[Tensor]) -> list[Tensor]:
     return owners
 
 
-def _check_finite(norm: Tensor, norm_type: float) -> None:
-    (value,) = compat.values_of(norm.reshape(1), simulated=[1.0])
-    if not math.isfinite(value):  # On all ranks alike, since the norm is.
-        raise RuntimeError(
-            f"the norm of order {float(norm_type)} of the gradients on all ranks is {value}, so they can't be clipped: "
-            "skip the step, or pass error_if_nonfinite=False to scale them all the same"
-        )
-
-
 # Wrapping.
 
 
@@ -181,6 +165,31 @@ def _refuse_replicas(outer: nn.Module, name: str, inner: nn.Module | None) -> No
         raise ValueError(
             f"DistributedDataParallel: '{kept}' and others are under ShardedDataParallel, which averages their "
             "gradients: train that as it is, without DistributedDataParallel"
+        )
+
+
+# Vectors of parameters.
+
+
+def _refuse_vector(param: Any) -> None:
+    """Refuses a vector of parameters of which other ranks have other elements.
+
+    It would be that of another model, of another size on each rank; and one put into them would stand elsewhere.
+
+    Raises:
+        RuntimeError: This parameter is such.
+    """
+    shard = shard_of(param) if isinstance(param, Tensor) and is_divided(param) else None
+    if shard is not None:
+        where = (
+            "Call them where parameters are whole: with model.summon_full_params(): vector = "
+            "parameters_to_vector(model.parameters())"
+            if shard.gathered
+            else "Take the whole tensors of model.state_dict(), which all ranks call together"
+        )
+        raise RuntimeError(
+            f"parameters_to_vector, vector_to_parameters: {shard.title} is a shard, {list(param.shape)} of "
+            f"{list(shard.shape)}, and other ranks have other elements of it. {where}"
         )
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from scale_core.nested import map_tensors
+from scale_core.optimizer_groups import REGROUP
 from scale_core.state_match import StateMismatch
 from scale_oss.gathering import State, large_tensors_in
 from scale_oss.places import Place
@@ -99,14 +100,13 @@ def _check_groups(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> list[
     saved_groups = state_dict["param_groups"]
     if len(saved_groups) != len(groups):
         raise StateMismatch(
-            f"the state dict has {len(saved_groups)} parameter groups, the optimizer {len(groups)}: group its "
-            "parameters as then"
+            f"the state dict has {len(saved_groups)} parameter groups, the optimizer {len(groups)}: {REGROUP}"
         )
     for number, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
         if len(saved["params"]) != len(group["params"]):
             raise StateMismatch(
                 f"group {number} has {len(saved['params'])} parameters in the state dict, and "
-                f"{len(group['params'])} in the optimizer: group its parameters as then"
+                f"{len(group['params'])} in the optimizer: {REGROUP}"
             )
         # One side alone may have more: a scheduler adds to a group, and so do newer versions of torch.
         lost, new = (sorted(a.keys() - b.keys() - _NAMES) for a, b in ((saved, group), (group, saved)))

@@ -26,6 +26,7 @@ from scale_core.contract import Contract
 from scale_core.events import Event, message_tag
 from scale_core.flat import FlatBuffer
 from scale_core.holdings import Holding, check_known
+from scale_core.optimizer_groups import REGROUP
 from scale_core.optimizer_view import SHARDS, view
 from scale_fsdp.state.naming import check_none_apart, holdings_in, names_by_buffer, plain_order, ranks_in
 from scale_fsdp.state.optimizer_kinds import Kind, Kinds, agree_on_kinds, kinds_of
@@ -271,8 +272,7 @@ def _own_groups(
     groups = [list(group["params"]) for group in optimizer.param_groups]
     if len(groups) != len(full["param_groups"]):
         raise ValueError(
-            f"the saved optimizer has {len(full['param_groups'])} parameter groups, this one {len(groups)}: group the "
-            "parameters as then"
+            f"the saved optimizer has {len(full['param_groups'])} parameter groups, this one {len(groups)}: {REGROUP}"
         )
     for number, (saved, group) in enumerate(zip(full["param_groups"], groups, strict=True)):
         mine = {holding.name for owner in group for holding in owners[owner]}
@@ -280,7 +280,7 @@ def _own_groups(
             where = "saved one" if differing[0] in saved["params"] else "optimizer's"
             raise ValueError(
                 f"group {number} of the optimizer has other parameters than the saved one: '{differing[0]}' is only in "
-                f"the {where} ({len(differing)} differ): group the parameters as then"
+                f"the {where} ({len(differing)} differ): {REGROUP}"
             )
     return groups
 
