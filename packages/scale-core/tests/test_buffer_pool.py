@@ -1,21 +1,24 @@
-"""buffer_pool.py: full buffers of one size take turns in one memory."""
+"""buffer_pool.py: large buffers of one size take turns in one memory, which stands in huge pages."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import mmap
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from scale_core import buffer_pool, compat
-from scale_core.buffer_pool import MAX_IDLE, SMALLEST_BYTES, fill, free
+from scale_core.backward import on_local_grads
+from scale_core.buffer_pool import MAX_IDLE, SMALLEST_BYTES, empty, fill, free, free_unshared
 from scale_core.flat import FlatBuffer
 from scale_core.group import group_of
 from scale_core.layout import FlatLayout
 from scale_core.testing import run_ranks
 
 NUMEL = SMALLEST_BYTES // 4
+CPU = torch.device("cpu")
 
 swaps = pytest.mark.skipif(not compat.can_swap_memory(), reason="this torch can't exchange memory")
 
@@ -119,6 +122,48 @@ def test_small_tensors_and_those_of_other_devices_are_left_to_torch() -> None:
     assert kept() == []
 
 
+@swaps
+def test_a_new_tensor_takes_memory_that_was_kept_and_none_of_another_size() -> None:
+    old = torch.full((NUMEL,), 3.0)
+    place = old.data_ptr()
+    free_unshared(old)
+    assert kept() == [1]
+    other, same = empty(2 * NUMEL, torch.float32, CPU), empty(2 * NUMEL, torch.float16, CPU)
+    assert other.shape == (2 * NUMEL,) and other.data_ptr() != place
+    assert same.shape == (2 * NUMEL,) and same.dtype is torch.float16 and same.data_ptr() == place
+    assert kept() == [] and empty(3, torch.float32, CPU).shape == (3,)
+
+
+@pytest.mark.parametrize("sharing", [lambda full: full[1:], lambda full: full.numpy(), torch.utils.dlpack.to_dlpack])
+def test_memory_that_somebody_has_a_view_of_is_left_to_it(sharing: Callable[[Tensor], object]) -> None:
+    full = torch.full((NUMEL,), 3.0)
+    view = sharing(full)
+    free_unshared(full)
+    assert kept() == [] and full.unique().tolist() == [3.0]
+    del view
+
+
+def test_new_memory_asks_for_huge_pages_within_its_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(buffer_pool, "_madvise", lambda: lambda *what: asked.append(what))
+    full = empty(NUMEL, torch.float32, CPU)
+    ((start, num_bytes, advice),) = asked
+    first, page = full.data_ptr(), mmap.PAGESIZE
+    assert first <= start < first + page and first + full.nbytes - page < start + num_bytes <= first + full.nbytes
+    assert start % page == num_bytes % page == 0 and advice == mmap.MADV_HUGEPAGE
+    empty(NUMEL - 1, torch.float32, CPU)
+    assert len(asked) == 1, "expected small tensors to be left to torch"
+
+
+def test_a_system_without_huge_pages_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer_pool._madvise.cache_clear()
+    monkeypatch.delattr(mmap, "MADV_HUGEPAGE")
+    try:
+        assert empty(NUMEL, torch.float32, CPU).fill_(1.0).shape == (NUMEL,)
+    finally:
+        buffer_pool._madvise.cache_clear()
+
+
 @pytest.mark.simulation
 def test_tensors_of_a_simulation_are_left_to_torch() -> None:
     with compat.fake_tensors():
@@ -126,6 +171,7 @@ def test_tensors_of_a_simulation_are_left_to_torch() -> None:
         free(fake)
         fill(fake)
         assert fake.untyped_storage().nbytes() == 4 * NUMEL
+        assert compat.is_fake(empty(NUMEL, torch.float32, CPU))
     assert kept() == []
 
 
@@ -146,7 +192,6 @@ def take_steps() -> None:
                 buffer.gradient.pack(index)
             buffer.release()
             buffer.reduce()
-        for buffer in buffers:
             buffer.commit()
         for param in (param for buffer in buffers for param in buffer.exposed):
             assert param.grad is not None
@@ -154,6 +199,32 @@ def take_steps() -> None:
             param.grad = None
     if compat.can_swap_memory():
         assert len(set(places[3:])) <= MAX_IDLE, "expected steady steps to gather into memory that is there"
+
+
+def keep_local_gradients() -> None:
+    group, shape = group_of(), (512, 1024)
+    buffer = FlatBuffer(["weight"], [nn.Parameter(torch.ones(shape))], FlatLayout.plan(["weight"], [shape], 2), group)
+    seen: list[Tensor] = []
+    handle = on_local_grads(lambda params, grads: seen.extend(grads))
+    try:
+        for step in range(3):
+            buffer.gather()
+            buffer.wait_gathered()
+            (buffer.wholes[0] * torch.full(shape, 1.0 + group.rank + step)).sum().backward()
+            buffer.gradient.pack(0)
+            buffer.release()
+            buffer.reduce()
+            buffer.commit()
+            (param,) = buffer.exposed
+            assert param.grad is not None and param.grad.unique().tolist() == [1.5 + step]
+            param.grad = None
+    finally:
+        handle.remove()
+    assert [grad.unique().tolist() for grad in seen] == [[1.0 + group.rank + step] for step in range(3)]
+
+
+def test_who_keeps_a_gradient_that_was_told_of_has_its_numbers_later() -> None:
+    run_ranks(keep_local_gradients, 2)
 
 
 def test_steady_steps_gather_into_the_same_memory_and_mix_nothing_up() -> None:

@@ -10,7 +10,7 @@ The files in reading order; each stands only on those above it:
 - `host_transport`: what moves tensors on the host, for groups that do not;
 - `messages`: tagged messages from rank to rank;
 - `collectives`: operations on 1-D tensors;
-- `buffer_pool`: memory of full buffers on the host, kept and used again;
+- `buffer_pool`: memory of large buffers on the host, in huge pages, kept and used again;
 - `exchange`: what ranks tell each other in a few integers or words;
 - `subgroup`: some of them as a group of their own;
 - `events`: what ranks compare;

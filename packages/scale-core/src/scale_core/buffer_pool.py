@@ -1,14 +1,20 @@
-"""Memory of full buffers on the host, kept when they are released and given to the next ones that are gathered.
+"""Memory of large buffers on the host: in huge pages, and kept between its uses.
 
-Every step gathers the same few sizes again and again. The C library returns such memory to the system when it is freed,
-and the system zeroes it, page by page, when it is filled again, which takes five to nine times as long as the filling.
-So a release moves the memory of a full buffer into a list, and a gather of the same size moves it back. At most two
-are kept, so that a process holds no more than two units beside what it uses.
+Every step needs the same few sizes again and again: full buffers, flat gradients, what a reduction receives. The C
+library returns such memory to the system when it is freed, and the system zeroes it, page by page, when it is filled
+again, which takes five to nine times as long as the filling. So new memory asks for pages of 2 MiB in place of 4 KiB
+(`madvise`, MADV_HUGEPAGE), where the system has them. And what is freed is kept for the next buffer of the same size:
+two at most, so that a process holds no more than two units beside what it uses.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import mmap
 import weakref
+from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -24,15 +30,21 @@ MAX_IDLE = 2
 _idle: list[torch.UntypedStorage] = []  # What was released last stands last.
 
 
+def empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns a new tensor [numel] with any content."""
+    tensor = torch.empty(0, dtype=dtype, device=device)
+    if not _is_large(numel * dtype.itemsize, tensor):
+        return torch.empty(numel, dtype=dtype, device=device)
+    _fill(tensor.untyped_storage(), numel * dtype.itemsize)
+    return tensor.resize_(numel)
+
+
 def fill(tensor: Tensor) -> None:
     """Gives a tensor without memory some, with any content; it and its views stay the objects that they are."""
-    num_bytes, storage = tensor.numel() * tensor.itemsize, tensor.untyped_storage()
-    if _is_kept(num_bytes, tensor):
-        for index, other in enumerate(_idle):
-            if other.nbytes() == num_bytes:
-                compat.swap_memory(storage, _idle.pop(index))
-                return
-    storage.resize_(num_bytes)
+    if _is_large(tensor.nbytes, tensor):
+        _fill(tensor.untyped_storage(), tensor.nbytes)
+    else:
+        tensor.untyped_storage().resize_(tensor.nbytes)
 
 
 def free(tensor: Tensor) -> None:
@@ -42,13 +54,19 @@ def free(tensor: Tensor) -> None:
         RuntimeError: Something outside of torch, as an array of NumPy, shares the memory.
     """
     storage = tensor.untyped_storage()
-    if not _is_kept(storage.nbytes(), tensor) or not storage.resizable():
+    if not (_is_large(storage.nbytes(), tensor) and compat.can_swap_memory() and storage.resizable()):
         storage.resize_(0)
         return
     memory = torch.UntypedStorage(0, device="cpu")
     compat.swap_memory(storage, memory)
     _idle.append(memory)
     del _idle[:-MAX_IDLE]
+
+
+def free_unshared(tensor: Tensor) -> None:
+    """Frees a tensor that its caller forgets, unless somebody else has a view of it."""
+    if compat.can_swap_memory() and tensor.untyped_storage().resizable() and compat.is_unshared(tensor):
+        free(tensor)
 
 
 def trim() -> None:
@@ -61,6 +79,28 @@ def trim_after(owner: object) -> None:
     weakref.finalize(owner, trim).atexit = False
 
 
-def _is_kept(num_bytes: int, tensor: Tensor) -> bool:
-    on_host = tensor.device.type == "cpu" and not compat.is_fake(tensor)
-    return num_bytes >= SMALLEST_BYTES and on_host and compat.can_swap_memory()
+def _fill(storage: torch.UntypedStorage, num_bytes: int) -> None:
+    for kept in tuple(_idle):
+        if kept.nbytes() == num_bytes:
+            with suppress(ValueError):  # Another thread has taken it.
+                _idle.remove(kept)
+                compat.swap_memory(storage, kept)
+                return
+    storage.resize_(num_bytes)
+    if (madvise := _madvise()) is not None:
+        start = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        stop = (storage.data_ptr() + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        madvise(start, stop - start, mmap.MADV_HUGEPAGE)  # Where it fails, pages are small.
+
+
+@functools.cache
+def _madvise() -> Callable[[int, int, int], int] | None:
+    if not hasattr(mmap, "MADV_HUGEPAGE"):  # As on macOS.
+        return None
+    function = ctypes.CDLL(None).madvise
+    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return function
+
+
+def _is_large(num_bytes: int, tensor: Tensor) -> bool:
+    return num_bytes >= SMALLEST_BYTES and tensor.device.type == "cpu" and not compat.is_fake(tensor)

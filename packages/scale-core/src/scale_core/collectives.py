@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from scale_core import compat
+from scale_core import buffer_pool, compat
 from scale_core.group import Group
 from scale_core.host_transport import group_for, torch_group
 from scale_core.messages import UNTAGGED, peer_to_peer, peers, receive_all, send_all
@@ -110,8 +110,8 @@ def reduce_scatter(
         return Pending("reduce_scatter", [], mine.to(dtype))
     if not peer_to_peer(group, full.device):
         return _native_reduce_scatter(full, parts, group, dtype, divisor, even=sizes is None)
-    total = torch.empty(mine.shape, dtype=torch.promote_types(dtype, full.dtype), device=full.device)
-    received = {peer: torch.empty_like(mine) for peer in peers(group)}
+    total = buffer_pool.empty(mine.numel(), torch.promote_types(dtype, full.dtype), full.device)
+    received = {peer: buffer_pool.empty(mine.numel(), mine.dtype, mine.device) for peer in peers(group)}
     first = next(iter(received))
     if total.dtype == full.dtype:
         received[first] = total

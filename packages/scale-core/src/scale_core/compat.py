@@ -293,6 +293,12 @@ def swap_memory(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> N
     cast(Any, storage)._swap_data_ptr_(other)
 
 
+def is_unshared(tensor: Tensor) -> bool:
+    """Whether nobody else has a view of a tensor's memory, or the tensor itself on the side of C++, as DLPack may."""
+    storage = tensor.untyped_storage()  # Counts as one more.
+    return cast(Any, tensor)._use_count() == 1 and torch._C._storage_Use_Count(storage._cdata) <= 2
+
+
 def plain_tensor_types() -> frozenset[type]:
     """The tensor types that hold one storage of their own; others are wrappers around such, as DTensor is."""
     from torch._subclasses.fake_tensor import FakeTensor

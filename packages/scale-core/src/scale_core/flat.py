@@ -325,7 +325,7 @@ class FlatBuffer(FlatReduced):
             return all_gather(self.full, self._sent_shard(self.full), self.group, tag=tag)
 
     def _new_full(self, dtype: torch.dtype) -> Tensor:
-        return torch.empty(self.layout.full_numel, dtype=dtype, device=self.compute_device)
+        return buffer_pool.empty(self.layout.full_numel, dtype, self.compute_device)
 
     def _sent_shard(self, full: Tensor) -> Tensor:
         """The shard as it is sent: in the dtype and on the device of `full`, in its own part of it if it must move."""

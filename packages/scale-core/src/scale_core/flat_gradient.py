@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from scale_core import buffer_pool
 from scale_core.layout import Entry
 
 # From this size on, gradients wait outside of the flat one until the backward is over: they are far too large to be
@@ -236,7 +237,7 @@ class FlatGradient:
                 self.flat = grad.view(-1)  # It is laid out as the buffer is: taken over, not copied.
                 self._packed[index] = True
                 return
-            self.flat = torch.empty(self._layout.full_numel, dtype=dtype, device=grad.device)
+            self.flat = buffer_pool.empty(self._layout.full_numel, dtype, grad.device)
         if self._packed[index] and self._adds and not self._summed[index]:
             # A second gradient in one pass, as of reentrant checkpoints: added as autograd does, each to all before it.
             self.flat = self.flat.to(self._wide_dtype)

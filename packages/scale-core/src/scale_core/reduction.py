@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from scale_core import buffer_pool
 from scale_core.collectives import Pending, all_reduce, reduce_scatter
 from scale_core.group import Group
 from scale_core.streams import Event, HostStream, Stream, copy_to
@@ -49,6 +50,7 @@ class Reduction:
         self._group, self._replicas = group, replicas
         self._dtype, self._device, self._stream = dtype, device, stream
         self._scattering: Pending | None = None
+        self._flat: Tensor | None = None
         self._replicating: Pending | None = None
         self._copies = replicas.size  # what the sum over the replicas is still to be divided by
         self._arrived: list[_Arrival] = []
@@ -66,6 +68,7 @@ class Reduction:
         self._scattering = reduce_scatter(
             gradient, self._group, dtype=self._dtype, divisor=divisor, sizes=self._sizes, tag=tag
         )
+        self._flat = gradient
 
     def wait(self, limit_seconds: float | None = None) -> None:
         """Waits for what was started, if anything was, so that its flat gradient is free.
@@ -76,7 +79,10 @@ class Reduction:
         if self._scattering is None:
             return
         pending, self._scattering = self._scattering, None
+        flat, self._flat = self._flat, None
         reduced = pending.wait(limit_seconds)
+        if flat is not None:
+            buffer_pool.free_unshared(flat)
         if self._replicas.size > 1:
             self._wait_replicated(limit_seconds)
             self._replicating = all_reduce(reduced, self._replicas)
@@ -101,7 +107,7 @@ class Reduction:
         for pending in (self._scattering, self._replicating):
             if pending is not None:
                 pending.abandon()
-        self._scattering = self._replicating = None
+        self._scattering = self._replicating = self._flat = None
         self._arrived = []
 
     def _wait_replicated(self, limit_seconds: float | None) -> None:
