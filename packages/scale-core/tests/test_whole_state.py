@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from scale_core.boxes import LocalShard
+from scale_core.contract import ContractError
 from scale_core.group import Group, group_of
 from scale_core.shard import Axis, Held, Shard
 from scale_core.testing import run_ranks
-from scale_core.whole_state import Slots, whole_slots
+from scale_core.whole_state import Slots, whole_of_part, whole_slots
 
 HOST = torch.device("cpu")
 
@@ -36,6 +39,13 @@ def make_whole() -> None:
     kept, _ = whole_slots(here, keeps=group.rank == 0, on_host=True)
     assert isinstance(kept["sum"], LocalShard) is (group.rank != 0)
     of_some_indices(group)
+    with pytest.raises(ContractError, match=r"would make different parameters whole, by rank: a[01], a") as raised:
+        shard = here[0].shard
+        whole_of_part(torch.zeros(shard.stop - shard.start), replace(shard, name=f"a{group.rank}"), group)
+    assert "call state_dict() of the same module together" in str(raised.value)
+    part = matrix.view(-1)[shard.start : shard.stop]
+    # What follows the name are ranks along another axis, which may not be these ranks' alike.
+    assert torch.equal(whole_of_part(part, replace(shard, name=f"a@{group.rank}"), group), matrix)
     # Whoever holds no shard of anything takes no part.
     alone = whole_slots([slots("c", (3,), [0, 3], Group(), sum=torch.ones(3))])
     assert torch.equal(alone[0]["sum"], torch.ones(3))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from scale_core.boxes import Box, LocalShard
 from scale_core.collectives import all_gather
-from scale_core.contract import Contract
+from scale_core.contract import Contract, ContractError
 from scale_core.events import Event, message_tag
 from scale_core.exchange import exchange_text
 from scale_core.group import Group
@@ -80,6 +80,9 @@ def whole_slots(given: Sequence[Slots], *, keeps: bool = True, on_host: bool = F
 def whole_of_part(part: Tensor, shard: Shard, group: Group, limit_seconds: float | None = None) -> Tensor:
     """Returns a whole parameter of which each rank of a group has some indices; all of them call it together.
 
+    Before anything is sent the ranks tell each other, on the host, which elements they have. So a rank that calls it
+    alone never meets a collective of others, which a transport without tags would take for this one.
+
     Args:
         part: What this rank has of it, [any shape].
         shard: Which elements these are.
@@ -87,18 +90,26 @@ def whole_of_part(part: Tensor, shard: Shard, group: Group, limit_seconds: float
         limit_seconds: How long to wait for another rank; None is the group's own limit.
 
     Raises:
+        ContractError: On all ranks: they have come with different parameters.
         ScaleDistributedError: A rank did something else.
     """
-    event, contract = _PARAMETER._replace(unit=shard.name), Contract(group, limit_seconds)
+    name = shard.name.partition("@")[0]  # What follows are ranks along another axis, which these may not have alike.
+    event, contract = _PARAMETER._replace(unit=name), Contract(group, limit_seconds)
     with contract.waiting(event):
-        mine = json.dumps([shard.name, shard.start, shard.stop, {}, shard.ranges])
+        mine = json.dumps([name, shard.start, shard.stop, {}, shard.ranges])
         rows = [json.loads(text) for text in exchange_text(mine, group, limit_seconds=contract.limit_seconds)]
+        names = [row[0] for row in rows]
+        if len(set(names)) > 1:
+            raise ContractError(
+                f"the ranks {list(group.ranks)} would make different parameters whole, by rank: {', '.join(names)}. "
+                "All ranks must call state_dict() of the same module together"
+            )
         sizes = [stop - start for _, start, stop, _, _ in rows]
         gathered = torch.empty(sum(sizes), dtype=part.dtype, device=part.device)
         if gathered.numel():
             pending = all_gather(gathered, part.detach().reshape(-1), group, sizes=sizes, tag=message_tag(event))
             pending.wait(contract.limit_seconds)
-        return _put_together(shard, gathered.split(sizes), rows)
+        return _joined(shard, gathered, sizes, rows)
 
 
 def _group_of(shard: Shard) -> Group:
@@ -141,11 +152,16 @@ def _gathered(
     if gathered.numel():
         tag = message_tag(_EVENT._replace(unit=slots.shard.name))
         all_gather(gathered, mine.to(slots.device), group, sizes=sizes, tag=tag).wait(contract.limit_seconds)
+    return _joined(slots.shard, gathered, sizes, rows)
+
+
+def _joined(shard: Shard, gathered: Tensor, sizes: Sequence[int], rows: Sequence[Sequence[Any]]) -> Tensor:
+    """The whole tensor, of all ranks' parts one behind the other."""
     begins = [0, *itertools.accumulate(sizes)]
-    in_order = begins[-1] == slots.shard.numel and all(
+    in_order = begins[-1] == shard.numel and all(
         not ranges and start in (begin, stop) for begin, (_, start, stop, _, ranges) in zip(begins, rows, strict=False)
     )
-    return gathered.view(slots.shard.shape) if in_order else _put_together(slots.shard, gathered.split(sizes), rows)
+    return gathered.view(shard.shape) if in_order else _put_together(shard, gathered.split(sizes), rows)
 
 
 def _put_together(shard: Shard, parts: Sequence[Tensor], rows: Sequence[Sequence[Any]]) -> Tensor:

@@ -20,11 +20,9 @@ from torch import Tensor, nn
 from scale_core.contract import ScaleDistributedError
 from scale_core.group import Group
 from scale_core.optimizer_view import Asked, asked_by_torch, saved_by_torch, view_all
-from scale_core.pending import TransferError
 from scale_core.shard import Axis, Held, Shard, mark, shard_of, unit_shard_of
 from scale_core.stepping import watch_optimizers
 from scale_tp.initialising import Initialiser, initialise_part
-from scale_tp.moves import gather_along
 from scale_tp.split_sizes import Split, check_size
 from scale_tp.whole_view import WholeView
 
@@ -51,6 +49,20 @@ class Placement(NamedTuple):
     def take(self, whole: Tensor, rank: int) -> Tensor:
         """A rank's part of the whole parameter."""
         return whole if self.split is None else self.split.take(whole, rank, self.dim)
+
+    def whole(self, part: Tensor, group: Group, name: str) -> Tensor:
+        """The whole parameter, of all ranks' parts, with memory of its own; all ranks of the group call it together.
+
+        Raises:
+            ScaleDistributedError: A rank did something else.
+        """
+        if self.split is None or group.size == 1:
+            return part.detach().clone()
+        if part.is_meta:
+            return torch.empty(self.shape, dtype=part.dtype, device="meta")
+        from scale_core.whole_state import whole_of_part  # Loads torch's checkpoint package, which takes a second.
+
+        return whole_of_part(part, self.shard(group, name), group)
 
     def shard(self, group: Group, name: str = "") -> Shard:
         """What scale-core's norms, optimizers and checkpoints are told of a rank's part."""
@@ -117,11 +129,7 @@ class ParallelModule(nn.Module):
 
     def whole_parameter(self, name: str) -> Tensor:
         """Returns a parameter as a whole, on all ranks; all of them call it together. The result is not connected."""
-        placement, param = self.placements[name], self.get_parameter(name).detach()
-        if placement.split is None or self.group.size == 1:
-            return param.clone()
-        parts = gather_along(param, self.group, placement.dim, placement.split.sizes)
-        return placement.split.join(parts.split(list(placement.split.sizes), placement.dim), placement.dim)
+        return self.placements[name].whole(self.get_parameter(name), self.group, name)
 
     # What is known of a parameter must outlive all that can be done to a module.
 
@@ -193,20 +201,18 @@ class ParallelModule(nn.Module):
                 part, shard = param.detach().contiguous(), placement.shard(self.group)
                 destination[prefix + name] = LocalShard(part, shard.shape, shard.start, shard.stop, shard.ranges)
             else:
-                destination[prefix + name] = _wholes.of(destination, param, partial(self._gathered, name))
+                made = partial(self._made_whole, placement, param, prefix + name)
+                destination[prefix + name] = _wholes.of(destination, param, made)
 
-    def _gathered(self, name: str) -> Tensor:
+    def _made_whole(self, placement: Placement, param: Tensor, name: str) -> Tensor:
         """A parameter as a whole; an error says what all ranks were to do."""
-        if self.get_parameter(name).is_meta:
-            return torch.empty(self.placements[name].shape, dtype=self.get_parameter(name).dtype, device="meta")
         try:
-            return self.whole_parameter(name)
-        except TransferError as error:
+            return placement.whole(param, self.group, name)
+        except ScaleDistributedError as error:
             raise ScaleDistributedError(
-                f"state_dict: '{name}' of a {type(self).__name__} is divided between the ranks "
-                f"{list(self.group.ranks)}, and not all of them have come to give their part ({error}): call "
-                "model.state_dict() on all ranks, also where one of them writes it; or, for what this rank has, "
-                "model.state_dict(keep_vars=True)"
+                f"state_dict: '{name}' is divided between the ranks {list(self.group.ranks)}, and not all of them have "
+                "come to give their part: call model.state_dict() on all ranks, also where one of them writes it; or, "
+                f"for what this rank has, model.state_dict(keep_vars=True)\n{error}"
             ) from error
 
     def _mark(self, name: str) -> None:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from scale_core.group import Group
 from scale_core.shard import unit_shard_of
 from scale_tp.layer import ParallelModule, Placement
-from scale_tp.moves import gather_along
 
 
 @torch.no_grad()
@@ -30,7 +29,7 @@ def full_state_dict(model: nn.Module, *, on_host: bool = False) -> dict[str, Ten
         on_host: Whether each tensor is brought to the host before the next one is gathered.
 
     Raises:
-        TransferError: A rank did not take part.
+        ScaleDistributedError: A rank did not take part.
     """
     placed = dict(_placements(model))
     state: dict[str, Tensor] = {}
@@ -38,10 +37,8 @@ def full_state_dict(model: nn.Module, *, on_host: bool = False) -> dict[str, Ten
         if not isinstance(value, Tensor):  # What a module has put there by get_extra_state.
             state[name] = value
             continue
-        if name in placed and placed[name][1].split is not None:
-            whole = _whole(value.detach(), *placed[name])
-        else:
-            whole = value.detach().clone()
+        group, placement = placed.get(name, (Group(), Placement(tuple(value.shape))))
+        whole = placement.whole(value, group, name)
         state[name] = whole.to("cpu") if on_host else whole
     return state
 
@@ -100,9 +97,3 @@ def _placements(model: nn.Module) -> Iterator[tuple[str, tuple[Group, Placement]
                 param = module._parameters.get(name)
                 if param is None or unit_shard_of(param) is None:  # Else whoever cut it makes it whole.
                     yield f"{path}.{name}".lstrip("."), (module.group, placement)
-
-
-def _whole(part: Tensor, group: Group, placement: Placement) -> Tensor:
-    assert placement.split is not None
-    sizes, dim = placement.split.sizes, placement.dim
-    return placement.split.join(gather_along(part, group, dim, sizes).split(list(sizes), dim), dim)
