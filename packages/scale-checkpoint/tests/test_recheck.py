@@ -132,6 +132,16 @@ def test_random_numbers_and_statistics_that_are_replayed_are_no_difference() -> 
         careless(torch.ones(64, 4)).sum().backward()
 
 
+def test_statistics_of_a_norm_whose_result_is_kept_are_no_difference() -> None:
+    norm = nn.InstanceNorm1d(4, affine=True, track_running_stats=True)  # It averages what the operator has updated.
+    model = nn.Sequential(
+        nn.Linear(5, 5), checkpoint_wrapper(nn.Sequential(norm, nn.GELU()), keep=["native_batch_norm"])
+    )
+    with check_recomputation(model, values=True):
+        for _ in range(2):
+            model(torch.randn(3, 4, 5)).sum().backward()
+
+
 class Filled(nn.Module):
     """Views memory before it is written."""
 

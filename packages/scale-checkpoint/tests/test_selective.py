@@ -55,6 +55,33 @@ def test_kept_operators_do_not_run_again_and_the_others_do() -> None:
         assert forward_runs(checkpoint_wrapper(feed(), keep=keep), x, ["addmm", "gelu", "tanh"]) == [3, 2, 2]
 
 
+class ByItsMean(nn.Module):
+    """Computes with the statistics that its norm has just updated, twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = (self.norm(x) * self.norm.running_mean.clone() + x).tanh()
+        return x
+
+
+def test_a_norm_whose_result_is_kept_has_updated_its_statistics() -> None:
+    torch.manual_seed(0)
+    plain = ByItsMean()
+    model = checkpoint_wrapper(copy.deepcopy(plain), keep=["native_batch_norm"])
+    for _ in range(2):
+        x = torch.randn(5, 4)
+        for module in (plain, model):
+            module(x).sum().backward()
+    found, expected = ([p.grad for p in module.parameters()] for module in (model, plain))
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert torch.equal(model.norm.running_mean, plain.norm.running_mean)
+    assert forward_runs(model, x, ["native_batch_norm"]) == [2]
+
+
 def test_a_policy_function_decides_by_what_it_sees() -> None:
     seen = []
 

@@ -21,7 +21,8 @@ def test_ranks_at_different_places_are_told_with_what_they_ran_last() -> None:
 def test_ranks_that_have_come_to_different_things_in_the_same_way_are_told_which() -> None:
     at_a, at_b = (Standing("the check", ["same"], [], of) for of in ("model a", "model b"))
     assert are_apart([at_a, at_b]) and not are_apart([at_a, at_a])
-    assert "rank 0: the check, for model a; rank 1: the check, for model b." in disagreement([at_a, at_b], "it")
+    words = disagreement([at_a, at_b], "it")
+    assert words == "the ranks are about to run different units: rank 0: model a; rank 1: model b"
 
 
 def test_ranks_at_one_place_are_told_by_the_first_thing_in_which_they_differ() -> None:

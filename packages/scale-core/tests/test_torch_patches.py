@@ -6,10 +6,12 @@ import copy
 import math
 import warnings
 from collections.abc import Collection, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from sharded_by_hand import Model, adam, train
 from sharded_by_hand import cut as cut_model
 from test_norms import cut, piece_of, units_apart, whole_grads, with_grad
@@ -27,7 +29,7 @@ from torch.nn.utils import (
 )
 
 from scale_core.group import Group, group_of
-from scale_core.norms import keep_gradients
+from scale_core.norms import grad_norm, keep_gradients
 from scale_core.shard import Axis, Held, Shard, elements_of, mark, mark_stages, shard_of
 from scale_core.testing import run_ranks
 
@@ -133,6 +135,28 @@ def stages_of_one_model() -> list[float]:
     mark_stages(model)
     grads = [param.grad for param in model.parameters() if param.grad is not None]
     norms = [clip_grad_norm_(model.parameters(), math.inf), get_total_norm(grads), get_total_norm(grads, math.inf)]
+    # A group of parameters that the stages of some ranks have none of, as a loop over an optimizer's groups clips it.
+    for owner in (0, 2):
+        mine = list(model.parameters())[1:] if group.rank == owner else []
+        assert clip_grad_norm_(mine, 0.5 * 10**owner).item() == pytest.approx((1 + owner) * 3**0.5)
+        norms += [get_total_norm([param.grad for param in mine if param.grad is not None])]
+        for param in mine:
+            if param.grad is not None:
+                param.grad.fill_(1.0 + owner)
+    # Nothing on all ranks; and what has been used up gets the word that torch has for it.
+    assert clip_grad_norm_([], 1.0).item() == 0 == grad_norm([]).item()
+    for clip_nothing in (lambda: clip_grad_norm_((param for param in ()), 1.0), lambda: grad_norm(iter(()))):
+        # Of a rank on which nothing trains it is all that there is.
+        with nullcontext() if group.rank == 1 else pytest.warns(UserWarning, match="the iterator that was given had"):
+            clip_nothing()
+    other = Stages(group, 3)  # Another one over the same ranks is met with this one at once.
+    mark_stages(other)
+    both = [] if group.rank == 1 else [*model.parameters(), *other.parameters()]
+    assert get_total_norm([param.grad for param in both]).item() == pytest.approx((2 * norms[0].item() ** 2) ** 0.5)
+    other.group = group_of(dist.new_group())
+    with pytest.raises(ValueError, match=r"no parameters, and there are pipelines over several groups of ranks"):
+        clip_grad_norm_([], 1.0)
+    del other
     if group.rank == 1:  # What is no stage's is nobody else's.
         assert clip_grad_norm_([nn.Parameter(torch.zeros(2))], 1.0).item() == 0
     clip_grad_value_(model.parameters(), 0.5)
@@ -238,7 +262,8 @@ def test_bounds_are_checked_and_what_is_not_finite_is_refused_on_all_ranks() -> 
 def test_stages_have_one_norm_and_a_rank_without_parameters_takes_part() -> None:
     expected = math.sqrt(2 * 1 + 3 * 1 + 3 * 9)
     found = run_ranks(stages_of_one_model, 3)
-    assert all(norms == pytest.approx([expected, expected, 3.0]) for norms in found)
+    clipped = [0.5, 3 * 3**0.5]
+    assert all(norms == pytest.approx([expected, expected, 3.0, *clipped]) for norms in found)
 
 
 @pytest.mark.parametrize(("narrow", "dtype"), [(None, torch.float64), (2, torch.float32)])

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from oss_cases import (
     ELEMENTWISE,
@@ -146,6 +147,13 @@ def ask_before_the_first_step() -> list[str]:
         messages.append(str(caught.value))
     ours.load_state_dict(plain.state_dict())
     assert ours.state_dict()["state"] == {}
+    # A rank that has looked at its part knows no more than the others, which have not.
+    first, second = nn.Linear(3, 1), nn.Linear(1, 1)
+    grown = OSS(first.parameters(), torch.optim.AdamW, lr=0.1, limit_seconds=20)
+    if dist.get_rank() == 0:
+        grown.state_holding(Holding("weight", first.weight, (1, 3), 0, 3))
+    grown.add_param_group({"params": second.parameters()})
+    assert grown.state_dict()["state"] == {}
     return messages
 
 

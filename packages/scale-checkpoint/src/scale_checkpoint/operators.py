@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
@@ -183,6 +184,7 @@ def can_be_kept(operator: Any) -> bool:
     """Whether an operator computes something of its own: what changes its arguments, or returns views, always runs.
 
     So does what sends and receives: another rank waits for it. And so does what returns memory that others write to.
+    Norms change their statistics, and may be kept: with the result is kept what they have made of them.
     """
     computes = not (operator._schema.is_mutable or operator.is_view) and operator.namespace != "c10d"
     return computes and operator not in _ALWAYS_RUN and _name(operator).partition(".")[0] not in WITHOUT_VALUES
@@ -194,6 +196,14 @@ def draws(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bo
         return False
     probability = _argument(operator, "dropout_p", args, kwargs)
     return probability is None or float(probability) > 0.0
+
+
+def statistics(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The running statistics that a norm updates, as it is called here; its schema does not say that it does."""
+    if _argument(operator, "training", args, kwargs) is False:
+        return []
+    found = (_argument(operator, name, args, kwargs) for name in ("running_mean", "running_var"))
+    return [each for each in found if isinstance(each, Tensor)]
 
 
 def _argument(operator: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

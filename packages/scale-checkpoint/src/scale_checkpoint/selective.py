@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import SelectiveCheckpointContext
 
-from scale_checkpoint.operators import NamedOperators, OperatorPolicy, can_be_kept, draws, is_kept
+from scale_checkpoint.operators import NamedOperators, OperatorPolicy, can_be_kept, draws, is_kept, statistics
 from scale_checkpoint.phase import is_aside, recomputations
 from scale_checkpoint.store import Packed
 from scale_checkpoint.versions import alias_of, counter_of
@@ -54,11 +54,14 @@ class Kept:
         self.policy, self.unused, self._send = policy, unused, send
         self.results: dict[Key, Any] = {}
         self.operators: set[int] = set()
+        self._written: dict[Key, list[Tensor]] = {}
         self._by_storage: dict[int, list[_Held]] = {}
 
-    def keep(self, key: Key, result: Any) -> None:
-        """Keeps a result: a tensor, or a tuple or list of tensors and other things."""
+    def keep(self, key: Key, result: Any, written: list[Tensor]) -> None:
+        """Keeps a result: a tensor, or a tuple or list of tensors and other things; and what was `written`."""
         self.operators.add(key[0])
+        if written:
+            self._written[key] = [each.clone() for each in written]
         self.results[key] = kept = _map(self._hold, result)
         for held in _held(kept):
             self._by_storage.setdefault(held.storage, []).append(held)
@@ -73,8 +76,10 @@ class Kept:
         """Whether a result is there as it was; not so what was used up, or changed in place since."""
         return key in self.results and all(held.is_intact for held in _held(self.results[key]))
 
-    def use(self, key: Key) -> Any:
-        """Returns a result, for the last time."""
+    def use(self, key: Key, written: list[Tensor]) -> Any:
+        """Returns a result, for the last time, and writes again what its operator had written."""
+        for tensor, value in zip(written, self._written.pop(key, ()), strict=False):
+            tensor.data.copy_(value)  # The operator counts no versions, either.
         return _map(lambda held: held.use() if isinstance(held, _Held) else held, self.results.pop(key))
 
     def fetch(self) -> None:
@@ -175,7 +180,7 @@ class Keeping(TorchDispatchMode):
             and self._is_wanted(result, func, args, kwargs)
             and not draws(func, args, kwargs)
         ):
-            self._kept.keep(key, result)
+            self._kept.keep(key, result, statistics(func, args, kwargs))
         return result
 
     def _is_wanted(self, result: Any, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -200,10 +205,11 @@ class GivingBack(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Returns the kept result of `func`, or runs it."""
+        kwargs = {} if kwargs is None else kwargs
         is_own = recomputations() == self._recomputations and not is_aside()
         if is_own and id(func) in self._kept.operators:
             key = id(func), self._counts.get(id(func), 0)
             self._counts[id(func)] = key[1] + 1
             if self._kept.has(key):
-                return self._kept.use(key)
-        return func(*args, **({} if kwargs is None else kwargs))
+                return self._kept.use(key, statistics(func, args, kwargs))
+        return func(*args, **kwargs)

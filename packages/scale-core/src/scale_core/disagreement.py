@@ -37,9 +37,9 @@ def disagreement(standings: Sequence[Standing], what: str) -> str:
         standings: Of every rank, by rank.
         what: What was compared, where they stand at one place and came there in different ways.
     """
-    here = [standing.place for standing in standings]
     if are_apart(standings):
-        here = [f"{standing.place}, for {standing.of}" for standing in standings]
+        return f"the ranks are about to run different units: {by_rank([standing.of for standing in standings])}"
+    here = [standing.place for standing in standings]
     if len(set(here)) == 1:
         return _first_difference(what, [standing.came_by for standing in standings])
     last = by_rank(["; then ".join(standing.ran_last) or "nothing" for standing in standings])

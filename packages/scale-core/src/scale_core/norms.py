@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import math
 import struct
+import warnings
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
@@ -118,8 +119,8 @@ def grad_norm(params: Iterable[Tensor], norm_type: float = 2.0, limit_seconds: f
     """Returns the p-norm of all gradients together, as one number that is equal on all ranks.
 
     All ranks of every group that shards one of the parameters must call it together, with the same parameters in the
-    same order; of a pipeline, with those of their stages. Gradients are measured in fp32 at least, and their norms
-    combined in fp64.
+    same order; of a pipeline, with those of their stages, of which a rank may have none. Gradients are measured in fp32
+    at least, and their norms combined in fp64.
 
     Args:
         params: Parameters, whole or local shards (`shard_of` tells), or one such; one without a gradient counts as
@@ -162,13 +163,17 @@ def norm_of(
     device = next((tensor.device for tensor in tensors), torch.device("cpu"))
     rest = list(gradients)
     total, width = torch.zeros((), dtype=torch.float64, device=device), _Width.NONE
+    by_ranks: dict[Group, tuple[Tensor, _Width]] = {}
     for model in stages_of(each.param for each in gradients) if stages is None else stages:
         own, copies = set(names_of_stages(model)), set(model.counted_elsewhere())
         counted = [each for each in rest if each.param in own - copies]
         widest = _width([each for each in rest if each.param in own])
         rest = [each for each in rest if each.param not in own]
         share = _over_shards(counted, norm_type, device, limit_seconds)
-        share, widest = _over_stages(share, widest, norm_type, model, limit_seconds)
+        before, wide = by_ranks.get(model.group, (torch.zeros_like(total), _Width.NONE))
+        by_ranks[model.group] = _combined(before, share, norm_type), max(wide, widest)
+    for group, (share, widest) in by_ranks.items():  # Once for each group: a rank without parameters knows no more.
+        share, widest = _over_stages(share, widest, norm_type, group, limit_seconds)
         total, width = _combined(total, share, norm_type), max(width, widest)
     total = _combined(total, _over_shards(rest, norm_type, device, limit_seconds), norm_type)
     if not math.isinf(norm_type):
@@ -306,12 +311,26 @@ def _listed(params: Iterable[Tensor]) -> list[Tensor]:
     if isinstance(params, Tensor):
         return [params]
     given = list(params)
-    if not given and iter(params) is params and not stages_of(()):
+    if not given and iter(params) is params:
+        if stages := stages_of(()):
+            warn_if_used_up(params, stages)
+            return given
         raise ValueError(
             "expected parameters, got an iterator that has been used up, or has none: write params = "
             "list(model.parameters()) where they are needed twice, or pass model.parameters() anew"
         )
     return given
+
+
+def warn_if_used_up(params: object, stages: Iterable[Stages]) -> None:
+    """Warns of an iterator that gave none of the parameters that train here, which may be used up, or may be right."""
+    if isinstance(params, Iterator) and any(p.requires_grad for model in stages for p in names_of_stages(model)):
+        warnings.warn(
+            "this rank takes part in the norm of its pipeline with no parameters, since the iterator that was given "
+            "had none: pass a list where this rank's stages have none of them; write params = "
+            "list(pipe.parameters()) where they are needed twice",
+            stacklevel=5,
+        )
 
 
 def _over_shards(
@@ -360,12 +379,12 @@ def _width(gradients: Sequence[Measured]) -> _Width:
 
 
 def _over_stages(
-    share: Tensor, width: _Width, norm_type: float, model: Stages, limit_seconds: float | None
+    share: Tensor, width: _Width, norm_type: float, group: Group, limit_seconds: float | None
 ) -> tuple[Tensor, _Width]:
     """The shares of all ranks of a pipeline, which may compute on different devices, so they travel as numbers."""
     (own,) = compat.values_of(share.reshape(1), simulated=[1.0])
     (bits,) = struct.unpack("<q", struct.pack("<d", own))
-    rows = exchange([bits, width], model.group, limit_seconds=limit_seconds)
+    rows = exchange([bits, width], group, limit_seconds=limit_seconds)
     shares = torch.tensor([struct.unpack("<d", struct.pack("<q", row[0]))[0] for row in rows], dtype=torch.float64)
     joined = shares.max() if math.isinf(norm_type) else shares.sum()
     return joined.to(share.device), _Width(max(row[1] for row in rows))

@@ -170,7 +170,11 @@ def names_of_stages(model: Stages) -> dict[Tensor, str]:
 def stages_of(params: Iterable[Tensor]) -> list[Stages]:
     """Returns the pipelines over several ranks that have one of these parameters, in the order they were built.
 
-    Of no parameters at all: the one pipeline of which nothing trains on this rank, if there is one.
+    Of no parameters at all, one that has none of them on this rank, where others may have some: such a rank takes part
+    in a norm with nothing. Pipelines over the same ranks are met at once, so of these any one will do.
+
+    Raises:
+        ValueError: Of no parameters, it can't be told which ranks are meant.
     """
     several = [model for model in _stages if model.group.size > 1]
     if not several:
@@ -178,8 +182,17 @@ def stages_of(params: Iterable[Tensor]) -> list[Stages]:
     wanted = set(params)  # tensors are equal by identity alone to sets
     if wanted:
         return [model for model in several if not wanted.isdisjoint(names_of_stages(model))]
+    if len({model.group for model in several}) == 1:
+        return several[:1]
     idle = [model for model in several if not any(param.requires_grad for param in names_of_stages(model))]
-    return idle if len(idle) == 1 else []
+    if len(idle) == 1:
+        return idle
+    raise ValueError(
+        "got no parameters, and there are pipelines over several groups of ranks, "
+        f"{', '.join(str(list(model.group.ranks)) for model in several)}: it can't be told which of them have some. "
+        "Clip all gradients of a pipeline together, by pipe.clip_grad_norm_(max_norm); or delete a pipeline that is no "
+        "longer used"
+    )
 
 
 def shard_of(param: Tensor) -> Shard | None:

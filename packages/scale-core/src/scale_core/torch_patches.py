@@ -31,6 +31,7 @@ from scale_core.norms import (
     is_shared,
     measured_gradients,
     norm_of,
+    warn_if_used_up,
 )
 from scale_core.optimizer_view import view
 from scale_core.shard import at_first_mark, check_undivided, is_divided, marked_parameters, shard_of, stages_of
@@ -65,6 +66,8 @@ def _clip_grad_norm(
 ) -> Tensor:
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     gradients, stages = measured_gradients(params), stages_of(params)
+    if not params and stages:
+        warn_if_used_up(parameters, stages)
     if not stages and not any(is_shared(each.holder) for each in gradients):
         if params and all(each.grad is None for each in gradients):
             return torch.zeros(())  # As torch says; a norm of no gradients would not know whose they are not.
@@ -84,9 +87,10 @@ def _get_total_norm(
     given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     if not given and has_kept_gradients():
         raise RuntimeError(
-            "get_total_norm: got no gradients, since ShardedDataParallel keeps averaged ones in the optimizer's pieces "
-            "and not in param.grad: call torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm), which returns "
-            "the norm (max_norm=math.inf only measures)"
+            "get_total_norm: got no gradients. A model under ShardedDataParallel has its averaged ones in the "
+            "optimizer's pieces and none in param.grad: for their norm, call torch.nn.utils.clip_grad_norm_("
+            "model.parameters(), max_norm), which returns it (max_norm=math.inf only measures). If these are another "
+            "model's, it has no gradients: leave the call out"
         )
     owners = _owners_of(given)
     gradients = [Measured(owner, owner, tensor) for owner, tensor in zip(owners, given, strict=True)]

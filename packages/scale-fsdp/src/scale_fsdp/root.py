@@ -48,7 +48,7 @@ class Root:
         self.units = list(units)
         self.by_name = {unit.name: unit for unit in self.units}
         kind, number = type(outermost.module).__name__, outermost.number
-        of = f"{unit_title(outermost.name)} ({kind}, number {number} of those that fully_shard has made)"
+        of = f"{unit_title(outermost.name)} ({kind}, number {number} in the order of fully_shard)"
         self.contract = Contract(self.group, outermost.options.limit_seconds, functools.partial(in_words, self), of)
         self.entry: Unit | None = None
         self.synchronizes = True

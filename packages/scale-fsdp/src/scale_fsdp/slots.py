@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from scale_core.flat import FlatBuffer
+from scale_core.shard import title_of
 
 
 class Slot(NamedTuple):
@@ -22,7 +24,7 @@ class Slot(NamedTuple):
 def show_shards(slots: Iterable[Slot]) -> None:
     """Puts the local shards into the module: what everybody sees outside of its forward and backward."""
     for module, attribute, buffer, number in slots:
-        put(module, attribute, None if buffer.flatten else buffer.exposed[number])
+        put(module, attribute, FlattenedParameter(buffer, number) if buffer.flatten else buffer.exposed[number])
 
 
 def show_wholes(slots: Iterable[Slot]) -> None:
@@ -48,10 +50,70 @@ def flat_name_of(number: int) -> str:
     return f"flat_param_{number}"
 
 
-def put(module: nn.Module, attribute: str, param: nn.Parameter | None) -> None:
-    """Sets `module.attribute`; None stands for one that is shown as a part of a flat tensor."""
+class FlattenedParameter:
+    """What `module.weight` is outside of passes where the parameter is a part of a flat tensor.
+
+    So `module.bias is not None` holds where the module has a bias, as printing it asks. It has the shape and dtype of
+    the whole parameter, and no values: whatever asks for those gets an error.
+    """
+
+    def __init__(self, buffer: FlatBuffer, number: int) -> None:
+        self._buffer, self._number = buffer, number
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the whole parameter."""
+        return torch.Size(self._buffer.layout.entries[self._number].shape)
+
+    @property
+    def ndim(self) -> int:
+        """Of the whole parameter."""
+        return len(self.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the shards."""
+        return self._buffer.dtype
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the flat parameter trains."""
+        return self._buffer.exposed_of(self._number).requires_grad
+
+    def __repr__(self) -> str:
+        return f"FlattenedParameter({self._buffer.names[self._number]!r}, shape={tuple(self.shape)})"
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("_"):  # Asked of any object, such as by copy.
+            raise AttributeError(attribute)
+        raise AttributeError(self._refusal(f"has no {attribute!r}"))
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuses to be computed with."""
+        given = [*args, *(kwargs or {}).values()]
+        mine = next((each for each in given if isinstance(each, cls)), None)
+        called = getattr(func, "__name__", str(func))
+        if mine is None:
+            raise TypeError(f"{called}: got a FlattenedParameter, which has no values outside of its unit's forward")
+        raise RuntimeError(mine._refusal(f"can't be given to {called}"))
+
+    def _refusal(self, what: str) -> str:
+        return (
+            f"'{self._buffer.names[self._number]}' {what}: outside of its unit's forward and backward it is a part of "
+            f"{title_of(self._buffer.exposed[0])}, since the module was sharded with flatten_parameters=True. Write "
+            "with model.summon_full_params(): around this, or shard with flatten_parameters=False"
+        )
+
+
+def put(module: nn.Module, attribute: str, param: nn.Parameter | FlattenedParameter) -> None:
+    """Sets `module.attribute`; one that is shown as a part of a flat tensor is None among the module's parameters."""
+    listed = None if isinstance(param, FlattenedParameter) else param
+    vars(module).pop(attribute, None)
     if type(module).__setattr__ is not nn.Module.__setattr__:
         # Modules such as nn.LSTM keep a second list of their weights, which their own __setattr__ maintains.
-        setattr(module, attribute, param)
+        setattr(module, attribute, listed)
     else:
-        module._parameters[attribute] = param
+        module._parameters[attribute] = listed
+    if listed is None:
+        vars(module)[attribute] = param  # It comes before what is among the parameters.

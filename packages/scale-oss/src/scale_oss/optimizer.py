@@ -263,8 +263,7 @@ class OSS(WithState):
             self._sorter.take_back(group["params"])
             raise
         self._consolidated = None
-        if self._is_empty:
-            self._look_for_state()
+        self._look_for_state()  # Always: one rank alone may have looked at its state, and take it for changed.
         copy_options(self.optim.param_groups[-1:], [group])
 
     def partition_parameters(self) -> list[list[dict[str, Any]]]:

@@ -89,6 +89,10 @@ def test_what_layers_collect_beside_their_results_goes_along(build: Callable[[],
         for (name, one), other in zip(plain.named_parameters(), model.parameters(), strict=True):
             assert one.grad is not None and other.grad is not None
             torch.testing.assert_close(other.grad, one.grad, rtol=1e-5, atol=1e-7, msg=name)
+        for way in (in_turn(split(model, cuts)), model):  # Cut a second time, and whole.
+            again = of_language_model(way, **kwargs)
+            assert len(again.router_logits) == len(expected.router_logits)
+            assert torch.equal(again.aux_loss, expected.aux_loss)
 
 
 def balanced_over_ranks() -> list[float]:

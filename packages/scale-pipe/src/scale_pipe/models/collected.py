@@ -12,8 +12,24 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from torch import nn
+
 Collected = Mapping[str, list[Any]]
 """By the name of a list, what was added to it."""
+
+
+def install_collectors(model: nn.Module) -> None:
+    """Has transformers register these hooks on a model that is about to be cut, if it is one of its own.
+
+    It would do so in the first forward that collects anything, once for each model. Stages would be models of their
+    own, and their modules get the hooks anew wherever the model is cut a second time, or called whole.
+    """
+    install = getattr(sys.modules.get("transformers.utils.output_capturing"), "maybe_install_capturing_hooks", None)
+    kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    if install is not None and kind is not None:
+        for module in model.modules():  # The outer one first: it cares for those inside.
+            if isinstance(module, kind):
+                install(module)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from torch import nn
 
 from scale_core.each_part import is_for_each_part, take_hooks
 from scale_pipe.models.absent import absent, shape_of
+from scale_pipe.models.collected import install_collectors
 from scale_pipe.models.cuts import CutPlan, plan_cuts
 from scale_pipe.models.frame import Elsewhere, Parts, StageForward
 from scale_pipe.models.partition import Partition, own_hooks
@@ -77,6 +78,7 @@ def split(
     whole = "forward" in vars(model) or own_hooks(model) or hold or any("." in cut for cut in cuts)
     if type(model) is nn.Sequential and not whole:
         return _slices(model, cuts)
+    install_collectors(model)
     forwards = [StageForward(plan, stage, names) for stage in range(plan.num_stages)]
     return [_stage(model, forward) for forward in forwards]
 
