@@ -154,8 +154,9 @@ def stages_of_one_model() -> list[float]:
     both = [] if group.rank == 1 else [*model.parameters(), *other.parameters()]
     assert get_total_norm([param.grad for param in both]).item() == pytest.approx((2 * norms[0].item() ** 2) ** 0.5)
     other.group = group_of(dist.new_group())
-    with pytest.raises(ValueError, match=r"no parameters, and there are pipelines over several groups of ranks"):
-        clip_grad_norm_([], 1.0)
+    if group.rank != 1:  # Of which it is the one pipeline that has nothing there.
+        with pytest.raises(ValueError, match=r"no parameters, and there are pipelines over several groups of ranks"):
+            clip_grad_norm_([], 1.0)
     del other
     if group.rank == 1:  # What is no stage's is nobody else's.
         assert clip_grad_norm_([nn.Parameter(torch.zeros(2))], 1.0).item() == 0
