@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from fuzz_models import Boom, Net, batch_of, build, loss_of, tensors_of
-from fuzz_programs import NOT_YET, Evaluate, Fail, Freeze, Program, Reload, Train, Wrapping
+from fuzz_programs import Evaluate, Fail, Freeze, Program, Reload, Train, Wrapping
 from fuzz_wrappings import Wrapped, optimizer_of, read_into, scheduler_of
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -188,8 +188,6 @@ class Comparison:
         self.tolerance = eps * (ALIKE if alike else SLACK)
         if program.adascale:
             self.tolerance = max(self.tolerance, 1e-5)
-        if clips and "norms are in fp64" in NOT_YET:
-            self.tolerance = max(self.tolerance, 64 * torch.finfo(torch.float32).eps)
 
     def of(self, what: str, found: Tensor, expected: Tensor) -> None:
         """Compares two tensors."""

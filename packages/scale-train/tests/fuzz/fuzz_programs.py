@@ -193,8 +193,6 @@ def program_of(seed: int, world: int | None = None) -> Program:
     if adascale:
         avoid |= {"sometimes"}
     stages_per_rank = random.choice([1, 1, 2]) if pipelined else 1
-    if stages_per_rank > 1 and "tied" not in avoid and "unused parameters of stages under DDP" in NOT_YET:
-        avoid |= {"unused"}  # Two stages of a rank share a weight under DDP alone.
     model = random_model(
         random, avoid=avoid, num_blocks=max(random.randint(1, 5), mesh[0] * stages_per_rank if pipelined else 0)
     )
@@ -277,13 +275,8 @@ class _Drawing:
         # Each stage has an OSS of its own; two stages of a rank that share a weight would reduce it twice.
         if stages_per_rank > 1 and ((kind == "sharded_ddp" and self.adascale) or self.tied):
             kind = "ddp"
-        if "odd" in self.kinds and kind == "oss" and "strided parameters beside DDP" in NOT_YET:
-            kind = "sharded_ddp"
         if self.fits_one_process and mesh == (1, 1, 1) and not stages_per_rank and random.random() < 0.4:
             return self._one_process()
-        hidden = "unused parameters of stages under DDP" in NOT_YET and "unused" in self.kinds
-        if hidden and kind == "ddp" and stages_per_rank:
-            kind = "fully_shard"
         pipeline = self._pipeline(pipe, stages_per_rank) if stages_per_rank else None
         copies = 2 if kind in sharded and data == 4 and random.random() < 0.4 else 0
         options = self._options(kind, is_cut=pipeline is not None, is_divided=tensor > 1)
@@ -377,9 +370,7 @@ class _Drawing:
         for _ in range(random.randint(2, 6)):
             what = random.random()
             if what < 0.15:
-                mode, evaluating = random.choice(["no_grad", "no_grad", "inference"]), random.random() < 0.8
-                replaced = not evaluating and "counting" in self.kinds and "buffers made in inference mode" in NOT_YET
-                yield Evaluate("no_grad" if replaced else mode, evaluating)
+                yield Evaluate(random.choice(["no_grad", "no_grad", "inference"]), random.random() < 0.8)
             elif what < 0.25 and self._can_freeze(wrapping):
                 if frozen:
                     yield Freeze(frozen.pop(), True)
