@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from scale_core import ScaleDistributedError, collectives
 from scale_core.dcp import dcp_target
 from scale_core.group import group_of
+from scale_core.simulate import simulate
 from scale_core.state import load_sharded_state_dict, sharded_state_dict
 from scale_core.testing import run_ranks
+from scale_tp.linear import ColumnParallelLinear
 from scale_tp.parallelize import parallelize
 from scale_tp.plan import GPT2_PLAN
 from scale_tp.state import full_state_dict, load_full_tensors
@@ -126,6 +128,16 @@ def test_a_state_dict_is_whole_and_one_rank_alone_is_told_to_call_the_others(tmp
     alone, _ = run_ranks(_as_everybody_saves, 2, str(tmp_path))
     assert "is divided between the ranks [0, 1], and not all of them have come to give their part" in alone
     assert "call model.state_dict() on all ranks" in alone
+
+
+@pytest.mark.simulation
+def test_a_simulated_state_dict_is_whole() -> None:
+    with simulate(rank=1, world_size=2):
+        layer = ColumnParallelLinear(4, 6, group=group_of())
+        assert {name: tuple(value.shape) for name, value in layer.state_dict().items()} == {
+            "weight": (6, 4),
+            "bias": (6,),
+        }
 
 
 def test_whole_tensors_that_do_not_fit_are_named() -> None:
