@@ -65,6 +65,10 @@ def a_flat_parameter_outside_of_passes() -> None:
     for again in (copied, torch.load(file, weights_only=False)):
         assert torch.equal(again(x), plain(x)) and "bias=True" in repr(again[0].layer)
         assert again[0].layer.weight._buffer is not model[0].layer.weight._buffer
+    tied = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    tied[1].weight = tied[0].weight
+    fully_shard(tied, flatten_parameters=True)(x)
+    assert tied[1].weight is tied[0].weight and tied[1].bias is not tied[0].bias
     wrapped = FullyShardedDataParallel(nn.Linear(3, 3), flatten_parameters=True)
     assert "bias=True" in repr(wrapped) and wrapped.module.bias is not None
 

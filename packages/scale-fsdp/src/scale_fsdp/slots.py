@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -24,7 +25,7 @@ class Slot(NamedTuple):
 def show_shards(slots: Iterable[Slot]) -> None:
     """Puts the local shards into the module: what everybody sees outside of its forward and backward."""
     for module, attribute, buffer, number in slots:
-        put(module, attribute, FlattenedParameter(buffer, number) if buffer.flatten else buffer.exposed[number])
+        put(module, attribute, _flattened(buffer, number) if buffer.flatten else buffer.exposed[number])
 
 
 def show_wholes(slots: Iterable[Slot]) -> None:
@@ -88,6 +89,9 @@ class FlattenedParameter:
             raise AttributeError(attribute)
         raise AttributeError(self._refusal(f"has no {attribute!r}"))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _flattened, (self._buffer, self._number)
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Refuses to be computed with."""
@@ -104,6 +108,17 @@ class FlattenedParameter:
             f"{title_of(self._buffer.exposed[0])}, since the module was sharded with flatten_parameters=True. Write "
             "with model.summon_full_params(): around this, or shard with flatten_parameters=False"
         )
+
+
+_flattened_now: WeakValueDictionary[tuple[int, int], FlattenedParameter] = WeakValueDictionary()
+
+
+def _flattened(buffer: FlatBuffer, number: int) -> FlattenedParameter:
+    """What stands for a parameter: one object in all its places, by which people see that it is tied."""
+    found = _flattened_now.get((id(buffer), number))  # Each holds its buffer, so that no other one has its id.
+    if found is None:
+        found = _flattened_now[id(buffer), number] = FlattenedParameter(buffer, number)
+    return found
 
 
 def put(module: nn.Module, attribute: str, param: nn.Parameter | FlattenedParameter) -> None:
