@@ -137,6 +137,7 @@ def test_a_parameter_whose_data_was_replaced_is_found_and_taken_back() -> None:
     assert bucket.strayed() == [1]
 
 
+@pytest.mark.simulation
 def test_simulated_parameters_are_views() -> None:
     with fake_tensors():
         mine = [nn.Parameter(torch.ones(shape)) for shape in SHAPES]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -113,6 +114,22 @@ def param_groups(model: nn.Module, case: Case) -> Any:
     return [{"params": wide, "lr": 0.02}, {"params": [p for p in model.parameters() if p.ndim < 2]}]
 
 
+class Replicas(DistributedDataParallel):
+    """torch 2.8 counts taking rank 0's buffers as a change in place, and refuses a backward of two forwards for it."""
+
+    def _sync_buffers(self) -> None:
+        with torch.autograd._unsafe_preserve_version_counter(tuple(self.module.buffers())):
+            super()._sync_buffers()  # type: ignore[no-untyped-call]
+
+
+# torch 2.13 renamed it, and deprecated the old name.
+TAKES_BUFFERS = next(
+    name
+    for name in ("forward_sync_buffers", "broadcast_buffers")
+    if name in inspect.signature(DistributedDataParallel).parameters
+)
+
+
 @dataclass
 class Side:
     """One of the two that are compared: the plain one, or ours."""
@@ -164,8 +181,8 @@ def sides(case: Case, group: Any = None) -> tuple[Side, Side]:
     plain = copy.deepcopy(model)
     ddp_kwargs: dict[str, Any] = {"process_group": group, "find_unused_parameters": case.skip_branch or case.freeze}
     if not case.buffers:
-        ddp_kwargs["forward_sync_buffers"] = False
-    ddp = DistributedDataParallel(plain, **ddp_kwargs)
+        ddp_kwargs[TAKES_BUFFERS] = False
+    ddp = Replicas(plain, **ddp_kwargs)
     if case.half:
         ddp.register_comm_hook(None, in_half)
     oss = OSS(param_groups(model, case), cls, group, bucket_numel=case.bucket_numel, **kwargs)
@@ -175,7 +192,7 @@ def sides(case: Case, group: Any = None) -> tuple[Side, Side]:
             model, oss, group, broadcast_buffers=case.buffers, overlap_gather=case.overlap, reduce_fp16=case.half
         )
     else:
-        wrapped = DistributedDataParallel(model, **ddp_kwargs)
+        wrapped = Replicas(model, **ddp_kwargs)
     scaling: dict[str, Any] = {"init_scale": 1024.0, "enabled": case.scaled}
     theirs = Side(plain, ddp, cls(param_groups(plain, case), **kwargs), False, GradScaler("cpu", **scaling))
     return theirs, Side(model, wrapped, oss, True, ShardedGradScaler(process_group=group, **scaling))

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -317,10 +318,19 @@ class Odd(nn.Module):
         return y
 
 
+def as_real_numbers(_, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations, and takes no words for them.
+    """What DDP does itself, but complex numbers travel as pairs of real ones."""
+    mean = bucket.buffer().div_(dist.get_world_size())
+    wire = torch.view_as_real(mean) if mean.is_complex() else mean
+    return dist.all_reduce(wire, async_op=True).get_future().then(lambda _: mean)
+
+
 def odd_parameters_with_evaluation_in_between() -> None:
     model, plain = Odd(), Odd()
     optimizer, reference = _adam(model.parameters(), 0.01), torch.optim.Adam(plain.parameters(), lr=0.01)
-    wrapped, replica = ShardedDataParallel(model, optimizer), DistributedDataParallel(plain)
+    # Both have the same values already, and torch 2.8 can't send complex ones to other ranks over gloo.
+    wrapped, replica = ShardedDataParallel(model, optimizer), DistributedDataParallel(plain, init_sync=False)
+    replica.register_comm_hook(None, as_real_numbers)
     assert wrapped.to("cpu") is wrapped
     for step in range(3):
         indices = torch.tensor([step, 2 + group_of().rank, 5, 6])

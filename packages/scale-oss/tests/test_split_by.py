@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from oss_cases import Lamb, Shards, differing, give_gradients, model_of, plain_params
+from oss_cases import Shards, differing, give_gradients, model_of, plain_params
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ExponentialLR
@@ -40,7 +40,8 @@ WHOLE: dict[str, dict[str, Any]] = {"Adafactor": {"lr": 0.01}}
 BY_MATRIX = {"Muon"}
 REFUSED = {"LBFGS", "SparseAdam"}
 MATRIX: tuple[type[torch.optim.Optimizer], dict[str, Any]] = (
-    (torch.optim.Muon, {"lr": 0.02}) if hasattr(torch.optim, "Muon") else (Lamb, {"lr": 0.02})
+    getattr(torch.optim, "Muon", torch.optim.Adafactor),  # torch has it from 2.9 on
+    {"lr": 0.02},
 )
 OTHER = (torch.optim.AdamW, {"lr": 0.01})
 STEPS = 3

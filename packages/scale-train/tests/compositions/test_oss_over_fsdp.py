@@ -38,6 +38,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "SGD": {"lr": 0.02, "momentum": 0.9},
 }
 OPTIMIZERS = {name: kwargs for name, kwargs in OPTIMIZERS.items() if hasattr(torch.optim, name)}
+BY_MATRIX: type[torch.optim.Optimizer] = getattr(torch.optim, "Muon", torch.optim.Adafactor)  # torch has it from 2.9 on
 STEPS = 3
 
 
@@ -182,8 +183,7 @@ def test_in_a_hybrid_mesh_each_copy_does_the_same() -> None:
 def built(recipe: str) -> tuple[Net, Any]:
     model = shard(Net())
     if recipe == "split":
-        matrix = getattr(torch.optim, "Muon", torch.optim.Adafactor)
-        return model, split_by(model, (matrix, {"lr": 0.02}), (torch.optim.AdamW, {"lr": 0.01}), bucket_numel=60)
+        return model, split_by(model, (BY_MATRIX, {"lr": 0.02}), (torch.optim.AdamW, {"lr": 0.01}), bucket_numel=60)
     return model, OSS(model.named_parameters(), torch.optim.Adafactor, lr=0.01, bucket_numel=60)
 
 
@@ -245,15 +245,13 @@ def test_the_whole_state_loads_before_and_after_steps() -> None:
 
 def split_beside_plain() -> list[str]:
     """Matrices to one optimizer, all else to the other, by the shapes that they have as wholes; clipped by one norm."""
-    if not hasattr(torch.optim, "Muon"):
-        return []
     plain = Net()
     model = shard(copy.deepcopy(plain))
-    ours = split_by(model, (torch.optim.Muon, {"lr": 0.02}), (torch.optim.AdamW, {"lr": 0.01}))
+    ours = split_by(model, (BY_MATRIX, {"lr": 0.02}), (torch.optim.AdamW, {"lr": 0.01}))
     others = [name for name, _ in plain.named_parameters() if name not in HIDDEN]
     assert [group["param_names"] for group in ours.param_groups] == [HIDDEN, others]
     theirs = [
-        torch.optim.Muon(in_order(plain, HIDDEN), lr=0.02),
+        BY_MATRIX(in_order(plain, HIDDEN), lr=0.02),
         torch.optim.AdamW(in_order(plain, others), lr=0.01),
     ]
     wrong = []
