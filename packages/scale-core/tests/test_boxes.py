@@ -161,8 +161,10 @@ def test_a_shard_can_be_detached_copied_and_moved() -> None:
         assert (copied.start, copied.stop, tuple(copied.shape)) == (2, 10, (4, 3))
         assert torch.equal(copied.tensor, tensor.tensor) and not copied.tensor.is_set_to(tensor.tensor)
     assert tensor.to(torch.float64).tensor.dtype == tensor.to(torch.float64).dtype == torch.float64
-    for empty in (torch.empty_like(tensor), tensor.new_empty((4, 3))):
+    zeros = torch.zeros_like(tensor, device="cpu")
+    for empty in (torch.empty_like(tensor), tensor.new_empty((4, 3)), zeros):
         assert isinstance(empty, LocalShard) and empty.tensor.shape == tensor.tensor.shape
+    assert not zeros.tensor.any()
 
 
 def test_a_shard_takes_its_elements_out_of_the_whole_or_the_same_shard() -> None:

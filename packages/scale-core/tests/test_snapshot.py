@@ -284,7 +284,8 @@ def save_what_differs(directory: Path, kind: str) -> str:
 )
 def test_ranks_that_contradict_each_other_save_nothing(tmp_path: Path, kind: str, message: str) -> None:
     for text in run_ranks(save_what_differs, 2, tmp_path, kind):
-        assert message in text
+        # Of overlaps and gaps, torch 2.8 writes the reason to the log, and no word into its error.
+        assert message in text or ("key:a" in message and text.endswith(": Failed to validate global plan"))
     assert names_in(tmp_path) == []
 
 

@@ -90,7 +90,14 @@ def test_a_frozen_rank_is_killed_too() -> None:
 
 def test_what_ranks_print_reaches_the_caller_s_output(capsys: pytest.CaptureFixture[str]) -> None:
     run_ranks(say_something, 2)
-    assert capsys.readouterr().out == "hello from 0\nand from C\nhello from 1\nand from C\n"
+    said = capsys.readouterr().out.splitlines(keepends=True)
+    # gloo of torch 2.8 says when it is connected.
+    assert [line for line in said if not line.startswith("[Gloo] ")] == [
+        "hello from 0\n",
+        "and from C\n",
+        "hello from 1\n",
+        "and from C\n",
+    ]
 
 
 def test_zero_ranks_are_refused() -> None:

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
+from scale_core.compat import gradient_edge
 from scale_pipe.distributed import split_backward
 from scale_pipe.distributed.split_backward import Backward
 
@@ -160,7 +160,7 @@ def test_both_halves_together_are_one_backward_to_the_bit(name: str, frozen: boo
         gradients = [torch.randn_like(output) for output in expected]
         torch.autograd.backward(expected, gradients)
         before = [None if param.grad is None else param.grad.clone() for param in apart.parameters()]
-        backward = Backward([get_gradient_edge(one) for one in found], inputs[1:] if input_trains else [])
+        backward = Backward([gradient_edge(one) for one in found], inputs[1:] if input_trains else [])
         of_inputs = backward.run_inputs(list(gradients))
         if name not in WHOLE or not input_trains:
             for param, grad in zip(apart.parameters(), before, strict=True):
@@ -177,7 +177,7 @@ def test_both_halves_together_are_one_backward_to_the_bit(name: str, frozen: boo
 def test_a_function_of_python_with_parameters_runs_once() -> None:
     module, x = OfPython(), torch.randn(4, 8, requires_grad=True)
     Doubled.calls = 0
-    backward = Backward([get_gradient_edge(module(x * 1))], [x])
+    backward = Backward([gradient_edge(module(x * 1))], [x])
     backward.run_inputs([torch.ones(4, 8)])
     backward.run_weights()
     assert Doubled.calls == 1
@@ -188,7 +188,7 @@ def test_the_whole_backward_gives_gradients_to_inputs_and_leaves_none_behind() -
     with torch.no_grad():
         layer.weight.copy_(torch.arange(64.0).view(8, 8))  # Whole numbers: sums of any order are the same.
     output = layer(x)
-    backward = Backward([get_gradient_edge(output)], [x])
+    backward = Backward([gradient_edge(output)], [x])
     (found,) = backward.run([torch.ones_like(output)])
     assert found is not None and torch.equal(found, layer.weight.sum(0).expand(4, 8)) and x.grad is None
     assert layer.weight.grad is not None
@@ -199,7 +199,7 @@ def test_the_whole_backward_gives_gradients_to_inputs_and_leaves_none_behind() -
 def test_an_output_without_a_gradient_gives_none() -> None:
     for apart in (False, True):
         layer, x = nn.Linear(8, 8), torch.randn(4, 8, requires_grad=True)
-        backward = Backward([get_gradient_edge(layer(x))], [x])
+        backward = Backward([gradient_edge(layer(x))], [x])
         assert (backward.run_inputs([None]) if apart else backward.run([None])) == [None]
         backward.run_weights()
         assert layer.weight.grad is None
@@ -209,7 +209,7 @@ def test_inputs_that_are_not_used_have_no_gradient() -> None:
     layer = nn.Linear(8, 8)
     used, unused = torch.randn(4, 8, requires_grad=True), torch.randn(2, requires_grad=True)
     output = layer(used)
-    found = Backward([get_gradient_edge(output)], [used, unused]).run_inputs([torch.ones_like(output)])
+    found = Backward([gradient_edge(output)], [used, unused]).run_inputs([torch.ones_like(output)])
     assert found[0] is not None and found[1] is None
 
 
@@ -257,7 +257,7 @@ def test_any_graph_is_cut_without_a_difference(kinds: list[str], seed: int, free
     expected, found = plain(inputs[0]), apart(inputs[1])
     gradient = torch.randn_like(expected)
     expected.backward(gradient)
-    backward = Backward([get_gradient_edge(found)], inputs[1:])
+    backward = Backward([gradient_edge(found)], inputs[1:])
     (of_input,) = backward.run_inputs([gradient])
     backward.run_weights()
     assert of_input is not None and inputs[0].grad is not None and torch.equal(of_input, inputs[0].grad)
@@ -269,7 +269,7 @@ def test_any_graph_is_cut_without_a_difference(kinds: list[str], seed: int, free
 def test_a_transformer_layer_is_cut_at_each_of_its_parameters() -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     x = torch.randn(2, 5, 8, requires_grad=True)
-    cut = split_backward._cut([get_gradient_edge(layer(x))], [x])
+    cut = split_backward._cut([gradient_edge(layer(x))], [x])
     assert cut is not None and cut.beside is None
     leaves = [id(leaf) for part in cut.boundary for leaf in part.leaves]
     assert sorted(leaves + [id(leaf) for leaf in cut.vectors]) == sorted(map(id, layer.parameters()))
@@ -287,7 +287,7 @@ def test_hooks_of_parameters_are_called_once_and_in_the_second_half() -> None:
         param.register_post_accumulate_grad_hook(lambda _, name=name: calls.append(f"after {name}"))
     x = torch.randn(4, 8)
     given = x.clone().requires_grad_()
-    backward = Backward([get_gradient_edge(module(given))], [given])
+    backward = Backward([gradient_edge(module(given))], [given])
     backward.run_inputs([torch.ones(4, 8)])
     assert calls == []
     backward.run_weights()

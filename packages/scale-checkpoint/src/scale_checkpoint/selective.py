@@ -186,7 +186,8 @@ class Keeping(TorchDispatchMode):
     def _is_wanted(self, result: Any, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         if self._named is not None:
             return self._named.wants(func, args, result)
-        context = SelectiveCheckpointContext(is_recompute=False, op_output=result)
+        context = SelectiveCheckpointContext(is_recompute=False)
+        context.op_output = result  # torch 2.8 takes no such argument.
         return is_kept(self._kept.policy(context, func, *args, **kwargs), self._kept.policy, func)
 
 

@@ -199,7 +199,7 @@ class LocalShard(Tensor):
         if func in _SAME_ELEMENTS and isinstance(first, LocalShard):
             return first._with(func(first.tensor, *args[1:], **(kwargs or {})))
         if func is torch.ops.aten.new_empty.default and isinstance(first, LocalShard) and first.shape == tuple(args[1]):
-            # What dcp.async_save makes, to copy the elements to before it returns.
+            # What dcp.async_save makes, to copy the elements to before it returns; in torch 2.8 it is zeros_like.
             return first._with(func(first.tensor, first.tensor.shape, **(kwargs or {})))
         if func is torch.ops.aten.copy_.default and isinstance(first, LocalShard):
             first.tensor.copy_(first._part_of(args[1]))
@@ -247,5 +247,5 @@ class LocalShard(Tensor):
 
 _SAME_ELEMENTS = frozenset(
     getattr(torch.ops.aten, name).default
-    for name in ("detach", "alias", "clone", "empty_like", "_to_copy", "lift_fresh")
+    for name in ("detach", "alias", "clone", "empty_like", "zeros_like", "_to_copy", "lift_fresh")
 )

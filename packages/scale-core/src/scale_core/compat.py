@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import convert_parameters
 
@@ -105,7 +105,7 @@ def queue_after_backward(callback: Callable[[], None]) -> None:
 def add_gradients(edges: Iterable[GradientEdge], gradients: Iterable[Tensor], leaves: Iterable[Tensor]) -> None:
     """Adds what follows from the gradients of edges to the `grad` of leaves, as `torch.autograd.backward` does.
 
-    The engine is called as that calls it in torch 2.8 to 2.13, without what comes before: it would look at shapes that
+    The engine is called as that calls it in torch 2.8 to 2.15, without what comes before: it would look at shapes that
     come from the engine itself, and copy the context, which takes longer than all of the engine's own work where
     graphs are small. Where torch has no such engine any more, it is called itself.
     """
@@ -115,6 +115,17 @@ def add_gradients(edges: Iterable[GradientEdge], gradients: Iterable[Tensor], le
         torch.autograd.backward(edges, gradients, inputs=leaves)
         return
     engine.run_backward(edges, gradients, False, False, leaves, allow_unreachable=True, accumulate_grad=True)
+
+
+def gradient_edge(tensor: Tensor) -> GradientEdge:
+    """Where the gradient of a tensor is taken in; the graph behind it stays while the edge does, without the tensor.
+
+    torch 2.8 forgets the node of a user's `autograd.Function` with its last tensor. A view has a node of torch's own.
+    """
+    if "ownership_token" not in GradientEdge._fields and isinstance(tensor.grad_fn, cast(Any, torch._C)._FunctionBase):
+        with torch.enable_grad():
+            tensor = tensor.view_as(tensor)
+    return get_gradient_edge(tensor)
 
 
 def is_newest(tensors: Iterable[Tensor]) -> bool:

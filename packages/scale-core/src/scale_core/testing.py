@@ -140,7 +140,7 @@ def _supervise(ranks: Sequence[BaseProcess], order: Order) -> None:
             process.exitcode is not None and not order.of(rank).result.exists() for rank, process in enumerate(ranks)
         ):
             failing = True
-            deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+            deadline = min(deadline, time.monotonic() + scaled_by_load(_GRACE_SECONDS))
     failures = [failure for rank, process in enumerate(ranks) if (failure := _failure_of(rank, process, order))]
     if failures:
         raise min(failures, key=lambda failure: (failure.is_consequence, failure.when)).error

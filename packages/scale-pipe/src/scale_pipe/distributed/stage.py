@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from scale_checkpoint import checkpoint_wrapper, disable_checkpointing, is_checkpointed
 from scale_core import compat
@@ -155,13 +155,13 @@ class Stage:
         if is_last:
             loss = None if to_loss is None else _checked(to_loss(output, micro_batch, share), trains=trains)
             if loss is not None and trains:
-                roots[OUTPUT] = [get_gradient_edge(loss)]
+                roots[OUTPUT] = [compat.gradient_edge(loss)]
             kept = Kept(None if loss is None else loss.detach(), None if trains else output)
         else:
             handed = {OUTPUT: output, **handed}
         for name, tree in handed.items():
             structure, tensors = pack(tree)
-            roots[name] = [get_gradient_edge(tensor) for tensor in tensors if tensor.requires_grad] if trains else []
+            roots[name] = [compat.gradient_edge(tensor) for tensor in tensors if tensor.requires_grad] if trains else []
             leaving[name] = Content(structure, [self._cut_off(tensor) for tensor in tensors], share)
         if trains:
             leaves = {name: [t for t in content.tensors if t.requires_grad] for name, content in arrived.items()}

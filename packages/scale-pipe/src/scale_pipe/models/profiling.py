@@ -10,10 +10,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
 from scale_checkpoint.live import LiveBytes, storage_bytes
 from scale_checkpoint.step import steady, undisturbed
+from scale_core import compat
 from scale_core.nested import map_tensors, tensors_in
 from scale_pipe.distributed.split_backward import Backward
 from scale_pipe.models.skip_carrying import run_with_skips
@@ -210,7 +210,7 @@ def _run(module: nn.Module, given: _Passing, device: torch.device) -> tuple[Stag
         output, stashed = run_with_skips(module, entered.skips, *entered.args, **entered.kwargs)
     times.append(_now(device))
     roots = [tensor for tensor in tensors_in((output, list(stashed.values()))) if tensor.requires_grad]
-    backward = Backward([get_gradient_edge(root) for root in roots], leaves)
+    backward = Backward([compat.gradient_edge(root) for root in roots], leaves)
     ones = [torch.ones_like(root) for root in roots]
     passed = _next(module, given, output, stashed)
     del roots, output
