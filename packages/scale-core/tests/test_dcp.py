@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.distributed.checkpoint.staging as staging
 from sharded_by_hand import Model, adam, cut, train
 from torch import Tensor
+from torch.distributed.checkpoint import staging
 
 from scale_core.boxes import LocalShard
 from scale_core.dcp import dcp_target
