@@ -10,17 +10,21 @@ A mutation flips a comparison, swaps + and -, takes a condition for true or fals
 call, leaves out a `wait()`, or moves a bound of a slice by one. What only makes the text of an error, a representation
 or a type is left as it is. The sample is drawn by `--seed`, evenly over all places of the package's source.
 
-For each the tests of its package run, those first that are named for its file, then those that name what the file
-defines, then all others, each set until its first failure; a set that does not end within the limit counts as a
-failure, since a rank that waits for ever is what a wrong change often makes. The first two sets are run without a
-change before, and must pass. A mutation that no set notices is a survivor: it is printed with its line, and either gets
-a test or is argued away.
+First all tests of the package run once, unchanged, and it is recorded which of them pass, how long each takes and which
+places of the sample it reaches, in all of its ranks. For each mutation the tests run that reach its place, those first
+that are named for its file, then the others, each set until its first failure. Of each set as many run as take a
+quarter of the limit when nothing is changed, one case of each test before the second cases. A set that does not end
+within the limit counts as a failure, since a rank that waits for ever is what a wrong change often makes. A mutation
+that no set notices is a survivor: it is printed with its line and the numbers of tests that ran and that reach it, and
+either gets a test or is argued away. `--keep` keeps the record and what has become of each mutation, to go on later;
+the mutations are tried in an order of chance, so that a part of the sample is a sample, too.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import json
 import os
 import re
 import shutil
@@ -29,10 +33,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
+from itertools import accumulate
+from math import inf
 from pathlib import Path
+from queue import Queue
 from random import Random
 
 from report import Table, save
@@ -55,6 +65,7 @@ NO_BEHAVIOUR = re.compile(r"__(repr|str|init_subclass|dir)__|_?(describe|word|li
 """Functions that make text alone."""
 NOT_STEPS = {"__init__", "compat", "testing", "testing_rank", "samples"}
 """Files that are no part of a step: lists of names, versions of torch, what tests stand on."""
+OF_FILE, OTHERS = "tests of the file", "other tests"
 
 
 @dataclass(frozen=True)
@@ -224,13 +235,86 @@ def sample(package: str, files: str, count: int, seed: int) -> list[Mutation]:
     return sorted(chosen, key=lambda mutation: (mutation.path, mutation.start))
 
 
+def marked(text: str, places: Mapping[int, int]) -> str:
+    """The text of a file in which a statement reports, by its number, that the one with a change is about to run.
+
+    Args:
+        text: The file's.
+        places: Where each change begins, in characters, by its number.
+    """
+    lines = text.splitlines(keepends=True)
+    begins = list(accumulate(map(len, lines), initial=0))
+    statements = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt)]
+    reports: dict[int, str] = {}
+    for number, start in places.items():
+        line = bisect_right(begins, start)
+        for node in reversed(statements):  # The innermost last.
+            indent = lines[node.lineno - 1][: node.col_offset]
+            begins_line = not indent.strip() and not lines[node.lineno - 1].startswith("elif", node.col_offset)
+            if node.lineno <= line <= (node.end_lineno or node.lineno) and begins_line:
+                report = f'{indent}__import__("reached").reached({number})\n'
+                reports[node.lineno] = reports.get(node.lineno, "") + report
+                break
+    return "".join(reports.get(number, "") + line for number, line in enumerate(lines, 1))
+
+
+@dataclass(frozen=True)
+class Record:
+    """Which tests reach which changes: those that have passed without a change.
+
+    Attributes:
+        sample: What was recorded.
+        seconds: How long each test took.
+        reached: For each change the tests that come to its place.
+    """
+
+    sample: list[str]
+    seconds: dict[str, float]
+    reached: list[list[str]]
+
+    def sets_of(self, number: int, mutation: Mutation, seconds: float) -> dict[str, list[str]]:
+        """The tests that may notice a change, those of its file first; of each set as many as so many seconds hold.
+
+        Within a set one case of each test comes first, then the second cases, the fast ones before the slow ones.
+        """
+        seen: Counter[str] = Counter()
+        ordered = []
+        for test in sorted(self.reached[number], key=self.seconds.__getitem__):
+            function = test.partition("[")[0]
+            ordered.append((seen[function], self.seconds[test], test))
+            seen[function] += 1
+        sets: dict[str, list[str]] = {OF_FILE: [], OTHERS: []}
+        left = dict.fromkeys(sets, seconds)
+        for _, takes, test in sorted(ordered):
+            own = Path(test.partition("::")[0]).stem.endswith(f"_{Path(mutation.path).stem}")
+            words = OF_FILE if own else OTHERS
+            if left[words] > 0:
+                sets[words].append(test)
+                left[words] -= takes
+        return {words: tests for words, tests in sets.items() if tests}
+
+
 @dataclass(frozen=True)
 class Outcome:
-    """What has become of a mutation; `noticed_by` is the set of tests that failed, or None."""
+    """What has become of a mutation.
+
+    Attributes:
+        mutation: The change.
+        noticed_by: The set of tests that failed, or None.
+        seconds: How long that took.
+        ran: How many tests were to run.
+        reaching: How many tests come to its place.
+    """
 
     mutation: Mutation
     noticed_by: str | None
     seconds: float
+    ran: int
+    reaching: int
+
+    def __str__(self) -> str:
+        tests = f"{self.ran}/{self.reaching} tests"
+        return f"{self.noticed_by or 'SURVIVED':17} {self.seconds:6.1f} s {tests:>14}  {self.mutation}"
 
 
 class Copy:
@@ -252,27 +336,37 @@ class Copy:
         sources = sorted(str(path) for path in folder.glob("packages/*/src"))
         self.environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(sources),
+            "PYTHONPATH": os.pathsep.join([*sources, str(ROOT / "benchmarks")]),
             "PYTHONDONTWRITEBYTECODE": "1",
             "OMP_NUM_THREADS": "1",
         }
 
-    def sets_of(self, mutation: Mutation) -> dict[str, list[str]]:
-        """The tests that may notice a mutation, those first that are most likely to."""
-        package = mutation.path.split("/")[1]
-        tests = sorted((self.folder / "packages" / package / "tests").rglob("test_*.py"))
-        stem = Path(mutation.path).stem
-        module = mutation.path.split("/src/")[1].removesuffix(".py").replace("/", ".")
-        tree = ast.parse((self.folder / mutation.path).read_text(encoding="utf-8"))
-        defined = [each.name for each in tree.body if isinstance(each, ast.FunctionDef | ast.ClassDef)]
-        names = re.compile(
-            "|".join([rf"{re.escape(module)}\b", *(rf"\b{name}\b" for name in defined if name[0] != "_")])
+    def record(self, chosen: Sequence[Mutation], tests: str, workers: int) -> Record:
+        """Runs all tests of a package once, unchanged, and writes down what they reach."""
+        texts = {path: path.read_text(encoding="utf-8") for path in {self.folder / each.path for each in chosen}}
+        for path, text in texts.items():
+            places = {number: each.start for number, each in enumerate(chosen) if self.folder / each.path == path}
+            path.write_text(marked(text, places), encoding="utf-8")
+        notes = self.folder / "reached.txt"
+        package = chosen[0].path.split("/")[1]
+        files = sorted(str(path) for path in (self.folder / "packages" / package / "tests").rglob(tests))
+        several = ["-n", str(workers), "--dist", "worksteal"] if workers > 1 else []
+        subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "reached", *several, *files],
+            cwd=self.folder,
+            env={**self.environment, "MUTATIONS_REACHED": str(notes)},
+            stdout=subprocess.DEVNULL,
+            check=False,  # Tests that fail without a change are none that notice one.
         )
-        named = [path for path in tests if path.stem.endswith(f"_{stem}")]
-        naming = [path for path in tests if path not in named and names.search(path.read_text(encoding="utf-8"))]
-        rest = [path for path in tests if path not in named and path not in naming]
-        sets = {"tests of the file": named, "tests that name it": naming, "other tests": rest}
-        return {words: [str(path) for path in paths] for words, paths in sets.items() if paths}
+        for path, text in texts.items():
+            path.write_text(text, encoding="utf-8")
+        lines = [line.split("\t", 2) for line in notes.read_text(encoding="utf-8").splitlines()]
+        seconds = {test: float(number) for what, number, test in lines if what == "passed"}
+        reached: list[set[str]] = [set() for _ in chosen]
+        for what, number, test in lines:
+            if what == "reached" and test in seconds:
+                reached[int(number)].add(test)
+        return Record([str(each) for each in chosen], seconds, [sorted(each) for each in reached])
 
     def result_of(self, tests: Sequence[str]) -> str:
         """What comes of these tests: "passed", "failed", or "limit" where they do not end within it."""
@@ -286,8 +380,7 @@ class Copy:
             start_new_session=True,
         )
         try:
-            code = process.wait(self.limit_seconds)
-            return "passed" if code in {0, 5} else "failed"  # 5: all were marked for other runs.
+            return "failed" if process.wait(self.limit_seconds) else "passed"
         except subprocess.TimeoutExpired:
             return "limit"
         finally:
@@ -295,39 +388,75 @@ class Copy:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
 
-    def try_one(self, mutation: Mutation, *, num_sets: int) -> Outcome:
+    def try_one(self, mutation: Mutation, sets: Mapping[str, Sequence[str]], reaching: int) -> Outcome:
         """Changes a file, runs its tests, and changes it back."""
         path, began = self.folder / mutation.path, time.monotonic()
-        sets, text = self.sets_of(mutation), path.read_text(encoding="utf-8")
+        text, noticed = path.read_text(encoding="utf-8"), None
         path.write_text(mutation.applied(text), encoding="utf-8")
         try:
-            for words in list(sets)[:num_sets]:
-                result = self.result_of(sets[words])
+            for words, tests in sets.items():
+                result = self.result_of(tests)
                 if result != "passed":
+                    noticed = f"{words}, by their limit" if result == "limit" else words
                     break
-            else:
-                words, result = "", "passed"
         finally:
             path.write_text(text, encoding="utf-8")
-        noticed = f"{words}, by their limit" if result == "limit" else words or None
-        return Outcome(mutation, noticed, time.monotonic() - began)
+        return Outcome(mutation, noticed, time.monotonic() - began, sum(map(len, sets.values())), reaching)
 
 
-def run(chosen: Sequence[Mutation], *, limit_seconds: float, num_sets: int, checks: bool) -> Iterator[Outcome]:
-    """Tries mutations one after the other, and yields what has become of each.
+def outcomes_of(
+    chosen: Sequence[Mutation], folder: Path, tests: str, *, limit: float, num_sets: int, workers: int, seconds: float
+) -> list[Outcome]:
+    """Tries mutations, several at a time and in any order, and returns what has become of them so far, in order.
+
+    Args:
+        chosen: The mutations.
+        folder: Where the record and the outcomes are kept; what is there already is not done again.
+        tests: A pattern for the names of test files.
+        limit: Seconds for one set of tests.
+        num_sets: How many sets.
+        workers: How many mutations at a time.
+        seconds: After how many no other mutation is begun.
 
     Raises:
-        RuntimeError: Tests fail without a change.
+        ValueError: The record is of another sample.
     """
-    with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
-        copy = Copy(Path(folder), limit_seconds)
-        checked: set[str] = set()
-        for mutation in chosen:
-            likely = {test for tests in list(copy.sets_of(mutation).values())[: min(num_sets, 2)] for test in tests}
-            if checks and likely - checked and copy.result_of(sorted(likely - checked)) != "passed":
-                raise RuntimeError(f"some of these tests fail without any change: {sorted(likely - checked)}")
-            checked |= likely
-            yield copy.try_one(mutation, num_sets=num_sets)
+    until, recorded, kept = time.monotonic() + seconds, folder / "record.json", folder / "outcomes.jsonl"
+    with tempfile.TemporaryDirectory(prefix="mutations-") as home, ThreadPoolExecutor(workers) as threads:
+        copies = Queue[Copy]()
+        for number in range(workers):
+            copies.put(Copy(Path(home, str(number)), limit))
+        if not recorded.exists():
+            record = copies.queue[0].record(chosen, tests, workers)
+            recorded.write_text(json.dumps(asdict(record)), encoding="utf-8")
+        record = Record(**json.loads(recorded.read_text(encoding="utf-8")))
+        if record.sample != [str(each) for each in chosen]:
+            raise ValueError(f"{recorded} is of another sample or of another source: delete it, or give another --keep")
+
+        def try_one(number: int) -> Outcome | None:
+            if time.monotonic() > until:
+                return None
+            sets = record.sets_of(number, chosen[number], limit / 4)
+            copy = copies.get()
+            try:
+                few = dict(list(sets.items())[:num_sets])
+                return copy.try_one(chosen[number], few, len(record.reached[number]))
+            finally:
+                copies.put(copy)
+
+        lines = kept.read_text(encoding="utf-8").splitlines() if kept.exists() else []
+        known = {number: Outcome(chosen[number], *rest) for number, *rest in map(json.loads, lines)}
+        left = [number for number in range(len(chosen)) if number not in known]
+        Random(0).shuffle(left)  # What is done in part of the time is a fair sample, too.
+        tries = {threads.submit(try_one, number): number for number in left}
+        for each in as_completed(tries):
+            if (outcome := each.result()) is not None:
+                known[tries[each]] = outcome
+                line = [tries[each], outcome.noticed_by, outcome.seconds, outcome.ran, outcome.reaching]
+                with kept.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(line) + "\n")
+                print(f"{tries[each]:3} {outcome}", flush=True)
+    return [known[number] for number in sorted(known)]
 
 
 def tables_of(outcomes: Sequence[Outcome]) -> list[Table]:
@@ -336,22 +465,20 @@ def tables_of(outcomes: Sequence[Outcome]) -> list[Table]:
     for package in sorted({outcome.mutation.path.split("/")[1] for outcome in outcomes}):
         own = [outcome for outcome in outcomes if outcome.mutation.path.split("/")[1] == package]
         noticed = [outcome for outcome in own if outcome.noticed_by]
-        by_file = sum(outcome.noticed_by == "tests of the file" for outcome in noticed)
+        by_file = sum(outcome.noticed_by == OF_FILE for outcome in noticed)
         by_limit = sum((outcome.noticed_by or "").endswith("limit") for outcome in noticed)
         share = f"{len(noticed)} ({len(noticed) / len(own):.0%})"
         rows.append([package, str(len(own)), share, str(by_file), str(by_limit)])
     heads = ["package", "changes", "noticed", "by the tests of the file", "by a limit"]
     survivors = [
-        [outcome.mutation.kind, str(outcome.mutation).replace("|", "\\|")]
+        [outcome.mutation.kind, f"{outcome.ran} of {outcome.reaching}", str(outcome.mutation).replace("|", "\\|")]
         for outcome in outcomes
         if not outcome.noticed_by
     ]
-    return [Table("Changes and what noticed them", heads, rows), Table("Survivors", ["kind", "change"], survivors)]
-
-
-def _slice(text: str) -> slice:
-    first, _, last = text.partition(":")
-    return slice(int(first or 0), int(last) if last else None)
+    return [
+        Table("Changes and what noticed them", heads, rows),
+        Table("Survivors", ["kind", "tests", "change"], survivors),
+    ]
 
 
 def main() -> None:
@@ -360,25 +487,27 @@ def main() -> None:
     parser.add_argument("--files", default="*", help="a pattern for paths below the package, such as 'state/*.py'")
     parser.add_argument("--count", type=int, default=50, help="how many changes")
     parser.add_argument("--seed", type=int, default=0, help="which changes")
-    parser.add_argument("--only", default=":", help="a slice of the sample, as 20:40, to go on with a run")
-    parser.add_argument("--limit", type=float, default=600.0, help="seconds for one set of tests")
-    parser.add_argument("--sets", type=int, default=3, help="how many sets of tests: 1 is those of the file alone")
-    parser.add_argument("--unchecked", action="store_true", help="don't run the tests without a change before")
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds for one set of tests, which take a quarter")
+    parser.add_argument("--sets", type=int, default=2, help="how many sets of tests: 1 is those of the file alone")
+    parser.add_argument("--tests", default="test_*.py", help="a pattern for the names of test files")
+    parser.add_argument("--keep", help="a folder for the record and the outcomes, to go on later")
+    parser.add_argument("--seconds", type=float, default=inf, help="after how many no other change is begun")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="how many copies are worked on at a time")
     parser.add_argument("--list", action="store_true", help="print the sample and stop")
     parser.add_argument("--smoke", action="store_true", help="one change, and the tests of one file")
     parser.add_argument("--date", help="also write the results, under this date")
     given = parser.parse_args()
     if given.smoke:
-        given.package, given.files, given.count, given.sets, given.unchecked = "scale-core", "nested.py", 1, 1, True
-    chosen = sample(given.package, given.files, given.count, given.seed)[_slice(given.only)]
+        given.files, given.tests, given.count, given.sets, given.workers = "nested.py", "test_nested.py", 1, 1, 1
+    chosen = sample(given.package, given.files, given.count, given.seed)
     if given.list:
         print(*chosen, sep="\n")
         return
-    outcomes = []
-    tries = run(chosen, limit_seconds=given.limit, num_sets=given.sets, checks=not given.unchecked)
-    for outcome in tries:
-        outcomes.append(outcome)
-        print(f"{outcome.noticed_by or 'SURVIVED':17} {outcome.seconds:6.1f} s  {outcome.mutation}", flush=True)
+    limits = {"limit": given.limit, "num_sets": given.sets, "workers": given.workers, "seconds": given.seconds}
+    with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
+        home = Path(given.keep or folder)
+        home.mkdir(parents=True, exist_ok=True)
+        outcomes = outcomes_of(chosen, home, given.tests, **limits)
     tables = tables_of(outcomes)
     print(*(table.markdown() for table in tables), sep="\n")
     if given.date:
