@@ -11,13 +11,14 @@ call, leaves out a `wait()`, or moves a bound of a slice by one. What only makes
 or a type is left as it is. The sample is drawn by `--seed`, evenly over all places of the package's source.
 
 First all tests of the package run once, unchanged, and it is recorded which of them pass, how long each takes and which
-places of the sample it reaches, in all of its ranks. For each mutation the tests run that reach its place, those first
-that are named for its file, then the others, each set until its first failure. Of each set as many run as take a
-quarter of the limit when nothing is changed, one case of each test before the second cases. A set that does not end
-within the limit counts as a failure, since a rank that waits for ever is what a wrong change often makes. A mutation
-that no set notices is a survivor: it is printed with its line and the numbers of tests that ran and that reach it, and
-either gets a test or is argued away. `--keep` keeps the record and what has become of each mutation, to go on later;
-the mutations are tried in an order of chance, so that a part of the sample is a sample, too.
+places of the sample it reaches, in all of its ranks (`--recording` ends that earlier). For each mutation the tests run
+that reach its place, those first that are named for its file, then the others, each set until its first failure. Of
+each set as many run as take an eighth of the limit when nothing is changed, one case of each test before the second
+cases. A set that does not end within the limit counts as a failure, since a rank that waits for ever is what a wrong
+change often makes. A mutation that no set notices is a survivor: it is printed with its line and the numbers of tests
+that ran and that reach it, and either gets a test or is argued away. `--keep` keeps the record and what has become of
+each mutation, to go on later; the mutations are tried in an order of chance, so that a part of the sample is a sample,
+too.
 """
 
 from __future__ import annotations
@@ -337,12 +338,12 @@ class Copy:
         self.environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join([*sources, str(ROOT / "benchmarks")]),
-            "PYTHONDONTWRITEBYTECODE": "1",
+            "PYTHONDONTWRITEBYTECODE": "",  # What is not changed is compiled once.
             "OMP_NUM_THREADS": "1",
         }
 
-    def record(self, chosen: Sequence[Mutation], tests: str, workers: int) -> Record:
-        """Runs all tests of a package once, unchanged, and writes down what they reach."""
+    def record(self, chosen: Sequence[Mutation], tests: str, *, workers: int, seconds: float) -> Record:
+        """Runs the tests of a package, unchanged, for so many seconds, and writes down what they reach."""
         texts = {path: path.read_text(encoding="utf-8") for path in {self.folder / each.path for each in chosen}}
         for path, text in texts.items():
             places = {number: each.start for number, each in enumerate(chosen) if self.folder / each.path == path}
@@ -351,13 +352,8 @@ class Copy:
         package = chosen[0].path.split("/")[1]
         files = sorted(str(path) for path in (self.folder / "packages" / package / "tests").rglob(tests))
         several = ["-n", str(workers), "--dist", "worksteal"] if workers > 1 else []
-        subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "reached", *several, *files],
-            cwd=self.folder,
-            env={**self.environment, "MUTATIONS_REACHED": str(notes)},
-            stdout=subprocess.DEVNULL,
-            check=False,  # Tests that fail without a change are none that notice one.
-        )
+        # Tests that fail without a change are none that notice one.
+        self._pytest("-p", "reached", *several, *files, seconds=seconds, MUTATIONS_REACHED=str(notes))
         for path, text in texts.items():
             path.write_text(text, encoding="utf-8")
         lines = [line.split("\t", 2) for line in notes.read_text(encoding="utf-8").splitlines()]
@@ -370,19 +366,23 @@ class Copy:
 
     def result_of(self, tests: Sequence[str]) -> str:
         """What comes of these tests: "passed", "failed", or "limit" where they do not end within it."""
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+        code = self._pytest("-x", *tests, seconds=self.limit_seconds)
+        return "limit" if code is None else "failed" if code else "passed"
+
+    def _pytest(self, *arguments: str, seconds: float, **environment: str) -> int | None:
+        """Runs pytest, and ends all of it when the time is up; returns its code, or None where it was ended."""
         process = subprocess.Popen(
-            command,
+            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
             cwd=self.folder,
-            env=self.environment,
+            env={**self.environment, **environment},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
         try:
-            return "failed" if process.wait(self.limit_seconds) else "passed"
+            return process.wait(seconds)
         except subprocess.TimeoutExpired:
-            return "limit"
+            return None
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -405,7 +405,15 @@ class Copy:
 
 
 def outcomes_of(
-    chosen: Sequence[Mutation], folder: Path, tests: str, *, limit: float, num_sets: int, workers: int, seconds: float
+    chosen: Sequence[Mutation],
+    folder: Path,
+    tests: str,
+    *,
+    limit: float,
+    num_sets: int,
+    workers: int,
+    seconds: float,
+    recording: float,
 ) -> list[Outcome]:
     """Tries mutations, several at a time and in any order, and returns what has become of them so far, in order.
 
@@ -417,6 +425,7 @@ def outcomes_of(
         num_sets: How many sets.
         workers: How many mutations at a time.
         seconds: After how many no other mutation is begun.
+        recording: After how many the recording ends.
 
     Raises:
         ValueError: The record is of another sample.
@@ -427,7 +436,7 @@ def outcomes_of(
         for number in range(workers):
             copies.put(Copy(Path(home, str(number)), limit))
         if not recorded.exists():
-            record = copies.queue[0].record(chosen, tests, workers)
+            record = copies.queue[0].record(chosen, tests, workers=workers, seconds=recording)
             recorded.write_text(json.dumps(asdict(record)), encoding="utf-8")
         record = Record(**json.loads(recorded.read_text(encoding="utf-8")))
         if record.sample != [str(each) for each in chosen]:
@@ -436,7 +445,7 @@ def outcomes_of(
         def try_one(number: int) -> Outcome | None:
             if time.monotonic() > until:
                 return None
-            sets = record.sets_of(number, chosen[number], limit / 4)
+            sets = record.sets_of(number, chosen[number], limit / 8)
             copy = copies.get()
             try:
                 few = dict(list(sets.items())[:num_sets])
@@ -487,11 +496,12 @@ def main() -> None:
     parser.add_argument("--files", default="*", help="a pattern for paths below the package, such as 'state/*.py'")
     parser.add_argument("--count", type=int, default=50, help="how many changes")
     parser.add_argument("--seed", type=int, default=0, help="which changes")
-    parser.add_argument("--limit", type=float, default=600.0, help="seconds for one set of tests, which take a quarter")
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds for a set of tests")
     parser.add_argument("--sets", type=int, default=2, help="how many sets of tests: 1 is those of the file alone")
     parser.add_argument("--tests", default="test_*.py", help="a pattern for the names of test files")
     parser.add_argument("--keep", help="a folder for the record and the outcomes, to go on later")
     parser.add_argument("--seconds", type=float, default=inf, help="after how many no other change is begun")
+    parser.add_argument("--recording", type=float, default=inf, help="after how many the recording ends")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="how many copies are worked on at a time")
     parser.add_argument("--list", action="store_true", help="print the sample and stop")
     parser.add_argument("--smoke", action="store_true", help="one change, and the tests of one file")
@@ -503,11 +513,12 @@ def main() -> None:
     if given.list:
         print(*chosen, sep="\n")
         return
-    limits = {"limit": given.limit, "num_sets": given.sets, "workers": given.workers, "seconds": given.seconds}
+    limits = {"limit": given.limit, "num_sets": given.sets, "workers": given.workers}
+    times = {"seconds": given.seconds, "recording": given.recording}
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
         home = Path(given.keep or folder)
         home.mkdir(parents=True, exist_ok=True)
-        outcomes = outcomes_of(chosen, home, given.tests, **limits)
+        outcomes = outcomes_of(chosen, home, given.tests, **limits, **times)
     tables = tables_of(outcomes)
     print(*(table.markdown() for table in tables), sep="\n")
     if given.date:

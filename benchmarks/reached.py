@@ -8,6 +8,7 @@ writes into the file that `MUTATIONS_REACHED` names are lines of three columns: 
 from __future__ import annotations
 
 import os
+from collections import Counter
 
 import pytest
 
@@ -20,6 +21,17 @@ def reached(place: int) -> None:
     if test and (place, test) not in _known:
         _known.add((place, test))
         _write(f"reached\t{place}\t{test}\n")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts one case of each test first, then the second cases: what is cut off has been reached by others, mostly."""
+    seen: Counter[str] = Counter()
+    turns = {}
+    for item in items:
+        function = item.nodeid.partition("[")[0]
+        turns[item] = seen[function]
+        seen[function] += 1
+    items.sort(key=turns.__getitem__)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
