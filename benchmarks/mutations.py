@@ -13,12 +13,12 @@ or a type is left as it is. The sample is drawn by `--seed`, evenly over all pla
 First all tests of the package run once, unchanged, and it is recorded which of them pass, how long each takes and which
 places of the sample it reaches, in all of its ranks (`--recording` ends that earlier). For each mutation the tests run
 that reach its place, those first that are named for its file, then the others, each set until its first failure. Of
-each set as many run as take an eighth of the limit when nothing is changed, one case of each test before the second
-cases. A set that does not end within the limit counts as a failure, since a rank that waits for ever is what a wrong
-change often makes. A mutation that no set notices is a survivor: it is printed with its line and the numbers of tests
-that ran and that reach it, and either gets a test or is argued away. `--keep` keeps the record and what has become of
-each mutation, to go on later; the mutations are tried in an order of chance, so that a part of the sample is a sample,
-too.
+each set as many run as take `--set-seconds` when nothing is changed, one case of each test before the second cases. A
+set that takes eight times as long as without a change, and a minute, counts as a failure, since a rank that waits for
+ever is what a wrong change often makes. A mutation that no set notices is a survivor: it is printed with its line and
+the numbers of tests that ran and that reach it, and either gets a test or is argued away. `--keep` keeps the record and
+what has become of each mutation, to go on later; the mutations are tried in an order of chance, so that a part of the
+sample is a sample, too.
 """
 
 from __future__ import annotations
@@ -323,11 +323,10 @@ class Copy:
 
     Args:
         folder: Where it is made.
-        limit_seconds: How long one set of tests may take.
     """
 
-    def __init__(self, folder: Path, limit_seconds: float) -> None:
-        self.folder, self.limit_seconds = folder, limit_seconds
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         leave_out = shutil.ignore_patterns("__pycache__", ".*_cache", "*.egg-info", "dist")
         shutil.copytree(ROOT / "packages", folder / "packages", ignore=leave_out)
         shutil.copy(ROOT / "pyproject.toml", folder)
@@ -364,9 +363,9 @@ class Copy:
                 reached[int(number)].add(test)
         return Record([str(each) for each in chosen], seconds, [sorted(each) for each in reached])
 
-    def result_of(self, tests: Sequence[str]) -> str:
-        """What comes of these tests: "passed", "failed", or "limit" where they do not end within it."""
-        code = self._pytest("-x", *tests, seconds=self.limit_seconds)
+    def result_of(self, tests: Sequence[str], limit: float) -> str:
+        """What comes of these tests: "passed", "failed", or "limit" where they do not end in so many seconds."""
+        code = self._pytest("-x", *tests, seconds=limit)
         return "limit" if code is None else "failed" if code else "passed"
 
     def _pytest(self, *arguments: str, seconds: float, **environment: str) -> int | None:
@@ -388,20 +387,26 @@ class Copy:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
 
-    def try_one(self, mutation: Mutation, sets: Mapping[str, Sequence[str]], reaching: int) -> Outcome:
-        """Changes a file, runs its tests, and changes it back."""
+    def try_one(self, mutation: Mutation, sets: Mapping[str, Sequence[str]], seconds: Mapping[str, float]) -> Outcome:
+        """Changes a file, runs its tests, and changes it back.
+
+        Args:
+            mutation: The change.
+            sets: The tests.
+            seconds: How long all tests that reach it take unchanged.
+        """
         path, began = self.folder / mutation.path, time.monotonic()
         text, noticed = path.read_text(encoding="utf-8"), None
         path.write_text(mutation.applied(text), encoding="utf-8")
         try:
             for words, tests in sets.items():
-                result = self.result_of(tests)
+                result = self.result_of(tests, 60 + 8 * sum(seconds[test] for test in tests))
                 if result != "passed":
                     noticed = f"{words}, by their limit" if result == "limit" else words
                     break
         finally:
             path.write_text(text, encoding="utf-8")
-        return Outcome(mutation, noticed, time.monotonic() - began, sum(map(len, sets.values())), reaching)
+        return Outcome(mutation, noticed, time.monotonic() - began, sum(map(len, sets.values())), len(seconds))
 
 
 def outcomes_of(
@@ -409,7 +414,7 @@ def outcomes_of(
     folder: Path,
     tests: str,
     *,
-    limit: float,
+    set_seconds: float,
     num_sets: int,
     workers: int,
     seconds: float,
@@ -421,7 +426,7 @@ def outcomes_of(
         chosen: The mutations.
         folder: Where the record and the outcomes are kept; what is there already is not done again.
         tests: A pattern for the names of test files.
-        limit: Seconds for one set of tests.
+        set_seconds: How long the tests of one set may take unchanged.
         num_sets: How many sets.
         workers: How many mutations at a time.
         seconds: After how many no other mutation is begun.
@@ -434,7 +439,7 @@ def outcomes_of(
     with tempfile.TemporaryDirectory(prefix="mutations-") as home, ThreadPoolExecutor(workers) as threads:
         copies = Queue[Copy]()
         for number in range(workers):
-            copies.put(Copy(Path(home, str(number)), limit))
+            copies.put(Copy(Path(home, str(number))))
         if not recorded.exists():
             record = copies.queue[0].record(chosen, tests, workers=workers, seconds=recording)
             recorded.write_text(json.dumps(asdict(record)), encoding="utf-8")
@@ -445,11 +450,12 @@ def outcomes_of(
         def try_one(number: int) -> Outcome | None:
             if time.monotonic() > until:
                 return None
-            sets = record.sets_of(number, chosen[number], limit / 8)
+            sets = dict(list(record.sets_of(number, chosen[number], set_seconds).items())[:num_sets])
             copy = copies.get()
             try:
-                few = dict(list(sets.items())[:num_sets])
-                return copy.try_one(chosen[number], few, len(record.reached[number]))
+                return copy.try_one(
+                    chosen[number], sets, {test: record.seconds[test] for test in record.reached[number]}
+                )
             finally:
                 copies.put(copy)
 
@@ -496,7 +502,7 @@ def main() -> None:
     parser.add_argument("--files", default="*", help="a pattern for paths below the package, such as 'state/*.py'")
     parser.add_argument("--count", type=int, default=50, help="how many changes")
     parser.add_argument("--seed", type=int, default=0, help="which changes")
-    parser.add_argument("--limit", type=float, default=600.0, help="seconds for a set of tests")
+    parser.add_argument("--set-seconds", type=float, default=60.0, help="how long a set of tests may take unchanged")
     parser.add_argument("--sets", type=int, default=2, help="how many sets of tests: 1 is those of the file alone")
     parser.add_argument("--tests", default="test_*.py", help="a pattern for the names of test files")
     parser.add_argument("--keep", help="a folder for the record and the outcomes, to go on later")
@@ -513,7 +519,7 @@ def main() -> None:
     if given.list:
         print(*chosen, sep="\n")
         return
-    limits = {"limit": given.limit, "num_sets": given.sets, "workers": given.workers}
+    limits = {"set_seconds": given.set_seconds, "num_sets": given.sets, "workers": given.workers}
     times = {"seconds": given.seconds, "recording": given.recording}
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
         home = Path(given.keep or folder)

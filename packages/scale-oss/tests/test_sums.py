@@ -111,6 +111,18 @@ def test_who_clears_a_sum_or_only_looks_at_gradients_changes_nothing_else() -> N
     assert torch.equal(grad_of(holder.param), grad_of(plain))
 
 
+def test_a_sum_stays_the_tensor_that_it_was() -> None:
+    holder, plain = Holder(), nn.Parameter(torch.linspace(0.1, 0.9, 7))
+    for step in range(2):
+        first = holder.param.grad, plain.grad
+        holder.add(step)
+        holder.sums.join()
+        holder.sums.watch(holder.param)
+        loss(plain, step).backward()
+    assert plain.grad is first[1], "torch adds to the tensor that is there"
+    assert holder.param.grad is first[0] and torch.equal(grad_of(holder.param), grad_of(plain))
+
+
 def test_sparse_gradients_add_up() -> None:
     param, plain = nn.Parameter(torch.ones(4, 2)), nn.Parameter(torch.ones(4, 2))
     holder = Holder()
