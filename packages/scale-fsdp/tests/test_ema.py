@@ -107,6 +107,12 @@ def test_half_precision_is_averaged_in_a_wider_dtype():
     model = fully_shard(Model().bfloat16())
     ema = ShardedEMA(model, 0.999, dtype=torch.float32)
     ema.update()
+    of_buffers = {name.removeprefix("norm."): average.dtype for name, average in ema.buffer_averages.items()}
+    assert of_buffers == {
+        "running_mean": torch.float32,
+        "running_var": torch.float32,
+        "num_batches_tracked": torch.int64,
+    }
     start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with torch.no_grad():
         model.down.weight += 1.0

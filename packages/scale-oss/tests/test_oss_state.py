@@ -204,6 +204,13 @@ def state_by_parameter() -> None:
             assert (param in ours.state) == any(param is each for each in mine) == bool(held)
             moment = held.get("moments", [None])[0] if whole else held.get("exp_avg")
             assert moment is None or moment.shape == place.owner.shape
+        others = [param for param in params.values() if id(param) not in map(id, mine)]
+        assert others or not whole
+        for param in others:
+            ours.state[param] = {"step": 5}
+            assert not ours.state[param] and len(ours.optim.state) == len(mine)
+            with pytest.raises(KeyError):
+                del ours.state[param]
         ours.state = defaultdict(dict, {mine[0]: ours.state[mine[0]]})
         assert [id(param) for param in ours.state] == [id(mine[0])] and len(ours.optim.state) == 1
         assert ours.state.get(params["fifth"], 5) == 5 and len(ours.state) == 1
@@ -383,7 +390,13 @@ def refuse_and_change_nothing() -> list[str]:
         ours.consolidate_state_dict(group_of().rank)
     with pytest.raises(ValueError, match=r"0 to 1, or -1 for all of them, got 2"):
         ours.consolidate_state_dict(2)
-    ours.optim.state[ours.local_params[0]]["step"] += group_of().rank
+    state = ours.optim.state[ours.local_params[0]]
+    if group_of().rank:
+        state["rows"] = torch.zeros(2)
+    with pytest.raises(ValueError, match=r"keeps a tensor of shape \(2,\) for .*elementwise=False\) \(on rank 1\)"):
+        ours.consolidate_state_dict()
+    state.pop("rows", None)
+    state["step"] += group_of().rank
     with pytest.raises(ValueError, match=r"of 'parameter 0 of group 0' is not the same on all ranks.*step together"):
         ours.consolidate_state_dict()
     return messages
