@@ -11,14 +11,14 @@ call, leaves out a `wait()`, or moves a bound of a slice by one. What only makes
 or a type is left as it is. The sample is drawn by `--seed`, evenly over all places of the package's source.
 
 First all tests of the package run once, unchanged, and it is recorded which of them pass, how long each takes and which
-places of the sample it reaches, in all of its ranks (`--recording` ends that earlier). For each mutation the tests run
-that reach its place, those first that are named for its file, then the others, each set until its first failure. Of
-each set as many run as take `--set-seconds` when nothing is changed, one case of each test before the second cases. A
-set that takes eight times as long as without a change, and a minute, counts as a failure, since a rank that waits for
-ever is what a wrong change often makes. A mutation that no set notices is a survivor: it is printed with its line and
-the numbers of tests that ran and that reach it, and either gets a test or is argued away. `--keep` keeps the record and
-what has become of each mutation, to go on later; the mutations are tried in an order of chance, so that a part of the
-sample is a sample, too.
+places of the sample it reaches, in all of its ranks (`--recording` ends that earlier; what no test has reached by then
+is not tried). For each mutation the tests run that reach its place, those first that are named for its file, then the
+others, each set until its first failure. Of each set as many run as take `--set-seconds` when nothing is changed, one
+case of each test before the second cases. A set that takes eight times as long as without a change, and a minute,
+counts as a failure, since a rank that waits for ever is what a wrong change often makes. A mutation that no set notices
+is a survivor: it is printed with its line and the numbers of tests that ran and that reach it, and either gets a test
+or is argued away. `--keep` keeps the record and what has become of each mutation, to go on later; the mutations are
+tried in an order of chance, so that a part of the sample is a sample, too.
 """
 
 from __future__ import annotations
@@ -267,11 +267,13 @@ class Record:
         sample: What was recorded.
         seconds: How long each test took.
         reached: For each change the tests that come to its place.
+        complete: Whether all tests have run.
     """
 
     sample: list[str]
     seconds: dict[str, float]
     reached: list[list[str]]
+    complete: bool = True
 
     def sets_of(self, number: int, mutation: Mutation, seconds: float) -> dict[str, list[str]]:
         """The tests that may notice a change, those of its file first; of each set as many as so many seconds hold.
@@ -352,7 +354,7 @@ class Copy:
         files = sorted(str(path) for path in (self.folder / "packages" / package / "tests").rglob(tests))
         several = ["-n", str(workers), "--dist", "worksteal"] if workers > 1 else []
         # Tests that fail without a change are none that notice one.
-        self._pytest("-p", "reached", *several, *files, seconds=seconds, MUTATIONS_REACHED=str(notes))
+        code = self._pytest("-p", "reached", *several, *files, seconds=seconds, MUTATIONS_REACHED=str(notes))
         for path, text in texts.items():
             path.write_text(text, encoding="utf-8")
         lines = [line.split("\t", 2) for line in notes.read_text(encoding="utf-8").splitlines()]
@@ -361,7 +363,7 @@ class Copy:
         for what, number, test in lines:
             if what == "reached" and test in seconds:
                 reached[int(number)].add(test)
-        return Record([str(each) for each in chosen], seconds, [sorted(each) for each in reached])
+        return Record([str(each) for each in chosen], seconds, [sorted(each) for each in reached], code is not None)
 
     def result_of(self, tests: Sequence[str], limit: float) -> str:
         """What comes of these tests: "passed", "failed", or "limit" where they do not end in so many seconds."""
@@ -461,7 +463,8 @@ def outcomes_of(
 
         lines = kept.read_text(encoding="utf-8").splitlines() if kept.exists() else []
         known = {number: Outcome(chosen[number], *rest) for number, *rest in map(json.loads, lines)}
-        left = [number for number in range(len(chosen)) if number not in known]
+        tried = [number for number, tests in enumerate(record.reached) if tests or record.complete]
+        left = [number for number in tried if number not in known]
         Random(0).shuffle(left)  # What is done in part of the time is a fair sample, too.
         tries = {threads.submit(try_one, number): number for number in left}
         for each in as_completed(tries):
