@@ -463,7 +463,7 @@ def outcomes_of(
 
         lines = kept.read_text(encoding="utf-8").splitlines() if kept.exists() else []
         known = {number: Outcome(chosen[number], *rest) for number, *rest in map(json.loads, lines)}
-        tried = [number for number, tests in enumerate(record.reached) if tests or record.complete]
+        tried = [number for number, each in enumerate(record.reached) if each or record.complete]
         left = [number for number in tried if number not in known]
         Random(0).shuffle(left)  # What is done in part of the time is a fair sample, too.
         tries = {threads.submit(try_one, number): number for number in left}

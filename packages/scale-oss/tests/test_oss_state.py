@@ -399,6 +399,10 @@ def refuse_and_change_nothing() -> list[str]:
     state["step"] += group_of().rank
     with pytest.raises(ValueError, match=r"of 'parameter 0 of group 0' is not the same on all ranks.*step together"):
         ours.consolidate_state_dict()
+    if group_of().rank:
+        del ours.optim.state[ours.local_params[0]]
+    with pytest.raises(ValueError, match=r"no optimizer state of 'parameter 0 of group 0', others have.*on rank 1"):
+        ours.consolidate_state_dict()
     return messages
 
 

@@ -741,6 +741,14 @@ def test_torch_s_own_clipping_finds_the_averaged_gradients() -> None:
             assert expected == pytest.approx(norm, rel=1e-6) and others == pytest.approx([norm] * 2, rel=1e-6)
 
 
+def test_attributes_of_the_module_are_found_through_the_wrapper() -> None:
+    model, _ = sharded(layers())
+    model.module.width = 8  # type: ignore[assignment]
+    assert model.width == 8
+    with pytest.raises(AttributeError, match="'Sequential' object has no attribute 'missing'"):
+        _ = model.missing
+
+
 def test_a_filter_that_returns_nothing_is_refused() -> None:
     model = nn.Linear(2, 2)
     optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.1)
