@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from random import Random
 
 import pytest
 
@@ -24,7 +25,11 @@ def reached(place: int) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts one case of each test first, then the second cases: what is cut off has been reached by others, mostly."""
+    """Puts one case of each test first, then the second cases: what is cut off has been reached by others, mostly.
+
+    The tests of a turn come in an order of chance, the same in all workers, so that all files have their share.
+    """
+    Random(0).shuffle(items)
     seen: Counter[str] = Counter()
     turns = {}
     for item in items:
