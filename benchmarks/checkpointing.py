@@ -39,7 +39,7 @@ from torch import Tensor, nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts  # noqa: E402
 
 from scale_checkpoint import apply_checkpointing, checkpoint_wrapper  # noqa: E402
-from scale_checkpoint.live import LiveBytes  # noqa: E402
+from scale_checkpoint.live_memory import LiveBytes  # noqa: E402
 
 LEARNING_RATE = 1e-3
 _FOLDER = TemporaryDirectory(prefix="checkpointing-")  # removed when the program ends

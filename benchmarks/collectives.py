@@ -25,8 +25,8 @@ from measure import memcpy_seconds, spending
 from report import Table, save
 from team import ALLOCATOR_FOR_TIME, Handlers, Nursery, Team, raise_ranks
 
-from scale_core import collectives
-from scale_core.group import group_of
+from scale_core.comm import collectives
+from scale_core.comm.group import group_of
 
 WORLD_SIZE = 2
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from engines import ENGINES, ROWS
 from report import Table, save
 
-from scale_core.contract import Contract
+from scale_core.consistency.contract import Contract
 from scale_core.testing import run_ranks
 
 GOAL = 0.01

@@ -44,10 +44,10 @@ from scale_checkpoint import (  # noqa: E402
     memory_front,
     profile_memory,
 )
-from scale_checkpoint.live import storage_bytes  # noqa: E402
-from scale_checkpoint.plot import new_figure, plot_timelines  # noqa: E402
-from scale_checkpoint.solver import least_peak  # noqa: E402
-from scale_checkpoint.step import Step  # noqa: E402
+from scale_checkpoint.live_memory import storage_bytes  # noqa: E402
+from scale_checkpoint.planner.chart import new_figure, plot_timelines  # noqa: E402
+from scale_checkpoint.planner.solver import least_peak  # noqa: E402
+from scale_checkpoint.planner.step import Step  # noqa: E402
 
 MIB = 2**20
 WAYS = ("keep", "recompute", "selective")

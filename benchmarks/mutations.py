@@ -517,7 +517,7 @@ def main() -> None:
     parser.add_argument("--date", help="also write the results, under this date")
     given = parser.parse_args()
     if given.smoke:
-        given.files, given.tests, given.count, given.sets, given.workers = "nested.py", "test_nested.py", 1, 1, 1
+        given.files, given.tests, given.count, given.sets, given.workers = "nested.py", "test_tree.py", 1, 1, 1
     chosen = sample(given.package, given.files, given.count, given.seed)
     if given.list:
         print(*chosen, sep="\n")

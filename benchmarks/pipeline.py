@@ -39,7 +39,7 @@ from team import ALLOCATOR_FOR_TIME, Nursery, Team, TeamError, raise_ranks
 from torch import Tensor, nn
 
 from scale_pipe import Costs, DistributedPipe, profile_stages, simulate
-from scale_pipe.distributed.building import schedule_for
+from scale_pipe.schedules.registry import schedule_for
 
 RANKS, CHUNKS, BLOCKS = 2, 8, 8
 WARM_UP = 3

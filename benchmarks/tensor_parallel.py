@@ -50,9 +50,11 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from scale_core.exchange import exchange
-from scale_tp import copies, moves, pieces
-from scale_tp.parallelize import parallelize
+from scale_core.comm.control_plane import exchange
+from scale_tp import comm as moves
+from scale_tp import mappings as copies
+from scale_tp.async_tp import chunks as pieces
+from scale_tp.conversion.parallelize import parallelize
 
 HEADS, KEY_VALUE_HEADS = 8, 4
 WARM_UP = 3

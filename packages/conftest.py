@@ -50,6 +50,6 @@ def _skip(items: list[pytest.Item], reason: str) -> None:
 
 def pytest_collection_finish() -> None:
     """Has the server that ranks are forked from import what the tests have imported."""
-    testing = sys.modules.get("scale_core.testing")
+    testing = sys.modules.get("scale_core.testing.ranks")
     if testing is not None:
         testing.preload(*filter(SHARED.fullmatch, sorted(sys.modules)))

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from scale_adascale import AdaScale
-from scale_adascale.averages import Average
-from scale_adascale.gain import Moments, bounded, gain, moments
+from scale_adascale.gain import Average, Moments, bounded, gain, moments
 
 
 def net(width: int = 5) -> nn.Sequential:

@@ -10,8 +10,7 @@ from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
 from scale_adascale import AdaScale
-from scale_adascale.averages import Average
-from scale_adascale.gain import Moments, bounded, gain
+from scale_adascale.gain import Average, Moments, bounded, gain
 from scale_core import ShardedGradScaler
 
 # The gain.

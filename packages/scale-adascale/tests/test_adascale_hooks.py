@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from scale_adascale.hooks import is_changed_later, is_followed, is_nested
+from scale_adascale.grad_hooks import is_changed_later, is_followed, is_nested
 
 
 def same(grad: Tensor) -> Tensor:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from scale_adascale.averages import Average
-from scale_adascale.gain import Moments, bounded, gain, moments, moments_of_two
+from scale_adascale.gain import Average, Moments, bounded, gain, moments, moments_of_two
 
 
 def of(samples: list[list[float]], scale: float) -> Moments:

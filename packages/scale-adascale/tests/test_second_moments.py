@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adam
 
-from scale_adascale.second_moments import Part, SecondMoments
-from scale_core.group import Group
+from scale_adascale.adam_preconditioner import Part, SecondMoments
+from scale_core.comm.group import Group
 from scale_core.shard import Axis, Held, Shard, mark
 
 CPU = torch.device("cpu")

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from scale_checkpoint import checkpoint_wrapper, offload_activations
-from scale_checkpoint.live import LiveBytes
-from scale_checkpoint.offload import Sender
+from scale_checkpoint.live_memory import LiveBytes
+from scale_checkpoint.offload.offload import Sender
 from scale_checkpoint_cases import differing
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from scale_checkpoint import apply_checkpointing, checkpoint_wrapper
-from scale_checkpoint.buffer_replay import Replay, standing_in
-from scale_checkpoint.buffers import Changed
+from scale_checkpoint.recompute.buffer_replay import Replay, standing_in
+from scale_checkpoint.recompute.buffers import Changed
 from scale_checkpoint_cases import differing
 
 

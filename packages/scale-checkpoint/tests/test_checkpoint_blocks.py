@@ -4,7 +4,7 @@ import pytest
 from planned_models import AttentionBlock, ConvBlock, ResNet, Transformer, UNet
 from torch import nn
 
-from scale_checkpoint.blocks import find_blocks
+from scale_checkpoint.planner.blocks import find_blocks
 
 
 class Told(nn.Module):

@@ -1,7 +1,7 @@
 """Plans as text."""
 
-from scale_checkpoint.chart import MAX_BARS, bar_chart, table
-from scale_checkpoint.timeline import Moment, Timeline
+from scale_checkpoint.planner.chart import MAX_BARS, bar_chart, table
+from scale_checkpoint.planner.timeline import Moment, Timeline
 
 
 def step_of(num_blocks: int) -> Timeline:

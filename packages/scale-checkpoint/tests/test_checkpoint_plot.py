@@ -9,8 +9,9 @@ from xml.etree import ElementTree
 import pytest
 
 from scale_checkpoint import LayerTrace
-from scale_checkpoint.plot import MIB, plot_layers, plot_timelines
-from scale_checkpoint.timeline import Segment, Way, timeline
+from scale_checkpoint.memory_tracker import plot_layers
+from scale_checkpoint.planner.chart import MIB, plot_timelines
+from scale_checkpoint.planner.timeline import Segment, Way, timeline
 
 pytest.importorskip("matplotlib")
 

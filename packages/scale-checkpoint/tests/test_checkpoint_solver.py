@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scale_checkpoint import solver
-from scale_checkpoint.solver import fastest, least_peak
-from scale_checkpoint.timeline import Crossing, Segment, Timeline, Way, timeline
+from scale_checkpoint.planner import solver
+from scale_checkpoint.planner.solver import fastest, least_peak
+from scale_checkpoint.planner.timeline import Crossing, Segment, Timeline, Way, timeline
 
 small = st.integers(0, 12)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from scale_checkpoint.step import SHORT_SECONDS, Step, least_seconds, steady, undisturbed
+from scale_checkpoint.planner.step import SHORT_SECONDS, Step, least_seconds, steady, undisturbed
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from planned_models import Transformer
 
 from scale_checkpoint import LayerMemoryTracker, suggest_checkpoint_location
-from scale_checkpoint.suggest import find_best_reset_points
+from scale_checkpoint.memory_tracker import find_best_reset_points
 
 
 def test_the_suggested_splits_lie_between_equal_blocks() -> None:

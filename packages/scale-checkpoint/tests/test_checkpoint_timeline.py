@@ -1,6 +1,6 @@
 """Memory over a step, by numbers that are worked out by hand."""
 
-from scale_checkpoint.timeline import Crossing, Moment, Segment, Way, timeline
+from scale_checkpoint.planner.timeline import Crossing, Moment, Segment, Way, timeline
 
 KEEP = Way(seconds=1.0, kept_bytes=80, forward_bytes=90, backward_bytes=20)
 RECOMPUTE = Way(seconds=1.5, kept_bytes=0, forward_bytes=40, backward_bytes=100)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from scale_checkpoint import apply_checkpointing, checkpoint_wrapper, is_checkpointed
-from scale_checkpoint.forward import TreatedForward
+from scale_checkpoint.recompute.forward import TreatedForward
 
 
 def test_wrapped_twice_in_the_same_way_is_wrapped_once() -> None:

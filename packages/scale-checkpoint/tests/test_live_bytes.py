@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from scale_checkpoint.live import LiveBytes, elsewhere, storage_bytes
+from scale_checkpoint.live_memory import LiveBytes, elsewhere, storage_bytes
 
 CPU = torch.device("cpu")
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from scale_checkpoint import apply_checkpointing, checkpoint_wrapper, offload_activations, places
-from scale_checkpoint.places import Folder, place_for
-from scale_checkpoint.store import Store
+from scale_checkpoint import apply_checkpointing, checkpoint_wrapper, offload_activations
+from scale_checkpoint.offload import storage as places
+from scale_checkpoint.offload.storage import Folder, place_for
+from scale_checkpoint.offload.store import Store
 
 
 def open_files(folder: Path) -> int:

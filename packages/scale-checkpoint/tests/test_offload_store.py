@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scale_checkpoint.places import Away, Host
-from scale_checkpoint.store import Store
+from scale_checkpoint.offload.storage import Away, Host
+from scale_checkpoint.offload.store import Store
 
 
 class Watched(Host):

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from scale_checkpoint import disable_checkpointing, is_checkpointing, is_recomputing, patch_batchnorm, phase, randomness
-from scale_checkpoint.nested import put_tensors, take_tensors
+from scale_checkpoint import disable_checkpointing, is_checkpointing, is_recomputing, patch_batchnorm
+from scale_checkpoint import state as phase
+from scale_checkpoint.recompute import rng as randomness
+from scale_checkpoint.tree import put_tensors, take_tensors
 
 
 class Pair(NamedTuple):

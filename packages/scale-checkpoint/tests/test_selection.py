@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from scale_checkpoint import checkpoint_modules
-from scale_checkpoint.forward import treated
+from scale_checkpoint.recompute.forward import treated
 
 
 def model() -> nn.Module:

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from scale_checkpoint import checkpoint_wrapper
-from scale_checkpoint.live import LiveBytes
-from scale_checkpoint.operators import can_be_kept, draws, policy_of
+from scale_checkpoint.live_memory import LiveBytes
+from scale_checkpoint.recompute.policy import can_be_kept, draws, policy_of
 from scale_checkpoint_cases import differing
 
 aten = torch.ops.aten

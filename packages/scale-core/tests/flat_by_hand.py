@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from scale_core.flat import Dtypes, FlatBuffer
-from scale_core.group import Group
-from scale_core.layout import FlatLayout
+from scale_core.comm.group import Group
+from scale_core.flat.buffer import Dtypes, FlatBuffer
+from scale_core.flat.layout import FlatLayout
 
 SHAPES: dict[str, tuple[int, ...]] = {"weight": (5, 3), "bias": (5,), "scale": (), "empty": (0, 2), "prime": (7,)}
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from scale_core.group import Group
+from scale_core.comm.group import Group
 from scale_core.shard import Axis, Held, Shard, mark, shard_of
 
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from scale_core import buffer_pool, compat
-from scale_core.backward import on_local_grads
+from scale_core.autograd_hooks import on_local_grads
 from scale_core.buffer_pool import MAX_IDLE, SMALLEST_BYTES, empty, fill, free, free_unshared
-from scale_core.flat import FlatBuffer
-from scale_core.group import group_of
-from scale_core.layout import FlatLayout
+from scale_core.comm.group import group_of
+from scale_core.flat.buffer import FlatBuffer
+from scale_core.flat.layout import FlatLayout
 from scale_core.testing import run_ranks
 
 NUMEL = SMALLEST_BYTES // 4

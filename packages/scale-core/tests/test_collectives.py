@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from scale_core.collectives import _divisor_before, all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
-from scale_core.group import Group, group_of
+from scale_core.comm.collectives import _divisor_before, all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
+from scale_core.comm.group import Group, group_of
 from scale_core.testing import run_ranks
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.bool)

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from scale_core import last_words
-from scale_core.contract import Contract, ContractError, ScaleDistributedError, StepError
-from scale_core.events import Event, PassKind
-from scale_core.exchange import exchange
-from scale_core.group import Group, group_of
-from scale_core.pending import TransferError
+from scale_core.comm.control_plane import exchange
+from scale_core.comm.group import Group, group_of
+from scale_core.comm.work import TransferError
+from scale_core.consistency import flight_recorder as last_words
+from scale_core.consistency.contract import Contract, ContractError, ScaleDistributedError, StepError
+from scale_core.consistency.execution_order import Event, PassKind
 from scale_core.testing import RankError, run_ranks, scaled_by_load
 
 FORWARD = PassKind("forward of ", True, True)

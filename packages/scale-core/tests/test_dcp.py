@@ -13,10 +13,10 @@ from sharded_by_hand import Model, adam, cut, train
 from torch import Tensor
 from torch.distributed.checkpoint import staging
 
-from scale_core.boxes import LocalShard
-from scale_core.dcp import dcp_target
 from scale_core.state import load_sharded_state_dict, sharded_state_dict
-from scale_core.state_match import StateMismatch
+from scale_core.state.chunks import LocalShard
+from scale_core.state.dcp import dcp_target
+from scale_core.state.validation import StateMismatch
 from scale_core.testing import run_ranks
 
 

@@ -1,4 +1,4 @@
-"""host_transport.py: a group whose backend knows devices alone moves what is on the host, too.
+"""collectives.py: a group whose backend knows devices alone moves what is on the host, too.
 
 "cuda:gloo" stands for NCCL here: a process group that no tensor on the host can pass.
 """
@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import nn
 
 from scale_core import all_gather, all_reduce, all_to_all, broadcast, exchange, exchange_text, reduce_scatter
+from scale_core.comm.collectives import group_for
+from scale_core.comm.group import group_of
+from scale_core.comm.work import TransferError
 from scale_core.compat import reaches_host
-from scale_core.group import group_of
-from scale_core.host_transport import group_for
-from scale_core.pending import TransferError
-from scale_core.scaler import ShardedGradScaler
+from scale_core.optim.grad_scaler import ShardedGradScaler
 from scale_core.testing import run_ranks
 
 HOST, DEVICE = torch.device("cpu"), torch.device("cuda")

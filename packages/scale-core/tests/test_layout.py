@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import scale_core.layout as layout_module
-from scale_core.layout import Atom, Block, FlatLayout
-from scale_core.packing import ALIGN
+import scale_core.flat.layout as layout_module
+from scale_core.flat.layout import Atom, Block, FlatLayout
+from scale_core.flat.packing import ALIGN
 
 SHAPES = st.lists(st.integers(0, 13), max_size=4).map(tuple)
 ATOMS = st.one_of(st.sampled_from(["auto", "element", "row", "parameter"]), st.integers(1, 40).map(Block))

@@ -1,4 +1,4 @@
-"""messages.py: ranks that are at different places never read each other's data."""
+"""collectives.py: ranks that are at different places never read each other's data."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import time
 import pytest
 import torch
 
-from scale_core.collectives import all_gather
-from scale_core.group import group_of
-from scale_core.messages import LONGEST_RECORD, UNIT_TAGS, UNTAGGED
-from scale_core.pending import TransferError
+from scale_core.comm.collectives import LONGEST_RECORD, UNIT_TAGS, UNTAGGED, all_gather
+from scale_core.comm.group import group_of
+from scale_core.comm.work import TransferError
 from scale_core.testing import run_ranks
 
 

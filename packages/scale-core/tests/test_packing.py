@@ -6,7 +6,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scale_core.packing import ALIGN, ALIGN_FROM, Piece, pack
+from scale_core.flat.packing import ALIGN, ALIGN_FROM, Piece, pack
 
 PIECES = st.lists(st.tuples(st.integers(0, 300), st.integers(1, 40)), max_size=8)
 MATRICES = st.lists(st.tuples(st.integers(1, 300), st.integers(1, 300), st.booleans()), min_size=1, max_size=12)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from scale_core.group import Group, group_of
-from scale_core.reduction import Reduction
+from scale_core.comm.group import Group, group_of
+from scale_core.flat.reduction import Reduction
 from scale_core.streams import HostStream
 from scale_core.testing import run_ranks
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from scale_core.group import Group
-from scale_core.rendezvous import LaunchError, init_distributed, open_store
+from scale_core.comm.group import Group
+from scale_core.launch.rendezvous import LaunchError, init_distributed, open_store
 from scale_core.testing import run_ranks
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
@@ -155,7 +155,7 @@ def test_a_port_that_is_taken_is_an_error(monkeypatch: pytest.MonkeyPatch) -> No
 
 RESTARTED = """
 import os, pathlib, signal, sys, torch, torch.distributed as dist
-from scale_core.rendezvous import init_distributed
+from scale_core.launch import init_distributed
 group = init_distributed(device="cpu", timeout=600)
 attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
 total = torch.ones(1)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from scale_core.group import Group
+from scale_core.comm.group import Group
 from scale_core.shard import (
     Axis,
     Held,

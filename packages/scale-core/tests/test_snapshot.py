@@ -14,12 +14,12 @@ import torch.distributed as dist
 from sharded_by_hand import Model, adam, cut, train
 from torch import Tensor
 
-import scale_core.snapshot
-from scale_core.boxes import LocalShard
-from scale_core.group import Group
+import scale_core.snapshot.snapshot
+from scale_core.comm.group import Group
 from scale_core.snapshot import Snapshot, SnapshotError, latest_snapshot, load_snapshot, save_snapshot
 from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
-from scale_core.state_match import StateMismatch
+from scale_core.state.chunks import LocalShard
+from scale_core.state.validation import StateMismatch
 from scale_core.testing import RankError, run_ranks
 
 safetensors = pytest.importorskip("safetensors")
@@ -118,7 +118,7 @@ def save_and_be_killed(directory: Path, rank: int, point: str) -> None:
         if now == point and dist.get_rank() == rank:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    vars(scale_core.snapshot)["reached"] = reached
+    vars(scale_core.snapshot.snapshot)["reached"] = reached
     save_trained(directory, steps=4)
 
 
@@ -330,7 +330,7 @@ def test_nothing_is_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def load_where_only_rank_0_sees(directory: Path) -> tuple[int, bool]:
     if dist.get_rank() == 1:
-        vars(scale_core.snapshot)["_newest"] = lambda _directory: None
+        vars(scale_core.snapshot.snapshot)["_newest"] = lambda _directory: None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         return load_snapshot(directory, {"a": torch.zeros(4, 4), "note": None}).step, True

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from scale_core.collectives import all_reduce
-from scale_core.group import group_of
-from scale_core.subgroup import subgroup_of
+from scale_core.comm.collectives import all_reduce
+from scale_core.comm.group import group_of
+from scale_core.comm.subgroup import subgroup_of
 from scale_core.testing import run_ranks
 
 

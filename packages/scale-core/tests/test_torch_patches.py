@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from sharded_by_hand import Model, adam, train
 from sharded_by_hand import cut as cut_model
-from test_norms import cut, piece_of, units_apart, whole_grads, with_grad
+from test_clip_grad import cut, piece_of, units_apart, whole_grads, with_grad
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,8 +28,8 @@ from torch.nn.utils import (
     vector_to_parameters,
 )
 
-from scale_core.group import Group, group_of
-from scale_core.norms import grad_norm, keep_gradients
+from scale_core.comm.group import Group, group_of
+from scale_core.optim.clip_grad import grad_norm, keep_gradients
 from scale_core.shard import Axis, Held, Shard, elements_of, mark, mark_stages, shard_of
 from scale_core.testing import run_ranks
 

@@ -16,7 +16,7 @@ import torch
 from fsdp_cases import differing_grads, differing_weights
 from torch import Tensor, nn
 
-from scale_core.group import GroupLike, group_of
+from scale_core.comm.group import GroupLike, group_of
 from scale_fsdp import fully_shard
 
 Step = Callable[[nn.Module, int, int], Iterable[Tensor]]

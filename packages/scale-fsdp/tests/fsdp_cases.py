@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from scale_core.group import group_of
+from scale_core.comm.group import group_of
 from scale_core.shard import shard_of
 from scale_fsdp import FullyShardedDataParallel, MixedPrecision, fully_shard
 from scale_fsdp.unit import units_in

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from scale_core.simulate import Simulation
-from scale_core.simulated_traffic import Collective
+from scale_core.simulate.traffic import Collective
 from scale_fsdp import MixedPrecision, fully_shard
 
 GIB = 2**30

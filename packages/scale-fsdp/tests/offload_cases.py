@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import scale_fsdp.offload.backward
-import scale_fsdp.offload.copies
 import scale_fsdp.offload.optimizer
-import scale_fsdp.offload.parts
+import scale_fsdp.offload.placement
+import scale_fsdp.offload.transfer
 
 ELEMENTWISE: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "adam, fused": (torch.optim.Adam, {"lr": 0.01, "fused": True}),
@@ -37,18 +37,18 @@ def let_parameters_be_away(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on nothing counts as being on the host, so that all that goes to a device and back is copied."""
     for module in (
         scale_fsdp.offload.backward,
-        scale_fsdp.offload.copies,
+        scale_fsdp.offload.transfer,
         scale_fsdp.offload.optimizer,
-        scale_fsdp.offload.parts,
+        scale_fsdp.offload.placement,
     ):
         monkeypatch.setattr(module, "on_host", lambda tensor: False)
 
 
 def small_pieces(monkeypatch: pytest.MonkeyPatch, elements: int = 128) -> None:
     """Has small tensors take the way of large ones: in several pieces and buckets."""
-    for module in (scale_fsdp.offload.backward, scale_fsdp.offload.update):
+    for module in (scale_fsdp.offload.backward, scale_fsdp.offload.host_update):
         monkeypatch.setattr(module, "PIECE_ELEMENTS", elements)
-    monkeypatch.setattr(scale_fsdp.offload.host_step, "_CACHED_ELEMENTS", elements // 2)
+    monkeypatch.setattr(scale_fsdp.offload.host_kernel, "_CACHED_ELEMENTS", elements // 2)
 
 
 def network() -> nn.Sequential:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scale_core.group import GroupLike
-from scale_core.layout import Block
+from scale_core.comm.group import GroupLike
+from scale_core.flat.layout import Block
 from scale_core.shard import full_shape
 from scale_fsdp import fully_shard
 

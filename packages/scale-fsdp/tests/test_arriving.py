@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import scale_fsdp.offload.backward
-from scale_core.backward import on_arriving_grads, on_reduced_grads
-from scale_core.group import group_of
+from scale_core.autograd_hooks import on_arriving_grads, on_reduced_grads
+from scale_core.comm.group import group_of
 from scale_core.shard import shard_of
 from scale_core.testing import run_ranks
 from scale_fsdp import OffloadOptimizer, StepError, fully_shard
-from scale_fsdp.offload.used_gradient import UsedGradient
+from scale_fsdp.offload.backward import UsedGradient
 
 UNITS = 6
 

@@ -2,8 +2,7 @@
 
 import torch
 
-from scale_fsdp.describe import DescribedBuffer, DescribedUnit, Description
-from scale_fsdp.describe_table import size_text, table_of
+from scale_fsdp.description import DescribedBuffer, DescribedUnit, Description, size_text, table_of
 
 CPU = torch.device("cpu")
 FULL, HALF = torch.float32, torch.bfloat16

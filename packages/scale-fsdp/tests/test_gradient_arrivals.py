@@ -1,4 +1,4 @@
-"""gradient_arrivals.py: who is told when a gradient is there, and how long."""
+"""backward.py: who is told when a gradient is there, and how long."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import gc
 import torch
 from torch import Tensor, nn
 
-from scale_core.backward import arriving_grads_wanted, report_arriving_grads, report_reduced_grads, used_at_once
+from scale_core.autograd_hooks import arriving_grads_wanted, report_arriving_grads, report_reduced_grads, used_at_once
 from scale_core.shard import Shard, mark
-from scale_fsdp.offload.gradient_arrivals import GradientArrivals
+from scale_fsdp.offload.backward import GradientArrivals
 
 
 class Listener:

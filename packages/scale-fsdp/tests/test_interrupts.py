@@ -10,8 +10,8 @@ from fsdp_beside import noise
 from fsdp_cases import differing_weights
 from torch import Tensor, nn
 
-from scale_core.flat import State
-from scale_core.group import group_of
+from scale_core.comm.group import group_of
+from scale_core.flat.buffer import State
 from scale_core.testing import run_ranks
 from scale_fsdp import StepError, fully_shard, register_forward_method
 from scale_fsdp.unit import units_in

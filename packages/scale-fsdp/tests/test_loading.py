@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from scale_core.testing import run_ranks
 from scale_fsdp import FullyShardedDataParallel, fully_shard
-from scale_fsdp.state.loading import load_whole
+from scale_fsdp.state_dict.loading import load_whole
 
 CHANGES = {
     'Missing key(s) in state_dict: "body.2.weight".': lambda state: state.pop("body.2.weight"),

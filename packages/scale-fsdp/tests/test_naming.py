@@ -7,7 +7,15 @@ from torch import nn
 
 from scale_core.shard import Axis, Held, Shard, mark
 from scale_fsdp import FullyShardedDataParallel, fully_shard
-from scale_fsdp.state.naming import all_names, holdings_in, names_by_buffer, places_in, plain_order, ranks_in, tied_in
+from scale_fsdp.state_dict.naming import (
+    all_names,
+    holdings_in,
+    names_by_buffer,
+    places_in,
+    plain_order,
+    ranks_in,
+    tied_in,
+)
 from scale_fsdp.unit import unit_of
 
 LAYOUTS = [Layout(wrapping=wrapping, flatten=flatten) for wrapping in WRAPPINGS for flatten in (False, True)]

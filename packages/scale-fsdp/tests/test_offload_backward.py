@@ -16,13 +16,13 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 import scale_fsdp.offload.backward
-from scale_core.backward import report_reduced_grads
-from scale_core.norms import clip_grad_norm
-from scale_core.scaler import ShardedGradScaler
+from scale_core.autograd_hooks import report_reduced_grads
+from scale_core.optim.clip_grad import clip_grad_norm
+from scale_core.optim.grad_scaler import ShardedGradScaler
 from scale_core.shard import Shard, mark
 from scale_fsdp import OffloadOptimizer
-from scale_fsdp.offload.update import OffloadUpdate
-from scale_fsdp.offload.used_gradient import UsedGradient
+from scale_fsdp.offload.backward import UsedGradient
+from scale_fsdp.offload.host_update import OffloadUpdate
 
 
 @pytest.fixture(params=["here", "away", "away, by a thread"], autouse=True)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from scale_core.norms import clip_grad_norm
-from scale_fsdp.offload.clipping import PendingClipping
+from scale_core.optim.clip_grad import clip_grad_norm
+from scale_fsdp.offload.optimizer import PendingClipping
 
 
 def params() -> list[Tensor]:

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from scale_fsdp.offload.copies import EarlyCopy, Ferry, Slot, Stretch, still_copies
-from scale_fsdp.offload.parts import Part
+from scale_fsdp.offload.placement import Part
+from scale_fsdp.offload.transfer import EarlyCopy, Ferry, Slot, Stretch, still_copies
 
 HOST = torch.device("cpu")
 

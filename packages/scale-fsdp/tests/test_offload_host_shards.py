@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import scale_core.sending
-from scale_core import flat, flat_reduced
+import scale_core.flat.shard_storage
+from scale_core.flat import buffer as flat
+from scale_core.flat import reduction as flat_reduced
 from scale_core.state import load_sharded_state_dict, sharded_state_dict
 from scale_core.streams import HostStream
 from scale_fsdp import MixedPrecision, ShardedEMA, fully_shard
@@ -50,7 +51,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[Late]:
     stream = Late()
     for module in (flat, flat_reduced):
         monkeypatch.setattr(module, "copy_stream", lambda device, what: stream)
-    monkeypatch.setattr(scale_core.sending, "copy_into", stream.begin)
+    monkeypatch.setattr(scale_core.flat.shard_storage, "copy_into", stream.begin)
     yield stream
     stream.synchronize()
     assert stream.overwritten == 0

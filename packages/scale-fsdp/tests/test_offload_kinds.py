@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import optim
 
-from scale_core.optimizer_kinds import PER_PARAMETER
-from scale_fsdp.offload.kinds import split_of
+from scale_core.optim.traits import PER_PARAMETER
+from scale_fsdp.offload.placement import split_of
 
 
 class Own(optim.SGD):

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import scale_fsdp.offload.backward
-from scale_core import flat_reduced
-from scale_core.backward import on_arriving_grads
+from scale_core.autograd_hooks import on_arriving_grads
+from scale_core.flat import reduction as flat_reduced
 from scale_fsdp import MixedPrecision, OffloadOptimizer, ShardedEMA, fully_shard
 
 pytestmark = pytest.mark.gpu

@@ -18,11 +18,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from scale_core import compat
-from scale_core.norms import clip_grad_norm
-from scale_core.scaler import ShardedGradScaler
+from scale_core.optim.clip_grad import clip_grad_norm
+from scale_core.optim.grad_scaler import ShardedGradScaler
 from scale_core.simulate import simulate
 from scale_fsdp import OffloadOptimizer
-from scale_fsdp.offload.copies import Ferry
+from scale_fsdp.offload.transfer import Ferry
 
 FUSED_ADAM: dict[str, Any] = {"lr": 0.01, "fused": True}
 

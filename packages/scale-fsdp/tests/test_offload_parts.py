@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from scale_fsdp.offload.parts import Part, PlacedState
+from scale_fsdp.offload.placement import Part, PlacedState
 
 
 def cut(numel: int = 10, at: int = 4, shape: tuple[int, ...] = (2, 5)) -> tuple[nn.Parameter, list[Part], PlacedState]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from scale_fsdp.offload.plan import host_counts, ranges
+from scale_fsdp.offload.placement import host_counts, ranges
 
 
 def cases() -> Iterator[tuple[list[int], int]]:

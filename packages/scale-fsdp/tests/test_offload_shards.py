@@ -11,13 +11,13 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from scale_core.group import group_of
-from scale_core.norms import clip_grad_norm
-from scale_core.scaler import ShardedGradScaler
+from scale_core.comm.group import group_of
+from scale_core.optim.clip_grad import clip_grad_norm
+from scale_core.optim.grad_scaler import ShardedGradScaler
 from scale_core.state import load_sharded_state_dict, sharded_state_dict
 from scale_core.testing import run_ranks
 from scale_fsdp import MixedPrecision, OffloadOptimizer, fully_shard
-from scale_fsdp.offload.used_gradient import UsedGradient
+from scale_fsdp.offload.backward import UsedGradient
 
 STEPS = 4
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from scale_fsdp.offload import update as offload_update
-from scale_fsdp.offload.host_step import HostStep
-from scale_fsdp.offload.parts import Part
-from scale_fsdp.offload.update import OffloadUpdate, buckets
+from scale_fsdp.offload import host_update as offload_update
+from scale_fsdp.offload.host_kernel import HostStep
+from scale_fsdp.offload.host_update import OffloadUpdate, buckets
+from scale_fsdp.offload.placement import Part
 
 
 def parts_with_grads(sizes: list[int], group: dict[str, Any], dtype: torch.dtype = torch.float32) -> list[Part]:

@@ -7,8 +7,8 @@ import pytest
 from torch import nn
 from wrapping_models import Block, Model, linears
 
+from scale_fsdp.wrapping.auto_wrap import plan_units
 from scale_fsdp.wrapping.policy import class_policy, default_auto_wrap_policy, name_policy, no_split_policy, size_policy
-from scale_fsdp.wrapping.units import plan_units
 
 
 def test_the_default_policy_wraps_what_is_large_and_counts_without_the_units_inside():

@@ -8,10 +8,10 @@ import torch
 from fsdp_beside import adam, noise, sharded
 from torch import nn
 
-from scale_core.backward import on_local_grads
+from scale_core.autograd_hooks import on_local_grads
 from scale_core.testing import run_ranks
 from scale_fsdp import FullyShardedDataParallel, MixedPrecision, fully_shard
-from scale_fsdp.precision import resolve_precision
+from scale_fsdp.api import resolve_precision
 from scale_fsdp.unit import unit_of
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

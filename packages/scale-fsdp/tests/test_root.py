@@ -5,7 +5,7 @@ import torch
 from fsdp_beside import noise, sharded
 from torch import nn
 
-from scale_core.flat import FlatBuffer, live_buffers
+from scale_core.flat.buffer import FlatBuffer, live_buffers
 from scale_core.testing import run_ranks
 from scale_fsdp.unit import units_in
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from scale_core.testing import run_ranks
 from scale_fsdp import FullyShardedDataParallel, full_optim_state_dict, fully_shard
-from scale_fsdp.state.methods import WithState
+from scale_fsdp.state_dict.methods import WithState
 
 METHODS = [name for name in vars(WithState) if not name.startswith("_")]
 

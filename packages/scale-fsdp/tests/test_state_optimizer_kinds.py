@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from scale_core.contract import Contract
-from scale_core.group import Group, group_of
-from scale_core.holdings import Holding
+from scale_core.comm.group import Group, group_of
+from scale_core.consistency.contract import Contract
+from scale_core.state.param_ownership import Holding
 from scale_core.testing import run_ranks
-from scale_fsdp.state.optimizer_kinds import Kind, Kinds, agree_on_kinds, kinds_of
+from scale_fsdp.state_dict.optimizer import Kind, Kinds, agree_on_kinds, kinds_of
 
 WIDE = Kind("torch.float32", True)
 

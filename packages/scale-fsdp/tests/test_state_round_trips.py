@@ -16,10 +16,10 @@ from state_cases import Awkward, Differences, Layout, fill, layouts, train, two_
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from scale_core.dcp import dcp_target
-from scale_core.group import group_of
+from scale_core.comm.group import group_of
 from scale_core.snapshot import load_snapshot, save_snapshot
 from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
+from scale_core.state.dcp import dcp_target
 from scale_core.testing import run_ranks
 from scale_fsdp import consolidate_shard_weights, full_optim_state_dict, shard_optim_state_dict
 

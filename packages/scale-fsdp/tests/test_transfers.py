@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from scale_core.events import Event
-from scale_core.group import group_of
+from scale_core.comm.group import group_of
+from scale_core.consistency.execution_order import Event
 from scale_core.testing import run_ranks
 from scale_fsdp import fully_shard
 from scale_fsdp.unit import Unit, root_of, unit_of

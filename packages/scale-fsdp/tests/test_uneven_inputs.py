@@ -9,9 +9,9 @@ import torch
 from fsdp_cases import differing_weights
 from torch import Tensor, nn
 
-from scale_core.group import group_of
-from scale_core.joining import join
+from scale_core.comm.group import group_of
 from scale_core.testing import run_ranks
+from scale_core.uneven_inputs import join
 from scale_fsdp import fully_shard
 
 LENGTHS = [2, 4, 3]

@@ -15,7 +15,7 @@ from fsdp_cases import differing_grads
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from scale_core.flat import live_buffers
+from scale_core.flat.buffer import live_buffers
 from scale_core.testing import run_ranks
 from scale_fsdp import fully_shard
 from scale_fsdp.unit import units_in

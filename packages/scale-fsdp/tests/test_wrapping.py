@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from wrapping_models import Block, Model, linears
 
-import scale_fsdp.wrapping.units as wrap_module
+import scale_fsdp.wrapping.auto_wrap as wrap_module
 from scale_core.shard import Shard, mark
 from scale_fsdp import FullyShardedDataParallel, fully_shard, get_fsdp_instances
 from scale_fsdp.unit import units_in
+from scale_fsdp.wrapping.auto_wrap import auto_wrap, enable_wrap, fully_shard_modules, plan_units, wrap
 from scale_fsdp.wrapping.policy import class_policy, config_auto_wrap_policy, size_policy
-from scale_fsdp.wrapping.units import auto_wrap, enable_wrap, fully_shard_modules, plan_units, wrap
 
 
 class Wrapper(nn.Module):

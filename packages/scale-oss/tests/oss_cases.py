@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from scale_core.flat import FlatBuffer, Groups
-from scale_core.group import Group, group_of
-from scale_core.holdings import tell_flat
-from scale_core.layout import FlatLayout
+from scale_core.comm.group import Group, group_of
+from scale_core.flat.buffer import FlatBuffer, Groups
+from scale_core.flat.layout import FlatLayout
 from scale_core.shard import shard_of
+from scale_core.state.param_ownership import tell_flat
 
 Shapes = Mapping[str, tuple[int, ...]]
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from scale_core.comm.group import Group, group_of
 from scale_core.compat import fake_tensors
-from scale_core.group import Group, group_of
 from scale_core.shard import Held, shard_of
 from scale_core.testing import run_ranks
 from scale_oss.bucket import Bucket

@@ -28,14 +28,14 @@ from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scale_core.contract import ContractError
-from scale_core.dcp import dcp_target
-from scale_core.group import Group, group_of
-from scale_core.holdings import Holding
-from scale_core.nested import tensors_in
+from scale_core.comm.group import Group, group_of
+from scale_core.consistency.contract import ContractError
 from scale_core.snapshot import SnapshotError, load_snapshot, save_snapshot
 from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
+from scale_core.state.dcp import dcp_target
+from scale_core.state.param_ownership import Holding
 from scale_core.testing import run_ranks
+from scale_core.tree import tensors_in
 from scale_oss import OSS, ShardedDataParallel
 
 OPTIMIZERS = {**ELEMENTWISE, **WHOLE}
@@ -425,7 +425,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written() -> None:
 
 def largest_transfer() -> int:
     """The most elements that are put together on the recipient's device at a time."""
-    from scale_oss import gathering
+    from scale_oss import gather_state as gathering
 
     largest = 0
     original = gathering.all_to_all

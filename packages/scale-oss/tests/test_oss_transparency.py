@@ -17,8 +17,8 @@ from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from scale_core.group import group_of
-from scale_core.scaler import ShardedGradScaler
+from scale_core.comm.group import group_of
+from scale_core.optim.grad_scaler import ShardedGradScaler
 from scale_core.testing import run_ranks
 from scale_oss import OSS, ShardedDataParallel
 

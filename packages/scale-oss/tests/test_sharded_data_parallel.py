@@ -1,4 +1,4 @@
-"""data_parallel.py: what each rank keeps, when parameters are waited for, and what is refused."""
+"""sharded_ddp.py: what each rank keeps, when parameters are waited for, and what is refused."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import scale_oss
-from scale_core.backward import on_local_grads
-from scale_core.group import group_of
-from scale_core.joining import current_share, join
-from scale_core.scaler import ShardedGradScaler
+from scale_core.autograd_hooks import on_local_grads
+from scale_core.comm.group import group_of
+from scale_core.optim.grad_scaler import ShardedGradScaler
 from scale_core.shard import Axis, Held, Shard, mark
 from scale_core.testing import run_ranks
+from scale_core.uneven_inputs import current_share, join
 from scale_oss import OSS, ShardedDataParallel
 
 

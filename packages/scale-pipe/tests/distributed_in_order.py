@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from scale_core.group import Group
-from scale_pipe.distributed import links
-from scale_pipe.distributed.links import Links
+from scale_core.comm.group import Group
+from scale_pipe.distributed.comm import p2p as links
+from scale_pipe.distributed.comm.p2p import Links
 
 _LIMIT = 30.0
 _TENSOR, _ANSWER = 1, 2  # The only tags: which transfer a message is of, its place alone says.

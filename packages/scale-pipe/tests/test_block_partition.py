@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scale_pipe.models.block_partition import block_partition
+from scale_pipe.partition.block_partition import block_partition
 
 
 def all_partitions(length: int, num_blocks: int) -> list[list[int]]:

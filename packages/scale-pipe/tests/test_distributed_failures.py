@@ -14,7 +14,9 @@ import torch.distributed as dist
 from distributed_cases import Plain, batch, differences, mlp, mse, order_in
 from torch import Tensor, nn
 
-from scale_core import ContractError, ScaleDistributedError, StepError, last_words, testing
+from scale_core import ContractError, ScaleDistributedError, StepError
+from scale_core.consistency import flight_recorder as last_words
+from scale_core.testing import ranks as testing
 from scale_core.testing import run_ranks
 from scale_pipe import DistributedPipe, StageError
 

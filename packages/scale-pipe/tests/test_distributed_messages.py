@@ -13,9 +13,8 @@ from torch import Tensor
 
 from scale_core import group_of
 from scale_core.testing import run_ranks
-from scale_pipe.distributed import envelope
-from scale_pipe.distributed.links import LinkError, Links
-from scale_pipe.distributed.messages import (
+from scale_pipe.distributed.comm import packing as envelope
+from scale_pipe.distributed.comm.messages import (
     HEADER_LENGTH,
     Content,
     Failure,
@@ -28,7 +27,8 @@ from scale_pipe.distributed.messages import (
     pack,
     unpack,
 )
-from scale_pipe.distributed.plan import Flow, Slot
+from scale_pipe.distributed.comm.p2p import LinkError, Links
+from scale_pipe.distributed.program.plan import Flow, Slot
 
 Pair = namedtuple("Pair", "first second")  # noqa: PYI024  # One of the old kind.
 

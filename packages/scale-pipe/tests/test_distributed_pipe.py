@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from scale_core.testing import run_ranks
 from scale_pipe import DistributedPipe, Placement, Schedule, StageError, gpipe, interleaved_1f1b, weave
-from scale_pipe.distributed.links import Links
+from scale_pipe.distributed.comm.p2p import Links
 from scale_pipe.schedules.action import backward, forward, input_gradient, weight_gradient
 
 SCHEDULES = {

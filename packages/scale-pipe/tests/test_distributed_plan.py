@@ -10,8 +10,7 @@ import pytest
 from pipe_schedules import BUILDERS
 
 from scale_pipe import Kind, Placement, interleaved_1f1b, one_forward_one_backward, zb_v
-from scale_pipe.distributed.order import Order
-from scale_pipe.distributed.plan import (
+from scale_pipe.distributed.program.plan import (
     AddShared,
     Average,
     Flow,
@@ -28,7 +27,7 @@ from scale_pipe.distributed.plan import (
     probe_slots,
     shared_slots,
 )
-from scale_pipe.distributed.receipts import receipts
+from scale_pipe.distributed.program.rank_program import Order, receipts
 from scale_pipe.schedules.action import COMPUTES, Action
 
 PLAIN = Wiring()

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from scale_core import ShardedGradScaler
-from scale_core.samples import Listener, on_sampled_steps
+from scale_core.microbatch_grads import Listener, on_sampled_steps
 from scale_core.testing import run_ranks
 from scale_pipe import DistributedPipe, StageError, draw, simulate, validate
-from scale_pipe.distributed.measuring import link_times
+from scale_pipe.distributed.profile import link_times
 
 WORDS = 7
 

@@ -3,10 +3,10 @@
 import pytest
 
 from scale_pipe import Costs, Placement, lower_bound
-from scale_pipe.schedules.annealing import Heat, Search, anneal, critical_path
-from scale_pipe.schedules.backbone import backbone_of
-from scale_pipe.schedules.problem import Problem, evaluate
-from scale_pipe.schedules.search import one_by_one
+from scale_pipe.schedules.solver.annealing import Heat, Search, anneal, critical_path
+from scale_pipe.schedules.solver.partial_order import backbone_of
+from scale_pipe.schedules.solver.problem import Problem, evaluate
+from scale_pipe.schedules.solver.search import one_by_one
 
 PLACEMENT = Placement.wave(3)
 

@@ -16,8 +16,8 @@ from scale_pipe import (
     profile_stages,
     simulate,
 )
-from scale_pipe.models.balance import best_balance
-from scale_pipe.models.profiling import StageTimes
+from scale_pipe.partition.balance import best_balance
+from scale_pipe.partition.profile import StageTimes
 
 
 class Repeat(nn.Module):

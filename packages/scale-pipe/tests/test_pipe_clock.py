@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from scale_pipe import Pipe
-from scale_pipe.one_process.clock import Task, clock_cycles
+from scale_pipe.one_process.pipeline import Task, clock_cycles
 
 
 def test_the_table_is_that_of_its_description() -> None:

@@ -2,7 +2,7 @@
 
 import torch
 
-from scale_pipe.copying import copied_to
+from scale_pipe.microbatch import copied_to
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from scale_pipe.one_process.devices import devices_of
+from scale_pipe.one_process.pipe import devices_of
 
 CPU = torch.device("cpu")
 

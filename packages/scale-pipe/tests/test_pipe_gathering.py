@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from scale_pipe.gathering import gather
+from scale_pipe.microbatch import gather
 
 
 def rows(number: int, width: int = 2) -> Tensor:

@@ -3,9 +3,9 @@
 import numpy
 import pytest
 
-from scale_pipe.distributed.building import schedule_for
 from scale_pipe.integers import check_positive, plain_integer
 from scale_pipe.schedules.classic import gpipe
+from scale_pipe.schedules.registry import schedule_for
 
 
 def test_integers_of_other_libraries_are_taken_for_chunks() -> None:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from scale_pipe import DistributedPipe, StageError
-from scale_pipe.mean_loss import check_is_mean
+from scale_pipe.distributed.step_inputs import check_is_mean
 
 
 @pytest.mark.parametrize(

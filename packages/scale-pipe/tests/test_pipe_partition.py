@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from scale_pipe.models.partition import contents_in_words, partition
+from scale_pipe.partition.partition import contents_in_words, partition
 
 CPU = torch.device("cpu")
 

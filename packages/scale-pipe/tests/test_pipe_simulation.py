@@ -4,7 +4,7 @@ import pytest
 from pipe_schedules import BUILDERS
 
 from scale_pipe import Costs, Placement, gpipe, lower_bound, one_forward_one_backward, simulate
-from scale_pipe.schedules.problem import Problem, evaluate
+from scale_pipe.schedules.solver.problem import Problem, evaluate
 
 UNEVEN = Costs.measured([1.0, 2.0], [1.5, 1.0], [0.5, 0.25], link=0.5)
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from scale_pipe import Costs, MemoryCapError, Placement, Schedule, simulate, solve, validate
-from scale_pipe.schedules.candidates import classic_schedules, fits
-from scale_pipe.schedules.solver import VISITS_AT_4_X_8
+from scale_pipe.schedules.solver.candidates import classic_schedules, fits
+from scale_pipe.schedules.solver.solver import VISITS_AT_4_X_8
 
 
 def solved(ranks: int, batches: int, stages: int, input_gradient: float, cap: float | None, visits: int | None = None):

@@ -16,10 +16,10 @@ from pipe_u_net import u_net
 from torch import Tensor, nn
 
 from scale_checkpoint import checkpoint_wrapper, is_checkpointing, is_recomputing, offload_activations
-from scale_core.nested import tensors_in
+from scale_core.tree import tensors_in
 from scale_pipe import NoChunk, Pipe
-from scale_pipe.one_process import workers
-from scale_pipe.one_process.clock import clock_cycles
+from scale_pipe.one_process import worker as workers
+from scale_pipe.one_process.pipeline import clock_cycles
 
 MODES: Any = ("always", "except_last", "never")
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from scale_core.compat import gradient_edge
-from scale_pipe.distributed import split_backward
-from scale_pipe.distributed.split_backward import Backward
+from scale_pipe import split_backward
+from scale_pipe.split_backward import Backward
 
 
 class Attention(nn.Module):

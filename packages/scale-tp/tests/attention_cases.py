@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scale_core.group import Group
-from scale_tp.sequence_order import Order, split_sequence
+from scale_core.comm.group import Group
+from scale_tp.context_parallel.load_balance import Order, split_sequence
 
 
 @dataclass(frozen=True)

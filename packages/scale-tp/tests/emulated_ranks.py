@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scale_tp.split_sizes import Split
+from scale_tp.split import Split
 
 
 def add_in_order(summands: Sequence[Tensor]) -> Tensor:

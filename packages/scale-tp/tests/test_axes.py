@@ -1,10 +1,10 @@
-"""axes.py: how a world of ranks stands in axes."""
+"""parallel_state.py: how a world of ranks stands in axes."""
 
 from __future__ import annotations
 
 import pytest
 
-from scale_tp.axes import AxisSizes, rank_groups, replica_groups
+from scale_tp.parallel_state import AxisSizes, rank_groups, replica_groups
 
 
 def test_the_model_axis_runs_fastest_and_the_data_axis_slowest() -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from scale_tp import blockwise
-from scale_tp.blockwise import Attended, attend, attend_backward, merge
+from scale_tp.context_parallel import blockwise
+from scale_tp.context_parallel.blockwise import Attended, attend, attend_backward, merge
 
 
 def _inputs(length: int = 6) -> list[torch.Tensor]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from scale_core.group import Group, group_of
+from scale_core.comm.group import Group, group_of
 from scale_core.testing import run_ranks
 from scale_tp import (
     ColumnParallelLinear,
@@ -21,7 +21,7 @@ from scale_tp import (
     gather_from_model_parallel_region,
     vocab_parallel_cross_entropy,
 )
-from scale_tp import cross_entropy as module
+from scale_tp.layers import cross_entropy as module
 
 WORDS = 11
 TARGET = torch.tensor([[0, 10, -100, 3, 3], [7, 2, 10, -100, 5]])

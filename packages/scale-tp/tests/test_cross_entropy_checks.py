@@ -1,13 +1,13 @@
-"""cross_entropy_checks.py: what the loss refuses, and how many words each rank has."""
+"""cross_entropy.py: what the loss refuses, and how many words each rank has."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from scale_core.group import Group
-from scale_tp import regions
-from scale_tp.cross_entropy_checks import check_options, refuse_gathered, words_of_all
+from scale_core.comm.group import Group
+from scale_tp import mappings as regions
+from scale_tp.layers.cross_entropy import check_options, refuse_gathered, words_of_all
 
 TWO = Group(1, 2, ranks=(0, 1))
 

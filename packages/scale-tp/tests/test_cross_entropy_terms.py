@@ -1,11 +1,11 @@
-"""cross_entropy_terms.py: the largest logit, the sum of exponentials and what else a loss is made of."""
+"""cross_entropy.py: the largest logit, the sum of exponentials and what else a loss is made of."""
 
 from __future__ import annotations
 
 import torch
 
-from scale_core.group import Group
-from scale_tp.cross_entropy_terms import Terms, all_words, chunks, own_words
+from scale_core.comm.group import Group
+from scale_tp.layers.cross_entropy import Terms, all_words, chunks, own_words
 
 
 def test_terms_of_a_rank_are_those_of_its_words() -> None:

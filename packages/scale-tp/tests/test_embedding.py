@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from scale_core.group import Group, group_of
+from scale_core.comm.group import Group, group_of
 from scale_core.shard import Held, shard_of
 from scale_core.testing import run_ranks
 from scale_tp import ParallelEmbedding, VocabParallelEmbedding, gather_from_sequence_parallel_region

@@ -1,13 +1,13 @@
-"""copies.py: who has the same part, and gradients of copies that are summed over them."""
+"""mappings.py: who has the same part, and gradients of copies that are summed over them."""
 
 from __future__ import annotations
 
 import torch
 
-from scale_core.group import Group, group_of
+from scale_core.comm.group import Group, group_of
 from scale_core.testing import run_ranks
-from scale_tp.copies import has_copies, holders, sum_gradients_of_copies
-from scale_tp.split_sizes import Split, split_heads
+from scale_tp.mappings import has_copies, holders, sum_gradients_of_copies
+from scale_tp.split import Split, split_heads
 
 
 def test_holders_are_the_ranks_with_the_same_indices() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import scale_tp
-from scale_core.group import Group, group_of
+from scale_core.comm.group import Group, group_of
 from scale_core.shard import Held, shard_of
 from scale_core.testing import run_ranks
 from scale_tp import ColumnParallelLinear, RowParallelLinear, Split, copy_to_model_parallel_region

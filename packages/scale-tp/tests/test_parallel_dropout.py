@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from scale_core.group import Group, group_of
+from scale_core.comm.group import Group, group_of
 from scale_core.testing import run_ranks
 from scale_tp import ParallelDropout, Split, gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
 

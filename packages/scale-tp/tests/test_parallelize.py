@@ -15,16 +15,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from scale_core import clip_grad_norm, group_of, shard_of
-from scale_core.group import Group
+from scale_core.comm.group import Group
 from scale_core.testing import run_ranks
-from scale_tp.divided import divide
-from scale_tp.divided_linear import Rows
-from scale_tp.heads import AttentionRule
-from scale_tp.layer import ParallelModule
-from scale_tp.linear import RowParallelLinear
-from scale_tp.parallelize import parallelize
-from scale_tp.plan import GPT2_PLAN, Plan, Style
-from scale_tp.state import full_state_dict
+from scale_tp.attention_heads import AttentionRule
+from scale_tp.conversion.modules import Rows
+from scale_tp.conversion.parallelize import parallelize
+from scale_tp.conversion.styles import GPT2_PLAN, Plan, Style
+from scale_tp.layers.base import ParallelModule
+from scale_tp.layers.linear import RowParallelLinear
+from scale_tp.layers.module_swap import divide
+from scale_tp.state_dict import full_state_dict
 
 LORA_PLAN: Plan = {
     "up.base_layer": "colwise",

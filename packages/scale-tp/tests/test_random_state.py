@@ -1,10 +1,10 @@
-"""random_state.py: where random numbers stand, read and put back."""
+"""random.py: where random numbers stand, read and put back."""
 
 from __future__ import annotations
 
 import torch
 
-from scale_tp.random_state import StreamState, go_to, random_state
+from scale_tp.random import StreamState, go_to, random_state
 
 
 def test_the_same_numbers_come_again() -> None:

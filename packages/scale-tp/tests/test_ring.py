@@ -7,10 +7,10 @@ import torch
 from attention_cases import Case, divided_attention, own_parts, whole_attention
 from torch import Tensor
 
-from scale_core.group import Group, group_of
+from scale_core.comm.group import Group, group_of
 from scale_core.testing import run_ranks
-from scale_tp.ring import blocks, ring_attention
-from scale_tp.sequence_order import held_positions
+from scale_tp.context_parallel.load_balance import held_positions
+from scale_tp.context_parallel.ring import blocks, ring_attention
 
 CASES = [
     Case(),

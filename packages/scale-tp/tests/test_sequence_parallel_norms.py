@@ -1,4 +1,4 @@
-"""norms.py: norms on a part of a sequence, whose parameters get the gradient of the whole."""
+"""norm.py: norms on a part of a sequence, whose parameters get the gradient of the whole."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import register_parametrization
 
-from scale_core.group import Group, group_of
+from scale_core.comm.group import Group, group_of
 from scale_core.shard import Held, shard_of
 from scale_core.testing import run_ranks
 from scale_tp import (
@@ -24,7 +24,7 @@ from scale_tp import (
     scatter_to_sequence_parallel_region,
     sum_gradients_over,
 )
-from scale_tp import regions as regions_module
+from scale_tp import mappings as regions_module
 
 LENGTH = 5
 KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from scale_core import clip_grad_norm
-from scale_core.group import Group, group_of
+from scale_core.comm.group import Group, group_of
 from scale_core.testing import run_ranks
-from scale_tp.attention import ParallelAttention
-from scale_tp.ring import ring_attention
-from scale_tp.state import full_state_dict
+from scale_tp.context_parallel.ring import ring_attention
+from scale_tp.layers.attention import ParallelAttention
+from scale_tp.state_dict import full_state_dict
 
 CASES: list[dict[str, Any]] = [
     {"num_heads": 6, "causal": True},

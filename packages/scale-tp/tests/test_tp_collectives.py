@@ -17,9 +17,9 @@ import torch.distributed as dist
 from parallelize_cases import gpt2, llama
 from torch import Tensor, nn
 
-from scale_core import collectives
-from scale_core.exchange import exchange
-from scale_core.group import group_of
+from scale_core.comm import collectives
+from scale_core.comm.control_plane import exchange
+from scale_core.comm.group import group_of
 from scale_core.testing import run_ranks
 from scale_tp import (
     GPT2_PLAN,
@@ -27,9 +27,9 @@ from scale_tp import (
     ParallelAttention,
     ParallelLayerNorm,
     RowParallelLinear,
-    moves,
     parallelize,
 )
+from scale_tp import comm as moves
 
 COUNTED = {
     "sum": moves.sum_over,

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import scale_tp
 from scale_core import compat
-from scale_core.group import Group, group_of
+from scale_core.comm.group import Group, group_of
 from scale_core.testing import run_ranks
 
 

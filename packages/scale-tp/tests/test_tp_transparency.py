@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import scale_tp
-from scale_core.group import Group, group_of
-from scale_core.norms import clip_grad_norm
+from scale_core.comm.group import Group, group_of
+from scale_core.optim.clip_grad import clip_grad_norm
 from scale_core.testing import run_ranks
 from scale_tp import Split
 

@@ -8,13 +8,13 @@ import torch.nn.functional as F
 from attention_cases import Case, divided_attention, own_parts, whole_attention
 from torch import Tensor
 
-from scale_core.exchange import exchange
-from scale_core.group import Group, group_of
+from scale_core.comm.control_plane import exchange
+from scale_core.comm.group import Group, group_of
 from scale_core.testing import run_ranks
-from scale_tp.groups import destroy_model_parallel, initialize_model_parallel
-from scale_tp.ring import ring_attention
-from scale_tp.sequence_order import join_sequence, split_sequence
-from scale_tp.ulysses import ulysses_attention
+from scale_tp.context_parallel.load_balance import join_sequence, split_sequence
+from scale_tp.context_parallel.ring import ring_attention
+from scale_tp.context_parallel.ulysses import ulysses_attention
+from scale_tp.parallel_state import destroy_model_parallel, initialize_model_parallel
 
 CASES = [
     Case(order="contiguous"),

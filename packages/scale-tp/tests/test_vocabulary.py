@@ -1,11 +1,11 @@
-"""vocabulary.py: words as rows of a rank's part."""
+"""embedding.py: words as rows of a rank's part."""
 
 from __future__ import annotations
 
 import torch
 
-from scale_tp.split_sizes import Split
-from scale_tp.vocabulary import local_padding, local_words
+from scale_tp.layers.embedding import local_padding, local_words
+from scale_tp.split import Split
 
 
 def test_each_word_is_a_row_of_one_rank_and_no_row_where_no_rank_has_it() -> None:

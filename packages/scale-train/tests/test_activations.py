@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from scale_checkpoint import BudgetError
-from scale_checkpoint.live import LiveBytes
-from scale_core.group import group_of
-from scale_train import activations
-from scale_train.activations import CHOICES, checkpoint_blocks, plan_blocks, with_bare_flag
-from scale_train.checking import check
+from scale_checkpoint.live_memory import LiveBytes
+from scale_core.comm.group import group_of
 from scale_train.cli import parse
+from scale_train.config.options import DataOptions, ModelOptions, Options, ParallelOptions
+from scale_train.config.resolve import budget_bytes
+from scale_train.config.validate import check
 from scale_train.errors import InputError
-from scale_train.meaning import budget_bytes
 from scale_train.model import GPT, ModelConfig
-from scale_train.options import DataOptions, ModelOptions, Options, ParallelOptions
+from scale_train.parallelize import activations
+from scale_train.parallelize.activations import CHOICES, checkpoint_blocks, plan_blocks, with_bare_flag
 
 
 def test_no_bit_of_loss_and_gradients_changes_and_less_is_kept() -> None:

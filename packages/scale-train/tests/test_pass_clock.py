@@ -3,8 +3,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from scale_train import pass_clock
-from scale_train.pass_clock import PassClock
+from scale_train import state as pass_clock
+from scale_train.state import PassClock
 
 
 def test_a_pass_is_timed_without_the_last_one_of_a_step(monkeypatch):

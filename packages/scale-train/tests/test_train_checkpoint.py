@@ -6,17 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from scale_core.group import Group, group_of
+from scale_core.comm.group import Group, group_of
 from scale_core.snapshot import SnapshotError
 from scale_core.testing import run_ranks
 from scale_train import checkpoint
 from scale_train.checkpoint import CHECKPOINTS, METRICS, Place, check_same_model, choose_place, describe, load, save
+from scale_train.config.options import DataOptions, ModelOptions, OptimizerOptions, Options, ParallelOptions, RunOptions
+from scale_train.data.text import read_text
 from scale_train.errors import InputError
-from scale_train.loop import one_step
-from scale_train.options import DataOptions, ModelOptions, OptimizerOptions, Options, ParallelOptions, RunOptions
-from scale_train.progress import Silent, StepRecord
-from scale_train.text import read_text
-from scale_train.training import Training, build
+from scale_train.reporting.reporters import Silent, StepRecord
+from scale_train.state import Training, build
+from scale_train.trainer import one_step
 
 
 class Losses(Silent):

@@ -3,13 +3,13 @@ import math
 import pytest
 import torch
 
-from scale_core.group import Group, group_of
+from scale_core.comm.group import Group, group_of
 from scale_core.testing import run_ranks
+from scale_train.config.options import OptimizerOptions, ParallelOptions
+from scale_train.data.sampler import windows_at
 from scale_train.evaluate import bits_per_byte, held_out_starts, sum_over_ranks
 from scale_train.model import GPT, ModelConfig
-from scale_train.options import OptimizerOptions, ParallelOptions
-from scale_train.parallel import spread
-from scale_train.sampler import windows_at
+from scale_train.parallelize.engine import spread
 
 TEXT = torch.arange(150, dtype=torch.uint8)
 CPU = torch.device("cpu")

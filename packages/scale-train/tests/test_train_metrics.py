@@ -6,7 +6,7 @@ from typing import NoReturn
 
 import pytest
 
-from scale_train.metrics import MetricsFile, begin_metrics, read_metrics
+from scale_train.reporting.metrics import MetricsFile, begin_metrics, read_metrics
 
 
 def full(*_args: object, **_more: object) -> NoReturn:

@@ -6,19 +6,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from scale_core.group import Group, group_of
+from scale_core.comm.group import Group, group_of
 from scale_core.testing import run_ranks
-from scale_train.checking import check, without_effect
 from scale_train.checkpoint import load, save
+from scale_train.config.options import DataOptions, ModelOptions, OptimizerOptions, Options, ParallelOptions
+from scale_train.config.resolve import pipeline_shape
+from scale_train.config.validate import check, without_effect
+from scale_train.data.text import read_text
 from scale_train.errors import InputError
-from scale_train.loop import evaluate, one_step
-from scale_train.meaning import pipeline_shape
 from scale_train.model import generate
-from scale_train.options import DataOptions, ModelOptions, OptimizerOptions, Options, ParallelOptions
-from scale_train.pipeline import cuts
-from scale_train.progress import Silent, StepRecord
-from scale_train.text import read_text
-from scale_train.training import Training, build
+from scale_train.parallelize.pipeline import cuts
+from scale_train.reporting.reporters import Silent, StepRecord
+from scale_train.state import Training, build
+from scale_train.trainer import evaluate, one_step
 
 STEPS = 4
 

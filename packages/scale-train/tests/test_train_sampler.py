@@ -1,8 +1,8 @@
 import pytest
 import torch
 
+from scale_train.data.sampler import Sampler, slice_of_rank, windows_at
 from scale_train.errors import InputError
-from scale_train.sampler import Sampler, slice_of_rank, windows_at
 
 
 def test_an_epoch_draws_every_window_once_and_the_next_one_in_another_order():

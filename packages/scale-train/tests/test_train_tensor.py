@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from scale_core.group import Group, group_of
+from scale_core.comm.group import Group, group_of
 from scale_core.shard import full_shape
 from scale_core.testing import run_ranks
 from scale_train.model import GPT, ModelConfig
-from scale_train.tensor import divide_blocks, two_axes
+from scale_train.parallelize.tensor import divide_blocks, two_axes
 
 CONFIG = ModelConfig(layers=2, width=12, heads=3)
 

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
+from scale_train.data.text import SEPARATOR, check_length, read_text
 from scale_train.errors import InputError
-from scale_train.text import SEPARATOR, check_length, read_text
 
 
 def folder_with(root: Path, **files: bytes) -> Path:

@@ -6,13 +6,13 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from scale_core.group import Group, group_of
+from scale_core.comm.group import Group, group_of
 from scale_core.testing import run_ranks
-from scale_train.loop import one_step
-from scale_train.options import DataOptions, ModelOptions, OptimizerOptions, Options, ParallelOptions, RunOptions
-from scale_train.progress import Silent, StepRecord
-from scale_train.text import read_text
-from scale_train.training import build
+from scale_train.config.options import DataOptions, ModelOptions, OptimizerOptions, Options, ParallelOptions, RunOptions
+from scale_train.data.text import read_text
+from scale_train.reporting.reporters import Silent, StepRecord
+from scale_train.state import build
+from scale_train.trainer import one_step
 
 STEPS = 5
 

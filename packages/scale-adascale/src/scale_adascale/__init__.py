@@ -35,13 +35,10 @@ The files in reading order; each stands only on those above it:
 - `progress`: a training that is counted in steps of the small batch.
 """
 
-from scale_adascale.adascale import AdaScale
-from scale_adascale.goodput import Suggestion, fit_speed, suggest_batch_size
-from scale_adascale.halving import halves
-from scale_adascale.noise import NoiseScale
-from scale_adascale.progress import GainScheduler, until_steps
-from scale_adascale.rules import legw, linear, square_root
-from scale_adascale.wrapper import AdaScaleWrapper
+from scale_adascale.adascale import AdaScale, AdaScaleWrapper
+from scale_adascale.batch_size import Suggestion, fit_speed, halves, legw, linear, square_root, suggest_batch_size
+from scale_adascale.gain_scheduler import GainScheduler, until_steps
+from scale_adascale.noise_scale import NoiseScale
 
 __version__ = "2026.11.0"
 __all__ = [

@@ -11,9 +11,18 @@ from typing import Any
 
 import torch
 from torch.amp.grad_scaler import GradScaler
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
-from scale_adascale.checks import (
+from scale_adascale.adam_preconditioner import is_adaptive
+from scale_adascale.estimates import Estimates
+from scale_adascale.gain import check_scale, gain
+from scale_adascale.grad_scaler import scale_of, scaler_of_step
+from scale_adascale.noise_scale import NoiseScale, noise_scale
+from scale_adascale.norm_reduction import Meter
+from scale_adascale.optimizer_wrapper import Listening
+from scale_adascale.process_groups import data_group_of, model_group_of
+from scale_adascale.step_statistics import Settings, default_smoothing
+from scale_adascale.validation import (
     check_num_gradients,
     check_numbers,
     check_optimizer,
@@ -22,17 +31,7 @@ from scale_adascale.checks import (
     check_smoothing,
     check_trains,
 )
-from scale_adascale.estimates import Estimates
-from scale_adascale.gain import gain
-from scale_adascale.groups import data_group_of, model_group_of
-from scale_adascale.listening import Listening
-from scale_adascale.loss_scale import scale_of, scaler_of_step
-from scale_adascale.measuring import Meter
-from scale_adascale.noise import NoiseScale, noise_scale
-from scale_adascale.preconditioning import is_adaptive
-from scale_adascale.sampling import Settings, default_smoothing
-from scale_adascale.scale import check_scale
-from scale_core.group import GroupLike, check_not_forgotten
+from scale_core.comm.group import GroupLike, check_not_forgotten
 
 
 class AdaScale(Listening):
@@ -263,3 +262,65 @@ class AdaScale(Listening):
         if self._scaler is None and self._reading.estimates.is_scaled:
             return self._reading.estimates  # Loaded: which scaler there is, its first step will tell.
         return self._sampling.estimates(scale_of(self._scaler))
+
+
+class AdaScaleWrapper(AdaScale):
+    """An `AdaScale` around an optimizer that it builds from parameters.
+
+        >>> import torch
+        >>> from scale_adascale import AdaScaleWrapper
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = AdaScaleWrapper(model.parameters(), num_gradients_to_accumulate=4, lr=0.1, momentum=0.9)
+        >>> optimizer.scale
+        4.0
+
+    Args:
+        params: For the optimizer.
+        world_size: As in `AdaScale`, and so are those below up to `debias_ewma`.
+        scale: As there.
+        smoothing: As there.
+        num_gradients_to_accumulate: As there.
+        debias_ewma: As there.
+        optim_cls: The class of the optimizer.
+        is_scaled_loss: As in `AdaScale`, and so are those below.
+        process_group: As there.
+        model_parallel_group: As there.
+        power: As there.
+        preconditioned: As there.
+        **additional_optim_args: For the optimizer.
+
+    Raises:
+        TypeError: As in `AdaScale`.
+        ValueError: As in `AdaScale`.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        world_size: int | None = None,
+        scale: float | None = None,
+        smoothing: float | None = None,
+        num_gradients_to_accumulate: int = 1,
+        debias_ewma: bool = True,
+        optim_cls: type[Optimizer] = SGD,
+        *,
+        is_scaled_loss: bool = True,
+        process_group: GroupLike = None,
+        model_parallel_group: GroupLike = None,
+        power: float | None = None,
+        preconditioned: bool | None = None,
+        **additional_optim_args: Any,
+    ) -> None:
+        super().__init__(
+            optim_cls(params, **additional_optim_args),
+            world_size=world_size,
+            scale=scale,
+            smoothing=smoothing,
+            num_gradients_to_accumulate=num_gradients_to_accumulate,
+            is_scaled_loss=is_scaled_loss,
+            debias_ewma=debias_ewma,
+            process_group=process_group,
+            model_parallel_group=model_parallel_group,
+            power=power,
+            preconditioned=preconditioned,
+        )

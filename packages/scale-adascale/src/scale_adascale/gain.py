@@ -19,7 +19,13 @@ that need not be S). With L = |g_1|^2 + .. + |g_n|^2 and T = |G|^2:
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+import numbers
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 _LEAST, _LEAST_PART = 1e-6, 1e-3
 """The least variance that is believed, as in FairScale; of short gradients, the least part of their square."""
@@ -81,3 +87,78 @@ def gain(estimate: Moments, scale: float) -> float:
     variance, square = estimate
     below = variance / scale + square
     return (variance + square) / below if below > 0 else 1.0
+
+
+@dataclass(frozen=True)
+class Average:
+    """The moving average of the moments of one parameter group.
+
+    Attributes:
+        variance: Of what was measured so far; 0 before anything was.
+        square: The same; 1 before anything was measured, so that the gain is 1.
+        weight: How much of an exponential average has been filled, from 0 towards 1.
+        count: How many steps it has seen.
+    """
+
+    variance: float = 0.0
+    square: float = 1.0
+    weight: float = 0.0
+    count: float = 0.0
+
+    @property
+    def moments(self) -> Moments:
+        """The averages."""
+        return Moments(self.variance, self.square)
+
+    def after(self, new: Moments, smoothing: float, *, debias: bool) -> Average:
+        """Returns the average when one more step was measured.
+
+        Args:
+            new: What it has measured.
+            smoothing: The part of the old average that stays, from 0 to below 1.
+            debias: Divide an exponential average by the part of it that was filled (as Adam does). Otherwise the plain
+                mean, until that has seen 1 / (1 - smoothing) steps, and an exponential average from then on (AdaScale,
+                appendix B.3).
+        """
+        weight, count = smoothing * self.weight + (1 - smoothing), self.count + 1
+        if debias:
+            keep = smoothing * self.weight / weight
+        elif count * (1 - smoothing) < 1:
+            keep = self.count / count
+        else:
+            keep = smoothing if self.count else 0.0
+        variance, square = (keep * old + (1 - keep) * now for old, now in zip(self.moments, new, strict=True))
+        return Average(variance, square, weight, count)
+
+    def at_scale(self, old: float, new: float) -> Average:
+        """Returns it with the variance multiplied by old / new, as FairScale does when the scale changes."""
+        return Average(self.variance * (old / new), self.square, self.weight, self.count)
+
+    def as_list(self) -> list[float]:
+        """The four numbers."""
+        return [self.variance, self.square, self.weight, self.count]
+
+    @classmethod
+    def from_list(cls, numbers: Sequence[float]) -> Average:
+        """The inverse of `as_list`."""
+        return cls(*(float(number) for number in numbers))
+
+
+def is_real(value: Any) -> bool:
+    """Whether it is one that can be compared with others, as what comes from a command line or a file may not be."""
+    return isinstance(value, numbers.Real) or (
+        isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
+    )
+
+
+def check_scale(scale: Any) -> None:
+    """Refuses what is no scale.
+
+    Raises:
+        ValueError: It is below 1, infinite, or not a number.
+    """
+    if not is_real(scale) or not 1 <= scale < math.inf:
+        raise ValueError(
+            f"Scale must be at least 1, got {scale!r}: pass the size of the batch of one step, over all ranks and "
+            "micro-batches, divided by that of the small batch whose learning rate you know"
+        )

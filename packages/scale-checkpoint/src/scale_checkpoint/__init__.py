@@ -38,17 +38,20 @@ The files in reading order; each stands only on those above it:
 - `suggest`: where to checkpoint, by that.
 """
 
-from scale_checkpoint.batch_norm import patch_batchnorm
-from scale_checkpoint.measure import MeasuredStep, measure_step
-from scale_checkpoint.offload import offload_activations
-from scale_checkpoint.phase import disable_checkpointing, is_checkpointing, is_recomputing
-from scale_checkpoint.plan import BudgetError, MemoryPlan, apply_plan, best_plan, memory_front, plan_memory
-from scale_checkpoint.profile import MemoryProfile, profile_memory
-from scale_checkpoint.recheck import RecomputationError, check_recomputation
-from scale_checkpoint.selection import checkpoint_modules
-from scale_checkpoint.suggest import SuggestedCheckpoints, suggest_checkpoint_location
-from scale_checkpoint.tracker import LayerMemoryTracker, LayerTrace
-from scale_checkpoint.wrapper import apply_checkpointing, checkpoint_wrapper, is_checkpointed
+from scale_checkpoint.memory_tracker import (
+    LayerMemoryTracker,
+    LayerTrace,
+    SuggestedCheckpoints,
+    suggest_checkpoint_location,
+)
+from scale_checkpoint.offload.offload import offload_activations
+from scale_checkpoint.planner.plan import BudgetError, MemoryPlan, apply_plan, best_plan, memory_front, plan_memory
+from scale_checkpoint.planner.profile import MemoryProfile, profile_memory
+from scale_checkpoint.planner.step import MeasuredStep, measure_step
+from scale_checkpoint.recompute.batch_norm import patch_batchnorm
+from scale_checkpoint.recompute.determinism_check import RecomputationError, check_recomputation
+from scale_checkpoint.state import disable_checkpointing, is_checkpointing, is_recomputing
+from scale_checkpoint.wrapper import apply_checkpointing, checkpoint_modules, checkpoint_wrapper, is_checkpointed
 
 __version__ = "2026.11.0"
 __all__ = [

@@ -71,7 +71,7 @@ Starting ranks, and doing without them:
 """
 
 from scale_core import torch_patches as _torch_patches  # noqa: F401  # Waits for the first shard.
-from scale_core.backward import (
+from scale_core.autograd_hooks import (
     after_backward,
     after_gradient,
     before_backward,
@@ -85,21 +85,21 @@ from scale_core.backward import (
     report_local_grads,
     report_reduced_grads,
 )
-from scale_core.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
-from scale_core.contract import Contract, ContractError, ScaleDistributedError, StepError
-from scale_core.events import Event, PassKind, message_tag
-from scale_core.exchange import exchange, exchange_text
-from scale_core.flat import Dtypes, FlatBuffer, State
-from scale_core.group import Group, GroupLike, group_of
-from scale_core.holdings import num_parameters
-from scale_core.joining import Share, current_share, join
-from scale_core.layout import Atom, Block, Entry, FlatLayout, Span
-from scale_core.nested import map_tensors, tensors_in
-from scale_core.norms import clip_grad_norm, grad_norm
-from scale_core.pending import Pending, TransferError
-from scale_core.scaler import ShardedGradScaler
+from scale_core.comm.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
+from scale_core.comm.control_plane import exchange, exchange_text
+from scale_core.comm.group import Group, GroupLike, group_of
+from scale_core.comm.work import Pending, TransferError
+from scale_core.consistency.contract import Contract, ContractError, ScaleDistributedError, StepError
+from scale_core.consistency.execution_order import Event, PassKind, message_tag
+from scale_core.flat.buffer import Dtypes, FlatBuffer, State
+from scale_core.flat.layout import Atom, Block, Entry, FlatLayout, Span
+from scale_core.optim.clip_grad import clip_grad_norm, grad_norm
+from scale_core.optim.grad_scaler import ShardedGradScaler
 from scale_core.shard import Axis, Held, Shard, full_numel, full_shape, mark, shard_of
+from scale_core.state.param_ownership import num_parameters
 from scale_core.streams import Stream, copy_to, stream_for
+from scale_core.tree import map_tensors, tensors_in
+from scale_core.uneven_inputs import Share, current_share, join
 
 __version__ = "2026.11.0"
 __all__ = [

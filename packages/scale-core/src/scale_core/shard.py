@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from scale_core.group import Group
+from scale_core.comm.group import Group
 
 Ranges: TypeAlias = tuple[tuple[tuple[int, int], ...], ...]
 """For each dimension the indices that are taken of it, as ranges [first, one past the last) in their order."""

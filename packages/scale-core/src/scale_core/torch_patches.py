@@ -20,8 +20,8 @@ from torch.nn.utils import clip_grad as torchs
 from torch.optim import Optimizer
 
 from scale_core import compat
-from scale_core.group import group_of
-from scale_core.norms import (
+from scale_core.comm.group import group_of
+from scale_core.optim.clip_grad import (
     Measured,
     check_finite,
     clip,
@@ -33,8 +33,8 @@ from scale_core.norms import (
     norm_of,
     warn_if_used_up,
 )
-from scale_core.optimizer_view import view
 from scale_core.shard import at_first_mark, check_undivided, is_divided, marked_parameters, shard_of, stages_of
+from scale_core.state.torch_state_dict import view
 
 
 @functools.cache

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from scale_core.backward import arriving_grads_wanted, report_arriving_grads, report_reduced_grads, used_at_once
-from scale_core.contract import Contract
-from scale_core.events import Event
+from scale_core.autograd_hooks import arriving_grads_wanted, report_arriving_grads, report_reduced_grads, used_at_once
+from scale_core.consistency.contract import Contract
+from scale_core.consistency.execution_order import Event
 
 if TYPE_CHECKING:  # unit.py stands on this file's user, root.py.
     from scale_fsdp.unit import Unit

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from scale_fsdp.precision import MixedPrecision
-from scale_fsdp.wrapper import FullyShardedDataParallel
+from scale_fsdp.api import MixedPrecision
+from scale_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from scale_core.holdings import named_holdings
-from scale_core.optimizer_state import part_of, piece
-from scale_core.state_match import StateMismatch
-from scale_fsdp.guard import refuse_in_use
+from scale_core.state.optim_state_dict import part_of, piece
+from scale_core.state.param_ownership import named_holdings
+from scale_core.state.validation import StateMismatch
+from scale_fsdp.guards import refuse_in_use
 from scale_fsdp.unit import units_in
 
 _PREFIX = "ema."

@@ -14,8 +14,8 @@ from typing import Any, cast
 
 from torch import nn
 
+from scale_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from scale_fsdp.unit import Unit, unit_of
-from scale_fsdp.wrapper import FullyShardedDataParallel
 
 
 def register_forward_method(module: nn.Module, method_name: str) -> None:

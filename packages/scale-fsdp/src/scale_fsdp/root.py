@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from scale_core.backward import in_backward
-from scale_core.contract import Contract, StepError
-from scale_core.events import Event, PassKind, unit_title
-from scale_core.group import Group
-from scale_fsdp.agreement import check_units, describe_units
-from scale_fsdp.backward_pass import BackwardPass
-from scale_fsdp.finite import Finite
-from scale_fsdp.rescue import Notes, can_give_up, give_up_together, in_words, raise_if_given_up
+from scale_core.autograd_hooks import in_backward
+from scale_core.comm.group import Group
+from scale_core.consistency.contract import Contract, StepError
+from scale_core.consistency.execution_order import Event, PassKind, unit_title
+from scale_fsdp.backward import BackwardPass
+from scale_fsdp.checks import check_units, describe_units
+from scale_fsdp.nonfinite import Finite
+from scale_fsdp.recovery import Notes, can_give_up, give_up_together, in_words, raise_if_given_up
 
 if TYPE_CHECKING:  # unit.py stands on this file.
     from scale_fsdp.unit import Unit

@@ -9,7 +9,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 
-from scale_core.flat import FlatBuffer
+from scale_core.flat.buffer import FlatBuffer
 from scale_core.shard import title_of
 
 

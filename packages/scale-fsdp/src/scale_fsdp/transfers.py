@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from scale_core.contract import Contract
-from scale_core.events import Event, message_tag
-from scale_core.flat import FlatBuffer, State
-from scale_fsdp.options import UnitOptions
+from scale_core.consistency.contract import Contract
+from scale_core.consistency.execution_order import Event, message_tag
+from scale_core.flat.buffer import FlatBuffer, State
+from scale_fsdp.api import UnitOptions
 from scale_fsdp.root import Root
 
 

@@ -2,8 +2,8 @@
 
 The methods stand in the order of time: `before_forward`, `after_forward`, `before_backward`, `after_gradient`,
 `after_backward`, `finish`. Below them stands what they are made of; their verbs, as `gather` and `reduce`, are those of
-`scale_core.flat`, said to all buffers of the unit by `transfers.py`. The order among units, what is fetched ahead and
-what all units of a model share is in `root.py`; the messages are in `scale_core.collectives`.
+`scale_core.flat.buffer`, said to all buffers of the unit by `transfers.py`. The order among units, what is fetched
+ahead and what all units of a model share is in `root.py`; the messages are in `scale_core.comm.collectives`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import torch
 from torch import nn
 
 from scale_core import compat
-from scale_core.backward import after_backward, before_backward, own_outputs
-from scale_core.events import unit_title
-from scale_core.flat import FlatBuffer
-from scale_core.listening import GradientListeners
+from scale_core.autograd_hooks import GradientListeners, after_backward, before_backward, own_outputs
+from scale_core.consistency.execution_order import unit_title
+from scale_core.flat.buffer import FlatBuffer
+from scale_fsdp.api import UnitOptions, cast_floating
 from scale_fsdp.checks import (
     check_no_gradients,
     check_not_overwritten,
@@ -33,8 +33,6 @@ from scale_fsdp.checks import (
 )
 from scale_fsdp.interrupts import ending_where_interrupted
 from scale_fsdp.lasting import lasting_state, restore
-from scale_fsdp.options import UnitOptions
-from scale_fsdp.precision import cast_floating
 from scale_fsdp.root import Root
 from scale_fsdp.slots import Slot, show_shards, show_wholes
 from scale_fsdp.transfers import Transfers

@@ -30,10 +30,10 @@ The files in reading order; each stands only on those above it:
 - `data_parallel`: `ShardedDataParallel`.
 """
 
-from scale_core.contract import StepError
-from scale_oss.data_parallel import ShardedDataParallel
-from scale_oss.optimizer import OSS
-from scale_oss.split_by import SplitOptimizer, split_by
+from scale_core.consistency.contract import StepError
+from scale_oss.chained_optimizer import SplitOptimizer, split_by
+from scale_oss.oss import OSS
+from scale_oss.sharded_ddp import ShardedDataParallel
 
 __version__ = "2026.11.0"
 __all__ = ["OSS", "ShardedDataParallel", "SplitOptimizer", "StepError", "split_by"]

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from scale_core.backward import local_grads_wanted, report_local_grads
-from scale_core.collectives import Pending, all_gather
-from scale_core.flat_gradient import FlatGradient
-from scale_core.group import Group
-from scale_core.joining import current_share
-from scale_core.reduction import Reduction
+from scale_core.autograd_hooks import local_grads_wanted, report_local_grads
+from scale_core.comm.collectives import Pending, all_gather
+from scale_core.comm.group import Group
+from scale_core.flat.gradient import FlatGradient
+from scale_core.flat.reduction import Reduction
 from scale_core.shard import Axis, Held, Shard, mark, shard_of
 from scale_core.streams import HostStream
+from scale_core.uneven_inputs import current_share
 from scale_oss.partition import Partition
-from scale_oss.places import Place, Range
+from scale_oss.state_placement import Place, Range, Sharded
 
 
 class Bucket:
@@ -329,3 +329,40 @@ class _Gather:
         pending, self.pending = self.pending, None
         if pending is not None:
             pending.abandon()
+
+
+class InPlaceBucket:
+    """Shards of which each rank updates what it holds.
+
+    Args:
+        shards: The parameters.
+        elementwise: Whether each element is updated by itself; else one rank holds all of each parameter.
+
+    Attributes:
+        params: This rank's pieces, as the user's model has them.
+        places: Where the state of each is kept.
+    """
+
+    def __init__(self, shards: Sequence[Sharded], elementwise: bool) -> None:
+        self.params = [shard.param for shard in shards]
+        self.places = [_place(shard, elementwise) for shard in shards]
+
+    @property
+    def stepped(self) -> list[nn.Parameter]:
+        """What this rank's optimizer steps on."""
+        return [place.stepped for place in self.places if place.stepped is not None]
+
+    def publish(self) -> None:
+        """Tells whoever has gathered these parameters that they have changed, on all ranks alike.
+
+        A rank that holds nothing of one has stepped on nothing; yet it must gather again when the others do.
+        """
+        increment_version([param for param in self.params if param.grad is not None])
+
+
+def _place(shard: Sharded, elementwise: bool) -> Place:
+    rank = shard.group.rank
+    owner = None if elementwise else shard.holder
+    assert elementwise or owner is not None, "a tensor that ranks share can't be stepped on where it is"
+    steps = rank == owner if owner is not None else bool(shard.ranges[rank].numel) or not shard.numel
+    return Place(shard.param, shard.name, shard.shape, shard.ranges, owner, shard.group, shard.param if steps else None)

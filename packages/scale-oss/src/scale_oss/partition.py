@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scale_core.layout import Entry, FlatLayout, Span
+from scale_core.flat.layout import Entry, FlatLayout, Span
 
 
 @dataclass(frozen=True)

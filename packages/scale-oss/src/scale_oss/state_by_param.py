@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from scale_oss.places import Place
+from scale_oss.state_placement import Place
 
 
 class StateByParam(MutableMapping[Tensor, Any]):

@@ -4,36 +4,34 @@ import importlib
 import typing
 
 from scale_pipe.schedules.action import Action, Kind
-from scale_pipe.schedules.bounds import Bound, RankBound, lower_bound
+from scale_pipe.schedules.chrome_trace import chrome_trace, save_chrome_trace
 from scale_pipe.schedules.classic import gpipe, interleaved_1f1b, looped_breadth_first, one_forward_one_backward
-from scale_pipe.schedules.costs import Costs
-from scale_pipe.schedules.drawing import draw, save_drawing
-from scale_pipe.schedules.dual_pipe import dual_pipe_v
-from scale_pipe.schedules.errors import DeadlockError, MemoryCapError, ScheduleError
+from scale_pipe.schedules.cost_model import Costs
+from scale_pipe.schedules.lowering import weave
 from scale_pipe.schedules.placement import Placement
-from scale_pipe.schedules.schedule import Schedule
+from scale_pipe.schedules.schedule import DeadlockError, MemoryCapError, Schedule, ScheduleError
 from scale_pipe.schedules.simulation import Simulation, Span, simulate
-from scale_pipe.schedules.solution import Solution
-from scale_pipe.schedules.solver import solve
-from scale_pipe.schedules.trace import chrome_trace, save_chrome_trace
-from scale_pipe.schedules.validation import validate
-from scale_pipe.schedules.weave import weave
-from scale_pipe.schedules.zero_bubble import v_half, v_min, zb_h1, zb_v
+from scale_pipe.schedules.solver.bounds import Bound, RankBound, lower_bound
+from scale_pipe.schedules.solver.solution import Solution
+from scale_pipe.schedules.solver.solver import solve
+from scale_pipe.schedules.validate import validate
+from scale_pipe.schedules.visualize import draw, save_drawing
+from scale_pipe.schedules.zero_bubble import dual_pipe_v, v_half, v_min, zb_h1, zb_v
 
 if typing.TYPE_CHECKING:
-    from scale_pipe.distributed.failure import StageError
+    from scale_pipe.batch_norm import DeferredBatchNorm
+    from scale_pipe.distributed.errors import StageError
     from scale_pipe.distributed.pipe import DistributedPipe
-    from scale_pipe.micro_batches import NoChunk
-    from scale_pipe.models.absent import AbsentTensorError
-    from scale_pipe.models.balance import balance_by_makespan, balance_by_size, balance_by_time
-    from scale_pipe.models.deferred_batch_norm import DeferredBatchNorm
-    from scale_pipe.models.profiling import profile_stages
-    from scale_pipe.models.replay import SplitError
-    from scale_pipe.models.skip import skippable
-    from scale_pipe.models.skip_layout import verify_skippables
-    from scale_pipe.models.skip_words import Namespace, pop, stash
-    from scale_pipe.models.split import shared_parameters, split
+    from scale_pipe.microbatch import NoChunk
+    from scale_pipe.module_split.placeholder_tensor import AbsentTensorError
+    from scale_pipe.module_split.replay import SplitError
+    from scale_pipe.module_split.split import shared_parameters, split
     from scale_pipe.one_process.pipe import Pipe
+    from scale_pipe.partition.balance import balance_by_makespan, balance_by_size, balance_by_time
+    from scale_pipe.partition.profile import profile_stages
+    from scale_pipe.skip.layout import verify_skippables
+    from scale_pipe.skip.namespace import Namespace, pop, stash
+    from scale_pipe.skip.skippable import skippable
 
 __version__ = "2026.11.0"
 __all__ = [
@@ -90,24 +88,24 @@ __all__ = [
 
 # What runs models needs torch, which takes a while to load; schedules are computed without it.
 _LOADED_WHEN_ASKED_FOR = {
-    "AbsentTensorError": "scale_pipe.models.absent",
-    "DeferredBatchNorm": "scale_pipe.models.deferred_batch_norm",
+    "AbsentTensorError": "scale_pipe.module_split.placeholder_tensor",
+    "DeferredBatchNorm": "scale_pipe.batch_norm",
     "DistributedPipe": "scale_pipe.distributed.pipe",
-    "Namespace": "scale_pipe.models.skip_words",
-    "NoChunk": "scale_pipe.micro_batches",
+    "Namespace": "scale_pipe.skip.namespace",
+    "NoChunk": "scale_pipe.microbatch",
     "Pipe": "scale_pipe.one_process.pipe",
-    "SplitError": "scale_pipe.models.replay",
-    "StageError": "scale_pipe.distributed.failure",
-    "balance_by_makespan": "scale_pipe.models.balance",
-    "balance_by_size": "scale_pipe.models.balance",
-    "balance_by_time": "scale_pipe.models.balance",
-    "pop": "scale_pipe.models.skip_words",
-    "profile_stages": "scale_pipe.models.profiling",
-    "shared_parameters": "scale_pipe.models.split",
-    "skippable": "scale_pipe.models.skip",
-    "split": "scale_pipe.models.split",
-    "stash": "scale_pipe.models.skip_words",
-    "verify_skippables": "scale_pipe.models.skip_layout",
+    "SplitError": "scale_pipe.module_split.replay",
+    "StageError": "scale_pipe.distributed.errors",
+    "balance_by_makespan": "scale_pipe.partition.balance",
+    "balance_by_size": "scale_pipe.partition.balance",
+    "balance_by_time": "scale_pipe.partition.balance",
+    "pop": "scale_pipe.skip.namespace",
+    "profile_stages": "scale_pipe.partition.profile",
+    "shared_parameters": "scale_pipe.module_split.split",
+    "skippable": "scale_pipe.skip.skippable",
+    "split": "scale_pipe.module_split.split",
+    "stash": "scale_pipe.skip.namespace",
+    "verify_skippables": "scale_pipe.skip.layout",
 }
 
 

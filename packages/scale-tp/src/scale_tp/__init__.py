@@ -35,17 +35,33 @@ The files in reading order; each stands only on those above it:
 - `state`, `llama`: whole tensors in and out, and the reference checkpoints of Llama.
 """
 
-from scale_tp.attention import ParallelAttention
-from scale_tp.cross_entropy import vocab_parallel_cross_entropy
-from scale_tp.dropout import ParallelDropout
-from scale_tp.embedding import ParallelEmbedding, VocabParallelEmbedding
-from scale_tp.even_parts import (
-    VocabUtility,
-    divide_and_check_no_remainder,
-    ensure_divisibility,
-    split_tensor_along_last_dim,
+from scale_tp.async_tp.collective_matmul import gather_linear, linear_scatter
+from scale_tp.attention_heads import ATTENTION_RULES, AttentionRule
+from scale_tp.context_parallel.load_balance import join_sequence, positions, split_sequence
+from scale_tp.context_parallel.ring import ring_attention
+from scale_tp.context_parallel.ulysses import ulysses_attention
+from scale_tp.conversion.parallelize import parallelize
+from scale_tp.conversion.styles import GPT2_PLAN, Style
+from scale_tp.layers.attention import ParallelAttention
+from scale_tp.layers.cross_entropy import vocab_parallel_cross_entropy
+from scale_tp.layers.dropout import ParallelDropout
+from scale_tp.layers.embedding import ParallelEmbedding, VocabParallelEmbedding
+from scale_tp.layers.linear import ColumnParallelLinear, RowParallelLinear
+from scale_tp.layers.norm import ParallelLayerNorm, ParallelRMSNorm, sum_gradients_over
+from scale_tp.layers.whole_init import initialise_whole
+from scale_tp.llama import iterate_consolidated, read_consolidated
+from scale_tp.mappings import (
+    copy_all_to_model_parallel_region,
+    copy_to_model_parallel_region,
+    gather_from_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    scatter_to_model_parallel_region,
+    scatter_to_sequence_parallel_region,
 )
-from scale_tp.getters import (
+from scale_tp.parallel_state import (
+    destroy_model_parallel,
     get_context_parallel_group,
     get_context_parallel_rank,
     get_context_parallel_ranks,
@@ -67,20 +83,10 @@ from scale_tp.getters import (
     get_pipeline_parallel_rank,
     get_pipeline_parallel_ranks,
     get_pipeline_parallel_world_size,
-)
-from scale_tp.groups import (
-    destroy_model_parallel,
     initialize_model_parallel,
     model_parallel_is_initialized,
 )
-from scale_tp.heads import ATTENTION_RULES, AttentionRule
-from scale_tp.linear import ColumnParallelLinear, RowParallelLinear
-from scale_tp.llama import iterate_consolidated, read_consolidated
-from scale_tp.norms import ParallelLayerNorm, ParallelRMSNorm, sum_gradients_over
-from scale_tp.overlap import gather_linear, linear_scatter
-from scale_tp.parallelize import parallelize
-from scale_tp.plan import GPT2_PLAN, Style
-from scale_tp.randomness import (
+from scale_tp.random import (
     CudaRNGStatesTracker,
     RandomStreams,
     checkpoint,
@@ -89,22 +95,16 @@ from scale_tp.randomness import (
     model_parallel_cuda_manual_seed,
     model_parallel_manual_seed,
 )
-from scale_tp.regions import (
-    copy_all_to_model_parallel_region,
-    copy_to_model_parallel_region,
-    gather_from_model_parallel_region,
-    gather_from_sequence_parallel_region,
-    reduce_from_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-    scatter_to_model_parallel_region,
-    scatter_to_sequence_parallel_region,
+from scale_tp.split import (
+    HeadSplit,
+    Split,
+    VocabUtility,
+    divide_and_check_no_remainder,
+    ensure_divisibility,
+    split_heads,
+    split_tensor_along_last_dim,
 )
-from scale_tp.ring import ring_attention
-from scale_tp.sequence_order import join_sequence, positions, split_sequence
-from scale_tp.split_sizes import HeadSplit, Split, split_heads
-from scale_tp.state import full_state_dict, load_full_tensors
-from scale_tp.ulysses import ulysses_attention
-from scale_tp.wholes import initialise_whole
+from scale_tp.state_dict import full_state_dict, load_full_tensors
 
 __version__ = "2026.11.0"
 __all__ = [

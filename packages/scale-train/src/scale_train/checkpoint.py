@@ -21,11 +21,11 @@ from torch import nn
 from scale_core.shard import full_shape
 from scale_core.snapshot import SnapshotError, latest_snapshot, load_snapshot, save_snapshot
 from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
+from scale_train.config.options import RunOptions
 from scale_train.errors import InputError, reason_of
-from scale_train.large_batches import is_of_adascale
-from scale_train.options import RunOptions
-from scale_train.pipeline import Pipeline
-from scale_train.training import Training
+from scale_train.parallelize.adascale import is_of_adascale
+from scale_train.parallelize.pipeline import Pipeline
+from scale_train.state import Training
 
 CHECKPOINTS = "checkpoints"
 METRICS = "metrics.jsonl"

@@ -12,14 +12,14 @@ from collections.abc import Sequence
 
 import tyro
 
-from scale_train.activations import with_bare_flag
-from scale_train.checking import check
+from scale_train.config.options import Options
+from scale_train.config.resolve import num_local_ranks
+from scale_train.config.validate import check
+from scale_train.data.text import check_length, read_text
 from scale_train.errors import InputError
-from scale_train.meaning import num_local_ranks
+from scale_train.launch import is_under_torchrun, join, start
 from scale_train.memory import check_fits
-from scale_train.options import Options
-from scale_train.start import is_under_torchrun, join, start
-from scale_train.text import check_length, read_text
+from scale_train.parallelize.activations import with_bare_flag
 
 DESCRIPTION = """The training program of scale.
 

@@ -11,11 +11,11 @@ import struct
 import torch
 from torch import Tensor
 
-from scale_core.exchange import exchange
-from scale_core.group import Group
+from scale_core.comm.control_plane import exchange
+from scale_core.comm.group import Group
+from scale_train.data.sampler import windows_at
 from scale_train.model import IGNORED
-from scale_train.parallel import Engine
-from scale_train.sampler import windows_at
+from scale_train.parallelize.engine import Engine
 
 
 def held_out_starts(num_bytes: int, sequence: int, most_tokens: int) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from scale_core.events import identity
+from scale_core.consistency.execution_order import identity
 
 NUM_BYTES = 256
 IGNORED = -1

@@ -30,7 +30,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from scale_core.group import Group, group_of
+from scale_core.comm.group import Group, group_of
 from scale_core.shard import shard_of
 from scale_fsdp import class_policy, fully_shard_modules, no_split_policy
 

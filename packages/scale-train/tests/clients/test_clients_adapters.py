@@ -10,7 +10,7 @@ from client_models import build, language_step, sharded, tokens, train_beside
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from scale_core.flat import live_buffers
+from scale_core.flat.buffer import live_buffers
 from scale_core.testing import run_ranks
 from scale_fsdp import Description, describe
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from client_models import MODELS, build_plain, train_beside
 
-from scale_core.group import group_of
+from scale_core.comm.group import group_of
 from scale_core.testing import run_ranks
 from scale_fsdp import fully_shard_modules, no_split_policy
 

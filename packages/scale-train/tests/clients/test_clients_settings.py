@@ -21,7 +21,7 @@ from client_models import (
 )
 from torch import Tensor, nn
 
-from scale_core.group import group_of
+from scale_core.comm.group import group_of
 from scale_core.testing import run_ranks
 from scale_fsdp import MixedPrecision, fully_shard
 

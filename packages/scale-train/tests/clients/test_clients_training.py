@@ -28,7 +28,7 @@ from client_models import (
 )
 from torch import Tensor
 
-from scale_core.group import group_of
+from scale_core.comm.group import group_of
 from scale_core.testing import run_ranks
 
 TOLERANCE = 2e-6

@@ -19,8 +19,7 @@ from torch.optim import SGD, Adam
 
 import scale_tp
 from scale_adascale import AdaScale
-from scale_adascale.averages import Average
-from scale_adascale.gain import bounded, gain, moments
+from scale_adascale.gain import Average, bounded, gain, moments
 from scale_checkpoint import apply_checkpointing, checkpoint_wrapper
 from scale_core import ShardedGradScaler
 from scale_core.snapshot import load_snapshot, save_snapshot

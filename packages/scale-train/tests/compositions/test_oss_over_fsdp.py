@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
 
-from scale_core.group import group_of
+from scale_core.comm.group import group_of
 from scale_core.simulate import simulate
 from scale_core.snapshot import load_snapshot, save_snapshot
 from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict

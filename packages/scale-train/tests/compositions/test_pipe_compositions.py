@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from scale_core import ShardedGradScaler
-from scale_core.group import group_of
+from scale_core.comm.group import group_of
 from scale_core.testing import run_ranks
 from scale_fsdp import FullyShardedDataParallel, full_state_dict, fully_shard
 from scale_oss import OSS, ShardedDataParallel

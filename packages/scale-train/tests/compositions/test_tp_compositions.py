@@ -20,17 +20,17 @@ from torch.optim import SGD
 from scale_adascale import AdaScale
 from scale_checkpoint import checkpoint_wrapper
 from scale_core import clip_grad_norm, grad_norm
-from scale_core.group import Group, group_of
+from scale_core.comm.group import Group, group_of
 from scale_core.snapshot import load_snapshot, save_snapshot
 from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
 from scale_core.testing import run_ranks
 from scale_fsdp import fully_shard
 from scale_oss import OSS, ShardedDataParallel
 from scale_pipe import DistributedPipe, split
-from scale_tp.attention import ParallelAttention
-from scale_tp.parallelize import parallelize
-from scale_tp.plan import Plan
-from scale_tp.state import full_state_dict
+from scale_tp.conversion.parallelize import parallelize
+from scale_tp.conversion.styles import Plan
+from scale_tp.layers.attention import ParallelAttention
+from scale_tp.state_dict import full_state_dict
 
 PLAN: Plan = {
     "blocks.*.attention.(query|key|value)": "colwise",

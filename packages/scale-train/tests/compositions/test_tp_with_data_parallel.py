@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 import scale_tp
 from scale_core import grad_norm, shard_of
-from scale_core.dcp import dcp_target
-from scale_core.group import Group
+from scale_core.comm.group import Group
 from scale_core.state import load_sharded_state_dict, sharded_state_dict
+from scale_core.state.dcp import dcp_target
 from scale_core.testing import run_ranks
 from scale_fsdp import fully_shard
 from scale_oss import OSS, ShardedDataParallel

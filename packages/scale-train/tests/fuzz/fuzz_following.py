@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from scale_adascale import AdaScale
-from scale_core.group import Group
+from scale_core.comm.group import Group
 
 ALIKE, SLACK = 2**8, 2**18
 SUMS_IN_ORDER = {"fully_shard", "FullyShardedDataParallel", "sharded_ddp"}

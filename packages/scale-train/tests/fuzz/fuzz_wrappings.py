@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import ExponentialLR, LRScheduler, OneCycleLR
 from scale_adascale import AdaScale
 from scale_checkpoint import checkpoint_modules
 from scale_core import clip_grad_norm
-from scale_core.group import Group
+from scale_core.comm.group import Group
 from scale_core.snapshot import load_snapshot, save_snapshot
 from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
 from scale_fsdp import FullyShardedDataParallel, fully_shard

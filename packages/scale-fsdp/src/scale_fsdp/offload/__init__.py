@@ -1,5 +1,4 @@
-"""Optimizer state on the host.
+"""Optimizer state on the host, and its update there, beside the backward pass.
 
-`optimizer` is what users hold, `plan` says which elements go, `parts` where they stand; `backward`, `copies` and
-`update` are the way of a gradient through one step.
+Begin with `optimizer`, what users hold; `placement` says which elements go, `transfer` moves them, `host_update` steps.
 """

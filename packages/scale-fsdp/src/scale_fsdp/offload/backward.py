@@ -7,22 +7,76 @@ used at once, bucket by bucket, and no gradient is left for later.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future, wait
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import increment_version
+from torch.utils.hooks import RemovableHandle
 
-from scale_core.backward import once_after_backward
-from scale_core.shard import title_of
+from scale_core.autograd_hooks import after_gradient, on_arriving_grads, on_reduced_grads, once_after_backward
+from scale_core.shard import title_of, unit_shard_of
 from scale_core.streams import on_host, worker_for
-from scale_fsdp.offload.copies import EarlyCopy, still_copies
-from scale_fsdp.offload.host_step import PIECE_ELEMENTS
-from scale_fsdp.offload.parts import Part
-from scale_fsdp.offload.update import OffloadUpdate, buckets
-from scale_fsdp.offload.used_gradient import UsedGradient, used_up
+from scale_fsdp.offload.host_kernel import PIECE_ELEMENTS
+from scale_fsdp.offload.host_update import OffloadUpdate, buckets
+from scale_fsdp.offload.placement import Part
+from scale_fsdp.offload.transfer import EarlyCopy, still_copies
+
+
+class UsedGradient(Tensor):
+    """The place of a gradient that is gone; every operation on it raises.
+
+    Args:
+        param: Whose gradient it was.
+    """
+
+    of_whom: str
+
+    @staticmethod
+    def __new__(cls, param: Tensor) -> UsedGradient:  # noqa: PYI034  # torch's maker of subclasses is untyped
+        used: UsedGradient = torch.Tensor._make_wrapper_subclass(
+            cls, param.shape, dtype=param.dtype, device=param.device, storage_size=0
+        )
+        used.of_whom = title_of(param)
+        return used
+
+    __torch_function__ = cast(Any, torch._C)._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch calls it with the operator first
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Refuses.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise used_up(next(arg.of_whom for arg in _flat((*args, *(kwargs or {}).values())) if isinstance(arg, cls)))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"UsedGradient({self.of_whom})"
+
+
+def used_up(name: str) -> RuntimeError:
+    """The error about a gradient that is wanted although it has been used."""
+    return RuntimeError(
+        f"the gradient of {name} was used for its update during the backward pass and is gone: overlap_step=True "
+        "allows one backward() per step(), without clipping, gradient scaler or anything else that needs gradients "
+        "between the two. Build OffloadOptimizer(..., overlap_step=False) for those"
+    )
+
+
+def _flat(arguments: Sequence[Any]) -> list[Any]:
+    found: list[Any] = []
+    for argument in arguments:
+        found += _flat(argument) if isinstance(argument, list | tuple) else [argument]
+    return found
 
 
 class EarlyCopies:
@@ -219,3 +273,66 @@ def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return torch.equal(one, other)
     return bool(one == other)
+
+
+class GradientArrivals:
+    """Calls a method with each parameter whose gradient of this backward pass is known, and with that gradient.
+
+    A plain parameter's gradient is seen by a hook. Autograd knows of no gradient of a local shard: whoever reduces it
+    tells, before the pass is over (`scale_core.on_arriving_grads`) and at its end (`scale_core.on_reduced_grads`).
+
+    Args:
+        tell: A bound method. Its object is held weakly; with it, the hooks go. Unless the gradients are used at once,
+            it is called twice with a shard's: before it stands in `param.grad`, and when it does.
+        at_once: It uses them up, so that they need not wait for the end of the pass: it is called once, when they stand
+            in `param.grad`.
+    """
+
+    def __init__(self, tell: Callable[[Tensor, Tensor], None], *, at_once: bool = False) -> None:
+        self._tell, self._at_once = weakref.WeakMethod(tell), at_once
+        self._watched: set[Tensor] = set()
+        self._handles: list[RemovableHandle] = []
+        self._hears_of_shards = False
+        weakref.finalize(tell.__self__, _remove, self._handles)  # type: ignore[attr-defined]  # a bound method has one
+
+    def watch(self, params: Iterable[Tensor]) -> None:
+        """Begins with these parameters, as far as they train and are not watched yet."""
+        tell, watched = self._tell, self._watched
+
+        def arrived(param: Tensor) -> None:
+            method = tell()
+            if method is not None and param.grad is not None:
+                method(param, param.grad)
+
+        def reduced(params: Sequence[Tensor]) -> None:
+            for param in params:
+                if param in watched:
+                    arrived(param)
+
+        def arriving(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+            method = tell()
+            for param, grad in zip(params, grads, strict=True):
+                if method is not None and param in watched:
+                    method(param, grad)
+
+        for param in params:
+            if param in watched or not param.requires_grad:
+                continue
+            watched.add(param)
+            if unit_shard_of(param) is None:
+                self._handles.append(_after_gradient(param, arrived))
+            elif not self._hears_of_shards:
+                self._hears_of_shards = True
+                self._handles.append(on_reduced_grads(reduced, watched if self._at_once else ()))
+                if not self._at_once:
+                    self._handles.append(on_arriving_grads(arriving))
+
+
+def _after_gradient(param: Any, callback: Callable[[Tensor], None]) -> RemovableHandle:
+    leaf: nn.Parameter = param  # Any leaf tensor has the hook.
+    return after_gradient(leaf, callback)
+
+
+def _remove(handles: Sequence[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()

@@ -1,1 +1,4 @@
-"""Which modules become units (`policy`), and how they are made so (`units`)."""
+"""Which modules become units, and how a whole model is wrapped by one call.
+
+Begin with `policy`, then `auto_wrap`.
+"""

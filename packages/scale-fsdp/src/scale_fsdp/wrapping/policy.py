@@ -2,7 +2,7 @@
 
 A unit is what is gathered and released together: too small, and the collectives' latency shows; too large, and the
 memory does. So the choice stands apart from the sharding. A policy is asked about one module at a time, changes
-nothing, and can be read, printed and tested without any rank; `scale_fsdp.wrapping.units` walks the model and does
+nothing, and can be read, printed and tested without any rank; `scale_fsdp.wrapping.auto_wrap` walks the model and does
 what it says.
 """
 

@@ -1,1 +1,4 @@
-"""A pipeline over several processes: each rank holds some stages, and follows its list of the schedule."""
+"""A pipeline over several processes: each rank holds some stages, and follows its list of the schedule.
+
+Begin with `pipe`, what users hold; `runtime` carries a rank's instructions out, `stage` computes.
+"""

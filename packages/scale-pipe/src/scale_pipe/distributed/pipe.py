@@ -9,39 +9,29 @@ import torch
 from torch import Tensor, nn
 
 from scale_core import Contract, GroupLike, group_of
-from scale_core.group import check_not_forgotten
-from scale_core.messages import HOST
-from scale_core.norms import clip, measured_gradients
-from scale_core.numbering import next_number
-from scale_core.samples import announces_samples
+from scale_core.comm.collectives import HOST
+from scale_core.comm.group import check_not_forgotten
+from scale_core.consistency.contract import next_number
+from scale_core.microbatch_grads import announces_samples
+from scale_core.optim.clip_grad import clip, measured_gradients
 from scale_core.shard import mark_stages
-from scale_pipe.checkpoint_mode import Checkpoint, check_checkpoint
-from scale_pipe.distributed.building import (
-    SOLVE,
-    connections,
-    cut_in_stages,
-    described,
-    schedule_for,
-    stages_each,
-)
-from scale_pipe.distributed.failure import of_error
-from scale_pipe.distributed.given import Given
-from scale_pipe.distributed.inputs import Asked, LossFunction, given_for
-from scale_pipe.distributed.measuring import costs_of, gathered_spans, link_times, measured, solved
-from scale_pipe.distributed.messages import Pass
-from scale_pipe.distributed.passes import Passes, kept_gradients
-from scale_pipe.distributed.plain_face import PlainFace
-from scale_pipe.distributed.replicas import check_apart
-from scale_pipe.distributed.samples import Samples, ranks_with_parameters
-from scale_pipe.distributed.shared import Shared
+from scale_pipe.batch_norm import DeferredBatchNorm
+from scale_pipe.distributed.build import connections, cut_in_stages, described, stages_each
+from scale_pipe.distributed.comm.messages import Pass
+from scale_pipe.distributed.data_parallel import check_apart
+from scale_pipe.distributed.errors import Verdict, of_error
+from scale_pipe.distributed.microbatch_grads import Samples, ranks_with_parameters
+from scale_pipe.distributed.module_view import PlainFace
+from scale_pipe.distributed.profile import costs_of, gathered_spans, link_times, measured, solved
+from scale_pipe.distributed.program.channels import traffic_of
+from scale_pipe.distributed.shared_params import Shared, Tied
 from scale_pipe.distributed.stage import Stage
-from scale_pipe.distributed.state import StagesState
-from scale_pipe.distributed.stepping import Optimizers
-from scale_pipe.distributed.tied import Tied
-from scale_pipe.distributed.traffic import traffic_of
-from scale_pipe.distributed.verdict import Verdict
-from scale_pipe.micro_batches import Arguments
-from scale_pipe.models.deferred_batch_norm import DeferredBatchNorm
+from scale_pipe.distributed.state_dict import StagesState
+from scale_pipe.distributed.step_inputs import Asked, Given, LossFunction, Optimizers, given_for
+from scale_pipe.distributed.step_loop import Passes, kept_gradients
+from scale_pipe.microbatch import Arguments
+from scale_pipe.partition.partition import Checkpoint, check_checkpoint
+from scale_pipe.schedules.registry import SOLVE, schedule_for
 from scale_pipe.schedules.schedule import Schedule
 from scale_pipe.schedules.simulation import Simulation, Span
 

@@ -15,19 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scale_core.group import Group
-from scale_core.pending import TransferError
-from scale_pipe.distributed import failure as failures
-from scale_pipe.distributed.given import Given, OnStep
-from scale_pipe.distributed.links import LinkError, Links
-from scale_pipe.distributed.messages import Content, Failure, Message, Pass, Share, pack
-from scale_pipe.distributed.order import Order
-from scale_pipe.distributed.plan import AddShared, Average, Flow, Receive, Send, Slot
-from scale_pipe.distributed.replicas import agree_to_go_on
-from scale_pipe.distributed.shared import Shared
+from scale_core.comm.group import Group
+from scale_core.comm.work import TransferError
+from scale_pipe.distributed import errors as failures
+from scale_pipe.distributed.comm.messages import Content, Failure, Message, Pass, Share, pack
+from scale_pipe.distributed.comm.p2p import LinkError, Links
+from scale_pipe.distributed.data_parallel import agree_to_go_on
+from scale_pipe.distributed.program.plan import AddShared, Average, Flow, Receive, Send, Slot
+from scale_pipe.distributed.program.rank_program import Order
+from scale_pipe.distributed.shared_params import Shared
 from scale_pipe.distributed.stage import OUTPUT, Stage
-from scale_pipe.gathering import gather
-from scale_pipe.micro_batches import Arguments
+from scale_pipe.distributed.step_inputs import Given, OnStep
+from scale_pipe.microbatch import Arguments, gather
 from scale_pipe.schedules.action import EVERY_MICRO_BATCH, FREES, Action, Kind
 
 LOOKAHEAD = 2

@@ -12,21 +12,54 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, increment_version
 
 from scale_checkpoint import checkpoint_wrapper, disable_checkpointing, is_checkpointed
 from scale_core import compat
-from scale_core.nested import map_tensors
-from scale_pipe.checkpoint_mode import Checkpoint, works_in_place
-from scale_pipe.distributed.entering import enter, note_changes
-from scale_pipe.distributed.messages import Content, Share, pack, unpack
-from scale_pipe.distributed.replicas import Replicas
-from scale_pipe.distributed.split_backward import Backward
-from scale_pipe.micro_batches import Arguments
-from scale_pipe.models.deferred_batch_norm import begin_mini_batch
-from scale_pipe.models.partition import contents_in_words, run_layers
-from scale_pipe.models.skip_carrying import run_with_skips
-from scale_pipe.models.skip_words import SkipKey
+from scale_core.tree import map_tensors
+from scale_pipe.batch_norm import begin_mini_batch
+from scale_pipe.distributed.comm.messages import Content, Share, pack, unpack
+from scale_pipe.distributed.data_parallel import Replicas
+from scale_pipe.microbatch import Arguments
+from scale_pipe.partition.partition import Checkpoint, contents_in_words, run_layers, works_in_place
+from scale_pipe.skip.namespace import SkipKey
+from scale_pipe.skip.tracker import run_with_skips
+from scale_pipe.split_backward import Backward
+
+
+class _Entry(torch.autograd.Function):
+    """The identity, without a copy: what comes out is no leaf, so a layer may change it in place."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.data
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0]
+
+
+def enter(tensor: Tensor) -> Tensor:
+    """Returns what a layer gets for a tensor that has come in.
+
+    Args:
+        tensor: A leaf where it requires gradients, of any shape.
+    """
+    entered: Tensor = _Entry.apply(tensor) if tensor.requires_grad else tensor  # type: ignore[no-untyped-call]
+    return entered
+
+
+def note_changes(leaves: Sequence[Tensor], entries: Sequence[Tensor]) -> None:
+    """Tells autograd what was changed in place: the stage before may have kept the same memory for its backward.
+
+    Args:
+        leaves: What has come in.
+        entries: What `enter` has made of them.
+    """
+    for leaf, entry in zip(leaves, entries, strict=True):
+        if entry is not leaf and entry._version:
+            increment_version(leaf)
+
 
 ToLoss: TypeAlias = Callable[[Any, int, Share], Any]
 """From the last stage's output, the number of the micro-batch and its share to its loss, a scalar."""

@@ -1,1 +1,4 @@
-"""A pipeline in one process, over several devices."""
+"""A pipeline in one process, over several devices.
+
+Begin with `pipe`.
+"""

@@ -2,23 +2,96 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, overload
 
 import torch
 from torch import nn
 
-from scale_pipe.checkpoint_mode import Checkpoint, check_checkpoint
-from scale_pipe.gathering import gather
-from scale_pipe.micro_batches import Arguments, check_chunks, scatter, scatter_each
-from scale_pipe.models.deferred_batch_norm import DeferredBatchNorm, begin_mini_batch
-from scale_pipe.models.partition import check_balance, check_sequential, partition
-from scale_pipe.models.skip_layout import verify_skippables
-from scale_pipe.one_process.devices import devices_of
-from scale_pipe.one_process.loading import plain_keys
+from scale_pipe.batch_norm import DeferredBatchNorm, begin_mini_batch
+from scale_pipe.microbatch import Arguments, check_chunks, gather, scatter, scatter_each
 from scale_pipe.one_process.pipeline import Pipeline
+from scale_pipe.partition.partition import Checkpoint, check_balance, check_checkpoint, check_sequential, partition
+from scale_pipe.skip.layout import verify_skippables
+from scale_pipe.skip.namespace import declared_by
+
+Device = torch.device | str | int
+
+
+def devices_of(devices: Iterable[Device] | None, balance: Sequence[int] | None) -> list[torch.device]:
+    """Returns the devices that are meant; without an index, one device would have two names.
+
+    Args:
+        devices: As a pipeline is given them. None is all accelerators, or the CPU where there is none.
+        balance: So many partitions may share the CPU.
+
+    Raises:
+        TypeError: They are no list.
+        ValueError: There is no such device.
+    """
+    if devices is None:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        if accelerator is None:
+            return [torch.device("cpu")] * max(1, len(balance or ()))
+        return [torch.device(accelerator.type, index) for index in range(torch.accelerator.device_count())]
+    if isinstance(devices, str | torch.device) or not isinstance(devices, Iterable):
+        raise TypeError(f"devices are a list, one for each partition, but got {devices!r}: write devices=[{devices!r}]")
+    return [_device(place, device) for place, device in enumerate(devices)]
+
+
+def _device(place: int, given: Device) -> torch.device:
+    try:
+        device = torch.device(given)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"{_missing(place, given)} ({str(error).splitlines()[0]})") from error
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if device.type in ("cpu", "meta") or (accelerator is not None and device.type != accelerator.type):
+        return device  # Whether one of a third kind is there, the copy to it will say.
+    if accelerator is None or (device.index or 0) >= torch.accelerator.device_count():
+        raise ValueError(_missing(place, given))
+    unnumbered = torch.device(device.type)
+    return torch.device(device.type, torch.accelerator.current_device_index()) if device == unnumbered else device
+
+
+def _missing(place: int, given: Device) -> str:
+    count = torch.accelerator.device_count()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    there = f"{count} of the type {accelerator.type!r}" if accelerator is not None else "no accelerators"
+    return (
+        f"there is no device {given!r}, as devices[{place}] names it: this process sees {there}, and the CPU, which "
+        'may stand several times: devices=["cpu", "cpu"]'
+    )
+
+
+_OF_A_PARTITION = re.compile(r"partitions\.\d+\.(.+)", re.DOTALL)
+
+
+def plain_keys(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+    """Renames the keys in `state_dict` that name a partition, so that they name the layer alone.
+
+    What was saved as `partitions.1.3.weight` is `3.weight`, in whatever balance. There, a skippable layer holds the
+    layer that was written, as its `module`: `partitions.1.3.module.weight` is `3.weight` as well.
+
+    Args:
+        module: Whose layers are meant.
+        state_dict: Changed in place.
+        prefix: Of the module's keys.
+    """
+    if "partitions" in module._modules:
+        return  # A layer has this name itself.
+    skippables = [name for name, part in module.named_modules() if declared_by(part) and "module" not in part._modules]
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        match = _OF_A_PARTITION.fullmatch(key[len(prefix) :])
+        if match is None:
+            continue
+        plain = match.group(1)
+        for name in skippables:
+            if plain.startswith(f"{name}.module."):
+                plain = name + plain[len(name) + len(".module") :]
+        state_dict[prefix + plain] = state_dict.pop(key)
 
 
 class Pipe(nn.Module):

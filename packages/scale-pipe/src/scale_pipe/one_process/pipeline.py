@@ -8,18 +8,46 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
-from scale_pipe.micro_batches import Arguments
-from scale_pipe.models.skip_layout import skip_layout
-from scale_pipe.models.skip_words import SkipKey
-from scale_pipe.one_process.clock import Task, clock_cycles
-from scale_pipe.one_process.partition_run import PartitionRun, Result
-from scale_pipe.one_process.portals import Portals
-from scale_pipe.one_process.workers import Workers
+from scale_pipe.microbatch import Arguments
+from scale_pipe.one_process.checkpoint import PartitionRun, Result
+from scale_pipe.one_process.worker import Workers
+from scale_pipe.skip.layout import skip_layout
+from scale_pipe.skip.namespace import SkipKey
+from scale_pipe.skip.portal import Portals
+
+
+class Task(NamedTuple):
+    """What is computed at once.
+
+    Attributes:
+        micro_batch: Number of the micro-batch.
+        partition: Number of the partition that it goes through.
+    """
+
+    micro_batch: int
+    partition: int
+
+
+def clock_cycles(num_micro_batches: int, num_partitions: int) -> list[list[Task]]:
+    """Returns for each tick of the clock what can be computed at once, all of it on different partitions.
+
+        >>> [[tuple(task) for task in cycle] for cycle in clock_cycles(3, 2)]
+        [[(0, 0)], [(1, 0), (0, 1)], [(2, 0), (1, 1)], [(2, 1)]]
+
+    Args:
+        num_micro_batches: M.
+        num_partitions: P; there are M + P - 1 ticks.
+    """
+    return [
+        [Task(tick - number, number) for number in range(num_partitions) if 0 <= tick - number < num_micro_batches]
+        for tick in range(num_micro_batches + num_partitions - 1)
+    ]
+
 
 R = TypeVar("R")
 

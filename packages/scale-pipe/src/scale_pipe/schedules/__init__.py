@@ -1,1 +1,4 @@
-"""The pure half: schedules as data, what builds, proves, simulates and draws them. Nothing here needs a tensor."""
+"""Schedules as data: what builds, proves, simulates and draws them. Nothing here needs a tensor.
+
+Begin with `schedule`, then `classic`.
+"""

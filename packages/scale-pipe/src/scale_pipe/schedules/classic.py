@@ -11,9 +11,9 @@ from itertools import accumulate
 
 from scale_pipe.integers import check_positive
 from scale_pipe.schedules.action import Action, backward, forward
+from scale_pipe.schedules.lowering import weave
 from scale_pipe.schedules.placement import Placement
 from scale_pipe.schedules.schedule import Schedule
-from scale_pipe.schedules.weave import weave
 
 
 def gpipe(num_ranks: int, num_micro_batches: int, stages_per_rank: int = 1) -> Schedule:

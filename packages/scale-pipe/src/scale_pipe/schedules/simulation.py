@@ -13,9 +13,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 from scale_pipe.schedules.action import COMPUTES, FREES, GIVES_INPUT_GRADIENT, SENDS, Action, Kind
-from scale_pipe.schedules.costs import Costs
+from scale_pipe.schedules.cost_model import Costs
 from scale_pipe.schedules.schedule import Schedule
-from scale_pipe.schedules.validation import partner, validate
+from scale_pipe.schedules.validate import partner, validate
 
 
 class Span(NamedTuple):

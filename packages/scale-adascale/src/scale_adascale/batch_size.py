@@ -1,0 +1,180 @@
+"""The batch size at which a training goes forward fastest: measured speed times what a sample is worth.
+
+A larger batch keeps the machine busier, and each of its samples is worth less:
+
+    goodput(m) = samples per second(m) * (B + b) / (B + m)
+
+with noise scale B and base batch size b (Qiao et al., "Pollux", arXiv 2008.12260, section 3). Seconds per step are
+those that were measured; between and beyond them, a line through them: a constant part, as communication and the
+optimizer, and one that grows with the batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple, TypeVar, cast
+
+from scale_adascale.gain import check_scale
+from scale_adascale.noise_scale import NoiseScale, efficiency
+from scale_core.tree import map_tensors, tensors_in
+
+
+class Speed(NamedTuple):
+    """Seconds of a step: `constant + per_sample * batch size`."""
+
+    constant: float
+    per_sample: float
+
+    def seconds(self, batch_size: float) -> float:
+        """Seconds of a step of this batch size."""
+        return self.constant + self.per_sample * batch_size
+
+
+class Suggestion(NamedTuple):
+    """A batch size, and what speaks for it.
+
+    Attributes:
+        batch_size: Samples of one step, over all ranks.
+        goodput: Samples per second, in samples of the base batch size.
+        throughput: Samples per second.
+        efficiency: What a sample is worth, beside one of the base batch size.
+    """
+
+    batch_size: int
+    goodput: float
+    throughput: float
+    efficiency: float
+
+
+def fit_speed(seconds: Mapping[int, float]) -> Speed:
+    """Returns the line with the least sum of squared relative errors, neither part of which is below 0.
+
+    Args:
+        seconds: Measured seconds of a step, by batch size.
+
+    Raises:
+        ValueError: Nothing was measured, or something that is not above 0.
+    """
+    if not seconds or any(not size > 0 or not 0 < each < math.inf for size, each in seconds.items()):
+        raise ValueError(
+            f"expected seconds of a step by batch size, all above 0, got {dict(seconds)}: measure some steps of one "
+            "batch size at least, such as {256: 0.21, 512: 0.34}"
+        )
+    # Divided by the seconds themselves, so that all measurements count alike: 1 = a x + b y.
+    rows = [(1 / each, size / each) for size, each in seconds.items()]
+    xx, yy, xy = (sum(x * x for x, _ in rows), sum(y * y for _, y in rows), sum(x * y for x, y in rows))
+    x, y = sum(x for x, _ in rows), sum(y for _, y in rows)
+    determinant = xx * yy - xy * xy
+    if len(rows) > 1 and determinant > 1e-12 * xx * yy:
+        constant, per_sample = (x * yy - y * xy) / determinant, (y * xx - x * xy) / determinant
+        if constant >= 0 and per_sample >= 0:
+            return Speed(constant, per_sample)
+        if per_sample < 0:
+            return Speed(x / xx, 0.0)
+    return Speed(0.0, y / yy)
+
+
+def suggest_batch_size(
+    seconds: Mapping[int, float],
+    noise: float | NoiseScale,
+    base_batch_size: float,
+    candidates: Iterable[int] | None = None,
+) -> Suggestion:
+    """Returns the batch size of the highest goodput.
+
+        >>> suggest_batch_size({64: 0.50, 128: 0.52, 256: 0.56}, noise=400, base_batch_size=64).batch_size
+        512
+
+    Args:
+        seconds: Measured seconds of a step, by batch size (samples over all ranks); of two sizes at least, since one
+            does not tell which part of a step's time grows with the batch: then all of it is taken to.
+        noise: The gradient noise scale in samples, as `optimizer.noise_scale(base_batch_size)`.
+        base_batch_size: Samples of scale 1.
+        candidates: Batch sizes to choose from; those measured and their doubles, up to twice the largest one, if None.
+
+    Raises:
+        ValueError: A number out of its range, or no candidate.
+    """
+    noise = noise.value if isinstance(noise, NoiseScale) else noise
+    if not noise >= 0 or not base_batch_size > 0:
+        raise ValueError(f"expected noise >= 0 and base_batch_size > 0, got noise={noise}, {base_batch_size=}")
+    speed = fit_speed(seconds)
+    sizes = sorted({*seconds, *(2 * size for size in seconds)} if candidates is None else set(candidates))
+    if not sizes or sizes[0] < 1:
+        raise ValueError(f"expected candidates of at least 1, and one at least, got {sizes}: pass batch sizes")
+    found = []
+    for size in sizes:
+        throughput = size / seconds.get(size, speed.seconds(size))
+        worth = efficiency(size, noise, base_batch_size)
+        found.append(Suggestion(size, throughput * worth, throughput, worth))
+    return max(found, key=lambda each: each.goodput)
+
+
+Batch = TypeVar("Batch")
+
+
+def halves(batch: Batch) -> Iterator[Batch]:
+    """Yields the first half of a batch and the second, for two backward passes in place of one.
+
+        >>> import torch
+        >>> [half.tolist() for half in halves(torch.arange(4))]
+        [[0, 1], [2, 3]]
+
+    Args:
+        batch: Tensors, in whatever they stand; all have their samples along the first dimension.
+
+    Raises:
+        ValueError: The samples are no even number, or not the same for all tensors.
+    """
+    sizes = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors_in(batch)}
+    size = next(iter(sizes), 0)
+    if len(sizes) != 1 or size % 2 or not size:
+        raise ValueError(
+            f"expected tensors with one even number of samples, got {sorted(sizes)}: pass the tensors that have the "
+            "samples of one batch, and drop the last sample of an odd one"
+        )
+    yield _part(batch, 0, size // 2)
+    yield _part(batch, size // 2, size // 2)
+
+
+def _part(batch: Batch, first: int, size: int) -> Batch:
+    return cast(Batch, map_tensors(lambda tensor: tensor.narrow(0, first, size), batch))
+
+
+def linear(scale: float) -> float:
+    """Returns the scale itself.
+
+    Raises:
+        ValueError: The scale is below 1.
+    """
+    check_scale(scale)
+    return scale
+
+
+def square_root(scale: float) -> float:
+    """Returns the square root of the scale.
+
+    Raises:
+        ValueError: The scale is below 1.
+    """
+    check_scale(scale)
+    return math.sqrt(scale)
+
+
+def legw(scale: float, epoch: float, base_warmup_epochs: float) -> float:
+    """Returns the factor of "linear-epoch gradual warm-up": the square root, reached over a longer warm-up.
+
+    Args:
+        scale: How many times the batch is as large as the base.
+        epoch: How far the training is, in epochs, fractions included.
+        base_warmup_epochs: For how long the base warms up; a batch of scale S does for S times as many epochs.
+
+    Raises:
+        ValueError: The scale is below 1, or a number of epochs below 0.
+    """
+    check_scale(scale)
+    if epoch < 0 or base_warmup_epochs < 0:
+        raise ValueError(f"expected epochs of 0 or more, got epoch={epoch}, base_warmup_epochs={base_warmup_epochs}")
+    length = scale * base_warmup_epochs
+    return math.sqrt(scale) * (min(1.0, epoch / length) if length else 1.0)

@@ -1,0 +1,183 @@
+"""A training that is counted in steps of the small batch, whatever the batch is: until the gains sum up to T.
+
+So the number of steps and the schedule of the small batch stay what they are (AdaScale, algorithm 1).
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
+
+from torch.optim.lr_scheduler import LRScheduler
+
+from scale_adascale.adascale import AdaScale
+from scale_adascale.gain import is_real
+
+Batch = TypeVar("Batch")
+
+
+def until_steps(
+    batches: Iterable[Batch], optimizer: AdaScale, steps: float, *, first_turn: int | None = None
+) -> Iterator[Batch]:
+    """Yields batches, all of them again and again, until the training is worth so many steps of the small batch.
+
+        for batch in until_steps(loader, optimizer, steps=10_000):
+            loss(model(batch)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    A loader's sampler that has `set_epoch` is told the number of each turn. Under accumulation batches are
+    micro-batches, and it ends between two steps.
+
+    Args:
+        batches: What can be gone through more than once, such as a `DataLoader`.
+        optimizer: The AdaScale that steps. Steps that it has taken before count.
+        steps: Steps of the small batch.
+        first_turn: The number that `set_epoch` is told first. If None it is 0 at the beginning, and where a training
+            goes on, a number that no turn with a step in it has had: the steps that it is worth so far.
+
+    Raises:
+        TypeError: The optimizer is no AdaScale.
+        ValueError: There are no batches, or none any more; or `steps` is below 0.
+    """
+    _check_counts(optimizer)
+    if not is_real(steps) or not steps >= 0:
+        raise ValueError(f"expected steps of 0 or more, got {steps!r}: pass those of the small batch")
+    epoch = math.ceil(optimizer.progress) if first_turn is None else first_turn
+    while optimizer.progress < steps:
+        set_epoch = getattr(getattr(batches, "sampler", None), "set_epoch", None)
+        if set_epoch is not None:
+            set_epoch(epoch)
+        yielded = 0
+        for batch in batches:
+            yielded += 1
+            yield batch
+            if optimizer.progress >= steps:
+                return
+        if not yielded:
+            raise ValueError(
+                f"the batches have come to their end after {optimizer.progress:.1f} of {steps} steps of the small "
+                "batch: pass what can be gone through again, such as a DataLoader, and no iterator"
+            )
+        epoch += 1
+
+
+class GainScheduler:
+    """Has a scheduler step as often as the training has made steps of the small batch.
+
+        >>> import torch
+        >>> from scale_adascale import AdaScale, GainScheduler
+        >>> optimizer = AdaScale(torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.1), scale=4)
+        >>> schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=30)  # as for the small batch
+        >>> scheduler = GainScheduler(schedule, optimizer)
+
+    Call `step` once after each `optimizer.step()`. The last of these mostly goes some steps of the small batch beyond
+    the end of a training; a schedule that ends there stays at its last learning rate.
+
+    Args:
+        scheduler: Any of `torch.optim.lr_scheduler` but `ReduceLROnPlateau`, in steps of the small batch.
+        optimizer: The AdaScale.
+        steps_per_call: How many steps of the small batch there are between two steps of the scheduler: 1, or the
+            steps of an epoch for one that counts epochs.
+        total_steps: How many learning rates the schedule has, after the last of which it is left alone: for one that
+            has none beyond, as a `LambdaLR` that looks them up in a list. None is what a `OneCycleLR` says of itself,
+            also within a `SequentialLR` or `ChainedScheduler`; others go on.
+
+    Raises:
+        TypeError: The optimizer is no AdaScale, or the scheduler's `step` wants a value, as that of
+            `ReduceLROnPlateau`.
+        ValueError: `steps_per_call` is not above 0, or `total_steps` below 1.
+    """
+
+    def __init__(
+        self,
+        scheduler: LRScheduler,
+        optimizer: AdaScale,
+        steps_per_call: float = 1,
+        *,
+        total_steps: int | None = None,
+    ) -> None:
+        _check_counts(optimizer)
+        _check_steps_alone(scheduler)
+        if not is_real(steps_per_call) or not steps_per_call > 0:
+            raise ValueError(
+                f"expected steps_per_call above 0, got {steps_per_call!r}: pass 1, or the steps of an epoch"
+            )
+        if total_steps is not None and not (is_real(total_steps) and total_steps >= 1):
+            raise ValueError(
+                f"expected total_steps of 1 or more, got {total_steps!r}: pass how many learning rates the schedule "
+                "has, or leave it out"
+            )
+        self.scheduler = scheduler
+        self._optimizer, self._steps_per_call, self._total_steps = optimizer, steps_per_call, total_steps
+        self._count = int(optimizer.progress / steps_per_call)
+
+    def step(self) -> None:
+        """Catches up with the optimizer, up to the end of the schedule."""
+        due = int(self._optimizer.progress / self._steps_per_call)
+        while self._count < due and (self._total_steps is None or self._count + 1 < self._total_steps):
+            if not _goes_on(self.scheduler):
+                break
+            self.scheduler.step()
+            self._count += 1
+
+    def get_last_lr(self) -> list[Any]:
+        """The learning rates of the small batch."""
+        return self.scheduler.get_last_lr()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scheduler's state, and how often it has stepped."""
+        return {"scheduler": self.scheduler.state_dict(), "count": self._count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what `state_dict` has returned."""
+        self.scheduler.load_state_dict(state_dict["scheduler"])
+        self._count = state_dict["count"]
+
+
+def _goes_on(scheduler: Any) -> bool:
+    """Whether a scheduler has a learning rate for one more step.
+
+    `OneCycleLR` has `total_steps` of them, the first before any step. It takes one step more, for which it goes beyond
+    the end of its line, and raises at the next.
+    """
+    members = getattr(scheduler, "_schedulers", None)
+    if members is None:
+        total = getattr(scheduler, "total_steps", None)
+        return not isinstance(total, int) or scheduler.last_epoch + 1 < total
+    milestones = getattr(scheduler, "_milestones", None)
+    if milestones is None:  # A ChainedScheduler: all of them step together.
+        return all(_goes_on(member) for member in members)
+    coming = scheduler.last_epoch + 1
+    if coming in milestones or bisect_right(milestones, coming) < len(milestones):
+        return True  # Another one follows; one that ends before its turn is over raises, as it does without this.
+    return _goes_on(members[-1])
+
+
+def _check_steps_alone(scheduler: Any) -> None:
+    """Refuses a scheduler that follows something else than the number of steps."""
+    parameters = inspect.signature(scheduler.step).parameters.values()
+    wanted = [
+        each.name
+        for each in parameters
+        if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+    ]
+    if wanted:
+        name = type(scheduler).__name__
+        raise TypeError(
+            f"expected a scheduler that follows the number of steps, got {name}, whose step({', '.join(wanted)}) "
+            "follows a value that is measured, at every call: it needs no count of steps, so leave GainScheduler out "
+            f"and call {name}.step({', '.join(wanted)}) itself, after each evaluation"
+        )
+
+
+def _check_counts(optimizer: Any) -> None:
+    """Refuses an optimizer that counts no progress."""
+    if not isinstance(optimizer, AdaScale):
+        raise TypeError(
+            f"expected the AdaScale that steps, which counts steps of the small batch, got {type(optimizer).__name__}: "
+            "write optimizer = AdaScale(optimizer), and pass that one"
+        )

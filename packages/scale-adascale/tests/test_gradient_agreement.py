@@ -1,0 +1,87 @@
+"""Whether ranks have averaged their gradients, by one number."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from scale_adascale.gradient_checks import bits_of, factor_of, fingerprint, own_part
+from scale_core.comm.group import Group
+
+WHOLE, SOME = 0, 21  # steps that have looked before; of two gradients such a step looks at the second
+
+
+def total(size: int, grads: list[torch.Tensor], shapes: list[int]) -> float:
+    """What the summands of all ranks sum up to."""
+    groups = [Group(rank, size, None, "fake", tuple(range(size))) for rank in range(size)]
+    cpu = torch.device("cpu")
+    parts = list(zip(groups, grads, shapes, strict=True))
+    some, whole = (
+        sum(own_part(group, shape, [None, grad], cpu, look=look).item() for group, grad, shape in parts)
+        for look in (SOME, WHOLE)
+    )
+    assert bool(some) == bool(whole)
+    return whole
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 16, 250, 1024])
+def test_the_factors_of_all_ranks_sum_up_to_zero(size):
+    factors = [factor_of(rank, size) for rank in range(size)]
+    assert sum(factors) == 0 and all(abs(factor) <= 250 for factor in factors)
+    assert size == 1 or any(factors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_equal_gradients_give_zero_and_one_other_bit_does_not(size, dtype):
+    grad = torch.randn(5, 7, generator=torch.Generator().manual_seed(0)).to(dtype)
+    other = grad.clone()
+    other[2, 3] *= 1 + (2.0**-7 if dtype is torch.bfloat16 else 2.0**-23)
+    assert total(size, [grad] * size, [7] * size) == 0.0
+    assert total(size, [grad] * (size - 1) + [other], [7] * size) != 0.0
+    assert total(size, [grad] * size, [7] * (size - 1) + [8]) != 0.0
+
+
+def test_two_stages_of_two_replicas_are_other_parts_in_any_order_of_ranks():
+    one, two = torch.ones(3), torch.full((3,), 1.5)
+    for order in ([one, two, one, two], [one, one, two, two], [one, two, two, one]):
+        assert total(4, order, [0] * 4) != 0.0
+
+
+def bits(grads: list[torch.Tensor], look: int) -> int:
+    return int(bits_of(grads, torch.device("cpu"), look=look))
+
+
+def test_a_gradient_that_is_sparse_or_has_no_order_in_memory_has_bits_too():
+    dense = torch.arange(12.0).reshape(4, 3)
+    for look in (WHOLE, SOME):
+        expected = bits([dense], look)
+        assert bits([dense.T.contiguous().T], look) == bits([dense.to_sparse(1)], look) == expected
+
+
+def test_all_gradients_are_looked_at_whatever_their_dtypes_and_those_of_zeros_are_as_none():
+    table, head = torch.zeros(10, 300), torch.arange(3.0).bfloat16()
+    for look in (WHOLE, SOME):
+        assert bits([table, head], look) == bits([head], look) != bits([table, head + 1], look)
+        assert bits([table], look) == bits([], look) == 0
+
+
+def test_the_first_steps_look_at_all_elements_and_later_ones_at_each_in_its_turn():
+    table = torch.zeros(10, 300)
+    table[7, 5] = 1.0
+    assert all(bits([table], look) for look in range(8))
+    found = [look for look in range(SOME, SOME + 186) if bits([table], look)]
+    assert len(found) == 2 and found[1] - found[0] == 3000 // 32
+
+
+def test_later_steps_look_at_one_gradient_after_the_other():
+    ones, nothing = torch.ones(100), torch.zeros(100)
+    for place in range(3):
+        grads = [ones if number == place else nothing for number in range(3)]
+        assert [bool(bits(grads, look)) for look in range(9, 15)] == [look % 3 == place for look in range(9, 15)]
+        assert bits(grads, WHOLE)
+
+
+def test_shapes_and_their_order_make_the_fingerprint():
+    a, b = torch.ones(2, 3), torch.ones(4)
+    assert fingerprint([a, b]) == fingerprint([a + 1, b]) != fingerprint([b, a])

@@ -1,0 +1,279 @@
+"""What a rank measures of its own gradients."""
+
+import gc
+
+import pytest
+import torch
+from adascale_cases import gradients_of, loss_of, net, plain_gain
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from scale_adascale import AdaScale
+from scale_adascale.gain import Moments, bounded, gain
+from scale_core.autograd_hooks import local_grads_wanted
+from scale_core.comm.group import Group
+from scale_core.microbatch_grads import SampledStep, announces_samples
+
+
+def test_nobody_is_told_of_gradients_once_an_adascale_is_gone() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = AdaScale(torch.optim.SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=2)
+    assert local_grads_wanted()
+    del optimizer
+    gc.collect()
+    assert not local_grads_wanted()
+
+
+def test_a_module_that_is_in_two_reentrant_checkpoints_of_one_pass_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    optimizer = AdaScale(torch.optim.SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=2)
+    hidden = torch.ones(4, 3, requires_grad=True)
+    for _ in range(2):
+        hidden = checkpoint(model[0], hidden, use_reentrant=True)
+    with pytest.raises(
+        RuntimeError, match=r"a parameter of shape .* has two gradients in one backward pass.*use_reentrant=False"
+    ):
+        model[1](hidden).sum().backward()
+    assert optimizer.gain() == 1.0
+
+
+def test_hooks_of_another_adascale_are_nobody_elses() -> None:
+    model = nn.Linear(2, 1)
+    both = [AdaScale(torch.optim.SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=2) for _ in range(2)]
+    for sample in torch.eye(2):
+        model(sample).sum().backward()
+    assert both[0].gain() == both[1].gain() > 1
+
+
+def sampled(num: int = 2) -> tuple[nn.Sequential, AdaScale]:
+    model = net()
+    return model, AdaScale(torch.optim.SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=num)
+
+
+def in_passes(model: nn.Sequential, step: SampledStep, seeds: dict[int, int], share: float) -> None:
+    """The gradients of several samples, layer after layer and not sample after sample."""
+    losses = {sample: loss_of(model, seed) * share for sample, seed in seeds.items()}
+    for layer in (model[2], model[0]):
+        for sample, loss in losses.items():
+            with step.of_sample(sample):
+                loss.backward(inputs=list(layer.parameters()), retain_graph=True)
+
+
+def test_a_step_that_is_announced_is_measured_by_its_samples_whatever_passes_it_has() -> None:
+    model, optimizer = sampled(4)
+    for seeds in ({0: 1, 1: 2}, {0: 3, 1: 4}):
+        step = SampledStep(model.parameters())
+        step.begin()
+        in_passes(model, step, seeds, 0.25)
+        step.end([0.5] * 2)
+    other = net()
+    gradients = gradients_of(other, list(other.parameters()), [1, 2, 3, 4])
+    assert optimizer.gain() == pytest.approx(plain_gain(gradients, 4.0), rel=1e-6)
+    optimizer.step()
+
+
+def test_a_step_that_is_given_up_counts_as_nothing() -> None:
+    model, optimizer = sampled(4)
+    gains = []
+    for fails in (False, True):
+        for seeds in ({0: 1, 1: 2}, {0: 3, 1: 4}):
+            if fails:
+                before = [None if param.grad is None else param.grad.clone() for param in model.parameters()]
+                step = SampledStep(model.parameters())
+                step.begin()
+                in_passes(model, step, {0: 5}, 1.0)
+                step.fail()
+                for param, grad in zip(model.parameters(), before, strict=True):
+                    param.grad = grad
+            step = SampledStep(model.parameters())
+            step.begin()
+            in_passes(model, step, seeds, 0.25)
+            step.end([0.5] * 2)
+        gains.append(optimizer.gain())
+        optimizer.zero_grad()
+    assert gains[0] == gains[1] > 1
+
+
+def test_more_samples_than_were_said_are_refused_and_those_before_them_stay() -> None:
+    model, optimizer = sampled(2)
+    step = SampledStep(model.parameters())
+    step.begin()
+    in_passes(model, step, {0: 1, 1: 2, 2: 3}, 0.5)
+    with pytest.raises(RuntimeError, match=r"expected 2 backward passes.*but 3 came.*each micro-batch is one"):
+        step.end([1 / 3] * 3)
+    model.zero_grad()
+    step = SampledStep(model.parameters())
+    step.begin()
+    in_passes(model, step, {0: 1, 1: 2}, 0.5)
+    step.end([0.5] * 2)
+    other = net()
+    expected = plain_gain(gradients_of(other, list(other.parameters()), [1, 2]), 2.0)
+    assert optimizer.gain() == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_gradient_that_comes_in_parts_is_the_sum_that_is_told_of() -> None:
+    model, optimizer = sampled(2)
+    weight = model[2].weight
+    step = SampledStep(model.parameters(), [weight])
+    step.begin()
+    for sample, seed in enumerate((1, 2)):
+        with step.of_sample(sample):
+            for _ in range(2):
+                (loss_of(model, seed) / 4).backward(inputs=[weight])
+            (loss_of(model, seed) / 2).backward(inputs=list(model[0].parameters()))
+        step.tell(weight, torch.autograd.grad(loss_of(model, seed) / 2, weight)[0])
+    step.end([0.5] * 2)
+    other = net()
+    expected = plain_gain(gradients_of(other, list(other.parameters()), [1, 2]), 2.0)
+    assert optimizer.gain() == pytest.approx(expected, rel=1e-6)
+
+
+def test_what_counts_elsewhere_does_not_count_here() -> None:
+    model, optimizer = sampled(2)
+    first = list(model[0].parameters())
+    step = SampledStep(model.parameters(), first, first)
+    step.begin()
+    in_passes(model, step, {0: 1, 1: 2}, 0.5)
+    step.end([0.5] * 2)
+    other = net()
+    expected = plain_gain(gradients_of(other, list(other[2].parameters()), [1, 2]), 2.0)
+    assert optimizer.gain() == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_step_of_other_parameters_is_nobody_elses() -> None:
+    model, optimizer = sampled(2)
+    step = SampledStep(net().parameters())
+    step.begin()
+    assert not step.is_heard
+    for seed in (1, 2):
+        with step.of_sample(0):
+            (loss_of(model, seed) / 2).backward()
+    step.end([1.0])
+    assert optimizer.gain() > 1
+
+
+def test_a_gradient_of_no_sample_and_two_of_one_are_refused() -> None:
+    model, _optimizer = sampled(2)
+    step = SampledStep(model.parameters())
+    step.begin()
+    with pytest.raises(RuntimeError, match="between the backward passes of a pipeline's step"):
+        loss_of(model, 1).backward()
+    with step.of_sample(0):
+        loss_of(model, 1).backward()
+        with pytest.raises(RuntimeError, match="has two gradients in one backward pass"):
+            loss_of(model, 1).backward()
+    step.fail()
+
+
+def test_a_rank_whose_parameters_are_all_frozen_counts_the_samples_of_a_step_that_is_announced() -> None:
+    model = net().requires_grad_(False)
+    others = Group(0, 2, None, "fake", (0, 1))
+    with pytest.raises(ValueError, match="expected a parameter that is not frozen on each of the ranks"):
+        AdaScale(torch.optim.SGD(model.parameters(), lr=0.1), model_parallel_group=others)
+    announces_samples(model, others)
+    AdaScale(torch.optim.SGD(model.parameters(), lr=0.1), model_parallel_group=others)
+    optimizer = AdaScale(
+        torch.optim.SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=2, model_parallel_group=Group()
+    )
+    step = SampledStep(model.parameters())
+    step.begin()
+    step.end([0.5] * 2)
+    assert optimizer.gain() == 1.0
+    optimizer.step()
+
+
+def test_samples_of_unequal_size_tell_of_noise_what_they_know() -> None:
+    """Of L = sum |w g|^2 and T = |sum w g|^2 the means are mu^2 W + s^2 and mu^2 + s^2, with W = sum w^2."""
+    model, optimizer = sampled(3)
+    weights = [0.5, 0.3, 0.2]
+    step = SampledStep(model.parameters())
+    step.begin()
+    for sample, weight in enumerate(weights):
+        with step.of_sample(sample):
+            (loss_of(model, sample) * weight).backward()
+    step.end(weights)
+    other = net()
+    rows = gradients_of(other, list(other.parameters()), [0, 1, 2])
+    parts = [torch.cat([g.flatten() * weight for g in row]) for row, weight in zip(rows, weights, strict=True)]
+    local = sum(float(part.square().sum()) for part in parts)
+    total = float(torch.stack(parts).sum(0).square().sum())
+    concentration = sum(weight**2 for weight in weights)
+    square = (total - local) / (1 - concentration)
+    expected = gain(bounded(Moments(3.0 * (total - square), square)), 3.0)
+    assert optimizer.gain() == pytest.approx(expected, rel=1e-6)
+    assert abs(expected - plain_gain(rows, 3.0)) > 1e-3
+
+
+def test_a_step_that_is_refused_leaves_its_rank_as_those_where_it_began() -> None:
+    """One model stands for each rank; gradients are put back in other tensors, as pipelines do."""
+    for refuses in (False, True):
+        model, optimizer = sampled(4)
+        first = SampledStep(model.parameters())
+        first.begin()
+        in_passes(model, first, {0: 1, 1: 2}, 0.25)
+        first.end([0.5] * 2)
+        handle = model[0].weight.register_hook(lambda grad: grad) if refuses else None
+        second = SampledStep(model.parameters())
+        if refuses:
+            with pytest.raises(RuntimeError, match="registered after AdaScale's"):
+                second.begin()
+        else:
+            second.begin()
+        second.fail()
+        for param in model.parameters():
+            param.grad = param.grad.clone()
+        if handle is not None:
+            handle.remove()
+        third = SampledStep(model.parameters())
+        third.begin()
+        in_passes(model, third, {0: 3, 1: 4}, 0.25)
+        third.end([0.5] * 2)
+        other = net()
+        expected = plain_gain(gradients_of(other, list(other.parameters()), [1, 2, 3, 4]), 4.0)
+        assert optimizer.gain() == pytest.approx(expected, rel=1e-6)
+    fourth = SampledStep(model.parameters())
+    with pytest.raises(RuntimeError, match="but another step of the pipeline began after them"):
+        fourth.begin()
+    optimizer.zero_grad()
+
+
+def test_measuring_can_not_end_in_the_middle_of_a_step_that_is_announced() -> None:
+    model, optimizer = sampled(2)
+    step = SampledStep(model.parameters())
+    step.begin()
+    assert [terms.words for terms in step.terms] == ["1 parameter group after 0 of 2 passes"]
+    with pytest.raises(RuntimeError, match=r"unhook\(\) inside of a pipeline's step"):
+        optimizer.unhook()
+    step.fail()
+    optimizer.unhook()
+    step = SampledStep(model.parameters())
+    step.begin()
+    assert not step.is_heard
+
+
+def test_a_parameter_that_takes_the_place_of_another_is_measured() -> None:
+    model, optimizer = sampled(2)
+    model[0].weight = new = nn.Parameter(model[0].weight.detach().clone())
+    optimizer.param_groups[0]["params"][0] = new
+    optimizer.zero_grad()
+    for seed in (1, 2):
+        (loss_of(model, seed) / 2).backward()
+    other = net()
+    expected = plain_gain(gradients_of(other, list(other.parameters()), [1, 2]), 2.0)
+    assert optimizer.gain() == pytest.approx(expected, rel=1e-6)
+
+
+def test_gradients_that_are_only_asked_for_are_of_no_pass() -> None:
+    """As those of a gradient penalty, which torch.autograd.grad returns and adds to no parameter."""
+    model, optimizer = sampled(2)
+    params = list(model.parameters())
+    for seed in (1, 2):
+        found = torch.autograd.grad(loss_of(model, seed), params, create_graph=True)
+        (loss_of(model, seed) / 2 + sum(grad.square().sum() for grad in found)).backward()
+    other = net()
+    rows = []
+    for seed in (1, 2):
+        found = torch.autograd.grad(loss_of(other, seed), list(other.parameters()), create_graph=True)
+        penalised = loss_of(other, seed) + 2 * sum(grad.square().sum() for grad in found)
+        rows.append([grad.double() for grad in torch.autograd.grad(penalised, list(other.parameters()))])
+    assert optimizer.gain() == pytest.approx(plain_gain(rows, 2.0), rel=1e-6)

@@ -1,0 +1,246 @@
+"""One step of a model, forward and backward, that leaves no trace: for those who measure."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from scale_checkpoint.live_memory import LiveBytes, storage_bytes
+from scale_checkpoint.tree import tensors_in
+
+SHORT_SECONDS = 0.05
+"""What is done sooner is measured more often."""
+
+
+class Step:
+    """Forward and backward of a model on one batch.
+
+    Args:
+        model: Any module.
+        sample_input: See `plan_memory`.
+        loss: See `plan_memory`.
+
+    Raises:
+        ValueError: A parameter or buffer of the model is not initialised yet.
+    """
+
+    def __init__(self, model: nn.Module, sample_input: Any, loss: Callable[[Any], Tensor] | None) -> None:
+        _check_initialized(model)
+        self.model = model
+        self.args: tuple[Any, ...] = ()
+        self.kwargs: dict[str, Any] = {}
+        if isinstance(sample_input, Mapping):
+            self.kwargs = {**sample_input}
+        else:
+            self.args = tuple(sample_input) if isinstance(sample_input, (tuple, list)) else (sample_input,)
+        self._loss = loss or _default_loss
+
+    def seconds(self, device: torch.device) -> float:
+        """Runs the step; returns the seconds that it took.
+
+        Args:
+            device: See `now`.
+        """
+        start = now(device)
+        self.run()
+        return now(device) - start
+
+    def run(self) -> None:
+        """Runs the step; gradients begin anew.
+
+        Raises:
+            ValueError: No parameter takes part in the loss.
+        """
+        self.forget()
+        loss = self._loss(self.model(*self.args, **self.kwargs))
+        if not loss.requires_grad:
+            raise ValueError(
+                f"a step needs a gradient, but no parameter of {type(self.model).__name__} takes part in the loss; "
+                "call model.requires_grad_() and pass `loss`"
+            )
+        loss.backward()
+
+    def forget(self) -> None:
+        """Lets the gradients go."""
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+
+def _check_initialized(model: nn.Module) -> None:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise ValueError(
+                f"'{name}' of a lazy module has no shape before the first forward, so nothing can be measured yet: "
+                "call model(...) once on a batch, before anything else"
+            )
+
+
+def _default_loss(output: Any) -> Tensor:
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if loss is None and isinstance(output, Tensor) and output.numel() == 1:
+        loss = output
+    if isinstance(loss, Tensor):
+        return loss
+    return scalar_of([tensor for tensor in tensors_in(output) if tensor.requires_grad])
+
+
+def scalar_of(tensors: Sequence[Tensor]) -> Tensor:
+    """Returns a scalar whose backward hands each of the tensors a gradient of ones, and that holds none of them.
+
+    Args:
+        tensors: At least one of which asks for a gradient.
+    """
+    scalar: Tensor = _Behind.apply(*tensors)  # type: ignore[no-untyped-call]
+    return scalar
+
+
+class _Behind(torch.autograd.Function):
+    """A scalar of any tensors; its backward makes a gradient of ones for each that asks for one."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        ctx.like = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        return tuple(
+            torch.ones(shape, dtype=dtype, device=device) if needed else None
+            for (shape, dtype, device), needed in zip(ctx.like, ctx.needs_input_grad, strict=True)
+        )
+
+
+@contextmanager
+def undisturbed(module: nn.Module) -> Iterator[None]:
+    """Inside, gradients begin anew; afterwards they, buffers and random numbers are what they were.
+
+    Args:
+        module: Whose parameters and buffers.
+    """
+    gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
+    buffers = [
+        (part, name, buffer, buffer.detach().clone())
+        for part in module.modules()
+        for name, buffer in part._buffers.items()
+        if buffer is not None
+    ]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    devices = list({tensor.device for tensor in module.parameters() if tensor.device.type != "cpu"})
+    try:
+        with torch.random.fork_rng(devices, device_type=devices[0].type if devices else "cuda"):
+            yield
+    finally:
+        with torch.no_grad():
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            for part, name, buffer, value in buffers:
+                buffer.copy_(value)
+                now = part._buffers.get(name)
+                # One of another shape is a table that has grown, and the module counts on it.
+                if now is not None and now.shape == buffer.shape:
+                    part._buffers[name] = buffer
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Returns the device whose memory counts: that of the first parameter.
+
+    Args:
+        model: Any module.
+    """
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
+def now(device: torch.device) -> float:
+    """Returns a time in seconds: the process's own on the CPU, which no neighbour disturbs; the clock's elsewhere."""
+    if device.type == "cpu":
+        return time.process_time()
+    torch.accelerator.synchronize(device)
+    return time.perf_counter()
+
+
+@contextmanager
+def steady(device: torch.device) -> Iterator[None]:
+    """Inside, times can be compared: the CPU computes with one thread.
+
+    Threads that wait for one another spin, and take CPU time for it: where the machine is busy, more than the work.
+
+    Args:
+        device: Where the model is.
+    """
+    if device.type != "cpu":
+        yield
+        return
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def least_seconds(runs: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, float]:
+    """Takes each time several times, by turns, so that what disturbs the machine disturbs all; returns the least.
+
+    Short ones, which are disturbed most, are taken until `SHORT_SECONDS` are spent on all of them.
+
+    Args:
+        runs: By name, what runs once and returns its seconds.
+        repeats: How often at least; 0 takes none, and returns zeros.
+    """
+    least = dict.fromkeys(runs, float("inf") if repeats else 0.0)
+    spent, turns = 0.0, 0
+    while repeats and (turns < repeats or (spent < SHORT_SECONDS and turns < 20 * repeats)):
+        for name, run in runs.items():
+            seconds = run()
+            least[name] = min(least[name], seconds)
+            spent += seconds
+        turns += 1
+    return least
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """Forward and backward of a model as it is.
+
+    Attributes:
+        peak_bytes: The most that lives at any one time: parameters, buffers, inputs and gradients included.
+        seconds: The least of the repeats: CPU time with one thread where the model is on the CPU, and until all is done
+            otherwise.
+    """
+
+    peak_bytes: int
+    seconds: float
+
+
+def measure_step(
+    model: nn.Module, sample_input: Any, *, loss: Callable[[Any], Tensor] | None = None, repeats: int = 5
+) -> MeasuredStep:
+    """Runs steps of a model as it is treated now; gradients, buffers and random numbers are afterwards what they were.
+
+    Args:
+        model: Any module.
+        sample_input: See `plan_memory`.
+        loss: See `plan_memory`.
+        repeats: How often the time is taken at least; before that, the memory is. 0 takes no time.
+
+    Raises:
+        ValueError: The step has no gradient.
+    """
+    device = device_of(model)
+    step = Step(model, sample_input, loss)
+    standing_bytes = storage_bytes([*model.parameters(), *model.buffers(), *tensors_in((step.args, step.kwargs))])
+    with undisturbed(model), steady(device):
+        live = LiveBytes(device)
+        with live:
+            step.run()
+        live.close()
+        seconds = least_seconds({"step": lambda: step.seconds(device)}, repeats)["step"]
+    return MeasuredStep(standing_bytes + live.peak_bytes, seconds)

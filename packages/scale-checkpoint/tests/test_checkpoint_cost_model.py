@@ -1,0 +1,48 @@
+"""Times of blocks that were tried by themselves, made to fit those of the step."""
+
+from __future__ import annotations
+
+import pytest
+
+from scale_checkpoint.planner.block_benchmark import Trial
+from scale_checkpoint.planner.cost_model import Tried, _timed, pooled
+from scale_checkpoint.planner.timeline import Way
+
+BLOCK = {"keep": 2.0, "recompute": 3.0}
+
+
+def ways(**seconds: float) -> dict[str, Way]:
+    return {name: Way(each, 0, 0, 0) for name, each in seconds.items()}
+
+
+def timed(blocks: list[dict[str, float]], seconds: float) -> list[dict[str, float]]:
+    segments = [ways(keep=0.0), *(ways(**block) for block in blocks), ways(keep=0.0)]
+    return [{name: way.seconds for name, way in options.items()} for options in _timed(segments, seconds)]
+
+
+def test_what_the_blocks_do_not_take_lies_before_them() -> None:
+    assert timed([BLOCK, BLOCK], 8.0) == [{"keep": 2.0}, BLOCK, BLOCK, {"keep": 0.0}]
+
+
+def test_what_trials_take_more_is_taken_off_each_way() -> None:
+    assert timed([BLOCK, BLOCK], 5.4) == [
+        {"keep": 0.0},
+        {"keep": pytest.approx(1.7), "recompute": pytest.approx(2.7)},
+        {"keep": pytest.approx(1.7), "recompute": pytest.approx(2.7)},
+        {"keep": 0.0},
+    ]
+
+
+@pytest.mark.parametrize("seconds", [2.0, 0.1, 1e-9])
+def test_no_time_is_negative_and_the_step_is_what_it_took(seconds: float) -> None:
+    """Trials on a machine that was busy meanwhile: by much the slower, or noise alone."""
+    found = timed([BLOCK, {"keep": 0.1, "recompute": 9.0, "selective": 12.0}], seconds)
+    assert all(each > 0 for block in found[1:3] for each in block.values())
+    assert all(block["keep"] < block["recompute"] for block in found[1:3])
+    assert sum(block["recompute"] for block in found[1:3]) == pytest.approx(seconds)
+
+
+def test_blocks_that_are_equal_in_memory_have_the_least_of_their_times() -> None:
+    small, large = (Trial(kept, 0, 0, 0, (), (), ()) for kept in (1, 2))
+    tried = [{"keep": Tried(trial, seconds, 0)} for trial, seconds in ((small, 3.0), (large, 1.0), (small, 2.0))]
+    assert [each["keep"].seconds for each in pooled(tried)] == [2.0, 1.0, 2.0]

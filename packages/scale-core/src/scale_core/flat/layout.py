@@ -1,0 +1,327 @@
+"""Where every parameter stands in one flat buffer that all ranks share evenly.
+
+A unit gathers all its parameters with one collective, so they stand in one 1-D buffer that is cut into `world_size`
+shards of one size. This module decides where: it takes names, shapes and numbers and returns numbers, so that a plan
+can be printed, compared between ranks and tested without a tensor or a process.
+
+What makes it more than a division is the *atom*: the run of elements that no two ranks may share. It is a row by
+default, so that a local shard keeps its number of dimensions and is one box of its tensor on disk.
+
+    >>> layout = FlatLayout.plan(["bias", "weight", "scale"], [(6,), (5, 6), ()], world_size=2, atom="row")
+    >>> print(layout.describe())
+    3 parameters, 37 elements on 2 ranks: 19 each, 1 of padding (2.70 %)
+    name    shape   cut  atom  offset  ranks
+    bias    (6,)    row     1      31  1
+    weight  (5, 6)  row     6       1  0-1
+    scale   ()      row     1       0  0
+    >>> [layout.span(1, rank).shape for rank in range(2)]
+    [(3, 6), (2, 6)]
+
+How the atoms are placed, and how much padding that costs at most, stands in `packing`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+from scale_core.flat.packing import Piece, pack
+
+AUTO_PADDING = 100
+"""An "auto" plan keeps rows while its padding is at most one part in this many."""
+
+
+Cut: TypeAlias = Literal["element", "row", "block", "parameter"]
+
+
+@dataclass(frozen=True)
+class Block:
+    """An atom of `size` consecutive elements, counted from the parameter's start; the last one may be shorter.
+
+    Raises:
+        ValueError: `size` is below 1.
+    """
+
+    size: int
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"a block holds at least one element, but Block({self.size}) was given; write Block(128)")
+
+
+Atom: TypeAlias = Literal["auto", "element", "row", "parameter"] | Block
+ATOM_NAMES: tuple[str, ...] = ("auto", "element", "row", "parameter")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One parameter's place in the full buffer.
+
+    Attributes:
+        name: Qualified name.
+        shape: Global shape.
+        atom: Elements that stay together on one rank: 1, the row's length, the block's size, or all of them.
+        cut: What `atom` is called.
+        offset: First element in the full buffer.
+        note: Why "auto" fell back to elements; empty where it didn't.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    atom: int
+    cut: Cut
+    offset: int
+    note: str = ""
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole parameter."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Span:
+    """The part of one parameter that one rank holds.
+
+    Attributes:
+        start: First element, counted in the row-major flattened parameter.
+        stop: One past the last element; equal to `start` where the rank holds nothing.
+        shard_offset: Where the part begins in the rank's shard.
+        shape: Local shape: the full one where the rank holds the whole parameter, (rows, *rest) behind any leading
+            ones where it is cut at rows, 1-D where it is cut inside rows, (0, *shape[1:]) where the rank holds nothing.
+    """
+
+    start: int
+    stop: int
+    shard_offset: int
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the part."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """The places of parameters in a buffer of `world_size` shards of `shard_numel` elements each.
+
+    Attributes:
+        entries: One per parameter, in the order in which the caller gave them; offsets follow another order.
+        world_size: Ranks that hold a shard.
+        shard_numel: Elements of every shard, padding included.
+    """
+
+    entries: tuple[Entry, ...]
+    world_size: int
+    shard_numel: int
+
+    @classmethod
+    def plan(
+        cls,
+        names: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        world_size: int,
+        atom: Atom | Callable[[str, tuple[int, ...]], Atom] = "auto",
+    ) -> FlatLayout:
+        """Place the parameters; the same arguments give the same layout on every rank.
+
+        Args:
+            names: Qualified names, each once.
+            shapes: Global shapes, one per name.
+            world_size: Ranks that share the buffer.
+            atom: What must not be cut, for all parameters or by a function of name and shape. "auto" is "row" for two
+                dimensions or more while the whole plan pads by at most 1 %, or by no more than elements would need;
+                otherwise the parameters with the longest rows are cut at elements, as few row lengths as possible.
+
+        Raises:
+            ValueError: Names and shapes differ in number, a name stands twice, a dimension is negative, `world_size`
+                is below 1, or an atom has an unknown name.
+            TypeError: An atom is neither a name nor a Block.
+        """
+        if world_size < 1:
+            raise ValueError(f"a layout needs a world of at least one rank, but world_size is {world_size}")
+        if len(names) != len(shapes):
+            raise ValueError(f"each name needs one shape, but there are {len(names)} names and {len(shapes)} shapes")
+        twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+        if twice:
+            raise ValueError(f"each parameter stands once in a layout, but {twice[0]!r} was given more than once")
+        asked = [_asked(name, _checked_shape(name, shape), atom) for name, shape in zip(names, shapes, strict=True)]
+        rows = [_resolve(entry, wish) for entry, wish in asked]
+        free = {i for i, (_, wish) in enumerate(asked) if wish == "auto" and rows[i].cut == "row"}
+        return _keep_rows(rows, free, world_size)
+
+    @property
+    def full_numel(self) -> int:
+        """Elements of the full buffer."""
+        return self.world_size * self.shard_numel
+
+    @property
+    def numel(self) -> int:
+        """Elements of all parameters."""
+        return sum(entry.numel for entry in self.entries)
+
+    @property
+    def padding(self) -> int:
+        """Elements of the full buffer that belong to no parameter."""
+        return self.full_numel - self.numel
+
+    def span(self, index: int, rank: int) -> Span:
+        """The part of parameter `index`, in the caller's order, that `rank` holds.
+
+        Raises:
+            ValueError: `rank` is not a rank of this layout.
+        """
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"a rank of this layout is 0 to {self.world_size - 1}, but {rank} was given")
+        entry = self.entries[index]
+        numel = entry.numel
+        ahead = entry.offset - rank * self.shard_numel
+        start = min(max(-ahead, 0), numel)
+        stop = min(max(self.shard_numel - ahead, 0), numel)
+        shard_offset = min(max(ahead, 0), self.shard_numel)
+        return Span(start, stop, shard_offset, _local_shape(entry, stop - start))
+
+    def spans(self, rank: int) -> list[Span]:
+        """The parts of all parameters that `rank` holds, in the caller's order."""
+        return [self.span(index, rank) for index in range(len(self.entries))]
+
+    def describe(self) -> str:
+        """A table of the plan, one line per parameter, with the reason where "auto" fell back to elements."""
+        share = 100 * self.padding / max(1, self.numel)
+        title = (
+            f"{len(self.entries):,} parameters, {self.numel:,} elements on {self.world_size:,} ranks: "
+            f"{self.shard_numel:,} each, {self.padding:,} of padding ({share:.2f} %)"
+        )
+        table = [("name", "shape", "cut", "atom", "offset", "ranks")]
+        for entry in self.entries:
+            where = self._ranks(entry) + (f"  {entry.note}" if entry.note else "")
+            table.append((entry.name, str(entry.shape), entry.cut, f"{entry.atom:,}", f"{entry.offset:,}", where))
+        width = [max(len(line[column]) for line in table) for column in range(5)]
+        sides = "<<<>>"
+        lines = [
+            "  ".join([*(f"{line[i]:{sides[i]}{width[i]}}" for i in range(5)), line[5]]).rstrip() for line in table
+        ]
+        return "\n".join([title, *lines])
+
+    def digest(self) -> int:
+        """A hash of 63 bits of names, shapes, offsets, shard size and world size: equal on every rank and machine."""
+        plan = (
+            self.world_size,
+            self.shard_numel,
+            [(entry.name, entry.shape, entry.offset) for entry in self.entries],
+        )
+        return int.from_bytes(hashlib.blake2b(repr(plan).encode(), digest_size=8).digest(), "big") >> 1
+
+    def _ranks(self, entry: Entry) -> str:
+        """The ranks that hold a part of `entry`, as text."""
+        if entry.numel == 0:
+            return "-"
+        first, last = entry.offset // self.shard_numel, (entry.offset + entry.numel - 1) // self.shard_numel
+        return str(first) if first == last else f"{first}-{last}"
+
+
+def row_dim(shape: Sequence[int]) -> int:
+    """The dimension whose slices are the rows: the first one longer than one (0 where there is none)."""
+    return next((dim for dim, length in enumerate(shape) if length > 1), 0)
+
+
+def row_numel(shape: Sequence[int]) -> int:
+    """Elements of one row; 1 for scalars, 1-D and empty tensors."""
+    return max(1, math.prod(shape[row_dim(shape) + 1 :]))
+
+
+def _checked_shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
+    lengths = tuple(int(length) for length in shape)
+    if any(length < 0 for length in lengths):
+        raise ValueError(f"dimensions are 0 or longer, but {name!r} has the shape {lengths}")
+    return lengths
+
+
+def _asked(
+    name: str, shape: tuple[int, ...], atom: Atom | Callable[[str, tuple[int, ...]], Atom]
+) -> tuple[Entry, Atom]:
+    """An entry without a place, and the atom that the caller wants for it."""
+    wish = atom(name, shape) if callable(atom) else atom
+    if isinstance(wish, str) and wish not in ATOM_NAMES:
+        near = difflib.get_close_matches(wish, ATOM_NAMES, n=2, cutoff=0.4) or list(ATOM_NAMES)
+        raise ValueError(
+            f"an atom is one of {', '.join(map(repr, ATOM_NAMES))} or Block(k), but {name!r} got {wish!r}; "
+            f"did you mean {' or '.join(map(repr, near))}?"
+        )
+    if not isinstance(wish, (str, Block)):
+        raise TypeError(f"an atom is one of {', '.join(map(repr, ATOM_NAMES))} or Block(k), but {name!r} got {wish!r}")
+    return Entry(name, shape, 1, "element", 0), wish
+
+
+def _resolve(entry: Entry, wish: Atom) -> Entry:
+    """Give an entry the atom that it wants; "auto" wants rows where there are any."""
+    if isinstance(wish, Block):
+        return replace(entry, atom=wish.size, cut="block")
+    if wish == "parameter":
+        return replace(entry, atom=max(1, entry.numel), cut="parameter")
+    if wish == "row" or (wish == "auto" and len(entry.shape) >= 2):
+        return replace(entry, atom=row_numel(entry.shape), cut="row")
+    return entry
+
+
+def _keep_rows(rows: list[Entry], free: set[int], world_size: int) -> FlatLayout:
+    """Place `rows`; cut those of `free` with the longest rows at elements, where the plan would pad too much."""
+
+    def demoted(longest: int) -> list[Entry]:
+        return [_as_elements(e) if i in free and e.atom > longest else e for i, e in enumerate(rows)]
+
+    if world_size == 1:
+        return _place_all(rows, 1)
+    lengths = [0, *sorted({rows[i].atom for i in free if rows[i].atom > 1})]
+    best = _place_all(demoted(0), world_size)
+    most = max(best.shard_numel, (best.numel + best.numel // AUTO_PADDING) // world_size)
+    # lengths[low] is known to pad little enough. The first trial keeps all rows, which is nearly always the answer.
+    low, high, middle = 0, len(lengths) - 1, len(lengths) - 1
+    while low < high:
+        trial = _place_all(demoted(lengths[middle]), world_size)
+        if trial.shard_numel <= most:
+            best, low = trial, middle
+        else:
+            high = middle - 1
+        middle = (low + high + 1) // 2
+    return best
+
+
+def _as_elements(entry: Entry) -> Entry:
+    note = f"auto: rows of {entry.atom:,} elements would pad the plan by more than {100 / AUTO_PADDING:g} %"
+    return replace(entry, atom=1, cut="element", note=note)
+
+
+def _local_shape(entry: Entry, held: int) -> tuple[int, ...]:
+    """The shape of `held` elements of `entry` on one rank."""
+    if held == entry.numel:
+        return entry.shape
+    if held == 0:
+        return (0, *entry.shape[1:])
+    if entry.cut == "row":
+        dim = row_dim(entry.shape)
+        return (*entry.shape[:dim], held // entry.atom, *entry.shape[dim + 1 :])
+    return (held,)
+
+
+def _place_all(entries: Sequence[Entry], world_size: int) -> FlatLayout:
+    """Place entries whose atoms are settled, in the smallest shards that were found to hold them."""
+    # Longest atoms first: large matrices stay aligned, small parameters remain for gaps and for the end. The order
+    # depends on sizes before it depends on the caller's order, so that the latter can't change the padding.
+    order = sorted(range(len(entries)), key=lambda i: (-_whole(entries[i]), -entries[i].numel, i))
+    pieces = [Piece(entries[i].numel, _whole(entries[i])) for i in order]
+    shard_numel, offsets = pack(pieces, world_size)
+    placed = list(entries)
+    for i, offset in zip(order, offsets, strict=True):
+        placed[i] = replace(entries[i], offset=offset)
+    return FlatLayout(tuple(placed), world_size, shard_numel)
+
+
+def _whole(entry: Entry) -> int:
+    """The elements that really stay together: an atom is no longer than its parameter."""
+    return max(1, min(entry.atom, entry.numel))

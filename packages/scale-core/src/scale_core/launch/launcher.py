@@ -1,0 +1,246 @@
+"""Ranks on this machine, started by the program itself: `program --ranks 2` instead of a launcher around it.
+
+The ranks live and die together: one that fails ends the others, a signal to the program reaches all of them once, and
+where the program is killed the ranks end too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing import resource_tracker
+from multiprocessing.connection import wait as wait_for_any
+from multiprocessing.process import BaseProcess
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from scale_core.launch.main_script import UNGUARDED, check_may_start, main_hidden, unguarded
+from scale_core.launch.rendezvous import LaunchError, init_distributed, open_store
+
+__all__ = ["LaunchError", "die_with_parent", "init_distributed", "launch_local", "name_of_exit"]
+
+_PR_SET_PDEATHSIG = 1
+
+
+def launch_local(
+    fn: Callable[..., object], num_ranks: int, *args: Any, device: str = "cpu", grace: float = 10.0
+) -> int:
+    """Calls `fn(*args)` in `num_ranks` new processes and returns an exit code when all have ended.
+
+    `fn` calls `init_distributed` itself. Its `SystemExit` is its exit code; any other exception is printed and is
+    code 1. SIGINT and SIGTERM are passed on to the ranks, whose main thread may catch them; what has not ended `grace`
+    seconds later is killed. To be called from under `if __name__ == "__main__"`, as for multiprocessing.
+
+    Args:
+        fn: A function at the top level of a module; of the main script, too, but not of a notebook or `python -c`.
+        num_ranks: The number of processes, at least 1.
+        *args: Given to `fn` on every rank; they must be picklable.
+        device: "cpu" or "cuda". Ranks on the CPU share its cores and keep freed memory for reuse.
+        grace: Seconds between asking a rank to end and killing it.
+
+    Returns:
+        0; or the code of the rank that failed first, 128 + n if it was killed by signal n.
+
+    Raises:
+        ValueError: `num_ranks` is below 1, or there are fewer CUDA devices, or `fn` is in no file.
+        LaunchError: The main script calls this outside of `if __name__ == "__main__"`.
+    """
+    check_may_start("launch_local", fn)
+    if num_ranks < 1:
+        raise ValueError(f"expected num_ranks of at least 1, got {num_ranks}")
+    if device == "cuda" and num_ranks > torch.cuda.device_count():
+        raise ValueError(
+            f"expected at most {torch.cuda.device_count()} ranks, one for each CUDA device, got {num_ranks}"
+        )
+    store = open_store("127.0.0.1", 0, serve=True, timeout=300.0)
+    ranks: list[BaseProcess] = []
+    received: list[int] = []
+    context = multiprocessing.get_context("spawn")
+    try:
+        with _signals_to(ranks, received):
+            for rank in range(num_ranks):
+                variables = _variables(rank, num_ranks, store.port, device)
+                with _environment(variables), _interrupts_held_back(), main_hidden(unless=True):
+                    process = context.Process(target=_live, args=(os.getpid(), fn, args), name=f"rank {rank}")
+                    process.start()
+                    ranks.append(process)
+            return _supervise(ranks, received, grace)
+    finally:
+        _kill(ranks)
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """Asks Linux to kill this process when the one that started it ends; elsewhere does nothing.
+
+    Args:
+        parent: The process id that the parent had when it started us: if that is gone already, end now.
+    """
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if parent is not None and os.getppid() != parent:
+        os._exit(1)
+
+
+def name_of_exit(code: int) -> str:
+    """Returns an exit code in words: "was killed by SIGKILL", "exited with code 3"."""
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
+
+
+def _variables(rank: int, num_ranks: int, port: int, device: str) -> dict[str, str]:
+    variables = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # The store is the program's: it outlives every rank.
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+    if device == "cpu":
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        defaults = {
+            "OMP_NUM_THREADS": str(max(1, cores // num_ranks)),
+            # Buffers that are freed and filled again would cost a page fault per page, five times the copy itself.
+            "MALLOC_MMAP_MAX_": "0",
+            "MALLOC_TRIM_THRESHOLD_": "2147483647",
+            **({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}),
+        }
+        variables.update({name: value for name, value in defaults.items() if name not in os.environ})
+    return variables
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Sets variables for a process that starts now: the C library reads its own before any Python runs."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _interrupts_held_back() -> Iterator[None]:
+    """Around the start of a process: it inherits this, and a Ctrl-C waits until `_live` can take it.
+
+    Held back and not ignored: one that came while the process was loading still ends it.
+    """
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    resource_tracker.ensure_running()  # multiprocessing starts it with the first process, and lets signals in then
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _signals_to(ranks: Sequence[BaseProcess], received: list[int]) -> Iterator[None]:
+    """Passes SIGINT and SIGTERM on to the ranks, and writes them down."""
+
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        received.append(number)
+        _signal(ranks, number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python lets only the main thread handle signals.
+        return
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _supervise(ranks: Sequence[BaseProcess], received: Sequence[int], grace: float) -> int:
+    code, deadline, asked = 0, None, 0
+    running = list(ranks)
+    while running:
+        wait_for_any([process.sentinel for process in running], timeout=0.2)
+        # Asked once: a rank that ends right after this line is seen in the next turn, with its code.
+        running = [process for process in running if process.exitcode is None]
+        ended = [(rank, process.exitcode) for rank, process in enumerate(ranks) if process not in running]
+        failed = [(rank, exitcode) for rank, exitcode in ended if exitcode]
+        if failed and code == 0 and not received:
+            (rank, first), *_ = failed
+            if first == UNGUARDED:
+                raise LaunchError(unguarded("launch_local"))
+            code = first if first > 0 else 128 - first
+            print(f"rank {rank} {name_of_exit(first)}; the others are ended", file=sys.stderr)
+            _signal(ranks, signal.SIGTERM)
+            deadline = time.monotonic() + grace
+        if len(received) > asked:
+            asked, deadline = len(received), time.monotonic() + grace
+        if deadline is not None and time.monotonic() > deadline:
+            _kill(ranks)
+    if received and any(process.exitcode for process in ranks):
+        return 128 + received[-1]
+    return code
+
+
+def _signal(ranks: Sequence[BaseProcess], number: int) -> None:
+    for process in ranks:
+        if process.exitcode is None and process.pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, number)
+
+
+def _kill(ranks: Sequence[BaseProcess]) -> None:
+    for process in ranks:
+        if process.exitcode is None:
+            process.kill()
+    for process in ranks:
+        process.join()
+
+
+def _live(parent: int, fn: Callable[..., object], args: tuple[Any, ...]) -> NoReturn:
+    """One rank's whole life."""
+    die_with_parent(parent)
+    if hasattr(os, "setpgid"):
+        os.setpgid(0, 0)  # A terminal's Ctrl-C then reaches the program alone, which passes it on once.
+    code = 1
+    try:
+        if hasattr(signal, "pthread_sigmask"):
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        fn(*args)
+        code = 0
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    except SystemExit as leaving:
+        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
+    except BaseException:
+        traceback.print_exc()
+    logging.shutdown()
+    with suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)  # Past every finaliser: a thread of the transport may not end, or abort the process.

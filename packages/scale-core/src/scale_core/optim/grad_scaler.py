@@ -1,0 +1,251 @@
+"""One verdict on inf and NaN for the whole group.
+
+A loss that is scaled up keeps small fp16 gradients from vanishing; where the scale was too large, some gradient is inf
+and the step is skipped. Ranks that hold different gradients see different ones overflow: where each decided for itself,
+some would step and others not, and from then on they would scale their losses differently. So the ranks agree.
+
+bf16 has the exponents of fp32 and needs no scaler: `enabled=False` makes one that does nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler, OptState
+from torch.optim import Optimizer
+
+from scale_core import compat
+from scale_core.comm.collectives import all_reduce, torch_group
+from scale_core.comm.group import Group, GroupLike, group_of
+from scale_core.shard import shard_of
+
+
+class ShardedGradScaler(GradScaler):
+    """torch's `GradScaler` for gradients that no rank holds alone: if one rank finds inf or NaN, all skip the step.
+
+    It is used as torch's is. Gradients may be fp16, bf16, fp32 or fp64, on any device; a rank may own empty shards, or
+    no parameter with a gradient at all. In a world of one it needs no torch.distributed. All ranks of the group call
+    `unscale_` and `step` together, for the same optimizers in the same order.
+
+        >>> import torch
+        >>> from scale_core import ShardedGradScaler
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> scaler = ShardedGradScaler(init_scale=1024.0)
+        >>> scaler.scale(model(torch.full((1, 2), torch.inf)).sum()).backward()
+        >>> scaler.step(optimizer)  # Skipped.
+        >>> scaler.update()
+        >>> scaler.get_scale()
+        512.0
+
+    Args:
+        device: Where the scale is kept; None is the device of the first loss, and so is an accelerator that this
+            machine has not, as "cuda" in a program that also runs on a CPU.
+        init_scale: What losses are first multiplied by.
+        growth_factor: What the scale grows by after `growth_interval` steps in a row without inf or NaN.
+        backoff_factor: What the scale shrinks by after a step that was skipped.
+        growth_interval: Number of steps.
+        enabled: False makes every method as if there were no scaler.
+        process_group: The ranks that agree: at least all that share a parameter. None is the default group (looked up
+            when it is needed), or a world of one where torch.distributed is not initialised.
+
+    Raises:
+        ValueError: A number out of its range, or a `process_group` that this rank is no member of.
+        TypeError: `process_group` is none, or `device` is no device.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str | None = None,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        process_group: GroupLike = None,
+    ) -> None:
+        if device is not None and not isinstance(device, torch.device | str):
+            raise TypeError(
+                f"ShardedGradScaler takes a device first, as torch.amp.GradScaler does, but got {device!r}: write "
+                f"ShardedGradScaler(init_scale={device!r})"
+            )
+        if enabled:
+            _check("init_scale", init_scale, "a finite number above 0", lambda x: 0 < x < math.inf)
+            _check("growth_factor", growth_factor, "a finite number above 1", lambda x: 1 < x < math.inf)
+            _check("backoff_factor", backoff_factor, "a number between 0 and 1", lambda x: 0 < x < 1)
+            _check("growth_interval", growth_interval, "1 or more", lambda x: x >= 1)
+            group_of(process_group)
+        # torch turns a scaler "of cuda" off, with a warning, where there is no CUDA; the scale stands on any device.
+        super().__init__("cpu", init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        self._process_group = process_group
+        self._scale_device = None if device is None else compat.device_that_is_here(device)
+        self._covered: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divides the gradients by the scale, in place; all ranks learn whether any of them is inf or NaN.
+
+        Call it to clip gradients or look at them before `step`, which else does it.
+
+        Raises:
+            RuntimeError: It was called already since the last `update`.
+            TransferError: Another rank did not take part.
+            ValueError: A parameter is shared with ranks that are not in the scaler's group.
+        """
+        if self._enabled:
+            self._begin(optimizer)
+        super().unscale_(optimizer)
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Steps, unless a gradient on any rank of the group is inf or NaN.
+
+        Raises:
+            RuntimeError: A closure; no rank has scaled a loss, or ranks have different scales; or the optimizer has
+                stepped since the last `update`.
+            TransferError: As in `unscale_`.
+            ValueError: As in `unscale_`.
+        """
+        if not self._enabled:
+            return super().step(optimizer, *args, **kwargs)
+        if any(map(callable, args)) or kwargs.get("closure") is not None:
+            raise RuntimeError(
+                "a closure computes the gradients inside of step(), where a scaler can't check them first: write "
+                "scaler.scale(closure()).backward(), then scaler.step(optimizer) without it"
+            )
+        self._begin(optimizer)
+        state = self._per_optimizer_states[id(optimizer)]
+        unscales_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
+        if state["stage"] is OptState.READY and not unscales_itself:
+            self.unscale_(optimizer)
+        if state["stage"] is OptState.UNSCALED:
+            self._check_agreement(optimizer)
+        return super().step(optimizer, *args, **kwargs)
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Grows or shrinks the scale after the steps of an iteration, alike on all ranks.
+
+        Args:
+            new_scale: A number, or a tensor of one element, to take instead; the same on all ranks.
+
+        Raises:
+            ValueError: `new_scale` is not one finite number above 0.
+        """
+        if self._enabled and new_scale is not None:
+            if isinstance(new_scale, Tensor):
+                if new_scale.numel() != 1:
+                    raise ValueError(f"expected a new_scale of one element, got shape {tuple(new_scale.shape)}")
+                new_scale = compat.values_of(new_scale.reshape(1), simulated=[self._init_scale])[0]
+            new_scale = float(new_scale)
+            _check("new_scale", new_scale, "a finite number above 0", lambda x: 0 < x < math.inf)
+        super().update(new_scale)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_covered": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({**state, "_covered": WeakKeyDictionary()})
+
+    # From here on: what torch's methods call.
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        super()._lazy_init_scale_growth_tracker(self._scale_device or dev)
+
+    def _begin(self, optimizer: Optimizer) -> None:
+        """Makes the scale on a rank that computes no loss, as a stage of a pipeline does."""
+        self._per_optimizer_states[id(optimizer)].setdefault("scaled", self._scale is not None)
+        if self._scale is None:
+            device = next((p.device for group in optimizer.param_groups for p in group["params"]), None)
+            self._lazy_init_scale_growth_tracker(device or torch.device("cpu"))
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """torch's, for fp16 too, followed by the verdict of all ranks in the place of the devices' own."""
+        group = group_of(self._process_group)
+        self._check_covers(optimizer, group)
+        found = super()._unscale_grads_(_with_gradients(optimizer), inv_scale, found_inf, True)
+        scale, state = cast(Tensor, self._scale), self._per_optimizer_states[id(optimizer)]
+        mine = torch.stack(
+            [
+                torch.stack([found_inf, *(tensor.to(scale.device) for tensor in found.values())]).amax(),
+                torch.full_like(scale, float(state["scaled"])),
+                scale,
+                -scale,
+            ]
+        )
+        state["agreed"] = self._largest(mine, group)
+        # Exactly 1 where anybody has found one: fused optimizers compare with that.
+        return {scale.device: state["agreed"][0].clone()}
+
+    def _largest(self, mine: Tensor, group: Group) -> Tensor:
+        """The largest of each of the ranks' numbers, on the device of `mine`."""
+        if group.size == 1:
+            return mine
+        where = compat.control_device(torch_group(group), mine.device)
+        return all_reduce(mine.to(where), group, op="max").wait().to(mine.device)
+
+    def _check_inf_per_device(self, optimizer: Optimizer) -> dict[str, Any]:
+        found = super()._check_inf_per_device(optimizer)
+        self._check_agreement(optimizer)
+        return found
+
+    def _maybe_opt_step(self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        (found,) = optimizer_state["found_inf_per_device"].values()
+        if compat.values_of(found.reshape(1), simulated=[0.0])[0]:
+            return None
+        return optimizer.step(*args, **kwargs)
+
+    def _check_agreement(self, optimizer: Optimizer) -> None:
+        agreed = self._per_optimizer_states[id(optimizer)]["agreed"]
+        _, scaled, most, least = compat.values_of(agreed, simulated=[0.0, 1.0, 1.0, -1.0])
+        if not scaled:
+            raise RuntimeError(
+                "gradients are to be divided by the scale, but no rank has multiplied a loss by it: call "
+                "scaler.scale(loss).backward() before scaler.step(optimizer)"
+            )
+        if most != -least:
+            raise RuntimeError(
+                f"the ranks have scaled their losses differently, by {-least:g} to {most:g}: call "
+                "scaler.load_state_dict(state) and scaler.update(new_scale) on all ranks, with the same numbers"
+            )
+
+    def _check_covers(self, optimizer: Optimizer, group: Group) -> None:
+        """Whether all who hold a part of a parameter are asked for its gradient."""
+        params = [param for param_group in _with_gradients(optimizer).param_groups for param in param_group["params"]]
+        if self._covered.get(optimizer) == len(params):
+            return
+        for param in params:
+            shard = shard_of(param)
+            for axis in () if shard is None else shard.axes:
+                if axis.group.size > 1 and not set(axis.group.ranks) <= set(group.ranks):
+                    raise ValueError(
+                        f"{shard.title if shard else ''} is shared by the ranks {list(axis.group.ranks)}, but the "
+                        f"scaler asks only the ranks {list(group.ranks)}: leave process_group out, or pass "
+                        "ShardedGradScaler a group of all ranks that share a parameter"
+                    )
+        self._covered[optimizer] = len(params)
+
+
+class _Parameters:
+    """What torch's methods ask of an optimizer: whose gradients are meant."""
+
+    def __init__(self, params: list[Tensor]) -> None:
+        self.param_groups: list[dict[str, Any]] = [{"params": params}]
+
+
+def _with_gradients(optimizer: Any) -> Any:
+    """The optimizer; or, where gradients stand elsewhere than in its groups' parameters, those that have them.
+
+    Whoever keeps reduced gradients in parts of the parameters says so by an attribute `params_with_gradients`.
+    """
+    params = getattr(optimizer, "params_with_gradients", None)
+    return optimizer if params is None else _Parameters(list(params))
+
+
+def _check(name: str, value: float, expected: str, holds: Callable[[float], bool]) -> None:
+    if not holds(value):
+        raise ValueError(f"expected {name} to be {expected}, got {value}")

@@ -1,0 +1,380 @@
+"""One process plays one rank of a large world: peak memory by kind, bytes sent, and the order of collectives.
+
+Whether 175 billion parameters fit on 128 devices is a question about code, and it can be put to the code: the real
+training step runs on tensors that have sizes but no memory, among ranks that do not exist, and the books say what one
+rank would have held and sent. A change that keeps a buffer alive too long, or gathers twice, shows as other numbers.
+Where shards or optimizer state live on the host, a stand-in for the accelerator keeps the two memories apart.
+
+What the books do not show: the transport's own buffers, the fragmentation of the device's allocator (1.5 to 4 GiB, or 5
+to 10 %), the rounding of pinned host memory (up to the next power of two, unless PYTORCH_ALLOC_CONF sets its
+`pinned_max_round_threshold_mb`), memory that is held until a side stream has caught up, and values. What they show too
+much: gradients of one tensor that torch adds up in place are added beside each other while operators are watched.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from scale_core import compat
+from scale_core.flat.buffer import live_buffers
+from scale_core.simulate import fake_device as stand_in
+from scale_core.simulate.memory import Block, Evidence, Item, Memory, MemoryBooks
+from scale_core.simulate.traffic import Collective, read_collective
+from scale_core.tree import tensors_in
+
+_GIB = 2**30
+
+# What is allocated while nothing more is known of it, by the phase that allocates it.
+_GUESSES = {"forward": "activations", "backward": "temporaries", "step": "temporaries"}
+
+# Operators that give a tensor other memory, or copy only its sizes; views aside, all others use the memory it has.
+_NEED_NO_MEMORY = frozenset(
+    f"aten::{name}"
+    for name in (
+        "set_.source_Storage",
+        "set_.source_Storage_storage_offset",
+        "set_.source_Tensor",
+        "resize_",
+        "empty_like",
+        "new_empty",
+        "new_empty_strided",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+    )
+)
+
+# What scale_core.flat.buffer calls its buffers, and what they are here.
+_FLAT_KINDS = {"shard": "parameters", "gathered": "gathered", "gradient": "reduction"}
+
+
+class UseAfterReleaseError(RuntimeError):
+    """An operation was given a tensor whose memory was released by `resize_(0)`.
+
+    On a device it reads or writes memory that belongs to somebody else by then. Gather the buffer before it is used.
+    """
+
+
+class Simulation:
+    """What one rank holds and sends, filled while `simulate()` runs.
+
+    Sizes are those of the memory of `device`; `on("cpu")` gives those of the host's, which is another one where the
+    device is the stand-in for an accelerator.
+
+    Kinds of memory are "parameters", "gradients" and "optimizer state" (what an optimizer holds when it steps; on a
+    sharded model these are the local shards), "gathered" (outputs of all-gathers, and storages that are released and
+    filled again), "reduction" (inputs of reduce-scatters), "buffers" (of modules), "activations" (anything else that
+    is allocated outside of the backward pass and the step), "temporaries" (anything else inside of them, such as
+    gradients on their way and what a checkpointed module recomputes), and those named by `label`.
+
+    Attributes:
+        rank: The global rank that this process plays.
+        world_size: The number of ranks of the world.
+        device: Where the model computes: the host, or the stand-in for an accelerator.
+        collectives: The collectives so far, in order.
+    """
+
+    def __init__(self, rank: int, world_size: int, check: bool, device: torch.device) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.device = device
+        self.collectives: list[Collective] = []
+        self._check = check
+        self._device_books = MemoryBooks()
+        self._host_books = self._device_books if device.type == "cpu" else MemoryBooks()
+        self._books = tuple(dict.fromkeys((self._device_books, self._host_books)))
+        self._stepping = 0
+        self._aside = 0
+        self._fake_mode = compat.active_fake_mode()
+
+    def on(self, device: torch.device | str) -> Memory:
+        """Returns the memory of the host, "cpu", or of `device`.
+
+        Raises:
+            ValueError: This simulation has no such device.
+        """
+        kind = str(device).split(":")[0]
+        if kind not in ("cpu", self.device.type):
+            raise ValueError(
+                f"this simulation has no memory on '{device}', but on {' and '.join(self._memories)}: "
+                f"simulate(..., device='{compat.STAND_IN}') has one on '{compat.STAND_IN}' beside the host's"
+            )
+        return Memory(self._books_on(kind), self._claim_flat_buffers)
+
+    @property
+    def current_bytes(self) -> int:
+        """The bytes that this rank holds now, on `device`."""
+        return self.on(self.device).current_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that this rank held at any one time, on `device`."""
+        return self.on(self.device).peak_bytes
+
+    @property
+    def current_by_kind(self) -> dict[str, int]:
+        """The bytes that this rank holds now, on `device`, by kind."""
+        return self.on(self.device).current_by_kind
+
+    @property
+    def peak_by_kind(self) -> dict[str, int]:
+        """The bytes that this rank held at the peak, on `device`, by kind; they add up to `peak_bytes`."""
+        return self.on(self.device).peak_by_kind
+
+    @property
+    def largest_at_peak(self) -> list[Item]:
+        """What this rank held at the peak, on `device`, storage by storage: where to look when a peak is too high."""
+        return self.on(self.device).largest_at_peak
+
+    @property
+    def bytes_sent(self) -> dict[str, int]:
+        """The bytes that this rank sent, by collective."""
+        sent: Counter[str] = Counter()
+        for collective in self.collectives:
+            sent[collective.op] += collective.bytes_sent
+        return dict(sent)
+
+    def label(self, tensor: Tensor, kind: str) -> None:
+        """Books a tensor's storage under `kind`, from its beginning to its end, whatever else it turns out to be."""
+        self._claim([tensor], kind, Evidence.LABEL)
+
+    def restart(self) -> None:
+        """Forgets peak and collectives so far, but not what lives: call it between two steps to measure the second.
+
+        The first step is no measure: an optimizer's state exists only from its first step on.
+        """
+        self._claim_flat_buffers()
+        self.collectives.clear()
+        for books in self._books:
+            books.restart()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside, tensors are real and nothing is booked: for code that asks for values, such as a `DeviceMesh`."""
+        self._aside += 1
+        try:
+            with compat.without_fake_tensors():
+                yield
+        finally:
+            self._aside -= 1
+
+    def report(self) -> str:
+        """A table of the peak by kind, for each memory, and of what was sent, by collective and phase."""
+        lines = []
+        for name in self._memories:
+            memory = self.on(name)
+            where = f" on {name}" if len(self._memories) > 1 else ""
+            lines += [f"{f'rank {self.rank} of {self.world_size}{where}':<32}{'GiB':>12}"]
+            lines += [f"  {kind:<30}{size / _GIB:12.3f}" for kind, size in memory.peak_by_kind.items()]
+            lines += [f"  {'peak':<30}{memory.peak_bytes / _GIB:12.3f}"]
+        lines += [f"{'sent':<32}{'GiB':>12}{'calls':>8}"]
+        sent: Counter[str] = Counter()
+        calls: Counter[str] = Counter()
+        for collective in self.collectives:
+            row = f"{collective.op} in {collective.phase}"
+            sent[row] += collective.bytes_sent
+            calls[row] += 1
+        lines += [f"  {row:<30}{sent[row] / _GIB:12.3f}{count:8}" for row, count in calls.items()]
+        return "\n".join(lines)
+
+    @property
+    def _memories(self) -> list[str]:
+        """The devices that have one, the device itself first."""
+        return list(dict.fromkeys((self.device.type, "cpu")))
+
+    def _books_on(self, kind: str) -> MemoryBooks:
+        """The books of a device by its type."""
+        return self._host_books if kind == "cpu" else self._device_books
+
+    # From here on: what the hooks of `simulate` call.
+
+    def _close(self) -> None:
+        for books in self._books:
+            books.close()
+
+    def _observe(self, tensor: Tensor, guess: str, made_by: str = "") -> Block:
+        return self._books_on(tensor.device.type).observe(tensor.untyped_storage(), guess, made_by)
+
+    def _phase(self) -> str:
+        if self._stepping:
+            return "step"
+        return "backward" if compat.in_backward() else "forward"
+
+    def _run(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Runs one operator and books what it takes, makes and sends."""
+        name = operator.name()
+        if self._aside or name.startswith("prim::") or compat.active_fake_mode() is not self._fake_mode:
+            return operator(*args, **kwargs)
+        if name == "aten::is_set_to":  # Of fake tensors torch does not know it.
+            return _is_set_to(*args)
+        phase = self._phase()
+        self._look_at_inputs(operator, (*args, *kwargs.values()), _GUESSES[phase])
+        sends = name.startswith(("c10d::", "_c10d_functional::"))
+        if sends:
+            collective = read_collective(name, args, rank=self.rank, phase=phase, check=self._check)
+            if collective is None:
+                # torch's own stand-in for a wait makes a new tensor, which the real one does not.
+                return args[0]
+            self.collectives.append(collective)
+        result = operator(*args, **kwargs)
+        for tensor in _plain_tensors(result):
+            self._observe(tensor, _GUESSES[phase], f"{name} in {phase}")
+        if sends:
+            self._claim_buffers(name, args, result)
+        return result
+
+    def _look_at_inputs(self, operator: Any, arguments: Iterable[Any], guess: str) -> None:
+        uses_memory = self._check and not operator.is_view and operator.name() not in _NEED_NO_MEMORY
+        for tensor in _plain_tensors(arguments):
+            block = self._observe(tensor, guess)
+            if block.released and uses_memory and tensor.numel():
+                raise UseAfterReleaseError(
+                    f"{operator.name()} in {self._phase()} got a tensor {tuple(tensor.shape)} of {tensor.dtype} whose "
+                    f"storage was released ({block.kind}): gather it before it is used, or release it later"
+                )
+
+    def _claim_buffers(self, name: str, args: Sequence[Any], result: Any) -> None:
+        functional = name.startswith("_c10d")
+        if "allgather" in name or "all_gather" in name:
+            self._claim(_plain_tensors(result if functional else args[0]), "gathered", Evidence.TRAFFIC)
+        elif "reduce_scatter" in name:
+            self._claim(_plain_tensors(args[0] if functional else args[1]), "reduction", Evidence.TRAFFIC)
+
+    def _claim(self, tensors: Iterable[Tensor | None], kind: str, evidence: Evidence) -> None:
+        for tensor in tensors:
+            if tensor is None:
+                continue
+            for inner in compat.inner_tensors(tensor):
+                if inner.device.type != "meta":
+                    self._books_on(inner.device.type).claim(inner.untyped_storage(), kind, evidence)
+
+    def _claim_flat_buffers(self) -> None:
+        # What an optimizer never sees, such as the shards of frozen units, only `flat.buffer` can tell. A buffer that
+        # was made outside of this simulation is none of its business.
+        for kind, tensor in live_buffers():
+            if self._books_on(tensor.device.type).knows(tensor.untyped_storage()):
+                self._claim([tensor], _FLAT_KINDS[kind], Evidence.OPTIMIZER)
+
+    def _resized(self, storage: torch.UntypedStorage, bytes_before: int) -> None:
+        # A fake storage does not say where it is, but one that was made here is in the books.
+        known = (books for books in self._books if books.knows(storage))
+        books = next(known, None) or self._books_on(storage.device.type)
+        books.resized(storage, bytes_before, _GUESSES[self._phase()])
+
+    def _before_forward(self, module: nn.Module, _: Any) -> None:
+        self._claim(module._parameters.values(), "parameters", Evidence.MODULE)
+        self._claim(module._buffers.values(), "buffers", Evidence.MODULE)
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self._stepping += 1
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        self._claim(params, "parameters", Evidence.OPTIMIZER)
+        self._claim([param.grad for param in params], "gradients", Evidence.OPTIMIZER)
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self._stepping -= 1
+        for state in optimizer.state.values():
+            self._claim(tensors_in(state), "optimizer state", Evidence.OPTIMIZER)
+
+
+@contextmanager
+def simulate(
+    rank: int = 0, world_size: int = 1, *, fake: bool = True, check: bool = True, device: str = "cpu"
+) -> Iterator[Simulation]:
+    """Inside, this process is one rank of a world of which no other rank exists.
+
+    The default process group is torch's "fake" one: collectives return at once and move nothing. Build the model, run
+    two steps and read the books; state that an optimizer makes at its first step counts from the second on.
+
+        >>> with simulate(rank=0, world_size=128) as sim:
+        ...     layer = torch.nn.Linear(20_000, 20_000, bias=False)
+        ...     torch.distributed.all_reduce(layer.weight.data)
+        >>> sim.peak_bytes
+        1600000000
+        >>> sim.bytes_sent
+        {'all_reduce': 3175000000}
+
+    Args:
+        rank: The rank to play.
+        world_size: How many ranks there are.
+        fake: Tensors have sizes but no memory. With False they are real, as large as they look; the books are the same
+            to the byte, but the values are wrong wherever they depend on other ranks.
+        check: Raise where an operation uses memory that was released, or a collective's buffers do not fit.
+        device: Where the model computes. "cpu" is the host, and all is in one memory. "sim" stands in for an
+            accelerator, which has a memory of its own: tensors come there by `device="sim"`, as they would by
+            `device="cuda"`. The process keeps this device type, but has no such accelerator outside.
+
+    Raises:
+        ValueError: The rank is none of the world's, or there is no such device; real tensors on the stand-in. Inside:
+            buffers that do not fit a collective.
+        RuntimeError: There is a default process group already, or torch is not of the version that this stands on. For
+            the stand-in: there is a real accelerator, whose place it would take.
+        UseAfterReleaseError: Inside: an operation was given released memory.
+    """
+    if not 0 <= rank < world_size:
+        raise ValueError(f"expected a rank from 0 to {world_size - 1} in a world of {world_size}, got rank {rank}")
+    if device not in ("cpu", compat.STAND_IN):
+        raise ValueError(f"simulate: expected device to be 'cpu' or '{compat.STAND_IN}', got {device!r}")
+    if device == compat.STAND_IN and not fake:
+        raise ValueError(
+            f"simulate: '{device}' is no real device, so its tensors can't be real: leave fake=False out, "
+            "or simulate on device='cpu'"
+        )
+    with ExitStack() as stack:
+        here = torch.device("cpu") if device == "cpu" else stack.enter_context(stand_in.available())
+        stack.enter_context(compat.fake_default_group(rank, world_size, device))
+        if fake:
+            stack.enter_context(compat.fake_tensors())
+        simulation = Simulation(rank, world_size, check, here)
+        stack.callback(simulation._close)
+        stack.enter_context(compat.watching_resizes(simulation._resized))
+        # Backward passes run on this thread, in one order, and an error in them keeps its traceback.
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        stack.callback(register_module_forward_pre_hook(simulation._before_forward).remove)
+        stack.callback(register_optimizer_step_pre_hook(simulation._before_step).remove)
+        stack.callback(register_optimizer_step_post_hook(simulation._after_step).remove)
+        stack.enter_context(_Watch(simulation))
+        yield simulation
+
+
+class _Watch(TorchDispatchMode):
+    """Shows every operator on plain tensors to the simulation."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._simulation = simulation
+        self._plain = compat.plain_tensor_types()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self._plain.issuperset(types):
+            return NotImplemented  # a wrapper such as DTensor: its own operators on plain tensors come by afterwards
+        return self._simulation._run(func, args, kwargs or {})
+
+
+def _is_set_to(tensor: Tensor, other: Tensor) -> bool:
+    def place(tensor: Tensor) -> tuple[object, ...]:
+        return id(tensor.untyped_storage()), tensor.storage_offset(), tensor.shape, tensor.stride()
+
+    return place(tensor) == place(other)
+
+
+def _plain_tensors(argument: Any) -> Iterator[Tensor]:
+    """The tensors with memory in an operator's arguments or results, which nest lists at most."""
+    if isinstance(argument, Tensor):
+        if argument.device.type != "meta":
+            yield argument
+    elif isinstance(argument, list | tuple):
+        for entry in argument:
+            yield from _plain_tensors(entry)

@@ -1,0 +1,85 @@
+"""torch's own checkpoint format, `torch.distributed.checkpoint` (DCP), for those who keep their files in it.
+
+What `sharded_state_dict` gives goes into `dcp.save` as it is. `dcp.load` reads into tensors that are there already, and
+asks for no others: a fresh optimizer, which has none, would be left without its state and without a word. So what to
+read into is made from what was saved.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from os import PathLike
+from typing import Any
+
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from scale_core.state.state_dict import Optimizers, target_state_dict
+from scale_core.state.validation import SavedTensor
+
+
+def dcp_target(
+    checkpoint_id: str | PathLike[str], model: nn.Module, optimizer: Optimizers = None, *, key: str = ""
+) -> dict[str, Any]:
+    """Returns the state to read a checkpoint of DCP into, at any number of ranks. Each rank calls it for itself.
+
+        dcp.save({"train": sharded_state_dict(model, optimizer)}, checkpoint_id=folder)
+        ...
+        target = dcp_target(folder, model, optimizer, key="train")
+        dcp.load({"train": target}, checkpoint_id=folder)
+        load_sharded_state_dict(target, model, optimizer, copy=False)
+
+    Args:
+        checkpoint_id: The folder, as given to `dcp.save`.
+        model: The built model.
+        optimizer: Its optimizer, or several, which may be fresh; with None the saved optimizer state is left out.
+        key: Under which key of the saved dict the state stands; "" where it was saved by itself.
+
+    Raises:
+        StateMismatch: The saved state is that of another model or optimizer; nothing has been read into them then.
+    """
+    metadata = FileSystemReader(checkpoint_id).read_metadata()
+    prefix = f"{key}." if key else ""
+    saved: dict[str, Any] = {
+        name.removeprefix(prefix): SavedTensor(tuple(entry.size), entry.properties.dtype)
+        for name, entry in metadata.state_dict_metadata.items()
+        if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
+    }
+    saved.update(_saved_values(checkpoint_id, metadata, prefix))
+    return target_state_dict(model, optimizer, saved)
+
+
+def _saved_values(checkpoint_id: str | PathLike[str], metadata: Metadata, prefix: str) -> dict[str, Any]:
+    """What was saved and is no tensor: DCP takes lists and dicts apart, and says how they were together."""
+    names = [
+        name
+        for name, entry in metadata.state_dict_metadata.items()
+        if name.startswith(prefix) and not isinstance(entry, TensorStorageMetadata)
+    ]
+    flat: dict[str, Any] = dict.fromkeys(names)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # It was asked not to be used.
+        load(flat, checkpoint_id=checkpoint_id, no_dist=True)
+    paths: Mapping[str, tuple[str | int, ...]] = metadata.planner_data or {}
+    values: dict[str, Any] = {}
+    for name, value in flat.items():
+        path = paths.get(name, (name,))
+        _put(values, path[1:] if prefix else path, value)
+    return {str(name): _with_lists(value) for name, value in values.items()}
+
+
+def _put(values: dict[Any, Any], path: tuple[str | int, ...], value: Any) -> None:
+    for part in path[:-1]:
+        values = values.setdefault(part, {})
+    values[path[-1]] = value
+
+
+def _with_lists(value: Any) -> Any:
+    """A value in which dicts by number, of what was a list, are lists again."""
+    if not isinstance(value, dict):
+        return value
+    whole = {key: _with_lists(part) for key, part in value.items()}
+    return [whole[key] for key in sorted(whole)] if whole and all(isinstance(key, int) for key in whole) else whole

@@ -1,0 +1,357 @@
+"""An optimizer's state by the names of parameters, in both directions.
+
+An optimizer keeps what it remembers by the tensors that it steps on, in the order in which it was given them. Here each
+entry gets the name of a parameter of the plain model, `optim.<name>.<key>`, and finds its way back into whatever tensor
+holds that parameter then: the parameter itself, a shard of it, or a flat one, which holds several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from scale_core.shard import elements_of
+from scale_core.state.chunks import LocalShard
+from scale_core.state.param_groups import (
+    GROUPS,
+    REGROUP,
+    as_json,
+    group_entries,
+    is_group,
+    matching_options,
+    saved_groups,
+)
+from scale_core.state.param_ownership import Holding, check_known, is_number, named_holdings
+from scale_core.state.validation import SavedTensor, StateMismatch
+
+
+@runtime_checkable
+class KeepsStateElsewhere(Protocol):
+    """An optimizer whose state is not by the parameters it was given: it hands parts of them to another one."""
+
+    def state_holding(self, holding: Holding) -> Holding:
+        """What this rank has of the state of one of its parameters, given what the rank holds of the parameter."""
+        ...
+
+
+def owners_of(model: nn.Module, optimizer: Optimizer) -> dict[Tensor, list[Holding]]:
+    """Returns the optimizer's parameters, in its order, each with what is held of it, and what its state is kept by.
+
+    Raises:
+        ValueError: A parameter of the optimizer is none of the model's.
+    """
+    everything: dict[Tensor, list[Holding]] = {}
+    for holding in named_holdings(model).values():
+        everything.setdefault(holding.owner, []).append(holding)
+    check_known(optimizer, everything)
+    found = {param: everything[param] for group in optimizer.param_groups for param in group["params"]}
+    if isinstance(optimizer, KeepsStateElsewhere):
+        return {param: [optimizer.state_holding(holding) for holding in held] for param, held in found.items()}
+    return found
+
+
+def piece(holding: Holding, tensor: Tensor) -> LocalShard | Tensor:
+    """What belongs to a holding of a tensor of its owner's shape, without a copy."""
+    view = holding.view(tensor)
+    if not holding.is_shard:
+        return _whole(holding, view)
+    return LocalShard(view, holding.shape, holding.start, holding.stop, holding.ranges, written=holding.written)
+
+
+def _whole(holding: Holding, tensor: Tensor) -> LocalShard | Tensor:
+    """A whole tensor, which another stage of a pipeline may be the one to write."""
+    if holding.written:
+        return tensor
+    return LocalShard(tensor, tuple(tensor.shape), 0, tensor.numel(), written=False)
+
+
+def optimizer_entries(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+    """Returns the optimizers' part of a sharded state: see `scale_core.state.sharded_state_dict`.
+
+    Raises:
+        ValueError: As there.
+    """
+    state: dict[str, Any] = {}
+    for optimizer in optimizers:
+        owners = owners_of(model, optimizer)
+        for holdings in owners.values():
+            for key, value in optimizer.state.get(holdings[0].owner, {}).items():
+                for holding in holdings:
+                    state[f"optim.{holding.name}.{key}"] = _entry(holding, key, value)
+        state.update(group_entries(optimizer, _names_by_group(optimizer, owners)))
+    return state
+
+
+def optimizer_targets(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    saved: Mapping[str, Any],
+    name_here: Callable[[str], str | None],
+) -> dict[str, Any]:
+    """Returns the optimizers' part of a state to read a saved one into: see `scale_core.state.target_state_dict`.
+
+    Args:
+        model: Of which the optimizers step some parameters.
+        optimizers: Each on others.
+        saved: By the names that parameters have here.
+        name_here: What this model calls a parameter of a saved group.
+
+    Raises:
+        StateMismatch: As there.
+    """
+    of: dict[str, tuple[Optimizer, Mapping[str, Any], Holding]] = {}
+    for optimizer in optimizers:
+        owners = owners_of(model, optimizer)
+        groups_of(optimizer, saved, owners, name_here)
+        for group in optimizer.param_groups:
+            of.update((held.name, (optimizer, group, held)) for param in group["params"] for held in owners[param])
+    check_trained(saved, of, name_here)
+    rooms: dict[tuple[Tensor, str], Tensor] = {}
+    target: dict[str, Any] = {}
+    for full_key, name, key, value in _named_entries(saved):
+        optimizer, its_group, holding = of[name]
+        if holding.state == "nothing":
+            continue
+        if isinstance(value, SavedTensor):
+            live = optimizer.state.get(holding.owner, {}).get(key)
+            if live is None:
+                place = (holding.owner, key)
+                if place not in rooms:
+                    rooms[place] = _room(key, value, holding, its_group)
+                live = rooms[place]
+            value = _entry(holding, key, live)
+        target[full_key] = value
+    target.update((key, value) for key, value in saved.items() if is_group(key))
+    return target
+
+
+class Loaded(NamedTuple):
+    """What an optimizer is to get.
+
+    Attributes:
+        optimizer: It has its own yet.
+        slots: The new state of each tensor that it steps on: the tensors given, or views of them.
+        options: Of each of its groups.
+    """
+
+    optimizer: Optimizer
+    slots: dict[Tensor, dict[str, Any]]
+    options: list[Mapping[str, Any]]
+
+
+def optimizer_slots(
+    state: Mapping[str, Any],
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    name_here: Callable[[str], str | None],
+) -> list[Loaded]:
+    """Returns what each optimizer is to get; only what several parameters share is put together in a new tensor.
+
+    Args:
+        state: By the names that parameters have here.
+        model: Of which the optimizers step some parameters.
+        optimizers: Each on others.
+        name_here: What this model calls a parameter of a saved group.
+
+    Raises:
+        StateMismatch: The state is that of another optimizer, or does not fit into these.
+    """
+    given: dict[str, dict[str, Any]] = {}
+    for _, name, key, value in _named_entries(state):
+        given.setdefault(name, {})[key] = value
+    found, known = [], set()
+    for optimizer in optimizers:
+        owners = owners_of(model, optimizer)
+        options = groups_of(optimizer, state, owners, name_here)
+        known |= {holding.name for held in owners.values() for holding in held}
+        found.append(Loaded(optimizer, slots_from(given, owners, optimizer.state), options))
+    check_trained(state, known, name_here)
+    return found
+
+
+def groups_of(
+    optimizer: Optimizer,
+    state: Mapping[str, Any],
+    owners: Mapping[Tensor, Sequence[Holding]],
+    name_here: Callable[[str], str | None],
+) -> list[Mapping[str, Any]]:
+    """Returns the saved options of each group of an optimizer; see `matching_options`.
+
+    Raises:
+        StateMismatch: As there.
+    """
+    return matching_options(optimizer, _names_by_group(optimizer, owners), saved_groups(state), name_here)
+
+
+def check_trained(state: Mapping[str, Any], known: Container[str], name_here: Callable[[str], str | None]) -> None:
+    """Checks that everything that was saved of this rank's parameters is of some that an optimizer steps on.
+
+    Args:
+        state: By the names that parameters have here.
+        known: Those of all optimizers.
+        name_here: What this model calls a parameter of a saved group.
+
+    Raises:
+        StateMismatch: It is not.
+    """
+    for full_key, name, _, _ in _named_entries(state):
+        if name not in known:
+            raise StateMismatch(f"{full_key} was saved, but the optimizer has no parameter {name}: {REGROUP}")
+    for group in saved_groups(state):
+        for here in map(name_here, group.names):
+            if here is not None and here not in known:
+                raise StateMismatch(
+                    f"{GROUPS}: group {group.number} was saved with {here}, which is no parameter of the optimizer: "
+                    f"{REGROUP}"
+                )
+
+
+def slots_from(
+    given: Mapping[str, Mapping[str, Any]],
+    owners: Mapping[Tensor, Sequence[Holding]],
+    live: Mapping[Any, Mapping[str, Any]],
+) -> dict[Tensor, dict[str, Any]]:
+    """Returns the state of each owner, from the entries of all that it holds.
+
+    Args:
+        given: The state of each parameter by its name: whole tensors, this rank's shards, and numbers.
+        owners: What an optimizer steps on, with what each holds.
+        live: The state that the optimizer has: a tensor of it whose views were given is taken as it is.
+
+    Raises:
+        StateMismatch: An entry does not fit.
+    """
+    slots: dict[Tensor, dict[str, Any]] = {}
+    for held in owners.values():
+        owner = held[0].owner
+        keys = list(dict.fromkeys(key for holding in held for key in given.get(holding.name, {})))
+        if keys and held[0].state != "nothing":
+            has = live.get(owner, {})
+            slots[owner] = {key: _slot(key, held, given, has.get(key)) for key in keys}
+    return slots
+
+
+def part_of(key: str, value: LocalShard | Tensor, holding: Holding) -> Tensor:
+    """Returns the elements that a holding needs, in its shape, of the whole tensor or of exactly that shard.
+
+    Raises:
+        StateMismatch: Another shape, or the shard of another range.
+    """
+    if tuple(value.size()) != holding.shape:
+        raise StateMismatch(f"{key}: the saved shape is {tuple(value.size())}, expected {holding.shape}")
+    if not isinstance(value, LocalShard):
+        if not holding.is_shard:
+            return value.detach()
+        return elements_of(value.detach(), holding.start, holding.stop, holding.ranges).view(holding.local_shape)
+    if (value.start, value.stop, value.ranges) != (holding.start, holding.stop, holding.ranges):
+        raise StateMismatch(
+            f"{key}: this rank holds the elements [{holding.start}, {holding.stop}), the state has [{value.start}, "
+            f"{value.stop}): write it with save_snapshot and read it with load_snapshot, which exchange them"
+        )
+    return value.tensor.reshape(holding.local_shape)
+
+
+def _entry(holding: Holding, key: str, value: Any) -> Any:
+    """One entry of a state, from the optimizer's own value for the owner of a holding."""
+    name, owner = f"{holding.name}.{key}", holding.owner
+    if not isinstance(value, Tensor):
+        return as_json(name, value)
+    if is_number(key, value.shape, owner.shape):
+        # Several parameters that share it get one each, so that they are seen to agree when they are read back.
+        return value.detach().clone() if holding.shares_owner else value.detach()
+    if not holding.is_shard:
+        return _whole(holding, value.detach())
+    if holding.state == "all":
+        return LocalShard(value.detach(), tuple(value.shape), 0, value.numel(), written=holding.written)
+    if value.shape != owner.shape:
+        raise ValueError(
+            f"optimizer state {name} has shape {tuple(value.shape)}, expected the shard's {tuple(owner.shape)} or a "
+            "number: this optimizer needs whole parameters, so it can't step on shards"
+        )
+    return piece(holding, value)
+
+
+def _slot(key: str, held: Sequence[Holding], given: Mapping[str, Mapping[str, Any]], live: Any) -> Any:
+    """The optimizer's own value for an owner, from the entries of all that it holds."""
+    if not held[0].shares_owner:
+        (holding,) = held
+        value = given[holding.name][key]
+        if not isinstance(value, Tensor):
+            return value
+        if is_number(key, value.shape, holding.shape):
+            return value.detach()
+        # Whatever an optimizer keeps for a whole parameter: a sum over rows, for one.
+        if not holding.is_shard or holding.state == "all":
+            return value.tensor if isinstance(value, LocalShard) else value.detach()
+        return part_of(f"optim.{holding.name}.{key}", value, holding)
+    missing = [holding.name for holding in held if key not in given.get(holding.name, {})]
+    if missing:
+        other = next(holding.name for holding in held if holding.name not in missing)
+        raise StateMismatch(
+            f"optim.{missing[0]}.{key} is missing in the state, but {other} has one, and one flat parameter holds "
+            "both: load it into a model without flatten_parameters"
+        )
+    values = {holding: given[holding.name][key] for holding in held}
+    widest = max(held, key=lambda holding: len(holding.shape))  # Of a 0-dim one no shape tells a number from a state.
+    value = values[widest]
+    if not isinstance(value, Tensor) or is_number(key, value.shape, widest.shape):
+        return _common(key, values)
+    parts = {holding: part_of(f"optim.{holding.name}.{key}", value, holding) for holding, value in values.items()}
+    return _joined(parts, live)
+
+
+def _common(key: str, values: Mapping[Holding, Any]) -> Any:
+    """The one number that all parameters of a flat one have."""
+    (first, value), *others = values.items()
+    for other, its_value in others:
+        if as_json(other.name, its_value) != as_json(first.name, value):
+            raise StateMismatch(
+                f"optim.{other.name}.{key} is {as_json(other.name, its_value)} and that of {first.name} is "
+                f"{as_json(first.name, value)}, but one flat parameter holds both: load it into a model without "
+                "flatten_parameters"
+            )
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _joined(parts: Mapping[Holding, Tensor], live: Any) -> Tensor:
+    """The state of a flat parameter: the live one, where the parts are views of it, or a new one."""
+    owner = next(iter(parts)).owner
+    if isinstance(live, Tensor) and live.shape == owner.shape and _are_views_of(live, parts):
+        return live
+    dtype = next(iter(parts.values())).dtype
+    joined = torch.zeros_like(owner, dtype=dtype, requires_grad=False)
+    for holding, part in parts.items():
+        holding.view(joined).copy_(part)
+    return joined
+
+
+def _are_views_of(live: Tensor, parts: Mapping[Holding, Tensor]) -> bool:
+    return all(holding.view(live).is_set_to(part) for holding, part in parts.items())
+
+
+def _room(key: str, saved: SavedTensor, holding: Holding, group: Mapping[str, Any]) -> Tensor:
+    """A tensor for one state of an owner, where and as the optimizer expects it in this group."""
+    owner = holding.owner
+    if not is_number(key, saved.shape, holding.shape) and saved.shape == holding.shape:
+        make = torch.zeros_like if holding.shares_owner else torch.empty_like  # Between its parts a flat one is zero.
+        return make(owner, dtype=saved.dtype, requires_grad=False)
+    on_device = key != "step" or group.get("capturable") or group.get("fused")  # torch keeps other counts on the CPU
+    return torch.empty(saved.shape, dtype=saved.dtype, device=owner.device if on_device else "cpu")
+
+
+def _named_entries(state: Mapping[str, Any]) -> Iterator[tuple[str, str, str, Any]]:
+    """Yields (whole key, parameter's name, the optimizer's key, value) for each entry of optimizer state."""
+    for full_key, value in state.items():
+        if full_key.startswith("optim.") and not is_group(full_key):
+            name, _, key = full_key.removeprefix("optim.").rpartition(".")
+            yield full_key, name, key, value
+
+
+def _names_by_group(optimizer: Optimizer, owners: Mapping[Tensor, Sequence[Holding]]) -> list[list[str]]:
+    return [
+        [holding.name for owner in group["params"] for holding in owners[owner]] for group in optimizer.param_groups
+    ]

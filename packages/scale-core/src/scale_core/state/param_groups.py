@@ -1,0 +1,197 @@
+"""The options of an optimizer's parameter groups, saved so that any part of a group finds its own again.
+
+A rank of a pipeline has the parameters of its stages alone, and of each group those that stand there: what is group 0
+of the plain model is cut into as many pieces as there are ranks. So each rank saves every group under a key of its own,
+made of the group's number and the names that it has there, and whoever loads looks up the options by name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from scale_core.state.validation import StateMismatch
+
+GROUPS = "optim.groups"
+"""What the keys of saved groups begin with: `optim.groups[<number>].<digest of the names>`."""
+
+REGROUP = "build the optimizer with the parameter groups that it was saved with"
+"""What mends groups that differ, in errors."""
+
+# Options that say what the tensors of a group are called: names are saved anyway, those of the plain model.
+_NOT_SAVED = frozenset({"params", "param_names"})
+
+
+@dataclass(frozen=True)
+class SavedGroup:
+    """A group of one rank's optimizer, or what that rank had of it.
+
+    Attributes:
+        number: Its place in that optimizer.
+        names: Of its parameters in the plain model; empty where a rank had nothing of the group.
+        options: Its hyperparameters, ready for JSON.
+    """
+
+    number: int
+    names: tuple[str, ...]
+    options: Mapping[str, Any]
+
+
+def group_entries(optimizer: Optimizer, names: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """Returns the groups of an optimizer as entries of a state.
+
+    Args:
+        optimizer: It has the options.
+        names: Of the parameters of each group, in the plain model.
+
+    Raises:
+        ValueError: An option is none that JSON knows.
+    """
+    entries = {}
+    for number, (group, its_names) in enumerate(zip(optimizer.param_groups, names, strict=True)):
+        options = {key: as_json(f"option {key}", value) for key, value in group.items() if key not in _NOT_SAVED}
+        digest = hashlib.sha256("\n".join(its_names).encode()).hexdigest()[:16]
+        entries[f"{GROUPS}[{number}].{digest}"] = {**options, "params": list(its_names)}
+    return entries
+
+
+def is_group(key: str) -> bool:
+    """Whether this is the key of a saved group, or that of all groups in one, as older snapshots have it."""
+    return key == GROUPS or key.startswith(f"{GROUPS}[")
+
+
+def saved_groups(state: Mapping[str, Any]) -> list[SavedGroup]:
+    """Returns the groups that a state holds, by number; those of several ranks one after the other."""
+    found = []
+    for key, value in state.items():
+        if key == GROUPS:
+            found += [_saved(number, group) for number, group in enumerate(value)]
+        elif is_group(key):
+            found.append(_saved(int(key.removeprefix(f"{GROUPS}[").partition("]")[0]), value))
+    return sorted(found, key=lambda group: group.number)
+
+
+def _saved(number: int, group: Mapping[str, Any]) -> SavedGroup:
+    options = {key: value for key, value in group.items() if key != "params"}
+    return SavedGroup(number, tuple(group["params"]), options)
+
+
+def matching_options(
+    optimizer: Optimizer,
+    names: Sequence[Sequence[str]],
+    saved: Sequence[SavedGroup],
+    name_here: Callable[[str], str | None],
+) -> list[Mapping[str, Any]]:
+    """Returns the saved options of each group of an optimizer.
+
+    A group without parameters gets those of the saved groups of its number, if they are the same in all of them.
+
+    Args:
+        optimizer: Its groups.
+        names: Of the parameters of each group.
+        saved: All groups that were saved.
+        name_here: What this model calls a parameter that was saved by a name; None if it stands on another rank.
+
+    Raises:
+        StateMismatch: A group has parameters that were saved in none, or in groups with other options; parameters that
+            were saved in one group stand in two; an option is unknown.
+    """
+    if not saved:
+        raise StateMismatch(
+            f"{GROUPS}: none saved: save the optimizer too, by sharded_state_dict(model, optimizer), or load the model "
+            "alone, with optimizer=None"
+        )
+    number_of = {name: number for number, its_names in enumerate(names) for name in its_names}
+    group_of: dict[str, SavedGroup] = {}
+    parts: list[list[SavedGroup]] = [[] for _ in names]
+    for group in saved:
+        here = [name for name in map(name_here, group.names) if name in number_of]
+        numbers = sorted({number_of[name] for name in here})
+        if len(numbers) > 1:
+            first, second = (next(name for name in here if number_of[name] == number) for number in numbers[:2])
+            raise StateMismatch(
+                f"{GROUPS}: {first} and {second} were saved in one group, and stand in the groups {numbers[0]} and "
+                f"{numbers[1]} of the optimizer: {REGROUP}"
+            )
+        group_of.update(dict.fromkeys(here, group))
+        for number in numbers:
+            parts[number].append(group)
+    if lacking := next((name for name in number_of if name not in group_of), None):
+        raise StateMismatch(
+            f"{GROUPS}: group {number_of[lacking]} of the optimizer has {lacking}, which was saved in none: {REGROUP}"
+        )
+    options = []
+    for number, (live, its_parts) in enumerate(zip(optimizer.param_groups, parts, strict=True)):
+        if its_parts:
+            found = _common_options(number, its_parts)
+            _check_options(optimizer, live, found)
+        else:
+            same = [each.options for each in saved if each.number == number]
+            found = same[0] if same and all(each == same[0] for each in same) else {}
+        options.append(found)
+    return options
+
+
+def _common_options(number: int, parts: Sequence[SavedGroup]) -> Mapping[str, Any]:
+    first, *others = parts
+    for other in others:
+        differing = sorted(
+            key
+            for key in first.options.keys() | other.options.keys()
+            if first.options.get(key) != other.options.get(key)
+        )
+        if differing:
+            key = differing[0]
+            raise StateMismatch(
+                f"{GROUPS}: group {number} of the optimizer has parameters of saved groups with other options: {key} "
+                f"is {first.options.get(key)} for {first.names[0]} and {other.options.get(key)} for {other.names[0]}: "
+                f"{REGROUP}"
+            )
+    return first.options
+
+
+def _check_options(optimizer: Optimizer, group: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    # One side alone may have more: a scheduler adds to a group, and so do newer versions of torch.
+    lost, new = sorted(saved.keys() - group.keys()), sorted(group.keys() - saved.keys() - _NOT_SAVED)
+    if lost and new:
+        raise StateMismatch(
+            f"{GROUPS}: the saved state is that of another optimizer: its option {lost[0]} is unknown to "
+            f"{type(optimizer).__name__}, whose option {new[0]} it does not have"
+        )
+
+
+def fill_groups(optimizer: Optimizer, options: Iterable[Mapping[str, Any]]) -> None:
+    """Gives the optimizer's groups their saved options, in the types that they have."""
+    for saved, group in zip(options, optimizer.param_groups, strict=True):
+        for key, value in saved.items():
+            if key in _NOT_SAVED:
+                continue
+            live = group.get(key)
+            if isinstance(live, Tensor):
+                live.fill_(value)
+            elif isinstance(value, list):
+                group[key] = tuple(value) if isinstance(live, tuple) else list(value)
+            else:
+                group[key] = value
+
+
+def as_json(name: str, value: Any) -> Any:
+    """Returns a value of an optimizer as what JSON knows.
+
+    Raises:
+        ValueError: It is neither a number, a text, nor made of them.
+    """
+    if isinstance(value, Tensor) and value.ndim == 0:
+        return value.item()
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return [as_json(name, part) for part in value]
+    if isinstance(value, dict):
+        return {str(key): as_json(name, part) for key, part in value.items()}
+    raise ValueError(f"{name} of the optimizer is a {type(value).__name__}, expected numbers, texts or lists of them")

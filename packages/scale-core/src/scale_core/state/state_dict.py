@@ -1,0 +1,241 @@
+"""The state of a model and its optimizer, as pieces that outlive the number of ranks and the wrapping.
+
+`sharded_state_dict` names every piece by the parameter's name in the plain model, never by its position, so that what
+was saved under one wrapping loads under another; `load_sharded_state_dict` puts a state back, into a fresh optimizer
+too, and compares everything before it writes anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from scale_core.flat.buffer import wait_sent
+from scale_core.shard import shard_of
+from scale_core.state.chunks import Box, LocalShard, boxes
+from scale_core.state.optim_state_dict import optimizer_entries, optimizer_slots, optimizer_targets, part_of, piece
+from scale_core.state.param_groups import GROUPS, SavedGroup, fill_groups, is_group, saved_groups
+from scale_core.state.param_ownership import Holding, PartOfModel, named_holdings, of_this_rank
+from scale_core.state.torch_state_dict import view
+from scale_core.state.validation import SavedTensor, StateMismatch, check_alike, check_keys
+
+__all__ = [
+    "GROUPS",
+    "Box",
+    "LocalShard",
+    "SavedGroup",
+    "SavedTensor",
+    "StateMismatch",
+    "boxes",
+    "load_sharded_state_dict",
+    "saved_groups",
+    "sharded_state_dict",
+    "target_state_dict",
+]
+
+Optimizers: TypeAlias = Optimizer | Iterable[Optimizer] | None
+
+
+def sharded_state_dict(model: nn.Module, optimizer: Optimizers = None) -> dict[str, Any]:
+    """Returns what this rank holds of a model and its optimizer, without communication and without copies.
+
+    - `model.<name>`: each parameter, a `LocalShard` or, where the ranks hold all of it, a tensor; each persistent
+      buffer. A tied parameter stands once, under its first name.
+    - `optim.<name>.<key>`: the optimizer's state of that parameter. Tensors of the shard's shape are `LocalShard`s;
+      0-dim tensors (`step`) and plain numbers are the same on every rank.
+    - `optim.groups[<number>].<digest>`: the hyperparameters of each group and, as "params", the names of its
+      parameters on this rank, ready for JSON; `saved_groups(state)` returns them in order.
+
+    A flat parameter stands there as the parameters that it holds. Of a pipeline, these are the stages of this rank,
+    under the names of the whole model.
+
+    Args:
+        model: Plain, sharded, divided, or a pipeline.
+        optimizer: Its optimizer, or several that step on different parameters, such as one for each stage.
+
+    Raises:
+        ValueError: A parameter of the optimizer is none of the model's, the ranks hold summands of a parameter, or
+            a state of an optimizer is neither a shard nor a number, so that it can't be put together again; or a
+            parameter is on the meta device.
+    """
+    wait_sent()  # They are the live shards: whoever has them may write to them.
+    state: dict[str, Any] = {
+        f"model.{name}": piece(holding, holding.owner) for name, holding in _holdings_with_memory(model).items()
+    }
+    for name, buffer in _persistent_buffers(model):
+        state[f"model.{name}"] = buffer.detach()
+    state.update(optimizer_entries(model, _listed(optimizer)))
+    return state
+
+
+def target_state_dict(model: nn.Module, optimizer: Optimizers, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the state to read a saved one into: like `sharded_state_dict`, but with all that was saved.
+
+    The parameters and buffers are the live ones; so are the optimizer's tensors where it has them. A fresh optimizer
+    has none: they are allocated here, and handed to it by `load_sharded_state_dict(..., copy=False)`.
+
+    Args:
+        model: The built model.
+        optimizer: Its optimizer, or several; with None the saved optimizer state is left out.
+        saved: For each saved key a `SavedTensor`, or the saved value itself where that is no tensor.
+
+    Raises:
+        StateMismatch: The saved state is that of another model, or of another kind of optimizer, or the optimizer has
+            other parameters.
+    """
+    saved = of_this_rank(saved, model)
+    target, names = sharded_state_dict(model), _names(model)
+    key_of = _own_keys(saved, names)
+    mine = {own: saved[key] for own, key in key_of.items()}
+    # The model before the optimizer: of another model, the first parameter that differs is what helps.
+    check_keys(target, {key: None for key in mine if key.startswith("model.")})
+    for key, tensor in target.items():
+        check_alike(key, mine[key], tensor)
+    if optimizer is not None:
+        target.update(optimizer_targets(model, _listed(optimizer), mine, names.in_group))
+    return {key_of[own]: value for own, value in target.items()}
+
+
+def load_sharded_state_dict(
+    state: Mapping[str, Any], model: nn.Module, optimizer: Optimizers = None, *, copy: bool = True
+) -> None:
+    """Puts a state into a model and an optimizer that are built already; the optimizer may be fresh.
+
+    Where this rank holds a shard, the value may be that shard or the full tensor. (The shards of other ranks go
+    through a snapshot, which exchanges them.)
+
+    Args:
+        state: As `sharded_state_dict` returns it.
+        model: The built model.
+        optimizer: Its optimizer, or several; with None the optimizer state is left out.
+        copy: Whether the optimizer gets tensors of its own; False hands it those of `state`.
+
+    Raises:
+        StateMismatch: A missing or unexpected key, another shape, dtype or range; nothing has been written then.
+        ValueError: A parameter is on the meta device.
+    """
+    names = _names(model)
+    mine = {own: state[key] for own, key in _own_keys(state, names).items()}
+    given = {key: value for key, value in mine.items() if key.startswith("model.")}
+    holdings = {f"model.{name}": holding for name, holding in _holdings_with_memory(model).items()}
+    own: dict[str, Tensor] = {key: holding.view(holding.owner) for key, holding in holdings.items()}
+    own.update({f"model.{name}": buffer.detach() for name, buffer in _persistent_buffers(model)})
+    check_keys(own, given)
+    sources: dict[str, Tensor] = {}
+    for key, tensor in own.items():
+        shape = holdings[key].shape if key in holdings else tuple(tensor.shape)
+        check_alike(key, SavedTensor(tuple(given[key].size()), given[key].dtype), SavedTensor(shape, tensor.dtype))
+        sources[key] = part_of(key, given[key], holdings[key]) if key in holdings else given[key].detach()
+    loaded = [] if optimizer is None else optimizer_slots(mine, model, _listed(optimizer), names.in_group)
+    wait_sent()
+    for key, tensor in own.items():
+        if not tensor.is_set_to(sources[key]):
+            tensor.copy_(sources[key])
+    for each in loaded:
+        view(each.optimizer)
+        fill_groups(each.optimizer, each.options)
+        each.optimizer.state.clear()
+        for param, values in each.slots.items():
+            each.optimizer.state[param] = {
+                key: value.clone() if copy and isinstance(value, Tensor) else value for key, value in values.items()
+            }
+
+
+def _listed(optimizer: Optimizers) -> list[Optimizer]:
+    if optimizer is None:
+        return []
+    return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+
+
+@dataclass(frozen=True)
+class _Names:
+    """What a model calls its tensors.
+
+    Attributes:
+        first: All names of its state, each with the first one of the same tensor.
+        held: The first names of those that this rank has.
+    """
+
+    first: Mapping[str, str]
+    held: frozenset[str]
+
+    def here(self, name: str) -> str | None:
+        """What a tensor is held as that was saved by this name, which may be unknown; None if other ranks have it."""
+        first = self.first.get(name, name)
+        return first if first in self.held or name not in self.first else None
+
+    def in_group(self, name: str) -> str | None:
+        """As `here`, of a saved group; also None where others have it of a unit that each rank has for itself."""
+        here, (stem, at, _) = self.here(name), name.partition("@")
+        is_of_others = at and here not in self.held and any(own.startswith(f"{stem}@") for own in self.held)
+        return None if is_of_others else here
+
+
+def _names(model: nn.Module) -> _Names:
+    holdings = named_holdings(model)
+    held = frozenset([*holdings, *(name for name, _ in _persistent_buffers(model))])
+    if isinstance(model, PartOfModel):
+        return _Names(model.names_of_model(), held)
+    outer, first = _outer_prefix(model), {name: name for name in held}
+    by_owner = {holding.owner: name for name, holding in holdings.items() if not holding.shares_owner}
+    for listed, param in model.named_parameters(remove_duplicate=False):
+        if param in by_owner:
+            first.setdefault(listed.removeprefix(outer), by_owner[param])
+    return _Names(first, held)
+
+
+def _own_keys(state: Mapping[str, Any], names: _Names) -> dict[str, str]:
+    """The keys that the entries of a state have on this rank, each with that in the state; without those of others.
+
+    A tied parameter may have been saved by another of its names. Two entries of one parameter keep their names.
+    """
+    found: dict[str, str] = {}
+    for key in state:
+        kind, _, rest = key.partition(".")
+        if kind not in ("model", "optim") or is_group(key):
+            found[key] = key
+            continue
+        name, dot, entry = rest.rpartition(".") if kind == "optim" else (rest, "", "")
+        here = names.here(name)
+        if here is not None:
+            own = f"{kind}.{here}{dot}{entry}"
+            found[key if own in found or (own != key and own in state) else own] = key
+    return found
+
+
+def _holdings_with_memory(model: nn.Module) -> dict[str, Holding]:
+    holdings = named_holdings(model)
+    for name, holding in holdings.items():
+        if holding.owner.is_meta:
+            raise ValueError(
+                f"{name} is on the meta device, where there is nothing to save and no memory to load into: call "
+                "model.to_empty(device=...) before"
+            )
+    return holdings
+
+
+def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    outer = _outer_prefix(model)
+    persistent = {
+        buffer
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }
+    for listed, buffer in model.named_buffers():
+        if buffer in persistent:
+            name = listed.removeprefix(outer)
+            yield model.names_of_model().get(name, name) if isinstance(model, PartOfModel) else name, buffer
+
+
+def _outer_prefix(model: nn.Module) -> str:
+    """What a wrapper around the model adds to every name, seen on a parameter that knows its plain name."""
+    for listed, param in model.named_parameters():
+        shard = shard_of(param)
+        if shard is not None and listed.endswith(f".{shard.name}"):
+            return listed.removesuffix(shard.name)
+    return ""

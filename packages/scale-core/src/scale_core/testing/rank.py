@@ -1,0 +1,197 @@
+"""What runs inside a rank that `run_ranks` has started: what it is told, what it does, and how it answers.
+
+A rank may be killed, hang or abort at any point, so it answers through files, which outlive it. It takes on the
+caller's environment and warning filters, takes errors from destructors and threads for failures, and leaves past
+every finaliser.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import io
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from scale_core.launch.launcher import die_with_parent
+from scale_core.launch.rendezvous import open_store, under_name
+
+# What a survivor of another rank's end reads; such an error is a consequence, never the cause.
+_LOST_PEER = ("closed by peer", "reset by peer", "Broken pipe", "pair closure")
+
+
+class RankError(RuntimeError):
+    """A rank ended without a result, or raised something that can't be carried to the caller."""
+
+
+class Filter(NamedTuple):
+    """One entry of `warnings.filters`; the category by name, because its module may be absent in a rank."""
+
+    action: Any
+    message: str
+    category: tuple[str, str]
+    module: str
+    lineno: int
+
+
+@dataclass(frozen=True)
+class Order:
+    """What one rank is told. It answers through files in `folder`, which outlive it whatever happens to it."""
+
+    call: bytes
+    rank: int
+    num_ranks: int
+    folder: Path
+    port: int
+    backend: str | None
+    timeout: float
+    environment: dict[str, str]
+    filters: list[Filter]
+
+    def of(self, rank: int) -> Order:
+        """What another rank is told."""
+        return replace(self, rank=rank)
+
+    @property
+    def result(self) -> Path:
+        """Where the rank puts what its function returned, pickled."""
+        return self.folder / f"{self.rank}.result"
+
+    @property
+    def failure(self) -> Path:
+        """Where it puts a `Failure`, pickled, if its function raised."""
+        return self.folder / f"{self.rank}.failure"
+
+    @property
+    def stack(self) -> Path:
+        """Where its stack goes when it gets the signal USR1."""
+        return self.folder / f"{self.rank}.stack"
+
+    @property
+    def output(self) -> Path:
+        """Where all that it prints goes."""
+        return self.folder / f"{self.rank}.output"
+
+
+class Failure(NamedTuple):
+    """What a rank reports of its end. `when` is on the system's monotonic clock, in seconds."""
+
+    when: float
+    error: BaseException
+    is_consequence: bool
+
+
+def play(order: Order) -> NoReturn:
+    """A rank's whole life: set up, call, answer, leave."""
+    die_with_parent()
+    _redirect_output(order.output)
+    with order.stack.open("w") as stack:
+        faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+        unraisable: list[BaseException] = []
+        sys.unraisablehook = lambda args: unraisable.append(args.exc_value or RuntimeError(str(args.err_msg)))
+        threading.excepthook = lambda args: unraisable.append(args.exc_value or RuntimeError(str(args.exc_type)))
+        code = 0
+        try:
+            store = _set_up(order)
+            fn, args = pickle.loads(order.call)
+            result = fn(*args)
+            gc.collect()
+            if unraisable:
+                raise unraisable[0]
+            _write(order.result, pickle.dumps(result))
+            _leave(store, order)
+        except BaseException as error:  # A test may raise anything, pytest's own outcomes included.
+            code = 1
+            if not order.result.exists():
+                _write(order.failure, _packed(error, order))
+        with suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)  # Past every finaliser: a thread of the transport may not end, or abort the process.
+
+
+def _set_up(order: Order) -> Any:
+    os.environ.clear()
+    os.environ.update(order.environment)
+    torch.set_num_threads(1)
+    _apply_filters(order.filters)
+    if order.backend is None:
+        return None
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = open_store("127.0.0.1", order.port, serve=False, timeout=order.timeout)
+    dist.init_process_group(
+        order.backend,
+        store=under_name("group", store),
+        rank=order.rank,
+        world_size=order.num_ranks,
+        timeout=timedelta(seconds=order.timeout),
+    )
+    return store
+
+
+def _apply_filters(filters: Sequence[Filter]) -> None:
+    warnings.resetwarnings()
+    for entry in reversed(filters):
+        category = getattr(sys.modules.get(entry.category[0]), entry.category[1], None)
+        if isinstance(category, type) and issubclass(category, Warning):
+            warnings.filterwarnings(entry.action, entry.message, category, entry.module, entry.lineno)
+    warnings.filterwarnings("error", category=ResourceWarning)
+
+
+def _leave(store: Any, order: Order) -> None:
+    """Waits for the others, so that no rank closes a connection that another one still reads; then closes."""
+    if store is None:
+        return
+    if store.add("returned", 1) == order.num_ranks:
+        store.set("all returned", "")
+    store.wait(["all returned"])
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _packed(error: BaseException, order: Order) -> bytes:
+    text = "".join(traceback.format_exception(error))
+    failure = Failure(time.monotonic(), error, any(words in str(error) for words in _LOST_PEER))
+    note = f"raised on rank {order.rank} of {order.num_ranks}:\n{text}"
+    error.add_note(note)
+    try:
+        packed = pickle.dumps(failure)
+        pickle.loads(packed)  # Exceptions with their own constructor often pickle and then fail to unpickle.
+    except Exception:
+        carried = RankError(f"rank {order.rank} of {order.num_ranks} raised {type(error).__name__}: {error}")
+        carried.add_note(note)
+        packed = pickle.dumps(failure._replace(error=carried))
+    return packed
+
+
+def _write(path: Path, data: bytes) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_bytes(data)
+    partial.rename(path)
+
+
+def _redirect_output(path: Path) -> None:
+    """Into a file: the server that forked us may still write into a terminal, or a pipe, that is long gone."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with path.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # Between what C prints, in the order in which it was said.

@@ -1,0 +1,232 @@
+"""Run a function on N ranks and get what each returned, or what the first failing one raised.
+
+A test of parallel code must be as cheap to write and as plain to read as any other test. So the ranks start fast
+(forked from a server that has imported torch already), share nothing with the test but picklable arguments, fail with
+the exception that really happened, and never outlive the call: a rank that hangs is killed when the limit passes, and
+the error says where it was.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import re
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from multiprocessing.connection import wait as wait_for_any
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from scale_core.launch.launcher import name_of_exit
+from scale_core.launch.main_script import UNGUARDED, check_may_start, main_hidden, unguarded
+from scale_core.launch.rendezvous import open_store
+from scale_core.testing.rank import Failure, Filter, Order, RankError, play
+
+__all__ = ["RankError", "preload", "run_ranks", "scaled_by_load"]
+
+T = TypeVar("T")
+
+# Imported once in the server. The first step of an optimizer imports torch._dynamo, and a snapshot torch's checkpoint
+# package: a second for each, which otherwise every rank of every call would spend again.
+_PRELOADED = [
+    "torch",
+    "torch.distributed.checkpoint",
+    "torch._dynamo",
+    "scale_core.testing.ranks",
+    "scale_core.snapshot.snapshot",
+]
+# How long the others may take to report, once one rank has failed: what they saw is not what went wrong.
+_GRACE_SECONDS = 1.0
+
+
+def preload(*modules: str) -> None:
+    """Names modules that the ranks need, to be imported once for all of them; without effect after the first run.
+
+    Args:
+        *modules: Names of modules; one that can't be imported is left out.
+    """
+    _PRELOADED.extend(name for name in modules if name not in _PRELOADED)
+
+
+def scaled_by_load(seconds: float) -> float:
+    """Returns a limit for a test in which ranks wait in vain: longer where the machine has more to do than cores.
+
+    Args:
+        seconds: The limit on a quiet machine.
+    """
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 1.0
+    return seconds * max(1.0, load / (os.cpu_count() or 1))
+
+
+def run_ranks(
+    fn: Callable[..., T], num_ranks: int, *args: Any, timeout: float = 600.0, backend: str | None = "gloo"
+) -> list[T]:
+    """Runs `fn(*args)` on each of `num_ranks` processes and returns their results by rank.
+
+    Inside `fn` the default process group is initialised, torch uses one thread, the caller's environment and warning
+    filters hold, and a `ResourceWarning` (such as a collective that nobody waited for) is a failure.
+
+    Args:
+        fn: A function at the top level of a module.
+        num_ranks: The number of processes, at least 1.
+        *args: Given to `fn` on every rank; like the results, they must be picklable.
+        timeout: Seconds for all of it; then every rank is killed. Long enough for a machine with much else to do.
+        backend: The backend of the default group, or None to leave torch.distributed alone.
+
+    Raises:
+        Exception: What the first failing rank raised, with its rank, traceback and output as notes.
+        RankError: A rank died without a result (the error names the signal), or its exception can't be pickled; or the
+            main script calls this outside of `if __name__ == "__main__"`.
+        TimeoutError: The limit passed; the error shows the stack of every rank that was still running.
+        ValueError: `num_ranks` is below 1, or `fn` is in no file, as one of a notebook.
+
+    Example:
+        >>> from operator import add
+        >>> run_ranks(add, 2, 20, 22, backend=None)
+        [42, 42]
+    """
+    if num_ranks < 1:
+        raise ValueError(f"expected num_ranks of at least 1, got {num_ranks}")
+    check_may_start("run_ranks", fn)
+    store = None if backend is None else open_store("127.0.0.1", 0, serve=True, timeout=timeout)
+    with tempfile.TemporaryDirectory(prefix="run_ranks-") as folder:
+        order = Order(
+            call=pickle.dumps((fn, args)),
+            rank=0,
+            num_ranks=num_ranks,
+            folder=Path(folder),
+            port=0 if store is None else store.port,
+            backend=backend,
+            timeout=timeout,
+            environment=dict(os.environ),
+            filters=_current_filters(),
+        )
+        ranks = _start(order)
+        try:
+            _supervise(ranks, order)
+        finally:
+            _end(ranks)
+            _replay_output(order)
+        return [pickle.loads(order.of(rank).result.read_bytes()) for rank in range(num_ranks)]
+
+
+def _start(order: Order) -> list[BaseProcess]:
+    methods = multiprocessing.get_all_start_methods()
+    context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
+    if "forkserver" in methods:
+        context.set_forkserver_preload(_PRELOADED)
+    ranks: list[BaseProcess] = []
+    with main_hidden(unless=b"__main__" in order.call):
+        for rank in range(order.num_ranks):
+            process = context.Process(target=play, args=(order.of(rank),), name=f"rank {rank}")  # type: ignore[attr-defined]
+            process.start()
+            ranks.append(process)
+    return ranks
+
+
+def _supervise(ranks: Sequence[BaseProcess], order: Order) -> None:
+    """Returns when every rank has ended with a result; raises what went wrong otherwise."""
+    deadline = time.monotonic() + order.timeout
+    failing = False
+    while running := [process for process in ranks if process.exitcode is None]:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            if failing:
+                break
+            raise TimeoutError(_where_they_were(ranks, order))
+        wait_for_any([process.sentinel for process in running], timeout=left)
+        if not failing and any(
+            process.exitcode is not None and not order.of(rank).result.exists() for rank, process in enumerate(ranks)
+        ):
+            failing = True
+            deadline = min(deadline, time.monotonic() + scaled_by_load(_GRACE_SECONDS))
+    failures = [failure for rank, process in enumerate(ranks) if (failure := _failure_of(rank, process, order))]
+    if failures:
+        raise min(failures, key=lambda failure: (failure.is_consequence, failure.when)).error
+
+
+def _failure_of(rank: int, process: BaseProcess, order: Order) -> Failure | None:
+    mine = order.of(rank)
+    if process.exitcode is None or mine.result.exists():
+        return None  # An abort after the result (torch's gloo sometimes does at its teardown) is no failure.
+    if mine.failure.exists():
+        failure: Failure = pickle.loads(mine.failure.read_bytes())
+        return failure
+    if process.exitcode == UNGUARDED:
+        return Failure(time.monotonic(), RankError(unguarded("run_ranks")), False)
+    error = RankError(f"rank {rank} of {order.num_ranks} {name_of_exit(process.exitcode)} before its function returned")
+    if output := _tail(mine.output):
+        error.add_note(f"rank {rank} had printed:\n{output}")
+    return Failure(time.monotonic(), error, False)
+
+
+def _where_they_were(ranks: Sequence[BaseProcess], order: Order) -> str:
+    lines = [f"the limit of {order.timeout:g} s passed before all {order.num_ranks} ranks had returned"]
+    for process in ranks:
+        if process.exitcode is None and process.pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGUSR1)
+    for rank in range(order.num_ranks):
+        mine = order.of(rank)
+        if mine.result.exists():
+            lines.append(f"rank {rank}: had returned")
+        else:
+            stack = _wait_for_text(mine.stack)
+            lines.append(f"rank {rank}: was here (innermost call first)\n{stack or '  no answer: frozen, or not up'}")
+    return "\n".join(lines)
+
+
+def _wait_for_text(path: Path, seconds: float = 1.0) -> str:
+    """The text of a file that another process writes, once it has stopped growing."""
+    text, deadline = "", time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        before, text = text, path.read_text() if path.exists() else ""
+        if text and text == before:
+            break
+        time.sleep(0.02)
+    return text
+
+
+def _end(ranks: Sequence[BaseProcess]) -> None:
+    for process in ranks:
+        if process.exitcode is None:
+            process.kill()
+    for process in ranks:
+        process.join()
+        process.close()
+
+
+def _replay_output(order: Order) -> None:
+    for rank in range(order.num_ranks):
+        path = order.of(rank).output
+        if path.exists() and (text := path.read_text(errors="replace")):
+            sys.stdout.write(text)
+
+
+def _tail(path: Path, num_lines: int = 20) -> str:
+    return "\n".join(path.read_text(errors="replace").splitlines()[-num_lines:]) if path.exists() else ""
+
+
+def _current_filters() -> list[Filter]:
+    return [
+        Filter(
+            action,
+            _pattern(message),
+            (cast(type, category).__module__, cast(type, category).__qualname__),
+            _pattern(module),
+            lineno,
+        )
+        for action, message, category, module, lineno in warnings.filters
+    ]
+
+
+def _pattern(part: re.Pattern[str] | str | None) -> str:
+    """What a filter matches, as text: Python's own filters hold plain strings, meant literally."""
+    return part.pattern if isinstance(part, re.Pattern) else re.escape(part or "")

@@ -1,0 +1,137 @@
+"""Ranks that run out of data before the others.
+
+A rank that leaves the loop leaves the others waiting for its shards. So all ranks stay in it until the last of them has
+no more batches: one that has run out gets its last batch again, computes, and its gradients count nothing. The others
+then share the average among themselves, so that a step equals that of one process on the samples that there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Generic, TypeVar
+
+from scale_core.comm.control_plane import exchange
+from scale_core.comm.group import GroupLike, group_of
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Share:
+    """What this rank's gradients count in the step that runs now.
+
+    Attributes:
+        weight: The factor for this rank's gradients; 0 where it has run out.
+        divisor: What the sum over the ranks is divided by.
+    """
+
+    weight: float
+    divisor: int
+
+
+_share: Share | None = None
+_FAILED = -1
+
+
+def current_share() -> Share | None:
+    """Returns what this rank's gradients count now; None where every rank counts alike."""
+    return _share
+
+
+class join(Generic[T]):  # noqa: N801  # it reads as a verb, `for batch in join(loader)`, as `range` and `zip` do
+    """Yields batches on every rank until no rank has any more.
+
+    All ranks must do the same with what they get: forward, backward, optimizer step. `active` tells whether the batch
+    that was yielded last is one that counts. Not for micro-batches under `no_sync()`: yield them together.
+
+        >>> from scale_core import join
+        >>> [batch for batch in join(["a", "b"])]
+        ['a', 'b']
+
+    Args:
+        batches: This rank's batches; one at least.
+        process_group: The ranks; the default group if None.
+        samples: How many samples a batch has. With it a rank counts by its samples, as where the last batch of some
+            rank is a smaller one and each loss is a mean over a batch; without it all batches count alike.
+        limit_seconds: The longest wait for another rank; None is the group's own limit.
+
+    Attributes:
+        active: Whether this rank's last batch counts.
+
+    Raises:
+        ValueError: A rank has no batch at all, or one of 0 samples; on every rank, when the first batch is asked for.
+        RuntimeError: Another rank has failed to get its next batch.
+        TransferError: Another rank left the loop.
+    """
+
+    def __init__(
+        self,
+        batches: Iterable[T],
+        process_group: GroupLike = None,
+        *,
+        samples: Callable[[T], int] | None = None,
+        limit_seconds: float | None = None,
+    ) -> None:
+        self._batches = batches
+        self._group = group_of(process_group)
+        self._samples = samples
+        self._limit_seconds = limit_seconds
+        self.active = False
+
+    def __iter__(self) -> Iterator[T]:
+        global _share
+        mine = iter(self._batches)
+        last: list[T] = []
+        first = True
+        try:
+            while True:
+                try:
+                    new = list(islice(mine, 1))
+                except Exception:
+                    self._tell([_FAILED, 0])  # The others would wait for this rank's number.
+                    raise
+                self.active, last = bool(new), new or last
+                counts = self._counts_of_all(new)
+                if not any(counts):
+                    return
+                if first and not all(counts):
+                    raise ValueError(_without_any(counts))
+                first = False
+                _share = self._share_of(counts)
+                yield last[0]
+        finally:
+            _share = None
+
+    def _counts_of_all(self, new: list[T]) -> list[int]:
+        """How many samples each rank has in its next batch, by rank; 0 where it has no more."""
+        count = sum(1 if self._samples is None else int(self._samples(batch)) for batch in new)
+        rows = self._tell([count, len(new)])
+        if failed := [rank for rank, (count, _) in enumerate(rows) if count == _FAILED]:
+            raise RuntimeError(
+                f"join: rank {', '.join(map(str, failed))} could not get its next batch, and has raised why; all ranks "
+                "leave the loop"
+            )
+        if any(here and count < 1 for count, here in rows):
+            raise ValueError(f"join: expected every batch to have a sample, got {[row[0] for row in rows]}, by rank")
+        return [count for count, _ in rows]
+
+    def _tell(self, row: list[int]) -> list[list[int]]:
+        return exchange(row, self._group, limit_seconds=self._limit_seconds)
+
+    def _share_of(self, counts: Sequence[int]) -> Share | None:
+        mine = counts[self._group.rank]
+        if self._samples is not None:
+            return Share(mine / sum(counts), 1)
+        active = sum(1 for count in counts if count)
+        return Share(float(bool(mine)), active) if active < len(counts) else None
+
+
+def _without_any(counts: Sequence[int]) -> str:
+    ranks = [rank for rank, count in enumerate(counts) if not count]
+    return (
+        f"join: rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} of {len(counts)} "
+        f"ha{'ve' if len(ranks) > 1 else 's'} no batch at all, so nothing to take part with: give every rank at least "
+        "one"
+    )

@@ -1,0 +1,316 @@
+"""autograd_hooks.py: when things happen in a backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from scale_core.autograd_hooks import (
+    after_backward,
+    after_gradient,
+    arriving_grads_wanted,
+    at_end_of_backward,
+    before_backward,
+    in_backward,
+    local_grads_wanted,
+    on_arriving_grads,
+    on_local_grads,
+    on_reduced_grads,
+    once_after_backward,
+    own_outputs,
+    report_arriving_grads,
+    report_local_grads,
+    report_reduced_grads,
+    used_at_once,
+)
+
+
+class Watched(nn.Module):
+    """A function of a weight and inputs that writes down when its backward begins and ends."""
+
+    def __init__(self, function: Callable[..., object]) -> None:
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.tensor([2.0, 3.0]))
+        self.log: list[str] = []
+        after_gradient(self.weight, lambda _: self.log.append("weight"))
+
+    def forward(self, *inputs: Tensor) -> object:
+        (args, _), _ = after_backward((inputs, {}), lambda: self.log.append("after"))
+        output = self.function(self.weight, *args)
+        before_backward(output, lambda: self.log.append("before"))
+        return output
+
+
+def source(*values: float) -> Tensor:
+    return torch.tensor(values or (1.0, 2.0), requires_grad=True)
+
+
+def test_the_outputs_come_first_then_the_parameters_then_the_inputs() -> None:
+    module, x = Watched(lambda w, x: (w * x).relu()), source()
+    module(x * 1).sum().backward()
+    assert module.log == ["before", "weight", "after"]
+    assert x.grad is not None and x.grad.tolist() == [2, 3]
+
+
+def test_all_inputs_are_waited_for_and_the_unused_are_not() -> None:
+    module = Watched(lambda w, x, y, unused: (w * x).relu() + y)
+    module(source() * 1, source() * 1, source() * 1).sum().backward()
+    assert module.log == ["before", "weight", "after"]
+
+
+def test_an_input_given_twice_arrives_as_one() -> None:
+    module = Watched(lambda w, x, y: w * x if x is y else w)
+    x = source()
+    module(*[x * 1] * 2).sum().backward()
+    assert module.log == ["before", "weight", "after"]
+    assert module.weight.grad is not None and module.weight.grad.tolist() == [1, 2]
+
+
+def test_nobody_else_who_uses_an_input_is_waited_for() -> None:
+    module, x = Watched(lambda w, x: w * x), source()
+    hidden = x * 1
+    other = hidden * 5
+    other.register_hook(lambda _: module.log.append("other"))
+    loss_of_other = other.sum()  # Older than the module's graph, so autograd comes to it later.
+    (module(hidden).sum() + loss_of_other).backward()
+    assert module.log == ["before", "weight", "after", "other"]
+    assert x.grad is not None and x.grad.tolist() == [7, 8]
+
+
+def test_without_an_input_that_needs_a_gradient_nobody_is_called_after() -> None:
+    module = Watched(lambda w, x: w * x)
+    module(torch.ones(2)).sum().backward()
+    assert module.log == ["before", "weight"]
+    (args, _), found = after_backward(((torch.ones(2), 3), {}), lambda: None)
+    assert not found and args[1] == 3
+
+
+def test_outputs_in_containers_are_watched() -> None:
+    module = Watched(lambda w, x: {"a": [w * x, None], "b": (w + x,)})
+    out = module(source() * 1)
+    out["b"][0].sum().backward()
+    assert module.log == ["before", "weight", "after"]
+    assert not before_backward({"a": torch.ones(2)}, lambda: None)
+
+
+def test_an_output_that_is_changed_in_place_afterwards_is_still_watched() -> None:
+    module = Watched(lambda w, x: w * x)
+    out = module(source() * 1)
+    out.mul_(2).relu_()
+    out.sum().backward()
+    assert module.log == ["before", "weight", "after"]
+
+
+@pytest.mark.parametrize("change", ["relu_", "mul_ of a part", "a part set"])
+def test_an_output_that_is_a_view_is_still_watched_when_it_is_changed_in_place(change: str) -> None:
+    def run(output: Tensor) -> None:
+        if change == "relu_":
+            output.relu_()
+        elif change == "mul_ of a part":
+            output[0].mul_(3)
+        else:
+            output[0] = 0
+        output.sum().backward()
+
+    weight, log = nn.Parameter(torch.tensor([2.0, -3.0])), list[str]()
+    output = own_outputs({"out": (weight * 2).view(2, 1)})
+    before_backward(output, lambda: log.append("before"))
+    run(output["out"])
+    plain = nn.Parameter(weight.detach().clone())
+    run((plain * 2).view(2, 1))
+    assert log == ["before"]
+    assert weight.grad is not None and plain.grad is not None and torch.equal(weight.grad, plain.grad)
+
+
+def test_outputs_are_made_one_s_own_only_where_somebody_could_interfere() -> None:
+    hooked = source() * 2
+    hooked.register_hook(lambda grad: grad)
+    fresh, plain = source() * 2, torch.ones(4).view(2, 2)
+    kept = own_outputs([fresh, plain, None, 3])
+    assert kept[0] is fresh and kept[1] is plain and kept[2:] == [None, 3]
+    own = own_outputs(hooked)
+    assert own is not hooked and not own._is_view() and torch.equal(own, hooked)
+    own.sum().backward()
+
+
+def test_what_is_computed_after_the_outputs_has_its_backward_after_they_are_watched() -> None:
+    weight, log = nn.Parameter(torch.tensor([2.0, -3.0])), list[str]()
+    output = weight * 3
+    penalty = weight.pow(2).sum()
+    penalty.register_hook(lambda _: log.append("penalty"))
+    output = own_outputs((output,))[0]
+    before_backward(output, lambda: log.append("before"))
+    (output.sum() + penalty).backward()
+    assert log == ["before", "penalty"]
+    assert weight.grad is not None and weight.grad.tolist() == [7, -3]
+
+
+def test_a_first_operation_in_place_keeps_the_gradients_right_and_is_not_waited_for() -> None:
+    module, x = Watched(lambda w, x: x.mul_(3) * w), source()
+    hidden = x * 1
+    module(hidden).sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [6, 9]
+    assert hidden.tolist() == [3, 6]  # seen by whoever holds the input, as in plain PyTorch
+    assert module.log == ["before", "weight"]
+
+
+def test_an_in_place_operation_on_one_input_does_not_hide_the_others() -> None:
+    module = Watched(lambda w, x, y: x.mul_(3) * w + y)
+    module(source() * 1, source() * 1).sum().backward()
+    assert module.log == ["before", "weight", "after"]
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_recomputation_calls_each_time_it_happens(use_reentrant: bool) -> None:
+    module, x = Watched(lambda w, x: (w * x).relu()), source()
+    checkpoint(module, x * 1, use_reentrant=use_reentrant).sum().backward()
+    assert module.log == ["before", "weight", "after"]
+    assert x.grad is not None and x.grad.tolist() == [2, 3]
+
+
+def test_every_backward_through_one_graph_is_told() -> None:
+    module = Watched(lambda w, x, y: w * x + y)
+    out = module(source() * 1, source() * 1).sum()
+    out.backward(retain_graph=True)
+    out.backward()
+    assert module.log == ["before", "weight", "after"] * 2
+
+
+def test_a_parameter_s_callback_sees_its_gradient_and_can_be_removed() -> None:
+    weight, seen = nn.Parameter(torch.ones(2)), []
+
+    def look(param: Tensor) -> None:
+        assert param.grad is not None
+        seen.append(param.grad.tolist())
+
+    handle = after_gradient(weight, look)
+    (weight * 3).sum().backward()
+    handle.remove()
+    (weight * 3).sum().backward()
+    assert seen == [[3, 3]]
+
+
+def test_the_end_of_a_backward_comes_once_after_everything() -> None:
+    module = Watched(lambda w, x: w * x)
+
+    def begin() -> None:
+        assert in_backward()
+        once_after_backward(lambda: module.log.append("end"))
+
+    out = module(source() * 1)
+    before_backward(out, begin)
+    out.sum().backward()
+    assert module.log == ["before", "weight", "after", "end"]
+    assert not in_backward()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_who_waits_for_the_end_of_a_backward_is_told_when_it_does_not_come_before_the_caller_is(fails: bool) -> None:
+    log: list[str] = []
+
+    def fall(_: Tensor) -> None:
+        raise ValueError("on the way")
+
+    def tell(how: str) -> None:
+        log.append(how)
+        if fails:
+            raise RuntimeError("which nobody sees")
+
+    x = source()
+    y = x * 1
+    y.register_hook(lambda _: at_end_of_backward(lambda: tell("finished"), lambda: tell("failed")))
+    if fails:
+        x.register_hook(fall)
+    try:
+        (y * 2).sum().backward()
+    except ValueError:
+        log.append("raised")
+    assert log == (["failed", "raised"] if fails else ["finished"])
+
+
+def test_local_gradients_reach_all_who_asked_until_they_stop_asking() -> None:
+    heard: list[tuple[str, int]] = []
+
+    def listener(name: str) -> Callable[[Sequence[Tensor], Sequence[Tensor]], None]:
+        return lambda params, grads: heard.append((name, len(params) + len(grads)))
+
+    param = nn.Parameter(torch.ones(2))
+    assert not local_grads_wanted()
+    first, second = on_local_grads(listener("first")), on_local_grads(listener("second"))
+    assert local_grads_wanted()
+    report_local_grads([param], [torch.ones(2)])
+    first.remove()
+    first.remove()
+    report_local_grads([param], [torch.ones(2)])
+    second.remove()
+    assert not local_grads_wanted()
+    report_local_grads([param], [torch.ones(2)])
+    assert heard == [("first", 2), ("second", 2), ("second", 2)]
+
+
+def test_who_listens_to_local_gradients_records_no_graph() -> None:
+    param = nn.Parameter(torch.ones(2))
+    products: list[Tensor] = []
+    handle = on_local_grads(lambda params, grads: products.append(params[0] * grads[0]))
+    report_local_grads([param], [torch.ones(2)])
+    handle.remove()
+    assert not products[0].requires_grad
+
+
+def test_reduced_gradients_are_told_of_to_all_who_asked_until_they_stop_asking() -> None:
+    heard: list[tuple[str, Sequence[Tensor]]] = []
+    param = nn.Parameter(torch.ones(2))
+    first = on_reduced_grads(lambda params: heard.append(("first", params)))
+    second = on_reduced_grads(lambda params: heard.append(("second", params)))
+    report_reduced_grads([param])
+    first.remove()
+    report_reduced_grads([param, param])
+    second.remove()
+    report_reduced_grads([param])
+    assert [(name, len(params)) for name, params in heard] == [("first", 1), ("second", 1), ("second", 2)]
+    assert heard[0][1][0] is param
+
+
+def test_who_hears_of_a_reduced_gradient_may_step_on_it_and_take_it_away() -> None:
+    param = nn.Parameter(torch.ones(2))
+    param.grad = torch.full((2,), 0.5)
+
+    def step(params: Sequence[Tensor]) -> None:
+        for each in params:
+            assert each.grad is not None
+            each.sub_(each.grad)  # In no graph, though the parameter requires a gradient.
+            each.grad = None
+
+    handle = on_reduced_grads(step)
+    report_reduced_grads([param])
+    handle.remove()
+    assert param.tolist() == [0.5, 0.5] and param.grad is None and param.is_leaf
+
+
+def test_arriving_gradients_are_told_of_in_no_graph_until_nobody_asks() -> None:
+    param, grad = nn.Parameter(torch.ones(2)), torch.full((2,), 0.5)
+    heard: list[tuple[Tensor, Tensor, Tensor]] = []
+    handle = on_arriving_grads(lambda params, grads: heard.append((params[0], grads[0], params[0] * grads[0])))
+    assert arriving_grads_wanted()
+    report_arriving_grads([param], [grad])
+    handle.remove()
+    report_arriving_grads([param], [grad])
+    ((told, given, product),) = heard
+    assert told is param and given is grad and not product.requires_grad and param.grad is None
+
+
+def test_whose_gradient_is_used_at_once_is_asked_of_all_who_listen() -> None:
+    params = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+    growing = {params[0]}
+    handles = [on_reduced_grads(lambda _: None, each) for each in (growing, (), {params[1]})]
+    assert [used_at_once(param) for param in params] == [True, True, False]
+    growing.add(params[2])
+    assert [used_at_once(param) for param in params] == [True, True, True] and arriving_grads_wanted()
+    for handle in handles:
+        handle.remove()
+    assert not any(used_at_once(param) for param in params)

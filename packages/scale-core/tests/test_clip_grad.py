@@ -1,0 +1,282 @@
+"""clip_grad.py: one norm for gradients that no rank holds alone, each element counted once."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.utils import clip_grad_norm_
+
+from scale_core.comm.group import Group, group_of
+from scale_core.optim.clip_grad import clip_grad_norm, grad_norm
+from scale_core.shard import Axis, Held, Shard, mark
+from scale_core.testing import run_ranks
+
+NORM_TYPES = (1.0, 2.0, 3.0, math.inf)
+
+
+def units_apart(one: Tensor, other: Tensor) -> float:
+    """How far two fp32 numbers are apart, in units in the last place."""
+    _, exponent = math.frexp(other.item())
+    return abs(one.item() - other.item()) / math.ldexp(1.0, exponent - 24)
+
+
+def with_grad(grad: Tensor | None) -> nn.Parameter:
+    param = nn.Parameter(torch.zeros(2) if grad is None else torch.zeros_like(grad))
+    param.grad = grad
+    return param
+
+
+def whole_grads(scale: float = 1.0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    shapes = {"weight": (7, 5), "bias": (3,), "scale": (), "empty": (0, 4), "table": (40, 30)}
+    return {name: scale * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def piece_of(name: str, grad: Tensor, start: int, stop: int, *axes: Axis) -> nn.Parameter:
+    param = with_grad(grad.reshape(-1)[start:stop].clone())
+    mark(param, Shard(name, tuple(grad.shape), start, stop, axes))
+    return param
+
+
+def cut(name: str, grad: Tensor, group: Group) -> nn.Parameter:
+    """This rank's even piece; the last ranks may hold nothing."""
+    size = -(-grad.numel() // group.size)
+    start, stop = min(group.rank * size, grad.numel()), min((group.rank + 1) * size, grad.numel())
+    return piece_of(name, grad, start, stop, Axis(group, Held.SHARD))
+
+
+def equals_torch_on_the_whole() -> None:
+    group = group_of()
+    for norm_type in NORM_TYPES:
+        for max_norm in (0.5, 1e6):
+            grads = whole_grads()
+            plain = [with_grad(grad.clone()) for grad in grads.values()]
+            expected = clip_grad_norm_([param for param in plain if param.numel()], max_norm, norm_type)
+            exact = torch.linalg.vector_norm(
+                torch.cat([grad.reshape(-1).double() for grad in grads.values()]), norm_type
+            )
+            local = [cut(name, grad, group) for name, grad in grads.items()]
+            found = clip_grad_norm((param for param in local), max_norm, norm_type)
+            assert found.dtype == torch.float32
+            assert units_apart(found, exact) <= 2
+            assert units_apart(found, expected) <= (2 if norm_type in (2.0, math.inf) else 20)  # torch adds up in fp32
+            for param, whole in zip(local, plain, strict=True):
+                assert param.grad is not None and whole.grad is not None
+                reference = cut("", whole.grad, group).grad
+                rtol = 3e-7 if norm_type in (2.0, math.inf) else 3e-6
+                torch.testing.assert_close(param.grad, reference, rtol=rtol, atol=0)
+
+
+def same_on_all_ranks_whatever_they_hold() -> float:
+    """Mixed: sharded, replicated, frozen, without a gradient on one rank or on all, in half precision."""
+    group, grads = group_of(), whole_grads()
+    sharded = cut("weight", grads["weight"], group)
+    replicated = with_grad(grads["bias"].clone())
+    marked = piece_of("table", grads["table"], 0, 1200, Axis(group, Held.REPLICATE))
+    frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+    nowhere = cut("nowhere", torch.ones(8), group)
+    nowhere.grad = None
+    on_one = cut("on one", torch.full((2 * group.size,), 3.0), group)
+    if group.rank:
+        on_one.grad = None
+    half = cut("half", torch.full((8,), 2.0).bfloat16(), group)
+    found = grad_norm([sharded, replicated, marked, frozen, nowhere, on_one, half])
+    counted = [grads["weight"], grads["bias"], grads["table"], torch.full((2,), 3.0), torch.full((8,), 2.0)]
+    expected = torch.cat([grad.reshape(-1).double() for grad in counted]).norm()
+    assert units_apart(found, expected) <= 1
+    return found.item()
+
+
+def doubles_on_one_rank() -> tuple[torch.dtype, float]:
+    """The norm in fp64 of what has a gradient on rank 0 alone."""
+    group = group_of()
+    param = cut("weight", torch.full((4,), 1 / 3, dtype=torch.float64), group)
+    if group.rank:
+        param.grad = None
+    norm = clip_grad_norm([param], 0.25)
+    return norm.dtype, norm.item()
+
+
+def a_mesh_of_two_axes() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    outer, inner = group_of(mesh["outer"]), group_of(mesh["inner"])
+    grad = torch.randn(16, generator=torch.Generator().manual_seed(1))
+    quarter = 8 * outer.rank + 4 * inner.rank
+    # Every order of the axes and every order of the parameters: the ranks must still meet in one order.
+    by_both = piece_of("both", grad, quarter, quarter + 4, Axis(outer, Held.SHARD), Axis(inner, Held.SHARD))
+    turned = piece_of("turned", grad, quarter, quarter + 4, Axis(inner, Held.SHARD), Axis(outer, Held.SHARD))
+    halves = slice(8 * inner.rank, 8 * inner.rank + 8)
+    hybrid = piece_of("hybrid", grad, halves.start, halves.stop, Axis(outer, Held.REPLICATE), Axis(inner, Held.SHARD))
+    halves = slice(8 * outer.rank, 8 * outer.rank + 8)
+    rows = piece_of("rows", grad, halves.start, halves.stop, Axis(outer, Held.SHARD))
+    for params in ([turned, rows, hybrid, by_both], [by_both, hybrid, rows, turned], [rows, turned], [hybrid, turned]):
+        for norm_type in NORM_TYPES:
+            expected = torch.linalg.vector_norm(torch.cat([grad.double()] * len(params)), norm_type)
+            assert units_apart(grad_norm(params, norm_type), expected) <= 2
+
+    partial = piece_of("partial", grad, 0, 16, Axis(outer, Held.REPLICATE), Axis(inner, Held.PARTIAL))
+    with pytest.raises(ValueError, match=rf"'partial' is a partial sum over ranks \[{inner.ranks[0]}, .*reduce it"):
+        grad_norm([partial])
+
+
+def not_a_number_on_one_rank(bad: float, where: int) -> list[float]:
+    group = group_of()
+    grad = torch.ones(4)
+    if dist.get_rank() == where:
+        grad[1] = bad
+    param = with_grad(grad)
+    mark(param, Shard("weight", (4 * group.size,), 4 * group.rank, 4 * group.rank + 4, (Axis(group, Held.SHARD),)))
+    return [grad_norm([param], norm_type).item() for norm_type in (2.0, math.inf)]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_norm_and_clipped_gradients_equal_torch_s_on_the_whole(num_ranks: int) -> None:
+    run_ranks(equals_torch_on_the_whole, num_ranks)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_every_element_counts_once_whoever_holds_it(num_ranks: int) -> None:
+    assert len(set(run_ranks(same_on_all_ranks_whatever_they_hold, num_ranks))) == 1
+
+
+def test_over_two_mesh_axes_shards_are_combined_and_replicas_are_not() -> None:
+    run_ranks(a_mesh_of_two_axes, 4)
+
+
+@pytest.mark.parametrize("where", [0, 1, 2])
+def test_a_nan_or_infinity_on_one_rank_reaches_all(where: int) -> None:
+    for norms in run_ranks(not_a_number_on_one_rank, 3, math.nan, where):
+        assert all(math.isnan(norm) for norm in norms)
+
+
+def test_an_infinity_is_the_norm() -> None:
+    for norms in run_ranks(not_a_number_on_one_rank, 2, -math.inf, 1):
+        assert norms == [math.inf, math.inf]
+
+
+def test_half_precision_gradients_do_not_overflow() -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        short, long = (
+            with_grad(torch.full((100,), 1000.0, dtype=dtype)),
+            with_grad(torch.full((9000,), 1000.0, dtype=dtype)),
+        )
+        assert units_apart(grad_norm([short, long]), torch.tensor(1000.0 * math.sqrt(9100))) <= 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_the_factor_is_not_rounded_to_the_gradients_dtype(dtype: torch.dtype) -> None:
+    grad = torch.randn(300, generator=torch.Generator().manual_seed(0)).to(dtype)
+    ours, theirs = with_grad(grad.clone()), with_grad(grad.clone())
+    clip_grad_norm([ours], 0.7)
+    clip_grad_norm_([theirs], 0.7)
+    assert ours.grad is not None and theirs.grad is not None
+    assert (ours.grad.double().norm() / 0.7 - 1).abs() < max(3e-6, torch.finfo(dtype).eps / 4)
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=2 * torch.finfo(dtype).eps, atol=0)
+
+
+def test_long_gradients_lose_no_precision() -> None:
+    grad = torch.randn(3_000_001, generator=torch.Generator().manual_seed(0))
+    assert units_apart(grad_norm([with_grad(grad)]), grad.double().norm()) <= 1
+
+
+def test_all_double_gradients_give_a_double() -> None:
+    param = with_grad(torch.tensor([3.0, 4.0], dtype=torch.float64))
+    assert grad_norm([param]).dtype == torch.float64
+    assert grad_norm([param, with_grad(torch.zeros(2))]).dtype == torch.float32
+
+
+def test_a_rank_without_gradients_clips_by_the_double_that_others_have() -> None:
+    first, second = run_ranks(doubles_on_one_rank, 2)
+    assert first == second == (torch.float64, pytest.approx(math.sqrt(2 / 9), rel=1e-15))
+
+
+def test_one_tensor_is_a_list_of_one() -> None:
+    param = with_grad(torch.full((2, 2), 2.0))
+    assert grad_norm(param).item() == 4
+    assert clip_grad_norm(param, 2.0).item() == 4
+    assert param.grad is not None and param.grad.norm().item() == pytest.approx(2.0)
+
+
+def test_no_gradient_is_a_norm_of_zero() -> None:
+    assert grad_norm([]).item() == 0
+    assert grad_norm([with_grad(None)]).item() == 0
+    assert clip_grad_norm([with_grad(torch.zeros(3))], 1.0).item() == 0
+
+
+def test_nothing_to_clip_is_refused_with_what_to_pass() -> None:
+    params = iter([with_grad(torch.ones(3))])
+    assert clip_grad_norm(params, 1.0).item() == pytest.approx(math.sqrt(3))
+    for function in (clip_grad_norm, grad_norm):
+        with pytest.raises(ValueError, match=r"an iterator that has been used up.*list\(model.parameters\(\)\)"):
+            function(params, 1.0)
+        with pytest.raises(ValueError, match="used up"):
+            function((param for param in ()), 1.0)
+    with pytest.raises(
+        ValueError, match=r"clip_grad_norm: expected parameters, got an empty list.*model.parameters\(\)"
+    ):
+        clip_grad_norm([], 1.0)
+
+
+@pytest.mark.parametrize("norm_type", [0.0, -1.0, math.nan])
+def test_a_norm_that_is_none_is_refused(norm_type: float) -> None:
+    with pytest.raises(ValueError, match="norm_type > 0"):
+        grad_norm([with_grad(torch.ones(2))], norm_type)
+
+
+@pytest.mark.parametrize("max_norm", [-1.0, -math.inf, math.nan])
+def test_a_bound_that_would_turn_gradients_round_is_refused_and_changes_nothing(max_norm: float) -> None:
+    param = with_grad(torch.tensor([3.0, 4.0]))
+    with pytest.raises(ValueError, match=f"max_norm of at least 0, got {max_norm}"):
+        clip_grad_norm(param, max_norm)
+    assert param.grad is not None and param.grad.tolist() == [3.0, 4.0]
+
+
+def test_no_bound_only_measures_and_a_bound_of_zero_leaves_nothing() -> None:
+    param = with_grad(torch.tensor([3.0, 4.0]))
+    assert clip_grad_norm(param, math.inf).item() == 5
+    assert param.grad is not None and param.grad.tolist() == [3.0, 4.0]
+    assert clip_grad_norm(param, 0.0).item() == 5
+    assert param.grad.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+def test_of_complex_gradients_the_magnitudes_count(norm_type: float) -> None:
+    generator = torch.Generator().manual_seed(5)
+    grads = [torch.randn(300, 2, dtype=torch.complex64, generator=generator), torch.randn(4, generator=generator)]
+    plain, ours = ([with_grad(grad.clone()) for grad in grads] for _ in range(2))
+    norm = clip_grad_norm(ours, 0.5, norm_type)
+    assert units_apart(norm, clip_grad_norm_(plain, 0.5, norm_type)) <= 8
+    for one, other in zip(ours, plain, strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+    assert grad_norm(with_grad(grads[0].to(torch.complex128))).dtype == torch.float64
+
+
+def of_copies() -> tuple[float, float, float]:
+    """Both ranks have one half of a matrix each by columns, and copies of another tensor."""
+    group, grads = group_of(), whole_grads()
+    axes = (Axis(group, Held.SHARD),)
+    columns = with_grad(grads["table"].split([17, 13], 1)[group.rank].contiguous())
+    ranges = (((0, 40),), (((0, 17), (17, 30))[group.rank],))
+    mark(columns, Shard.of_ranges("", (40, 30), ranges, axes))
+    copied = with_grad(grads["weight"].clone())
+    mark(copied, Shard.of_ranges("", (7, 5), (((0, 7),), ((0, 5),)), axes, counted=group.rank == 0))
+    replicated = with_grad(grads["bias"].clone())
+    mark(replicated, Shard("", (3,), 0, 3, (Axis(group, Held.REPLICATE),)))
+    params = [columns, copied, replicated]
+    before = clip_grad_norm(params, 0.5)
+    return before.item(), grad_norm(params).item(), copied.grad.norm().item()
+
+
+def test_columns_count_once_and_of_copies_one_counts() -> None:
+    grads = whole_grads()
+    plain = [with_grad(grads[name].clone()) for name in ("table", "weight", "bias")]
+    expected = clip_grad_norm_(plain, 0.5).item()
+    for before, after, copied in run_ranks(of_copies, 2):
+        assert before == pytest.approx(expected, rel=1e-6)
+        assert after == pytest.approx(0.5, rel=1e-5)
+        assert copied == pytest.approx(plain[1].grad.norm().item(), rel=1e-6), "every copy is scaled"

@@ -1,0 +1,95 @@
+"""uneven_inputs.py: all ranks stay in the loop until the last of them has no more batches."""
+
+from __future__ import annotations
+
+import pytest
+
+from scale_core.comm.group import Group, group_of
+from scale_core.testing import run_ranks
+from scale_core.uneven_inputs import Share, current_share, join
+
+
+def batches_of(lengths: list[int]) -> list[tuple[str, bool, Share | None]]:
+    """What this rank sees: each batch, whether it counts, and what its gradients count."""
+    rank = group_of().rank
+    joined = join([f"{rank}{number}" for number in range(lengths[rank])])
+    seen = [(batch, joined.active, current_share()) for batch in joined]
+    assert current_share() is None
+    return seen
+
+
+def by_samples() -> list[tuple[float, int]]:
+    batches = [[1, 2], [3]] if group_of().rank else [[1, 2], [3, 4], [5, 6]]
+    shares = []
+    for _ in join(batches, samples=len):
+        share = current_share()
+        assert share is not None
+        shares.append((share.weight, share.divisor))
+    return shares
+
+
+def left_early() -> None:
+    for number, _ in enumerate(join([1, 2, 3] if group_of().rank else [1])):
+        if number == 1:
+            assert current_share() == Share(float(group_of().rank), 1)
+            break
+    assert current_share() is None
+
+
+def refusals(lengths: list[int], sizes: int) -> str:
+    with pytest.raises(ValueError, match="join: ") as caught:
+        for _ in join([[0] * sizes] * lengths[group_of().rank], samples=len):
+            pass
+    return str(caught.value)
+
+
+def test_a_rank_that_has_run_out_gets_its_last_batch_again_and_counts_nothing() -> None:
+    first, second, third = run_ranks(batches_of, 3, [1, 3, 2])
+    assert first == [("00", True, None), ("00", False, Share(0.0, 2)), ("00", False, Share(0.0, 1))]
+    assert second == [("10", True, None), ("11", True, Share(1.0, 2)), ("12", True, Share(1.0, 1))]
+    assert third == [("20", True, None), ("21", True, Share(1.0, 2)), ("21", False, Share(0.0, 1))]
+
+
+def test_ranks_can_count_by_their_samples() -> None:
+    first, second = run_ranks(by_samples, 2)
+    assert first == [(0.5, 1), (2 / 3, 1), (1.0, 1)]
+    assert second == [(0.5, 1), (1 / 3, 1), (0.0, 1)]
+
+
+def test_nothing_is_left_behind_where_the_loop_is_left_early() -> None:
+    run_ranks(left_early, 2)
+
+
+def test_a_rank_without_any_batch_is_named_on_all_of_them() -> None:
+    for message in run_ranks(refusals, 3, [1, 0, 0], 2):
+        assert "ranks 1, 2 of 3 have no batch at all" in message
+
+
+def test_a_batch_without_samples_is_refused_on_all_ranks() -> None:
+    for message in run_ranks(refusals, 2, [1, 1], 0):
+        assert "expected every batch to have a sample, got [0, 0], by rank" in message
+
+
+def loader_fails() -> str:
+    def batches():  # type: ignore[no-untyped-def]
+        yield 1
+        if group_of().rank == 1:
+            raise OSError("no such file")
+        yield 2
+
+    with pytest.raises(OSError if group_of().rank == 1 else RuntimeError) as caught:
+        for _ in join(batches()):
+            pass
+    assert current_share() is None
+    return str(caught.value)
+
+
+def test_a_loader_that_fails_on_one_rank_ends_the_loop_on_all() -> None:
+    first, second = run_ranks(loader_fails, 2)
+    assert "rank 1 could not get its next batch" in first and second == "no such file"
+
+
+def test_in_a_world_of_one_it_is_the_loop_itself() -> None:
+    joined = join(iter("abc"), Group())
+    assert [(batch, joined.active, current_share()) for batch in joined] == [(c, True, None) for c in "abc"]
+    assert not list(join([], Group()))

@@ -1,0 +1,41 @@
+"""desync_report.py: an error says who differs and where first, in the fewest words that say it."""
+
+from __future__ import annotations
+
+from scale_core.consistency.desync_report import Standing, are_apart, by_rank, disagreement, some_have_failed
+
+
+def test_ranks_that_say_the_same_stand_together() -> None:
+    assert by_rank(["x"]) == "rank 0: x"
+    assert by_rank(["x", "y", "x", "z", "y"]) == "ranks 0, 2: x; ranks 1, 4: y; rank 3: z"
+
+
+def test_ranks_at_different_places_are_told_with_what_they_ran_last() -> None:
+    words = disagreement([Standing("here", ["a"], ["a", "b"]), Standing("there", ["a"], [])], "what they ran")
+    assert words == (
+        "the ranks are about to run different things: rank 0: here; rank 1: there. What they ran last: rank 0: a; "
+        "then b; rank 1: nothing"
+    )
+
+
+def test_ranks_that_have_come_to_different_things_in_the_same_way_are_told_which() -> None:
+    at_a, at_b = (Standing("the check", ["same"], [], of) for of in ("model a", "model b"))
+    assert are_apart([at_a, at_b]) and not are_apart([at_a, at_a])
+    words = disagreement([at_a, at_b], "it")
+    assert words == "the ranks are about to run different units: rank 0: model a; rank 1: model b"
+
+
+def test_ranks_at_one_place_are_told_by_the_first_thing_in_which_they_differ() -> None:
+    def standing(*lines: str) -> Standing:
+        return Standing("the end", list(lines), [])
+
+    assert disagreement([standing("a", "b", "c"), standing("a", "x"), standing("a", "b")], "the model") == (
+        "the ranks differ in the model, first at place 2: ranks 0, 2: b; rank 1: x"
+    )
+    assert disagreement([standing("a", "b"), standing("a")], "it").endswith("place 2: rank 0: b; rank 1: nothing more")
+    # More was done than is kept: what differs is among what was forgotten.
+    assert disagreement([standing("a"), standing("a")], "it") == "the ranks differ in it"
+
+
+def test_only_those_who_have_failed_are_named() -> None:
+    assert some_have_failed(["", "ValueError", ""]).endswith("some have failed: rank 1: ValueError")

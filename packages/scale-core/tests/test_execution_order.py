@@ -1,0 +1,122 @@
+"""execution_order.py: what comes next, foretold from the passes before."""
+
+from __future__ import annotations
+
+from scale_core.consistency.execution_order import Entry, Event, History, PassKind
+
+FORWARD, BACKWARD = PassKind("forward", True, True), PassKind("backward", True, True)
+EVALUATION = PassKind("forward", False, False)
+
+
+def run(history: History, kind: PassKind, log: str, *, ends: bool = True, closes: bool = False) -> None:
+    """A letter is a phase of that unit, a capital one a transfer of its data."""
+    history.begin(kind, new_step=kind is not BACKWARD)
+    for letter in log:
+        if letter.isupper():
+            history.add_transfer(Event("gather", letter.lower()))
+        else:
+            history.add(Event("phase", letter))
+    if ends:
+        history.end(closes=closes)
+
+
+def words(log: list[Entry]) -> str:
+    return "".join(entry.event.unit.upper() if entry.is_transfer else entry.event.unit for entry in log)
+
+
+def rest(history: History, *, in_order: bool = True) -> list[str] | None:
+    left = history.rest(in_order=in_order)
+    return None if left is None else [words(each.log) for each in left]
+
+
+def trained() -> History:
+    history = History()
+    run(history, FORWARD, "AaBb")
+    run(history, BACKWARD, "bBaA", closes=True)
+    return history
+
+
+def test_the_order_is_known_from_the_second_pass_of_a_kind_until_it_is_left() -> None:
+    history = History()
+    run(history, FORWARD, "AaBb", ends=False)
+    assert not history.on_course and history.order == [] and history.position == 2
+    history.end(closes=True)
+    assert history.times_seen_of(FORWARD) == 1
+    run(history, FORWARD, "a", ends=False)
+    assert history.on_course and [event.unit for event in history.order] == ["a", "b"]
+    history.add(Event("phase", "c"))
+    assert not history.on_course
+    run(history, EVALUATION, "a", ends=False)
+    assert not history.on_course
+    assert list(history.orders) == [FORWARD] and history.last_event == Event("phase", "a")
+
+
+def test_the_rest_of_a_cycle_is_that_of_the_last_one() -> None:
+    history = trained()
+    run(history, FORWARD, "AaB", ends=False)
+    assert rest(history) == ["b", "bBaA"]
+    left = history.rest(in_order=True)
+    assert left is not None and [(each.kind, each.new_step) for each in left] == [(FORWARD, False), (BACKWARD, False)]
+    run(history, FORWARD, "AaBb")
+    run(history, BACKWARD, "", ends=False)
+    assert rest(history) == ["bBaA"]
+
+
+def test_nothing_is_foretold_in_the_first_cycle_or_outside_a_pass_or_off_course() -> None:
+    history = History()
+    assert rest(history) is None
+    run(history, FORWARD, "Aa", ends=False)
+    assert rest(history) is None
+    history = trained()
+    assert rest(history) is None
+    run(history, FORWARD, "Bb", ends=False)
+    assert rest(history) is None
+    run(history, EVALUATION, "Aa", ends=False)
+    assert rest(history) is None
+    history = trained()
+    run(history, FORWARD, "AaBbCc")
+    run(history, BACKWARD, "", ends=False)
+    assert rest(history) is None
+
+
+def test_transfers_that_began_earlier_count_where_the_transport_can_tell_them_apart() -> None:
+    history = trained()
+    run(history, FORWARD, "ABa", ends=False)
+    assert rest(history) is None
+    assert rest(history, in_order=False) == ["b", "bBaA"]
+    run(history, FORWARD, "ABBa", ends=False)
+    assert rest(history, in_order=False) is None
+
+
+def test_cycles_of_another_kind_between_do_not_matter() -> None:
+    history = trained()
+    run(history, EVALUATION, "AaBb", closes=True)
+    run(history, FORWARD, "Aa", ends=False)
+    assert rest(history) == ["Bb", "bBaA"]
+    history.break_off()
+    run(history, EVALUATION, "A", ends=False)
+    assert rest(history) == ["aBb"]
+
+
+def test_a_cycle_that_is_broken_off_leaves_the_last_whole_one() -> None:
+    history = trained()
+    run(history, FORWARD, "AaBb")
+    run(history, BACKWARD, "b", ends=False)
+    history.break_off()
+    run(history, FORWARD, "", ends=False)
+    assert rest(history) == ["AaBb", "bBaA"]
+
+
+def test_what_has_begun_to_move_since_the_last_event_is_known() -> None:
+    history = History()
+    assert not history.is_open
+    history.begin(FORWARD, True)
+    assert history.is_open and history.transfers == []
+    history.add_transfer(Event("gather", "a#0"))
+    history.add(Event("forward", "a"))
+    assert history.transfers == []
+    for number in range(2):
+        history.add_transfer(Event("gather", f"b#{number}"))
+    assert history.transfers == [Event("gather", "b#0"), Event("gather", "b#1")]
+    history.end(closes=True)
+    assert not history.is_open

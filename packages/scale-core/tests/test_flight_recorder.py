@@ -1,0 +1,74 @@
+"""flight_recorder.py: what each rank did last reaches the others without the group, or it is said that none came."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from scale_core.comm.group import Group, group_of
+from scale_core.consistency import flight_recorder as last_words
+from scale_core.consistency.flight_recorder import LastWords, way_on
+from scale_core.snapshot import load_snapshot, save_snapshot
+from scale_core.testing import run_ranks
+
+
+def tell_each_other() -> list[dict[int, str]]:
+    first, second = LastWords(group_of()), LastWords(group_of())
+    rank = dist.get_rank()
+    first.add(f"rank {rank} began")
+    first.add(f"rank {rank} ended")
+    second.add("of another contract")
+    first.publish()
+    second.publish()
+    return [first.of_all(), second.of_all()]
+
+
+def one_says_nothing() -> dict[int, str]:
+    last_words._GRACE_SECONDS = 0.5
+    words = LastWords(group_of())
+    words.add("here")
+    if dist.get_rank() == 0:
+        words.publish()
+    return words.of_all()
+
+
+def test_every_rank_reads_what_all_have_left() -> None:
+    for first, second in run_ranks(tell_each_other, 3):
+        assert first == {rank: f"rank {rank} began; then rank {rank} ended" for rank in range(3)}
+        assert second == dict.fromkeys(range(3), "of another contract")
+
+
+def test_a_rank_that_left_no_word_is_named_after_a_short_wait() -> None:
+    for words in run_ranks(one_says_nothing, 2):
+        assert words[0] == "here"
+        assert words[1].startswith("left no word")
+
+
+def test_only_the_last_few_words_are_told() -> None:
+    words = LastWords(Group())
+    for number in range(20):
+        words.add(str(number))
+    assert words.recent == ["16", "17", "18", "19"]
+
+
+def test_without_a_store_nobody_has_left_a_word_and_nobody_waits() -> None:
+    words = LastWords(Group())
+    words.add("here")
+    words.publish()
+    assert list(words.of_all()) == [0]
+    assert words.of_all()[0].startswith("left no word")
+
+
+def test_the_way_on_is_the_last_snapshot_that_was_written_or_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(last_words, "_snapshots", [])
+    assert way_on().endswith("start from the last checkpoint")
+    for step in (1, 2):
+        save_snapshot(tmp_path, step, {"x": torch.zeros(2)})
+    assert way_on().endswith(f"start from the last checkpoint, {tmp_path / 'step-00000002'}")
+    load_snapshot(tmp_path, {"x": torch.ones(2)}, step=1)
+    assert way_on().endswith("step-00000001")

@@ -1,0 +1,221 @@
+"""step_checks.py: an optimizer steps on the model's own parameters, on whole gradients, and leaves a trace."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from scale_core.comm.group import Group
+from scale_core.optim.step_checks import mark_replaced, mark_stepped_by, refuse_steps, step_for_all, watch_optimizers
+from scale_core.shard import Axis, Held, Shard, mark
+
+
+@pytest.fixture(autouse=True)
+def _watched() -> None:
+    watch_optimizers()
+
+
+class Owner:
+    """What `refuse_steps` looks at."""
+
+    def __init__(self, *params: nn.Parameter) -> None:
+        self.exposed, self.names, self.has_gradient = list(params), ["layer.weight", "layer.bias"], False
+
+
+def with_grad(size: int = 2) -> nn.Parameter:
+    param = nn.Parameter(torch.ones(size))
+    param.grad = torch.ones(size)
+    return param
+
+
+def as_shard(param: nn.Parameter) -> nn.Parameter:
+    mark(param, Shard("weight", (param.numel(),), 0, param.numel(), (Axis(Group(), Held.SHARD),)))
+    return param
+
+
+def test_a_step_on_replaced_parameters_is_refused_by_name_and_changes_nothing() -> None:
+    param, owner = with_grad(), Owner()
+    optimizer = torch.optim.SGD([with_grad(), param], lr=1.0)
+    mark_replaced(param, owner, 1)
+    owner.names[1] = "block.layer.bias"  # As a module around it is sharded later.
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"SGD was built before.*'block.layer.bias'.*SGD\(model.parameters\(\)"):
+            optimizer.step()
+    assert param.tolist() == [1, 1] and optimizer.param_groups[0]["params"][0].tolist() == [1, 1]
+
+
+def test_an_optimizer_around_another_says_itself_how_it_is_built() -> None:
+    class Around(torch.optim.SGD):
+        construction = "Around(Adam, model.parameters(), ...)"
+
+    param = with_grad()
+    optimizer = Around([param], lr=1.0)
+    mark_replaced(param, Owner(), 0)
+    with pytest.raises(RuntimeError, match=r"afterwards: Around\(Adam, model.parameters\(\), \.\.\.\)"):
+        optimizer.step()
+
+
+def test_a_group_that_is_added_between_two_steps_is_looked_at_too() -> None:
+    replaced = with_grad()
+    mark_replaced(replaced, Owner(), 0)
+    optimizer = torch.optim.SGD([with_grad()], lr=1.0)
+    optimizer.step()
+    optimizer.add_param_group({"params": [replaced]})
+    with pytest.raises(RuntimeError, match=r"'layer.weight' is not the model's"):
+        optimizer.step()
+
+
+def test_an_optimizer_that_has_stepped_before_its_parameters_were_replaced_is_refused() -> None:
+    param = with_grad()
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    optimizer.step()
+    mark_replaced(param, Owner(), 0)
+    with pytest.raises(RuntimeError, match=r"'layer.weight' is not the model's"):
+        optimizer.step()
+
+
+class Around(torch.optim.SGD):
+    """Steps by another optimizer, and knows who is around it."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, lr=1.0)
+        self.several = [inner]
+        inner.outer = self  # type: ignore[attr-defined]
+
+
+def test_an_optimizer_that_gets_no_gradients_is_refused_while_somebody_keeps_them_from_it() -> None:
+    param = with_grad()
+    early, owner, reducer = torch.optim.SGD([param], lr=1.0), torch.optim.Adam([param], lr=1.0), Owner()
+    early.step()
+    mark_stepped_by(owner, [param], ["layer.weight"], reducer)
+    with pytest.raises(RuntimeError, match=r"SGD\.step\(\): Owner hands .* 'layer.weight' to its Adam"):
+        early.step()
+    assert param.tolist() == [0, 0]
+    owner.step()
+    Around(owner).step()
+    del reducer
+    early.step()
+
+
+def test_gradients_that_wait_refuse_the_steps_of_their_own_parameters_only() -> None:
+    mine, other = with_grad(), with_grad()
+    owner = Owner(mine)
+    refuse_steps(owner)
+    optimizer = torch.optim.Adam([mine], lr=1.0)
+    optimizer.step()
+    owner.has_gradient = True
+    with pytest.raises(RuntimeError, match=r"Adam.step\(\): gradients of 'layer.weight'.*no_sync.*model.zero_grad"):
+        optimizer.step()
+    torch.optim.Adam([other], lr=1.0).step()
+    owner.has_gradient = False
+    optimizer.step()
+
+
+def test_an_owner_that_is_gone_refuses_nothing() -> None:
+    param = with_grad()
+    owner = Owner(param)
+    owner.has_gradient = True
+    refuse_steps(owner)
+    del owner
+    torch.optim.SGD([param], lr=1.0).step()
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_every_step_on_a_shard_counts_as_a_new_version_also_of_what_it_is_a_view_of(fused: bool) -> None:
+    flat: Tensor = torch.ones(4)
+    piece = as_shard(nn.Parameter(flat[:2]))
+    piece.grad = torch.ones(2)
+    before = flat._version
+    torch.optim.Adam([piece], lr=1.0, fused=fused).step()
+    assert flat._version > before
+    assert piece._version == flat._version
+
+
+def test_watching_twice_is_watching_once() -> None:
+    piece = as_shard(with_grad())
+    watch_optimizers()
+    optimizer = torch.optim.SGD([piece], lr=1.0, fused=True)
+    before = piece._version
+    optimizer.step()
+    assert piece._version == before + 1
+
+
+def piece_of(shape: tuple[int, ...], start: int, stop: int, ranks: int = 2) -> nn.Parameter:
+    """Elements `start` to `stop` of a parameter that this many ranks hold between them."""
+    param = nn.Parameter(torch.ones(stop - start, 1) if len(shape) == 2 else torch.ones(stop - start))
+    param.grad = torch.ones_like(param)
+    mark(param, Shard("layer.weight", shape, start, stop, (Axis(Group(size=ranks), Held.SHARD),)))
+    return param
+
+
+class Lamb(torch.optim.SGD):
+    """Known by its name, wherever it comes from."""
+
+
+class Prodigy(torch.optim.SGD):
+    """Known, too."""
+
+
+class Derived(Lamb):
+    """Made of one that is known."""
+
+
+@pytest.mark.parametrize("cls", [torch.optim.Adafactor, getattr(torch.optim, "Muon", Lamb), Lamb, Derived])
+def test_an_optimizer_that_needs_whole_tensors_is_refused_on_a_piece_and_changes_nothing(cls: type) -> None:
+    piece = piece_of((4, 1), 0, 2)
+    optimizer = cls([piece], lr=1.0)
+    for _ in range(2):
+        with pytest.raises(
+            RuntimeError, match=rf"{cls.__name__}.step.*'layer.weight' this rank has elements 0 to 2 of 4"
+        ):
+            optimizer.step()
+    assert piece.tolist() == [[1], [1]]
+
+
+@pytest.mark.parametrize("held", [(0, 4), (0, 0)])
+def test_it_may_step_where_a_parameter_is_here_whole_or_not_at_all(held: tuple[int, int]) -> None:
+    Lamb([piece_of((4, 1), *held)], lr=1.0).step()
+
+
+def test_it_may_step_on_plain_parameters_and_in_a_world_of_one() -> None:
+    Lamb([with_grad(), piece_of((2,), 0, 1, ranks=1)], lr=1.0).step()
+
+
+@pytest.mark.parametrize(
+    "cls, reason",
+    [
+        (torch.optim.LBFGS, "all parameters together"),
+        (torch.optim.SparseAdam, "dense"),
+        (Prodigy, "the gradients of all parameters together"),
+    ],
+)
+@pytest.mark.parametrize("held", [(0, 4), (0, 2)])
+def test_what_no_shard_can_be_trained_with_is_refused_on_all_ranks_alike(
+    cls: type, reason: str, held: tuple[int, int]
+) -> None:
+    optimizer = cls([piece_of((4,), *held)], lr=1.0)
+    with pytest.raises(RuntimeError, match=rf"{cls.__name__}.step\(\): .*{reason}"):
+        optimizer.step(lambda: torch.zeros(()))
+
+
+def test_one_rank_may_step_for_all_others_with_what_looks_at_all_parameters() -> None:
+    piece = piece_of((4,), 0, 4)
+    optimizer = Prodigy([piece], lr=1.0)
+    step_for_all(optimizer)
+    optimizer.step()
+    assert piece.tolist() == [0, 0, 0, 0]
+
+
+def test_a_group_of_pieces_that_is_added_later_is_refused_too() -> None:
+    optimizer = Lamb([with_grad()], lr=1.0)
+    optimizer.step()
+    optimizer.add_param_group({"params": [piece_of((4,), 0, 2)]})
+    with pytest.raises(RuntimeError, match=r"Lamb\.step"):
+        optimizer.step()
+
+
+def test_elementwise_optimizers_step_on_pieces() -> None:
+    piece = piece_of((4,), 0, 2)
+    torch.optim.SGD([piece], lr=1.0).step()
+    assert piece.tolist() == [0, 0]

@@ -1,0 +1,148 @@
+"""work.py: a handle owns its buffers until it is waited for, and fails there and nowhere else."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import time
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from scale_core.comm import work as pending
+from scale_core.comm.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
+from scale_core.comm.group import Group, group_of
+from scale_core.comm.work import Pending, TransferError, wait_for
+from scale_core.testing import run_ranks
+
+
+def begin_on_a_group_whose_peer_has_left() -> list[str]:
+    group = group_of()
+    all_gather(torch.zeros(2), torch.zeros(1), group).wait()
+    handle = all_gather(torch.zeros(2), torch.zeros(1), group, tag=30 + group.rank)
+    messages = []
+    with pytest.raises(TransferError):
+        handle.wait(0.5)
+    # The group is dead now: nothing may raise anything else than a TransferError, nor before it is waited for.
+    operations: list[Callable[[], Pending]] = [
+        lambda: all_gather(torch.zeros(2), torch.zeros(1), group),
+        lambda: reduce_scatter(torch.zeros(2), group),
+        lambda: all_reduce(torch.zeros(2), group),
+        lambda: all_to_all(torch.zeros(2), torch.zeros(2), group),
+        lambda: broadcast(torch.zeros(2), group, source=0),
+    ]
+    for begin in operations:
+        dead = begin()
+        with pytest.raises(TransferError) as caught:
+            dead.wait(0.5)
+        messages.append(str(caught.value))
+    return messages
+
+
+def dropped_without_wait() -> None:
+    group = group_of()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        all_gather(torch.zeros(2 * group.size), torch.zeros(2), group)
+        gc.collect()
+    assert [str(warning.message) for warning in caught] == ["all_gather was dropped without wait()"]
+    dist.barrier()  # The group still works.
+
+
+def given_up() -> None:
+    group = group_of()
+    handle = all_gather(torch.zeros(2 * group.size), torch.zeros(2), group)
+    handle.abandon()
+    with pytest.raises(TransferError, match="given up"):
+        handle.wait()
+    del handle
+    gc.collect()
+    dist.barrier()
+
+
+def test_on_a_dead_group_every_operation_fails_when_it_is_waited_for() -> None:
+    for messages in run_ranks(begin_on_a_group_whose_peer_has_left, 2):
+        assert len(messages) == 5
+
+
+def test_a_handle_that_is_dropped_without_wait_warns() -> None:
+    run_ranks(dropped_without_wait, 2)
+
+
+def test_a_handle_that_is_given_up_does_not_warn_and_has_no_result() -> None:
+    run_ranks(given_up, 2)
+
+
+class _Interrupting:
+    """A message that has arrived; whoever waited for it is interrupted, if that is asked for. Counts waits."""
+
+    def __init__(self, interruption: BaseException | None = None) -> None:
+        self.interruption, self.num_waits = interruption, 0
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        self.num_waits += 1
+        if self.interruption is not None:
+            raise self.interruption
+        return True
+
+
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt(), RuntimeWarning("that is an error")])
+def test_a_wait_that_is_interrupted_ends_when_nobody_writes_into_the_buffers_any_more(
+    interruption: BaseException,
+) -> None:
+    works = [_Interrupting(), _Interrupting(interruption), _Interrupting(), _Interrupting()]
+    handle = Pending("all_gather", list(enumerate(works)), torch.zeros(2))
+    with pytest.raises(type(interruption)):
+        handle.wait(1.0)
+    assert [work.num_waits for work in works] == [1, 1, 1, 1]
+
+
+def test_waiting_twice_returns_the_same_result() -> None:
+    handle = reduce_scatter(torch.tensor([1.0, 2.0]), Group())
+    assert handle.wait() is handle.wait()
+
+
+def test_in_a_world_of_one_a_handle_must_be_waited_for_as_well() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        all_reduce(torch.ones(1), Group())
+        gc.collect()
+    assert [warning.category for warning in caught] == [ResourceWarning]
+
+
+def test_a_finished_handle_keeps_no_buffer_but_its_result() -> None:
+    kept = torch.ones(2)
+    handle = Pending("all_gather", [], torch.zeros(2), keep=[kept])
+    handle.wait()
+    assert handle._keep == []
+
+
+def test_a_transfer_error_can_be_sent_to_another_process() -> None:
+    error = pickle.loads(pickle.dumps(TransferError("all_gather", 1, "closed by peer")))
+    assert str(error) == "all_gather with rank 1 failed: closed by peer"
+    assert (error.op, error.peer) == ("all_gather", 1)
+
+
+class Slow:
+    """An operation that ends after a while."""
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        time.sleep(0.06)
+        return True
+
+
+def test_a_rank_that_nearly_lets_a_wait_fail_is_named_with_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_for("all_gather", 3, Slow(), 0.1)  # Under load a fraction of a second says nothing.
+    monkeypatch.setattr(pending, "_LONG_SECONDS", 0.01)
+    words = r"all_gather waited \d+ ms for rank 3, more than half of limit_seconds=0.1"
+    with pytest.warns(RuntimeWarning, match=words):
+        wait_for("all_gather", 3, Slow(), 0.1)
+    with pytest.warns(RuntimeWarning, match="for the group"):
+        Pending("all_reduce", [(None, Slow())], torch.zeros(1)).wait(0.1)
+    wait_for("all_gather", 3, Slow(), 60.0)
+    wait_for("all_gather", 3, Slow(), None)
+    Pending("all_reduce", [(0, Slow())], torch.zeros(1)).abandon()

@@ -1,0 +1,358 @@
+r"""The way from a policy to units.
+
+`plan_units` turns a policy into a list of names that can be printed; then either `auto_wrap` puts a wrapper around
+each, or `fully_shard_modules` shards each in place.
+
+    >>> from scale_fsdp.wrapping.policy import class_policy, name_policy, size_policy
+    >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    >>> plan_units(model, class_policy(nn.Linear))
+    ['0', '2.0', '2.1']
+    >>> plan_units(model, name_policy(r"2\..*", "2"))  # nothing is left for 2 itself
+    ['2.0', '2.1']
+    >>> plan_units(model, size_policy(min_num_params=40))
+    ['2']
+
+`enable_wrap`, `wrap`, `auto_wrap` and the two policies in `*_auto_wrap_policy` keep the names and the meaning that they
+have in FairScale. What differs: the context is a context variable, so threads and tasks don't see each other's;
+an inner context replaces the outer one until it ends; shared modules and parameters count once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from scale_core.comm.group import GroupLike
+from scale_core.shard import unit_shard_of
+from scale_fsdp.config import FSDPConfig
+from scale_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
+from scale_fsdp.mesh_info import ranks_of
+from scale_fsdp.param_registry import own_and_borrowed, param_places
+from scale_fsdp.reshard.meta_init import check_init, who_initialises
+from scale_fsdp.shard_module import check_parameters, fully_shard
+from scale_fsdp.unit import unit_of, units_in
+from scale_fsdp.wrapping.policy import (
+    Candidate,
+    KeywordPolicy,
+    Policy,
+    as_policy,
+    default_auto_wrap_policy,
+    size_policy,
+)
+
+Progress: TypeAlias = Callable[[int, int, str], object]
+
+
+def plan_units(
+    module: nn.Module, policy: Policy | KeywordPolicy, wrapper_cls: type[nn.Module] | None = None
+) -> list[str]:
+    """The qualified names of the modules that `policy` makes units, children before parents; changes nothing.
+
+    A module that stands at several places is planned once, under its first name. What is a `wrapper_cls` already, or
+    holds nothing but local shards, is left alone, and its parameters count for no other unit.
+
+    Raises:
+        TypeError: `policy` is neither a Policy nor callable.
+        ValueError: The policy doesn't fit the model.
+    """
+    chosen = as_policy(policy)
+    chosen.check(module)
+    units: list[str] = []
+    visited: set[nn.Module] = set()
+    taken = {param for param in module.parameters() if unit_shard_of(param) is not None}
+
+    def candidate(name: str, part: nn.Module) -> Candidate:
+        return Candidate(name, part, sum(p.numel() for p in part.parameters() if p not in taken), part is module)
+
+    def visit(name: str, part: nn.Module) -> None:
+        if part in visited:
+            return
+        visited.add(part)
+        params = list(part.parameters())
+        if (wrapper_cls is not None and isinstance(part, wrapper_cls)) or (params and taken.issuperset(params)):
+            taken.update(params)
+            return
+        if chosen.enters(candidate(name, part)):
+            for key, child in part.named_children():
+                visit(f"{name}.{key}" if name else key, child)
+        elif not chosen.wraps_leaves:
+            return
+        if chosen.selects(candidate(name, part)):
+            units.append(name)
+            taken.update(params)
+
+    visit("", module)
+    return units
+
+
+@dataclass(frozen=True)
+class _Context:
+    """What `enable_wrap` was given."""
+
+    policy: Policy | KeywordPolicy | None
+    wrapper_cls: type[nn.Module] | None
+    kwargs: Mapping[str, Any]
+
+    @property
+    def wrapper(self) -> type[nn.Module]:
+        return FullyShardedDataParallel if self.wrapper_cls is None else self.wrapper_cls
+
+
+_context: ContextVar[_Context | None] = ContextVar("scale_fsdp.wrap", default=None)
+
+
+@contextmanager
+def enable_wrap(
+    auto_wrap_policy: Policy | KeywordPolicy | None = None,
+    *,
+    wrapper_cls: type[nn.Module] | None = None,
+    **wrapper_kwargs: Any,
+) -> Iterator[None]:
+    """Let `wrap` and `auto_wrap` inside the block wrap modules; outside of it they return them as they are.
+
+    An inner block replaces the outer one altogether until it ends: neither its policy nor its arguments are inherited.
+
+    Args:
+        auto_wrap_policy: For calls of `auto_wrap` that name none.
+        wrapper_cls: Called as `wrapper_cls(module, **arguments)`; FullyShardedDataParallel by default.
+        wrapper_kwargs: Arguments for every wrapper; `module.wrapper_config` goes before them, a call's own before both.
+    """
+    token = _context.set(_Context(auto_wrap_policy, wrapper_cls, wrapper_kwargs))
+    try:
+        yield
+    finally:
+        _context.reset(token)
+
+
+def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
+    """Wrap one module as the surrounding `enable_wrap` says; outside of one, return it as it is.
+
+    Raises:
+        TypeError: `module.wrapper_config` is no mapping.
+        ValueError: The module is wrapped already.
+    """
+    context = _context.get()
+    if context is None:
+        return module
+    wrapper = context.wrapper
+    if isinstance(module, wrapper):
+        raise ValueError(
+            f"wrap expects a module that isn't wrapped, but got a {type(module).__name__}; "
+            "leave this call out, or give its arguments to the first one"
+        )
+    return wrapper(module, **{**context.kwargs, **_configured(module), **wrap_overrides})
+
+
+def auto_wrap(
+    module: nn.Module,
+    auto_wrap_policy: Policy | KeywordPolicy | None = None,
+    *,
+    min_num_params: float | None = None,
+    progress: Progress | None = None,
+    **kwargs: Any,
+) -> nn.Module:
+    """Wrap those modules below and including `module` that a policy selects, children first.
+
+    Outside of `enable_wrap` it returns the module as it is, like `wrap`. The root is wrapped only where the policy
+    selects it, so that `FullyShardedDataParallel(auto_wrap(model))` holds the rest in an outer unit.
+
+    Args:
+        module: Changed in place below the root.
+        auto_wrap_policy: By default that of `enable_wrap`, else `default_auto_wrap_policy`.
+        min_num_params: Short for `size_policy(min_num_params)`.
+        progress: Called after each module that was wrapped, as in `fully_shard_modules`.
+        kwargs: Arguments for every wrapper, which override those of the context and of `wrapper_config`.
+
+    Returns:
+        The module, or the wrapper around it.
+
+    Raises:
+        ValueError: Both a policy and `min_num_params` are given, or the policy doesn't fit the model.
+    """
+    if min_num_params is not None:
+        if auto_wrap_policy is not None:
+            raise ValueError(
+                f"auto_wrap takes a policy or min_num_params={min_num_params}, but got both; "
+                "write functools.partial(default_auto_wrap_policy, min_num_params=...) to combine them"
+            )
+        auto_wrap_policy = size_policy(min_num_params)
+    context = _context.get()
+    if context is None:
+        return module
+    policy = auto_wrap_policy or context.policy or default_auto_wrap_policy
+    names = plan_units(module, policy, context.wrapper)
+    units = [module.get_submodule(name) for name in names]
+    _check_initialisable(units, units, {**context.kwargs, **kwargs})
+    places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
+    for parent in module.modules():
+        for key, child in parent._modules.items():  # named_children() skips a second place of a shared child
+            if child is not None:
+                places.setdefault(child, []).append((parent, key))
+    root = module
+    for done, (name, unit) in enumerate(zip(names, units, strict=True), start=1):
+        wrapped = wrap(unit, **kwargs)
+        for parent, key in places.get(unit, ()):
+            parent.register_module(key, wrapped)
+        root = wrapped if unit is module else root
+        if progress is not None:
+            progress(done, len(units), name)
+    return root
+
+
+def fully_shard_modules(
+    module: nn.Module, policy: Policy | KeywordPolicy, *, progress: Progress | None = None, **kwargs: Any
+) -> nn.Module:
+    """Shard in place those modules that a policy selects, children first, and at last `module` around the rest.
+
+    A model on the meta device is given values unit by unit, so that no more than one unit is ever whole:
+
+        >>> import torch
+        >>> from torch import nn
+        >>> from scale_fsdp import fully_shard_modules, size_policy
+        >>> with torch.device("meta"):
+        ...     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2), nn.LayerNorm(2))
+        >>> show = lambda done, total, name: print(f"{done} of {total}: {name or 'the rest'}")
+        >>> model = fully_shard_modules(model, size_policy(min_num_params=16), progress=show)
+        1 of 3: 0
+        2 of 3: 1
+        3 of 3: the rest
+
+    Args:
+        module: The model; its classes' names, its qualified names and its methods stay.
+        policy: Which modules become units of their own.
+        progress: Called after each unit with the number of units done, that of all, and the unit's name, "" for
+            `module` itself: for a progress bar.
+        kwargs: Arguments of `fully_shard` for every unit; a module's `wrapper_config` overrides them.
+
+    Returns:
+        `module` itself.
+
+    Raises:
+        TypeError: A parameter is made of other tensors.
+        ValueError: The policy doesn't fit the model; a parameter has no shape yet, or a hook; or nothing gives values
+            to a parameter or buffer on the meta device, in whichever unit it is. No unit is made then.
+    """
+    names = [*(name for name in plan_units(module, policy) if name), ""]
+    units = [module.get_submodule(name) for name in names]
+    check_parameters(own_and_borrowed(list(param_places(module)))[0])
+    _check_initialisable([module], units, kwargs)
+    for done, (name, unit) in enumerate(zip(names, units, strict=True), start=1):
+        fully_shard(unit, **{**kwargs, **_configured(unit)})
+        if progress is not None:
+            progress(done, len(units), name)
+    return module
+
+
+def get_fsdp_instances(mod: nn.Module, skip_empty: bool = False) -> list[nn.Module]:
+    """Returns the modules below and including `mod` that are sharded by themselves, the outermost first.
+
+        >>> import torch
+        >>> from scale_fsdp import fully_shard, get_fsdp_instances
+        >>> model = fully_shard(torch.nn.Sequential(fully_shard(torch.nn.Linear(2, 2)), torch.nn.ReLU()))
+        >>> [type(instance).__name__ for instance in get_fsdp_instances(model)]
+        ['Sequential', 'Linear']
+
+    As FairScale's function of this name, but for what it returns: the sharded modules, without wrappers around them.
+
+    Args:
+        mod: Any module.
+        skip_empty: Leave out those that have no parameters of their own.
+    """
+    return [unit.module for unit in units_in(mod) if unit.buffers or not skip_empty]
+
+
+def _check_initialisable(parts: Sequence[nn.Module], units: Sequence[nn.Module], kwargs: Mapping[str, Any]) -> None:
+    """Looks at all parts of a model before the first of its units is made; all ranks do it together."""
+    init = kwargs.get("init")
+    check_init(init)
+    if init is not False and not any("init" in _configured(unit) for unit in units):
+        group = ranks_of(kwargs.get("process_group")).whole
+        places = [list(param_places(part)) for part in parts]
+        who_initialises(zip(parts, places, strict=True), init, group, sync=kwargs.get("sync_module_states", True))
+
+
+def _configured(module: nn.Module) -> Mapping[str, Any]:
+    """The arguments that a module asks for itself."""
+    config = getattr(module, "wrapper_config", {})
+    if not isinstance(config, Mapping):
+        raise TypeError(
+            f"wrapper_config holds arguments by name, but that of a {type(module).__name__} is {config!r}; "
+            "write module.wrapper_config = {}"
+        )
+    return config
+
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def auto_wrap_bn(
+    module: M,
+    single_rank_pg: bool = False,
+    process_group: GroupLike = None,
+    fsdp_config: FSDPConfig | Mapping[str, Any] | None = None,
+    wrap_it: bool = True,
+    assert_on_collision: bool = True,
+) -> M:
+    """Makes a unit of each batch norm in a module, `nn.SyncBatchNorm` included; call it before the rest is sharded.
+
+    Args:
+        module: What holds them, or a batch norm itself; changed in place.
+        single_rank_pg: FairScale's way to leave batch norms unsharded, which left their gradients unreduced as well;
+            must be False.
+        process_group: As for `fully_shard`.
+        fsdp_config: Arguments of `fully_shard` for every batch norm, in place of the ones that keep its parameters in
+            their dtype and gathered until their backward.
+        wrap_it: False only records the arguments, as `wrapper_config` of each batch norm, for `auto_wrap` or
+            `fully_shard_modules` with `config_auto_wrap_policy`.
+        assert_on_collision: Refuse a batch norm that has a `wrapper_config` already; False replaces it.
+
+    Returns:
+        `module` itself.
+
+    Raises:
+        ValueError: `single_rank_pg`; a batch norm has a `wrapper_config`, or its parameters belong to a unit around it.
+    """
+    if single_rank_pg:
+        raise ValueError(
+            "auto_wrap_bn(single_rank_pg=True) would never average the gradients of batch norms, and the ranks would "
+            "train different models: leave it out; their parameters are few, and sharding them costs one small message"
+        )
+    given = fsdp_config.as_kwargs() if isinstance(fsdp_config, FSDPConfig) else fsdp_config
+    kwargs = {"reshard_after_forward": False} if given is None else dict(given)
+    if process_group is not None:
+        kwargs = {"process_group": process_group, **kwargs}
+    norms = {name: part for name, part in module.named_modules() if _is_open(part)}
+    for name, norm in norms.items():
+        _check(name, norm, assert_on_collision)
+    for norm in norms.values():
+        if wrap_it:
+            fully_shard(norm, **kwargs)
+        else:
+            norm.wrapper_config = kwargs
+    return module
+
+
+def _is_open(module: nn.Module) -> bool:
+    return isinstance(module, _BatchNorm) and unit_of(module) is None
+
+
+def _check(name: str, norm: nn.Module, refuses_config: bool) -> None:
+    title = f"'{name}', a {type(norm).__name__}," if name else f"this {type(norm).__name__}"
+    if refuses_config and hasattr(norm, "wrapper_config"):
+        raise ValueError(
+            f"auto_wrap_bn: {title} has a wrapper_config already, {norm.wrapper_config!r}: take it away, or let it be "
+            "replaced by assert_on_collision=False"
+        )
+    for param in norm.parameters():
+        shard = unit_shard_of(param)
+        if shard is not None:
+            raise ValueError(
+                f"auto_wrap_bn: {title} belongs to a unit that was sharded before, as '{shard.name}': "
+                "call auto_wrap_bn(model) first, then fully_shard what is around"
+            )

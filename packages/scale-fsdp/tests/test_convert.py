@@ -1,0 +1,214 @@
+"""A sharded model changes its dtype and its device as a plain one does, and an optimizer goes on with it."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from fsdp_beside import noise, sharded
+from torch import nn
+
+from scale_core.comm.group import group_of
+from scale_core.shard import shard_of
+from scale_core.simulate import simulate
+from scale_core.testing import run_ranks
+from scale_fsdp import FullyShardedDataParallel, MixedPrecision, fully_shard
+from scale_fsdp.unit import units_in
+
+
+class Model(nn.Module):
+    """A unit with parameters of its own, a frozen one, buffers of two kinds, and a nested unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.scale = nn.Parameter(torch.ones(3))
+        self.norm = nn.BatchNorm1d(3)
+        self.head = nn.Linear(3, 5)
+        self.last = nn.Linear(5, 2)
+        self.last.weight.requires_grad_(False)
+
+    def forward(self, x):
+        return self.last(self.head(self.norm(x * self.scale)))
+
+
+CONVERSIONS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "half": nn.Module.half,
+    "bfloat16": nn.Module.bfloat16,
+    "double": nn.Module.double,
+    "to": lambda model: model.to(torch.float64),
+    "there and back": lambda model: model.half().float(),
+    "cpu": lambda model: model.cpu().to("cpu"),
+}
+LAYOUTS = {"plain": {}, "flat": {"flatten_parameters": True}, "part": {"reshard_after_forward": 1}}
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: int = 2) -> None:
+    dtype = next(param.dtype for param in model.parameters() if param.numel())
+    for step in range(steps):
+        model(noise(4, 3, seed=10 * step + rank).to(dtype)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1, momentum=0.9)
+
+
+def alike(model: nn.Module, plain: nn.Module) -> list[str]:
+    ours, theirs = model.state_dict(), plain.state_dict()
+    same = [n for n in theirs if ours[n].dtype == theirs[n].dtype and torch.equal(ours[n], theirs[n])]
+    return sorted(set(theirs) - set(same))
+
+
+def as_plain() -> list[str]:
+    """In a world of one, everything a conversion does is what it does to a plain model."""
+    wrong = []
+    for name, convert in CONVERSIONS.items():
+        for layout, kwargs in LAYOUTS.items():
+            for wrapped in (False, True):
+                plain, model = Model(), sharded(Model(), ["head"], **kwargs)
+                model = FullyShardedDataParallel(model, **kwargs) if wrapped else fully_shard(model, **kwargs)
+                optimizers = adam(plain), adam(model)
+                for each, optimizer in zip((plain, model), optimizers, strict=True):
+                    train(each, optimizer, 0)
+                    each(noise(4, 3)).sum().backward()  # Gradients are converted, too.
+                kept = list(model.parameters())
+                if convert(model) is not model or convert(plain) is not plain:
+                    wrong.append("a conversion returns the module")
+                title = f"{name}, {layout}, wrapped {wrapped}"
+                wrong += [f"{title}: {line}" for line in alike(model, plain)]
+                if [id(param) for param in model.parameters()] != [id(param) for param in kept]:
+                    wrong.append(f"{title}: parameters are other objects")
+                dtypes = {param.dtype for param in plain.parameters()}
+                if {param.dtype for param in kept} != dtypes or any(
+                    param.grad is not None and param.grad.dtype not in dtypes for param in kept
+                ):
+                    wrong.append(f"{title}: dtypes")
+                for each, optimizer in zip((plain, model), optimizers, strict=True):
+                    optimizer.step()  # With the optimizer of before, on the gradients of before.
+                    optimizer.zero_grad()
+                    each.eval()
+                    train(each, optimizer, 0)
+                wrong += [f"{title}, later: {line}" for line in alike(model, plain)]
+    return wrong
+
+
+def test_in_a_world_of_one_a_conversion_does_what_it_does_to_a_plain_model():
+    assert not as_plain()
+
+
+def on_ranks() -> list[str]:
+    """Converted and trained: as if the model had been converted before it was sharded."""
+    rank, wrong = group_of().rank, []
+    for name, convert in CONVERSIONS.items():
+        for layout, kwargs in LAYOUTS.items():
+            expected = sharded(convert(Model()), ["head", ""], **kwargs)
+            model = sharded(Model(), ["head", ""], **kwargs)
+            optimizer = adam(model)
+            model.eval()
+            model(noise(4, 3))  # So that there is something to be stale.
+            convert(model)
+            expected.eval()
+            train(expected, adam(expected), rank)
+            train(model, optimizer, rank)
+            wrong += [f"{name}, {layout}: {line}" for line in alike(model, expected)]
+            marks = [shard_of(param) for param in model.parameters()]
+            if marks != [shard_of(param) for param in expected.parameters()] or None in marks:
+                wrong.append(f"{name}, {layout}: what is a piece of what")
+    model = sharded(Model(), ["head", ""])
+    with model.no_sync():
+        model(noise(4, 3, seed=rank)).sum().backward()
+    model.double()  # Gradients that wait for their reduction go along.
+    model(noise(4, 3, seed=rank).double()).sum().backward()
+    grad, piece = model.head.bias.grad, shard_of(model.head.bias)
+    half = copy.deepcopy(model)
+    half(noise(4, 3, seed=rank).double()).sum().backward()
+    if not torch.allclose(grad, 2 * half.head.bias.grad, rtol=1e-5) or grad.shape[0] != piece.stop - piece.start:
+        wrong.append(f"accumulated: {grad} and {half.head.bias.grad}")
+    return wrong
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_model_converted_after_it_was_sharded_trains_as_one_converted_before(world):
+    assert not any(run_ranks(on_ranks, world))
+
+
+def test_modules_that_keep_a_second_list_of_their_weights_are_converted():
+    torch.manual_seed(2)
+    plain = nn.LSTM(3, 4)
+    model = fully_shard(copy.deepcopy(plain))
+    for each in (plain, model):
+        each.double()
+    x = noise(5, 2, 3).double()
+    assert torch.equal(model(x)[0], plain(x)[0])
+    assert model.weight_hh_l0 is model._flat_weights[1]
+
+
+def test_a_policy_and_a_conversion_go_together():
+    policy = MixedPrecision(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    model = fully_shard(nn.Linear(3, 3), mixed_precision=policy)
+    model.double()
+    assert model.weight.dtype == torch.float64
+    assert model(noise(4, 3)).dtype == torch.float32
+    assert units_in(model)[0].buffers[0].compute_dtype == torch.bfloat16
+
+
+def test_to_another_device_the_parameters_go_as_shards():
+    model, plain = fully_shard(Model()), Model()
+    optimizer = adam(model)
+    model.to("meta")
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    assert not any(param is optimizer.param_groups[0]["params"][0] for param in model.parameters())  # As torch does it.
+    model.to_empty(device="cpu").load_state_dict(plain.state_dict())
+    assert torch.equal(model(noise(4, 3)), plain(noise(4, 3)))
+
+
+@pytest.mark.simulation
+def test_a_model_goes_to_the_device_and_computes_there():
+    with simulate(rank=0, world_size=2, device="sim") as simulation:
+        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+        for module in (model[0], model):
+            fully_shard(module)
+        model(torch.ones(3, 4)).sum().backward()
+        model.to(simulation.device)
+        assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"sim"}
+        assert {param.grad.device.type for param in model.parameters()} == {"sim"}
+        assert model(torch.ones(3, 4, device=simulation.device)).device.type == "sim"
+        offloaded = fully_shard(nn.Linear(4, 8), move_params_to_cpu=True)
+        with pytest.raises(RuntimeError, match=r"kept on the host by move_params_to_cpu=True, and can't go to sim"):
+            offloaded.to(simulation.device)
+        offloaded.half().cpu()
+        assert offloaded.weight.device.type == "cpu"
+        assert offloaded.weight.dtype == torch.float16
+        assert offloaded(torch.ones(3, 4, device=simulation.device, dtype=torch.float16)).device.type == "sim"
+
+
+@pytest.mark.parametrize("around", ["itself", "wrapper", "parent"])
+def test_a_conversion_in_use_is_refused_and_changes_nothing(around):
+    model = fully_shard(Model())
+    outer = {"itself": model, "wrapper": FullyShardedDataParallel(Model()), "parent": nn.Sequential(model)}[around]
+    model = outer.module if around == "wrapper" else model
+    before = [param.detach().clone() for param in outer.parameters()]
+
+    def convert(*_: object) -> None:
+        with pytest.raises(RuntimeError, match=r"to\(\), half\(\) and the like: .* in use, by a forward"):
+            outer.half()
+
+    handle = model.norm.register_forward_pre_hook(convert)
+    outer(noise(4, 3)).sum()
+    handle.remove()
+    with model.no_sync(), pytest.raises(RuntimeError, match=r"between a forward and its backward, or inside no_sync"):
+        outer.half()
+    assert all(torch.equal(now, then) for now, then in zip(outer.parameters(), before, strict=True))
+    loss = outer(noise(4, 3)).sum()
+    outer.double()
+    with pytest.raises(RuntimeError, match=r"changed between its forward and its backward, .* a conversion"):
+        loss.backward()
+
+
+def test_a_module_in_a_unit_that_is_converted_past_it_is_named_by_the_next_forward():
+    model = fully_shard(Model())
+    model.head.half()
+    with pytest.raises(RuntimeError, match=r"'head.weight' of the root unit has got other memory since it was sharded"):
+        model(noise(4, 3))

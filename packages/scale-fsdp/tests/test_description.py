@@ -1,0 +1,202 @@
+"""What a sharded model is made of: numbers that follow from the layout and equal what is there."""
+
+import pytest
+import torch
+from fsdp_beside import noise, sharded
+from fsdp_cases import Net, batch, loss_of
+from torch import nn
+
+from scale_core.autograd_hooks import on_local_grads
+from scale_core.flat.buffer import live_buffers
+from scale_core.testing import run_ranks
+from scale_fsdp import Description, FullyShardedDataParallel, MixedPrecision, describe, fully_shard
+
+GPT_UNITS = ["blocks.0", "blocks.1", "blocks.2", ""]
+
+
+def described() -> Description:
+    """What rank 0 of two says; the other one differs in what its elements that train take, and in nothing else."""
+    first, second = run_ranks(describe_gpt, 2)
+    assert first.gradients != second.gradients
+    assert first.units[0].buffers[0] == second.units[0].buffers[0]
+    return first
+
+
+def describe_gpt() -> Description:
+    torch.manual_seed(7)
+    model = sharded(Net(), GPT_UNITS, mixed_precision=MixedPrecision(torch.bfloat16, torch.float32))
+    return describe(model)
+
+
+def test_units_are_told_with_their_parameters_dtypes_and_padding():
+    plain, description = Net(), described()
+    assert description.model_class == "Net"
+    assert [(unit.name, unit.module_class) for unit in description.units] == [
+        ("", "Net"),
+        *((f"blocks.{number}", "Block") for number in range(3)),
+    ]
+    root, block = description.units[0], description.units[1]
+    assert root.num_parameters == 1 and root.num_elements == plain.embed.weight.numel()
+    assert block.num_elements == sum(param.numel() for param in plain.blocks[0].parameters())
+    assert block.around == ("",) and block.shares_with == () and block.reshard_after_forward is True
+    (buffer,) = block.buffers
+    assert buffer.names[0] == "blocks.0.norm.weight"
+    assert (buffer.dtype, buffer.compute_dtype, buffer.reduce_dtype) == (torch.float32, torch.bfloat16, torch.float32)
+    assert buffer.num_ranks == 2 and buffer.device == torch.device("cpu") and buffer.trains
+    assert 2 * buffer.shard_numel == buffer.num_elements + buffer.padding
+    assert description.num_elements == sum(param.numel() for param in plain.parameters())
+
+
+def test_bytes_follow_from_the_layout():
+    description = described()
+    root, *blocks = (unit.buffers[0] for unit in description.units)
+    assert description.shards == 4 * (root.shard_numel + 3 * blocks[0].shard_numel)
+    # The root, one block, and the next one that is fetched ahead; in bf16, by both ranks' elements.
+    assert description.gathered_at_most == 2 * 2 * (root.shard_numel + 2 * blocks[0].shard_numel)
+    assert description.flat_gradients_at_most == 4 * 2 * max(root.shard_numel, blocks[0].shard_numel)
+    assert description.gradients == description.state_of_elementwise_optimizer
+    whole = 4 * sum(param.numel() for param in Net().parameters())
+    assert whole / 2 - 4 * 60 <= description.gradients <= description.shards
+
+
+def measure() -> list[str]:
+    """Where the description differs from what lives while the model trains."""
+    torch.manual_seed(7)
+    model = sharded(Net(), GPT_UNITS)
+    description = describe(model)
+    most = {"shard": 0, "gathered": 0, "gradient": 0}
+    for module in model.modules():
+        for register in (module.register_forward_pre_hook, module.register_forward_hook):
+            register(lambda *_: take(most))
+    on_local_grads(lambda params, grads: take(most))  # Each flat gradient lives when it is told of.
+    optimizer = torch.optim.Adam(model.parameters())
+    for step in range(3):
+        loss_of(model(batch("gpt", step))).backward()
+        gradients = sum(param.grad.nbytes for param in model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+    states = sum(state["exp_avg"].nbytes for state in optimizer.state.values())
+    told = (description.shards, description.gathered_at_most, description.flat_gradients_at_most)
+    wrong = [] if tuple(most.values()) == told else [f"{most} live, {told} told"]
+    if gradients != description.gradients or states != description.state_of_elementwise_optimizer:
+        wrong.append(f"gradients {gradients}, states {states}, {description}")
+    return wrong
+
+
+def take(most: dict[str, int]) -> None:
+    """Counts the flat tensors that live now, the flat gradient that is about to be reduced among them."""
+    now = {"shard": 0, "gathered": 0, "gradient": 0}
+    for kind, tensor in live_buffers():
+        now[kind] += tensor.nbytes
+    for kind, number in now.items():
+        most[kind] = max(most[kind], number)
+
+
+def test_the_numbers_are_those_of_a_training():
+    assert not any(run_ranks(measure, 2))
+
+
+def test_units_that_stay_gathered_count_all_the_time():
+    model = sharded(nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4))), ["0", "1", "2", "3", ""])
+    sizes = {unit.name: 256 for unit in describe(model).units if unit.name}
+    assert describe(model).gathered_at_most == 0  # A world of one computes with its shards.
+    kept = run_ranks(gathered_at_most, 2)
+    assert kept == [(2 * 256, 4 * 256)] * 2 and len(sizes) == 4
+
+
+def gathered_at_most() -> tuple[int, int]:
+    def of(reshard: bool) -> int:
+        plain = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
+        model = sharded(plain, ["0", "1", "2", "3", ""], reshard_after_forward=reshard)
+        return describe(model).gathered_at_most
+
+    return of(True), of(False)
+
+
+class Partly(nn.Module):
+    """Frozen and shared parameters, and rows that would pad too much."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(7, 5), nn.Linear(5, 7, bias=False)
+        self.body = nn.Sequential(nn.Linear(5, 5), nn.LayerNorm(5))
+        self.head.weight = self.embed.weight
+        self.body[0].requires_grad_(False)
+
+    def forward(self, ids):
+        return self.head(self.body(self.embed(ids)))
+
+
+def partly() -> Description:
+    return describe(sharded(Partly(), ["embed", "head", "body", ""]))
+
+
+def test_frozen_shared_and_cut_parameters_are_told():
+    description = run_ranks(partly, 2)[0]
+    units = {unit.name: unit for unit in description.units}
+    assert units["head"].shares_with == ("embed",) and units["head"].buffers == ()
+    frozen, trained = units["body"].buffers
+    assert (frozen.trains, frozen.names) == (False, ("body.0.weight", "body.0.bias")) and frozen.trained_bytes == 0
+    assert trained.names == ("body.1.weight", "body.1.bias") and trained.trained_bytes == 4 * 5
+    assert description.cut_at_elements == ("embed.weight",)
+
+
+def recorded() -> list[dict[str, tuple[str, ...]]]:
+    model = sharded(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), ["0", "1", ""])
+    before = describe(model).gather_order
+    model(noise(2, 3)).sum().backward()
+    with torch.no_grad():
+        model.eval()(noise(2, 3))
+    return [dict(before), dict(describe(model).gather_order), dict(describe(model[1]).gather_order)]
+
+
+def test_the_order_of_use_is_told_once_it_is_recorded():
+    before, after, inner = run_ranks(recorded, 2)[0]
+    assert before == {}
+    assert after == {
+        "forward of root, training": ("", "0", "1"),
+        "backward with reduction": ("", "1", "0"),
+        "forward of root, evaluation, without gradients": ("", "0", "1"),
+    }
+    assert inner["forward of root, training"] == ("",), "names are those that the module itself gives"
+
+
+def test_nothing_is_sent_so_one_rank_may_ask_alone():
+    assert run_ranks(ask_alone, 2)[0] == 3
+
+
+def ask_alone() -> int:
+    model = sharded(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), ["0", "1", ""], limit_seconds=2)
+    return len(describe(model).units) if torch.distributed.get_rank() == 0 else 0
+
+
+def test_a_model_without_units_has_nothing_to_describe():
+    with pytest.raises(ValueError, match=r"no module in this Linear is sharded: call fully_shard\(model\) first"):
+        describe(nn.Linear(2, 2))
+
+
+def test_printing_a_model_shows_its_units():
+    model = nn.Sequential(nn.Linear(4, 8), nn.Sequential(nn.Linear(8, 2, bias=False)))
+    model[0].bias.requires_grad_(False)
+    fully_shard(model[0])
+    fully_shard(model)
+    text = repr(model)
+    line = "bias=True, sharded: parameters() yields 1/1 of 32 elements, float32 and 1/1 of 8 elements, float32, frozen)"
+    assert f"(0): Linear(in_features=4, out_features=8, {line}" in text
+    assert text.startswith("Sequential(\n  sharded: parameters() yields 1/1 of 16 elements, float32\n")
+    assert "sharded" in repr(FullyShardedDataParallel(nn.Linear(2, 2)))
+    assert "sharded: no parameters of its own" in repr(fully_shard(nn.Dropout()))
+    assert run_ranks(shown_on_two, 2) == ["sharded: parameters() yields 1/2 of 12,345 elements, float32"] * 2
+
+
+def shown_on_two() -> str:
+    module = nn.Module()
+    module.table = nn.Parameter(torch.zeros(12345))
+    return fully_shard(module).extra_repr()
+
+
+@pytest.mark.parametrize("around", [False, True])
+def test_printing_works_where_parameters_are_flat(around):
+    plain = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+    model = sharded(plain, [""] if around else ["0", ""], flatten_parameters=True)
+    assert "sharded: parameters() yields 1/1 of" in repr(model)

@@ -1,0 +1,94 @@
+"""api.py: what lives on the host, in every combination; on a CPU the numbers must be those of the plain model."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from fsdp_cases import Case, run_cases
+
+from scale_core.comm.group import Group
+from scale_core.testing import run_ranks
+from scale_fsdp import FSDPConfig, FullyShardedDataParallel, MixedPrecision, fully_shard
+from scale_fsdp.api import Placement, UnitOptions, resolve_placement
+from scale_fsdp.mesh_info import Ranks
+
+ALONE = Ranks(Group(), Group(), Group())
+PRECISIONS = ("fp32", "bf16", "fp16")
+OFFLOADED = [
+    Case(
+        placement=(("move_params_to_cpu", params), ("move_grads_to_cpu", grads)),
+        precision=precision,
+        accumulate=2,
+        no_sync=precision == "fp16",
+        steps=2,
+    )
+    for (params, grads), precision in zip(
+        itertools.product((True, False), (True, False)), (*PRECISIONS, "fp32"), strict=True
+    )
+]
+
+
+def test_every_combination_of_what_lives_on_the_host_trains_as_the_plain_model_to_the_bit() -> None:
+    assert run_ranks(run_cases, 2, OFFLOADED) == [[]] * 2
+
+
+@pytest.mark.parametrize("params, grads", list(itertools.product((True, False), (True, False, None))))
+def test_shards_are_where_parameters_are_kept_and_gradients_wait_where_the_user_says(
+    params: bool, grads: bool | None
+) -> None:
+    meta, cpu = torch.device("meta"), torch.device("cpu")  # Any second device will do.
+    devices = resolve_placement(params, grads, meta, ALONE).devices_for(cpu)
+    assert devices.compute == meta
+    assert devices.shard == (cpu if params else meta)
+    assert devices.reduced == (cpu if (params if grads is None else grads) else meta)
+
+
+def test_without_a_word_all_of_it_is_where_the_parameters_are() -> None:
+    assert resolve_placement(False, None, None, ALONE) == Placement()
+    devices = Placement().devices_for(torch.device("cpu"))
+    assert {devices.shard, devices.compute, devices.reduced} == {torch.device("cpu")}
+
+
+def test_the_older_name_of_the_argument_is_taken() -> None:
+    model = FullyShardedDataParallel(torch.nn.Linear(2, 2), cpu_offload=True)
+    assert model.weight.device.type == "cpu"
+
+
+def test_a_config_carries_the_same_arguments() -> None:
+    model = FSDPConfig(move_params_to_cpu=True, move_grads_to_cpu=False).wrap(torch.nn.Linear(2, 2))
+    model(torch.ones(1, 2)).sum().backward()
+    assert model.weight.grad is not None
+
+
+def test_anything_but_a_flag_is_refused_before_the_module_is_touched() -> None:
+    layer = torch.nn.Linear(2, 2)
+    with pytest.raises(TypeError, match="move_grads_to_cpu: expected True or False, got 'cpu'"):
+        fully_shard(layer, move_grads_to_cpu="cpu")  # type: ignore[arg-type]  # what a user may write
+    assert type(layer) is torch.nn.Linear
+
+
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [
+        ({"reshard_after_forward": "no"}, TypeError, "reshard_after_forward: expected a bool or a number of ranks"),
+        ({"reshard_after_forward": 2}, ValueError, "1 ranks do not divide into groups of 2"),
+        ({"mixed_precision": "bf16"}, TypeError, "mixed_precision: expected a bool or a MixedPrecision, got str"),
+        ({"state_dict_on_rank_0_only": 1}, TypeError, "state_dict_on_rank_0_only: expected True or False, got 1"),
+        ({"error_if_nonfinite": None}, TypeError, "error_if_nonfinite: expected True or False, got None"),
+    ],
+)
+def test_options_are_checked_in_one_place_without_a_module(
+    arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        UnitOptions.from_arguments(None, **arguments)
+
+
+def test_options_hold_what_the_arguments_say_under_the_names_of_the_house() -> None:
+    options = UnitOptions.from_arguments(None, compute_dtype=torch.bfloat16, limit_seconds=3.0, error_if_nonfinite=True)
+    assert options.precision == MixedPrecision(param_dtype=torch.bfloat16)
+    assert options.limit_seconds == 3.0 and options.error_if_nonfinite
+    assert UnitOptions.from_arguments() == UnitOptions(ALONE, MixedPrecision(), Placement())

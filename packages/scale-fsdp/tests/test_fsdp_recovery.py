@@ -1,0 +1,602 @@
+"""recovery.py: one rank fails anywhere in a step; all ranks give it up, and train on as if it had not been."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import re
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from fsdp_cases import differing_grads, differing_weights
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import scale_core.flat.buffer
+import scale_core.flat.reduction
+import scale_fsdp.recovery
+from scale_core.autograd_hooks import on_reduced_grads
+from scale_core.comm.group import group_of
+from scale_core.consistency.contract import ContractError, ScaleDistributedError
+from scale_core.testing import run_ranks
+from scale_fsdp import StepError, fully_shard
+from scale_fsdp.unit import units_in
+
+WIDTH = 5
+
+
+class _Breaks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise ValueError("broken in backward")
+
+
+HOOKS = ("forward pre-hook", "forward hook", "backward pre-hook", "backward hook")
+IN_BACKWARD = ("backward", "backward pre-hook", "backward hook")
+
+
+def _fail(point: str, block: nn.Module, *_: Any) -> None:
+    if block.fails == point:
+        block.fails = ""
+        raise ValueError(f"broken in {point}")
+
+
+class Block(nn.Module):
+    """Fails on purpose, once, where `fails` says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 7), nn.Linear(7, WIDTH)
+        self.fails = ""
+
+    def hook(self) -> None:
+        self.register_forward_pre_hook(functools.partial(_fail, HOOKS[0]))
+        self.register_forward_hook(functools.partial(_fail, HOOKS[1]))
+        self.register_full_backward_pre_hook(functools.partial(_fail, HOOKS[2]))
+        self.register_full_backward_hook(functools.partial(_fail, HOOKS[3]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        recomputing = torch._C._current_graph_task_id() != -1
+        if self.fails == ("recomputation" if recomputing else "forward"):
+            self.fails = ""
+            raise ValueError(f"broken in {'recomputation' if recomputing else 'forward'}")
+        x = x + self.second(torch.tanh(self.first(x)))
+        if self.fails == "backward" and not recomputing:
+            self.fails = ""
+            x = _Breaks.apply(x)
+        return x
+
+
+class Net(nn.Module):
+    def __init__(self, checkpointed: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, 2)
+        self.checkpointed = checkpointed
+        self.fails = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        x = self.head(x)
+        if self.fails:
+            self.fails = ""
+            raise MemoryError("broken in the root")
+        return x
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Where a step fails.
+
+    Attributes:
+        where: "forward", "backward" or "recomputation" of a block, "root", or one of `HOOKS`.
+        block: Of which block.
+        rank: On which rank.
+        step: In which step; the first is 0.
+    """
+
+    where: str
+    block: int = 1
+    rank: int = 1
+    step: int = 3
+    reshard: bool | int = True
+    accumulate: int = 1
+    no_sync: bool = False
+    at_micro_batch: int = 0
+
+
+def data(step: int, rank: int, micro: int = 0) -> Tensor:
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank))
+
+
+def shard(plain: Net, failure: Failure) -> Net:
+    """A sharded copy."""
+    model = copy.deepcopy(plain)
+    hooked_before, hooked_after = (model.blocks[2], model.blocks[1]) if failure.where in HOOKS else (None, None)
+    for block in model.blocks:
+        if block is hooked_before:
+            block.hook()
+        fully_shard(block, reshard_after_forward=failure.reshard)
+        if block is hooked_after:
+            block.hook()
+    return fully_shard(model, reshard_after_forward=failure.reshard)
+
+
+def fail_and_go_on(failure: Failure) -> list[str]:
+    """Trains with a failing step, and beside it one process that never meets it; returns what differs."""
+    rank, wrong = group_of().rank, []
+    torch.manual_seed(0)
+    plain = Net(failure.where == "recomputation")
+    model = shard(plain, failure)
+    optimizer, plain_optimizer = (torch.optim.Adam(each.parameters(), lr=0.01) for each in (model, plain))
+    for step in range(failure.step + 3):
+        fails = step == failure.step
+        raised = train(model, step, failure, fails=fails and rank == failure.rank)
+        if fails:
+            wrong += check(raised, failure)
+            if any(param.grad is not None for param in model.parameters()) and failure.accumulate == 1:
+                wrong.append("a gradient of the step that was given up")
+            model.zero_grad()
+            continue
+        if raised is not None:
+            wrong.append(f"step {step}: {raised!r}")
+        expected = mean_of(plain, whole_steps([step], failure))
+        for name, grad in split(expected, plain).items():
+            plain.get_parameter(name).grad = grad
+        for each in (optimizer, plain_optimizer):
+            each.step()
+            each.zero_grad()
+    return [f"{failure}: {line}" for line in wrong + differing_weights(model, plain)]
+
+
+def train(model: nn.Module, step: int, failure: Failure, *, fails: bool) -> Exception | None:
+    for micro in range(failure.accumulate):
+        if fails and micro == failure.at_micro_batch:
+            (model if failure.where == "root" else model.blocks[failure.block]).fails = failure.where
+        try:
+            if failure.no_sync and micro < failure.accumulate - 1:
+                with model.no_sync():
+                    model(data(step, group_of().rank, micro)).square().mean().backward()
+            else:
+                model(data(step, group_of().rank, micro)).square().mean().backward()
+        except Exception as error:
+            return error
+    return None
+
+
+def check(raised: Exception | None, failure: Failure) -> list[str]:
+    """The failing rank raises its own error, with a note; the others say whose it was."""
+    mine = group_of().rank == failure.rank
+    text = str(raised) + "".join(getattr(raised, "__notes__", []))
+    expected = MemoryError if failure.where == "root" else ValueError
+    if not isinstance(raised, expected if mine else StepError):
+        return [f"raised {raised!r}"]
+    if mine and failure.where in IN_BACKWARD:
+        return []  # Autograd has the error by then; only the others can be told.
+    wanted = [rf"was given up on all ranks, because rank {failure.rank} failed"]
+    wanted.append(
+        "its backward pass failed after the" if failure.where in IN_BACKWARD else f"broken in .*{failure.where}"
+    )
+    return [f"{text!r} lacks {pattern!r}" for pattern in wanted if not re.search(pattern, text)]
+
+
+def run_failures(failures: list[Failure]) -> list[str]:
+    for failure in failures:
+        wrong = fail_and_go_on(failure)
+        if wrong:
+            return wrong
+    return []
+
+
+Passes = list[tuple[int, int]]
+"""The passes whose gradients are in a sum, by step and micro-batch."""
+
+
+Reductions = list[list[Passes]]
+"""The sums that are averaged over the ranks, one after the other, by rank."""
+
+
+def accumulated_gradients_stay(failures: list[Failure]) -> list[str]:
+    """After a pass that failed, gradients are those of a process that never ran it.
+
+    One step runs whole and leaves its gradients in `grad`, the next is given up in one of its micro-batches, and one
+    pass more brings all that was kept into `grad`. The plain model runs the passes that went well, rank by rank. Before
+    that, the order of a step becomes known, which failures of one kind share.
+    """
+    models: dict[tuple[Any, ...], tuple[Net, Net]] = {}
+    for failure in failures:
+        key = (failure.where == "recomputation", failure.reshard, failure.accumulate, failure.no_sync)
+        if key not in models:
+            torch.manual_seed(0)
+            plain = Net(failure.where == "recomputation")
+            models[key] = plain, shard(plain, failure)
+            train(models[key][1], 4, failure, fails=False)
+        plain, model = models[key]
+        model.zero_grad()
+        train(model, 1, failure, fails=False)
+        before = [param.grad.clone() for param in model.parameters()]
+        raised = train(model, 2, failure, fails=group_of().rank == failure.rank)
+        wrong = check(raised, failure)
+        if failure.no_sync and any(
+            param.grad is None or not torch.equal(param.grad, grad)
+            for param, grad in zip(model.parameters(), before, strict=True)
+        ):
+            wrong.append("a gradient that had been reduced before has changed")
+        model(data(3, group_of().rank)).square().mean().backward()
+        wrong += different_sums(model, plain, failure)
+        if wrong:
+            return [f"{failure}: {line}" for line in wrong]
+    return []
+
+
+def whole_steps(steps: list[int], failure: Failure) -> Reductions:
+    """Those of steps in which nothing fails."""
+    size, reductions = group_of().size, []
+    for step in steps:
+        micros = [[(step, micro)] for micro in range(failure.accumulate)]
+        together = [[(step, micro) for micro in range(failure.accumulate)]]
+        reductions += [[passes] * size for passes in (together if failure.no_sync else micros)]
+    return reductions
+
+
+def mean_of(plain: nn.Module, reductions: Reductions) -> Tensor:
+    """What all of them leave in the plain model's gradients, flat."""
+    expected: list[Tensor] = []
+    for by_rank in reductions:
+        mean = sum(plain_sum(plain, rank, passes) for rank, passes in enumerate(by_rank)) / len(by_rank)
+        expected = [mean] if not expected else [expected[0] + mean]
+    return expected[0]
+
+
+def different_sums(model: nn.Module, plain: nn.Module, failure: Failure) -> list[str]:
+    """Compares `grad` with the plain gradients of the passes that went well, each sum reduced as it was."""
+    size, last = group_of().size, failure.accumulate - 1
+    reductions = whole_steps([1], failure)
+    if not failure.no_sync:
+        reductions += [[[(2, micro)]] * size for micro in range(failure.at_micro_batch)]
+    kept = [failure.at_micro_batch if rank == failure.rank else last for rank in range(size)]
+    waited = [[(2, micro) for micro in range(number)] if failure.no_sync else [] for number in kept]
+    reductions.append([[*passes, (3, 0)] for passes in waited])
+    wholes = split(mean_of(plain, reductions), plain)
+    pieces = [
+        whole.reshape(-1)[span.start : span.stop].view(span.shape)
+        for unit in units_in(model)
+        for buffer in unit.buffers
+        for whole, span in zip([wholes[name] for name in buffer.names], buffer.spans, strict=True)
+    ]
+    grads = [param.grad for unit in units_in(model) for buffer in unit.buffers for param in buffer.exposed]
+    return [
+        "the gradients are not those of the passes that went well"
+        for grad, piece in zip(grads, pieces, strict=True)
+        if grad is None or not torch.equal(grad, piece)
+    ][:1]
+
+
+def plain_sum(plain: nn.Module, rank: int, passes: Passes) -> Tensor:
+    plain.zero_grad()
+    for step, micro in passes:
+        plain(data(step, rank, micro)).square().mean().backward()
+    return torch.cat([param.grad.reshape(-1) for param in plain.parameters() if param.grad is not None])
+
+
+def split(flat: Tensor, plain: nn.Module) -> dict[str, Tensor]:
+    named = dict(plain.named_parameters())
+    parts = flat.split([param.numel() for param in named.values()])
+    return {name: part.view(param.shape) for (name, param), part in zip(named.items(), parts, strict=True)}
+
+
+class TwoDtypes(nn.Module):
+    """A unit of two buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (torch.tanh(self.linear(x)) * self.scale).float()
+
+
+def without_memory(what: str, reshard: bool | int) -> list[str]:
+    """Each transfer of a step in turn finds no memory on rank 1; returns what differs from a model that never met it.
+
+    Args:
+        what: "all_gather" or "reduce_scatter", of scale_core.
+    """
+    torch.manual_seed(0)
+    plain = nn.Sequential(TwoDtypes(), TwoDtypes(), nn.Linear(WIDTH, 2))
+    models = [copy.deepcopy(plain), copy.deepcopy(plain)]
+    for model in models:
+        for block in model[:2]:
+            fully_shard(block, reshard_after_forward=reshard, limit_seconds=10.0)
+        fully_shard(model, reshard_after_forward=reshard, limit_seconds=10.0)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9) for model in models]
+    place = scale_core.flat.buffer if what == "all_gather" else scale_core.flat.reduction
+    begin, wrong, number, fails_at = getattr(place, what), [], 0, -1
+
+    def scarce(*args: Any, **kwargs: Any) -> Any:
+        nonlocal number
+        number += 1
+        if number - 1 == fails_at and group_of().rank == 1:
+            raise torch.OutOfMemoryError(f"no memory for {what}")
+        return begin(*args, **kwargs)
+
+    for step in range(40):
+        number, fails_at = 0, step - 2
+        raised = None
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(place, what, scarce)
+            try:
+                models[0](data(step, group_of().rank)).square().mean().backward()
+            except (torch.OutOfMemoryError, StepError) as error:
+                raised = error
+        if step >= 2 and number <= fails_at:
+            models[0].zero_grad()
+            break  # There were no more of them.
+        if (raised is not None) != (step >= 2):
+            wrong.append(f"{what} {fails_at}: raised {raised!r}")
+        if raised is None:
+            models[1](data(step, group_of().rank)).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        elif any(param.grad is not None for param in models[0].parameters()):
+            wrong.append(f"{what} {fails_at}: a gradient of the step that was given up")
+    for model in models:
+        model(data(50, group_of().rank)).square().mean().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    return wrong + differing_weights(*models) + ([] if step > 4 else [f"only {step - 2} times {what}"])
+
+
+def without_memory_at_first(what: str) -> list[str]:
+    """As above, each transfer of the very first step of another copy of the model."""
+    rank, wrong, fails_at = group_of().rank, [], -1
+    place = scale_core.flat.buffer if what == "all_gather" else scale_core.flat.reduction
+    begin = getattr(place, what)
+    torch.manual_seed(0)
+    plain = nn.Sequential(TwoDtypes(), TwoDtypes(), nn.Linear(WIDTH, 2))
+    while not wrong:
+        fails_at, number = fails_at + 1, -1
+
+        def scarce(*args: Any, **kwargs: Any) -> Any:
+            nonlocal number
+            number += 1
+            if number == fails_at and rank == 1:  # noqa: B023  # It is called in this turn only.
+                raise torch.OutOfMemoryError(f"no memory for {what}")
+            return begin(*args, **kwargs)
+
+        model, raised = copy.deepcopy(plain), None
+        for block in model[:2]:
+            fully_shard(block, limit_seconds=10.0)
+        fully_shard(model, limit_seconds=10.0)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(place, what, scarce)
+            try:
+                model(data(0, rank)).square().mean().backward()
+            except (torch.OutOfMemoryError, StepError) as error:
+                raised = error
+        if number < fails_at:
+            return wrong if fails_at > 4 else [f"only {fails_at} times {what}"]
+        if raised is None:
+            wrong.append(f"{what} {fails_at}: nothing was raised")
+        model(data(1, 0)).square().mean().backward()
+        plain.zero_grad()
+        plain(data(1, 0)).square().mean().backward()
+        wrong += [f"{what} {fails_at}: {line}" for line in differing_grads(model, plain)]
+    return wrong
+
+
+def run_without_memory() -> list[str]:
+    cases = [("all_gather", True), ("reduce_scatter", True), ("all_gather", False)]
+    wrong = [line for what, reshard in cases for line in without_memory(what, reshard)]
+    return wrong + [line for what in ("all_gather", "reduce_scatter") for line in without_memory_at_first(what)]
+
+
+def fails_after_the_comparison(ranks: list[int]) -> str:
+    """Whoever is told of gradients raises on these ranks; returns what the next pass says."""
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(WIDTH, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(3):
+        fails = step == 2 and group_of().rank in ranks
+
+        def told(_: object, fails: bool = fails) -> None:
+            if fails:
+                raise MemoryError("broken by who is told")
+
+        handle = on_reduced_grads(told)
+        try:
+            with pytest.raises(MemoryError) if fails else nullcontext():
+                model(data(step, group_of().rank)).square().mean().backward()
+        finally:
+            handle.remove()
+        if not fails:
+            optimizer.step()
+        optimizer.zero_grad()
+    try:
+        model(data(3, group_of().rank)).square().mean().backward()
+    except ContractError as error:
+        return str(error)
+    return ""
+
+
+def evaluation_is_given_up() -> None:
+    torch.manual_seed(0)
+    model = Net(False).eval()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    with torch.no_grad():
+        for _ in range(2):
+            expected = model(data(0, 0))
+        model.blocks[2].fails = "forward" if group_of().rank == 0 else ""
+        with pytest.raises(ValueError if group_of().rank == 0 else StepError):
+            model(data(0, 0))
+        assert torch.equal(model(data(0, 0)), expected)
+
+
+def all_fail_in_the_first_step() -> list[str]:
+    """Each in its own way, at one place: they meet there, and go on. Returns what they were told."""
+    torch.manual_seed(0)
+    plain, told = Net(False), []
+    model = shard(plain, Failure(HOOKS[0]))
+    for places in (("forward", HOOKS[1]), (HOOKS[0], "forward"), ("root", "root")):
+        where = places[group_of().rank]
+        (model if where == "root" else model.blocks[1]).fails = where
+        with pytest.raises((ValueError, MemoryError), match=f"in the {where}|in {where}") as caught:
+            model(data(0, group_of().rank))
+        told.append(caught.value.__notes__[0])
+    model(data(0, 0)).square().mean().backward()
+    plain(data(0, 0)).square().mean().backward()
+    return told + differing_grads(model, plain)
+
+
+def third_micro_batch_fails() -> str:
+    """No step is known as a whole, and passes of this kind are compared no more: the others wait in vain."""
+    model = Net(False)
+    for block in model.blocks:
+        fully_shard(block, limit_seconds=3.0)
+    fully_shard(model, limit_seconds=3.0)
+    failure = Failure("forward", accumulate=3, no_sync=True, at_micro_batch=2)
+    raised = train(model, 0, failure, fails=group_of().rank == 1)
+    assert isinstance(raised, ValueError if group_of().rank == 1 else ScaleDistributedError)
+    gc.collect()
+    return str(raised)
+
+
+def serving_fails() -> str:
+    """The rank that has failed finds no memory to serve the others: its words are there all the same."""
+    model = Net(False)
+    for block in model.blocks:
+        fully_shard(block, limit_seconds=3.0)
+    fully_shard(model, limit_seconds=3.0)
+    mine = group_of().rank == 1
+    for step in range(3):
+        with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+            if step == 2 and mine:
+                warnings.simplefilter("ignore")  # torch says that the model's hook has failed as well.
+                model.blocks[1].fails = "forward"
+                patch.setattr(scale_fsdp.recovery, "_serve", _without_memory)
+            try:
+                model(data(step, group_of().rank)).sum().backward()
+            except (ValueError, ScaleDistributedError) as error:
+                gc.collect()
+                return str(error)
+    return "nothing was raised"
+
+
+def _without_memory(*_: object) -> None:
+    raise torch.OutOfMemoryError("no memory to serve")
+
+
+def alone() -> None:
+    """A world of one: the error is the user's, and the model is as before."""
+    model = fully_shard(Net(False))
+    for where in ("forward", "backward"):
+        for _ in range(2):
+            model(data(0, 0)).sum().backward()
+        model.zero_grad()
+        model.blocks[0].fails = where
+        with pytest.raises(ValueError, match=f"broken in {where}"):
+            model(data(0, 0)).sum().backward()
+        assert all(param.grad is None for param in model.parameters())
+    model(data(0, 0)).sum().backward()
+
+
+PLACES = [Failure("forward", block) for block in range(3)] + [Failure("backward", block) for block in range(3)]
+
+
+def test_a_step_that_fails_on_one_rank_is_given_up_by_all_and_leaves_no_trace() -> None:
+    cases = [*PLACES, Failure("root"), Failure("forward", rank=0, step=1), Failure("recomputation", 0)]
+    cases += [Failure("recomputation", 2, rank=0)]
+    cases += [Failure(where, 1 + number % 2, rank=number % 2) for number, where in enumerate(HOOKS)]
+    assert run_ranks(run_failures, 2, cases) == [[], []]
+
+
+def test_it_is_so_whatever_stays_gathered_and_however_gradients_accumulate() -> None:
+    cases = [
+        Failure("forward", 1, reshard=False),
+        Failure("backward", 1, reshard=False, rank=0),
+        Failure("forward", 2, accumulate=3, no_sync=True, at_micro_batch=0),
+        Failure("backward", 0, accumulate=3, no_sync=True, at_micro_batch=1),
+        Failure("backward", 2, accumulate=2, no_sync=True, at_micro_batch=1, reshard=False),
+    ]
+    assert run_ranks(run_failures, 2, cases) == [[], []]
+    cases = [Failure("forward", 1, rank=2, reshard=2), Failure("backward", 1, rank=3, reshard=2)]
+    assert run_ranks(run_failures, 4, cases) == [[]] * 4
+
+
+EVERYWHERE = [*PLACES, Failure("root"), *(Failure("recomputation", block) for block in range(3))]
+
+
+def test_accumulated_gradients_are_kept_wherever_the_last_pass_fails() -> None:
+    cases = [
+        replace(place, accumulate=2, no_sync=no_sync, at_micro_batch=1, rank=number % 2)
+        for number, place in enumerate(EVERYWHERE)
+        for no_sync in (False, True)
+    ]
+    assert run_ranks(accumulated_gradients_stay, 2, cases) == [[], []]
+
+
+def test_each_rank_keeps_what_it_had_before_the_pass_that_raised_on_it() -> None:
+    """Under no_sync the others meet the one that failed in the last micro-batch only."""
+    cases = [
+        replace(place, accumulate=3, no_sync=True, at_micro_batch=micro, reshard=bool(micro))
+        for micro in (0, 1)
+        for place in (PLACES[1], PLACES[4], EVERYWHERE[6], EVERYWHERE[8])
+    ]
+    assert run_ranks(accumulated_gradients_stay, 3, cases) == [[]] * 3
+
+
+def test_a_rank_without_memory_for_a_transfer_itself_still_serves_it_to_the_others() -> None:
+    """What a gather takes is the likeliest place to run out of memory, and then nothing was sent yet."""
+    assert run_ranks(run_without_memory, 2) == [[], []]
+
+
+def test_a_rank_that_fails_when_the_others_have_gone_on_is_found_out_in_the_next_pass() -> None:
+    """Otherwise they would train on with parameters of two different steps."""
+    for message in run_ranks(fails_after_the_comparison, 2, [1]):
+        assert "failure after the comparison" in message and "rank 1" in message
+    assert run_ranks(fails_after_the_comparison, 2, [0, 1]) == ["", ""]
+
+
+def test_an_evaluation_is_given_up_too() -> None:
+    run_ranks(evaluation_is_given_up, 3)
+
+
+def test_in_the_first_step_all_are_told_at_the_next_comparison() -> None:
+    cases = [replace(place, step=0, rank=number % 2) for number, place in enumerate(EVERYWHERE)]
+    cases += [Failure(where, 1 + number % 2, rank=number % 2, step=0) for number, where in enumerate(HOOKS)]
+    cases += [
+        replace(place, step=0, accumulate=2, no_sync=no_sync, at_micro_batch=1, reshard=no_sync)
+        for place in (PLACES[1], PLACES[4])
+        for no_sync in (False, True)
+    ]
+    assert run_ranks(run_failures, 2, cases) == [[], []]
+
+
+def test_in_the_first_step_ranks_that_all_fail_do_not_wait_for_each_other() -> None:
+    for told in run_ranks(all_fail_in_the_first_step, 2):
+        assert len(told) == 3 and all("because ranks 0, 1 failed" in words for words in told), told
+
+
+@pytest.mark.parametrize("fails", [third_micro_batch_fails, serving_fails])
+def test_where_it_can_not_be_served_the_others_find_its_last_words(fails: Callable[[], str]) -> None:
+    messages = run_ranks(fails, 2)
+    assert messages[1] == "broken in forward"
+    assert "rank 1: " in messages[0] and "raised ValueError: broken in forward" in messages[0]
+
+
+def test_in_a_world_of_one_the_error_is_the_users_own() -> None:
+    alone()

@@ -1,0 +1,112 @@
+"""host_kernel.py: scaled gradient, optimizer and cast out, in pieces that change no bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import offload_cases as cases
+import pytest
+import torch
+from torch import Tensor, nn
+
+from scale_fsdp.offload import host_kernel as host_step
+from scale_fsdp.offload.host_kernel import FUSED_MULTIPLE, HostPiece, HostStep, host_options, laid_out_as, multiply
+
+SIZES = (64, 1, 3 * FUSED_MULTIPLE + 5, 7, 40, 1000)
+
+
+def numbers(size: int, seed: int) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("name", cases.ELEMENTWISE)
+@pytest.mark.parametrize("factor", [1.0, 0.37])
+def test_it_equals_the_plain_optimizer_after_clipping_to_the_bit(
+    name: str, factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_step, "_CACHED_ELEMENTS", 2 * FUSED_MULTIPLE)
+    kind, settings = cases.ELEMENTWISE[name]
+    plain = [nn.Parameter(numbers(size, size)) for size in SIZES]
+    pieces = [
+        HostPiece(param.detach().clone(), torch.empty(0), {}, torch.zeros(param.shape, dtype=torch.bfloat16))
+        for param in plain
+    ]
+    optimizer, step = kind(plain, **settings), HostStep(kind, settings)
+    for number in range(3):
+        for param in plain:
+            param.grad = numbers(param.numel(), 100 + number)
+        pieces = [
+            piece._replace(grad=numbers(param.numel(), 100 + number))
+            for piece, param in zip(pieces, plain, strict=True)
+        ]
+        torch._foreach_mul_([param.grad for param in plain], factor)
+        optimizer.step()
+        step.step(pieces, optimizer.param_groups[0], factor)
+    for piece, param in zip(pieces, plain, strict=True):
+        assert torch.equal(piece.param, param)
+        assert piece.target is not None and torch.equal(piece.target, param.detach().bfloat16())
+        theirs = optimizer.state.get(param, {})
+        assert all(torch.equal(piece.state[key], theirs[key]) for key in theirs)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_narrow_gradients_are_widened_before_they_are_scaled(kind: type[torch.optim.Optimizer]) -> None:
+    settings = {"lr": 0.1, "weight_decay": 0.01, "fused": True}
+    wide, narrow = nn.Parameter(torch.ones(200)), torch.ones(200)
+    optimizer, step, state = kind([wide], **settings), HostStep(kind, settings), dict[str, Any]()
+    for number in range(3):
+        grad = numbers(200, number).bfloat16()
+        wide.grad = grad.float() * 0.3
+        optimizer.step()
+        kept = grad.clone()
+        step.step([HostPiece(narrow, grad, state)], optimizer.param_groups[0], 0.3)
+        assert torch.equal(grad, kept)
+    assert torch.equal(narrow, wide)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_the_factor_is_not_rounded_to_the_gradients_precision(dtype: torch.dtype) -> None:
+    factor, grads = 0.01234567, [numbers(size, size).to(dtype) for size in SIZES]
+    expected = [(grad.double() * factor).to(dtype) for grad in grads]
+    multiply(grads, factor)
+    for grad, exact in zip(grads, expected, strict=True):
+        last_digit = torch.finfo(dtype).eps * exact.double().abs()
+        assert ((grad.double() - exact.double()).abs() <= last_digit).all()
+        if dtype.itemsize == 2:  # The product of a narrow number in single precision is rounded once more at most.
+            assert (grad == exact).float().mean() > 0.99
+
+
+def test_gradients_are_left_scaled_and_without_a_factor_as_they_were() -> None:
+    step = HostStep(torch.optim.Adam, {"lr": 0.1})
+    grad, state = torch.full((10,), 2.0), dict[str, Any]()
+    piece = HostPiece(torch.ones(10), grad, state)
+    for factor, left in ((1.0, 2.0), (0.5, 1.0), (0.0, 0.0)):
+        step.step([piece], {"fused": None, **torch.optim.Adam([torch.ones(1)]).defaults}, factor)
+        assert grad.tolist() == [left] * 10
+    assert state["step"].item() == 3
+
+
+def test_the_fused_kernel_is_taken_unless_the_user_says_otherwise() -> None:
+    for given, found in (
+        ({"fused": None, "foreach": None}, True),
+        ({"fused": None}, True),
+        ({"fused": False}, False),
+        ({"fused": None, "foreach": True}, None),
+        ({"fused": None, "foreach": False}, None),
+        ({"fused": True}, True),
+        ({}, None),
+    ):
+        assert host_options({**given, "lr": 1.0, "params": [1]}, torch.float32).get("fused") is found
+    assert host_options({"fused": None}, torch.complex64)["fused"] is False
+    assert "params" not in host_options({"params": [], "param_names": []}, torch.float32)
+    assert host_options({"lr": torch.tensor([0.5])}, torch.float32)["lr"].shape == ()
+
+
+def test_a_tensor_gets_the_strides_of_its_parameter_only_if_it_has_others() -> None:
+    param = torch.zeros(3, 4)
+    same, turned = torch.ones(3, 4), torch.arange(12.0).view(4, 3).t()
+    assert laid_out_as(param, same) is same
+    found = laid_out_as(param, turned)
+    assert found.stride() == param.stride() and torch.equal(found, turned)
+    channels_last = torch.zeros(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
+    assert laid_out_as(channels_last, torch.ones(2, 3, 4, 4)).stride() == channels_last.stride()

@@ -1,0 +1,270 @@
+"""mesh_info.py: hybrid sharding, and what stays cut between few ranks after a forward."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp_cases import Case, run_cases
+from state_cases import Awkward, Differences, Layout, train, two_groups
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+
+from scale_core.shard import Held, shard_of
+from scale_core.snapshot import load_snapshot, save_snapshot
+from scale_core.state.state_dict import StateMismatch, load_sharded_state_dict, sharded_state_dict, target_state_dict
+from scale_core.testing import run_ranks
+from scale_core.uneven_inputs import join
+from scale_fsdp import consolidate_shard_weights, full_optim_state_dict, full_state_dict, fully_shard
+from scale_fsdp.unit import units_in
+
+HYBRID = [
+    Case(replicas=2, clip=True, steps=3),
+    Case(replicas=2, reshard=False, wrapping="deep", accumulate=2, steps=2),
+    Case(replicas=2, precision="bf16, fp32 reduction", accumulate=2, no_sync=True, checkpointing="around", steps=2),
+    Case(replicas=2, flatten=True, model="mlp", optimizer="sgd", steps=2),
+    Case(replicas=2, placement=(("move_params_to_cpu", True),), accumulate=2, steps=2),
+]
+PARTS = [
+    Case(reshard=2, clip=True, steps=3),
+    Case(reshard=2, precision="bf16", wrapping="deep", checkpointing="around", accumulate=2, steps=2),
+    Case(reshard=1, accumulate=2, no_sync=True, steps=2),
+    Case(reshard=4, steps=2),
+    Case(reshard=2, accumulate=2, no_sync=True, flatten=True, wrapping="leaves", steps=2),
+]
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+
+
+def shards_of_a_mesh() -> tuple[list[int], list[tuple[Any, ...]]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shard"))
+    model = fully_shard(nn.Linear(4, 4, bias=False), mesh)
+    shard = shard_of(model.weight)
+    assert shard is not None
+    axes = [(axis.held, axis.group.ranks) for axis in shard.axes]
+    return [shard.start, shard.stop], axes
+
+
+def parts_of_a_forward() -> list[tuple[bool, int | None]]:
+    """Whether the inner unit's full buffer is there, and how much of it stays: after its forward and its backward."""
+    model = layers()
+    for layer in model:
+        fully_shard(layer, reshard_after_forward=2)
+    fully_shard(model, reshard_after_forward=2)
+    (buffer,) = units_in(model)[1].buffers
+    seen = []
+    for _ in range(2):
+        loss = model(torch.ones(1, 4)).sum()
+        seen.append(
+            (bool(buffer.full.untyped_storage().nbytes()), None if buffer.part is None else buffer.part.numel())
+        )
+        loss.backward()
+        seen.append(
+            (bool(buffer.full.untyped_storage().nbytes()), None if buffer.part is None else buffer.part.numel())
+        )
+    with torch.no_grad():
+        model(torch.ones(1, 4))
+    assert buffer.part is None
+    return seen
+
+
+def part_of_a_subgroup() -> list[int]:
+    """Four of five ranks share a model, and two of them are in a group more than the others."""
+    four = dist.new_group([0, 1, 2, 3])
+    if dist.get_rank() in (1, 2):
+        dist.new_group([1, 2], use_local_synchronization=True)
+    if dist.get_rank() == 4:
+        return []
+    torch.manual_seed(0)
+    plain = layers()
+    model = copy.deepcopy(plain)
+    for layer in model:
+        fully_shard(layer, four, reshard_after_forward=2)
+    fully_shard(model, four, reshard_after_forward=2)
+    x = torch.ones(2, 4)
+    for each in (model, plain):
+        each(x).square().mean().backward()
+    for unit in units_in(model):
+        for buffer in unit.buffers:
+            for name, span, param in zip(buffer.names, buffer.spans, buffer.exposed, strict=True):
+                grad = plain.get_parameter(name).grad
+                assert grad is not None and param.grad is not None
+                assert torch.equal(grad.reshape(-1)[span.start : span.stop].view(span.shape), param.grad)
+    part = units_in(model)[1].buffers[0].groups.part
+    assert part is not None
+    return list(part.ranks)
+
+
+def refusals() -> list[str]:
+    messages = []
+    mesh = init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("a", "b", "c"))
+    for kwargs in (
+        {"reshard_after_forward": 3},
+        {"reshard_after_forward": 0},
+        {"reshard_after_forward": "yes"},
+        {"process_group": mesh},
+        {"move_params_to_cpu": "yes"},
+    ):
+        with pytest.raises((ValueError, TypeError)) as caught:
+            fully_shard(layers(), **kwargs)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_hybrid_sharding_equals_the_plain_model_to_the_bit() -> None:
+    assert run_ranks(run_cases, 4, HYBRID) == [[]] * 4
+
+
+def test_a_mesh_of_two_axes_is_cut_along_the_second_and_copied_along_the_first() -> None:
+    results = run_ranks(shards_of_a_mesh, 4)
+    assert [bounds for bounds, _ in results] == [[0, 8], [8, 16], [0, 8], [8, 16]]
+    assert results[3][1] == [(Held.SHARD, (2, 3)), (Held.REPLICATE, (1, 3))]
+
+
+def test_what_stays_cut_between_few_ranks_trains_as_the_plain_model_to_the_bit() -> None:
+    assert run_ranks(run_cases, 4, PARTS) == [[]] * 4
+
+
+def test_between_forward_and_backward_a_part_of_the_full_buffer_stays() -> None:
+    half = (4 * 8 + 8) // 2
+    for seen in run_ranks(parts_of_a_forward, 4):
+        assert seen == [(False, half), (False, None)] * 2
+
+
+def test_ranks_that_are_in_other_groups_too_find_their_neighbours() -> None:
+    assert run_ranks(part_of_a_subgroup, 5) == [[0, 1], [0, 1], [2, 3], [2, 3], []]
+
+
+def test_what_does_not_divide_or_is_no_mesh_for_this_is_refused() -> None:
+    for messages in run_ranks(refusals, 2):
+        assert "2 ranks do not divide into groups of 3: take one of 1, 2, or True" in messages[0]
+        assert "groups of 0" in messages[1]
+        assert "expected a bool or a number of ranks, got 'yes'" in messages[2]
+        assert "got 3 dimensions ('a', 'b', 'c')" in messages[3]
+        assert "move_params_to_cpu: expected True or False" in messages[4]
+
+
+def test_one_of_several_ranks_without_a_process_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match=r"one of 2 ranks.*call scale_core.launch.launcher.init_distributed\(\)"):
+        fully_shard(layers())
+
+
+def train_on_the_host_over_a_group_of_devices() -> list[str]:
+    found = Differences()
+    model, plain = Layout(wrapping="units").shard(Awkward()), Awkward()
+    optimizers = [torch.optim.Adam(two_groups(each), lr=0.1) for each in (model, plain)]
+    for each, optimizer in zip((model, plain), optimizers, strict=True):
+        train(each, optimizer)
+    found.compare("weights", dict(model.state_dict()), dict(plain.state_dict()))
+    state = [full_optim_state_dict(*pair, recipient_rank=None) for pair in zip((model, plain), optimizers, strict=True)]
+    found.compare("state", *state)
+    norms = []
+    for _ in join(range(1 + torch.distributed.get_rank())):
+        model(torch.tensor([1, 2])).sum().backward()
+        norms.append(model.clip_grad_norm_(1.0))
+    assert len(norms) == 2 and all(0 < norm < torch.inf for norm in norms)
+    return found.found
+
+
+def test_a_model_on_the_host_needs_no_backend_for_it() -> None:
+    # "cuda:gloo" stands for NCCL alone: a group that no tensor on the host can pass.
+    wrong = run_ranks(train_on_the_host_over_a_group_of_devices, 2, backend="cuda:gloo")
+    assert wrong == [[], []]
+
+
+class Mixture(nn.Module):
+    """An expert of its own on each rank, after and before what all ranks share."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.dense, self.norm = nn.Linear(4, 4), nn.Linear(4, 3)
+        torch.manual_seed(1 + rank)
+        self.expert = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(torch.tanh(self.expert(self.dense(x))))
+
+
+def expert_on_each_rank(folder: str, flatten: bool) -> list[float]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    alone = [dist.new_group([r]) for r in range(world)][rank]
+    plain = [Mixture(r) for r in range(world)]
+    model = Mixture(rank)
+    fully_shard(model.expert, alone, flatten_parameters=flatten)
+    fully_shard(model, flatten_parameters=flatten)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    inputs = [torch.randn(3, 4, generator=torch.Generator().manual_seed(r)) for r in range(world)]
+    for each, x in zip(plain, inputs, strict=True):
+        each(x).square().sum().backward()
+    shared = [torch.stack([p.grad for p in params]).mean(0) for params in zip(*map(dense_of, plain), strict=True)]
+    experts = [p.grad for each in plain for p in each.expert.parameters()]
+    norms = []
+    ways = [model.clip_grad_norm_, lambda *args: torch.nn.utils.clip_grad_norm_(model.parameters(), *args)]
+    for norm_type, clip in itertools.product((2.0, 3.0, torch.inf), ways):
+        model(inputs[rank]).square().sum().backward()
+        expected = torch.nn.utils.get_total_norm([*shared, *experts], norm_type)
+        norms.append(clip(0.5, norm_type).item())
+        torch.testing.assert_close(norms[-1], expected.item(), rtol=1e-6, atol=0)
+        own = torch.cat([p.grad.reshape(-1) for p in plain[rank].expert.parameters()]) * (0.5 / (norms[-1] + 1e-6))
+        torch.testing.assert_close(torch.cat([p.grad.reshape(-1) for p in model.expert.parameters()]), own)
+        model.zero_grad()
+    model(inputs[rank]).square().sum().backward()
+    optimizer.step()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    state = sharded_state_dict(model)
+    assert f"model.expert.weight@{rank}" in state and "model.dense.weight" in state
+    path = save_snapshot(folder, 1, state)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    seen: dict[str, object] = {}
+    loaded = load_snapshot(path.parent, lambda saved: target_state_dict(model, None, seen.setdefault("saved", saved)))
+    fewer = {key.replace("@0", "@9"): value for key, value in seen["saved"].items()}  # As of ranks that are not here.
+    with pytest.raises(StateMismatch, match=r"expert\.weight@9 is unexpected"):
+        target_state_dict(model, None, fewer | {key: seen["saved"][key] for key in state})
+    load_sharded_state_dict(loaded.state, model)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    save_snapshot(folder, 2, sharded_state_dict(model, optimizer))
+    moments = {param: dict(values) for param, values in optimizer.state.items()}
+    fresh = torch.optim.Adam(model.parameters(), lr=0.7)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    loaded = load_snapshot(folder, lambda saved: target_state_dict(model, fresh, saved), step=2)
+    load_sharded_state_dict(loaded.state, model, fresh, copy=False)
+    assert fresh.param_groups[0]["lr"] == 0.1 and fresh.state.keys() == moments.keys()
+    for param, values in fresh.state.items():
+        assert all(torch.equal(value, moments[param][key]) for key, value in values.items())
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    calls = [
+        lambda: full_optim_state_dict(model, optimizer),
+        lambda: full_state_dict(model, rank_0_only=True),
+        lambda: None if flatten else get_model_state_dict(model),
+    ]
+    for call in calls[: 2 if flatten else 3]:
+        with pytest.raises(RuntimeError, match=r"unit 'expert' is over ranks .*sharded_state_dict\(model, optimizer\)"):
+            call()
+    metadata = [None] * world
+    dist.all_gather_object(metadata, (model.local_state_dict(), model.local_metadata_dict()))
+    with pytest.raises(ValueError, match=r"'expert\.weight' is another parameter on each rank"):
+        consolidate_shard_weights(*zip(*metadata, strict=True))
+    return norms
+
+
+def dense_of(model: Mixture) -> list[nn.Parameter]:
+    return [*model.dense.parameters(), *model.norm.parameters()]
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+def test_an_expert_of_each_rank_counts_in_every_norm_and_is_saved_beside_the_others(tmp_path, flatten):
+    first, second = run_ranks(expert_on_each_rank, 2, str(tmp_path), flatten)
+    assert first == second

@@ -1,0 +1,282 @@
+"""Models that are built on the meta device: given values unit by unit, from rank 0, and never whole anywhere."""
+
+import pytest
+import torch
+from fsdp_cases import Net, batch, loss_of
+from gpt_at_scale import GPT, Block, Embed, Head
+from torch import nn
+
+from scale_core.comm.group import group_of
+from scale_core.simulate import simulate
+from scale_core.testing import run_ranks
+from scale_fsdp import FullyShardedDataParallel, auto_wrap, class_policy, enable_wrap, fully_shard, fully_shard_modules
+from scale_fsdp.unit import units_in
+
+
+class Scale(nn.Module):
+    """Has a parameter of its own, and no reset_parameters()."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.linear(x * self.scale)
+
+
+class Rotary(nn.Module):
+    """A buffer that no checkpoint has, beside a weight; `forgets` says what its reset leaves out."""
+
+    def __init__(self, forgets: str = "") -> None:
+        super().__init__()
+        self.forgets = forgets
+        self.weight = nn.Parameter(torch.empty(3))
+        self.register_buffer("inv_freq", torch.empty(3), persistent=False)
+        self.register_buffer("mask", torch.zeros(3, dtype=torch.bool), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.forgets != "weight":
+            self.weight.data.fill_(2.0)  # Past the version counter, as much code does it.
+        if self.forgets != "inv_freq":
+            self.inv_freq = 10.0 ** -torch.arange(3.0)
+        if self.forgets != "mask":
+            self.mask.copy_(torch.tensor([True, False, True]))
+
+    def forward(self, x):
+        return x * self.weight * self.inv_freq * self.mask
+
+
+class Tied(nn.Module):
+    """The head is the embedding; each is a unit of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(7, 3), nn.Linear(3, 7)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x):
+        return self.head(self.embed(x))
+
+
+def on_meta(build, *args) -> nn.Module:
+    with torch.device("meta"):
+        return build(*args)
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2, bias=False))
+
+
+def differing(model: nn.Module, plain: nn.Module) -> list[str]:
+    ours, theirs = model.state_dict(), plain.state_dict()
+    assert ours.keys() == theirs.keys()
+    return [name for name, tensor in ours.items() if not torch.equal(tensor, theirs[name])]
+
+
+@pytest.mark.parametrize("build", [layers, lambda: nn.Sequential(nn.MultiheadAttention(4, 2), nn.LSTM(3, 4))])
+@pytest.mark.parametrize("flatten", [False, True])
+def test_modules_initialise_themselves_as_their_constructors_do(build, flatten):
+    torch.manual_seed(3)
+    plain = build()
+    torch.manual_seed(3)
+    model = fully_shard_modules(on_meta(build), class_policy(nn.Linear), flatten_parameters=flatten)
+    assert not differing(model, plain)
+
+
+def test_what_is_frozen_on_meta_stays_frozen():
+    model = on_meta(layers)
+    model[0].requires_grad_(False)
+    fully_shard(model)
+    assert [param.requires_grad for param in model.parameters()] == [False, False, True, True, True]
+
+
+def test_a_function_is_called_with_each_module_that_has_something_on_meta():
+    seen = []
+
+    def init(module: nn.Module) -> None:
+        seen.append(type(module).__name__)
+        for number, param in enumerate(module.parameters(recurse=False)):
+            param.fill_(number + 1.0)
+
+    model = on_meta(lambda: nn.Sequential(Scale(), nn.ReLU()))
+    fully_shard(model, init=init)
+    assert seen == ["Linear", "Scale"]
+    assert [param.unique().tolist() for param in model.parameters()] == [[1.0], [1.0], [2.0]]
+
+
+def test_an_init_that_assigns_parameters_is_taken_by_their_values():
+    def init(module: nn.Module) -> None:
+        module.weight = nn.Parameter(torch.full((2, 3), 4.0))
+
+    model = fully_shard(on_meta(nn.Linear, 3, 2, False), init=init)
+    assert torch.equal(model.weight, torch.full((2, 3), 4.0))
+    with pytest.raises(ValueError, match=r"assigned a parameter of shape \(2, 3\) to 'weight', expected \(3, 3\)"):
+        fully_shard(on_meta(nn.Linear, 3, 3, False), init=init)
+
+
+@pytest.mark.parametrize("shard", [fully_shard, lambda model: fully_shard_modules(model, class_policy(nn.Linear))])
+def test_a_module_that_cannot_initialise_itself_is_named_before_anything_changes(shard):
+    model = on_meta(lambda: nn.Sequential(nn.Linear(3, 3), Scale()))
+    with pytest.raises(ValueError, match=r"'1.scale' is on the meta.*Scale has no reset_parameters.*pass init="):
+        shard(model)
+    assert not units_in(model)
+    assert all(param.is_meta for param in model.parameters())
+
+
+@pytest.mark.parametrize("forgets", ["weight", "inv_freq", "mask"])
+def test_what_an_initialisation_has_left_out_is_named_and_nothing_changes(forgets):
+    model = on_meta(lambda: nn.Sequential(Rotary(forgets)))
+    with pytest.raises(ValueError, match=rf"'0.{forgets}' is on the meta device.*Rotary has written to it"):
+        fully_shard(model)
+    assert not units_in(model)
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+def test_buffers_that_no_checkpoint_has_are_restored_by_their_modules_reset():
+    model = fully_shard(on_meta(lambda: nn.Sequential(Rotary())))
+    assert torch.equal(model(torch.ones(1, 3)), Rotary()(torch.ones(1, 3)))
+
+
+@pytest.mark.parametrize("units", [[], ["embed"], ["embed", "head"]])
+def test_tied_parameters_on_meta_stay_tied_and_the_first_module_initialises_them(units):
+    torch.manual_seed(5)
+    embed = nn.Embedding(7, 3)
+    torch.manual_seed(5)
+    model = on_meta(Tied)
+    for name in units:
+        fully_shard(model.get_submodule(name))
+    fully_shard(model)
+    assert model.head.weight is model.embed.weight
+    assert torch.equal(model.embed.weight, embed.weight)
+    assert len(list(model.parameters())) == 2
+    model(torch.tensor([1, 2])).sum().backward()
+    assert model.embed.weight.grad is not None
+
+
+def test_progress_is_told_after_each_unit():
+    told = []
+
+    def progress(*what) -> None:
+        told.append(what)
+
+    fully_shard_modules(on_meta(layers), class_policy(nn.Linear), progress=progress)
+    assert told == [(1, 3, "0"), (2, 3, "2"), (3, 3, "")]
+    told.clear()
+    with enable_wrap():
+        model = auto_wrap(on_meta(layers), class_policy(nn.Linear), progress=progress)
+    assert told == [(1, 2, "0"), (2, 2, "2")]
+    assert isinstance(model[0], FullyShardedDataParallel)
+    assert not model[2].weight.is_meta
+
+
+def test_an_init_of_the_wrong_kind_is_refused():
+    with pytest.raises(TypeError, match="init: expected a function of a module"):
+        fully_shard(on_meta(layers), init="normal")
+    with pytest.raises(ValueError, match=r"init=False waits for a checkpoint, but '0.weight' has values already"):
+        fully_shard(layers(), init=False)
+
+
+WIDTH, BLOCKS, WORLD = 256, 12, 4
+
+
+@pytest.mark.simulation
+def test_no_more_than_one_unit_is_whole_at_a_time():
+    unit = (WIDTH * WIDTH + WIDTH) * 4
+    with simulate(rank=1, world_size=WORLD) as simulation:
+        model = on_meta(lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS))))
+        fully_shard_modules(model, class_policy(nn.Linear))
+        buffers = [buffer for each in units_in(model) for buffer in each.buffers]
+        shards = sum(buffer.shard.numel() * buffer.shard.itemsize for buffer in buffers)
+    assert BLOCKS * unit / WORLD <= shards < 1.01 * BLOCKS * unit / WORLD
+    assert simulation.peak_bytes <= shards + 1.01 * unit, simulation.report()
+    assert simulation.bytes_sent.keys() == {"broadcast"}
+
+
+@pytest.mark.simulation
+def test_shards_on_the_host_are_initialised_on_the_device_one_unit_at_a_time():
+    unit = (WIDTH * WIDTH + WIDTH) * 4
+    with simulate(rank=1, world_size=WORLD, device="sim") as simulation:
+        model = on_meta(lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS))))
+        fully_shard_modules(model, class_policy(nn.Linear), move_params_to_cpu=True)
+        assert {param.device.type for param in model.parameters()} == {"cpu"}
+        empty = on_meta(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH)))
+        fully_shard(empty, init=False, move_params_to_cpu=True)
+        empty.to_empty(device=simulation.device)
+        assert {param.device.type for param in empty.parameters()} == {"cpu"}
+        assert units_in(empty)[0].buffers[0].compute_device.type == "sim"
+    assert unit <= simulation.peak_bytes <= 1.01 * unit, simulation.report()
+    assert simulation.on("cpu").peak_bytes < 1.1 * (BLOCKS + 1) * unit / WORLD, simulation.report()
+
+
+@pytest.mark.simulation
+def test_13_billion_parameters_are_built_in_an_eighth_and_a_block():
+    with simulate(rank=3, world_size=8) as simulation:
+        model = on_meta(GPT)
+        fully_shard_modules(model, class_policy(Block, Embed, Head))
+        shards = sum(param.numel() * param.itemsize for param in model.parameters())
+    largest = 12 * 5120**2 * 4 * 1.001  # A block, and its padding.
+    assert 13e9 * 4 / 8 < shards < 13.2e9 * 4 / 8
+    assert simulation.peak_bytes <= 1.001 * shards + largest, simulation.report()
+
+
+def trained(model: nn.Module, rank: int) -> dict:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(2):
+        loss_of(model(batch("gpt", step, rank))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+def shard_blocks(model: nn.Module, **kwargs) -> nn.Module:
+    for block in model.blocks:
+        fully_shard(block, **kwargs)
+    return fully_shard(model, **kwargs)
+
+
+def different_seeds() -> list[str]:
+    rank, wrong = group_of().rank, []
+    torch.manual_seed(rank)
+    model = shard_blocks(on_meta(Net))
+    start = model.state_dict()
+    torch.manual_seed(0)
+    rank_0s = shard_blocks(on_meta(Net), sync_module_states=False)  # All ranks with rank 0's seed.
+    wrong += [f"start: {name}" for name, tensor in rank_0s.state_dict().items() if not torch.equal(tensor, start[name])]
+    real = Net()
+    real.load_state_dict(start)
+    expected = trained(shard_blocks(real), rank)
+    wrong += [f"end: {n}" for n, tensor in trained(model, rank).items() if not torch.equal(tensor, expected[n])]
+    if rank:
+        torch.manual_seed(9)
+        mixed = shard_blocks(on_meta(Net))
+    else:
+        plain = Net()
+        plain.load_state_dict(start)
+        mixed = shard_blocks(plain)
+    wrong += [f"rank 0's: {n}" for n, tensor in mixed.state_dict().items() if not torch.equal(tensor, start[n])]
+    scales = fully_shard(on_meta(Scale) if rank else Scale())  # Only rank 0 could make them, and does.
+    wrong += [] if torch.equal(scales.state_dict()["scale"], torch.ones(3)) else ["values of rank 0 alone"]
+    return wrong
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_all_ranks_begin_with_what_rank_0_has_made_and_train_as_if_it_had_been_built_whole(world):
+    assert not any(run_ranks(different_seeds, world))
+
+
+def one_cannot() -> list[str]:
+    rank, messages = group_of().rank, []
+    for build in (lambda: on_meta(Scale) if rank == 0 else Scale(), lambda: on_meta(Scale)):
+        with pytest.raises(ValueError, match="meta") as caught:
+            fully_shard(build())
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_where_one_rank_cannot_initialise_all_of_them_say_so():
+    (own, both_0), (others, both_1) = run_ranks(one_cannot, 2)
+    assert own.startswith("'scale' is on the meta device")
+    assert others.startswith("rank 0 has a parameter or buffer on the meta device that nothing initialises")
+    assert both_0 == both_1 == own

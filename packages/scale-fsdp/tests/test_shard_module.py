@@ -1,0 +1,513 @@
+"""What may be sharded: parameters of every kind, in every place, over every kind of group."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp_beside import Beside, adam, mean_square, noise, sgd, sharded
+from fsdp_cases import differing_weights
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from scale_core.autograd_hooks import on_local_grads
+from scale_core.comm.group import group_of
+from scale_core.shard import full_shape, shard_of
+from scale_core.state import load_sharded_state_dict, sharded_state_dict
+from scale_core.testing import run_ranks
+from scale_fsdp import fully_shard, reshard_to
+from scale_fsdp.unit import units_in
+
+
+def assert_on_ranks(fn, world, *args):
+    __tracebackhide__ = True
+    assert not any(run_ranks(fn, world, *args))
+
+
+def perceptron() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Sequential(nn.Linear(7, 7), nn.ReLU()), nn.Linear(7, 3))
+
+
+# Names, order, groups.
+
+
+def see_names() -> list[str]:
+    plain = perceptron()
+    model = sharded(plain, ["2.0", "2", "0", ""])
+    named, expected = dict(model.named_parameters()), dict(plain.named_parameters())
+    assert list(named) == list(expected)
+    assert [name for name, _ in model.named_modules()] == [name for name, _ in plain.named_modules()]
+    for name, param in named.items():
+        shard = shard_of(param)
+        assert shard.name == name
+        assert full_shape(param) == expected[name].shape
+        assert torch.equal(param.reshape(-1), expected[name].reshape(-1)[shard.start : shard.stop])
+    assert sum(p.numel() for p in named.values()) <= sum(p.numel() for p in expected.values()) // 2 + 8
+    return [unit.name for unit in units_in(model)]
+
+
+def test_parameters_are_shards_under_the_original_names_in_the_plain_order():
+    assert run_ranks(see_names, 2) == [["", "0", "2", "2.0"]] * 2
+
+
+def test_the_module_keeps_its_class_and_its_methods():
+    class Model(nn.Linear):
+        def answer(self):
+            return 42
+
+    model = fully_shard(Model(2, 2))
+    assert isinstance(model, Model)
+    assert type(model).__name__ == "Model"
+    assert type(model).__module__ == Model.__module__
+    assert model.answer() == 42
+
+
+def groups_by_dimension(params):
+    params = list(params)
+    matrices = [p for p in params if p.ndim >= 2]
+    return torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.3}, {"params": [p for p in params if p.ndim < 2], "lr": 0.1}], lr=0.01
+    )
+
+
+def train_groups() -> list[str]:
+    by_rows = {"atom": "row"}  # small tensors are cut at elements otherwise, into pieces of one dimension
+    return Beside(
+        perceptron(), ["0", "2", ""], mean_square(4, 5), both=[groups_by_dimension], kwargs=by_rows
+    ).differences()
+
+
+def test_parameter_groups_chosen_by_dimension_train_as_in_the_plain_model():
+    assert_on_ranks(train_groups, 2)
+
+
+# Frozen parameters.
+
+
+def freeze(*names):
+    def before(model, step):
+        for name, param in model.named_parameters():
+            param.requires_grad_(name not in names)
+
+    return before
+
+
+def freeze_by_turns(model, step):
+    for number, param in enumerate(model.parameters()):
+        param.requires_grad_((number + step) % 3 != 0)
+
+
+def train_frozen() -> list[str]:
+    wrong = []
+    for names in (["0.weight"], ["0.weight", "0.bias"], ["2.0.bias", "3.weight"]):
+        plain = perceptron()
+        freeze(*names)(plain, 0)
+        for units, one, other in ((["0", "2", "3", ""], adam, sgd), ([""], sgd, adam)):
+            wrong += Beside(plain, units, mean_square(4, 5), both=[one]).differences()
+            after = freeze(*names)
+            wrong += Beside(perceptron(), units, mean_square(4, 5), before=after, both=[other]).differences()
+    return wrong
+
+
+def test_frozen_parameters_of_any_mix_frozen_before_or_after_wrapping():
+    assert_on_ranks(train_frozen, 2)
+
+
+def train_toggled() -> list[str]:
+    wrong = []
+    for units, both in (([""], [sgd]), (["0", "2", ""], [adam]), (["0", "2.0", "2", "3", ""], [sgd])):
+        step = mean_square(4, 5)
+        wrong += Beside(perceptron(), units, step, before=freeze_by_turns, steps=6, both=both).differences()
+    return wrong
+
+
+def test_parameters_may_be_frozen_and_unfrozen_between_steps():
+    assert_on_ranks(train_toggled, 3)
+
+
+# Shared parameters.
+
+
+class Tied(nn.Module):
+    """An embedding that is the head too, and a weight that three layers share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.embed = nn.Embedding(7, 5)
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
+        self.head = nn.Linear(5, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.layers[2].weight = self.layers[1].weight = self.layers[0].weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x)
+
+
+def run_tied(model, rank, step):
+    tokens = torch.randint(7, (3, 4), generator=torch.Generator().manual_seed(10 * step + rank))
+    yield model(tokens).square().mean()
+
+
+TIED = {
+    "in one unit": [""],
+    "in the root, from units": ["head", ""],
+    "embedding, head": ["embed", "head", ""],
+    "head, embedding": ["head", "embed", ""],
+    "three-way": ["layers.0", "layers.1", "layers.2", ""],
+    "three-way, from the back": ["layers.2", "layers.1", "layers.0", "head", ""],
+    "all": ["embed", "layers.1", "layers.0", "head", "layers.2", ""],
+}
+
+
+def train_tied() -> list[str]:
+    wrong = []
+    for how, units in TIED.items():
+        for reshard, both in ((True, [adam]), (False, [sgd])):
+            kwargs = {"reshard_after_forward": reshard}
+            differences = Beside(Tied(), units, run_tied, steps=3, both=both, kwargs=kwargs).differences()
+            wrong += [f"{how}: {line}" for line in differences]
+        model = sharded(Tied(), units)
+        if list(dict(model.named_parameters())) != list(dict(Tied().named_parameters())):
+            wrong.append(f"{how}: names {list(dict(model.named_parameters()))}")
+    return wrong
+
+
+def test_tied_parameters_stay_tied():
+    assert_on_ranks(train_tied, 2)
+
+
+def tied_at_rest() -> None:
+    """Train, evaluate, save: the modules show the same shards after each, and what they save loads."""
+    tokens = torch.arange(6).view(2, 3)
+    for units in TIED.values():
+        for reshard in (True, False):
+            model = sharded(Tied(), units, reshard_after_forward=reshard)
+            optimizer = adam(model.parameters())
+            shown = [id(param) for _, param in model.named_parameters(remove_duplicate=False)]
+
+            def at_rest(model: nn.Module = model, shown: list[int] = shown) -> bool:
+                return [id(param) for _, param in model.named_parameters(remove_duplicate=False)] == shown
+
+            model(tokens).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert at_rest(), (units, "trained")
+            with torch.no_grad():
+                model.eval()(tokens)
+            assert at_rest(), (units, "evaluated")
+            loss = model.train()(tokens).sum()
+            assert at_rest(), (units, "between forward and backward")
+            loss.backward()
+            with torch.no_grad():
+                model(tokens)
+            read = pickle.loads(pickle.dumps(model))
+            assert torch.equal(read(tokens), model(tokens))
+            model.unshard()
+            model.reshard()
+            assert at_rest(), (units, "unsharded by hand")
+            if dist.get_world_size() > 1 and reshard:
+                assert not any(unit.gathered for unit in units_in(model)), (units, "unsharded by hand")
+            saved = {key: value.clone() for key, value in model.state_dict().items()}
+            pieces = copy.deepcopy(sharded_state_dict(model, optimizer))
+            reshard_to(model, optimizer=optimizer, reshard_after_forward=not reshard)
+            with torch.no_grad():
+                model(tokens)
+            load_sharded_state_dict(pieces, model, optimizer)
+            assert not differing_weights(model, saved), units
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_tied_units_show_their_shards_and_can_be_saved_after_an_evaluation(world):
+    run_ranks(tied_at_rest, world)
+
+
+# Dtypes, shapes, memory formats.
+
+
+class Odd(nn.Module):
+    """Parameters that a simple flattening forgets: scalars, empty, transposed, integers, several dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.scalar = nn.Parameter(torch.tensor(1.5))
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.transposed = nn.Parameter(torch.randn(5, 4).t())
+        self.strided = nn.Parameter(torch.randn(4, 10)[:, ::2])
+        self.wide = nn.Parameter(torch.randn(5, dtype=torch.float64))
+        self.narrow = nn.Parameter(torch.randn(5, dtype=torch.bfloat16))
+        self.steps = nn.Parameter(torch.tensor([1, 2, 3]), requires_grad=False)
+        self.mask = nn.Parameter(torch.tensor([True, False, True, True, False]), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # `contiguous`, because torch adds a mean up in the order of memory, and shards are contiguous.
+        y = x * self.scalar + self.transposed.contiguous() + self.strided.contiguous() + self.empty.sum()
+        return (y * self.mask + self.wide.float() + self.narrow.float() + self.steps.sum()).contiguous()
+
+
+def train_odd() -> list[str]:
+    wrong = []
+    for atom, both in (("auto", [adam]), ("element", [sgd]), ("row", [adam]), ("parameter", [sgd])):
+        wrong += Beside(Odd(), [""], mean_square(4, 5), both=both, kwargs={"atom": atom}).differences()
+    model = sharded(Odd(), [""])
+    if model.state_dict()["mask"].dtype is not torch.bool or model.state_dict()["steps"].tolist() != [1, 2, 3]:
+        wrong.append("integers and booleans are not what they were")
+    return wrong
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_scalars_empty_strided_and_integer_parameters_of_several_dtypes_in_one_unit(world):
+    assert_on_ranks(train_odd, world)
+
+
+def convolve_channels_last() -> list[str]:
+    torch.manual_seed(3)
+    plain = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Conv2d(3, 2, 2)).to(memory_format=torch.channels_last)
+    model = sharded(plain, ["0", ""])
+    for each in (model, plain):
+        each(noise(2, 2, 5, 5)).square().mean().backward()
+    wholes = {name: p.grad for name, p in plain.named_parameters()}
+    return [
+        name
+        for name, param in model.named_parameters()
+        if not torch.allclose(
+            param.grad.reshape(-1), wholes[name].reshape(-1)[shard_of(param).start : shard_of(param).stop], atol=1e-6
+        )
+    ]
+
+
+class Tagged(nn.Linear):
+    """Looks at an attribute of its weight where it computes."""
+
+    def forward(self, x):
+        assert self.weight.kind == "matrix"
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("build", ["here", "meta"])
+def test_attributes_of_parameters_stay_through_sharding_and_moving(build):
+    with torch.device("meta" if build == "meta" else "cpu"):
+        model = nn.Sequential(Tagged(3, 3), nn.Linear(3, 2))
+    model[0].weight.kind = "matrix"
+    model[1].bias._no_weight_decay = True
+    fully_shard(model[0], init=False if build == "meta" else None)
+    fully_shard(model, init=False if build == "meta" else None)
+    if build == "meta":
+        model.to_empty(device="cpu")
+        model.load_state_dict(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)).state_dict())
+    for each in (model, model.double()):
+        assert [name for name, p in each.named_parameters() if getattr(p, "_no_weight_decay", False)] == ["1.bias"]
+        each(torch.ones(2, 3, dtype=next(each.parameters()).dtype)).sum().backward()
+
+
+def test_channels_last_weights_have_the_same_gradients_in_their_own_order_of_elements():
+    assert_on_ranks(convolve_channels_last, 2)
+
+
+def train_few_elements() -> list[str]:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 2, bias=False), nn.LayerNorm(2, bias=False))
+    return Beside(plain, ["0", "1", "2", ""], mean_square(3, 1)).differences()
+
+
+def test_units_with_fewer_elements_than_ranks():
+    assert_on_ranks(train_few_elements, 4)
+
+
+def step_fused_with_empty_shards() -> list[str]:
+    model = sharded(nn.Sequential(nn.Linear(3, 1), nn.Linear(1, 1)), ["0", "1", ""])
+    for make in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
+        optimizer = make(model.parameters(), lr=0.1, fused=True)
+        before = model.state_dict()
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        after = model.state_dict()
+        if not all((before[name] != after[name]).all() for name in before):
+            return [f"{make.__name__} left something as it was"]
+    return []
+
+
+def test_fused_optimizers_step_over_empty_shards():
+    assert_on_ranks(step_fused_with_empty_shards, 4)
+
+
+def start_from_rank_0() -> list[str]:
+    torch.manual_seed(dist.get_rank())
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    model[1].running_mean.fill_(dist.get_rank())
+    fully_shard(model)
+    torch.manual_seed(0)
+    expected = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    return differing_weights(model, expected)
+
+
+def test_all_ranks_start_from_the_weights_and_buffers_of_rank_0():
+    assert_on_ranks(start_from_rank_0, 3)
+
+
+def start_from_buffers_of_rank_0() -> list[str]:
+    """Buffers of dtypes that few transports know, contiguous and not."""
+    model, expected = nn.Linear(2, 2), {}
+    for dtype in (torch.int16, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.float64, torch.uint8):
+        for name, shape in (("whole", (3, 4)), ("scalar", ()), ("none", (0, 2))):
+            ours = torch.full(shape, 2.0 * dist.get_rank()).to(dtype)
+            expected[f"{name}_{dtype}".replace(".", "_")] = torch.zeros(shape).to(dtype)
+            model.register_buffer(f"{name}_{dtype}".replace(".", "_"), ours.t() if name == "whole" else ours)
+    fully_shard(model)
+    named = dict(model.named_buffers())
+    return [
+        f"{name}: {named[name]}"
+        for name, zeros in expected.items()
+        if named[name].dtype != zeros.dtype or named[name].to(torch.complex128).any()
+    ]
+
+
+def test_buffers_of_any_dtype_start_from_those_of_rank_0():
+    assert_on_ranks(start_from_buffers_of_rank_0, 2)
+
+
+def show_flat_parameters() -> list[str]:
+    """Two flat buffers in one unit; each has a name of its own, and its local gradient is reported."""
+    torch.manual_seed(dist.get_rank())
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).double(), nn.Linear(3, 3))
+    model[2].requires_grad_(False)
+    fully_shard(model[0], flatten_parameters=True)
+    fully_shard(model, flatten_parameters=True)
+    named = dict(model.named_parameters())
+    marks = {name: shard_of(param).name for name, param in named.items()}
+    return sorted(name if marks[name] == name else f"{name} is marked {marks[name]}" for name in named)
+
+
+def report_flat_gradients() -> list[str]:
+    """What `on_local_grads` tells of a flat unit: this rank's own gradient, unreduced, in the order of the buffer."""
+    plain = perceptron()
+    model = sharded(plain, ["0", ""], flatten_parameters=True)
+    heard: dict[str, Tensor] = {}
+
+    def listen(params, grads) -> None:
+        for param, grad in zip(params, grads, strict=True):
+            heard[shard_of(param).name] = grad.clone()
+            assert grad.numel() == full_shape(param).numel()
+
+    handle = on_local_grads(listen)
+    for each in (model, plain):
+        each(noise(2, 5, seed=dist.get_rank())).sum().backward()
+    handle.remove()
+    wrong = []
+    for unit in units_in(model):
+        for number, buffer in enumerate(unit.buffers):
+            flat = heard[f"{unit.name}.flat_param_{number}".lstrip(".")]
+            for name, entry in zip(buffer.names, buffer.layout.entries, strict=True):
+                mine = flat[entry.offset : entry.offset + entry.numel].view(entry.shape)
+                wrong += [] if torch.equal(mine, plain.get_parameter(name).grad) else [f"{name} differs"]
+    return wrong
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_local_gradients_of_flat_units_are_reported(world):
+    assert_on_ranks(report_flat_gradients, world)
+
+
+def test_each_flat_parameter_has_a_name_of_its_own():
+    assert run_ranks(show_flat_parameters, 2) == [["0.flat_param_0", "flat_param_0", "flat_param_1"]] * 2
+
+
+# Groups.
+
+
+def train_in_subgroups() -> list[str]:
+    wrong = []
+    for members in ([[0, 1], [2, 3]], [[0, 2], [1, 3]], [[1, 3]], [[0, 1, 3]]):
+        groups = [dist.new_group(ranks) for ranks in members]
+        for ranks, group, make in zip(members, groups, (adam, sgd), strict=False):
+            if dist.get_rank() in ranks:
+                if group_of(group).ranks != tuple(ranks):
+                    wrong.append(f"another group than {ranks}")
+                step = mean_square(4, 5)
+                one = Beside(perceptron(), ["0", "2", ""], step, process_group=group, both=[make])
+                wrong += [f"{members}: {line}" for line in one.differences()]
+    return wrong
+
+
+def test_subgroups_train_by_themselves():
+    assert_on_ranks(train_in_subgroups, 4)
+
+
+def train_on_meshes() -> list[str]:
+    line = init_device_mesh("cpu", (4,))
+    plane = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    wrong = []
+    for mesh in (line, plane["inner"], plane["outer"]):
+        wrong += Beside(perceptron(), ["0", ""], mean_square(4, 5), process_group=mesh, both=[adam]).differences()
+    return wrong
+
+
+def test_a_device_mesh_takes_the_place_of_a_group():
+    assert_on_ranks(train_on_meshes, 4)
+
+
+def test_a_world_of_one_needs_no_process_group():
+    assert not dist.is_initialized()
+    assert Beside(perceptron(), ["0", "2", ""], mean_square(4, 5)).differences() == []
+    assert Beside(Tied(), ["embed", "layers.1", "head", ""], run_tied).differences() == []
+    assert Beside(Odd(), [""], mean_square(4, 5)).differences() == []
+
+
+def train_alone_and_initialised() -> list[str]:
+    return Beside(perceptron(), ["0", "2", ""], mean_square(4, 5)).differences()
+
+
+def test_a_world_of_one_works_in_a_process_group_too():
+    assert_on_ranks(train_alone_and_initialised, 1)
+
+
+# Nesting.
+
+
+class Deep(nn.Module):
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.inner = Deep(depth - 1) if depth else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.inner(self.linear(x)))
+
+
+def train_deep() -> list[str]:
+    torch.manual_seed(5)
+    names = [".".join(["inner"] * depth) for depth in range(6, -1, -1)]
+    wrong = []
+    for reshard in (True, False):
+        kwargs = {"reshard_after_forward": reshard}
+        wrong += Beside(Deep(6), names, mean_square(2, 3), kwargs=kwargs, both=[adam]).differences()
+    return wrong
+
+
+def test_units_nest_at_any_depth():
+    assert_on_ranks(train_deep, 2)
+
+
+def nest_in_a_plain_parent() -> list[str]:
+    torch.manual_seed(6)
+    return Beside(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), ["0", "1"], mean_square(4, 3)).differences()
+
+
+def test_units_without_a_unit_around_them_train_too():
+    assert_on_ranks(nest_in_a_plain_parent, 2)
+
+
+def test_a_copy_of_the_model_is_left_alone():
+    plain = perceptron()
+    before = copy.deepcopy(plain.state_dict())
+    model = sharded(plain, ["0", ""])
+    model(noise(2, 5)).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    assert differing_weights(plain, before) == []

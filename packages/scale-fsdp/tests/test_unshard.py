@@ -1,0 +1,207 @@
+"""fsdp_module.py: gather, release, fetch ahead and leave unreduced by hand, as FSDP2's users do."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from scale_core.comm.group import group_of
+from scale_core.flat.buffer import State
+from scale_core.testing import run_ranks
+from scale_fsdp import fully_shard
+from scale_fsdp.unit import unit_of, units_in
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def sharded(plain: nn.Sequential, **kwargs: bool) -> nn.Sequential:
+    model = copy.deepcopy(plain)
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, **kwargs)
+    return fully_shard(model, **kwargs)
+
+
+def data(step: int, rank: int) -> Tensor:
+    return torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def plain_grads(plain: nn.Module, steps: list[int], size: int) -> list[Tensor]:
+    """Each rank's gradients of the micro-batches summed, then averaged in rank order."""
+    totals = []
+    for rank in range(size):
+        plain.zero_grad()
+        for step in steps:
+            plain(data(step, rank)).square().mean().backward()
+        totals.append([param.grad.clone() for param in plain.parameters() if param.grad is not None])
+    return [sum(grads[1:], grads[0]) / size for grads in zip(*totals, strict=True)]
+
+
+def my_part(model: nn.Module, wholes: list[Tensor]) -> list[Tensor]:
+    spans = [span for unit in units_in(model) for buffer in unit.buffers for span in buffer.spans]
+    return [
+        whole.reshape(-1)[span.start : span.stop].view(span.shape) for whole, span in zip(wholes, spans, strict=True)
+    ]
+
+
+def unsharded() -> None:
+    plain = layers()
+    model = sharded(plain)
+    first = model[0]
+    first.unshard()
+    assert torch.equal(first.weight, plain[0].weight)
+    x = torch.ones(2, 3)
+    assert torch.equal(first.forward(x), plain[0](x))  # Past the unit's call, which is allowed now.
+    for _ in range(2):
+        with torch.no_grad():
+            assert torch.equal(model(x), plain(x))
+        assert torch.equal(first.weight, plain[0].weight)  # Still whole.
+    handle = model[2].unshard(async_op=True)
+    assert handle is not None
+    handle.wait()
+    assert torch.equal(model[2].weight, plain[2].weight)
+    model(data(0, group_of().rank)).square().mean().backward()
+    too_early = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(RuntimeError, match=r"while the model's parameters were whole.*its '0.weight' is a copy"):
+        too_early.step()
+    first.reshard()
+    model[2].reshard()
+    expected = plain_grads(plain, [0], group_of().size)
+    for unit in units_in(model):
+        assert all(buffer.state is State.SHARDED for buffer in unit.buffers) or group_of().size == 1
+    for param, grad in zip(model.parameters(), my_part(model, expected), strict=True):
+        assert param.grad is not None and torch.equal(param.grad, grad)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    first.unshard()
+    optimizer.step()
+    for param, grad in zip(plain.parameters(), expected, strict=True):
+        param.grad = grad
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    with torch.no_grad():
+        assert torch.equal(model(x), plain(x))  # What was whole before the step was gathered anew.
+    first.reshard()
+    assert first.weight.numel() <= 15
+    first.set_reshard_after_backward(False)
+    model(data(1, group_of().rank)).square().mean().backward()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    first.unshard()  # It is gathered still, from before the step.
+    with torch.no_grad():
+        shown = first.weight.clone()
+    first.reshard()
+    assert torch.equal(shown, model.state_dict()["0.weight"])
+
+
+def gradients_left_unreduced() -> None:
+    """Switched off for one unit and two micro-batches, its gradients wait; the others are reduced each time."""
+    plain, size, rank = layers(), group_of().size, group_of().rank
+    model = sharded(plain)
+    model[2].set_requires_gradient_sync(False)
+    model(data(0, rank)).square().mean().backward()
+    assert model[2].weight.grad is None and model[0].weight.grad is not None
+    with pytest.raises(RuntimeError, match="have not been reduced"):
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    model[2].set_requires_gradient_sync(True)
+    model(data(1, rank)).square().mean().backward()
+    together, apart = plain_grads(plain, [0, 1], size), [plain_grads(plain, [step], size) for step in (0, 1)]
+    for index, (param, grad) in enumerate(zip(model.parameters(), my_part(model, together), strict=True)):
+        if index not in (2, 3):
+            grad = my_part(model, [one + two for one, two in zip(*apart, strict=True)])[index]
+        assert param.grad is not None and torch.equal(param.grad, grad), index
+    model.zero_grad()
+    model.set_requires_gradient_sync(False)
+    model(data(0, rank)).square().mean().backward()
+    assert all(param.grad is None for param in model.parameters())
+    model.set_requires_gradient_sync(True)
+    model(data(1, rank)).square().mean().backward()
+    for param, grad in zip(model.parameters(), my_part(model, together), strict=True):
+        assert param.grad is not None and torch.equal(param.grad, grad)
+
+
+def states(model: nn.Sequential) -> list[bool]:
+    return [unit_of(model[number]).gathered for number in (0, 2, 4)]
+
+
+def release_is_switched() -> None:
+    model = sharded(layers())
+    x = data(0, group_of().rank)
+    for _ in range(2):
+        loss = model(x).sum()
+        assert states(model) == [False] * 3
+        loss.backward()
+    model.set_reshard_after_forward(False)
+    loss = model(x).sum()
+    assert states(model) == [True] * 3
+    loss.backward()
+    assert states(model) == [False] * 3
+    model[2].set_reshard_after_backward(False)
+    model(x).sum().backward()
+    assert states(model) == [False, True, False]
+    model.set_reshard_after_forward(True).set_reshard_after_backward(True)
+    model(x).sum().backward()
+    assert states(model) == [False] * 3
+
+
+def fetched_by_hand() -> None:
+    """The last layer is on its way as soon as the first one runs, in the very first pass."""
+    model = sharded(layers())
+    model[0].set_modules_to_forward_prefetch([model[4]])
+    model[4].set_modules_to_backward_prefetch([model[0]])
+    seen: dict[str, list[bool]] = {}
+    model[0].register_forward_hook(lambda *_: seen.setdefault("forward", states(model)) and None)
+    output = model(data(0, group_of().rank))
+    model[2].register_full_backward_hook(lambda *_: seen.setdefault("backward", states(model)) and None)
+    output.sum().backward()
+    assert seen["forward"][2] and not seen["forward"][1]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_what_is_gathered_by_hand_stays_until_it_is_released_by_hand(num_ranks: int) -> None:
+    run_ranks(unsharded, num_ranks)
+
+
+def test_gradients_of_a_unit_can_be_left_unreduced_for_some_passes() -> None:
+    run_ranks(gradients_left_unreduced, 2)
+
+
+def test_release_after_forward_and_backward_can_be_switched_between_passes() -> None:
+    run_ranks(release_is_switched, 2)
+
+
+def test_modules_named_by_hand_are_fetched_ahead() -> None:
+    run_ranks(fetched_by_hand, 2)
+
+
+def parts_by_themselves() -> None:
+    model, x = sharded(layers()), torch.ones(2, 3)
+    for _ in range(2):
+        model[0].set_modules_to_forward_prefetch([model[2]])
+        model[0].set_modules_to_backward_prefetch([model[2]])
+        model[0](x).sum().backward()  # Before the model, and after a change from which it has not run yet.
+        copy.deepcopy(model[0])(x).sum().backward()
+        model(x).sum().backward()
+        model.double()
+        x = x.double()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_unit_that_runs_by_itself_fetches_nothing_of_the_rest(num_ranks: int) -> None:
+    run_ranks(parts_by_themselves, num_ranks)
+
+
+def test_a_unit_of_another_model_is_not_fetched() -> None:
+    model, other = sharded(layers()), sharded(layers())
+    model[0].set_modules_to_forward_prefetch([other[2]])
+    with pytest.raises(ValueError, match=r"unit '0' was told to fetch a Linear ahead that is no unit of this model"):
+        model(data(0, 0))
+
+
+def test_a_module_that_is_no_unit_is_refused() -> None:
+    model = sharded(layers())
+    with pytest.raises(ValueError, match="set_modules_to_forward_prefetch: this Tanh is not sharded by itself"):
+        model[0].set_modules_to_forward_prefetch([model[1]])

@@ -1,0 +1,276 @@
+"""How each parameter is updated: in which kind of bucket it stands.
+
+parameter                      the optimizer works by element    it needs whole tensors
+whole on every rank            `Bucket`, cut evenly              `Bucket`, each given to one rank
+a shard, divided               `InPlaceBucket`                   `WholeBucket`
+a shard, all on one rank       `InPlaceBucket`                   `InPlaceBucket`
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+from scale_core.comm.group import Group
+from scale_core.consistency.contract import Contract
+from scale_core.consistency.execution_order import Event
+from scale_core.shard import check_undivided, is_divided, unit_shard_of
+from scale_oss.bucket import Bucket, InPlaceBucket
+from scale_oss.full_param_bucket import WholeBucket
+from scale_oss.partition import choose_owners, cut_evenly, give_whole, group_from_the_end, group_in_rounds
+from scale_oss.state_placement import Place, Sharded, refuse_flat, whole_shards
+
+
+class Sorter:
+    """Puts parameters into buckets.
+
+    Args:
+        group: The ranks.
+        contract: What they have promised each other.
+        optim_name: What errors call the optimizer.
+        number: Of the optimizer, alike on all ranks.
+        elementwise: Whether the optimizer updates each element by itself.
+        together: Whether it looks at all tensors together, so that the first rank updates all of them.
+        bucket_numel: Elements of a bucket; of one whose tensors go whole to their owners, elements of each owner.
+
+    Attributes:
+        replicated: Parameters that are whole on every rank, in the order in which they were given.
+        in_place: Shards that are stepped on where they are.
+        whole: Shards that are put together for the step.
+        places: Where the state of each parameter is kept, by the parameter's `id`, in the order of the optimizer.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        contract: Contract,
+        optim_name: str,
+        number: int,
+        *,
+        elementwise: bool,
+        together: bool,
+        bucket_numel: int,
+    ) -> None:
+        if bucket_numel < 1:
+            raise ValueError(f"OSS: expected bucket_numel of at least 1 element, got {bucket_numel}")
+        self._group, self._contract, self._optim_name, self._number = group, contract, optim_name, number
+        self._elementwise, self._together, self._bucket_numel = elementwise, together, bucket_numel
+        # Elements that each rank owns. What is frozen has no state, so it must not count beside what trains.
+        self._loads: dict[tuple[tuple[int, ...], bool], list[int]] = {}
+        self.replicated: list[Bucket] = []
+        self.in_place: list[InPlaceBucket] = []
+        self.whole: list[WholeBucket] = []
+        self.places: dict[int, Place] = {}
+
+    @property
+    def of_shards(self) -> list[InPlaceBucket | WholeBucket]:
+        """The buckets of shards."""
+        return [*self.in_place, *self.whole]
+
+    def add(self, groups: Sequence[Mapping[str, Any]], first: int = 0) -> list[dict[str, Any]]:
+        """Puts the parameters of these groups into buckets.
+
+        Args:
+            groups: As in an optimizer.
+            first: The number of the first one.
+
+        Returns:
+            The groups with what this rank's optimizer steps on.
+
+        Raises:
+            ValueError: A shard can't be put together, or its ranks are not all in the group; nothing has changed then.
+        """
+        places: dict[int, Place] = {}
+        for number, group in enumerate(groups, first):
+            for index, param in enumerate(group["params"]):
+                self._check(param, name_of(group, number, index))
+        with self._contract.waiting(Event("the shards given to OSS", "")):
+            shards = [param for group in groups for param in group["params"] if unit_shard_of(param) is not None]
+            known = whole_shards(shards, self._group, self._contract.limit_seconds)
+        keep_strides = read_by_strides(param for group in groups for param in group["params"])
+        for number, group in enumerate(groups, first):
+            places.update(self._add_replicated(group, number, keep_strides))
+        places.update(self._add_shards(known))
+        for group in groups:
+            self.places.update((id(param), places[id(param)]) for param in group["params"])
+        return [
+            {
+                **{key: value for key, value in group.items() if key not in ("params", "param_names")},
+                "params": [stepped for p in group["params"] if (stepped := places[id(p)].stepped) is not None],
+            }
+            for group in groups
+        ]
+
+    def take_back(self, params: Sequence[nn.Parameter]) -> None:
+        """Forgets what it has of a group that was just added, or was about to be, and was refused."""
+        refused = {id(param) for param in params}
+        self.replicated[:] = [bucket for bucket in self.replicated if id(bucket.params[0]) not in refused]
+        self.in_place[:] = [bucket for bucket in self.in_place if id(bucket.params[0]) not in refused]
+        self.whole[:] = [bucket for bucket in self.whole if id(bucket.params[0]) not in refused]
+        for key in refused:
+            self.places.pop(key, None)
+
+    def updated_by(self) -> list[set[int]]:
+        """Returns, by rank, the `id`s of the parameters of which the rank updates some part."""
+        found: list[set[int]] = []
+        for rank in self._group.ranks:
+            updated = set()
+            for key, place in self.places.items():
+                ranks = place.group.ranks
+                member = ranks.index(rank) if place.group.size > 1 and rank in ranks else None
+                if place.group.size == 1 or (member is not None and place.ranges[member].numel):
+                    updated.add(key)
+            found.append(updated)
+        return found
+
+    def _check(self, param: nn.Parameter, name: str) -> None:
+        if not self._elementwise:
+            refuse_flat(param, name, self._optim_name)
+        if unit_shard_of(param) is None and param.is_meta:
+            raise ValueError(
+                f"OSS: '{name}' is on the meta device, where there is nothing to update: call "
+                "model.to_empty(device=...) and initialise it before"
+            )
+        if self._together and (unit_shard_of(param) is not None or is_divided(param)):
+            raise ValueError(
+                f"OSS: {self._optim_name} looks at all tensors together, which no rank has of a sharded model, and "
+                f"'{name}' is a shard: take another optimizer, or ShardedDataParallel for the model"
+            )
+
+    def _add_replicated(
+        self, group: Mapping[str, Any], number: int, keep_strides: Collection[Tensor]
+    ) -> dict[int, Place]:
+        """Those of a group that are whole on every rank, neighbours of one kind together."""
+        places: dict[int, Place] = {}
+        alike: dict[tuple[torch.dtype, torch.device, bool], list[int]] = {}
+        for index, param in enumerate(group["params"]):
+            if unit_shard_of(param) is None:
+                alike.setdefault((param.dtype, param.device, param.requires_grad), []).append(index)
+        for indices in alike.values():
+            for run in group_from_the_end([group["params"][index].numel() for index in indices], self._bucket_numel):
+                members = [indices[place] for place in run]
+                names = [name_of(group, number, index) for index in members]
+                bucket = self._bucket([group["params"][index] for index in members], names, keep_strides)
+                self.replicated.append(bucket)
+                places.update((id(place.param), place) for place in bucket.places)
+        return places
+
+    def _bucket(self, params: Sequence[nn.Parameter], names: Sequence[str], keep_strides: Collection[Tensor]) -> Bucket:
+        shapes, size = [tuple(param.shape) for param in params], self._group.size
+        if self._elementwise:
+            partition = cut_evenly(names, shapes, size)
+        elif self._together:
+            partition = give_whole(names, shapes, [0] * len(params), size)
+        else:
+            owners = self._choose_owners([param.numel() for param in params], self._group, params[0].requires_grad)
+            partition = give_whole(names, shapes, owners, size)
+        title = f"bucket {len(self.replicated)} of optimizer {self._number}"
+        apart = [index for index, param in enumerate(params) if param in keep_strides]
+        return Bucket(params, partition, self._group, title, apart)
+
+    def _add_shards(self, shards: Sequence[Sharded]) -> dict[int, Place]:
+        in_place: dict[Group, list[Sharded]] = {}
+        divided: dict[tuple[Group, torch.dtype, torch.device, bool], list[Sharded]] = {}
+        for shard in shards:
+            if self._elementwise or shard.holder is not None:
+                in_place.setdefault(shard.group, []).append(shard)
+                if shard.holder is not None:
+                    self._loads_of(shard.group, shard.param.requires_grad)[shard.holder] += max(1, shard.numel)
+            else:
+                kind = (shard.group, shard.param.dtype, shard.param.device, shard.param.requires_grad)
+                divided.setdefault(kind, []).append(shard)
+        buckets: list[InPlaceBucket | WholeBucket] = []
+        for members in in_place.values():
+            self.in_place.append(InPlaceBucket(members, self._elementwise))
+            buckets.append(self.in_place[-1])
+        for (group, _, _, trains), members in divided.items():
+            numels = [shard.numel for shard in members]
+            owners = self._choose_owners(numels, group, trains)
+            for run in group_in_rounds(numels, owners, self._bucket_numel):
+                title = f"bucket {len(self.whole)} of whole tensors of optimizer {self._number}"
+                its_owners = [owners[index] for index in run]
+                self.whole.append(WholeBucket([members[index] for index in run], its_owners, title, self._contract))
+                buckets.append(self.whole[-1])
+        return {id(place.param): place for bucket in buckets for place in bucket.places}
+
+    def _choose_owners(self, numels: Sequence[int], group: Group, trains: bool) -> list[int]:
+        loads = self._loads_of(group, trains)
+        owners = choose_owners(numels, group.size, loads)
+        for numel, owner in zip(numels, owners, strict=True):
+            loads[owner] += max(1, numel)
+        return owners
+
+    def _loads_of(self, group: Group, trains: bool) -> list[int]:
+        return self._loads.setdefault((group.ranks, trains), [0] * group.size)
+
+
+def read_by_strides(params: Iterable[Tensor]) -> set[Tensor]:
+    """Returns the parameters whose strides must stay, since DistributedDataParallel has them already.
+
+    It has noted their strides, if they fill their memory, and reads gradients of other strides in a wrong order.
+    """
+    strided = {p for p in params if unit_shard_of(p) is None and not p.is_contiguous() and _fills_its_memory(p)}
+    if not strided:
+        return set()
+    # Nothing says of a parameter who wraps it, and the wrapper may be older than the import of this package.
+    wrappers = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
+    return strided.intersection(param for wrapper in wrappers for param in wrapper.parameters())
+
+
+def _fills_its_memory(tensor: Tensor) -> bool:
+    """Whether its elements stand side by side, in any order of the dimensions."""
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+
+
+def refuse_parts(groups: Sequence[Mapping[str, Any]], ranks: Group, first: int = 0) -> None:
+    """Refuses parameters that layers have divided between ranks of this group, whose parts it would mix.
+
+    Args:
+        groups: As in an optimizer.
+        ranks: The optimizer's.
+        first: The number of the first one.
+
+    Raises:
+        ValueError: There is one.
+    """
+    for number, group in enumerate(groups, first):
+        params = group["params"]
+        named = ((name_of(group, number, index), param) for index, param in enumerate(params))
+        check_undivided(named, ranks, "OSS")
+
+
+def lines_of_groups(groups: Sequence[Mapping[str, Any]], first: int = 0) -> Iterator[str]:
+    """Yields what all ranks must have alike of each parameter.
+
+    Args:
+        groups: As in an optimizer.
+        first: The number of the first one.
+
+    Raises:
+        ValueError: One is of a lazy module that has never run.
+    """
+    for number, group in enumerate(groups, first):
+        for index, param in enumerate(group["params"]):
+            if is_lazy(param):
+                raise ValueError(
+                    f"OSS: '{name_of(group, number, index)}' has no shape yet: run the model once, model(batch), "
+                    "and build OSS(...) then"
+                )
+            shard = unit_shard_of(param)
+            shape = f"{tuple(param.shape)}" if shard is None else f"shard of {shard.shape}"
+            yield f"{name_of(group, number, index)} {shape} {param.dtype} trains={param.requires_grad}"
+
+
+def name_of(group: Mapping[str, Any], number: int, index: int) -> str:
+    """What errors call a parameter that is whole: its name, where it was given one."""
+    names = group.get("param_names")
+    if names:
+        return str(names[index])
+    shard = unit_shard_of(group["params"][index])
+    return shard.name if shard is not None else f"parameter {index} of group {number}"

@@ -1,0 +1,289 @@
+"""Two optimizers for one model: one for its hidden matrices, one for all else.
+
+Muon and its like are made for the matrices between layers; embeddings, heads, biases and norms go to an element-wise
+one. Which is which is a question of the whole shapes: a shard of a matrix may have one dimension.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from scale_core.comm.group import GroupLike
+from scale_core.shard import full_shape
+from scale_core.state.param_ownership import Holding, flat_buffer_of
+from scale_oss.oss import BUCKET_NUMEL, OSS, clip_together
+
+Recipe = tuple[type[Optimizer], Mapping[str, Any]]
+"""A class of optimizers and its arguments."""
+
+_KINDS = ("matrix", "other")
+
+
+def split_by(
+    model: nn.Module,
+    matrix: Recipe,
+    other: Recipe,
+    *,
+    other_names: Sequence[str] = (),
+    group: GroupLike = None,
+    bucket_numel: int = BUCKET_NUMEL,
+    limit_seconds: float | None = None,
+) -> SplitOptimizer:
+    r"""Gives the hidden matrices of a model to one optimizer and all its other parameters to another.
+
+    A hidden matrix has two dimensions, has elements, and is no embedding: no parameter of an `nn.Embedding` or
+    `nn.EmbeddingBag`, nor one that is tied to such, as a head often is. A head of its own is told by its name.
+
+        >>> import torch
+        >>> from scale_oss import split_by
+        >>> model = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 9))
+        >>> optimizer = split_by(
+        ...     model,
+        ...     matrix=(torch.optim.SGD, {"lr": 0.02, "momentum": 0.95}),  # as a rule torch.optim.Muon
+        ...     other=(torch.optim.AdamW, {"lr": 3e-4}),
+        ...     other_names=[r"^2\."],
+        ... )
+        >>> [group["param_names"] for group in optimizer.param_groups]
+        [['1.weight'], ['0.weight', '1.bias', '2.weight', '2.bias']]
+
+    Beside `ShardedDataParallel`, pass it the pair: `ShardedDataParallel(model, optimizer.optimizers)`.
+
+    Args:
+        model: The model: plain, or sharded already.
+        matrix: The class of the optimizer for matrices, and its arguments.
+        other: That for all else.
+        other_names: Regular expressions; a parameter in whose name one is found goes to `other`.
+        group: As in `OSS`.
+        bucket_numel: As in `OSS`.
+        limit_seconds: As in `OSS`.
+
+    Returns:
+        One optimizer. A loop has one, and so have its scheduler, its scaler and its checkpoints; and gradients are
+        clipped by one norm.
+
+    Raises:
+        ValueError: One of the two would have nothing; a name is found nowhere; several parameters are shown as one flat
+            one; or as in `OSS`.
+        TypeError: As in `OSS`.
+    """
+    recipes = {"matrix": matrix, "other": other}
+    sorted_params = _sort(model, other_names)
+    for kind, params in sorted_params.items():
+        if not params:
+            single = recipes["other" if kind == "matrix" else "matrix"][0].__name__
+            raise ValueError(
+                f"split_by: the model has no parameter for '{kind}': use one optimizer, "
+                f"OSS(model.parameters(), torch.optim.{single}, ...)"
+            )
+    made = {
+        kind: OSS(
+            params,
+            recipes[kind][0],
+            group,
+            bucket_numel=bucket_numel,
+            limit_seconds=limit_seconds,
+            **dict(recipes[kind][1]),
+        )
+        for kind, params in sorted_params.items()
+    }
+    return SplitOptimizer(model, made["matrix"], made["other"], other_names)
+
+
+class SplitOptimizer(Optimizer):
+    """Two optimizers as one; `split_by` makes it.
+
+    Its parameter groups are those of the two, the very same objects, so that a scheduler changes what they step with.
+
+    Args:
+        model: The model.
+        matrix: The optimizer of its hidden matrices.
+        other: That of all else.
+        other_names: As in `split_by`.
+
+    Attributes:
+        matrix: As given.
+        other: As given.
+    """
+
+    def __init__(self, model: nn.Module, matrix: OSS, other: OSS, other_names: Sequence[str] = ()) -> None:
+        self.matrix, self.other = matrix, other
+        self._model, self._other_names = model, tuple(other_names)
+        self._built = False
+        super().__init__([{"params": group["params"]} for each in self.optimizers for group in each.param_groups], {})
+        self._follow_groups()
+        self._built = True
+
+    @property
+    def optimizers(self) -> tuple[OSS, OSS]:
+        """The two."""
+        return self.matrix, self.other
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Updates all parameters; see `OSS.step`."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for optimizer in self.optimizers:
+            optimizer.step(**kwargs)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears all gradients."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
+
+    def clip_grad_norm(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        filter_params_fn: Callable[[Iterator[nn.Parameter]], Iterable[nn.Parameter]] | None = None,
+    ) -> Tensor:
+        """Scales all gradients by one norm, that of both optimizers' together; see `OSS.clip_grad_norm`."""
+        return clip_together(self.optimizers, max_norm, norm_type, filter_params_fn)
+
+    def wait(self) -> None:
+        """Returns when the parameters are whole again; see `OSS.wait`."""
+        for optimizer in self.optimizers:
+            optimizer.wait()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds parameters of the model; each goes where `split_by` had put it. All ranks together.
+
+        Raises:
+            ValueError: One is none of the model's, or in a group already.
+        """
+        if not self._built:
+            super().add_param_group(param_group)
+            return
+        options = {key: value for key, value in param_group.items() if key not in ("params", "param_names")}
+        given = param_group["params"]
+        listed = [given] if isinstance(given, Tensor) else [p[1] if isinstance(p, tuple) else p for p in given]
+        wanted = {id(param) for param in listed}
+        chosen = {
+            kind: [(name, param) for name, param in params if id(param) in wanted]
+            for kind, params in _sort(self._model, self._other_names).items()
+        }
+        found = {id(param) for params in chosen.values() for _, param in params}
+        known = {id(param) for group in self.param_groups for param in group["params"]}
+        for place, param in enumerate(listed):
+            if id(param) not in found or id(param) in known:
+                raise ValueError(
+                    f"add_param_group: parameter {place} of the group, of shape {tuple(full_shape(param))}, "
+                    + ("is in a group already" if id(param) in known else "is none of the model's")
+                )
+        for kind, optimizer in zip(_KINDS, self.optimizers, strict=True):
+            if chosen[kind]:
+                optimizer.add_param_group({**options, "params": chosen[kind]})
+        self._follow_groups()
+
+    # The state.
+
+    def consolidate_state_dict(self, recipient_rank: int = 0) -> None:
+        """Gathers the state of both; see `OSS.consolidate_state_dict`."""
+        for optimizer in self.optimizers:
+            optimizer.consolidate_state_dict(recipient_rank)
+
+    def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
+        """Returns both states, {"matrix": ..., "other": ...}, each of which the plain optimizer loads; see `OSS`."""
+        return {kind: each.state_dict(all_ranks) for kind, each in zip(_KINDS, self.optimizers, strict=True)}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Takes this rank's part of both states; both are compared before either is written. See `OSS`.
+
+        Raises:
+            TypeError: It is not of the form that `state_dict` returns.
+            ValueError: As in `OSS.load_state_dict`.
+        """
+        if not isinstance(state_dict, Mapping) or set(state_dict) != set(_KINDS):
+            keys = sorted(state_dict) if isinstance(state_dict, Mapping) else type(state_dict).__name__
+            raise TypeError(
+                f"expected the states of both optimizers, {{'matrix': ..., 'other': ...}}, got {keys}: plain ones load "
+                "as {'matrix': muon.state_dict(), 'other': adamw.state_dict()}"
+            )
+        checked = [each.checked_state(state_dict[kind]) for kind, each in zip(_KINDS, self.optimizers, strict=True)]
+        for optimizer, local in zip(self.optimizers, checked, strict=True):
+            optimizer.take_state(local)
+
+    def state_holding(self, holding: Holding) -> Holding:
+        """See `OSS.state_holding`."""
+        for optimizer in self.optimizers:
+            if optimizer.has(holding.owner):
+                return optimizer.state_holding(holding)
+        raise ValueError(f"'{holding.name}' is with neither optimizer")
+
+    def _follow_groups(self) -> None:
+        self.param_groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        self.state = _State(self.optimizers)  # type: ignore[assignment]  # a mapping, as torch uses it
+
+
+class _State(MutableMapping[Tensor, Any]):
+    """The states of several optimizers."""
+
+    def __init__(self, optimizers: Sequence[OSS]) -> None:
+        self._optimizers = optimizers
+
+    def __getitem__(self, key: Tensor) -> Any:
+        for optimizer in self._optimizers:
+            if key in optimizer.state:
+                return optimizer.state[key]
+        raise KeyError(key)
+
+    def __setitem__(self, key: Tensor, value: Any) -> None:
+        for optimizer in self._optimizers:
+            stepped = (param for group in optimizer.optim.param_groups for param in group["params"])
+            if optimizer.has(key) or any(key is param for param in stepped):
+                optimizer.state[key] = value
+                return
+        raise KeyError(key)
+
+    def __delitem__(self, key: Tensor) -> None:
+        for optimizer in self._optimizers:
+            if key in optimizer.state:
+                del optimizer.state[key]
+                return
+        raise KeyError(key)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for optimizer in self._optimizers:
+            yield from optimizer.state
+
+    def __len__(self) -> int:
+        return sum(len(optimizer.state) for optimizer in self._optimizers)
+
+
+def _sort(model: nn.Module, other_names: Sequence[str]) -> dict[str, list[tuple[str, nn.Parameter]]]:
+    """The named parameters of each kind."""
+    named = list(model.named_parameters())
+    embeddings = {
+        id(param)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        for param in module.parameters(recurse=False)
+    }
+    patterns = [re.compile(pattern) for pattern in ([other_names] if isinstance(other_names, str) else other_names)]
+    for pattern in patterns:
+        if not any(pattern.search(name) for name, _ in named):
+            raise ValueError(
+                f"split_by: no parameter's name has {pattern.pattern!r} in it; they are "
+                f"{', '.join(name for name, _ in named[:5])}{' and so on' if len(named) > 5 else ''}"
+            )
+    found: dict[str, list[tuple[str, nn.Parameter]]] = {kind: [] for kind in _KINDS}
+    for name, param in named:
+        buffer = flat_buffer_of(param)
+        if buffer is not None:
+            raise ValueError(
+                f"split_by: '{name}' is one flat parameter that holds {len(buffer.names)}, as '{buffer.names[0]}', so "
+                "matrices can't be told from others: shard the model with flatten_parameters=False"
+            )
+        shape = full_shape(param)
+        is_matrix = len(shape) == 2 and shape.numel() > 0 and id(param) not in embeddings
+        by_name = any(pattern.search(name) for pattern in patterns)
+        found["matrix" if is_matrix and not by_name else "other"].append((name, param))
+    return found

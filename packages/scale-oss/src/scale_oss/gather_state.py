@@ -1,0 +1,266 @@
+"""The state of all ranks, gathered on the host of one of them, or of all.
+
+It goes bucket by bucket and tensor by tensor: at no time is more of it on a device than the part that is kept there
+anyway, and one tensor for each parameter of a bucket.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from scale_core.comm.collectives import all_gather, all_to_all
+from scale_core.comm.control_plane import exchange_text
+from scale_core.comm.group import Group
+from scale_core.consistency.contract import Contract
+from scale_core.consistency.execution_order import Event, message_tag
+from scale_core.tree import map_tensors
+from scale_oss.partition import group_in_buckets
+from scale_oss.state_placement import Place, Range
+
+State = dict[Any, Any]
+"""What an optimizer keeps for one parameter: tensors, numbers, and containers of them."""
+
+
+class Recipient(NamedTuple):
+    """Who gets the whole state.
+
+    Attributes:
+        rank: The global rank; None is all ranks.
+        is_me: Whether this rank gets it.
+    """
+
+    rank: int | None
+    is_me: bool
+
+    def members(self, group: Group) -> list[int]:
+        """The ranks of a group that get it."""
+        if group.size == 1:
+            return [0] if self.is_me else []
+        return [member for member, rank in enumerate(group.ranks) if self.rank in (None, rank)]
+
+
+def gather_states(
+    places: Sequence[Place],
+    states: Mapping[Tensor, State],
+    recipient: Recipient,
+    contract: Contract,
+    bucket_numel: int,
+) -> dict[int, State]:
+    """Gathers the state of each parameter on the host. All ranks call it together.
+
+    Args:
+        places: Of all parameters.
+        states: This rank's, by what its optimizer steps on.
+        recipient: Who gets it.
+        contract: Under which the ranks wait for each other.
+        bucket_numel: Elements of the parameters whose state travels together.
+
+    Returns:
+        On who gets it, the state of each parameter that has one, by the number of its place; else nothing.
+
+    Raises:
+        ValueError: On all ranks alike: the state of an element-wise optimizer is no number and no tensor of the
+            parameter's shape, or the ranks have not stepped alike.
+        ScaleDistributedError: A rank did something else.
+    """
+    found: dict[int, State] = {}
+    by_group: dict[Group, list[int]] = {}
+    for number, place in enumerate(places):
+        by_group.setdefault(place.group, []).append(number)
+    for group, numbers in by_group.items():
+        if not recipient.members(group):
+            continue
+        for run in group_in_buckets([_numel(places[number]) for number in numbers], bucket_numel):
+            members = {numbers[index]: places[numbers[index]] for index in run}
+            found.update(_Gathering(members, states, group, recipient.members(group), contract).run())
+    return found
+
+
+class _Gathering:
+    """One bucket on its way to the recipients."""
+
+    def __init__(
+        self,
+        places: Mapping[int, Place],
+        states: Mapping[Tensor, State],
+        group: Group,
+        recipients: Sequence[int],
+        contract: Contract,
+    ) -> None:
+        self._places, self._group, self._contract = places, group, contract
+        self._mine = {
+            number: states[place.stepped]
+            for number, place in places.items()
+            if place.stepped is not None and states.get(place.stepped)
+        }
+        self._recipients, self._receives = recipients, group.rank in recipients
+
+    def run(self) -> dict[int, State]:
+        described = self._describe()
+        tensors = {number: large_tensors_in(state) for number, state in described.items()}
+        whole: dict[int, Tensor] = {}
+        for turn in range(max(map(len, tensors.values()), default=0)):
+            members = {number: found[turn] for number, found in tensors.items() if turn < len(found)}
+            for dtype in sorted({tensor.dtype for tensor in members.values()}, key=str):
+                alike = {number: tensor for number, tensor in members.items() if tensor.dtype == dtype}
+                whole.update(self._gather(turn, dtype, alike))
+        if not self._receives:
+            return {}
+        return {
+            number: map_tensors(lambda tensor: whole.get(id(tensor), tensor), state)
+            for number, state in described.items()
+        }
+
+    # What there is to gather, which only those know who have it.
+
+    def _describe(self) -> dict[int, State]:
+        """The states of all parameters, in which tensors of elements are whole, and on the meta device.
+
+        Numbers are there already: they are the same on all ranks that have them.
+        """
+        problems = "\n".join(self._problems())
+        told = {
+            number: self._described(number, state)
+            for number, state in self._mine.items()
+            if not problems and self._places[number].first_holder == self._group.rank
+        }
+        found: dict[int, State] = {}
+        for text in self._tell(pickle.dumps(told).decode("latin-1")):
+            found.update(pickle.loads(text.encode("latin-1")))
+        if not problems:
+            problems = "\n".join(self._disagreements(found))
+        if raised := [f"{text} (on rank {rank})" for rank, text in enumerate(self._tell(problems)) if text]:
+            raise ValueError(raised[0])
+        return dict(sorted(found.items()))
+
+    def _problems(self) -> Iterator[str]:
+        for number, state in self._mine.items():
+            place = self._places[number]
+            if place.owner is not None or place.stepped is None:
+                continue
+            for tensor in large_tensors_in(state):
+                if tensor.shape != place.stepped.shape:
+                    yield (
+                        f"the optimizer keeps a tensor of shape {tuple(tensor.shape)} for '{place.name}', of which "
+                        f"this rank has {tuple(place.stepped.shape)}: expected that shape, or a number; an optimizer "
+                        "that needs whole tensors is built by OSS(..., elementwise=False)"
+                    )
+
+    def _disagreements(self, found: Mapping[int, State]) -> Iterator[str]:
+        for number, state in self._mine.items():
+            if not _alike(self._described(number, state), found.get(number, {})):
+                yield (
+                    f"the optimizer's state of '{self._places[number].name}' is not the same on all ranks that hold a "
+                    "part of it: all ranks must step together"
+                )
+        for number in sorted(found.keys() - self._mine.keys()):
+            place = self._places[number]
+            if place.owner is None and place.stepped is not None:
+                yield f"this rank has no optimizer state of '{place.name}', others have: all ranks must step together"
+
+    def _described(self, number: int, state: State) -> State:
+        place = self._places[number]
+
+        def describe(tensor: Tensor) -> Tensor:
+            if tensor.ndim == 0:
+                return tensor.detach().to("cpu", copy=True)
+            shape = tensor.shape if place.owner is not None else place.shape
+            return torch.empty(shape, dtype=tensor.dtype, device="meta")
+
+        described: State = map_tensors(describe, dict(state))
+        return described
+
+    def _tell(self, text: str) -> list[str]:
+        with self._contract.waiting(Event("optimizer state", "")):
+            return exchange_text(text, self._group, limit_seconds=self._contract.limit_seconds)
+
+    # The tensors.
+
+    def _gather(self, turn: int, dtype: torch.dtype, described: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """One tensor of each of these parameters' states, on the host, by the `id` of what describes it."""
+        held = {number: self._held(number, tensor) for number, tensor in described.items()}
+        sizes = [sum(held[number][rank].numel for number in described) for rank in range(self._group.size)]
+        device = next(iter(self._places.values())).param.device
+        mine = [
+            large_tensors_in(self._mine[number])[turn].detach().to(device).reshape(-1)
+            for number in described
+            if held[number][self._group.rank].numel
+        ]
+        source = torch.cat(mine) if mine else torch.empty(0, dtype=dtype, device=device)
+        parts = self._send(source, sizes, Event("optimizer state", f"{min(described)} {turn} {dtype}"))
+        if not parts:
+            return {}
+        whole: dict[int, Tensor] = {}
+        for number, tensor in described.items():
+            flat = torch.empty(tensor.numel(), dtype=dtype, device="cpu")
+            for rank, (start, stop) in enumerate(held[number]):
+                flat[start:stop] = parts[rank][: stop - start]
+                parts[rank] = parts[rank][stop - start :]
+            whole[id(tensor)] = flat.view(tensor.shape)
+        return whole
+
+    def _held(self, number: int, tensor: Tensor) -> Sequence[Range]:
+        """Which elements of a state each rank has."""
+        place = self._places[number]
+        if place.owner is None:
+            return place.ranges
+        return [Range(0, tensor.numel() if rank == place.owner else 0) for rank in range(self._group.size)]
+
+    def _send(self, source: Tensor, sizes: Sequence[int], event: Event) -> list[Tensor]:
+        """Sends `source` to the recipients; returns what came from each rank, or nothing."""
+        tag, size = message_tag(event), self._group.size
+        whole = source.new_empty(sum(sizes) if self._receives else 0)
+        if len(self._recipients) == size:
+            pending = all_gather(whole, source, self._group, sizes=sizes, tag=tag)
+        else:
+            goes = [source.numel() if rank in self._recipients else 0 for rank in range(size)]
+            comes = list(sizes) if self._receives else [0] * size
+            pending = all_to_all(whole, source, self._group, output_sizes=comes, input_sizes=goes, tag=tag)
+        with self._contract.waiting(event):
+            pending.wait(self._contract.limit_seconds)
+        return list(whole.split(list(sizes))) if self._receives else []
+
+
+def _numel(place: Place) -> int:
+    return max(1, sum(held.numel for held in place.ranges))
+
+
+def large_tensors_in(state: Any) -> list[Tensor]:
+    """Returns the tensors of a state that are more than a number, in order, each once."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        if tensor.ndim:
+            found.append(tensor)
+        return tensor
+
+    map_tensors(note, state)
+    return found
+
+
+_ANY = torch.zeros(())
+
+
+def _alike(one: State, other: State) -> bool:
+    """Whether two descriptions say the same."""
+    (form, tensors), (other_form, others) = _taken_apart(one), _taken_apart(other)
+    return (list(one), form) == (list(other), other_form) and all(
+        a.shape == b.shape and a.dtype == b.dtype and (a.is_meta or torch.equal(a, b) or bool(a.isnan() & b.isnan()))
+        for a, b in zip(tensors, others, strict=True)
+    )
+
+
+def _taken_apart(state: State) -> tuple[State, list[Tensor]]:
+    """A state with one and the same tensor in all places, and those that stood there."""
+    tensors: list[Tensor] = []
+
+    def take(tensor: Tensor) -> Tensor:
+        tensors.append(tensor)
+        return _ANY
+
+    return map_tensors(take, state), tensors

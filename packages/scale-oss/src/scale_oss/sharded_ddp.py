@@ -1,0 +1,359 @@
+"""`ShardedDataParallel`: gradients reduced bucket by bucket in the backward pass, straight into shards (ZeRO-2).
+
+Beside `OSS`, no rank keeps more of the averaged gradients than the part that it updates, and what is sent is no more
+than plain data parallelism sends: the reduced part of each gradient one way, the updated part of each parameter the
+other.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from scale_core.autograd_hooks import in_backward
+from scale_core.comm.collectives import broadcast
+from scale_core.comm.group import GroupLike, group_of
+from scale_core.consistency.contract import Contract
+from scale_core.consistency.execution_order import Event
+from scale_core.optim.clip_grad import keep_gradients
+from scale_core.optim.step_checks import mark_stepped_by, watch_optimizers
+from scale_core.shard import unit_shard_of
+from scale_core.uneven_inputs import current_share
+from scale_oss.bucket import Bucket
+from scale_oss.oss import OSS
+from scale_oss.overlap_gather import Rest, wait_where_used
+from scale_oss.recovery import forward_has_failed
+from scale_oss.reducer import Reducer
+
+
+def without_wrappers(optimizer: Any) -> Any:
+    """Returns the OSS that a wrapper such as AdaScale has as its `optimizer`; what wraps none, as it is."""
+    inner = optimizer
+    while isinstance(inner, Optimizer) and not isinstance(inner, OSS):
+        inner = getattr(inner, "optimizer", None)
+    return inner if isinstance(inner, OSS) else optimizer
+
+
+def check_optimizers(module: nn.Module, optimizers: Sequence[OSS], process_group: GroupLike) -> None:
+    """Refuses optimizers that can't be given averaged gradients of this module.
+
+    Raises:
+        TypeError: One is no `OSS`.
+        ValueError: There is none, or they are on different ranks; somebody else reduces for one of them, or for the
+            model; a parameter is in two of them, or trains and is in none.
+    """
+    for name, member in module.named_modules():
+        if isinstance(member, DistributedDataParallel):
+            what = f"'{name}'" if name else "the model"
+            raise ValueError(
+                f"ShardedDataParallel: {what} is under DistributedDataParallel, which "
+                "would average the same gradients: wrap the plain model, ShardedDataParallel(model.module, optimizer)"
+            )
+    for optimizer in optimizers:
+        if not isinstance(optimizer, OSS):
+            raise TypeError(
+                f"ShardedDataParallel: expected sharded_optimizer to be an OSS, got {type(optimizer).__name__}: "
+                "build OSS(model.parameters(), torch.optim.AdamW, lr=...), or take DistributedDataParallel"
+            )
+        if optimizer.reduced_by is not None and optimizer.reduced_by() is not None:
+            raise ValueError(
+                "ShardedDataParallel: a wrapper that is still there reduces the gradients of this optimizer already: "
+                "wrap the model once, or drop the wrapper (del model) before another one is built"
+            )
+    if not optimizers:
+        raise ValueError("ShardedDataParallel: expected an OSS or several, got none")
+    groups = {optimizer.group.ranks for optimizer in optimizers}
+    if process_group is not None:
+        groups.add(group_of(process_group).ranks)
+    if len(groups) > 1:
+        raise ValueError(
+            f"ShardedDataParallel and its optimizers are on different ranks: {sorted(map(list, groups))}: pass the "
+            "same group to OSS(..., group=group) and ShardedDataParallel(..., process_group=group)"
+        )
+    held: dict[int, str] = {}
+    for optimizer in optimizers:
+        for bucket in optimizer.buckets:
+            for param, name in zip(bucket.params, bucket.names, strict=True):
+                if id(param) in held:
+                    raise ValueError(f"'{name}' is in two of the optimizers: give each parameter to one of them")
+                held[id(param)] = name
+    check_held(module, [bucket for optimizer in optimizers for bucket in optimizer.buckets])
+
+
+def check_held(module: nn.Module, buckets: Sequence[Bucket]) -> None:
+    """Refuses parameters that train, and that no optimizer holds.
+
+    They are other ones than before after `load_state_dict(..., assign=True)`, and new ones may train.
+
+    Raises:
+        ValueError: There is one.
+    """
+    held = {id(param) for bucket in buckets for param in bucket.params}
+    named = ((name, p) for name, p in module.named_parameters() if p.requires_grad and id(p) not in held)
+    name, param = next(named, ("", None))
+    if param is None:
+        return
+    if unit_shard_of(param) is not None:
+        raise ValueError(
+            f"'{name}' is a shard, and a sharded model averages its gradients by itself: train it as it is, without "
+            "ShardedDataParallel, with the OSS alone"
+        )
+    raise ValueError(
+        f"'{name}' trains, but no optimizer holds it, so its gradient would never be averaged: add it to OSS(...), "
+        "freeze it by requires_grad_(False), or, if load_state_dict(..., assign=True) has put it there, load without "
+        "assign"
+    )
+
+
+class ShardedDataParallel(nn.Module):
+    """Data parallelism for a model whose optimizer is an `OSS`.
+
+        >>> import torch
+        >>> from scale_oss import OSS, ShardedDataParallel
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.1)
+        >>> model = ShardedDataParallel(model, optimizer)
+        >>> model(torch.ones(1, 4)).sum().backward()
+        >>> optimizer.step()
+
+    After a backward pass the averaged gradients are in the optimizer's pieces and `param.grad` is None.
+    `torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)` finds them there, as does
+    `optimizer.clip_grad_norm(1.0)`. Inside `no_sync()` gradients add up in `param.grad`, as in plain PyTorch.
+
+    Args:
+        module: The model; all its parameters that train must be in one of the optimizers.
+        sharded_optimizer: The `OSS`, or several of them on disjoint parameters; a wrapper that has one as its
+            `optimizer`, as AdaScale, will do, too.
+        process_group: The ranks; the optimizers' own if None, and no other.
+        broadcast_buffers: All ranks take rank 0's buffers before each forward pass.
+        sync_models_at_startup: All ranks take rank 0's parameters and buffers now.
+        reduce_buffer_size: FairScale's; the size of what travels together is `OSS(bucket_numel=...)`.
+        auto_refresh_trainable: FairScale's; what trains is looked up in every pass.
+        reduce_fp16: Send gradients of fp32 parameters in half precision.
+        warn_on_trainable_params_changed: FairScale's; without effect.
+        overlap_gather: Updated parameters travel beside the next forward pass, and are waited for where they are first
+            used: by a module's forward, by `parameters()` or `state_dict()` of this wrapper. Off, `step` waits.
+
+    Raises:
+        TypeError: An optimizer is no `OSS`.
+        ValueError: A parameter that trains is in none of them, or in two; the groups differ.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        sharded_optimizer: Optimizer | Sequence[Optimizer],
+        process_group: GroupLike = None,
+        broadcast_buffers: bool = True,
+        sync_models_at_startup: bool = True,
+        reduce_buffer_size: int | None = None,
+        auto_refresh_trainable: bool = True,
+        reduce_fp16: bool = False,
+        warn_on_trainable_params_changed: bool = True,
+        *,
+        overlap_gather: bool = True,
+    ) -> None:
+        super().__init__()
+        several = sharded_optimizer if isinstance(sharded_optimizer, Sequence) else [sharded_optimizer]
+        optimizers: list[OSS] = [without_wrappers(each) for each in several]
+        check_optimizers(module, optimizers, process_group)
+        self.module = module
+        self.sharded_optimizers = optimizers
+        self.group = optimizers[0].group
+        self.broadcast_buffers = broadcast_buffers
+        devices = [bucket.device for optimizer in optimizers for bucket in optimizer.buckets]
+        self.is_multi_device_module = len(set(devices)) > 1  # what torch's own wrapper says of itself
+        self.device_type = next((device.type for device in devices), "cpu")
+        self._contract = Contract(self.group, optimizers[0].contract.limit_seconds)
+        self._reducer = Reducer(optimizers, self._contract, in_half=reduce_fp16)
+        self._with_params = [member for member in module.modules() if member._parameters]
+        self._overlaps = overlap_gather
+        self._rest = Rest()
+        if overlap_gather:
+            module.register_forward_pre_hook(self._rest, prepend=True)
+        self._followed: list[Bucket] = []
+        self._held: set[int] = set()  # their parameters, by id
+        for optimizer in optimizers:
+            optimizer.gets_reduced_gradients = True
+            optimizer.waits_by_itself = not overlap_gather
+            optimizer.reduced_by = weakref.ref(self)
+        if sync_models_at_startup:
+            self._sync_model()
+        watch_optimizers()
+        self._follow_buckets()
+
+    # Forward.
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module; in a world of several ranks its backward pass reduces the gradients."""
+        self._follow_buckets()
+        if torch.is_grad_enabled() and self.training:
+            self._check_held()
+        takes_buffers = self.broadcast_buffers and self._reducer.begins_step and not in_backward()
+        buffers = [buffer.data for buffer in self.module.buffers()] if takes_buffers else []
+        self._reducer.prepare(in_step=bool(buffers))
+        self._broadcast(buffers, "buffers")
+        # As DistributedDataParallel does: after a pass that reduces, so once for all micro-batches of a step.
+        self._reducer.begins_step = torch.is_grad_enabled() and self._reducer.synchronizes
+        if self.group.size == 1 or not torch.is_grad_enabled() or in_backward():
+            return self.module(*args, **kwargs)
+        try:
+            outputs = self.module(*args, **kwargs)
+        except Exception as error:
+            if self.training:  # After an evaluation nobody waits for a backward pass.
+                forward_has_failed(self._reducer, error)
+            raise
+        self._reducer.forwards.watch(outputs, counts=self.training and self._reducer.synchronizes)
+        return outputs
+
+    def sync_buffers(self, blocking: bool = False) -> None:
+        """All ranks take rank 0's buffers.
+
+        Args:
+            blocking: FairScale's; buffers have arrived when this returns.
+        """
+        self._broadcast([buffer.data for buffer in self.module.buffers()], "buffers")
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, backward passes leave their gradients in `param.grad`; the first one outside reduces the sum.
+
+        Raises:
+            RuntimeError: `join()` counts the steps.
+        """
+        if current_share() is not None:
+            raise RuntimeError(
+                "join() counts whole steps, and no_sync() makes one of several backward passes: let join() yield all "
+                "micro-batches of a step together and sum their losses, or leave no_sync() out"
+            )
+        before, self._reducer.synchronizes = self._reducer.synchronizes, False
+        try:
+            yield
+        finally:
+            self._reducer.synchronizes = before
+
+    def reduce(self) -> None:
+        """Reduces now what passes under `no_sync()` have left in `param.grad`; all ranks call it together.
+
+        A rank that has nothing there, as one that has skipped all of its micro-batches, counts as zeros.
+
+        Raises:
+            RuntimeError: There is nothing to reduce on any rank.
+        """
+        if not self._reducer.reduce_now():
+            raise RuntimeError(
+                "reduce(): no gradient waits for it: call it once, after the backward passes under no_sync()"
+            )
+
+    # What norms and clipping ask, those of torch too.
+
+    @property
+    def has_reduced_gradients(self) -> bool:
+        """Whether averaged gradients wait for a step."""
+        return any(bucket.averaged for bucket in self._buckets)
+
+    def reduced_gradients(self) -> dict[int, Tensor]:
+        """Returns, by the id of each parameter, the piece that has its averaged gradient.
+
+        Raises:
+            RuntimeError: A gradient was accumulated under `no_sync()` and not reduced.
+        """
+        for optimizer in self.sharded_optimizers:
+            optimizer.take_gradients()
+        return {id(param): piece for each in self.sharded_optimizers for param, piece in each.measured()}
+
+    # What surrounds it.
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears all gradients: of the parameters, and of the optimizers' pieces of them."""
+        super().zero_grad(set_to_none)
+        for optimizer in self.sharded_optimizers:
+            optimizer.zero_grad(set_to_none)
+
+    def refresh_trainable(self) -> None:
+        """Takes over what was frozen or unfrozen; every forward pass does so by itself."""
+        self._reducer.prepare()
+
+    def wait(self) -> None:
+        """Returns when the parameters are up to date after an optimizer's step."""
+        for optimizer in self.sharded_optimizers:
+            optimizer.wait()
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields the parameters, up to date; `parameters()` does so, too."""
+        self.wait()
+        yield from super().named_parameters(prefix, recurse, remove_duplicate)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the state, up to date, under the names that DistributedDataParallel gives it."""
+        self.wait()
+        return super().state_dict(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        for bucket in self._buckets:
+            probe = bucket.full.new_empty(0)
+            converted = fn(probe)
+            if converted.dtype != probe.dtype or converted.device != probe.device:
+                raise RuntimeError(
+                    f"the optimizer holds parameters in {probe.dtype} on {probe.device}, which can't become "
+                    f"{converted.dtype} on {converted.device} now: convert or move the model first, then build OSS(...)"
+                )
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        return self
+
+    @property
+    def _buckets(self) -> list[Bucket]:
+        return [bucket for optimizer in self.sharded_optimizers for bucket in optimizer.buckets]
+
+    def _check_held(self) -> None:
+        """Runs before each forward, so it looks for names only where something is wrong."""
+        here = (param for member in self._with_params for param in member._parameters.values() if param is not None)
+        if any(param.requires_grad and id(param) not in self._held for param in here):
+            check_held(self.module, self._followed)
+
+    def _sync_model(self) -> None:
+        self._broadcast([bucket.full for bucket in self._buckets], "parameters")
+        in_buckets = ((i, param, bucket) for bucket in self._buckets for i, param in enumerate(bucket.params))
+        held = {id(param) for index, param, bucket in in_buckets if index not in bucket.apart}
+        rest = [param.data for param in self.module.parameters() if id(param) not in held]
+        self._broadcast([*rest, *(buffer.data for buffer in self.module.buffers())], "parameters and buffers")
+
+    def _broadcast(self, tensors: Sequence[Tensor], what: str) -> None:
+        if self.group.size == 1:
+            return
+        with self._contract.waiting(Event(what, "")):
+            for tensor in tensors:
+                whole = tensor.contiguous()
+                broadcast(whole.reshape(-1).view(torch.uint8), self.group).wait(self._contract.limit_seconds)
+                if not whole.is_set_to(tensor):
+                    tensor.copy_(whole)
+
+    def _follow_buckets(self) -> None:
+        """Takes over those of parameter groups that were added to an optimizer."""
+        new = [bucket for bucket in self._buckets if bucket not in self._followed]
+        if new:
+            for optimizer, bucket in ((each, bucket) for each in self.sharded_optimizers for bucket in each.buckets):
+                if bucket in new:
+                    mark_stepped_by(optimizer, bucket.params, bucket.names, self)
+            self._followed += new
+            self._held |= {id(param) for bucket in new for param in bucket.params}
+            keep_gradients((param for bucket in new for param in bucket.params), self)
+            if self._overlaps:
+                self._rest.waitings += wait_where_used(self.module, new, self._contract)

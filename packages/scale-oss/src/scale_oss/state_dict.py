@@ -1,0 +1,335 @@
+"""What a sharded optimizer saves and loads: its whole state, in the form of the plain one, or what each rank has."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from scale_core.comm.control_plane import exchange
+from scale_core.comm.group import Group
+from scale_core.consistency.all_ranks import refuse_alike
+from scale_core.consistency.contract import Contract
+from scale_core.consistency.execution_order import Event
+from scale_core.shard import unit_shard_of
+from scale_core.state.param_groups import REGROUP
+from scale_core.state.param_ownership import Holding
+from scale_core.state.validation import StateMismatch
+from scale_core.tree import map_tensors
+from scale_oss.bucketing import Sorter, name_of
+from scale_oss.gather_state import Recipient, State, gather_states, large_tensors_in
+from scale_oss.state_by_param import StateByParam
+from scale_oss.state_placement import Place, refuse_to_gather
+from scale_oss.step import copy_options
+
+_NAMES = frozenset({"params", "param_names"})
+
+
+def plain_state_dict(groups: Sequence[Mapping[str, Any]], states: Mapping[int, State]) -> dict[str, Any]:
+    """Returns a state dict as the plain optimizer of these groups gives it.
+
+    Args:
+        groups: Of all parameters.
+        states: The state of each parameter by its number.
+    """
+    packed, number = [], 0
+    for group in groups:
+        options = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+        packed.append({**options, "params": list(range(number, number + len(group["params"])))})
+        number += len(group["params"])
+    return {"state": dict(states), "param_groups": packed}
+
+
+def local_state_dict(
+    state_dict: Any, groups: Sequence[Mapping[str, Any]], places: Sequence[Place], live: Mapping[Tensor, State]
+) -> dict[str, Any]:
+    """Cuts what this rank keeps out of a plain state dict, as a state dict of this rank's optimizer.
+
+    Args:
+        state_dict: In the form of the plain optimizer; it is not changed, nor does the result share memory with it.
+        groups: Of all parameters.
+        places: Of all parameters, in the same order.
+        live: The state that this rank's optimizer has, to be compared with.
+
+    Raises:
+        TypeError: It is no state dict.
+        StateMismatch: It is that of other parameters, or of another optimizer.
+    """
+    numbers = _check_groups(state_dict, groups)
+    unknown = [number for number in state_dict["state"] if number not in numbers]
+    if unknown:
+        raise StateMismatch(f"the state dict has a state of parameter {unknown[0]!r}, which is in none of its groups")
+    states: dict[int, State] = {}
+    stepped: dict[int, int] = {}
+    for number, place in zip(numbers, places, strict=True):
+        state = state_dict["state"].get(number)
+        if state is not None:
+            _check_shapes(state, place, {} if place.stepped is None else live.get(place.stepped, {}))
+        if place.stepped is not None:
+            stepped[number] = len(stepped)
+            if state is not None:
+                states[stepped[number]] = map_tensors(partial(_part_of, place), state)
+    packed = [
+        {
+            **{key: value for key, value in saved.items() if key not in ("params", "param_names")},
+            "params": [stepped[number] for number in saved["params"] if number in stepped],
+        }
+        for saved in state_dict["param_groups"]
+    ]
+    return {"state": states, "param_groups": packed}
+
+
+def lines_of(state_dict: Mapping[str, Any]) -> Iterator[str]:
+    """What ranks compare of a plain state dict that each of them has read."""
+    for number, group in enumerate(state_dict["param_groups"]):
+        options = {key: value for key, value in sorted(group.items()) if key != "params"}
+        yield f"group {number}: {len(group['params'])} parameters, {options}"
+    for number, state in state_dict["state"].items():
+        described = map_tensors(lambda t: t.detach().to("cpu" if t.ndim == 0 else "meta"), state)
+        yield f"parameter {number}: {described}"
+
+
+def _check_groups(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Compares the groups; returns the numbers of the saved parameters."""
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+        raise TypeError(
+            f"expected a state dict of an optimizer, {{'state': ..., 'param_groups': ...}}, got "
+            f"{type(state_dict).__name__}: load the saved file on every rank, or call "
+            "consolidate_state_dict(recipient_rank=-1) before state_dict()"
+        )
+    saved_groups = state_dict["param_groups"]
+    if len(saved_groups) != len(groups):
+        raise StateMismatch(
+            f"the state dict has {len(saved_groups)} parameter groups, the optimizer {len(groups)}: {REGROUP}"
+        )
+    for number, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
+        if len(saved["params"]) != len(group["params"]):
+            raise StateMismatch(
+                f"group {number} has {len(saved['params'])} parameters in the state dict, and "
+                f"{len(group['params'])} in the optimizer: {REGROUP}"
+            )
+        # One side alone may have more: a scheduler adds to a group, and so do newer versions of torch.
+        lost, new = (sorted(a.keys() - b.keys() - _NAMES) for a, b in ((saved, group), (group, saved)))
+        if lost and new:
+            raise StateMismatch(
+                f"the state dict is that of another optimizer: this one doesn't know its option '{lost[0]}', and it "
+                f"has no '{new[0]}'"
+            )
+    return [number for saved in saved_groups for number in saved["params"]]
+
+
+def _check_shapes(state: State, place: Place, live: State) -> None:
+    for key, value in state.items():
+        for tensor in large_tensors_in(value):
+            if place.owner is None and tuple(tensor.shape) != place.shape:
+                raise StateMismatch(
+                    f"the state '{key}' of '{place.name}' has shape {tuple(tensor.shape)}, expected "
+                    f"{place.shape} or a number"
+                )
+        known = live.get(key)
+        if place.owner is None or not isinstance(value, Tensor) or not isinstance(known, Tensor):
+            continue
+        if value.shape != known.shape:
+            raise StateMismatch(
+                f"the state '{key}' of '{place.name}' has shape {tuple(value.shape)}, expected {tuple(known.shape)}"
+            )
+
+
+def _part_of(place: Place, tensor: Tensor) -> Tensor:
+    """What this rank keeps of a whole tensor, with memory of its own."""
+    if tensor.ndim == 0 or place.owner is not None:
+        return tensor.detach().clone()
+    assert place.stepped is not None
+    start, stop = place.mine
+    return tensor.detach().reshape(-1)[start:stop].clone().view(place.stepped.shape)
+
+
+class WithState(Optimizer):
+    """An optimizer whose state is with another one, which steps on this rank's part of the parameters.
+
+    Attributes:
+        optim: That optimizer.
+        group: The ranks.
+        contract: What they have promised each other.
+    """
+
+    optim: Optimizer
+    group: Group
+    contract: Contract
+    _sorter: Sorter
+    _bucket_numel: int
+    _state: StateByParam
+    _consolidated: dict[str, Any] | None
+    _is_empty: bool  # No rank has any state.
+
+    @property  # type: ignore[override]  # Optimizer has an attribute, which people also assign to.
+    def state(self) -> StateByParam:
+        """What this rank has of the state of each parameter, by the parameter; of one that is cut, a part's."""
+        return self._state
+
+    @state.setter
+    def state(self, state: Mapping[Tensor, Any]) -> None:
+        if isinstance(state, StateByParam):
+            self._state = state
+        elif hasattr(self, "_state"):  # Not the empty one that torch begins with.
+            given = dict(state)
+            self._state.clear()
+            self._state.update(given)
+
+    def consolidate_state_dict(self, recipient_rank: int = 0) -> None:
+        """Gathers the state of all ranks on the host of one of them, for its `state_dict()`; all ranks together.
+
+        It goes bucket by bucket: the recipient holds the whole state on its host, and one bucket of it on its device.
+        The next step forgets it.
+
+        Args:
+            recipient_rank: Which rank of the group gets it; -1 is all of them.
+
+        Raises:
+            ValueError: There is no such rank; or the ranks have not stepped alike, or a state can't be put together.
+            ContractError: The ranks name different recipients.
+        """
+        if not -1 <= recipient_rank < self.group.size:
+            raise ValueError(
+                f"recipient_rank: expected a rank of the group, 0 to {self.group.size - 1}, or -1 for all of them, "
+                f"got {recipient_rank}"
+            )
+        for group in self.param_groups:
+            for index, param in enumerate(group["params"]):
+                refuse_to_gather(param, name_of(group, 0, index))
+        self._consolidated = None
+        self.contract.agree("the arguments of consolidate_state_dict", [f"recipient_rank={recipient_rank}"])
+        to_all = recipient_rank == -1
+        recipient = Recipient(
+            None if to_all else self.group.ranks[recipient_rank], to_all or recipient_rank == self.group.rank
+        )
+        states = gather_states(self._places(), self.optim.state, recipient, self.contract, self._bucket_numel)
+        if recipient.is_me:
+            self._consolidated = plain_state_dict(self.param_groups, states)
+
+    def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
+        """Returns the whole state in the form of the plain optimizer, which loads it, as OSS does at any world size.
+
+        Before the first step there is nothing to gather, and every rank may ask, as accelerate does.
+
+        Args:
+            all_ranks: Gather it on all ranks now; all ranks together.
+
+        Raises:
+            RuntimeError: It was not gathered on this rank since the last step.
+        """
+        if all_ranks:
+            self.consolidate_state_dict(recipient_rank=-1)
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        if self._consolidated is None and not self._is_empty:
+            raise RuntimeError(
+                "the optimizer's state is shared between the ranks, and was not gathered on this one since the last "
+                "step: call optimizer.consolidate_state_dict() on all ranks, then optimizer.state_dict() on the "
+                "recipient, rank 0 if no other was named; or consolidate_state_dict(-1) where all ranks call it, as in "
+                "accelerate's save_state"
+            )
+        found = dict(self._consolidated or plain_state_dict(self.param_groups, {}))
+        for after in self._optimizer_state_dict_post_hooks.values():
+            found = after(self, found) or found
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes this rank's part of a whole state; all ranks together, each with the same state dict.
+
+        Values are cast by torch's rules, as in the plain optimizer. All is compared before anything is written.
+
+        Args:
+            state_dict: Of the plain optimizer, or of an OSS at any number of ranks; it is not changed, nor kept.
+
+        Raises:
+            TypeError: It is no state dict, as on ranks that did not receive it.
+            ValueError: It is that of other parameters, or of another optimizer.
+            ContractError: The ranks have different ones.
+        """
+        self.take_state(self.checked_state(state_dict))
+        self._is_empty = not state_dict["state"]
+
+    def checked_state(self, state_dict: Any) -> dict[str, Any]:
+        """Compares a whole state with this optimizer, and with what the other ranks were given; changes nothing.
+
+        Returns:
+            This rank's part of it, for `take_state`.
+
+        Raises:
+            TypeError: As in `load_state_dict`.
+            ValueError: As in `load_state_dict`; on all ranks if on one.
+            ContractError: As in `load_state_dict`.
+        """
+        refusal: TypeError | ValueError | None = None
+        local: dict[str, Any] = {}
+        try:
+            for before in self._optimizer_load_state_dict_pre_hooks.values():
+                state_dict = before(self, state_dict) or state_dict
+            local = local_state_dict(state_dict, self.param_groups, self._places(), self.optim.state)
+        except (TypeError, ValueError) as error:
+            refusal = error
+        refuse_alike(refusal, "the check of a state dict", self.contract, StateMismatch)
+        self.contract.agree("the state dict given to OSS", list(lines_of(state_dict)))
+        return local
+
+    def take_state(self, local: dict[str, Any]) -> None:
+        """Takes what `checked_state` has returned."""
+        self._has_changed()
+        self.optim.load_state_dict(local)
+        for mine, theirs in zip(self.param_groups, self.optim.param_groups, strict=True):
+            for key in sorted(mine.keys() - theirs.keys() - {"params", "param_names"}):
+                del mine[key]
+        copy_options(self.optim.param_groups, self.param_groups)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def state_holding(self, holding: Holding) -> Holding:
+        """What `scale_core.state.sharded_state_dict` asks: what this rank has of the state of a parameter."""
+        self.wait()
+        self._has_changed()  # Who asks may be about to load another state.
+        place = self._sorter.places[id(holding.owner)]
+        if holding.shares_owner:  # A flat parameter is stepped on as it is.
+            return holding
+        if place.stepped is None:
+            return replace(holding, start=0, stop=0, is_shard=True, state="nothing")
+        # Of what its layer has divided, a rank's range counts from where this rank's part begins.
+        first = holding.start if unit_shard_of(holding.owner) is None else 0
+        return replace(
+            holding,
+            owner=place.stepped,
+            start=first + place.mine.start,
+            stop=first + place.mine.stop,
+            local_shape=tuple(place.stepped.shape),
+            is_shard=True,
+            state="elements" if place.owner is None else "all",
+        )
+
+    def has(self, param: Tensor) -> bool:
+        """Whether this is one of its parameters."""
+        return id(param) in self._sorter.places
+
+    def _has_changed(self) -> None:
+        """The state is another one than was gathered."""
+        self._consolidated, self._is_empty = None, False
+
+    def _look_for_state(self) -> None:
+        """Finds out whether an optimizer that was just built has a state already, as Adagrad; all ranks together."""
+        with self.contract.waiting(Event("optimizer state", "")):
+            rows = exchange([len(self.optim.state)], self.group, limit_seconds=self.contract.limit_seconds)
+        self._is_empty = not any(num_states for (num_states,) in rows)
+
+    def _places(self) -> list[Place]:
+        return [self._sorter.places[id(param)] for param in self._all_params()]
+
+    def _all_params(self) -> list[nn.Parameter]:
+        return [param for group in self.param_groups for param in group["params"]]
+
+    def wait(self) -> None:
+        """Returns when the parameters are up to date."""
+        raise NotImplementedError

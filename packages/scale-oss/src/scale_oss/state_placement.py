@@ -1,0 +1,218 @@
+"""Where the state of each parameter is kept: by which ranks, of which elements, and by which tensor of an optimizer.
+
+An optimizer of `torch.optim` keeps its state by the tensors that it steps on. Here those are parts of the user's
+parameters, other ones on every rank; whoever saves, loads or measures asks a `Place` what stands where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from torch import nn
+
+from scale_core.comm.control_plane import exchange
+from scale_core.comm.group import Group, check_not_forgotten, group_of
+from scale_core.shard import Held, Shard, unit_shard_of
+from scale_core.state.param_ownership import flat_buffer_of
+
+
+class Range(NamedTuple):
+    """The elements `[start, stop)` of a parameter, in row-major order."""
+
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        """How many they are."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where the state of one parameter is kept.
+
+    Attributes:
+        param: The user's parameter, whole or a shard.
+        name: What errors call it.
+        shape: Of the whole parameter.
+        ranges: By rank of the group: the elements that the rank updates, and keeps the state of.
+        owner: The rank that updates all of it, and keeps state of whatever shape; None where each updates elements.
+        group: The ranks that have something of it.
+        stepped: What this rank's optimizer has of it; None where it has nothing.
+    """
+
+    param: nn.Parameter
+    name: str
+    shape: tuple[int, ...]
+    ranges: tuple[Range, ...]
+    owner: int | None
+    group: Group
+    stepped: nn.Parameter | None
+
+    @property
+    def mine(self) -> Range:
+        """The elements that this rank updates."""
+        return self.ranges[self.group.rank]
+
+    @property
+    def first_holder(self) -> int:
+        """The first rank that keeps some of its state."""
+        if self.owner is not None:
+            return self.owner
+        return next((rank for rank, held in enumerate(self.ranges) if held.numel), 0)
+
+
+class Sharded(NamedTuple):
+    """A parameter that ranks hold in pieces.
+
+    Attributes:
+        param: This rank's piece.
+        name: The parameter's name in the plain model.
+        shape: Of the whole parameter.
+        group: The ranks between which it is divided; of size 1 where one rank holds all of it.
+        ranges: What each of them holds, by rank.
+    """
+
+    param: nn.Parameter
+    name: str
+    shape: tuple[int, ...]
+    group: Group
+    ranges: tuple[Range, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole parameter."""
+        return sum(held.numel for held in self.ranges)
+
+    @property
+    def holder(self) -> int | None:
+        """The rank that holds all of it; None where it is divided."""
+        return next((rank for rank, held in enumerate(self.ranges) if held.numel == self.numel), None)
+
+
+def sharding_group(shard: Shard, within: Group | None) -> Group:
+    """Returns the ranks between which a parameter is divided; of size 1 where it is not.
+
+    Args:
+        shard: What this rank holds of it.
+        within: The ranks that the user has named; None is no matter which.
+
+    Raises:
+        ValueError: It is divided along several axes of a mesh, or between other ranks; or they hold summands of it.
+    """
+    if any(axis.held is Held.PARTIAL for axis in shard.axes):
+        raise ValueError(f"OSS: each rank holds a summand of '{shard.name}': reduce it before it is optimized")
+    groups = [axis.group for axis in shard.axes if axis.held is Held.SHARD and axis.group.size > 1]
+    if len(groups) > 1:
+        raise ValueError(
+            f"OSS: '{shard.name}' is divided along {len(groups)} axes of a mesh, between ranks "
+            f"{' and '.join(str(list(group.ranks)) for group in groups)}: expected one"
+        )
+    if not groups:
+        return Group()
+    if within is not None and not set(groups[0].ranks) <= set(within.ranks):
+        raise ValueError(
+            f"OSS: '{shard.name}' is divided between ranks {list(groups[0].ranks)}, but its group is of ranks "
+            f"{list(within.ranks)}: leave group out, or pass that of the model"
+        )
+    return groups[0]
+
+
+def ranks_of_shards(params: Sequence[nn.Parameter]) -> Group:
+    """Returns the ranks between which these are divided, if all are shards of the same ones, or else all ranks.
+
+    Raises:
+        RuntimeError: See `check_not_forgotten`.
+        ValueError: See `sharding_group`.
+    """
+    shards = [unit_shard_of(param) for param in params]
+    groups = {None if shard is None else sharding_group(shard, None) for shard in shards}
+    found = groups.pop() if len(groups) == 1 else None
+    if found is None:
+        check_not_forgotten()
+    return group_of() if found is None else found
+
+
+def whole_shards(params: Sequence[nn.Parameter], within: Group, limit_seconds: float) -> list[Sharded]:
+    """Returns what all ranks hold of these shards; all ranks call it together, with the same parameters.
+
+    Raises:
+        ValueError: See `sharding_group`; or the ranks do not hold each element once.
+        TransferError: A rank did not answer.
+    """
+    shards = [unit_shard_of(param) for param in params]
+    known = [shard for shard in shards if shard is not None]
+    assert len(known) == len(params), "asked of a parameter that is no shard"
+    groups = [sharding_group(shard, within) for shard in known]
+    ranges: dict[int, tuple[Range, ...]] = {}
+    for group in dict.fromkeys(groups):
+        members = [number for number, each in enumerate(groups) if each == group]
+        held_by_rank = _ranges([known[number] for number in members], group, limit_seconds)
+        ranges.update(zip(members, held_by_rank, strict=True))
+    return [
+        Sharded(param, shard.name, shard.shape, groups[number], ranges[number])
+        for number, (param, shard) in enumerate(zip(params, known, strict=True))
+    ]
+
+
+def refuse_flat(param: nn.Parameter, name: str, optim_name: str) -> None:
+    """Refuses a flat parameter for an optimizer that needs whole tensors.
+
+    Raises:
+        ValueError: It is one.
+    """
+    buffer = flat_buffer_of(param)
+    if buffer is not None:
+        raise ValueError(
+            f"OSS: {optim_name} needs each parameter as a whole, but '{name}' is one flat parameter that holds "
+            f"{len(buffer.names)}, as '{buffer.names[0]}': shard the model with flatten_parameters=False"
+        )
+
+
+def refuse_to_gather(param: nn.Parameter, name: str) -> None:
+    """Refuses to number the state of a flat parameter as the plain optimizer does, which has others.
+
+    Raises:
+        ValueError: It is one.
+    """
+    if flat_buffer_of(param) is not None:
+        raise ValueError(
+            f"OSS: the state of '{name}' is that of one flat parameter, which the plain model doesn't have: gather it "
+            "by the names of parameters, model.gather_full_optim_state_dict(optimizer.optim), or save it by "
+            "scale_core.state.sharded_state_dict(model, optimizer)"
+        )
+
+
+def _ranges(shards: Sequence[Shard], group: Group, limit_seconds: float) -> list[tuple[Range, ...]]:
+    """What each rank of the group holds of each of these."""
+    if group.backend == "fake":  # The others don't exist: they are taken to share what this rank doesn't hold.
+        return [_shared_out(shard, group) for shard in shards]
+    record = [number for shard in shards for number in (shard.start, shard.stop)]
+    rows = exchange(record, group, limit_seconds=limit_seconds)
+    found = []
+    for index, shard in enumerate(shards):
+        held = tuple(Range(row[2 * index], row[2 * index + 1]) for row in rows)
+        place = 0
+        for start, stop in sorted(each for each in held if each.numel):
+            if start != place:
+                break
+            place = stop
+        if place != shard.numel:
+            raise ValueError(
+                f"OSS: expected the ranks to hold each of the {shard.numel} elements of '{shard.name}' once, but they "
+                f"hold {[list(each) for each in held]}"
+            )
+        found.append(held)
+    return found
+
+
+def _shared_out(shard: Shard, group: Group) -> tuple[Range, ...]:
+    before, after = group.rank, group.size - group.rank - 1
+    cuts = [shard.start * rank // before for rank in range(before)] if before else []
+    cuts += [shard.start if before else 0, shard.stop if after else shard.numel]
+    cuts += [shard.stop + (shard.numel - shard.stop) * (rank + 1) // after for rank in range(after)]
+    return tuple(Range(start, stop) for start, stop in pairwise(cuts))

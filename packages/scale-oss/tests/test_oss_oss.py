@@ -1,0 +1,383 @@
+"""oss.py: OSS is an optimizer to whoever uses it, and refuses what would go wrong without a word."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from oss_cases import Distance, differing
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from scale_core.comm.group import Group, group_of
+from scale_core.consistency.contract import ContractError
+from scale_core.optim.step_checks import watch_optimizers
+from scale_core.shard import Axis, Held, Shard, mark
+from scale_core.testing import run_ranks
+from scale_oss import OSS, ShardedDataParallel
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def data(step: int, rank: int = 0) -> Tensor:
+    return torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def state_numel(optimizer: OSS) -> int:
+    state = optimizer.optim.state.values()
+    return sum(value.numel() for entry in state for value in entry.values() if isinstance(value, Tensor) and value.ndim)
+
+
+def one_giant_tensor() -> int:
+    model = nn.Sequential(nn.Linear(200, 200, bias=False), nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = OSS(model.parameters(), torch.optim.Adam)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    return state_numel(optimizer)
+
+
+def other_ranks_have_other_parameters() -> str:
+    width = 3 + group_of().rank
+    with pytest.raises(ContractError) as caught:
+        OSS(nn.Linear(3, width).parameters(), torch.optim.SGD, lr=0.1)
+    return str(caught.value)
+
+
+def layers_added_later() -> None:
+    """A group that is added later is clipped and stepped like the others."""
+    plain = layers()
+    model = copy.deepcopy(plain)
+    ours = OSS(model[0].parameters(), torch.optim.Adam, lr=0.01, bucket_numel=8)
+    theirs = torch.optim.Adam(plain[0].parameters(), lr=0.01)
+    rank, size = group_of().rank, group_of().size
+    for step in range(3):
+        if step == 1:
+            ours.add_param_group({"params": list(model[2].parameters()), "lr": 0.1})
+            theirs.add_param_group({"params": list(plain[2].parameters()), "lr": 0.1})
+        grads = []
+        for each in range(size):
+            plain.zero_grad()
+            plain(data(step, each)).square().mean().backward()
+            grads.append([param.grad for param in plain.parameters()])
+        for param, mine, *summands in zip(plain.parameters(), model.parameters(), *grads, strict=True):
+            mean = sum(summands[1:], summands[0]) / size
+            param.grad, mine.grad = mean, mean.clone()
+        stepped = [param for group in theirs.param_groups for param in group["params"]]
+        expected = torch.nn.utils.get_total_norm([param.grad for param in stepped])
+        assert torch.allclose(ours.clip_grad_norm(1e6), expected, rtol=1e-6)
+        ours.step()
+        theirs.step()
+        for param, mine in zip(plain.parameters(), model.parameters(), strict=True):
+            assert torch.equal(param, mine), (rank, step)
+    assert [group["lr"] for group in ours.param_groups] == [0.01, 0.1]
+
+
+def one_owner_for_all_in_both_ways() -> list[dict[str, Any]]:
+    return [one_owner_for_all(sharded) for sharded in (True, False)]
+
+
+class Prodigy(Distance):
+    """Under a name that is known, and refused on shards."""
+
+
+def one_owner_for_all(sharded: bool) -> dict[str, Any]:
+    """An optimizer that looks at all tensors computes what one process does, and any rank can save it."""
+    watch_optimizers()
+    plain = layers()
+    model = copy.deepcopy(plain)
+    ours = OSS(param_groups(model), Prodigy, together=True, bucket_numel=20)
+    wrapped: Any = ShardedDataParallel(model, ours) if sharded else DistributedDataParallel(model)
+    replica, theirs = DistributedDataParallel(plain), Prodigy(param_groups(plain))
+    for step in range(4):
+        for net, optimizer in ((wrapped, ours), (replica, theirs)):
+            net(data(step, group_of().rank)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    ours.wait()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    expected = theirs.state_dict()
+    for recipient in (0, 1):
+        ours.consolidate_state_dict(recipient)
+        if group_of().rank == recipient:
+            assert not differing(ours.state_dict(), expected)
+    again = OSS(param_groups(model), Prodigy, together=True)
+    again.load_state_dict(expected)
+    return {"state": len(ours.optim.state), "d": [group["d"] for group in again.param_groups]}
+
+
+def param_groups(model: nn.Module) -> list[dict[str, Any]]:
+    wide = [param for param in model.parameters() if param.ndim > 1]
+    return [{"params": wide}, {"params": [p for p in model.parameters() if p.ndim < 2], "lr": 0.5}]
+
+
+def test_one_rank_updates_all_for_an_optimizer_that_looks_at_all_tensors() -> None:
+    for first, second in zip(*run_ranks(one_owner_for_all_in_both_ways, 2), strict=True):
+        assert (first["state"], second["state"]) == (4, 0) and first["d"] == second["d"] != [0.01, 0.01]
+
+
+def test_what_looks_at_all_tensors_does_not_take_shards_nor_anything_the_meta_device() -> None:
+    shard = nn.Parameter(torch.zeros(2))
+    mark(shard, Shard("weight", (4,), 0, 2, (Axis(Group(), Held.SHARD),)))
+    with pytest.raises(ValueError, match=r"Distance looks at all tensors together.* and 'weight' is a shard"):
+        OSS([("weight", shard)], Distance, together=True)
+    with pytest.raises(ValueError, match=r"'weight' is on the meta device.*model\.to_empty"):
+        OSS(nn.Linear(2, 2, device="meta").named_parameters(), torch.optim.Adam)
+
+
+class Picky(torch.optim.SGD):
+    """Takes no group of one parameter."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        if len(param_group["params"]) == 1:
+            raise ValueError("one is too few")
+
+
+def test_a_group_that_is_refused_leaves_nothing_behind() -> None:
+    model, late = layers(), nn.Linear(3, 3)
+    optimizer = OSS(model.parameters(), Picky, lr=0.1)
+    refused = {"on the meta device": nn.Linear(2, 2, device="meta").parameters(), "one is too few": [late.weight]}
+    for words, params in refused.items():
+        with pytest.raises(ValueError, match=words):
+            optimizer.add_param_group({"params": params})
+        assert len(optimizer.param_groups) == len(optimizer.optim.param_groups) == len(optimizer.buckets) == 1
+        model(late(data(0))).sum().backward()
+        optimizer.step()
+    before = late.weight.detach().clone()
+    optimizer.add_param_group({"params": late.parameters()})
+    optimizer.step()
+    assert not torch.equal(late.weight, before)
+
+
+def test_what_has_no_shape_or_no_size_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"'weight' has no shape yet: run the model once"):
+        OSS(nn.LazyLinear(3).named_parameters(), torch.optim.SGD, lr=0.1)
+    with pytest.raises(ValueError, match=r"expected bucket_numel of at least 1 element, got 0"):
+        OSS(layers().parameters(), torch.optim.SGD, lr=0.1, bucket_numel=0)
+
+
+def test_a_copy_that_would_update_nothing_is_refused() -> None:
+    model = layers()
+    optimizer = OSS(model.parameters(), torch.optim.Adam)
+    for copied in (optimizer, ShardedDataParallel(model, optimizer)):
+        with pytest.raises(TypeError, match=r"copy the module and build OSS\(copied\.parameters\(\), \.\.\.\)"):
+            copy.deepcopy(copied)
+    copy.deepcopy(model)
+
+
+def test_the_state_is_shared_evenly_however_the_tensors_are_made() -> None:
+    sizes = run_ranks(one_giant_tensor, 2)
+    assert max(sizes) - min(sizes) <= 2 * 210 and sum(sizes) == 2 * (200 * 200 + 12)
+
+
+def test_ranks_with_other_parameters_are_named() -> None:
+    for message in run_ranks(other_ranks_have_other_parameters, 2):
+        assert "the ranks differ in the parameters given to OSS" in message
+        assert "rank 1: parameter 0 of group 0 (4, 3)" in message
+
+
+def test_groups_that_are_added_later_train_and_are_clipped() -> None:
+    run_ranks(layers_added_later, 3)
+
+
+def test_a_scheduler_changes_the_rate_and_a_closure_is_called() -> None:
+    model = layers()
+    plain = copy.deepcopy(model)
+    ours, theirs = OSS(model.parameters(), torch.optim.SGD, lr=0.1), torch.optim.SGD(plain.parameters(), lr=0.1)
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in (ours, theirs)]
+    for step in range(3):
+
+        def closure(net: nn.Module, step: int, optimizer: Any) -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = net(data(step)).square().mean()
+            loss.backward()
+            return loss
+
+        losses = [
+            each.step(lambda net=net, each=each, step=step: closure(net, step, each))
+            for net, each in ((model, ours), (plain, theirs))
+        ]
+        assert torch.equal(*losses)
+        for schedule in schedules:
+            schedule.step()
+    assert ours.param_groups[0]["lr"] == theirs.param_groups[0]["lr"] == 0.0125
+    for mine, param in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine, param)
+
+
+class Counted(torch.optim.SGD):
+    """Its step knows what to do with a number."""
+
+    def step(self, closure: Any = None, *, seen: list[Any]) -> Any:  # type: ignore[override]
+        seen.append(closure)
+        return super().step()
+
+
+def test_what_is_no_closure_is_for_the_step_of_the_optimizer() -> None:
+    model, seen = layers(), list[Any]()
+    optimizer = OSS(model.parameters(), Counted, lr=0.1)
+    before = model[0].weight.detach().clone()
+    model(data(0)).sum().backward()
+    optimizer.step(0, seen=seen)
+    assert seen == [0] and not torch.equal(model[0].weight, before)
+    with pytest.raises(TypeError, match="'int' object is not callable"):  # As the plain one does.
+        OSS(model.parameters(), torch.optim.SGD, lr=0.1).step(0)
+
+
+def test_named_parameters_are_called_by_their_names() -> None:
+    optimizer = OSS(layers().named_parameters(), torch.optim.SGD, lr=0.1)
+    assert [name for bucket in optimizer.buckets for name in bucket.names] == [
+        "0.weight",
+        "0.bias",
+        "2.weight",
+        "2.bias",
+    ]
+
+
+def test_groups_dtypes_and_frozen_parameters_have_buckets_of_their_own() -> None:
+    model = layers()
+    model[0].bfloat16()
+    model[2].bias.requires_grad_(False)
+    optimizer = OSS([{"params": model[0].parameters(), "lr": 0.5}, {"params": model[2].parameters()}], lr=0.1)
+    found = [(b.dtype, any(p.requires_grad for p in b.params), len(b.params)) for b in optimizer.buckets]
+    assert found == [
+        (torch.bfloat16, True, 2),
+        (torch.float32, True, 1),
+        (torch.float32, False, 1),
+    ]
+    assert [group["lr"] for group in optimizer.optim.param_groups] == [0.5, 0.1]
+
+
+def test_who_updates_what_can_be_asked() -> None:
+    model = layers()
+    optimizer = OSS(model.parameters(), torch.optim.Adafactor, Group(rank=0, size=1))
+    ((group,),) = optimizer.partition_parameters()
+    assert [id(param) for param in group["params"]] == [id(param) for param in model.parameters()]
+
+
+def test_a_parameter_that_was_moved_to_another_dtype_is_refused_and_one_that_was_replaced_is_taken_back() -> None:
+    model = layers()
+    optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.1)
+    model.load_state_dict({name: torch.ones_like(value) for name, value in model.state_dict().items()}, assign=False)
+    model[0].weight.data = torch.full((8, 3), 2.0)
+    model(data(0)).sum().backward()
+    assert model[0].weight.grad is not None
+    expected = torch.full((8, 3), 2.0).add(model[0].weight.grad, alpha=-0.1)
+    optimizer.step()
+    assert torch.equal(model[0].weight, expected)
+    model.to(torch.float64)
+    with pytest.raises(
+        RuntimeError, match=r"was torch.float32 on cpu when OSS was built.*convert or move the model first"
+    ):
+        optimizer.step()
+
+
+def test_only_an_optimizer_class_is_taken() -> None:
+    with pytest.raises(TypeError, match=r"expected optim to be a class of optimizers"):
+        OSS(layers().parameters(), torch.optim.SGD(layers().parameters(), lr=0.1))  # type: ignore[arg-type]
+
+
+def test_a_filter_chooses_whose_norm_is_meant() -> None:
+    model = layers()
+    optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.1)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    first = {id(param) for param in model[0].parameters()}
+    norm = optimizer.clip_grad_norm(1.0, filter_params_fn=lambda params: [p for p in params if id(p) in first])
+    assert norm.item() == pytest.approx(32**0.5)
+    assert model[0].weight.grad is not None and model[0].weight.grad.max() < 0.2
+    assert bool((model[2].weight.grad == 1).all())
+
+
+def ddp_with_unused() -> None:
+    """A parameter without a gradient is not stepped: weight decay would move it."""
+    model = layers()
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.1, weight_decay=0.5)
+    before = model[2].weight.detach().clone()
+    ddp.module[0](data(0)).sum().backward()
+    optimizer.step()
+    assert torch.equal(model[2].weight, before)
+
+
+def strided() -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(3, 4)).to(memory_format=torch.channels_last)
+    model[2].weight = nn.Parameter(torch.randn(3, 4).t())
+    model[2].bias = nn.Parameter(torch.randn(4, 2)[:, 1])
+    return model
+
+
+def train_strided(sharded: bool, **options: Any) -> tuple[list[Tensor], dict[str, Any]]:
+    """Steps around a load of other weights; OSS is built after DistributedDataParallel."""
+    model = strided()
+    wrapped = DistributedDataParallel(model)
+    params = list(model.parameters())
+    strides = [param.stride() for param in params]
+    made = OSS(params, torch.optim.SGD, **options, lr=0.05, momentum=0.9) if sharded else None
+    optimizer = made or torch.optim.SGD(params, lr=0.05, momentum=0.9)
+    rank = torch.distributed.get_rank()
+    for step in range(4):
+        optimizer.zero_grad()
+        images = torch.randn(2, 2, 3, 3, generator=torch.Generator().manual_seed(10 * step + rank))
+        wrapped(images).square().mean().backward()
+        optimizer.step()
+        if step == 1:
+            model.load_state_dict({name: 0.5 * value for name, value in model.state_dict().items()})
+    assert [param.stride() for param in params if param is not model[2].bias] == strides[:-1]
+    if made is not None:
+        made.consolidate_state_dict(0)
+    state = optimizer.state_dict() if rank == 0 or made is None else {"state": {}}
+    return [param.detach().clone() for param in params], state["state"]
+
+
+def strides_of_ddp() -> None:
+    plain, plain_state = train_strided(sharded=False)
+    for options in ({}, {"bucket_numel": 8}, {"elementwise": False}):
+        sharded, state = train_strided(sharded=True, **options)
+        assert all(torch.equal(own, theirs) for own, theirs in zip(sharded, plain, strict=True))
+        for number, kept in state.items():
+            assert torch.equal(kept["momentum_buffer"], plain_state[number]["momentum_buffer"])
+    rounded, _ = train_strided(sharded=True, broadcast_fp16=True)
+    assert all(torch.equal(param, param.half().float()) for param in rounded)
+    torch.testing.assert_close(rounded, plain, rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_parameters_whose_strides_ddp_has_noted_keep_them(num_ranks: int) -> None:
+    run_ranks(strides_of_ddp, num_ranks)
+
+
+def test_other_parameters_get_memory_in_the_buffer_whatever_their_strides() -> None:
+    model = strided()
+    optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.1)
+    assert all(param.is_contiguous() and not bucket.apart for bucket in optimizer.buckets for param in bucket.params)
+
+
+def test_what_has_no_gradient_is_left_alone() -> None:
+    run_ranks(ddp_with_unused, 2)
+
+
+@pytest.mark.parametrize("max_norm", [-1.0, float("nan")])
+def test_a_bound_that_would_turn_gradients_round_is_refused_before_anything_is_measured(max_norm: float) -> None:
+    model = layers()
+    optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.1)
+    model(data(0)).sum().backward()
+    before = [param.grad.clone() for param in model.parameters() if param.grad is not None]
+    with pytest.raises(ValueError, match=r"expected max_norm of at least 0, got"):
+        optimizer.clip_grad_norm(max_norm)
+    optimizer.clip_grad_norm(torch.inf)
+    after = [param.grad for param in model.parameters() if param.grad is not None]
+    assert len(after) == 4 and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_ranks_without_a_process_group_do_not_train_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match=r"this is one of 2 ranks .* torch.distributed is not initialised"):
+        OSS(torch.nn.Linear(2, 1).parameters(), torch.optim.SGD, lr=0.1)

@@ -1,0 +1,364 @@
+"""reducer.py, giving_up.py: a pass that fails, or is left out, on some ranks is given up by all, without a trace."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from scale_core.comm.group import group_of
+from scale_core.consistency.contract import ContractError, ScaleDistributedError
+from scale_core.testing import run_ranks
+from scale_oss import OSS, ShardedDataParallel, StepError
+
+
+@dataclass
+class Fault:
+    """Where a pass is to go wrong: nowhere, as long as `where` is empty."""
+
+    where: str = ""
+    ranks: list[int] = field(default_factory=list)
+
+    def strikes(self, place: str) -> bool:
+        return place == self.where and group_of().rank in self.ranks
+
+
+class Gate(nn.Module):
+    """Passes everything on, and fails in its forward or backward when asked to."""
+
+    def __init__(self, place: str, fault: Fault) -> None:
+        super().__init__()
+        self.place, self.fault = place, fault
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fault.strikes(f"{self.place}, forward"):
+            raise ValueError(f"lost at the {self.place}, forward")
+        y = x * 1
+        if y.requires_grad:
+            y.register_hook(self._check)
+        return y
+
+    def _check(self, grad: Tensor) -> None:
+        if self.fault.strikes(self.place):
+            raise ValueError(f"lost at the {self.place}")
+
+
+def batch(step: int) -> Tensor:
+    """A rank's own."""
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + group_of().rank))
+
+
+class Case:
+    """A model of three buckets, with a gate behind each layer but the last, beside the fault that they share."""
+
+    def __init__(self, *, buffers: bool = True, bucket_numel: int = 75) -> None:
+        self.fault = Fault()
+        torch.manual_seed(0)
+        front, middle = Gate("front", self.fault), Gate("middle", self.fault)
+        layers = nn.Sequential(nn.Linear(6, 8), front, nn.Linear(8, 8), middle, nn.Linear(8, 2))
+        if buffers:
+            layers.append(nn.BatchNorm1d(2))
+        self.optimizer = OSS(layers.parameters(), torch.optim.Adam, lr=0.1, bucket_numel=bucket_numel)
+        self.model = ShardedDataParallel(layers, self.optimizer)
+        assert bucket_numel != 75 or len(self.optimizer.buckets) == 3
+
+    def loss(self, step: int) -> Tensor:
+        loss: Tensor = self.model(batch(step)).square().mean()
+        return loss
+
+    def run(self, step: int) -> None:
+        """A forward and a backward pass."""
+        self.loss(step).backward()
+
+    def step(self, step: int) -> None:
+        self.loss(step).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def accumulate(self, step: int) -> None:
+        with self.model.no_sync():
+            self.run(step)
+
+    def grads(self) -> list[Tensor | None]:
+        return [None if param.grad is None else param.grad.clone() for param in self.model.parameters()]
+
+    def fails(self, backward: Callable[[], None], ranks: list[int]) -> str:
+        """Runs a backward pass that fails on these ranks; returns what was raised."""
+        began = time.monotonic()
+        expected = ValueError if group_of().rank in ranks else StepError
+        with pytest.raises(expected) as caught:
+            backward()
+        assert time.monotonic() - began < 60  # Nobody waits for a limit, nor for a connection to be cut.
+        self.fault.where = ""
+        return str(caught.value)
+
+    def weights(self) -> list[Tensor]:
+        return [param.detach().clone() for param in self.model.parameters()]
+
+
+def failing_steps() -> list[str]:
+    """Steps that fail between steps that don't; the others are those of a training without them."""
+    case, reference, messages = Case(), Case(), []
+    size = group_of().size
+    for step, (where, ranks) in enumerate(failures(size)):
+        case.fault.where, case.fault.ranks = where, ranks
+        messages.append(case.fails(partial(case.run, 100 + step), ranks))
+        case.step(step)
+        reference.step(step)
+    assert all(torch.equal(a, b) for a, b in zip(case.weights(), reference.weights(), strict=True))
+    return messages
+
+
+def failures(size: int) -> list[tuple[str, list[int]]]:
+    """Where the passes of `failing_steps` fail, and on which ranks."""
+    everyone = list(range(size))
+    backward = [("middle", [0]), ("front", [size - 1]), ("middle", everyone), ("front", [0]), ("front", [0])]
+    return [("middle, forward", [0]), *backward, ("front, forward", [size - 1]), ("front, forward", everyone)]
+
+
+def steps_without_a_backward() -> list[str]:
+    """Some rank leaves out a backward pass, and goes on with the next batch: the others drop theirs, too."""
+    case, reference, messages = Case(), Case(), []
+    last = group_of().size - 1
+    for step, (rank, holds) in enumerate([(0, False), (last, False), (0, True), (0, True), (last, True)]):
+        held = None
+        if group_of().rank == rank:
+            held = case.loss(100 + step)  # What its loss raises, it catches.
+            held = held if holds else None
+        else:
+            messages.append(case.fails(partial(case.run, 100 + step), []))
+        loss = case.loss(step)
+        del held  # As a variable of a loop, which is overwritten now.
+        loss.backward()
+        case.optimizer.step()
+        case.optimizer.zero_grad()
+        reference.step(step)
+    assert all(torch.equal(a, b) for a, b in zip(case.weights(), reference.weights(), strict=True))
+    return messages
+
+
+def a_forward_that_is_kept() -> str:
+    """Whether a backward will still come to it nobody knows: no gradients of two batches are averaged."""
+    case = Case(buffers=False)
+    case.step(0)
+    before = case.weights()
+    held = case.loss(1) if group_of().rank == 0 else None
+    message = case.fails(partial(case.run, 2), [])
+    assert all(torch.equal(a, b) for a, b in zip(case.weights(), before, strict=True))
+    case.step(3)
+    assert held is None or held.requires_grad
+    return message
+
+
+def forwards_that_all_ranks_drop() -> None:
+    """They may: it costs one pass of zeros, the first time. And outputs may be changed in place, or used in part."""
+    case, reference = Case(), Case()
+    for step in range(4):
+        case.loss(100 + step)
+        case.step(step)
+        reference.step(step)
+    assert case.model._contract.step == 4 + 1
+    for each in (case, reference):
+        each.model.module.append(nn.Unflatten(1, (1, 2)))
+    for step in range(4, 7):
+        view = case.model(batch(step))
+        view.mul_(2)
+        first, second = case.loss(100), case.loss(101)
+        (view.square().mean() + first).backward()
+        del first, second
+        case.optimizer.step()
+        case.optimizer.zero_grad()
+        doubled, first = reference.model(batch(step)) * 2, reference.loss(100)
+        (doubled.square().mean() + first).backward()
+        reference.optimizer.step()
+        reference.optimizer.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(case.weights(), reference.weights(), strict=True))
+
+
+def alike(mine: list[Tensor | None], theirs: list[Tensor | None]) -> bool:
+    return all((a is None and b is None) or torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def failing_micro_batches() -> list[str]:
+    """What was accumulated before the pass that fails stays, reduced or not; so training goes on as if it never was."""
+    messages = []
+    # Where each parameter has a bucket of its own, its gradient is taken over and not packed.
+    for bucket_numel, (where, last) in itertools.product((75, 1), (("front", False), ("middle, forward", True))):
+        case, reference = Case(bucket_numel=bucket_numel), Case(bucket_numel=bucket_numel)
+        for each in (case, reference):
+            each.run(0)
+            each.accumulate(1)
+        before = case.grads()
+        case.fault.where, case.fault.ranks = where, [1]
+        messages.append(case.fails(partial(case.run, 2), [1]))
+        assert alike(case.grads(), before) and before[0] is not None
+        for each in (case, reference):
+            each.accumulate(3)
+            if last:
+                each.run(4)
+            else:
+                each.model.reduce()
+            each.optimizer.step()
+        assert alike([*case.weights()], [*reference.weights()])
+        assert all(param.grad is None for param in case.model.parameters())
+    return messages
+
+
+def failing_under_no_sync() -> list[str]:
+    """The others hear of it when they reduce; each goes back to where it stood before the pass that raised on it."""
+    case, reference, messages = Case(bucket_numel=20), Case(bucket_numel=20), []
+    for turn, (where, by_hand) in enumerate(itertools.product(("middle", "front", "front, forward"), (False, True))):
+        step = 10 * turn
+        case.accumulate(100 + step)
+        case.fault.where, case.fault.ranks = where, [1]
+        if group_of().rank != 1:
+            case.accumulate(101 + step)
+        before = case.grads()
+        if group_of().rank == 1:
+            backward = partial(case.accumulate, 101 + step)
+        else:
+            backward = case.model.reduce if by_hand else partial(case.run, 102 + step)
+        messages.append(case.fails(backward, [1]))
+        assert alike(case.grads(), before) and before[0] is not None
+        case.optimizer.zero_grad()
+        case.model.zero_grad()
+        for each in (case, reference):
+            each.accumulate(step)
+            each.step(step + 1)
+    assert alike([*case.weights()], [*reference.weights()])
+    return messages
+
+
+def failing_hooks_of_ours() -> str:
+    """What this package refuses in the middle of a pass on one rank is refused on all; so is a manual reduction."""
+    case = Case()
+    case.step(0)
+    before = case.weights()
+    create_graph = group_of().rank == 0
+    with pytest.raises(RuntimeError) as caught:
+        case.loss(1).backward(create_graph=create_graph)
+    assert isinstance(caught.value, StepError) != create_graph
+    for param in case.model.parameters():
+        param.grad = None
+    case.optimizer.step()  # There is nothing to step with.
+    assert all(torch.equal(a, b) for a, b in zip(case.weights(), before, strict=True))
+    case.step(2)
+    return str(caught.value)
+
+
+class Product(nn.Module):
+    """One matrix, or two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.second = nn.Parameter(torch.randn(6, 6)), nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, x: Tensor, both: bool = True) -> Tensor:
+        y: Tensor = x @ self.first
+        return y @ self.second if both else y
+
+
+def two_models_in_one_backward_pass() -> str:
+    """As in adversarial training. Buckets of one size and number: nobody may take one for the other."""
+    found = []
+    for wraps in (ShardedDataParallel, None):
+        judge, maker = Product(), Product()
+        optimizers = [OSS(each.parameters(), torch.optim.SGD, lr=1e-3) for each in (judge, maker)]
+        models = [
+            wraps(model, optimizer) if wraps is not None else DistributedDataParallel(model)
+            for model, optimizer in zip((judge, maker), optimizers, strict=True)
+        ]
+        for step in range(3):
+            models[0](models[1](batch(step))).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.wait()
+        found.append([param.detach().clone() for each in (judge, maker) for param in each.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    models = [ShardedDataParallel(each, OSS(each.parameters(), lr=1e-3)) for each in (Product(), Product())]
+    with pytest.raises(ContractError) as caught:
+        models[0](models[1](batch(0)), group_of().rank == 1).sum().backward()
+    return "\n".join([str(caught.value), *caught.value.__notes__])
+
+
+def lost_ranks() -> str:
+    """A rank that leaves is named to the others, once they have waited for it."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 2))
+    optimizer = OSS(layers.parameters(), torch.optim.SGD, lr=0.1, limit_seconds=1)
+    model = ShardedDataParallel(layers, optimizer)
+    if group_of().rank == 1:
+        time.sleep(3)
+        return ""
+    with pytest.raises(ScaleDistributedError):
+        model(torch.ones(1, 6)).sum().backward()
+    with pytest.raises(ScaleDistributedError, match="is broken since an earlier error") as caught:
+        model(torch.ones(1, 6)).sum().backward()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_backward_that_fails_on_some_ranks_is_given_up_by_all_and_leaves_no_trace(ranks: int) -> None:
+    for rank, messages in enumerate(run_ranks(failing_steps, ranks)):
+        for (where, failed), message in zip(failures(ranks), messages, strict=True):
+            if rank in failed:
+                assert message == f"lost at the {where}"
+            else:
+                assert f"was given up on all ranks, because rank {failed[0]} failed. Parameters" in message
+                assert "its backward pass failed" in message or f"ValueError: lost at the {where}" in message
+                assert "call optimizer.zero_grad(), and training can go on with the next batch" in message
+
+
+def test_a_rank_that_leaves_out_a_backward_pass_is_not_averaged_with_another_batch() -> None:
+    for messages in run_ranks(steps_without_a_backward, 3):
+        assert messages
+        for message in messages:
+            assert "was given up on all ranks, because rank " in message
+            assert "its forward pass was followed by no backward pass: an error in its loss was caught" in message
+    for message in run_ranks(a_forward_that_is_kept, 2):
+        assert "there are forward passes without a backward, [1, 0] by rank" in message
+
+
+def test_forward_passes_that_all_ranks_drop_change_nothing() -> None:
+    run_ranks(forwards_that_all_ranks_drop, 2)
+
+
+def test_gradients_that_were_accumulated_before_a_failing_pass_stay() -> None:
+    for rank, messages in enumerate(run_ranks(failing_micro_batches, 2)):
+        assert len(messages) == 4
+        assert all(("lost at" if rank else "so are gradients that were accumulated") in each for each in messages)
+
+
+def test_a_pass_that_fails_under_no_sync_is_given_up_where_the_others_reduce() -> None:
+    for rank, messages in enumerate(run_ranks(failing_under_no_sync, 3)):
+        assert len(messages) == 6
+        for message in messages:
+            assert message.startswith("lost at the") if rank == 1 else "because rank 1 failed. Parameters" in message
+
+
+def test_what_is_refused_on_one_rank_is_refused_on_all() -> None:
+    mine, others = run_ranks(failing_hooks_of_ours, 2)
+    assert "has a gradient of its own" in mine and "because rank 0 failed" in others
+
+
+def test_buckets_of_two_models_are_never_taken_for_each_other() -> None:
+    for message in run_ranks(two_models_in_one_backward_pass, 2):
+        assert re.search(
+            r"rank 0: reduction of unit 'bucket 0 of optimizer (\d+)'; rank 1: .* of optimizer (?!\1)", message
+        )
+        assert "ShardedDataParallel(module, [optimizer, other_optimizer])" in message
+
+
+def test_a_rank_that_has_left_is_found_out_and_the_next_pass_is_refused_by_name() -> None:
+    assert "bucket 0" in run_ranks(lost_ranks, 2)[0]

@@ -1,0 +1,196 @@
+"""`split`: a model cut at names of modules into stages, each of which runs the model's own forward.
+
+A stage is a copy of the model's frames: of the model itself, and of those modules that have parts on several stages.
+The units of other stages are replaced in it by placeholders without values; the own ones are the very modules of the
+model. So parameters have the model's names, a model on the meta device never becomes whole, and nothing is traced.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from torch import nn
+
+from scale_core.part_hooks import is_for_each_part, take_hooks
+from scale_pipe.module_split.collected_outputs import install_collectors
+from scale_pipe.module_split.cut_plan import CutPlan, plan_cuts
+from scale_pipe.module_split.placeholder_tensor import absent, shape_of
+from scale_pipe.module_split.stage_forward import Elsewhere, Parts, StageForward
+from scale_pipe.partition.partition import Partition, own_hooks
+
+_FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_STATE_HOOKS = (
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+def split(
+    model: nn.Module,
+    cuts: Sequence[str],
+    *,
+    hold: Mapping[str, int | Sequence[int]] | None = None,
+    pass_on: Sequence[str] | None = None,
+) -> list[nn.Module]:
+    """Cuts a model into stages at the calls of modules.
+
+    The first stage is called with the model's arguments, every other one with what the stage before has returned; the
+    last returns the model's output. A later stage may be given arguments of the model by keyword, such as labels that
+    only its rank has. The modules stay the model's own objects.
+
+        >>> import torch
+        >>> from scale_pipe import split
+        >>> model = torch.nn.Transformer(8, 2, num_encoder_layers=2, num_decoder_layers=2, batch_first=True).eval()
+        >>> first, second = split(model, ["encoder.layers.1"])
+        >>> source, target = torch.randn(2, 4, 8), torch.randn(2, 3, 8)
+        >>> torch.equal(second(first(source, target)), model(source, target))
+        True
+
+    Args:
+        model: Any module. What its forward does between the calls of modules, each stage does as well.
+        cuts: Names of modules, in the order in which the model registers them. Each begins a stage, at its first call.
+            A module stands on the stage that the order of registration says.
+        hold: By the name of a module or parameter, the stage that holds it where that order is not the order of use;
+            several stages for one that all of them use, such as an embedding whose weight is the output layer's too.
+        pass_on: The names of the model's arguments whose tensors later stages need themselves, such as "labels"; of the
+            others they know the shapes. None passes all on.
+
+    Returns:
+        One more than there are cuts. Where an `nn.Sequential` is cut at its own layers, they are sequences.
+
+    Raises:
+        TypeError: The model is no module; cuts, `hold` or `pass_on` are no names; a cut is a module that is never
+            called.
+        ValueError: There is no module or argument of a name; cuts are out of order or stand twice; there is no such
+            stage; a module's forward was replaced, which a copy of it could not follow.
+    """
+    plan = plan_cuts(model, cuts, hold)
+    if not cuts:
+        return [model]
+    if isinstance(pass_on, str):
+        raise TypeError(f'pass_on is a list of names, as ["labels"], but got {pass_on!r}')
+    names = None if pass_on is None else frozenset(pass_on)
+    whole = "forward" in vars(model) or own_hooks(model) or hold or any("." in cut for cut in cuts)
+    if type(model) is nn.Sequential and not whole:
+        return _slices(model, cuts)
+    install_collectors(model)
+    forwards = [StageForward(plan, stage, names) for stage in range(plan.num_stages)]
+    return [_stage(model, forward) for forward in forwards]
+
+
+def _slices(model: nn.Sequential, cuts: Sequence[str]) -> list[nn.Module]:
+    layers = list(model.named_children())
+    starts = [0, *(next(i for i, (name, _) in enumerate(layers) if name == cut) for cut in cuts), len(layers)]
+    slices = (layers[start:end] for start, end in pairwise(starts))
+    stages: list[nn.Module] = [Partition(OrderedDict(part)) for part in slices]
+    for stage in stages:
+        stage.training = model.training  # Of itself alone: a layer may be frozen in evaluation mode.
+        take_hooks(stage, model)
+    return stages
+
+
+def _stage(model: nn.Module, forward: StageForward) -> nn.Module:
+    forward.check_names(model)
+    stage = _frame(model, "", forward.plan, forward.stage)
+    for hooks in _FORWARD_HOOKS:  # These get the model's inputs or outputs, which only one stage has.
+        first = hooks == "_forward_pre_hooks"
+        if forward.stage != (0 if first else forward.plan.num_stages - 1):
+            kept = ((key, hook) for key, hook in vars(model)[hooks].items() if is_for_each_part(hook))
+            vars(stage)[hooks] = OrderedDict(kept)
+    forward.bind(stage)
+    return stage
+
+
+def _frame(module: nn.Module, name: str, plan: CutPlan, stage: int) -> nn.Module:
+    """Returns a copy of a module that has parts on several stages."""
+    if "forward" in vars(module):
+        raise ValueError(
+            f"{name or type(module).__name__!r} is cut through, but its forward was replaced "
+            f"({type(vars(module)['forward']).__name__}), and the copies of it could not follow; do that to smaller "
+            "modules, or to the stages that split returns"
+        )
+    copy, prefix = _bare_copy(module), f"{name}." if name else ""
+    for hooks in (*_FORWARD_HOOKS, *_STATE_HOOKS):
+        vars(copy)[hooks] = type(vars(module)[hooks])(vars(module)[hooks])
+    for key, parameter in module._parameters.items():
+        if parameter is None or plan.holds(stage, prefix + key):
+            copy._parameters[key] = parameter
+        else:
+            _set_absent(copy, key, parameter, f"parameter {prefix + key!r} of {plan.where(prefix + key)}")
+    copy._buffers.update(module._buffers)
+    parts = Parts(prefix)
+    for key, child in module._modules.items():
+        path = prefix + key
+        if child is None:
+            parts[key] = None
+        elif path in plan.frames:
+            parts[key] = _frame(child, path, plan, stage)
+        elif path in plan.stages and not plan.holds(stage, path):
+            parts[key] = _placeholder(child, path, plan.where(path))
+        else:
+            parts[key] = child
+    vars(copy)["_modules"] = parts
+    return copy
+
+
+def _placeholder(module: nn.Module, name: str, where: str) -> nn.Module:
+    """Returns a copy of a module without values: it has the attributes that a forward may ask it for."""
+    copy = _bare_copy(module)
+    for hooks in (*_FORWARD_HOOKS, *_STATE_HOOKS):
+        vars(copy)[hooks] = OrderedDict()
+    for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
+        if tensor is None:
+            copy._parameters[key] = None
+        else:
+            _set_absent(copy, key, tensor, f"{name}.{key} of {where}")
+    for key, child in module._modules.items():
+        copy._modules[key] = None if child is None else _placeholder(child, f"{name}.{key}", where)
+    # A class's own ways to save and load, as a batch norm has, would look for what is not here.
+    vars(copy).update(
+        forward=Elsewhere(name, where), _save_to_state_dict=_save_nothing, _load_from_state_dict=_load_nothing
+    )
+    return copy
+
+
+def _save_nothing(destination: Any, prefix: str, keep_vars: bool) -> None:
+    """What a placeholder adds to a state."""
+
+
+def _load_nothing(state: Mapping[str, Any], prefix: str, _: Any, strict: bool, *lists: list[str]) -> None:
+    """What a placeholder takes of a state; where that is strict, its keys are too many."""
+    unexpected = lists[1]
+    if strict:
+        unexpected += [key for key in state if key.startswith(prefix) and "." not in key[len(prefix) :]]
+
+
+def _bare_copy(module: nn.Module) -> nn.Module:
+    """Returns a module of the same class with the same attributes, without parameters, buffers and modules."""
+    copy = object.__new__(type(module))
+    vars(copy).update(vars(module))
+    vars(copy).update(_parameters={}, _buffers={}, _modules={})
+    return copy
+
+
+def _set_absent(module: nn.Module, key: str, tensor: Any, origin: str) -> None:
+    vars(module)[key] = absent(shape_of(tensor), origin, tensor.device)
+
+
+def shared_parameters(stages: Sequence[nn.Module]) -> list[list[tuple[int, str]]]:
+    """Returns the parameters that are one tensor and stand on several stages.
+
+    Args:
+        stages: Of `split`, or any modules.
+
+    Returns:
+        Of each such tensor its stages and names there, in order: [(0, "wte.weight"), (3, "head.weight")].
+    """
+    places: dict[int, list[tuple[int, str]]] = {}
+    for number, stage in enumerate(stages):
+        for name, parameter in stage.named_parameters(remove_duplicate=False):
+            places.setdefault(id(parameter), []).append((number, name))
+    return [found for found in places.values() if len({number for number, _ in found}) > 1]

@@ -1,0 +1,95 @@
+"""Which skips cross from one partition to another, and whether each of them has both of its ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from inspect import isgeneratorfunction
+from typing import NamedTuple
+
+from torch import nn
+
+from scale_pipe.skip.namespace import SkipKey, declared_by, popped_by, stashed_by
+
+
+class Skip(NamedTuple):
+    """A tensor that goes from one partition straight to a later one.
+
+    Attributes:
+        key: Its name, in its namespace.
+        stashed_in: The number of the partition that stashes it.
+        popped_in: The number of the partition that pops it.
+    """
+
+    key: SkipKey
+    stashed_in: int
+    popped_in: int
+
+
+def skip_layout(partitions: Sequence[nn.Module]) -> list[Skip]:
+    """Returns the skips that cross from one partition to another, in the order of the modules that stash.
+
+    The order is the same wherever the same model is cut in the same way, though namespaces differ between processes.
+
+    Args:
+        partitions: In the order in which they run.
+    """
+    popped_in = {key: number for number, partition in enumerate(partitions) for key in popped_by(partition)}
+    return [
+        Skip(key, number, popped_in[key])
+        for number, partition in enumerate(partitions)
+        for key in stashed_by(partition)
+        if popped_in.get(key, number) > number
+    ]
+
+
+def verify_skippables(module: nn.Sequential | Sequence[nn.Module]) -> None:
+    """Proves that each name that is popped was stashed before, by exactly one layer, and the other way round.
+
+    A forward that yields and that nobody follows is found as well: its class lacks the decorator.
+
+    Args:
+        module: A sequential module, or its layers; what these hold counts as theirs.
+
+    Raises:
+        TypeError: One or more pairs do not match; the message lists all of them.
+    """
+    problems: list[str] = []
+    stashed: dict[SkipKey, str] = {}
+    popped: dict[SkipKey, str] = {}
+    layers = module.named_children() if isinstance(module, nn.Module) else enumerate(module)
+    for name, layer in layers:
+        for part in layer.modules():
+            kind = type(part)
+            # A decorated forward is no generator any more. Inside of a layer, others may be such, and who calls them.
+            if isgeneratorfunction(kind.forward) and (part is layer or declared_by(part)):
+                problems.append(
+                    f"layer '{name}' has a forward that yields: write @skippable above class {kind.__name__}"
+                )
+        declared = declared_by(layer)
+        both = set(declared.stash) & set(declared.pop) if declared else set()
+        problems += [f"layer '{name}' both stashes and pops {word!r}" for word in sorted(both)]
+        keys = [key for key in stashed_by(layer) if key[1] not in both]
+        for key in keys:
+            if key in stashed:
+                problems.append(
+                    f"layer '{name}' stashes {key[1]!r} as layer '{stashed[key]}' does: isolate one of them"
+                )
+            else:
+                stashed[key] = str(name)
+        for key in popped_by(layer):
+            if key[1] in both:
+                continue
+            if key in popped:
+                problems.append(f"layer '{name}' pops {key[1]!r}, which layer '{popped[key]}' has popped already")
+            elif key not in stashed:
+                problems.append(f"layer '{name}' pops {key[1]!r}, which no layer before it stashes")
+            else:
+                popped[key] = str(name)
+    problems += [
+        f"layer '{name}' stashes {key[1]!r}, which no layer after it pops"
+        for key, name in stashed.items()
+        if key not in popped
+    ]
+    if problems:
+        lines = "".join(f"\n  * {problem}" for problem in problems)
+        raise TypeError(f"one or more pairs of stash and pop do not match:\n{lines}")

@@ -1,0 +1,235 @@
+"""samples.py of `DistributedPipe`: who measures gradients is told, of each, which micro-batch it is of.
+
+One process holds all stages here; stages on several ranks are tested with scale-adascale, by whoever measures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from scale_core.comm.group import Group
+from scale_core.microbatch_grads import Listener, SampledStep, Terms, on_sampled_steps
+from scale_pipe import DistributedPipe, StageError
+from scale_pipe.distributed.microbatch_grads import check_terms, ranks_with_parameters, sample_slots
+from scale_pipe.distributed.program.plan import Flow, SharedParameter, Slot
+from scale_pipe.schedules.placement import Placement
+
+CHUNKS = 3
+
+
+def layers(*, tied: bool) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 4)).double()
+    if tied:
+        model[3].weight = model[0].weight
+    return model
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x, target = (torch.randn(2 * CHUNKS, 4, generator=generator, dtype=torch.float64) for _ in range(2))
+    return x, target
+
+
+class Measures:
+    """Keeps each gradient by parameter and micro-batch, as hooks see it or as it is handed over."""
+
+    def __init__(self, params: list[Tensor]) -> None:
+        self.params = params
+        self.step: SampledStep | None = None
+        self.found: dict[tuple[int, int], Tensor] = {}
+        self.ends: list[int | None] = []
+        self.weights: Sequence[float] = ()
+        self.hooks = [param.register_hook(self._hook(number)) for number, param in enumerate(params)]
+        self.handle = on_sampled_steps(self.begins)
+
+    def begins(self, step: SampledStep) -> Listener:
+        assert {id(param) for param in step.params} == {id(param) for param in self.params}
+        self.step = step
+        return Listener(self._ended, lambda: self.ends.append(None), self._whole)
+
+    def _ended(self, weights: Sequence[float]) -> None:
+        self.weights = weights
+        self.ends.append(len(weights))
+
+    def _hook(self, number: int) -> Callable[[Tensor], None]:
+        def hook(grad: Tensor) -> None:
+            assert self.step is not None
+            if self.params[number] not in self.step.in_parts:
+                self._keep(number, grad)
+
+        return hook
+
+    def _whole(self, param: Tensor, grad: Tensor) -> None:
+        self._keep([param is each for each in self.params].index(True), grad)
+
+    def _keep(self, number: int, grad: Tensor) -> None:
+        assert self.step is not None and self.step.sample is not None
+        assert (number, self.step.sample) not in self.found
+        self.found[number, self.step.sample] = grad.clone()
+
+    def stop(self) -> None:
+        self.handle.remove()
+        for hook in self.hooks:
+            hook.remove()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dual_pipe_v"])
+def test_each_gradient_is_told_of_once_with_its_micro_batch(schedule: str, tied: bool) -> None:
+    """However it is computed; of a weight that two stages have it is the sum of both, as autograd has it."""
+    several = schedule in ("interleaved_1f1b", "zb_v", "dual_pipe_v")
+    pipe = DistributedPipe(
+        layers(tied=tied), schedule, balance=[2, 2] if several else [4], chunks=CHUNKS, stages_per_rank=1 + several
+    )
+    measures = Measures(list(pipe.parameters()))
+    x, target = batch()
+    pipe.step(x, target=target, loss_fn=nn.functional.mse_loss)
+    measures.stop()
+    model = layers(tied=tied)
+    params = list(model.parameters())
+    for sample, (part, to) in enumerate(zip(x.chunk(CHUNKS), target.chunk(CHUNKS), strict=True)):
+        loss = nn.functional.mse_loss(model(part), to) / CHUNKS
+        for number, grad in enumerate(torch.autograd.grad(loss, params)):
+            torch.testing.assert_close(measures.found.pop((number, sample)), grad, rtol=1e-12, atol=1e-14)
+    assert measures.found == {} and measures.ends == [CHUNKS]
+
+
+def test_a_step_that_fails_is_told_of_and_an_evaluation_is_not() -> None:
+    pipe = DistributedPipe(layers(tied=True), "zb_v", balance=[2, 2], chunks=CHUNKS)
+    measures = Measures(list(pipe.parameters()))
+    x, target = batch()
+    calls: list[int] = []
+
+    def loss_fn(output: Tensor, to: Tensor) -> Tensor:
+        calls.append(0)
+        if len(calls) == CHUNKS:
+            raise ArithmeticError("the last")
+        return nn.functional.mse_loss(output, to)
+
+    with pytest.raises(StageError, match="the last"):
+        pipe.step(x, target=target, loss_fn=loss_fn)
+    assert measures.ends == [None]
+    pipe.evaluate(x, target=target, loss_fn=nn.functional.mse_loss)
+    assert measures.ends == [None]
+    measures.found.clear()
+    pipe.step(x, target=target, loss_fn=nn.functional.mse_loss)
+    measures.stop()
+    assert measures.ends == [None, CHUNKS]
+
+
+def test_who_refuses_a_step_fails_it_before_anything_is_computed() -> None:
+    pipe = DistributedPipe(layers(tied=False), balance=[4], chunks=CHUNKS)
+    x, target = batch()
+
+    def refuses(step: SampledStep) -> Listener:
+        raise RuntimeError("clip gradients later")
+
+    handle = on_sampled_steps(refuses)
+    with pytest.raises(StageError, match=r"measured by: clip gradients later"):
+        pipe.step(x, target=target, loss_fn=nn.functional.mse_loss)
+    handle.remove()
+    assert all(param.grad is None for param in pipe.parameters())
+    pipe.step(x, target=target, loss_fn=nn.functional.mse_loss)
+
+
+def test_nothing_is_hooked_where_nobody_listens_nor_after_a_step() -> None:
+    pipe = DistributedPipe(layers(tied=True), "zb_v", balance=[2, 2], chunks=CHUNKS)
+    x, target = batch()
+    hooked: list[bool] = []
+
+    def loss_fn(output: Tensor, to: Tensor) -> Tensor:
+        hooked.append(any(param._backward_hooks for param in pipe.parameters()))
+        return nn.functional.mse_loss(output, to)
+
+    pipe.step(x, target=target, loss_fn=loss_fn)
+    handle = on_sampled_steps(lambda step: Listener(lambda number: None, lambda: None, lambda param, grad: None))
+    pipe.step(x, target=target, loss_fn=loss_fn)
+    handle.remove()
+    assert hooked == [False] * CHUNKS + [True] * CHUNKS
+    assert not any(param._backward_hooks for param in pipe.parameters())
+
+
+def test_an_optimizer_that_is_measured_steps_when_the_step_has_ended() -> None:
+    pipe = DistributedPipe(layers(tied=False), "zb_v", balance=[2, 2], chunks=CHUNKS)
+    told: list[str] = []
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: told.append("steps"))
+    x, target = batch()
+    handle = on_sampled_steps(lambda step: Listener(lambda number: told.append("ended"), lambda: None, print))
+    pipe.step(x, target=target, loss_fn=nn.functional.mse_loss, optimizer=optimizer)
+    handle.remove()
+    assert told == ["ended", "steps"]
+
+
+def test_gradients_of_samples_go_to_the_first_rank_that_holds_a_parameter() -> None:
+    placement = Placement.wave(2)
+    slots = sample_slots(placement, [SharedParameter("up", (0, 1, 3)), SharedParameter("down", (0, 3))], 2)
+    assert slots == [Slot(Flow.SAMPLE, "up", 1, 0, batch) for batch in range(2)]
+
+
+class Twice(nn.Module):
+    """Multiplies by a weight outside of a checkpoint and inside of it."""
+
+    def __init__(self, weight: nn.Parameter, reentrant: bool) -> None:
+        super().__init__()
+        self.weight, self.reentrant = weight, reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        def again(hidden: Tensor) -> Tensor:
+            return torch.tanh(hidden) @ self.weight
+
+        hidden = x @ self.weight
+        found: Tensor = checkpoint(again, hidden, use_reentrant=True) if self.reentrant else again(hidden)
+        return found
+
+
+def test_a_shared_weight_is_told_of_once_where_a_stage_has_it_inside_and_outside_of_a_reentrant_checkpoint() -> None:
+    def model(reentrant: bool) -> nn.Sequential:
+        own = layers(tied=False)
+        return nn.Sequential(Twice(own[0].weight, reentrant), own[1], own[2], Twice(own[0].weight, False))
+
+    pipe = DistributedPipe(model(True), "interleaved_1f1b", balance=[2, 2], chunks=CHUNKS, stages_per_rank=2)
+    measures = Measures(list(pipe.parameters()))
+    x, target = batch()
+    pipe.step(x, target=target, loss_fn=nn.functional.mse_loss)
+    measures.stop()
+    plain = model(False)
+    weight = plain[0].weight
+    for sample, (part, to) in enumerate(zip(x.chunk(CHUNKS), target.chunk(CHUNKS), strict=True)):
+        (expected,) = torch.autograd.grad(nn.functional.mse_loss(plain(part), to) / CHUNKS, [weight])
+        torch.testing.assert_close(measures.found[0, sample], expected, rtol=1e-12, atol=1e-14)
+
+
+def test_micro_batches_of_unequal_size_are_told_with_what_they_count() -> None:
+    pipe = DistributedPipe(layers(tied=False), balance=[4], chunks=CHUNKS)
+    measures = Measures(list(pipe.parameters()))
+    x, target = batch()
+    pipe.step(x[:5], target=target[:5], loss_fn=nn.functional.mse_loss)
+    measures.stop()
+    assert list(measures.weights) == [0.4, 0.4, 0.2]
+
+
+def test_other_terms_are_refused_only_where_one_rank_would_wait_for_the_other() -> None:
+    both, alone = Terms((0, 1), "one"), Terms((0,), "one")
+    check_terms({0: [both], 1: [both]})
+    check_terms({0: [alone], 1: []})
+    check_terms({0: [alone, both], 1: [both], 2: []})
+    check_terms({0: [Terms((0, 4), "its")], 1: []})  # With a rank of another pipeline.
+    with pytest.raises(RuntimeError, match=r"rank 0 has one, and rank 1 nothing.*model_parallel_group="):
+        check_terms({0: [both], 1: []})
+    with pytest.raises(RuntimeError, match="rank 1 has one and two, and rank 0 one"):
+        check_terms({1: [both, Terms((0, 1), "two")], 0: [both]})
+
+
+def test_ranks_whose_stages_have_no_parameters_are_left_out() -> None:
+    placement, group = Placement.loop(2), Group(1, 2, None, "gloo", (4, 7))
+    has, has_none = nn.Linear(1, 1), nn.Tanh()
+    assert ranks_with_parameters([has, has], placement, group) is group
+    assert ranks_with_parameters([has, has_none], placement, group) == Group()
+    assert ranks_with_parameters([has_none, has], placement, group) == Group()

@@ -1,0 +1,75 @@
+"""Each skip has one end that stashes and one that pops, and the layout says where they are."""
+
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+from scale_pipe import Namespace, skippable, stash, verify_skippables
+from scale_pipe.skip.layout import Skip, skip_layout
+
+
+def stashing(*names: str) -> nn.Module:
+    return skippable(stash=names)(type("Stashing", (nn.Module,), {}))()
+
+
+def popping(*names: str) -> nn.Module:
+    return skippable(pop=names)(type("Popping", (nn.Module,), {}))()
+
+
+def test_the_layout_names_what_crosses_a_cut_in_the_order_of_the_stashes() -> None:
+    layers = [stashing("b", "a"), nn.ReLU(), popping("a"), stashing("c"), popping("c"), popping("b")]
+    partitions = [nn.Sequential(*layers[:2]), nn.Sequential(*layers[2:5]), nn.Sequential(layers[5])]
+    assert skip_layout(partitions) == [Skip((None, "b"), 0, 2), Skip((None, "a"), 0, 1)]
+    assert skip_layout([nn.Sequential(*layers)]) == []
+
+
+def test_pairs_that_match_are_accepted_in_any_nesting() -> None:
+    outer, inner = Namespace(), Namespace()
+    first, second, third, fourth = stashing("x"), stashing("x"), popping("x"), popping("x")
+    for layer, space in ((first, outer), (second, inner), (third, inner), (fourth, outer)):
+        layer.isolate(space)  # type: ignore[operator]
+    verify_skippables(nn.Sequential(first, nn.Sequential(second, nn.ReLU()), third, fourth))
+    verify_skippables([nn.Sequential(stashing("y"), popping("y"))])
+
+
+@pytest.mark.parametrize(
+    "layers, problem",
+    [
+        ([stashing("x")], "layer '0' stashes 'x', which no layer after it pops"),
+        ([popping("x")], "layer '0' pops 'x', which no layer before it stashes"),
+        ([popping("x"), stashing("x")], "layer '0' pops 'x', which no layer before it stashes"),
+        ([stashing("x"), stashing("x"), popping("x")], "layer '1' stashes 'x' as layer '0' does: isolate one of them"),
+        ([stashing("x"), popping("x"), popping("x")], "layer '2' pops 'x', which layer '1' has popped already"),
+        ([skippable(["x"], ["x"])(type("Both", (nn.Module,), {}))()], "layer '0' both stashes and pops 'x'"),
+    ],
+)
+def test_pairs_that_do_not_match_are_named(layers: list[nn.Module], problem: str) -> None:
+    with pytest.raises(TypeError, match="one or more pairs of stash and pop do not match") as caught:
+        verify_skippables(nn.Sequential(*layers))
+    assert problem in str(caught.value)
+
+
+def test_all_problems_are_listed_at_once() -> None:
+    with pytest.raises(TypeError) as caught:
+        verify_skippables(nn.Sequential(stashing("a"), popping("b")))
+    assert str(caught.value).count("\n  * ") == 2
+
+
+class Yields(nn.Module):
+    def forward(self, input: Tensor) -> Generator[Any, Any, Tensor]:
+        yield stash("a", input)
+        return input
+
+
+def test_a_forward_that_nobody_follows_is_found() -> None:
+    derived = type("Derived", (skippable(stash=["a"])(type("Base", (nn.Module,), {})),), {"forward": Yields.forward})
+    for kind in (Yields, derived):
+        with pytest.raises(
+            TypeError, match=f"layer '0' has a forward that yields: write @skippable above class {kind.__name__}"
+        ):
+            verify_skippables(nn.Sequential(kind(), popping("a")))
+    holder = nn.ReLU()
+    holder.inner = Yields()
+    verify_skippables(nn.Sequential(holder))  # Who calls it may take what it yields.

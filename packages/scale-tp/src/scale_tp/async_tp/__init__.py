@@ -1,0 +1,4 @@
+"""Exchanges that run beside the products that need them.
+
+Begin with `collective_matmul`.
+"""

@@ -1,0 +1,248 @@
+"""What attention modules compute with the number of their heads, and how that is mended where heads are divided.
+
+A module that was written for one process reshapes by its own number of heads. Where its projections are divided, that
+number is another one, and so is whatever depends on it. Which attribute means what is written down here, as rules with
+names; a module that no rule fits is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+from scale_tp.split import HeadSplit, Split, split_heads
+
+_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "n_local_heads")
+_KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_local_kv_heads")
+_FUSED_IN_SEVERAL_WAYS = ("query_key_value",)
+_HEAD_SIZES = ("head_dim", "attention_head_size", "head_size")
+
+
+@dataclass(frozen=True)
+class AttentionRule:
+    """How a family of attention modules calls its parts, and what in it depends on the number of heads.
+
+    Attributes:
+        name: What the family is called in errors.
+        query: The projections of the queries that are known, by name.
+        key_value: Those of the keys and values.
+        fused: Projections of all three in one.
+        layout: How the outputs of those stand: "stacked", all queries, all keys, all values; or "by_head", the query,
+            key and value of the first head, then those of the second one.
+        classes: The attention modules, by the names of their classes, that it is for; none named is all.
+        not_classes: Those that it is not for, whatever their parts are called.
+        heads: Attributes that hold the number of heads.
+        key_value_heads: Attributes that hold that of the key-value heads.
+        ratio: Attributes that hold how many heads share a key-value head.
+        widths: Attributes that hold the heads times the head size.
+    """
+
+    name: str
+    query: tuple[str, ...] = ()
+    key_value: tuple[str, ...] = ()
+    fused: tuple[str, ...] = ()
+    layout: Literal["stacked", "by_head"] = "stacked"
+    classes: tuple[str, ...] = ()
+    not_classes: tuple[str, ...] = ()
+    heads: tuple[str, ...] = _HEADS
+    key_value_heads: tuple[str, ...] = _KEY_VALUE_HEADS
+    ratio: tuple[str, ...] = ("num_key_value_groups", "n_rep")
+    widths: tuple[str, ...] = ("split_size", "all_head_size", "inner_dim")
+
+    def fits(self, module: nn.Module) -> bool:
+        """Whether it is for modules of this class."""
+        names = {base.__name__ for base in type(module).__mro__}
+        return not names.intersection(self.not_classes) and (not self.classes or bool(names.intersection(self.classes)))
+
+
+ATTENTION_RULES: tuple[AttentionRule, ...] = (
+    AttentionRule("projections one by one", query=("q_proj", "wq", "query", "q"),
+                  key_value=("k_proj", "v_proj", "wk", "wv", "key", "value", "k", "v")),
+    AttentionRule("GPT-NeoX", fused=("query_key_value",), layout="by_head", classes=("GPTNeoXAttention",)),
+    # What `query_key_value` holds differs from one family to the next, and no attribute tells, so only rules for a
+    # class speak of it. The same goes for these classes, whose names would fit.
+    AttentionRule("one projection for all three", fused=("c_attn", "qkv", "qkv_proj", "Wqkv"),
+                  not_classes=("CodeGenAttention", "GPTBigCodeAttention")),
+)  # fmt: skip
+"""The rules that `parallelize` knows; give it others beside them as `attention_rules`."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The heads of one attention module.
+
+    Attributes:
+        module: The attention module.
+        path: Its name.
+        rule: The rule that fits it.
+        split: Which heads each rank computes.
+        head_size: The width of one head.
+    """
+
+    module: nn.Module
+    path: str
+    rule: AttentionRule
+    split: HeadSplit
+    head_size: int
+
+    def split_of(self, name: str) -> Split | None:
+        """Which outputs each rank has of a projection, by its name in the module; None if the rule does not know it."""
+        query, key_value = (in_elements(split, self.head_size) for split in self.split)
+        if name in self.rule.fused:
+            if self.rule.layout == "by_head":
+                return in_elements(self.split.query, 3 * self.head_size)
+            return Split.stacked(query, key_value, key_value)
+        if name in self.rule.query:
+            return query
+        return key_value if name in self.rule.key_value else None
+
+    def mended(self, rank: int) -> dict[str, int]:
+        """The attributes that have another value on this rank, with that value."""
+        heads, key_value_heads = self.split.query.sizes[rank], self.split.key_value.sizes[rank]
+        values: dict[str, tuple[int, int]] = {}  # what it is in the whole module, and what here
+        whole, whole_key_value = self.split.query.total, self.split.key_value.total
+        values |= dict.fromkeys(self.rule.heads, (whole, heads))
+        values |= dict.fromkeys(self.rule.key_value_heads, (whole_key_value, key_value_heads))
+        values |= dict.fromkeys(self.rule.ratio, (whole // whole_key_value, heads // max(key_value_heads, 1)))
+        values |= dict.fromkeys(self.rule.widths, (whole * self.head_size, heads * self.head_size))
+        found = {}
+        for name, (before, here) in values.items():
+            has = getattr(self.module, name, None)
+            if isinstance(has, int) and not isinstance(has, bool):
+                if has != before:
+                    raise ValueError(
+                        f"'{self.path}': expected its attribute {name} to be {before}, as its heads say (rule "
+                        f"{self.rule.name!r}), got {has}: pass an AttentionRule of your own in attention_rules, which "
+                        "says what it means"
+                    )
+                found[name] = here
+        return found
+
+
+def in_elements(heads: Split, head_size: int) -> Split:
+    """Which elements each rank has, from which heads it has.
+
+    Example:
+        >>> in_elements(Split.even(3, 2), 4)
+        Split(total=12, ranges=(((0, 8),), ((8, 12),)))
+    """
+    ranges = tuple(tuple((start * head_size, stop * head_size) for start, stop in held) for held in heads.ranges)
+    return Split(heads.total * head_size, ranges)
+
+
+def heads_of(
+    module: nn.Module, path: str, children: Mapping[str, int], num_ranks: int, rules: tuple[AttentionRule, ...]
+) -> Heads | None:
+    """Returns the heads of a module whose projections are to be divided, or None where it has none.
+
+    Args:
+        module: The module.
+        path: Its name.
+        children: The number of outputs of each linear layer below it that is divided by outputs and keeps its part.
+        num_ranks: Between how many ranks they are divided.
+        rules: The rules to try, in order.
+
+    Raises:
+        ValueError: It has an attribute that looks like a number of heads and fits no rule, its heads don't fit its
+            projections, or there are more ranks than heads.
+    """
+    for rule in rules:
+        queries = [name for name in children if name in rule.query or name in rule.fused]
+        if not queries or not rule.fits(module):
+            continue
+        heads = _number(module, rule.heads, _HEADS)
+        if heads is None:
+            continue
+        key_value_heads = _number(module, rule.key_value_heads, _KEY_VALUE_HEADS) or heads
+        return _Counted(module, path, rule, queries[0], heads, key_value_heads).divided(children, num_ranks)
+    told = [f"its attribute {name}" for name in _HEADS if isinstance(getattr(module, name, None), int)]
+    told += [f"its projection {name}" for name in children if name in _FUSED_IN_SEVERAL_WAYS]
+    if told and children:
+        first = next(iter(children))
+        field = f"fused=({first!r},), layout='by_head'" if first in _FUSED_IN_SEVERAL_WAYS else f"query=({first!r},)"
+        raise ValueError(
+            f"'{path}' ({type(module).__name__}) computes with {told[0]}, but no rule fits its "
+            f"projections {', '.join(children)}: pass attention_rules=(AttentionRule({type(module).__name__!r}, "
+            f"{field}, ...),), or give it the style 'colwise_gather_output'"
+        )
+    return None
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """The heads of an attention module as its attributes tell, before it is known whether its projections have them.
+
+    Attributes:
+        module: The module.
+        path: Its name.
+        rule: The rule that fits it.
+        query: The projection of the queries, alone or with the keys and values, by its name in the module.
+        heads: How many there are.
+        key_value_heads: How many of the keys and values.
+    """
+
+    module: nn.Module
+    path: str
+    rule: AttentionRule
+    query: str
+    heads: int
+    key_value_heads: int
+
+    def divided(self, children: Mapping[str, int], num_ranks: int) -> Heads:
+        """These heads, divided; see `heads_of`."""
+        self._check_fused(num_ranks)
+        size = self._checked_size(children)
+        if num_ranks > self.heads:
+            raise ValueError(
+                f"'{self.path}': expected at least one head for each of {num_ranks} ranks, got {self.heads} heads: "
+                f"divide it between {self.heads} ranks at most, or leave its projections out of the plan"
+            )
+        split = split_heads(self.heads, self.key_value_heads, num_ranks)
+        return Heads(self.module, self.path, self.rule, split, size)
+
+    def _check_fused(self, num_ranks: int) -> None:
+        """Refuses fewer key-value heads in one projection with the queries, where they can't be cut together."""
+        if self.query not in self.rule.fused or self.heads == self.key_value_heads:
+            return
+        if self.rule.layout == "by_head":
+            raise ValueError(
+                f"'{self.path}.{self.query}': the rule {self.rule.name!r} says that the query, key and value of each "
+                f"head stand together, got {self.heads} heads and {self.key_value_heads} key-value heads: give it the "
+                "style 'colwise_gather_output'"
+            )
+        if num_ranks > self.key_value_heads:
+            raise ValueError(
+                f"'{self.path}.{self.query}': expected at least one key-value head for each of {num_ranks} ranks, "
+                f"where one projection holds queries, keys and values, got {self.key_value_heads}: divide it between "
+                f"{self.key_value_heads} ranks at most, or give it the style 'colwise_gather_output'"
+            )
+
+    def _checked_size(self, children: Mapping[str, int]) -> int:
+        """The size of one head, of which each projection has as many outputs as its heads."""
+        in_query = self.heads + 2 * self.key_value_heads if self.query in self.rule.fused else self.heads
+        told = (getattr(self.module, name, None) for name in _HEAD_SIZES)
+        size = next((found for found in told if isinstance(found, int)), children[self.query] // in_query)
+        expected = {self.query: in_query * size}
+        expected |= {name: self.key_value_heads * size for name in children if name in self.rule.key_value}
+        for name, number in expected.items():
+            if children[name] != number:
+                raise ValueError(
+                    f"'{self.path}.{name}': expected {number} outputs for {self.heads} heads and "
+                    f"{self.key_value_heads} key-value heads of {size}, got {children[name]}: pass an AttentionRule of "
+                    "your own in attention_rules"
+                )
+        return size
+
+
+def _number(module: nn.Module, names: tuple[str, ...], in_config: tuple[str, ...]) -> int | None:
+    """The first of these attributes that is a number, of the module or else of its configuration."""
+    config = getattr(module, "config", None)
+    for owner, attributes in ((module, names), (config, in_config)):
+        for name in attributes:
+            value = getattr(owner, name, None)
+            if isinstance(value, int) and not isinstance(value, bool):
+                return value
+    return None

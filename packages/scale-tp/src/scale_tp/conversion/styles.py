@@ -1,0 +1,247 @@
+"""Which module of a model is divided in which way: names and styles only, before any tensor is touched.
+
+A plan says it by names or patterns of names. The styles are those of transformers, whose models carry such plans
+(`_tp_plan`); each is a few facts, on which `parallelize` acts.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal, TypeAlias, get_args
+
+from scale_tp.split import check_size
+
+Divides: TypeAlias = Literal["outputs", "inputs", "words", "width", "sequence", "nothing"]
+Input: TypeAlias = Literal["whole", "part"]
+Output: TypeAlias = Literal["whole", "part", "summand"]
+_ALLOWED = {"divides": get_args(Divides), "input": get_args(Input), "output": get_args(Output)}
+
+
+@dataclass(frozen=True)
+class Style:
+    """How one module is divided between ranks.
+
+    Attributes:
+        divides: Which dimension of the weight is divided: that of the outputs or of the inputs of a linear layer, the
+            words or the width of an embedding; "sequence" divides no weight, but what the module computes on; and
+            "nothing".
+        input: What comes in: all of it, the same on all ranks, or a rank's part, as a layer before gives it.
+        output: What goes out: all of it, or a rank's "part"; or a "summand", which another module sums.
+        stacked: How many matrices of equal size the weight is made of, each divided by itself: 2 for gate and up
+            projections in one layer.
+        sums_gradients: The parameters are whole, but each rank computes with other data, so their gradients are summed.
+    """
+
+    divides: Divides
+    input: Input = "whole"
+    output: Output = "whole"
+    stacked: int = 1
+    sums_gradients: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuses what it can't be.
+
+        Raises:
+            TypeError: `stacked` is no integer.
+            ValueError: A field has a value that there is not.
+        """
+        for field, allowed in _ALLOWED.items():
+            if (value := getattr(self, field)) not in allowed:
+                raise ValueError(f"expected {field} of a style to be one of {', '.join(allowed)}, got {value!r}")
+        check_size("stacked", self.stacked, 1)
+
+
+STYLES: Mapping[str, Style] = MappingProxyType(
+    {
+        "colwise": Style("outputs", output="part"),
+        "colwise_rep": Style("outputs"),
+        "colwise_gather_output": Style("outputs"),
+        "packed_colwise": Style("outputs", output="part", stacked=2),
+        "rowwise": Style("inputs", input="part"),
+        "rowwise_rep": Style("inputs"),
+        "rowwise_split_input": Style("inputs"),
+        "packed_rowwise": Style("inputs", input="part", stacked=2),
+        "embedding_rowwise": Style("words"),
+        "embedding_colwise": Style("width"),
+        "sequence_parallel": Style("sequence", sums_gradients=True),
+        "replicated_with_grad_allreduce": Style("nothing", sums_gradients=True),
+        "replicate": Style("nothing"),
+        "replicated": Style("nothing"),
+        "local": Style("nothing"),
+        "local_colwise": Style("outputs", output="part"),
+        "local_rowwise": Style("inputs", input="part", output="summand"),
+        "local_packed_rowwise": Style("inputs", input="part", output="summand", stacked=2),
+        "gather": Style("nothing", input="part"),
+        "all_reduce": Style("nothing", input="part"),
+    }
+)
+"""The styles by the names that transformers gives them, those of older releases included."""
+
+NOT_SUPPORTED: Mapping[str, str] = MappingProxyType(
+    {
+        "moe_tp_experts": "it divides experts, which are one tensor for all",
+        "moe_identity_expert": "it divides experts",
+        "grouped_gemm": "it divides experts, which are one tensor for all",
+        "local_params": "it divides experts",
+        "ep_dispatch_experts": "it divides experts",
+        "ep_router": "it divides experts",
+        "mla_kv_a_proj": "it needs to know which part of an output other layers divide again",
+    }
+)
+"""Styles of transformers that are refused, and why."""
+
+_WITH_THOSE_BESIDE = ("mla_kv_a_proj",)  # Of these, the layers beside them divide what they give.
+
+Plan: TypeAlias = Mapping[str, "str | Style"]
+
+GPT2_PLAN: Plan = MappingProxyType(
+    {
+        r"(.*\.)?wte": "embedding_rowwise",
+        r"(.*\.)?lm_head": "colwise_gather_output",
+        r"(.*\.)?h\.\d+\.attn\.c_attn": Style("outputs", output="part", stacked=3),
+        r"(.*\.)?h\.\d+\.attn\.c_proj": "rowwise",
+        r"(.*\.)?h\.\d+\.mlp\.c_fc": "colwise",
+        r"(.*\.)?h\.\d+\.mlp\.c_proj": "rowwise",
+    }
+)
+"""A plan for the GPT-2 of transformers, which carries none."""
+
+
+def resolve(plan: Plan, names: Iterable[str], *, needs_all: bool = True) -> dict[str, Style]:
+    """Returns the style of each module that a plan speaks of, in the order of the modules.
+
+    A key of a plan is a name; a name in which `*` stands for one part between dots; or a regular expression, which
+    has to match all of a name.
+
+    Args:
+        plan: Names or patterns, to the names of styles or styles.
+        names: The names of the model's modules.
+        needs_all: Whether each key must match something. A plan that a model carries speaks of modules that only some
+            of its configurations have.
+
+    Raises:
+        TypeError: A style is none, and no name of one.
+        ValueError: A style is unknown or not supported, a key matches nothing, or two keys that match one module ask
+            for different styles.
+
+    Example:
+        >>> resolve({"layers.*.up": "colwise"}, ["", "layers", "layers.0", "layers.0.up"])
+        {'layers.0.up': Style(divides='outputs', input='whole', output='part', stacked=1, sums_gradients=False)}
+    """
+    names = list(names)
+    found: dict[str, tuple[str, Style]] = {}
+    for key, value in plan.items():
+        matches = [name for name in names if _pattern(key).fullmatch(name)]
+        if not matches and not needs_all:
+            continue
+        style = _style_of(key, value)
+        if not matches:
+            raise ValueError(f"the plan's {key!r} matches none of the {len(names)} modules{_near(key, names)}")
+        for name in matches:
+            before, other = found.setdefault(name, (key, style))
+            if other != style:
+                raise ValueError(
+                    f"the plan asks for two styles of '{name}': by {before!r} and by {key!r}: let one of them match it"
+                )
+    return {name: found[name][1] for name in names if name in found}
+
+
+def check_carried(model: str, plan: Plan, names: Iterable[str]) -> None:
+    """Refuses a plan that a model carries where it fits nothing, or asks for what is not supported.
+
+    Args:
+        model: The name of the model's class.
+        plan: The plan.
+        names: The names of the model's modules.
+
+    Raises:
+        ValueError: It does; styles that match no module count for nothing, unless none does.
+    """
+    names = list(names)
+    matching = {key: value for key, value in plan.items() if any(map(_pattern(key).fullmatch, names))}
+    if not matching:
+        key, value = next(iter(plan.items()))
+        near = (_nearest(key, names) or ["layers.*.up"])[0]
+        raise ValueError(
+            f"the plan that {model} carries matches none of its {len(names)} modules, as where the model that it is "
+            f"for stands inside of another one: its {key!r} does not{_near(key, names)}: pass a plan with the names as "
+            f"they are here, parallelize(model, {{{near!r}: {value!r}, ...}})"
+        )
+    refused = {key: value for key, value in matching.items() if value in NOT_SUPPORTED}
+    if not refused:
+        return
+    key, value = next(iter(refused.items()))
+    # What is inside of such a module, and what takes what such a projection gives, is left out with it.
+    around = {key.rpartition(".")[0] if value in _WITH_THOSE_BESIDE else key for key, value in refused.items()}
+    left = {
+        key: value
+        for key, value in matching.items()
+        if not any(key == outer or key.startswith(f"{outer}.") for outer in around)
+    }
+    raise ValueError(
+        f"the plan that {model} carries asks for {value!r} of {key!r}, which is not supported "
+        f"({NOT_SUPPORTED[str(value)]}): "
+        + (
+            f"pass what is left of it, and all ranks compute those modules alike: parallelize(model, {left})"
+            if left
+            else "nothing is left of it without such modules: pass a plan of your own, or shard the model"
+        )
+    )
+
+
+def _style_of(key: str, value: object) -> Style:
+    if isinstance(value, Style):
+        return value
+    if not isinstance(value, str):
+        raise TypeError(f"the plan's {key!r}: expected a style or the name of one, got {type(value).__name__}")
+    if value in NOT_SUPPORTED:
+        raise ValueError(
+            f"the plan's {key!r}: the style {value!r} is not supported ({NOT_SUPPORTED[value]}): leave it out of the "
+            "plan, so that all ranks compute that module alike"
+        )
+    if value not in STYLES:
+        near = difflib.get_close_matches(value, STYLES, n=3)
+        hint = (
+            f"did you mean {' or '.join(map(repr, near))}?" if near else f"expected one of {', '.join(sorted(STYLES))}"
+        )
+        raise ValueError(f"the plan's {key!r}: unknown style {value!r}: {hint}")
+    return STYLES[value]
+
+
+def _pattern(key: str) -> re.Pattern[str]:
+    parts = key.split(".")
+    if all(part == "*" or part.isidentifier() or part.isdecimal() for part in parts):
+        return re.compile(r"\.".join(r"[^.]+" if part == "*" else re.escape(part) for part in parts))
+    try:
+        return re.compile(key)
+    except re.error as error:
+        raise ValueError(f"the plan's {key!r} is neither a name nor a regular expression: {error}") from error
+
+
+def _near(key: str, names: list[str]) -> str:
+    """What an error says of the names most like a key."""
+    near = _nearest(key, names)
+    return f"; near it are {_listed(near)}" if near else f"; there are {_listed(_starred(names)[:5])}"
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(map(repr, names))
+
+
+def _starred(names: list[str]) -> list[str]:
+    """The names, with `*` in the place of numbers."""
+    return list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in names if name))
+
+
+def _nearest(key: str, names: list[str]) -> list[str]:
+    """Up to three names like a key, with `*` in the place of numbers."""
+    starred = _starred(names)
+    plain = re.sub(r"\\d\+|\d+", "*", key).replace("\\", "")
+    near = difflib.get_close_matches(plain, starred, n=3, cutoff=0.5)
+    # A name that is right but for what stands before it is nearer than its letters say.
+    last = plain.rsplit(".", 1)[-1]
+    return list(dict.fromkeys([name for name in starred if name.rsplit(".", 1)[-1] == last][:3] + near))[:3]

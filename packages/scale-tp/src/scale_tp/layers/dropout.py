@@ -1,0 +1,69 @@
+"""Dropout on a tensor that is divided between ranks: the elements that the whole tensor would lose.
+
+The noise of the whole tensor is drawn on each rank, block by block, and this rank's part of it is kept. So the result
+is that of one process, and a recomputation needs no more than torch's own random state. What it costs is the drawing:
+of all elements on each rank.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from scale_core.comm.group import Group, GroupLike
+from scale_tp.parallel_state import layer_group
+from scale_tp.sequence_lengths import parts_held
+from scale_tp.split import Split
+from scale_tp.weight_init import whole_noise
+
+
+class ParallelDropout(nn.Dropout):
+    """`torch.nn.Dropout` for an input that is this rank's part of a tensor, with what the whole one would lose.
+
+    Args:
+        p: The probability of an element to be lost.
+        inplace: Write to the input.
+        dim: The dimension that is divided: by default that of the sequence in [batch, sequence, features].
+        split: How it is divided; None is as the sequence was, by a region or a layer.
+        group: The ranks; None is the model axis, or this process alone.
+    """
+
+    def __init__(
+        self,
+        p: float = 0.5,
+        inplace: bool = False,
+        *,
+        dim: int = -2,
+        split: Split | None = None,
+        group: GroupLike = None,
+    ) -> None:
+        super().__init__(p, inplace)
+        self.dim, self.split, self.group = dim, split, layer_group(group)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Drops elements in training."""
+        if self.group.size == 1 or not self.training or self.p == 0.0:
+            return super().forward(input)
+        split = self.split or Split.of_sizes(parts_held(self.group, input, self.dim))
+        noise = dropout_noise(input, self.p, self.dim, split, self.group)
+        return input.mul_(noise) if self.inplace else input * noise
+
+
+def dropout_noise(part: Tensor, p: float, dim: int, split: Split, group: Group) -> Tensor:
+    """What to multiply this rank's part by: 0, or 1 / (1 - p); drawn as `torch.nn.functional.dropout` draws it.
+
+    Args:
+        part: [..., indices of this rank, ...]
+        p: The probability of a 0.
+        dim: The dimension that is divided.
+        split: How it is divided.
+        group: The ranks.
+    """
+    dim = dim % part.dim()
+    shape = (*part.shape[:dim], split.total, *part.shape[dim + 1 :])
+    if part.is_cuda:  # There it is one kernel, which draws in an order of its own.
+        whole = torch.nn.functional.dropout(torch.ones(shape, dtype=part.dtype, device=part.device), p)
+        return split.take(whole, group.rank, dim)
+    if p == 1.0:
+        return torch.zeros_like(part, requires_grad=False)
+    return whole_noise(part, shape, dim, split, group.rank, lambda noise: noise.bernoulli_(1 - p)).div_(1 - p)

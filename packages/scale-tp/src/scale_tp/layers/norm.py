@@ -1,0 +1,128 @@
+"""Norms on a sequence that is divided between ranks.
+
+A norm works token by token, so each rank norms its own part. But its parameters are the same on all ranks, and each
+rank finds only its tokens' share of their gradient. Here these shares are added in the backward pass, in one message
+for all parameters of a norm: after it every rank has the whole gradient, which counts once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from scale_core.comm.group import GroupLike
+from scale_tp.layers.base import ParallelModule, Placement
+from scale_tp.layers.module_swap import divide
+from scale_tp.layers.replicated import SummedGradients
+from scale_tp.parallel_state import layer_group
+
+
+class ParallelLayerNorm(nn.LayerNorm):
+    """`torch.nn.LayerNorm` for an input that is this rank's part of a sequence.
+
+    Args:
+        normalized_shape: As in `torch.nn.LayerNorm`.
+        eps: As there.
+        elementwise_affine: As there.
+        bias: As there.
+        device: As there.
+        dtype: As there.
+        group: The ranks that divide the sequence; None is the model axis, or this process alone.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | list[int] | torch.Size,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        group: GroupLike = None,
+    ) -> None:
+        ranks = layer_group(group)
+        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
+        sum_gradients_over(self, ranks)
+
+
+class ParallelRMSNorm(nn.RMSNorm):
+    """`torch.nn.RMSNorm` for an input that is this rank's part of a sequence.
+
+    Args:
+        normalized_shape: As in `torch.nn.RMSNorm`.
+        eps: As there.
+        elementwise_affine: As there.
+        device: As there.
+        dtype: As there.
+        group: The ranks that divide the sequence; None is the model axis, or this process alone.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | list[int] | torch.Size,
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        group: GroupLike = None,
+    ) -> None:
+        ranks = layer_group(group)
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
+        sum_gradients_over(self, ranks)
+
+
+def sum_gradients_over(module: nn.Module, group: GroupLike = None) -> nn.Module:
+    """Has the gradients of a module's own parameters summed over the ranks, each of which has a part of its input.
+
+    The module stays the same object, with the same names; its class becomes one that is made from it. Parameters of
+    modules inside it are not meant.
+
+    Args:
+        module: Such as a norm; the values of its parameters are the same on all ranks.
+        group: The ranks that divide its input; None is the model axis, or this process alone.
+
+    Returns:
+        The module.
+
+    Raises:
+        TypeError: It is no module.
+        ValueError: Its gradients are summed already, its parameters are divided or parametrized, or only modules inside
+            it have some.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"expected a module, such as a norm, got {type(module).__name__}")
+    ranks = layer_group(group)
+    if isinstance(module, SummedGradients):
+        raise ValueError(f"the gradients of this {type(module).__name__} are summed already: once is enough")
+    if isinstance(module, ParallelModule):
+        raise ValueError(
+            f"expected a module whose parameters are the same on all ranks, got a {type(module).__name__} that is "
+            "divided between them, and sums what has to be summed itself: leave it as it is"
+        )
+    _check_own(module)
+    if ranks.size > 1:
+        own = module.named_parameters(recurse=False)
+        divide(module, SummedGradients, ranks, {name: Placement(tuple(param.shape)) for name, param in own})
+    return module
+
+
+def _check_own(module: nn.Module) -> None:
+    """Refuses a module whose parameters stand in others, where their gradients would not be summed."""
+    kind = type(module).__name__
+    if is_parametrized(module):
+        names = ", ".join(module.parametrizations)  # type: ignore[arg-type]  # a ModuleDict then
+        raise ValueError(
+            f"expected a module whose parameters are its own, got a {kind} whose {names} is parametrized: call "
+            "torch.nn.utils.parametrize.remove_parametrizations(module, name) before, or sum its gradients yourself"
+        )
+    inner = [name for name, child in module.named_modules() if name and any(True for _ in child.parameters(False))]
+    if inner and not any(True for _ in module.parameters(recurse=False)):
+        raise ValueError(
+            f"expected a module that has parameters of its own, such as a norm, got a {kind} that has them in "
+            f"{', '.join(map(repr, inner))}: pass these, as in sum_gradients_over(module.get_submodule({inner[0]!r}))"
+        )

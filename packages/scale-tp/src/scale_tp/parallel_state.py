@@ -1,0 +1,348 @@
+"""Which ranks compute a layer together.
+
+A layer takes `group=`; where it is left out, it is the group that `initialize_model_parallel` has made. A program that
+runs as one process has made none, and needs none: there every layer is whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from scale_core.comm.group import Group, GroupLike, group_of
+from scale_core.compat import process_groups, time_limit
+from scale_tp.split import check_size
+
+
+class AxisSizes(NamedTuple):
+    """How many ranks each axis has; their product is that of all. The slowest first."""
+
+    data: int
+    pipeline: int
+    context: int
+    model: int
+
+
+def rank_groups(sizes: AxisSizes) -> dict[str, list[list[int]]]:
+    """The ranks of each group along each axis; integers only.
+
+    Example:
+        >>> rank_groups(AxisSizes(data=2, pipeline=1, context=1, model=2))["model"]
+        [[0, 1], [2, 3]]
+        >>> rank_groups(AxisSizes(data=2, pipeline=1, context=1, model=2))["data"]
+        [[0, 2], [1, 3]]
+    """
+    groups: dict[str, list[list[int]]] = {}
+    world, step = sizes.data * sizes.pipeline * sizes.context * sizes.model, 1
+    for name, size in reversed(list(sizes._asdict().items())):
+        first = [rank for rank in range(world) if rank // step % size == 0]
+        groups[name] = [list(range(start, start + step * size, step)) for start in first]
+        step *= size
+    return groups
+
+
+def replica_groups(sizes: AxisSizes) -> list[list[int]]:
+    """The ranks of each group that has the same parameters: those along the data and the context axis.
+
+    Example:
+        >>> replica_groups(AxisSizes(data=2, pipeline=1, context=2, model=2))
+        [[0, 2, 4, 6], [1, 3, 5, 7]]
+    """
+    groups: dict[tuple[int, int], list[int]] = {}
+    for rank in range(sizes.data * sizes.pipeline * sizes.context * sizes.model):
+        stage = rank // (sizes.context * sizes.model) % sizes.pipeline
+        groups.setdefault((stage, rank % sizes.model), []).append(rank)
+    return list(groups.values())
+
+
+class _Axis(NamedTuple):
+    """One axis, as this rank sees it."""
+
+    group: Group
+    made: dist.ProcessGroup | None
+
+
+_axes: dict[str, _Axis] = {}
+
+REPLICAS = "data and context"
+"""The name of what is no axis of its own: all ranks with the same part of the model."""
+
+
+def initialize_model_parallel(
+    model_parallel_size_: int,
+    pipeline_length: int = 1,
+    context_parallel_size: int = 1,
+    *,
+    model_parallel_backend: str | None = None,
+    pipeline_backend: str | None = None,
+    cp_backend: str | None = None,
+    ddp_backend: str | None = None,
+    timeout: timedelta | None = None,
+) -> None:
+    """Divides all ranks into groups along four axes. All ranks call it, once.
+
+    What is left of the world is the data axis: `world / (model * pipeline * context)` replicas.
+
+    Args:
+        model_parallel_size_: Between how many ranks each layer is divided.
+        pipeline_length: Between how many stages the layers are.
+        context_parallel_size: Between how many ranks each sequence is.
+        model_parallel_backend: Transport of the groups that divide layers; None is that of the default group.
+        pipeline_backend: Transport between stages.
+        cp_backend: Transport of the groups that divide sequences.
+        ddp_backend: Transport between replicas.
+        timeout: How long their operations may take; None is as long as those of the default group.
+
+    Raises:
+        TypeError: A size is no integer.
+        ValueError: The sizes don't divide the number of ranks.
+        RuntimeError: It was called before.
+    """
+    if _axes:
+        raise RuntimeError(
+            f"the ranks are divided already ({_described()}): call scale_tp.destroy_model_parallel() before"
+        )
+    everybody = group_of()
+    sizes = _sizes(everybody.size, model=model_parallel_size_, pipeline=pipeline_length, context=context_parallel_size)
+    backends = {
+        "model": model_parallel_backend,
+        "context": cp_backend,
+        "pipeline": pipeline_backend,
+        "data": ddp_backend,
+    }
+    if timeout is None and everybody.process_group is not None and everybody.backend != "fake":
+        timeout = time_limit(everybody.process_group)  # torch's own is half an hour, whatever the default group's is.
+    # Axes may have groups of the same ranks, as those of one rank alone: these are made once.
+    shared: dict[tuple[tuple[int, ...], str | None], dist.ProcessGroup] = {}
+    made = {name: _own_group(ranks, backends[name], timeout, shared) for name, ranks in rank_groups(sizes).items()}
+    made[REPLICAS] = _own_group(replica_groups(sizes), ddp_backend, timeout, shared)
+    _axes.update(made)
+
+
+def destroy_model_parallel() -> None:
+    """Takes the groups of `initialize_model_parallel` away, with their connections; all ranks call it.
+
+    Layers that were built for them can't compute any more. Without groups it does nothing.
+    """
+    axes = list(_axes.values())
+    _axes.clear()
+    for axis in axes:
+        # Those of a default group that is gone already went with it.
+        if axis.made is not None and axis.made in process_groups():
+            dist.destroy_process_group(axis.made)
+
+
+def model_parallel_is_initialized() -> bool:
+    """Whether `initialize_model_parallel` has divided the ranks."""
+    return bool(_axes)
+
+
+def layer_group(group: GroupLike = None) -> Group:
+    """Returns the ranks between which a layer is divided.
+
+    Args:
+        group: As the user gave it; None is the model axis or, in a world of one rank, that rank.
+
+    Raises:
+        ValueError: No group was given, and several ranks have not been divided; or see `scale_core.group_of`.
+        TypeError: See `scale_core.group_of`.
+    """
+    return group_of(group) if group is not None else axis_group("model")
+
+
+def context_group(group: GroupLike = None) -> Group:
+    """Returns the ranks that divide a sequence.
+
+    Args:
+        group: As the user gave it; None is the context axis or, in a world of one rank, that rank.
+
+    Raises:
+        ValueError: No group was given, and several ranks have not been divided; or see `scale_core.group_of`.
+        TypeError: See `scale_core.group_of`.
+    """
+    return group_of(group) if group is not None else axis_group("context")
+
+
+def axis_group(name: str) -> Group:
+    """Returns this rank's group along an axis: "data", "pipeline", "context", "model" or `REPLICAS`.
+
+    Raises:
+        ValueError: There are several ranks, and they have not been divided.
+    """
+    if _axes:
+        return _axes[name].group
+    world = group_of()
+    if world.size > 1:
+        if name == "context":
+            raise ValueError(
+                f"{world.size} ranks have not been divided yet, so it is not known which of them divide a sequence: "
+                f"call scale_tp.initialize_model_parallel(1, context_parallel_size={world.size}) (or fewer, which "
+                f"divide {world.size}), or pass group="
+            )
+        raise ValueError(
+            f"{world.size} ranks have not been divided yet, so it is not known which of them compute a layer together: "
+            f"call scale_tp.initialize_model_parallel({world.size}) (or fewer, which divide {world.size}), or pass "
+            "group= to the layer"
+        )
+    return Group()
+
+
+def _sizes(world: int, **inner: int) -> AxisSizes:
+    """The sizes of all axes, of which the data axis is what the others leave of the world."""
+    for name, size in inner.items():
+        check_size(f"the {name} parallel size", size, 1)
+    product = math.prod(inner.values())
+    if world % product:
+        factors = [f"{size} ({name})" for name, size in inner.items() if size > 1]
+        described = " x ".join(factors) + (f" = {product}" if len(factors) > 1 else "")
+        hint = (
+            "start as many processes with torchrun --nproc-per-node, and call torch.distributed.init_process_group()"
+            if world < product
+            else "choose sizes whose product divides the number of ranks"
+        )
+        raise ValueError(f"expected {described} to divide the number of ranks, got {world} ranks: {hint}")
+    return AxisSizes(data=world // product, **inner)
+
+
+def _own_group(
+    groups: Sequence[Sequence[int]],
+    backend: str | None,
+    timeout: timedelta | None,
+    shared: dict[tuple[tuple[int, ...], str | None], dist.ProcessGroup],
+) -> _Axis:
+    """Makes the groups of one axis and returns this rank's; torch wants every rank to make all of them."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return _Axis(Group(), None)
+    mine: dist.ProcessGroup | None = None
+    for ranks in groups:
+        key = (tuple(ranks), backend)
+        if key not in shared:
+            shared[key] = dist.new_group(list(ranks), timeout=timeout, backend=backend)
+        if dist.get_rank() in ranks:
+            mine = shared[key]
+    assert mine is not None, "each rank is in one group of each axis"
+    return _Axis(group_of(mine), mine)
+
+
+def _described() -> str:
+    return ", ".join(f"{name} {_axes[name].group.size}" for name in AxisSizes._fields)
+
+
+def get_model_parallel_group() -> dist.ProcessGroup | None:
+    """The ranks that divide the layers with this one; None where torch.distributed is not initialised."""
+    return _process_group("model")
+
+
+def get_model_parallel_world_size() -> int:
+    """How many ranks divide a layer."""
+    return axis_group("model").size
+
+
+def get_model_parallel_rank() -> int:
+    """This rank's place among those that divide a layer."""
+    return axis_group("model").rank
+
+
+def get_model_parallel_src_rank() -> int:
+    """The global rank of the first of them."""
+    return axis_group("model").ranks[0]
+
+
+def get_model_parallel_ranks() -> list[int]:
+    """The global ranks of all of them."""
+    return list(axis_group("model").ranks)
+
+
+def get_data_parallel_group() -> dist.ProcessGroup | None:
+    """The ranks that hold the same part of the model as this one; None where torch.distributed is not initialised."""
+    return _process_group("data")
+
+
+def get_data_parallel_world_size() -> int:
+    """How many replicas there are."""
+    return axis_group("data").size
+
+
+def get_data_parallel_rank() -> int:
+    """Which replica this rank belongs to."""
+    return axis_group("data").rank
+
+
+def get_data_parallel_ranks() -> list[int]:
+    """The global ranks that hold the same part of the model."""
+    return list(axis_group("data").ranks)
+
+
+def get_data_context_parallel_group() -> dist.ProcessGroup | None:
+    """The ranks of all replicas and all parts of their sequences; None where torch.distributed is not initialised.
+
+    They have the same part of the model, and each has a share of its gradients: what computes with replicas, such as
+    `fully_shard` and DistributedDataParallel, is given this group where sequences are divided.
+    """
+    return _process_group(REPLICAS)
+
+
+def get_data_context_parallel_world_size() -> int:
+    """How many ranks hold the same part of the model, whatever their part of a sequence."""
+    return axis_group(REPLICAS).size
+
+
+def get_data_context_parallel_rank() -> int:
+    """This rank's place among them."""
+    return axis_group(REPLICAS).rank
+
+
+def get_data_context_parallel_ranks() -> list[int]:
+    """The global ranks of all of them."""
+    return list(axis_group(REPLICAS).ranks)
+
+
+def get_pipeline_parallel_group() -> dist.ProcessGroup | None:
+    """The ranks that are the stages of this rank's pipeline; None where torch.distributed is not initialised."""
+    return _process_group("pipeline")
+
+
+def get_pipeline_parallel_world_size() -> int:
+    """How many stages there are."""
+    return axis_group("pipeline").size
+
+
+def get_pipeline_parallel_rank() -> int:
+    """Which stage this rank is."""
+    return axis_group("pipeline").rank
+
+
+def get_pipeline_parallel_ranks() -> list[int]:
+    """The global ranks of the stages, in their order."""
+    return list(axis_group("pipeline").ranks)
+
+
+def get_context_parallel_group() -> dist.ProcessGroup | None:
+    """The ranks that divide a sequence with this one; None where torch.distributed is not initialised."""
+    return _process_group("context")
+
+
+def get_context_parallel_world_size() -> int:
+    """How many ranks divide a sequence."""
+    return axis_group("context").size
+
+
+def get_context_parallel_rank() -> int:
+    """This rank's place among those that divide a sequence."""
+    return axis_group("context").rank
+
+
+def get_context_parallel_ranks() -> list[int]:
+    """The global ranks that divide a sequence."""
+    return list(axis_group("context").ranks)
+
+
+def _process_group(name: str) -> dist.ProcessGroup | None:
+    group = axis_group(name)
+    if group.process_group is None and dist.is_available() and dist.is_initialized():
+        return dist.group.WORLD
+    return group.process_group

@@ -1,0 +1,99 @@
+"""The state of a divided model under the plain model's names, with whole tensors.
+
+In pieces it is saved by `scale_core.state.sharded_state_dict`, which knows from `shard_of` what each rank has:
+`torch.distributed.checkpoint` and `scale_core.snapshot` write it and read it at any number of ranks. Here are whole
+tensors, for other programs and for a plain model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from scale_core.comm.group import Group
+from scale_core.shard import unit_shard_of
+from scale_tp.layers.base import ParallelModule, Placement
+
+
+@torch.no_grad()
+def full_state_dict(model: nn.Module, *, on_host: bool = False) -> dict[str, Tensor]:
+    """Returns the state dict of the plain model, with whole tensors; all ranks that divide the model call it together.
+
+    It is `model.state_dict()` with tensors of its own, also of what is not divided, and on the host if that is asked.
+    One tensor after another is gathered, on the device where its parts are. What is not divided is copied.
+
+    Args:
+        model: A model that holds divided modules, wherever; or none.
+        on_host: Whether each tensor is brought to the host before the next one is gathered.
+
+    Raises:
+        ScaleDistributedError: A rank did not take part.
+    """
+    placed = dict(_placements(model))
+    state: dict[str, Tensor] = {}
+    for name, value in model.state_dict(keep_vars=True).items():  # The parts: else all would be whole at once.
+        if not isinstance(value, Tensor):  # What a module has put there by get_extra_state.
+            state[name] = value
+            continue
+        group, placement = placed.get(name, (Group(), Placement(tuple(value.shape))))
+        whole = placement.whole(value, group, name)
+        state[name] = whole.to("cpu") if on_host else whole
+    return state
+
+
+@torch.no_grad()
+def load_full_tensors(
+    model: nn.Module, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], *, strict: bool = True
+) -> None:
+    """Puts whole tensors into a divided model, each rank its parts; nothing is sent.
+
+    The tensors may come one at a time, as from `iterate_consolidated`, so that never more than one is whole. (A state
+    dict of whole tensors may as well be given to `model.load_state_dict`.)
+
+    Args:
+        model: A model that holds divided modules, wherever; or none.
+        tensors: Whole tensors by the names of the plain model.
+        strict: Whether every parameter and buffer of the model must be given, and nothing else.
+
+    Raises:
+        ValueError: A tensor has another shape than the whole parameter; those before it have been loaded. Or, with
+            `strict`, something is missing or unknown; or parameters are sharded along another axis.
+    """
+    if sharded := next((name for name, param in model.named_parameters() if unit_shard_of(param) is not None), None):
+        raise ValueError(
+            f"load_full_tensors: '{sharded}' is sharded along another axis: call model.load_state_dict(tensors), which "
+            "takes whole tensors as well; or give the layers their values before the model is sharded"
+        )
+    placed = dict(_placements(model))
+    own = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+    missing = set(own)
+    for name, whole in tensors.items() if isinstance(tensors, Mapping) else tensors:
+        if name not in own:
+            if strict:
+                raise ValueError(
+                    f"'{name}' is no parameter or buffer of {type(model).__name__}: rename it, or pass strict=False to "
+                    "leave it out"
+                )
+            continue
+        group, placement = placed.get(name, (Group(), Placement(tuple(own[name].shape))))
+        if tuple(whole.shape) != placement.shape:
+            raise ValueError(f"'{name}': expected a whole tensor of shape {placement.shape}, got {tuple(whole.shape)}")
+        own[name].detach().copy_(placement.take(whole, group.rank))
+        missing.discard(name)
+    if strict and missing:
+        raise ValueError(
+            f"{len(missing)} tensors of {type(model).__name__} were not given, such as '{min(missing)}': pass "
+            "strict=False to keep what they have"
+        )
+
+
+def _placements(model: nn.Module) -> Iterator[tuple[str, tuple[Group, Placement]]]:
+    """How each parameter of a divided module stands on the ranks, by its name in the model."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, ParallelModule):
+            for name, placement in module.placements.items():
+                param = module._parameters.get(name)
+                if param is None or unit_shard_of(param) is None:  # Else whoever cut it makes it whole.
+                    yield f"{path}.{name}".lstrip("."), (module.group, placement)

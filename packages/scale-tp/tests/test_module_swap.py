@@ -1,0 +1,103 @@
+"""module_swap.py: modules keep their class and their names, and have this rank's parts."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import scale_tp
+from scale_core.comm.group import Group, group_of
+from scale_core.testing import run_ranks
+from scale_tp.conversion.modules import Columns, Rows
+from scale_tp.layers.base import Placement
+from scale_tp.layers.input_region import Entrance
+from scale_tp.layers.module_swap import divide, part_of
+from scale_tp.split import Split
+
+TWO = Group(1, 2, None, "fake", (0, 1))
+
+
+def _columns() -> nn.Linear:
+    module, split = nn.Linear(4, 3), Split.even(3, 2)
+    placements = {"weight": Placement((3, 4), 0, split), "bias": Placement((3,), 0, split)}
+    parts = {name: part_of(param, placements[name], TWO) for name, param in module.named_parameters()}
+    entrance = Entrance(TWO, 1, "inside")
+    facts = {"path": "up", "split": split, "entrance": entrance, "gathers": False, "randomness": None}
+    divide(module, Columns, TWO, placements, **facts)
+    for name, part in parts.items():
+        module.register_parameter(name, part)
+    return module
+
+
+def test_a_divided_module_keeps_its_class_its_names_and_its_part() -> None:
+    module, x = _columns(), torch.randn(2, 4)
+    assert isinstance(module, nn.Linear) and type(module).__name__ == "Linear"
+    assert {name: tuple(param.shape) for name, param in module.named_parameters()} == {"weight": (1, 4), "bias": (1,)}
+    assert "one of 2 parts" in repr(module)
+    for other in (module, copy.deepcopy(module)):
+        assert type(other) is type(module)
+        torch.testing.assert_close(other(x), x @ module.weight.T + module.bias)
+    whole = nn.Linear(4, 3)
+    module.load_state_dict(whole.state_dict())
+    assert torch.equal(module.weight, whole.weight[2:])
+
+
+def test_one_class_is_made_of_each_pair_of_classes() -> None:
+    assert type(_columns()) is type(_columns())
+    rows = nn.Linear(3, 3)
+    divide(rows, Rows, TWO, {})
+    assert type(rows) is not type(_columns()) and isinstance(rows, Rows)
+    with pytest.raises(AssertionError, match=r"Rows declares none of .*'gathers'"):
+        divide(nn.Linear(3, 3), Rows, TWO, {}, gathers=True)
+
+
+def test_a_part_has_memory_of_its_own() -> None:
+    whole = nn.Parameter(torch.arange(6.0).view(3, 2), requires_grad=False)
+    part = part_of(whole, Placement((3, 2), 0, Split.even(3, 2)), TWO)
+    assert part.tolist() == [[4.0, 5.0]] and not part.requires_grad
+    whole.data.zero_()
+    assert part.tolist() == [[4.0, 5.0]]
+    meta = part_of(nn.Parameter(torch.empty(3, 2, device="meta")), Placement((3, 2), 1, Split.even(2, 2)), TWO)
+    assert meta.is_meta and meta.shape == (3, 1)
+
+
+def _parallel() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4))
+    return scale_tp.parallelize(model, {"0": "colwise", "2": "rowwise"}, group_of())
+
+
+def _over_ranks_that_divide() -> None:
+    layers = nn.ModuleDict({"up": scale_tp.ColumnParallelLinear(4, 6, group=group_of())})
+    for model, name in ((_parallel(), "0.weight"), (layers, "up.weight")):
+        before = [param.detach().clone() for param in model.parameters()]
+        with pytest.raises(ValueError, match=rf"'{name}' is a part \[3, 4\] .*\[6, 4\].*\[0, 1\].*data axis"):
+            DistributedDataParallel(model)
+        assert all(torch.equal(param, held) for param, held in zip(model.parameters(), before, strict=True))
+    # What is the same on both ranks is averaged as ever.
+    plain = DistributedDataParallel(nn.Sequential(nn.Linear(4, 2), scale_tp.ParallelLayerNorm(2, group=group_of())))
+    plain(torch.ones(1, 4)).sum().backward()
+
+
+def test_distributed_data_parallel_over_the_ranks_of_a_layer_is_refused() -> None:
+    run_ranks(_over_ranks_that_divide, 2)
+
+
+def _clipped_by_torch() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4))
+    model, x = _parallel(), torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+    for each in (plain, model):
+        each(x).square().sum().backward()
+    norms = [nn.utils.clip_grad_norm_(each.parameters(), 0.5) for each in (plain, model)]
+    torch.testing.assert_close(norms[1], norms[0], rtol=1e-6, atol=0)
+    bias = model.get_parameter("2.bias").grad  # All ranks have it.
+    torch.testing.assert_close(bias, plain.get_parameter("2.bias").grad, rtol=1e-6, atol=0)
+
+
+def test_torch_s_own_clipping_measures_the_parts_of_all_ranks() -> None:
+    run_ranks(_clipped_by_torch, 2)

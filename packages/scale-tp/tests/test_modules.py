@@ -1,0 +1,92 @@
+"""modules.py: linear layers of either kind, whose weight is divided in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from scale_core.comm.group import Group
+from scale_tp.conversion.modules import Columns, Rows, is_linear, is_transposed, outputs_dim
+from scale_tp.layers.base import Placement
+from scale_tp.layers.input_region import Entrance
+from scale_tp.layers.linear_ops import product
+from scale_tp.layers.module_swap import divide, part_of
+from scale_tp.split import Split
+
+TWO = Group(1, 2, None, "fake", (0, 1))
+
+
+class Conv1D(nn.Module):
+    """As transformers have it: [inputs, outputs]."""
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.nf, self.nx = nf, nx
+        self.weight, self.bias = nn.Parameter(torch.randn(nx, nf)), nn.Parameter(torch.randn(nf))
+
+
+class OwnLinear(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(input)
+
+
+class Deaf(nn.Linear):
+    pass
+
+
+def test_linear_layers_are_those_with_torchs_forward_and_transposed_ones() -> None:
+    assert is_linear(nn.Linear(2, 3)) and is_linear(Deaf(2, 3)) and is_linear(Conv1D(3, 2))
+    assert not is_linear(OwnLinear(2, 3)) and not is_linear(nn.Bilinear(2, 2, 2))
+    assert outputs_dim(nn.Linear(2, 3)) == 0 and outputs_dim(Conv1D(3, 2)) == 1
+
+
+def test_both_kinds_compute_what_they_are() -> None:
+    plain, transposed, x = nn.Linear(4, 3), Conv1D(3, 4), torch.randn(2, 5, 4)
+    assert torch.equal(product(x, plain.weight, plain.bias, transposed=is_transposed(plain)), plain(x))
+    expected = x @ transposed.weight + transposed.bias
+    torch.testing.assert_close(
+        product(x, transposed.weight, transposed.bias, transposed=is_transposed(transposed)), expected
+    )
+    torch.testing.assert_close(product(x, transposed.weight, None, transposed=True), x @ transposed.weight)
+
+
+def _rows(splits_input: bool) -> nn.Linear:
+    rows = nn.Linear(5, 3)
+    facts: dict[str, Any] = {"splits_input": splits_input, "sums": True, "sequence_parallel": False, "randomness": None}
+    placement = Placement((3, 5), 1, Split.even(5, 2))
+    part = part_of(rows.weight, placement, TWO)
+    divide(rows, Rows, TWO, {"weight": placement}, path="blocks.0.down", split=placement.split, **facts)
+    rows.weight = part
+    return rows
+
+
+def test_an_input_that_is_cut_in_another_way_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"'blocks.0.down': expected the 5 input features to be divided as \[3, 2\] .*, got 3"
+    ):
+        _rows(False)(torch.zeros(1, 3))
+
+
+def test_an_input_that_is_no_tensor_or_of_another_width_is_refused_by_the_layers_name() -> None:
+    for splits_input, width in ((False, 2), (True, 5)):
+        rows = _rows(splits_input)
+        with pytest.raises(TypeError, match=rf"'blocks.0.down': expected a tensor \[..., {width}\], got NoneType"):
+            rows(None)
+    with pytest.raises(ValueError, match=r"'blocks.0.down': expected an input \[..., 5\], got \[1, 3\]"):
+        rows(torch.zeros(1, 3))
+    columns, split = nn.Linear(4, 6), Split.even(6, 2)
+    facts: dict[str, Any] = {"gathers": False, "randomness": None, "entrance": Entrance(TWO, 1, "copy"), "split": split}
+    placements = {"weight": Placement((6, 4), 0, split), "bias": Placement((6,), 0, split)}
+    parts = {name: part_of(param, placements[name], TWO) for name, param in columns.named_parameters()}
+    divide(columns, Columns, TWO, placements, path="blocks.0.up", **facts)
+    for name, part in parts.items():
+        columns.register_parameter(name, part)
+    with pytest.raises(
+        ValueError, match=r"'blocks.0.up': expected .* \[..., 4\], got \[1, 3\]: .* 'rowwise', or that one"
+    ):
+        columns(torch.zeros(1, 3))
+    with pytest.raises(TypeError, match=r"'blocks.0.up': expected a tensor \[..., 4\], got NoneType"):
+        columns(None)

@@ -1,0 +1,136 @@
+"""groups.py and getters.py: which ranks compute a layer together, and what is asked of them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import scale_tp
+from scale_core.comm.group import group_of
+from scale_core.compat import process_groups, time_limit
+from scale_core.testing import run_ranks
+from scale_tp.parallel_state import axis_group, layer_group
+
+GETTERS = [f"get_{axis}_parallel_{what}" for axis in ("model", "data", "pipeline", "context") for what in
+           ("rank", "world_size", "ranks")]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _undivided() -> Iterator[None]:
+    yield
+    scale_tp.destroy_model_parallel()
+
+
+def test_one_process_needs_no_initialisation() -> None:
+    assert not scale_tp.model_parallel_is_initialized()
+    assert layer_group().size == 1
+    assert [getattr(scale_tp, name)() for name in GETTERS] == [0, 1, [0]] * 4
+    assert scale_tp.get_model_parallel_src_rank() == 0
+    assert scale_tp.get_model_parallel_group() is None
+
+
+def test_one_process_may_initialise_all_the_same() -> None:
+    scale_tp.initialize_model_parallel(1)
+    assert scale_tp.model_parallel_is_initialized()
+    assert [getattr(scale_tp, name)() for name in GETTERS] == [0, 1, [0]] * 4
+    with pytest.raises(RuntimeError, match=r"divided already .data 1.*destroy_model_parallel"):
+        scale_tp.initialize_model_parallel(1)
+    scale_tp.destroy_model_parallel()
+    assert not scale_tp.model_parallel_is_initialized()
+    scale_tp.destroy_model_parallel()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "error", "message"),
+    [
+        ((2,), ValueError, r"expected 2 \(model\) to divide the number of ranks, got 1 ranks: start as many processes"),
+        ((1, 3, 2), ValueError, r"3 \(pipeline\) x 2 \(context\) = 6 to divide"),
+        ((0,), ValueError, "the model parallel size to be at least 1, got 0"),
+        ((1, -1), ValueError, "the pipeline parallel size to be at least 1, got -1"),
+        ((1, 1, 2.0), TypeError, "the context parallel size to be an integer, got 2.0"),
+    ],
+)
+def test_sizes_that_make_no_sense_are_refused(sizes: tuple[Any, ...], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        scale_tp.initialize_model_parallel(*sizes)
+    assert not scale_tp.model_parallel_is_initialized()
+
+
+def test_fairscales_arguments_are_accepted_by_position_and_by_name() -> None:
+    names = list(inspect.signature(scale_tp.initialize_model_parallel).parameters)
+    assert names == [
+        "model_parallel_size_",
+        "pipeline_length",
+        "context_parallel_size",
+        "model_parallel_backend",
+        "pipeline_backend",
+        "cp_backend",
+        "ddp_backend",
+        "timeout",
+    ]
+
+
+def divide_and_destroy() -> dict[str, Any]:
+    told: dict[str, Any] = {}
+    world, rank = group_of().size, dist.get_rank()
+    for call, name in ((scale_tp.get_model_parallel_rank, "rank"), (layer_group, "layer")):
+        with pytest.raises(ValueError, match=r"4 ranks have not been divided yet.*initialize_model_parallel"):
+            call()
+        told[name] = "refused"
+    with pytest.raises(
+        ValueError, match=r"expected 3 \(model\) to divide the number of ranks, got 4 ranks: choose sizes"
+    ):
+        scale_tp.initialize_model_parallel(3)
+    before = len(process_groups())
+    for model, pipeline in ((2, 1), (2, 2)):
+        scale_tp.initialize_model_parallel(model, pipeline)
+        made = scale_tp.get_model_parallel_group()
+        assert made is not None and time_limit(made) == time_limit(dist.group.WORLD)
+        told[f"{model} x {pipeline}"] = {name: getattr(scale_tp, name)() for name in GETTERS}
+        sums = {}
+        for axis in ("model", "data", "pipeline", "context"):
+            total = torch.tensor([float(rank)])
+            dist.all_reduce(total, group=getattr(scale_tp, f"get_{axis}_parallel_group")())
+            sums[axis] = total.item() == sum(axis_group(axis).ranks)
+        told[f"{model} x {pipeline}"]["sums"] = sums
+        scale_tp.destroy_model_parallel()
+        assert len(process_groups()) == before, "no group is left"
+    scale_tp.initialize_model_parallel(2, 1, 2)
+    assert scale_tp.get_data_context_parallel_ranks() == [rank % 2, rank % 2 + 2]
+    assert scale_tp.get_data_context_parallel_world_size() == 2
+    assert scale_tp.get_data_context_parallel_rank() == rank // 2
+    total = torch.tensor([float(rank)])
+    dist.all_reduce(total, group=scale_tp.get_data_context_parallel_group())
+    assert total.item() == 2 * (rank % 2) + 2
+    scale_tp.destroy_model_parallel()
+    assert len(process_groups()) == before
+    told["own"] = layer_group(dist.group.WORLD).size
+    # A default group that goes first takes the others with it, and nothing is left to be destroyed.
+    scale_tp.initialize_model_parallel(world)
+    dist.destroy_process_group()
+    scale_tp.destroy_model_parallel()
+    assert layer_group().size == 1
+    return told
+
+
+def test_ranks_are_divided_and_nothing_is_left_of_it() -> None:
+    told = run_ranks(divide_and_destroy, 4)
+    for rank, found in enumerate(told):
+        assert found["own"] == 4
+        assert found["2 x 1"]["get_model_parallel_rank"] == rank % 2
+        assert found["2 x 1"]["get_model_parallel_world_size"] == 2
+        assert found["2 x 1"]["get_model_parallel_ranks"] == [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert found["2 x 1"]["get_data_parallel_rank"] == rank // 2
+        assert found["2 x 1"]["get_data_parallel_ranks"] == [rank % 2, rank % 2 + 2]
+        assert found["2 x 2"]["get_model_parallel_ranks"] == [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert found["2 x 2"]["get_pipeline_parallel_ranks"] == [rank % 2, rank % 2 + 2]
+        assert found["2 x 2"]["get_pipeline_parallel_rank"] == rank // 2
+        assert found["2 x 2"]["get_data_parallel_world_size"] == 1
+        assert found["2 x 2"]["get_context_parallel_ranks"] == [rank]
+        for name in ("2 x 1", "2 x 2"):
+            assert all(found[name]["sums"].values())

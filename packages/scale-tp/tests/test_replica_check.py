@@ -1,0 +1,105 @@
+"""replica_check.py: ranks that hold the same numbers in place of their parts say so when the model first runs."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from scale_core.comm.group import group_of
+from scale_core.testing import run_ranks
+from scale_tp.conversion.parallelize import parallelize
+from scale_tp.conversion.replica_check import watch_first_forward
+from scale_tp.layers.whole_init import initialise_whole
+
+PLAN = {"unused": "colwise_rep", "up": "colwise", "down": "rowwise", "words": "embedding_rowwise"}
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.unused = nn.Embedding(8, 6), nn.Linear(6, 6)
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(self.words(ids)).relu())
+
+
+def _divided() -> nn.Module:
+    torch.manual_seed(0)
+    return parallelize(Model(), PLAN, group_of())
+
+
+def _fill(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight)
+
+
+def _sent(model: nn.Module) -> None:
+    for param in model.parameters():
+        dist.broadcast(param.data, 0)
+
+
+ALIKE: dict[str, Callable[[nn.Module], object]] = {
+    "drawn into the parts": lambda model: model.apply(_fill),
+    "sent from one rank": _sent,
+    "sharded between the same ranks": lambda model: fully_shard(model),
+}
+APART: dict[str, Callable[[nn.Module], object]] = {
+    "as divided": lambda model: None,
+    "drawn as a whole": lambda model: initialise_whole(model, lambda model: model.apply(_fill)),
+    "all the same value": lambda model: [nn.init.constant_(param, 0.3) for param in model.parameters()],
+}
+
+
+def _first_forwards() -> None:
+    ids = torch.arange(8)[None]
+    for name, change in ALIKE.items():
+        model = _divided()
+        torch.manual_seed(1)
+        change(model)
+        with pytest.raises(
+            RuntimeError, match=r"the ranks \[0, 1\] hold the same numbers in \d of \d .*'words.weight'"
+        ):
+            model(ids)
+        assert not any(module._forward_pre_hooks for module in (model.up, model.down)) or "sharded" in name
+    for change in APART.values():
+        model = _divided()
+        torch.manual_seed(1)
+        change(model)
+        for each in (model, pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+            with pytest.raises(IndexError):
+                each(ids + 1)  # A forward that fails has not been the first one.
+            each(ids)
+            assert not any(module._forward_pre_hooks for module in (each.words, each.up, each.down))
+    # It is the first one that is looked at.
+    _sent(model)
+    model(ids)
+    # A part of the weights may be alike in a model that is made of repeated ones.
+    model = _divided()
+    dist.broadcast(model.up.weight.data, 0)
+    with pytest.warns(UserWarning, match=r"hold the same numbers in 1 of 3 divided weights \('up.weight'\)"):
+        model(ids)
+    # What a compiler traces is looked at when it first runs without one.
+    model = _divided()
+    _sent(model)
+    with torch.no_grad():
+        torch.compile(model, backend="eager")(ids)
+    with pytest.raises(RuntimeError, match="hold the same numbers"):
+        model(ids)
+
+
+def test_ranks_that_hold_the_same_in_place_of_their_parts_say_so() -> None:
+    run_ranks(_first_forwards, 2)
+
+
+def test_one_process_has_nothing_to_compare() -> None:
+    model = nn.Linear(2, 2)
+    watch_first_forward(model, group_of())
+    model(torch.ones(2))

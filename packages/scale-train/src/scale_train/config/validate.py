@@ -1,0 +1,168 @@
+"""What is wrong with options, as far as it can be told without a tensor.
+
+`check` runs before any rank starts, so that wrong input costs a second and one line, not a start-up and one traceback
+per rank.
+"""
+
+from __future__ import annotations
+
+import math
+
+from scale_train.config.options import OptimizerOptions, Options, ParallelOptions
+from scale_train.config.resolve import budget_bytes, model_config, pipeline_shape
+from scale_train.errors import InputError
+
+
+def check(options: Options, num_ranks: int) -> None:
+    """Finds what is wrong before anything starts.
+
+    Raises:
+        InputError: If the numbers make no training on `num_ranks` ranks.
+    """
+    _check_numbers(options)
+    _check_adascale(options.optimizer)
+    model_config(options)
+    _check_activations(options.parallel)
+    num_data = _check_tensor_parallel(options, num_ranks)
+    if options.parallel.parallel == "none" and num_data > 1:
+        raise InputError(
+            f"--parallel none is one process, but there are {num_ranks} ranks; take fsdp, sharded-ddp, oss, ddp, pipe, "
+            "or --ranks 1"
+        )
+    if options.parallel.parallel == "pipe":
+        _check_pipeline(options, num_ranks)
+        return
+    batch, accumulate = options.data.batch, options.parallel.accumulate
+    parts = num_data * accumulate
+    if batch % parts:
+        below = batch // parts * parts
+        nearest = f"{below} or {below + parts}" if below else f"{parts}"
+        raise InputError(
+            f"--batch {batch} does not divide into {num_data} ranks x {accumulate} micro-batches; take {nearest}"
+        )
+
+
+def _check_tensor_parallel(options: Options, num_ranks: int) -> int:
+    """Returns how many ranks, or groups of ranks that divide layers, see different parts of the batch."""
+    number, parallel = options.parallel.tensor_parallel, options.parallel
+    if number < 1 or num_ranks % number:
+        raise InputError(
+            f"--tensor-parallel {number} does not divide {num_ranks} ranks; take "
+            f"{' or '.join(str(each) for each in range(1, num_ranks + 1) if num_ranks % each == 0)}"
+        )
+    if number == 1:
+        return num_ranks
+    if parallel.parallel == "pipe":
+        raise InputError(
+            f"--tensor-parallel {number}: layers of a pipeline's stages are not divided; take --parallel fsdp, or "
+            "--tensor-parallel 1"
+        )
+    if budget_bytes(parallel.checkpoint_activations) is not None:
+        raise InputError(
+            f"--checkpoint-activations {parallel.checkpoint_activations}: a plan is measured on whole layers, and "
+            f"--tensor-parallel {number} divides them; take all or selective"
+        )
+    heads = model_config(options).heads
+    if number > heads:
+        raise InputError(f"--tensor-parallel {number}: the model has {heads} heads to divide; take at most {heads}")
+    return num_ranks // number
+
+
+def _check_pipeline(options: Options, num_ranks: int) -> None:
+    parallel, layers = options.parallel, model_config(options).layers
+    shape = pipeline_shape(parallel, num_ranks)
+    if shape.stages > layers:
+        raise InputError(
+            f"--schedule {parallel.schedule} on {num_ranks} ranks has {shape.stages} stages, but the model has "
+            f"{layers} blocks; take fewer --ranks, or --layers {shape.stages}"
+        )
+    if options.data.batch % shape.replicas:
+        raise InputError(
+            f"--batch {options.data.batch} does not divide among {shape.replicas} pipelines beside each other "
+            f"({num_ranks} ranks, {shape.stages} stages); take a multiple of {shape.replicas}"
+        )
+    if parallel.accumulate > 1:
+        raise InputError(
+            f"--accumulate {parallel.accumulate}: with --parallel pipe it is --chunks that cuts the batch; take "
+            f"--chunks {parallel.accumulate * parallel.chunks}"
+        )
+
+
+def _check_activations(options: ParallelOptions) -> None:
+    choice = options.checkpoint_activations
+    if choice in ("none", "all", "selective"):
+        return
+    if budget_bytes(choice) is None:
+        raise InputError(f"--checkpoint-activations {choice}: take all, selective, or a budget, as budget:2GiB")
+    if options.parallel in ("fsdp", "pipe"):
+        raise InputError(
+            f"--checkpoint-activations {choice}: a plan is measured on a whole model, and {options.parallel} trains it "
+            "whole nowhere; take all or selective, or --parallel sharded-ddp"
+        )
+    if options.offload_activations:
+        raise InputError(f"--offload-activations: the plan of --checkpoint-activations {choice} says what is offloaded")
+
+
+def _check_adascale(options: OptimizerOptions) -> None:
+    scale = options.adascale_scale
+    if scale and not options.adascale:
+        raise InputError(f"--adascale-scale {scale:g} has no effect without --adascale")
+    if scale and not 1 <= scale < math.inf:
+        raise InputError(f"--adascale-scale {scale:g}: at least 1 is needed")
+
+
+def _check_numbers(options: Options) -> None:
+    at_least_one = {
+        "--sequence": options.data.sequence,
+        "--batch": options.data.batch,
+        "--accumulate": options.parallel.accumulate,
+        "--chunks": options.parallel.chunks,
+        "--steps": options.optimizer.steps,
+        "--log-every": options.run.log_every,
+    }
+    at_least_zero = {
+        "--loss-chunk": options.model.loss_chunk,
+        "--warmup": options.optimizer.warmup,
+        "--weight-decay": options.optimizer.weight_decay,
+        "--clip": options.optimizer.clip,
+        "--held-out-tokens": options.data.held_out_tokens,
+        "--save-every": options.run.save_every,
+        "--evaluate-every": options.run.evaluate_every,
+        "--sample-length": options.run.sample_length,
+        "--seed": options.run.seed,
+    }
+    if options.parallel.overlap_pieces is not None:
+        at_least_one["--overlap-pieces"] = options.parallel.overlap_pieces
+    for flag, number in at_least_one.items():
+        if number < 1:
+            raise InputError(f"{flag} {number}: at least 1 is needed")
+    for flag, quantity in at_least_zero.items():
+        if not 0 <= quantity < math.inf:
+            raise InputError(f"{flag} {quantity}: 0 or more is needed")
+    if not 0 < options.optimizer.lr < math.inf:
+        raise InputError(f"--lr {options.optimizer.lr}: a number above 0 is needed")
+    if not 0 <= options.model.dropout < 1:
+        raise InputError(f"--dropout {options.model.dropout}: a number from 0 to below 1 is needed")
+
+
+def without_effect(options: Options) -> list[str]:
+    """What was asked for and changes nothing, a line for each."""
+    lines, parallel = [], options.parallel
+    if parallel.no_sync and parallel.parallel not in ("fsdp", "sharded-ddp"):
+        lines.append(f"--no-sync has no effect with --parallel {parallel.parallel}")
+    elif parallel.no_sync and parallel.accumulate == 1:
+        lines.append("--no-sync has no effect without --accumulate 2 or more")
+    if not parallel.reshard_after_forward and parallel.parallel != "fsdp":
+        lines.append(f"--no-reshard-after-forward has no effect with --parallel {parallel.parallel}")
+    if parallel.sequence_parallel and parallel.tensor_parallel == 1:
+        lines.append("--sequence-parallel has no effect without --tensor-parallel 2 or more")
+    if parallel.overlap_pieces is not None and parallel.tensor_parallel == 1:
+        lines.append("--overlap-pieces has no effect without --tensor-parallel 2 or more")
+    for flag, is_set in (
+        ("--stages", parallel.stages is not None),
+        ("--schedule", parallel.schedule != ParallelOptions.schedule),
+        ("--chunks", parallel.chunks != ParallelOptions.chunks),
+    ):
+        if is_set and parallel.parallel != "pipe":
+            lines.append(f"{flag} has no effect with --parallel {parallel.parallel}")
+    return lines

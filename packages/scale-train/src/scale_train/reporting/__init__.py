@@ -1,0 +1,4 @@
+"""What a run says: lines, files, a picture and the summary at its end.
+
+Begin with `reporters`.
+"""

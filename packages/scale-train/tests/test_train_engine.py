@@ -1,0 +1,52 @@
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from scale_core.comm.group import Group, group_of
+from scale_core.shard import full_shape, shard_of
+from scale_core.testing import run_ranks
+from scale_oss import ShardedDataParallel
+from scale_train.config.options import OptimizerOptions, ParallelOptions
+from scale_train.model import GPT, ModelConfig
+from scale_train.parallelize.engine import spread
+
+CPU = torch.device("cpu")
+
+
+def spread_here(parallel: str, group: Group):
+    torch.manual_seed(0)
+    return spread(GPT(ModelConfig(1, 16, 2)), ParallelOptions(parallel=parallel), OptimizerOptions(), group, CPU)
+
+
+@pytest.mark.parametrize("parallel", ["fsdp", "sharded-ddp", "oss", "ddp", "none"])
+def test_a_world_of_one_needs_no_torch_distributed(parallel):
+    engine = spread_here(parallel, Group())
+    tokens = torch.zeros(2, 4, dtype=torch.int64)
+    engine.model(tokens, tokens).backward()
+    assert engine.clip(1e-3).item() > 0
+    squares = sum(float(param.grad.square().sum()) for param in engine.with_gradients())
+    assert squares**0.5 == pytest.approx(1e-3, rel=1e-3)
+    assert engine.model is engine.plain or isinstance(engine.model, ShardedDataParallel)
+
+
+def decayed_names() -> list[tuple[list[str], bool, bool]]:
+    found = []
+    for parallel in ("fsdp", "ddp", "oss", "sharded-ddp"):
+        engine = spread_here(parallel, group_of())
+        optimizer = engine.optimizer
+        names = {param: name for name, param in engine.plain.named_parameters()}
+        decayed = [
+            names[param] for group in optimizer.param_groups if group["weight_decay"] for param in group["params"]
+        ]
+        sharded = all(shard_of(param) is not None for param in names)
+        assert sharded or all(param.shape == full_shape(param) for param in names)
+        found.append((decayed, sharded, isinstance(engine.model, DistributedDataParallel)))
+    return found
+
+
+def test_weight_decay_is_for_matrices_whether_they_are_sharded_or_not():
+    (by_shards, sharded, _), (whole, _, replicated), *others = run_ranks(decayed_names, 2)[0]
+    assert by_shards == whole and sharded and replicated
+    assert others == [(whole, False, True), (whole, False, False)]
+    assert "embedding.weight" in whole and "blocks.0.attention.qkv.weight" in whole
+    assert not any("norm" in name or "bias" in name for name in whole)

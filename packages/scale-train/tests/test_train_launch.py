@@ -1,0 +1,131 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from scale_train.cli import main
+from scale_train.config.options import Options, ParallelOptions
+from scale_train.errors import InputError
+from scale_train.launch import Outcome, _check_environment, is_under_torchrun
+from scale_train.reporting.metrics import read_metrics
+
+STEPS = 8
+ARGUMENTS = (
+    "lm --text text --layers 1 --width 16 --heads 2 --sequence 16 --batch 4 --save-every 2 --evaluate-every 0 "
+    f"--steps {STEPS} --warmup 2 --sample-length 0 --device cpu --ranks 2 --log-every 1 --log-format json"
+).split()
+
+
+@contextmanager
+def program(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "scale_train", *ARGUMENTS, *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def pid_of_rank(rank: int, process: subprocess.Popen[str]) -> int:
+    for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+        if f"RANK={rank}".encode() in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
+            return int(child)
+    raise AssertionError(f"there is no rank {rank}")
+
+
+def wait_for_step(process: subprocess.Popen[str], step: int) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if json.loads(line).get("step") == step:
+            return
+    assert process.stderr is not None
+    raise AssertionError(f"ended before step {step}: {process.stderr.read()}")
+
+
+def losses(run: str) -> dict[int, float]:
+    return {entry["step"]: entry["loss"] for entry in read_metrics(Path(run, "metrics.jsonl")) if "loss" in entry}
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    # Warnings are errors here, not in the program that is started: Python's multiprocessing itself has some at its end.
+    monkeypatch.delenv("PYTHONWARNINGS", raising=False)
+    Path("text").write_bytes(bytes((7 * index * index) % 26 + 97 for index in range(3_000)))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for a rank among the processes")
+def test_a_run_that_loses_a_rank_and_is_then_interrupted_goes_on_to_the_same_curve(capfd):
+    assert main([*ARGUMENTS, "--out", "whole"]) == 0
+    with program("--out", "broken") as killed:
+        wait_for_step(killed, 3)
+        os.kill(pid_of_rank(1, killed), signal.SIGKILL)
+        _, err = killed.communicate(timeout=600)
+    assert killed.returncode == 1, err
+    first, *_, last = err.splitlines()  # torch may warn between them that the rank's last words never came
+    assert "Traceback" not in err
+    assert first == "rank 1 was killed by SIGKILL; the others are ended"
+    assert last.startswith("scale-train, rank 0: lost the other ranks after step")
+    assert "; go on with --resume broken, from step-0000000" in last
+    with program("--resume", "broken") as interrupted:
+        wait_for_step(interrupted, STEPS - 3)
+        interrupted.send_signal(signal.SIGINT)
+        _, err = interrupted.communicate(timeout=600)
+    assert interrupted.returncode == 130, err
+    assert "which is saved; go on with --resume broken, from step-" in err and err.count("\n") == 1
+    assert main([*ARGUMENTS, "--resume", "broken"]) == 0
+    assert losses("broken") == losses("whole")
+    assert len(losses("whole")) == STEPS
+
+
+def test_what_all_ranks_find_wrong_is_said_once(capfd):
+    Path("run").mkdir()
+    Path("run/kept").write_text("")
+    assert main([*ARGUMENTS, "--out", "run"]) == 2
+    _, err = capfd.readouterr()
+    assert err.count("\n") == 1 and "--out run: exists" in err
+    assert os.listdir("run") == ["kept"]
+
+
+def test_ranks_that_somebody_else_started_are_joined(monkeypatch):
+    assert is_under_torchrun({"RANK": "0", "WORLD_SIZE": "2"})
+    assert not is_under_torchrun({"RANK": "0"})
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(InputError, match="--ranks 2: torchrun started 4 ranks"):
+        _check_environment(Options(parallel=ParallelOptions(ranks=2)))
+
+
+def test_what_one_rank_alone_finds_it_says_and_what_all_find_rank_0_says():
+    for found_by, speakers in (("all", [0]), ("machine", [0, 2]), ("rank", [0, 1, 2, 3])):
+        outcome = Outcome(2, "what", found_by)
+        said = [rank for rank in range(4) if outcome.is_to_be_said({"RANK": str(rank), "LOCAL_RANK": str(rank % 2)})]
+        assert said == speakers
+
+
+@pytest.mark.parametrize(
+    "variables, words",
+    [
+        ({"RANK": "0", "WORLD_SIZE": "x"}, "WORLD_SIZE=x: a number is needed"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": ""}, "LOCAL_WORLD_SIZE=: a number is needed"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "rank 1: MASTER_ADDR is not set"),
+        ({"RANK": "y", "WORLD_SIZE": "2"}, "expected a number in RANK, got 'y'"),
+    ],
+)
+def test_variables_that_are_wrong_are_one_line_and_code_2_on_any_rank(monkeypatch, capsys, variables, words):
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert main(["lm", "--text", "text", "--device", "cpu"]) == 2
+    err = capsys.readouterr().err
+    assert words in err and err.count("\n") == 1

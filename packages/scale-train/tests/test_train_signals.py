@@ -1,0 +1,49 @@
+import os
+import signal
+
+import pytest
+
+from scale_core.comm.group import Group, group_of
+from scale_core.testing import run_ranks
+from scale_train import signals as interrupt
+from scale_train.signals import StopSignal
+
+
+def kill_self(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_is_noted_and_its_handler_given_back(number):
+    before = signal.getsignal(number)
+    with StopSignal() as stop:
+        assert stop.agreed(Group()) == 0
+        kill_self(number)
+        assert stop.agreed(Group()) == number
+    assert signal.getsignal(number) is before
+
+
+def test_an_echo_of_the_same_key_press_does_not_interrupt():
+    with StopSignal() as stop:
+        kill_self(signal.SIGINT)
+        kill_self(signal.SIGINT)
+        assert stop.received == signal.SIGINT
+
+
+def test_a_second_wish_interrupts_at_once(monkeypatch):
+    monkeypatch.setattr(interrupt, "_ECHO_SECONDS", -1.0)
+    with StopSignal(), pytest.raises(KeyboardInterrupt):
+        kill_self(signal.SIGINT)
+        kill_self(signal.SIGINT)
+
+
+def stop_on_rank_1() -> int:
+    group = group_of()
+    with StopSignal() as stop:
+        if group.rank == 1:
+            kill_self(signal.SIGTERM)
+        return stop.agreed(group)
+
+
+def test_all_ranks_stop_when_one_is_asked_to():
+    assert run_ranks(stop_on_rank_1, 2) == [signal.SIGTERM] * 2

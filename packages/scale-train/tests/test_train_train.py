@@ -1,0 +1,130 @@
+import errno
+from pathlib import Path
+
+import pytest
+
+from scale_core.comm.group import Group, group_of
+from scale_core.consistency.contract import ScaleDistributedError
+from scale_core.testing import run_ranks
+from scale_train import train as run
+from scale_train.config.options import DataOptions, ModelOptions, OptimizerOptions, Options, ParallelOptions, RunOptions
+from scale_train.errors import InputError, RanksLost
+from scale_train.reporting.summary import Report
+from scale_train.state import Training
+from scale_train.train import language_model
+
+
+def options_for(folder: Path, text: Path, parallel: str) -> Options:
+    return Options(
+        data=DataOptions(text=(text,), sequence=16, batch=4),
+        model=ModelOptions(layers=1, width=16, heads=2),
+        parallel=ParallelOptions(parallel=parallel, device="cpu"),
+        optimizer=OptimizerOptions(steps=2, warmup=1),
+        run=RunOptions(out=folder, log_format="plain", sample_length=4, prompt="the"),
+    )
+
+
+def run_here(folder: Path, text: Path) -> Report:
+    return language_model(options_for(folder, text, "fsdp"), group_of())
+
+
+def run_in_part(folder: Path, text: Path) -> list[Report]:
+    return [language_model(options_for(folder / way, text, way), group_of()) for way in ("sharded-ddp", "oss")]
+
+
+@pytest.fixture
+def text(tmp_path) -> Path:
+    path = tmp_path / "text"
+    path.write_bytes(b"the quick brown fox jumps over the lazy dog\n" * 50)
+    return path
+
+
+def test_all_ranks_come_to_the_same_report_and_hold_half_of_what_ddp_needs(text, tmp_path, capsys):
+    first, second = run_ranks(run_here, 2, tmp_path / "run", text)
+    assert (first.sample, first.held_out_bits_per_byte) == (second.sample, second.held_out_bits_per_byte)
+    assert first.held_memory_bytes == second.held_memory_bytes
+    assert sum(first.held_memory_bytes) == pytest.approx(first.ddp_memory_bytes, rel=0.02)
+    assert first.sample.startswith("the") and Path(first.checkpoint).is_dir() and Path(first.plot).is_file()
+    out = capsys.readouterr().out
+    assert out.count("fsdp on 2 ranks (cpu)") == 1 and out.count("held-out loss") == 1
+
+
+def test_what_is_sharded_in_part_is_reported_as_what_each_rank_holds(text, tmp_path, capsys):
+    for in_part, state_alone in run_ranks(run_in_part, 2, tmp_path, text):
+        needed = in_part.ddp_memory_bytes  # parameters 1, gradients 1 and Adam 2 quarters of it
+        assert needed == state_alone.ddp_memory_bytes
+        assert in_part.held_memory_bytes == pytest.approx([needed * 5 / 8] * 2, rel=0.02)
+        assert state_alone.held_memory_bytes == pytest.approx([needed * 6 / 8] * 2, rel=0.02)
+        assert in_part.held_out_bits_per_byte == state_alone.held_out_bits_per_byte
+    assert "sharded-ddp on 2 ranks (cpu)" in capsys.readouterr().out
+
+
+def test_one_process_and_two_shards_judge_the_held_out_text_alike(text, tmp_path, capsys):
+    alone = language_model(options_for(tmp_path / "alone", text, "none"), Group())
+    together = run_ranks(run_here, 2, tmp_path / "together", text)[0]
+    assert together.held_out_bits_per_byte == pytest.approx(alone.held_out_bits_per_byte, rel=1e-4)
+    assert "none on 1 rank (cpu)" in capsys.readouterr().out
+
+
+def begin_on_a_full_disk(folder: Path, text: Path) -> str:
+    def full(*_args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(InputError) as caught:
+        patch.setattr(run, "begin_metrics", full)
+        run_here(folder, text)
+    return str(caught.value)
+
+
+def test_a_disk_that_is_full_at_the_start_is_told_to_all_ranks(text, tmp_path):
+    message = f"cannot write {tmp_path / 'run' / 'metrics.jsonl'}: the disk is full"
+    assert run_ranks(begin_on_a_full_disk, 2, tmp_path / "run", text) == [message] * 2
+
+
+def test_a_picture_that_cannot_be_drawn_costs_one_note(text, tmp_path, monkeypatch, capsys):
+    def full(*_args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(run, "plot_loss", full)
+    report = language_model(options_for(tmp_path / "run", text, "none"), Group())
+    assert report.plot == ""
+    out = capsys.readouterr().out
+    assert out.count(f"cannot write {tmp_path / 'run' / 'loss.png'}: the disk is full") == 1 and "plot  " not in out
+
+
+def test_a_run_that_loses_the_others_names_the_way_on(text, tmp_path, monkeypatch):
+    def lose(training: Training, save: object) -> float:
+        training.step, training.checkpoint = 7, Path("runs/a/checkpoints/step-00000004")
+        raise ScaleDistributedError("rank 1 is gone\nmore", step=7, unit="")
+
+    monkeypatch.setattr(run, "train", lose)
+    message = r"^lost the other ranks after step 7 \(rank 1 is gone\); go on with --resume runs/a, from step-00000004$"
+    with pytest.raises(RanksLost, match=message):
+        language_model(options_for(tmp_path / "run", text, "none"), Group())
+
+
+def read_another_text_on_rank_1(folder: Path, text: Path) -> str:
+    if group_of().rank == 1:
+        text = text.with_name("other")
+        text.write_bytes(b"0123456789" * 200)
+    try:
+        run_here(folder, text)
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def read_no_text_on_rank_1(folder: Path, text: Path) -> str:
+    with pytest.raises(InputError) as caught:
+        run_here(folder, text if group_of().rank == 0 else text.with_name("nowhere"))
+    return str(caught.value)
+
+
+def test_what_one_rank_cannot_read_all_ranks_say(text, tmp_path):
+    first, second = run_ranks(read_no_text_on_rank_1, 2, tmp_path / "run", text)
+    assert first == second and "nowhere: no such file or folder" in first
+
+
+def test_ranks_that_read_different_texts_are_named(text, tmp_path):
+    for message in run_ranks(read_another_text_on_rank_1, 2, tmp_path / "run", text):
+        assert "rank 1 reads another text than rank 0" in message

@@ -1,0 +1,147 @@
+import math
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from scale_core.comm.group import Group, group_of
+from scale_core.testing import run_ranks
+from scale_train import trainer as loop
+from scale_train.config.options import DataOptions, ModelOptions, OptimizerOptions, Options, ParallelOptions, RunOptions
+from scale_train.data.text import read_text
+from scale_train.errors import Interrupted, TrainingDiverged
+from scale_train.reporting.reporters import EvaluationRecord, Silent, StepRecord
+from scale_train.signals import StopSignal
+from scale_train.state import Training, build
+from scale_train.trainer import forward_backward, keep, seed_step, train
+
+
+class Diary(Silent):
+    def __init__(self) -> None:
+        self.entries: list[str] = []
+
+    def step(self, record: StepRecord) -> None:
+        self.entries.append(f"step {record.step}")
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        self.entries.append(f"evaluation {record.step}")
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> Options:
+    path = tmp_path / "text"
+    path.write_bytes(b"the quick brown fox jumps over the lazy dog\n" * 50)
+    return Options(
+        data=DataOptions(text=(path,), sequence=16, batch=4),
+        model=ModelOptions(layers=1, width=16, heads=2),
+        parallel=ParallelOptions(parallel="none", device="cpu"),
+        optimizer=OptimizerOptions(steps=5, warmup=1),
+        run=RunOptions(save_every=2, evaluate_every=3, log_every=2),
+    )
+
+
+def start(options: Options) -> tuple[Training, list[str]]:
+    training = build(options, read_text(options.data.text), Group())
+    diary = Diary()
+    training.reporter = diary
+    return training, diary.entries
+
+
+def test_a_training_steps_saves_evaluates_and_ends_with_a_checkpoint_and_a_judgement(options):
+    training, entries = start(options)
+
+    def save(now: Training) -> None:
+        now.saved_step = now.step
+        entries.append(f"save {now.step}")
+
+    held_out = train(training, save)
+    assert 0 < held_out < 10
+    assert entries == [
+        *("step 2", "save 2", "evaluation 3", "step 4", "save 4", "step 5", "save 5", "evaluation 5"),
+    ]
+
+
+def test_micro_batches_have_the_gradient_of_the_whole_batch(options):
+    whole, _ = start(options)
+    parts, _ = start(replace(options, parallel=replace(options.parallel, accumulate=2)))
+    losses = [forward_backward(training) for training in (whole, parts)]
+    torch.testing.assert_close(*losses)
+    for one, other in zip(whole.engine.plain.parameters(), parts.engine.plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_a_signal_ends_the_training_after_the_step_and_its_save(options, monkeypatch):
+    training, entries = start(options)
+    monkeypatch.setattr(StopSignal, "agreed", lambda self, group: 2 if training.step == 3 else 0)
+    with pytest.raises(Interrupted, match="stopped after step 3, which is saved") as caught:
+        train(training, lambda now: entries.append(f"save {now.step}"))
+    assert caught.value.exit_code == 130
+    assert entries[-1] == "save 3"
+
+
+def test_a_loss_that_is_no_number_stops_the_training(options):
+    training, _ = start(options)
+    with torch.no_grad():
+        training.engine.plain.norm.weight.fill_(float("nan"))
+    with pytest.raises(TrainingDiverged, match="the loss is nan at step 2, which is not saved: take a smaller --lr"):
+        train(training, lambda now: None)
+
+
+@pytest.mark.parametrize("where", ["loss", "weight", "moment"])
+def test_a_state_with_a_number_that_is_not_finite_is_never_saved(options, monkeypatch, where):
+    options = replace(options, run=replace(options.run, save_every=1, log_every=100, evaluate_every=0))
+    training, _ = start(options)
+    saved: list[int] = []
+
+    def save(now: Training) -> None:
+        now.saved_step = now.step
+        now.checkpoint = Path("runs/a/checkpoints", f"step-{now.step:08}")
+        saved.append(now.step)
+        weight = now.engine.plain.norm.weight
+        if now.step == 2:
+            monkeypatch.setattr(loop, "one_step", lambda now: spoil(now, weight))
+
+    def spoil(now: Training, weight: torch.Tensor) -> None:
+        now.step += 1
+        if where == "loss":
+            now.loss = torch.tensor(float("nan"))
+        elif where == "weight":
+            weight.data[0] = float("inf")
+        else:
+            now.optimizer.state[weight]["exp_avg"][0] = float("nan")
+
+    message = "at step 3, which is not saved: .*; go on with --resume runs/a, from step-00000002$"
+    with pytest.raises(TrainingDiverged, match=message):
+        train(training, save)
+    assert saved == [1, 2]
+
+
+def spoil_rank_1() -> str:
+    training = SimpleNamespace(
+        group=group_of(), loss=torch.tensor(math.nan if group_of().rank else 1.0), norm=None, step=2, saved_step=-1
+    )
+    weights = list(torch.nn.Linear(1, 1).parameters())
+    training.engine = SimpleNamespace(params=lambda: weights)
+    training.optimizer = torch.optim.SGD(weights)
+    training.way_on = lambda: ""
+    try:
+        keep(training, lambda now: None)
+    except TrainingDiverged as error:
+        return str(error)
+    return ""
+
+
+def test_all_ranks_refuse_to_save_what_one_has_lost():
+    for message in run_ranks(spoil_rank_1, 2):
+        assert "the loss or a weight is no finite number at step 2" in message
+
+
+def test_the_random_state_is_that_of_seed_step_and_rank():
+    def drawn(*where: int) -> float:
+        seed_step(*where)
+        return torch.rand(()).item()
+
+    assert drawn(0, 3, 1) == drawn(0, 3, 1)
+    assert len({drawn(seed, step, rank) for seed in (0, 1) for step in (0, 1) for rank in (0, 1)}) == 8
