@@ -6,6 +6,7 @@ nothing, and that public names are complete.
 """
 
 import ast
+import graphlib
 import importlib
 import inspect
 import re
@@ -85,6 +86,45 @@ def imported_modules(package: str) -> set[str]:
             elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
                 found.add(node.module.split(".")[0])
     return found - {import_name(package)}
+
+
+def module_name(path: Path) -> str:
+    """Returns the dotted name of a source file."""
+    parts = path.parts[path.parts.index("src") + 1 :]
+    return ".".join(parts).removesuffix(".py").removesuffix(".__init__")
+
+
+@cache
+def module_graph(package: str) -> dict[str, set[str]]:
+    """Returns which modules of a package import which others of it, for types alone too; `__init__` files left out."""
+    files = {module_name(path): path for path in sources(package) if path.name != "__init__.py"}
+    graph: dict[str, set[str]] = {}
+    for name, path in files.items():
+        imported: set[str] = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), filename=str(path))):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                imported |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        graph[name] = imported & files.keys() - {name}
+    return graph
+
+
+def folder_graph(package: str) -> dict[str, set[str]]:
+    """Returns which folders, and files beside them, import which others."""
+
+    def place(module: str) -> str:
+        return ".".join(module.split(".")[:2])
+
+    graph: dict[str, set[str]] = {}
+    for name, imported in module_graph(package).items():
+        graph.setdefault(place(name), set()).update(place(other) for other in imported if place(other) != place(name))
+    return graph
+
+
+def assert_has_floors(graph: dict[str, set[str]]) -> None:
+    """Checks that nothing in a graph comes back to itself; `CycleError` names what does."""
+    graphlib.TopologicalSorter(graph).prepare()
 
 
 def public_names(module: ModuleType) -> set[str]:
@@ -208,6 +248,45 @@ def test_no_module_has_a_name_that_says_nothing(package: str) -> None:
     for path in sources(package):
         words = {part.strip("_") for part in path.relative_to(root).with_suffix("").parts}
         assert not words & NAMES_THAT_SAY_NOTHING, path
+
+
+@each_package
+def test_imports_inside_a_package_make_no_circle(package: str) -> None:
+    assert_has_floors(module_graph(package))
+
+
+@each_package
+def test_folders_of_a_package_stand_on_each_other(package: str) -> None:
+    assert_has_floors(folder_graph(package))
+
+
+@each_package
+def test_each_folder_says_what_it_is_and_where_to_begin(package: str) -> None:
+    for path in sources(package):
+        if path.name == "__init__.py" and path.parent.name != import_name(package):
+            doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+            assert "Begin with `" in doc and doc.count("\n") < 6, f"{path}: {doc}"
+
+
+@each_package
+def test_no_module_is_named_like_what_its_package_exports(package: str) -> None:
+    """`from package import name` would give the one or the other, by what was imported before."""
+    module = importlib.import_module(import_name(package))
+    beside = {
+        path.stem for path in (HOME / package / "src" / import_name(package)).iterdir() if path.suffix != ".typed"
+    }
+    assert not beside & (set(module.__all__) - {"__version__"})
+
+
+def test_no_two_packages_export_classes_of_one_name() -> None:
+    owners: dict[str, str] = {}
+    for package in PACKAGES:
+        module = importlib.import_module(import_name(package))
+        for name in module.__all__:
+            value = getattr(module, name)
+            if inspect.isclass(value) and value.__module__ == import_name(package):
+                assert name not in owners, f"{name} of {package} and of {owners[name]}"
+                owners[name] = package
 
 
 @each_package

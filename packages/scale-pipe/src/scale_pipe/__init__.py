@@ -10,7 +10,7 @@ from scale_pipe.schedules.cost_model import Costs
 from scale_pipe.schedules.lowering import weave
 from scale_pipe.schedules.placement import Placement
 from scale_pipe.schedules.schedule import DeadlockError, MemoryCapError, Schedule, ScheduleError
-from scale_pipe.schedules.simulation import Simulation, Span, simulate
+from scale_pipe.schedules.simulation import Simulation, TimedAction, simulate
 from scale_pipe.schedules.solver.bounds import Bound, RankBound, lower_bound
 from scale_pipe.schedules.solver.solution import Solution
 from scale_pipe.schedules.solver.solver import solve
@@ -53,9 +53,9 @@ __all__ = [
     "ScheduleError",
     "Simulation",
     "Solution",
-    "Span",
     "SplitError",
     "StageError",
+    "TimedAction",
     "balance_by_makespan",
     "balance_by_size",
     "balance_by_time",

@@ -33,7 +33,7 @@ from scale_pipe.microbatch import Arguments
 from scale_pipe.partition.partition import Checkpoint, check_checkpoint
 from scale_pipe.schedules.registry import SOLVE, schedule_for
 from scale_pipe.schedules.schedule import Schedule
-from scale_pipe.schedules.simulation import Simulation, Span
+from scale_pipe.schedules.simulation import Simulation, TimedAction
 
 _MEASURED_STEP = 2  # The first one is slower than all that follow.
 
@@ -303,7 +303,7 @@ class DistributedPipe(PlainFace):
     # Measured and solved.
 
     @property
-    def last_trace(self) -> tuple[Span, ...]:
+    def last_trace(self) -> tuple[TimedAction, ...]:
         """What this rank has computed in its last pass, in seconds from its begin."""
         return () if self._passes.last is None else self._passes.last[0]
 

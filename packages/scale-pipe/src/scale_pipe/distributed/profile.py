@@ -18,7 +18,7 @@ from scale_pipe.schedules.action import Action, Kind
 from scale_pipe.schedules.cost_model import Costs
 from scale_pipe.schedules.placement import Placement
 from scale_pipe.schedules.schedule import Schedule
-from scale_pipe.schedules.simulation import Simulation, Span
+from scale_pipe.schedules.simulation import Simulation, TimedAction
 from scale_pipe.schedules.solver.solver import solve
 
 _SEARCH_SECONDS = 120.0
@@ -29,7 +29,7 @@ _ROUNDS = 4  # Of which the first makes what the others find made.
 _KINDS = (Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT, Kind.BACKWARD)
 
 
-def spans_of(times: Sequence[tuple[Action, float, float]], rank: int, begin: float) -> tuple[Span, ...]:
+def spans_of(times: Sequence[tuple[Action, float, float]], rank: int, begin: float) -> tuple[TimedAction, ...]:
     """Returns what was measured as what pictures are drawn of.
 
     Args:
@@ -37,10 +37,12 @@ def spans_of(times: Sequence[tuple[Action, float, float]], rank: int, begin: flo
         rank: Whose.
         begin: What is 0.
     """
-    return tuple(Span(rank, action, start - begin, end - begin) for action, start, end in times)
+    return tuple(TimedAction(rank, action, start - begin, end - begin) for action, start, end in times)
 
 
-def gathered_spans(spans: Iterable[Span], group: Group, begin: float, limit_seconds: float | None) -> tuple[Span, ...]:
+def gathered_spans(
+    spans: Iterable[TimedAction], group: Group, begin: float, limit_seconds: float | None
+) -> tuple[TimedAction, ...]:
     """Returns the spans of all ranks, on one clock that begins with the first of them; all ranks call it together.
 
     Args:
@@ -56,14 +58,14 @@ def gathered_spans(spans: Iterable[Span], group: Group, begin: float, limit_seco
     told = [json.loads(t) for t in exchange_text(json.dumps([begin, mine]), group, limit_seconds=limit_seconds)]
     first = min((start + origin for origin, rows in told for _, start, _ in rows), default=0.0)
     found = [
-        Span(rank, Action.parse(text), origin + start - first, origin + end - first)
+        TimedAction(rank, Action.parse(text), origin + start - first, origin + end - first)
         for rank, (origin, rows) in enumerate(told)
         for text, start, end in rows
     ]
     return tuple(sorted(found, key=lambda span: (span.start, span.end, span.rank)))
 
 
-def costs_of(spans: Iterable[Span], num_stages: int, link: float | Sequence[float] = 0.0) -> Costs:
+def costs_of(spans: Iterable[TimedAction], num_stages: int, link: float | Sequence[float] = 0.0) -> Costs:
     """Returns the mean times of each stage; where the gradients were computed together, each is taken for a half.
 
     Args:
@@ -181,7 +183,7 @@ def solved(
     return Schedule.from_json(told["schedule"])
 
 
-def measured(schedule: Schedule, spans: tuple[Span, ...]) -> Simulation:
+def measured(schedule: Schedule, spans: tuple[TimedAction, ...]) -> Simulation:
     """Returns measured spans as what pictures and traces are made of.
 
     Args:

@@ -26,7 +26,7 @@ from scale_pipe.distributed.runtime import Run
 from scale_pipe.distributed.shared_params import Shared
 from scale_pipe.distributed.stage import Stage
 from scale_pipe.distributed.step_inputs import Given, OnStep
-from scale_pipe.schedules.simulation import Span
+from scale_pipe.schedules.simulation import TimedAction
 
 
 class Passes:
@@ -41,7 +41,7 @@ class Passes:
     """
 
     def __init__(self, group: Group, limit_seconds: float | None) -> None:
-        self.last: tuple[tuple[Span, ...], float] | None = None
+        self.last: tuple[tuple[TimedAction, ...], float] | None = None
         self._group = group
         self._limit = limit_seconds
         self._words = LastWords(group)

@@ -18,7 +18,7 @@ from scale_pipe.schedules.schedule import Schedule
 from scale_pipe.schedules.validate import partner, validate
 
 
-class Span(NamedTuple):
+class TimedAction(NamedTuple):
     """An action with its time.
 
     Attributes:
@@ -46,7 +46,7 @@ class Simulation:
 
     schedule: Schedule
     costs: Costs
-    spans: tuple[Span, ...]
+    spans: tuple[TimedAction, ...]
 
     @cached_property
     def makespan(self) -> float:
@@ -141,7 +141,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
     positions, clocks = [0] * schedule.num_ranks, [0.0] * schedule.num_ranks
     links_free: dict[tuple[int, int], float] = {}
     arrivals: dict[Action, float] = {}  # of sends that have run
-    spans: list[Span] = []
+    spans: list[TimedAction] = []
     moving = True
     while moving:
         moving = False
@@ -155,13 +155,13 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
                             break
                         start = max(start, arrivals[source])
                     clocks[rank] = start + costs.of(action)
-                    spans.append(Span(rank, action, start, clocks[rank]))
+                    spans.append(TimedAction(rank, action, start, clocks[rank]))
                 elif action.kind in SENDS:
                     link = rank, rank_of[partner(action).stage]
                     start = max(start, links_free.get(link, 0.0))
                     end = start + costs.link[min(action.stage, partner(action).stage)]
                     links_free[link] = arrivals[action] = end
-                    spans.append(Span(rank, action, start, end))
+                    spans.append(TimedAction(rank, action, start, end))
                 positions[rank] += 1
                 moving = True
     assert all(position == len(actions) for position, actions in zip(positions, schedule.actions, strict=True))
