@@ -487,7 +487,7 @@ def serving_fails() -> str:
             if step == 2 and mine:
                 warnings.simplefilter("ignore")  # torch says that the model's hook has failed as well.
                 model.blocks[1].fails = "forward"
-                patch.setattr(scale_fsdp.recovery, "_serve", _without_memory)
+                patch.setattr(scale_fsdp.recovery, "_replay", _without_memory)
             try:
                 model(data(step, group_of().rank)).sum().backward()
             except (ValueError, ScaleDistributedError) as error:

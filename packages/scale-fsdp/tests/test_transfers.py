@@ -9,7 +9,8 @@ from scale_core.comm.group import group_of
 from scale_core.consistency.execution_order import Event
 from scale_core.testing import run_ranks
 from scale_fsdp import fully_shard
-from scale_fsdp.unit import Unit, root_of, unit_of
+from scale_fsdp.step import root_of
+from scale_fsdp.unit import Unit, unit_of
 
 
 def mixed_unit() -> Unit:

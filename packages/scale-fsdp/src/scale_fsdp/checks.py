@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,7 @@ from scale_core import compat
 from scale_core.comm.group import Group
 from scale_core.consistency.execution_order import unit_title
 from scale_core.flat.buffer import FlatBuffer
-
-if TYPE_CHECKING:
-    from scale_fsdp.unit import Unit
+from scale_fsdp.unit import Unit
 
 
 def check_no_gradients(unit: Unit) -> None:
@@ -70,18 +68,13 @@ def check_not_overwritten(unit: Unit) -> None:
             )
 
 
-def check_unchanged(unit: Unit, before: Sequence[int], now: Sequence[int]) -> None:
-    """Autograd's own rule: what a forward has used must not change before its backward.
-
-    Args:
-        unit: The unit.
-        before: The versions of its shards when it ran.
-        now: Those of now.
+def check_unchanged(unit: Unit, versions: Sequence[int]) -> None:
+    """Autograd's own rule: what a forward has used, its shards of these versions, must not change before its backward.
 
     Raises:
         RuntimeError: They differ.
     """
-    if before != now:
+    if versions != unit.versions:
         raise RuntimeError(
             f"the parameters of {unit_title(unit.name)} were changed between its forward and its backward, by an "
             "optimizer step, load_state_dict, a conversion or another in-place operation, so its gradients would be "

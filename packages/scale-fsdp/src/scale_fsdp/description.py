@@ -15,8 +15,7 @@ from torch import nn
 
 from scale_core.consistency.execution_order import PassKind
 from scale_core.flat.buffer import FlatBuffer
-from scale_fsdp.slots import paths_in
-from scale_fsdp.unit import Unit, units_in
+from scale_fsdp.unit import Unit, paths_in, units_in
 
 _HEAD = ("unit", "class", "parameters", "elements", "shard", "padding", "shards in", "computes", "reduces", "lives on")
 _SHARDS = (

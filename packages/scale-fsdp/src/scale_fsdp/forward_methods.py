@@ -15,6 +15,7 @@ from typing import Any, cast
 from torch import nn
 
 from scale_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
+from scale_fsdp.step import post_forward, pre_forward
 from scale_fsdp.unit import Unit, unit_of
 
 
@@ -98,11 +99,11 @@ class _Inside:
     def __exit__(self, *_: object) -> None:
         self._depth -= 1
 
-    def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return (args, kwargs) if self else self._unit.before_forward(module, args, kwargs)
+    def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return (args, kwargs) if self else pre_forward(self._unit, module, args, kwargs)
 
-    def after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        return output if self else self._unit.after_forward(module, args, kwargs, output)
+    def post_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        return output if self else post_forward(self._unit, module, args, kwargs, output)
 
 
 class _InPlace:
@@ -153,13 +154,13 @@ class _Gathered(_InPlace):
         if self._inside:  # Called by the forward, or by another registered method: gathered already.
             return self._method(*args, **kwargs)
         try:
-            args, kwargs = unit.before_forward(module, args, kwargs, method=self._name)
+            args, kwargs = pre_forward(unit, module, args, kwargs, method=self._name)
             with self._inside:
                 output = self._method(*args, **kwargs)
         except BaseException:
-            unit.after_forward(module, args, kwargs, None)  # It sees the error, and ends the pass.
+            post_forward(unit, module, args, kwargs, None)  # It sees the error, and ends the pass.
             raise
-        return unit.after_forward(module, args, kwargs, output)
+        return post_forward(unit, module, args, kwargs, output)
 
 
 def _notice(unit: Unit) -> _Inside:
@@ -168,11 +169,11 @@ def _notice(unit: Unit) -> _Inside:
     replaced = 0
     hooks: Any
     for hooks, own, other in (
-        (module._forward_pre_hooks, unit.before_forward, inside.before_forward),
-        (module._forward_hooks, unit.after_forward, inside.after_forward),
+        (module._forward_pre_hooks, pre_forward, inside.pre_forward),
+        (module._forward_hooks, post_forward, inside.post_forward),
     ):
         for key, hook in hooks.items():
-            if hook == own:
+            if isinstance(hook, functools.partial) and hook.func is own:
                 hooks[key] = other
                 replaced += 1
     assert replaced == 2, "a unit has one hook before and one after its module's forward"

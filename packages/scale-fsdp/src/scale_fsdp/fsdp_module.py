@@ -11,16 +11,15 @@ from torch import Tensor, nn
 
 from scale_core.consistency.execution_order import Event
 from scale_core.optim.clip_grad import clip_grad_norm
+from scale_fsdp.backward import BackwardRoot
 from scale_fsdp.description import one_line
 from scale_fsdp.guards import guarded_forward, refuse_in_use, watch_modules
-from scale_fsdp.lasting import is_whole
 from scale_fsdp.param_registry import remember
 from scale_fsdp.reshard.convert import Converting
-from scale_fsdp.root import Root
-from scale_fsdp.slots import show_shards, show_wholes
 from scale_fsdp.state_dict.methods import WithState
+from scale_fsdp.step import follow_trainable, root_of
 from scale_fsdp.summon import applying, summoned
-from scale_fsdp.unit import Unit, root_of, unit_of, units_in
+from scale_fsdp.unit import Unit, unit_of, units_in
 
 
 class Unsharding:
@@ -100,8 +99,8 @@ def _wait_pinned(unit: Unit) -> None:
     if unit.pinned:
         for each in (*unit.lenders, unit):
             each.wait_gathered()
-        unit.follow_trainable()
-        show_wholes(unit.slots)
+        follow_trainable(unit)
+        unit.to_unsharded()
 
 
 def _unpin(unit: Unit) -> None:
@@ -111,7 +110,7 @@ def _unpin(unit: Unit) -> None:
         for each in (unit, *unit.lenders):
             if not (each.uses or each.in_backward or each.pinned):
                 each.release()
-        show_shards(unit.slots)
+        unit.to_sharded()
 
 
 def _unit_at(module: nn.Module, method: str) -> Unit:
@@ -246,7 +245,7 @@ class ShardedModule(WithState, ByHand, Converting):
     def _make_known(self) -> None:
         """Enters a copy, or what was read from a file, where the process looks for units; once it is whole."""
         unit = unit_of(self)
-        if unit is not None and is_whole(unit) and "_modules" in vars(self):
+        if unit is not None and unit.is_restored and "_modules" in vars(self):
             remember(unit)
             watch_modules(unit)
 
@@ -264,7 +263,7 @@ def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     return type(cls.__name__, (ShardedModule, cls), names)
 
 
-def outermost_root(module: nn.Module) -> Root:
+def outermost_root(module: nn.Module) -> BackwardRoot:
     """Returns what the units of a model share, given the model.
 
     Raises:

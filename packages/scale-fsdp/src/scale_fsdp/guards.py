@@ -21,9 +21,8 @@ from torch.nn.modules.module import (
 )
 
 from scale_core.consistency.execution_order import unit_title
-from scale_fsdp.interrupts import end_where_interrupted
-from scale_fsdp.slots import paths_in
-from scale_fsdp.unit import Unit, unit_of
+from scale_fsdp.step import abort_on_interrupt
+from scale_fsdp.unit import Unit, paths_in, unit_of
 
 _unit_around: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Unit]] = weakref.WeakKeyDictionary()
 
@@ -167,11 +166,9 @@ def guarded_forward(cls: type[nn.Module]) -> Callable[..., Any]:
             refuse_shards(unit, self)
         try:
             return cls.forward(self, *args, **kwargs)
-        except Exception:
-            raise  # torch calls the unit.
         except BaseException as error:
             if unit is not None:
-                end_where_interrupted(unit, error)
+                abort_on_interrupt(unit, error)
             raise
 
     return forward

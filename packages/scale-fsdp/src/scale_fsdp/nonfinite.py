@@ -9,7 +9,7 @@ since asking makes it wait until the device has come that far.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,9 +17,7 @@ from torch import Tensor
 from scale_core import compat
 from scale_core.consistency.execution_order import unit_title
 from scale_core.tree import tensors_in
-
-if TYPE_CHECKING:  # unit.py stands on this file's user, root.py.
-    from scale_fsdp.unit import Unit
+from scale_fsdp.unit import Unit
 
 
 class _Sighting(NamedTuple):
@@ -35,35 +33,32 @@ class _Sighting(NamedTuple):
     largest: Tensor
 
 
-class Finite:
+class NonFiniteSearch:
     """What one rank has computed in the pass that runs now.
 
     Args:
         rank: This rank.
-        is_on: Whether to look at all.
 
     Attributes:
         fault: What was found first, and not raised yet.
     """
 
-    def __init__(self, rank: int, is_on: bool) -> None:
+    def __init__(self, rank: int) -> None:
         self.fault: FloatingPointError | None = None
-        self._rank, self._is_on = rank, is_on
+        self._rank = rank
         self._sightings: list[_Sighting] = []
 
     def note_output(self, unit: Unit, output: Any) -> None:
         """A unit's forward has given this: tensors anywhere in it."""
-        if self._is_on:
-            for tensor in tensors_in(output):
-                self._look(unit, "", tensor)
+        for tensor in tensors_in(output):
+            self._look(unit, "", tensor)
 
     def note_gradient(self, unit: Unit, number: int, index: int) -> None:
         """The gradient of a parameter of a unit's buffer has come."""
-        if self._is_on:
-            buffer = unit.buffers[number]
-            grad = buffer.wholes[index].grad
-            if grad is not None:
-                self._look(unit, buffer.names[index], grad if grad.layout is torch.strided else grad._values())
+        buffer = unit.buffers[number]
+        grad = buffer.wholes[index].grad
+        if grad is not None:
+            self._look(unit, buffer.names[index], grad if grad.layout is torch.strided else grad._values())
 
     def ask(self) -> FloatingPointError | None:
         """Waits for what was looked at since the last call; returns the first fault that was found and not forgotten.

@@ -11,18 +11,16 @@ micro-batch of the first step, it leaves its last words in the store, and the ot
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, NoReturn
 
+from scale_core.autograd_hooks import used_at_once
 from scale_core.consistency.contract import ScaleDistributedError, StepError
 from scale_core.consistency.execution_order import END, Pass
 from scale_core.consistency.recovery import as_told, given_up, tell_reasons
-from scale_fsdp.arriving import uses_gradients_at_once
-
-if TYPE_CHECKING:  # unit.py stands on this file's user, root.py.
-    from scale_fsdp.root import Root
+from scale_fsdp.unit import Unit, UnitContext
 
 
-class Notes(NamedTuple):
+class PassStatus(NamedTuple):
     """What a rank tells the others when they compare a pass, beside what it ran.
 
     Attributes:
@@ -36,12 +34,12 @@ class Notes(NamedTuple):
     failed: int = False
 
 
-def can_give_up(root: Root) -> bool:
+def can_abort(root: UnitContext) -> bool:
     """Whether an error that is raised here and now comes to an end on all ranks."""
-    return root.contract.alone or root.contract.compares_all or _rest(root) is not None
+    return root.contract.alone or root.contract.compares_all or _remaining(root) is not None
 
 
-def give_up_together(root: Root, error: BaseException) -> bool:
+def abort_on_all_ranks(root: UnitContext, error: BaseException) -> bool:
     """Serves the other ranks to the end of the cycle of passes that runs now, and tells them that this one failed.
 
     Returns:
@@ -50,9 +48,9 @@ def give_up_together(root: Root, error: BaseException) -> bool:
     Raises:
         ScaleDistributedError: The others did something else, or can't be reached.
     """
-    if isinstance(error, StepError) or error is root.told:
+    if isinstance(error, StepError) or error is root.shared_error:
         return True
-    contract, rest = root.contract, _rest(root)
+    contract, rest = root.contract, _remaining(root)
     if contract.alone or contract.is_broken or isinstance(error, ScaleDistributedError):
         return False
     if rest is None and not contract.compares_all:
@@ -60,7 +58,7 @@ def give_up_together(root: Root, error: BaseException) -> bool:
     for unit in root.units:
         unit.withhold_gradients()
     if rest is None:
-        _begin_last_event(root)
+        _start_last_event(root)
         error.add_note(contract.give_up(as_told(error)))
         return True
     for unit in root.units:
@@ -68,52 +66,49 @@ def give_up_together(root: Root, error: BaseException) -> bool:
     for number, left in enumerate(rest):
         if number:
             contract.begin(left.kind, new_step=left.new_step)
-        _serve(root, left)
+        _replay(root, left)
         if number < len(rest) - 1:
             contract.leave()
-    root.close(Notes(failed=True))
-    error.add_note(in_words(root, tell_reasons(error, contract)))
+    contract.close(*PassStatus(failed=True))
+    error.add_note(abort_message(root, tell_reasons(error, contract)))
     return True
 
 
-def raise_if_given_up(root: Root, notes: Sequence[Notes], error: BaseException | None) -> None:
-    """At the end of a cycle of passes: raises on this rank if one has said that it failed.
+def raise_aborted(root: UnitContext, error: BaseException | None) -> NoReturn:
+    """At the end of a cycle of passes, where a rank has said that it failed: raises on this one.
 
     Args:
         root: Of the model.
-        notes: What each rank has said.
         error: Why this one has failed; None if it has not.
 
     Raises:
         StepError: Another one has; if this one has, its own error.
     """
-    if not any(told.failed for told in notes):
-        return
     if error is not None and root.contract.alone:
         raise error
-    words = in_words(root, tell_reasons(error, root.contract))
+    words = abort_message(root, tell_reasons(error, root.contract))
     if error is None:
         raise StepError(words, step=root.contract.step)
     error.add_note(words)
-    root.told = error
+    root.shared_error = error
     raise error
 
 
-def _rest(root: Root) -> list[Pass] | None:
+def _remaining(root: UnitContext) -> list[Pass] | None:
     """What the others expect of this rank until all compare again; None where that can't be foretold."""
     return root.contract.history.rest(in_order=root.contract.group.backend != "gloo")
 
 
-def _begin_last_event(root: Root) -> None:
+def _start_last_event(root: UnitContext) -> None:
     """Has all under way that the others wait for before they compare the next event."""
     event = root.contract.history.last_event
     if event is not None and event.phase == "reduction":
-        root.by_name[event.unit].begin_rest("reduction")
-    for unit in root.opening:
-        unit.begin_rest("gather")
+        root.by_name[event.unit].start_remaining("reduction")
+    for unit in root.starting_gathers:
+        unit.start_remaining("gather")
 
 
-def _serve(root: Root, left: Pass) -> None:
+def _replay(root: UnitContext, left: Pass) -> None:
     """Does what the others need of this rank in the rest of a pass, and computes nothing."""
     between = left.kind.phase.startswith("forward") and left.kind.grad
     for event, is_transfer in left.log:
@@ -121,15 +116,20 @@ def _serve(root: Root, left: Pass) -> None:
             if event != END:
                 root.contract.announce(event)
             continue
-        root.by_name[event.unit.rpartition("#")[0]].serve(event, keep_part=between)
+        root.by_name[event.unit.rpartition("#")[0]].replay(event, keep_part=between)
 
 
-def in_words(root: Root, reasons: Sequence[str]) -> str:
+def abort_message(root: UnitContext, reasons: Sequence[str]) -> str:
     """That the step was given up, and why, given what each rank has raised, by rank; "" where it has not."""
     left = "Parameters and optimizer state are as before it, and training can go on with the next batch."
-    if uses_gradients_at_once(root.units):
+    if _uses_gradients_at_once(root.units):
         left = (
             "An optimizer that updates during the backward pass (overlap_step=True) may have updated some of the "
             "parameters: load the last snapshot, or build it with overlap_step=False to be able to go on."
         )
     return given_up(f"step {root.contract.step}", reasons, left)
+
+
+def _uses_gradients_at_once(units: Sequence[Unit]) -> bool:
+    """Whether somebody uses gradients of these units up before a pass is over, so that it can't be taken back."""
+    return any(used_at_once(param) for unit in units for buffer in unit.buffers for param in buffer.exposed)

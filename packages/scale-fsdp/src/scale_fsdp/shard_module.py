@@ -6,6 +6,7 @@ The module keeps its class (a dynamic subclass adds the methods of `ShardedModul
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import TypeVar, cast
@@ -28,10 +29,10 @@ from scale_fsdp.guards import guard_modules
 from scale_fsdp.param_registry import ParamPlace, modules_of_unit, own_and_borrowed, param_places, remember
 from scale_fsdp.reshard.convert import convert_buffers
 from scale_fsdp.reshard.meta_init import Init, check_init, materialise, who_initialises
-from scale_fsdp.slots import Slot, flat_name_of, paths_in
 from scale_fsdp.state_dict.full import hook_state_dict
 from scale_fsdp.state_dict.naming import units_apart
-from scale_fsdp.unit import Unit, unit_of, units_in
+from scale_fsdp.step import post_forward, pre_forward
+from scale_fsdp.unit import Slot, Unit, flat_name_of, paths_in, unit_of, units_in
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -307,8 +308,8 @@ def _install(unit: Unit) -> None:
         for number, buffer in enumerate(unit.buffers):
             module.register_parameter(flat_name_of(number), buffer.exposed[0])
     object.__setattr__(module, "__class__", sharded_class(cast(Hashable, type(module))))
-    module.register_forward_pre_hook(unit.before_forward, prepend=True, with_kwargs=True)
-    module.register_forward_hook(unit.after_forward, with_kwargs=True, always_call=True)
+    module.register_forward_pre_hook(functools.partial(pre_forward, unit), prepend=True, with_kwargs=True)
+    module.register_forward_hook(functools.partial(post_forward, unit), with_kwargs=True, always_call=True)
     guard_modules(unit)
     hook_state_dict(module)
 

@@ -12,8 +12,7 @@ from torch import nn
 
 from scale_core.flat.buffer import FlatBuffer
 from scale_core.optim.step_checks import mark_copies
-from scale_fsdp.slots import flat_name_of, show_shards, show_tensors
-from scale_fsdp.unit import Unit
+from scale_fsdp.unit import Unit, flat_name_of, set_param
 
 Wholes: TypeAlias = dict[FlatBuffer, list[nn.Parameter]]
 
@@ -87,13 +86,15 @@ def _summon(unit: Unit, wholes: Wholes) -> None:
                 mark_copies(wholes[buffer], buffer)
     unit.summoned = True
     _show_flat(unit, shown=False)
-    show_tensors(unit.slots, {id(buffer): tensors for buffer, tensors in wholes.items()})
+    for module, attribute, buffer, number in unit.slots:
+        if buffer in wholes:
+            set_param(module, attribute, wholes[buffer][number])
 
 
 def _dismiss(unit: Unit) -> None:
     unit.summoned = False
     _show_flat(unit, shown=True)
-    show_shards(unit.slots)
+    unit.to_sharded()
 
 
 def _show_flat(unit: Unit, *, shown: bool) -> None:

@@ -1,43 +1,47 @@
 """One unit: a module whose parameters are gathered before it runs, released after, and reduced after its backward.
 
-The methods stand in the order of time: `before_forward`, `after_forward`, `before_backward`, `after_gradient`,
-`after_backward`, `finish`. Below them stands what they are made of; their verbs, as `gather` and `reduce`, are those of
-`scale_core.flat.buffer`, said to all buffers of the unit by `transfers.py`. The order among units, what is fetched
-ahead and what all units of a model share is in `root.py`; the messages are in `scale_core.comm.collectives`.
+Here is a unit's state: its flat buffers, their places in the module tree, and what moves them (`gather`, `release`,
+`reduce`), together and on record; and the data that all units of one model share. `root.py` knows the order among
+units, `backward.py` their backward pass, and `step.py`, the page to read first, calls all of them.
+
+Every transfer is entered into the history when it has begun, buffer by buffer: from it a rank that fails, as for want
+of memory for that very transfer, knows what the others still expect of it.
 """
 
 from __future__ import annotations
 
-import functools
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from scale_core import compat
-from scale_core.autograd_hooks import GradientListeners, after_backward, before_backward, own_outputs
-from scale_core.consistency.execution_order import unit_title
-from scale_core.flat.buffer import FlatBuffer
-from scale_fsdp.api import UnitOptions, cast_floating
-from scale_fsdp.checks import (
-    check_no_gradients,
-    check_not_overwritten,
-    check_own_parameters,
-    check_same_model,
-    check_unchanged,
-    refuse_hooks,
-    refuse_second_derivatives,
-)
-from scale_fsdp.interrupts import ending_where_interrupted
-from scale_fsdp.lasting import lasting_state, restore
-from scale_fsdp.root import Root
-from scale_fsdp.slots import Slot, show_shards, show_wholes
-from scale_fsdp.transfers import Transfers
+from scale_core.consistency.contract import Contract
+from scale_core.consistency.execution_order import Event, message_tag, unit_title
+from scale_core.flat.buffer import FlatBuffer, State
+from scale_fsdp.api import UnitOptions
+from scale_fsdp.flattened_parameter import FlattenedParameter, flattened_parameter
 
 _UNIT = "_scale_unit"
+# What deepcopy and pickle take along: how it was made and set, nothing of a pass that runs or of other ranks.
+_KEPT = (
+    "module",
+    "slots",
+    "buffers",
+    "lenders",
+    "options",
+    "name",
+    "lends",
+    "reshard_after_forward",
+    "reshard_after_backward",
+    "synchronizes",
+    "number",
+    "buffer_dtypes",
+    "of_ranks",
+    "fetches",
+)
 
 
 def unit_of(module: nn.Module) -> Unit | None:
@@ -51,14 +55,23 @@ def units_in(module: nn.Module) -> list[Unit]:
     return [unit for child in module.modules() if (unit := unit_of(child)) is not None]
 
 
+class Slot(NamedTuple):
+    """A place in the module tree where a parameter stands: `module.attribute`."""
+
+    module: nn.Module
+    attribute: str
+    buffer: FlatBuffer
+    number: int
+
+
 @dataclass
-class _Calls:
+class ForwardCalls:
     """The forward calls of a unit in one pass whose backward can come."""
 
     number: int = 0
 
 
-class Unit(Transfers):
+class Unit:
     """The sharded life of one module.
 
     Args:
@@ -69,9 +82,15 @@ class Unit(Transfers):
         options: How it was sharded.
 
     Attributes:
+        name: The unit's name in its model.
+        root: What the units of the model share; set when the model first runs.
+        contract: That of the root.
         calls: Forward calls whose backward has not come yet.
+        calls_in_pass: Those of the forward pass that runs now, or ran last.
         uses: Reasons to be gathered right now: its own forward, its own backward, a borrower's.
         in_backward: Between the first gradient at its outputs and the last at its inputs.
+        had_backward: Since the last forward pass began.
+        inputs_tell: In this pass an input's gradient has said that a call's backward is over.
         lends: Another unit shares one of its parameters.
         hidden: It has run and returned nothing through which its backward could be seen to come.
         summoned: Inside `summon_full_params`.
@@ -83,7 +102,11 @@ class Unit(Transfers):
         of_ranks: What its parameters' names end in, where other ranks have other parameters in their places.
         buffer_dtypes: Those that the module's buffers have in the plain model, where the policy names another one.
         fetches: What the user wants to be gathered ahead when it is opened in a "forward" and in a "backward".
+        hooked: The parameters whose gradients are hooked, by the numbers of buffer and parameter.
+        error_at_entry: What was being handled when its forward began.
     """
+
+    contract: Contract
 
     def __init__(
         self,
@@ -93,252 +116,298 @@ class Unit(Transfers):
         lenders: Sequence[Unit],
         options: UnitOptions,
     ) -> None:
-        super().__init__(buffers, options)
-        self.module = module
-        self.slots, self.lenders = list(slots), list(lenders)
-        self.precision = options.precision
+        self.module, self.slots = module, list(slots)
+        self.buffers, self.lenders = list(buffers), list(lenders)
+        self.options, self.precision = options, options.precision
         self.reshard_after_forward = options.ranks.releases(options.reshard_after_forward)
-        self.calls = 0
-        self.uses = 0
-        self.in_backward = False
-        self.lends = False
-        self.hidden = False
-        self.summoned = False
-        self.reshard_after_backward = True
-        self.synchronizes = True
-        self.pinned = False
-        self.number = 0
+        self.name = ""
+        self.root: UnitContext | None = None
+        self.calls = self.uses = self.number = 0
+        self.calls_in_pass = ForwardCalls()
+        self.in_backward = self.had_backward = self.inputs_tell = False
+        self.lends = self.hidden = self.summoned = self.pinned = False
+        self.reshard_after_backward = self.synchronizes = True
         self.of_ranks = ""
         self.buffer_dtypes: dict[str, torch.dtype] = {}
         self.fetches: dict[str, list[Unit]] = {}
-        self._in_pass = _Calls()
-        self._had_backward = False  # Since the last forward pass began.
-        self._inputs_tell = False  # In this pass an input's gradient has said that a call's backward is over.
-        self._error_at_entry: BaseException | None = None
-        self._listeners = GradientListeners(self.after_gradient)
-        show_shards(self.slots)
+        self.hooked: set[tuple[int, int]] = set()
+        self.error_at_entry: BaseException | None = None
+        self.to_sharded()
         module.__dict__[_UNIT] = self
 
     def __getstate__(self) -> dict[str, Any]:
-        return lasting_state(self)
+        # Numbers of hooks are counted in each process: those that are added later must not be given the same.
+        return {name: getattr(self, name) for name in _KEPT} | {"next hook": RemovableHandle.next_id}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        restore(self, state)
+        Unit.__init__(self, state["module"], (), state["buffers"], state["lenders"], state["options"])
+        for name in _KEPT:
+            setattr(self, name, state[name])
+        if not any(buffer.is_meta for buffer in self.buffers):
+            groups = self.options.ranks.with_part(self.options.reshard_after_forward)
+            for buffer in self.buffers:
+                buffer.groups = groups
+        RemovableHandle.next_id = max(RemovableHandle.next_id, state["next hook"])
+        cast(Any, self.module)._make_known()
 
-    # The step, in the order of time.
+    @property
+    def is_restored(self) -> bool:
+        """Whether it has its state: a copy, or what is read from a file, is first made and then filled."""
+        return "fetches" in vars(self)
 
-    @compat.untraced
-    @ending_where_interrupted
-    def before_forward(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, method: str = ""
-    ) -> tuple[Any, Any]:
-        """The module, or a registered method of it, is about to run: gather, and fetch the next unit ahead."""
-        if self.summoned:
-            check_no_gradients(self)
-            return args, kwargs
-        root = self._enter(method)
-        check_own_parameters(self)
-        recomputing = root.backward.runs
-        root.announce("recomputation" if recomputing else "forward", self)
-        if not (recomputing and self.in_backward):
-            self._open()
-        args, kwargs = self._cast_inputs((args, kwargs))
-        if torch.is_grad_enabled() and not (recomputing and self.calls):
-            (args, kwargs), _ = after_backward((args, kwargs), self.after_backward)
-            self.calls += 1
-            self._in_pass.number += 1
-        return args, kwargs
+    @property
+    def gathered(self) -> bool:
+        """Whether a buffer is gathered, or being gathered."""
+        return any(buffer.state is not State.SHARDED for buffer in self.buffers)
 
-    @compat.untraced
-    @ending_where_interrupted
-    def after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        """The module has run, or failed: release, and be told when its backward comes."""
-        if self.summoned or self.root is None:  # Without a root it has failed before it began.
-            return output
-        root = self.root
-        error = sys.exc_info()[1]
-        if error is not None and error is not self._error_at_entry:
-            return self._after_failed_forward(root, error)
-        if self.precision.output_dtype is not None:
-            output = cast_floating(output, self.precision.output_dtype)
-        if self._recomputed_for_its_backward:
-            root.backward.recomputed()
-            return output  # Recomputed for its own backward, which needs the parameters now.
-        try:
-            check_not_overwritten(self)
-        except RuntimeError as written:
-            self._after_failed_forward(root, written)
-            raise
-        root.note_output(self, output)
-        if torch.is_grad_enabled():
-            output = own_outputs(output)
-            seen = before_backward(output, functools.partial(self.before_backward, self._versions(), self._in_pass))
-            # Where no output could be found, nobody will say when the backward comes: nothing is released until then.
-            self.hidden = self.hidden or (not seen and self.trains)
-        self._close(keep=root.keeps_after_forward(self))
-        root.leave(self)
-        return output
+    @property
+    def is_stale(self) -> bool:
+        """Whether a shard was written to, as by an optimizer, since it was gathered."""
+        return any(buffer.is_stale() for buffer in self.buffers)
 
-    def before_backward(self, versions: Sequence[int], calls: _Calls) -> None:
-        """A gradient has arrived at the module's outputs: gather, and fetch the unit before it ahead.
+    @property
+    def trains(self) -> bool:
+        """Whether any of its own parameters wants a gradient."""
+        return any(buffer.trains for buffer in self.buffers)
 
-        Args:
-            versions: Those of the shards when the module ran.
-            calls: Those of the forward pass in which it ran.
-        """
-        root = self._the_root
-        refuse_second_derivatives(self)
-        root.backward.begin()
-        check_unchanged(self, versions, self._versions())
-        if not self.in_backward:
-            self.in_backward = True
-            # Where none is left, this graph was kept from an earlier pass, or lived through a forward after one.
-            self.calls = max(self.calls, 0) or calls.number
-            root.announce("backward", self)
-            self._open()
+    @property
+    def versions(self) -> list[int]:
+        """Those of the shards that it computes with."""
+        return [buffer.version for unit in (self, *self.lenders) for buffer in unit.buffers]
 
-    def after_gradient(self, number: int, index: int) -> None:
-        """A gradient of one of its parameters is whole: moves it to where it waits for the reduction."""
-        root = self._the_root
-        root.backward.begin()
-        gradient = self.buffers[number].gradient
-        if not gradient.has_begun:
-            root.backward.make_room()
-        root.backward.note_gradient(self, number, index)
-        gradient.hold(index, accumulate=not root.reduces(self))
+    # What stands in the module.
 
-    def after_backward(self) -> None:
-        """The gradients of one call's inputs are there; after the last call's, release and reduce."""
-        self.calls -= 1
-        self._inputs_tell = True
-        if self.in_backward and self.calls <= 0 and not self.lends:
-            self._end_backward()
+    def to_sharded(self) -> None:
+        """Puts the local shards into the module: what everybody sees outside of its forward and backward."""
+        for module, attribute, buffer, number in self.slots:
+            here = flattened_parameter(buffer, number) if buffer.flatten else buffer.exposed[number]
+            set_param(module, attribute, here)
 
-    def finish(self) -> None:
-        """The whole backward pass has ended: do now what no gradient at an input has told us to do."""
-        if self.in_backward:
-            self._end_backward()
-        # The backward of another call may come in a later pass; nobody would say so, so it stays gathered until then.
-        self.hidden = self.hidden and self._inputs_tell and self.calls > 0
-        self._had_backward = True
-        self.uses = 0
-        self._inputs_tell = False
+    def to_unsharded(self) -> None:
+        """Puts the whole parameters into the module: what it computes with."""
+        for module, attribute, buffer, number in self.slots:
+            set_param(module, attribute, buffer.wholes[number])
 
-    # What the step is made of.
+    # A pass.
 
-    def begin(self) -> None:
+    def begin_forward(self) -> None:
         """A forward pass begins, with whichever unit."""
-        if self._had_backward and not self.hidden:
+        if self.had_backward and not self.hidden:
             self.calls = 0  # Whatever has had no backward by now, as what an evaluation has returned, gets none.
-        self._had_backward, self._in_pass = False, _Calls()
-        self.follow_trainable()
+        self.had_backward, self.calls_in_pass = False, ForwardCalls()
 
-    def follow_trainable(self) -> None:
-        """Takes over what the user has frozen or unfrozen, and listens to what trains."""
-        for buffer in self.buffers:
-            buffer.follow_trainable()
-            refuse_hooks(buffer)
-        self._listeners.listen([buffer.wholes for buffer in self.buffers])
+    def end_backward(self) -> None:
+        """A backward pass has ended, of whichever units."""
+        # The backward of another call may come in a later pass; nobody would say so, so it stays gathered until then.
+        self.hidden = self.hidden and self.inputs_tell and self.calls > 0
+        self.had_backward, self.inputs_tell = True, False
+        self.uses = 0
 
     def discard(self) -> None:
         """After an error: back to the shards, whatever was under way; gradients of earlier passes stay."""
-        super().discard()
+        for buffer in self.buffers:
+            buffer.discard()
         self.calls = self.uses = 0
         self.in_backward = self.hidden = self.pinned = False
-        show_shards(self.slots)
+        self.to_sharded()
 
     def move(self) -> None:
-        """Its buffers have moved: there are other wholes to listen to, and all ranks have to agree on it anew."""
-        self._listeners.forget()
+        """Its buffers have moved: there are other wholes to hook, and all ranks have to agree on it anew."""
+        self.hooked.clear()
         self.calls = 0
         if self.root is not None:
-            self.root.outdated = True
+            self.root.stale = True
 
-    @property
-    def _recomputed_for_its_backward(self) -> bool:
-        return self._the_root.backward.runs and self.in_backward
+    # Gather and release.
 
-    def _enter(self, method: str) -> Root:
-        self._error_at_entry = sys.exc_info()[1]
-        root = root_of(self)
-        root.recover()
-        if root.entry is self:
-            root.abort(RuntimeError(f"the forward pass of {unit_title(self.name)} before this one was cut off"))
-        if root.entry is None and not root.backward.runs:
-            root.enter(self, method)
-        return root
+    def gather(self) -> None:
+        """Starts to gather all buffers that are not gathered yet."""
+        for number, buffer in enumerate(self.buffers):
+            if buffer.state is State.SHARDED:
+                self._start("gather", number)
 
-    def _open(self) -> None:
-        """Gathers, waits, and puts the whole parameters into the module."""
-        root = self._the_root
-        root.opening = opening = self._to_gather()
-        for unit in opening:
-            unit.gather()
-        root.opening = []
-        for unit in (*self.lenders, self):
-            unit.uses += 1
-            unit.wait_gathered()
-        show_wholes(self.slots)
+    def wait_gathered(self) -> None:
+        """Returns when all buffers can be read."""
+        with self.contract.waiting(Event("gather", self.name)):
+            for buffer in self.buffers:
+                buffer.wait_gathered(self.contract.limit_seconds)
 
-    def _to_gather(self) -> list[Unit]:
-        """What is gathered when it opens, in this order: what it computes with, and what is fetched ahead."""
-        root = self._the_root
-        by_hand = self.fetches.get("backward" if root.backward.runs else "forward", [])
-        if root.outermost.name:  # A part of a model that was entered, or copied, by itself, without the rest.
-            by_hand = [unit for unit in by_hand if unit.root is root]
-        for unit in by_hand:
-            check_same_model(self, unit)
-        return [*self.lenders, self, *root.fetched_ahead(), *by_hand]
+    def release(self, *, keep_part: bool = False) -> None:
+        """Frees what was gathered, but for a part of it; waits for what was fetched ahead and is not used."""
+        if not self.gathered and (keep_part or not any(buffer.part is not None for buffer in self.buffers)):
+            return
+        with self.contract.waiting(Event("gather", self.name)):
+            for buffer in self.buffers:
+                buffer.release(self.contract.limit_seconds, keep_part=keep_part)
 
-    def _close(self, *, keep: bool) -> None:
-        """Puts the shards back into the module, and releases what nobody uses any more."""
-        self._let_go(lambda unit: keep or self._the_root.keeps_after_forward(unit), keep_part=torch.is_grad_enabled())
-        if not self.uses and not self.pinned:
-            show_shards(self.slots)
+    def gather_whole(self, buffer: FlatBuffer) -> list[Tensor]:
+        """Returns a buffer's parameters whole, in the dtype that they are trained in; all ranks call it together.
 
-    def _end_backward(self) -> None:
-        root = self._the_root
+        Raises:
+            ScaleDistributedError: A rank did something else.
+        """
+        if self.root is not None:
+            self.root.recover()
+        event = Event("whole parameters", self.name)
+        contract = (
+            self.root.contract
+            if self.root is not None and not self.root.stale
+            else Contract(self.options.ranks.whole, self.options.limit_seconds)
+        )
+        contract.meet(event)
+        with contract.waiting(event):
+            return buffer.gather_whole(message_tag(event), contract.limit_seconds)
+
+    # Reduce.
+
+    def pack(self) -> None:
+        """Keeps the gradients of this pass for the reduction at the end of a later one."""
+        for buffer in self.buffers:
+            buffer.gradient.pack(accumulate=True)
+
+    def reduce(self) -> None:
+        """Starts to reduce the gradients of all buffers that train."""
+        for number, buffer in enumerate(self.buffers):
+            if buffer.trains:
+                self._start("reduction", number)
+
+    def wait_reduced(self) -> None:
+        """Waits for the reductions, so that their flat gradients are free."""
+        with self.contract.waiting(Event("reduction", self.name)):
+            for buffer in self.buffers:
+                buffer.wait_reduced(self.contract.limit_seconds)
+
+    def commit(self) -> None:
+        """The pass has gone well on every rank: what was reduced in it now stands in the shards' `grad`.
+
+        What was not reduced joins what waits for a later reduction.
+        """
+        with self.contract.waiting(Event("reduction", self.name)):
+            for buffer in self.buffers:
+                buffer.commit(self.contract.limit_seconds)
+
+    def reduced_params(self) -> list[nn.Parameter]:
+        """Its local shards that have a gradient."""
+        return [param for buffer in self.buffers for param in buffer.exposed if param.grad is not None]
+
+    def drop_gradients(self) -> None:
+        """Forgets the gradients that were not reduced yet."""
+        for buffer in self.buffers:
+            buffer.gradient.drop()
+
+    def revoke_gradients(self) -> None:
+        """Forgets the gradients of the pass that runs now; what waits from earlier ones waits on."""
+        for buffer in self.buffers:
+            buffer.gradient.revoke()
+
+    # For the others, on a rank that has failed.
+
+    def withhold_gradients(self) -> None:
+        """Until `discard`, reduces zeros in place of its gradients."""
+        for buffer in self.buffers:
+            buffer.gradient.withhold()
+
+    def replay(self, transfer: Event, *, keep_part: bool) -> None:
+        """Does one buffer's part of a transfer that is on record, for the sake of the others.
+
+        Args:
+            transfer: As it was entered into the history.
+            keep_part: As in `release`; only for the buffer that is gathered.
+        """
+        number = int(transfer.unit.rpartition("#")[2])
+        buffer, limit = self.buffers[number], self.contract.limit_seconds
+        with self.contract.waiting(Event(transfer.phase, self.name)):
+            if transfer.phase == "gather":
+                if buffer.state is State.SHARDED:
+                    self._start("gather", number)
+                buffer.release(limit, keep_part=keep_part)
+            else:
+                self._start("reduction", number)
+                buffer.wait_reduced(limit)
+
+    def start_remaining(self, phase: str) -> None:
+        """Begins those transfers of the last event, a "gather" or a "reduction", that this rank has not begun."""
+        begun = self.contract.history.transfers
+        for number, buffer in enumerate(self.buffers):
+            if self._transfer(phase, number) not in begun and (
+                buffer.state is State.SHARDED if phase == "gather" else buffer.trains
+            ):
+                self._start(phase, number)
+
+    def end_transfers(self) -> None:
+        """Waits for whatever is under way, since the others send it, and keeps no more than the part that they need."""
+        self.wait_reduced()
+        self.release(keep_part=True)
+
+    def _start(self, phase: str, number: int) -> None:
+        transfer, buffer = self._transfer(phase, number), self.buffers[number]
+        (buffer.gather if phase == "gather" else buffer.reduce)(message_tag(transfer))
+        self.contract.history.add_transfer(transfer)
+
+    def _transfer(self, phase: str, number: int) -> Event:
+        """One buffer's, whose messages carry a tag of it: two ranks at different units never read each other's data."""
+        return Event(phase, f"{self.name}#{number}")
+
+
+class UnitContext:
+    """What all units of one model share: the data. `Root` and `BackwardRoot` are made of it.
+
+    Args:
+        units: All of them, in the order of `named_modules`; the module of the first holds all the others.
+        abort_message: Says that a step was given up, as for `Contract`.
+
+    Attributes:
+        outermost: The first of them.
+        by_name: They by their names.
+        contract: Between the ranks that share the model.
+        entry: The unit by which the forward pass that runs now was entered; None outside of one.
+        in_backward: A backward pass runs now.
+        synchronizes: Gradients are reduced at the end of a backward pass; False inside `no_sync`.
+        starting_gathers: The units whose gathers begin now, as one of them opens.
+        failure: What was raised in the backward pass that runs now, where that is known.
+        shared_error: What this rank has raised that all ranks know of.
+        stale: Units have moved to another dtype, device or group since they agreed: a new root takes its place.
+    """
+
+    def __init__(self, units: Sequence[Unit], abort_message: Callable[[Sequence[str]], str]) -> None:
+        self.units = list(units)
+        self.outermost = outermost = self.units[0]
+        self.by_name = {unit.name: unit for unit in self.units}
+        kind, number = type(outermost.module).__name__, outermost.number
+        of = f"{unit_title(outermost.name)} ({kind}, number {number} in the order of fully_shard)"
+        group = max((unit.options.ranks.whole for unit in self.units), key=lambda group: group.size)
+        self.contract = Contract(group, outermost.options.limit_seconds, abort_message, of)
+        self.entry: Unit | None = None
         self.in_backward = False
-        self._let_go(root.keeps_after_backward)
-        if not self.pinned:
-            show_shards(self.slots)
-        root.backward.reduce(self)
+        self.synchronizes = True
+        self.starting_gathers: list[Unit] = []
+        self.failure: BaseException | None = None
+        self.shared_error: BaseException | None = None
+        self.stale = False
 
-    def _let_go(self, keeps: Callable[[Unit], bool], *, keep_part: bool = False) -> None:
-        for unit in (self, *self.lenders):
-            unit.uses = max(0, unit.uses - 1)  # A forward that failed before it was gathered had no use yet.
-            if not unit.uses and not keeps(unit):
-                unit.release(keep_part=keep_part)
-            if unit is not self and not unit.uses and not unit.pinned:
-                show_shards(unit.slots)  # It ran inside this one, and stayed open for it.
-
-    def _versions(self) -> list[int]:
-        return [buffer.version for unit in (self, *self.lenders) for buffer in unit.buffers]
-
-    def _after_failed_forward(self, root: Root, error: BaseException) -> None:
-        if self._recomputed_for_its_backward and compat.ends_recomputation(error):
-            root.backward.recomputed()
-        elif self._recomputed_for_its_backward:
-            root.backward.failure = error  # Autograd will tell nobody what it was.
-        else:
-            self._close(keep=False)
-        if root.entry is self:
-            root.abort(error)
-
-    def _cast_inputs(self, inputs: tuple[Any, Any]) -> tuple[Any, Any]:
-        dtype = self.precision.param_dtype
-        if dtype is None or not self._the_root.casts_inputs_of(self):
-            return inputs
-        cast: tuple[Any, Any] = cast_floating(inputs, dtype)
-        return cast
+    def recover(self) -> None:
+        """Ends a backward pass that has failed; see `BackwardRoot`."""
+        raise NotImplementedError
 
 
-def root_of(unit: Unit) -> Root:
-    """Returns what a unit shares with the others of its model; one that has no root yet becomes the outermost."""
-    if unit.root is not None and unit.root.outdated:
-        unit.root.recover()
-        for member in unit.root.units:
-            member.root = None
-    if unit.root is None:
-        unit.root = Root(unit, units_in(unit.module))
-    return unit.root
+def paths_in(module: nn.Module) -> dict[int, str]:
+    """Returns the qualified name of every module in `module`, by its id; that of `module` itself is ""."""
+    return {id(child): path for path, child in module.named_modules()}
+
+
+def flat_name_of(number: int) -> str:
+    """Returns the name under which a module holds the flat parameter of one buffer."""
+    return f"flat_param_{number}"
+
+
+def set_param(module: nn.Module, attribute: str, param: nn.Parameter | FlattenedParameter) -> None:
+    """Sets `module.attribute`; one that is shown as a part of a flat tensor is None among the module's parameters."""
+    listed = None if isinstance(param, FlattenedParameter) else param
+    vars(module).pop(attribute, None)
+    if type(module).__setattr__ is not nn.Module.__setattr__:
+        # Modules such as nn.LSTM keep a second list of their weights, which their own __setattr__ maintains.
+        setattr(module, attribute, listed)
+    else:
+        module._parameters[attribute] = listed
+    if listed is None:
+        vars(module)[attribute] = param  # It comes before what is among the parameters.

@@ -20,8 +20,7 @@ from scale_core.flat.buffer import Devices, FlatBuffer
 from scale_fsdp.checks import note_blank_buffers, note_blank_shard
 from scale_fsdp.guards import refuse_in_use
 from scale_fsdp.param_registry import modules_of_unit, remember
-from scale_fsdp.slots import flat_name_of, show_shards
-from scale_fsdp.unit import Unit, unit_of, units_in
+from scale_fsdp.unit import Unit, flat_name_of, unit_of, units_in
 
 Conversion = Callable[[Tensor], Tensor]
 
@@ -56,7 +55,7 @@ class Converting(nn.Module):
 def show_moved(units: Iterable[Unit]) -> None:
     """Puts the parameters of units that have moved into their modules, also where one is lent to another unit."""
     for unit in units:
-        show_shards(unit.slots)
+        unit.to_sharded()
         if unit.options.flatten:
             for number, buffer in enumerate(unit.buffers):
                 unit.module._parameters[flat_name_of(number)] = buffer.exposed[0]

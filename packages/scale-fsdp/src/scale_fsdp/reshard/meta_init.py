@@ -21,7 +21,7 @@ from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import Event
 from scale_fsdp.checks import Blank
 from scale_fsdp.param_registry import ParamPlace, modules_of_unit
-from scale_fsdp.slots import put
+from scale_fsdp.unit import set_param
 
 Init: TypeAlias = Callable[[nn.Module], Any] | Literal[False] | None
 
@@ -209,12 +209,12 @@ def _standing_in(
 ) -> Iterator[None]:
     """Inside, what has memory stands where its parameter stood first; in its other places nothing can be written."""
     for param, place in first.items():
-        put(place.module, place.attribute, values[param])
+        set_param(place.module, place.attribute, values[param])
     try:
         yield
     finally:
         for param, place in first.items():
-            put(place.module, place.attribute, param)
+            set_param(place.module, place.attribute, param)
 
 
 def _take_assigned(first: Mapping[nn.Parameter, ParamPlace], values: Mapping[nn.Parameter, nn.Parameter]) -> None:

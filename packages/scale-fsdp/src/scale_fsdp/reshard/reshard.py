@@ -30,8 +30,7 @@ from scale_fsdp.mesh_info import Ranks, ranks_of
 from scale_fsdp.param_registry import modules_of_unit, remember
 from scale_fsdp.reshard.attached_state import Beside, Inventory
 from scale_fsdp.reshard.convert import show_moved
-from scale_fsdp.slots import paths_in
-from scale_fsdp.unit import Unit, units_in
+from scale_fsdp.unit import Unit, paths_in, units_in
 
 NewGroup: TypeAlias = GroupLike | Literal["same"]
 

@@ -22,11 +22,10 @@ from scale_core.flat.buffer import FlatBuffer
 from scale_core.shard import Held, shard_of
 from scale_core.state.torch_state_dict import asked_by_torch, saved_by_torch, view_all
 from scale_fsdp.api import StateDictForm, resolve_form
-from scale_fsdp.slots import Slot, flat_name_of
 from scale_fsdp.state_dict.loading import take_pieces
 from scale_fsdp.state_dict.naming import check_none_apart, names_in, plain_order, ranks_in
 from scale_fsdp.summon import showing_flat
-from scale_fsdp.unit import Unit, unit_of, units_in
+from scale_fsdp.unit import Slot, Unit, flat_name_of, unit_of, units_in
 
 
 @dataclass

@@ -17,9 +17,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from scale_core.consistency.execution_order import unit_title
 from scale_core.shard import elements_of, shard_of
 from scale_fsdp import guards as guard
-from scale_fsdp.slots import Slot, flat_name_of
 from scale_fsdp.state_dict.naming import all_names, names_in, plain_order
-from scale_fsdp.unit import Unit, unit_of, units_in
+from scale_fsdp.unit import Slot, Unit, flat_name_of, unit_of, units_in
 
 LOCAL = "scale_fsdp.local"
 """The key in torch's metadata of a state dict under which that of one rank alone says whose it is."""

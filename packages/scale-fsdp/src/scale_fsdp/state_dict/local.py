@@ -16,11 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from scale_core.comm.group import Group
-from scale_fsdp.slots import flat_name_of, paths_in
 from scale_fsdp.state_dict.full import local_state_dict_of
 from scale_fsdp.state_dict.loading import LOCAL, loading_local, refuse_in_use
 from scale_fsdp.state_dict.naming import Place, all_names, places_in, plain_order, tied_in
-from scale_fsdp.unit import units_in
+from scale_fsdp.unit import flat_name_of, paths_in, units_in
 
 FORMAT = 1
 

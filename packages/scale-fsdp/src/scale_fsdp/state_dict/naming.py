@@ -16,8 +16,7 @@ from scale_core.consistency.execution_order import unit_title
 from scale_core.flat.buffer import FlatBuffer
 from scale_core.flat.layout import Entry, Span
 from scale_core.state.param_ownership import Holding, holdings_of
-from scale_fsdp.slots import Slot
-from scale_fsdp.unit import Unit, units_in
+from scale_fsdp.unit import Slot, Unit, units_in
 
 
 @dataclass(frozen=True, eq=False)

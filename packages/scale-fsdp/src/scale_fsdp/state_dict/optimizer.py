@@ -354,7 +354,7 @@ def _contract_of(model: nn.Module) -> Contract:
     for unit in units_in(model):
         if unit.root is not None:
             unit.root.recover()
-            if not unit.root.outdated:  # Else it has the ranks of before.
+            if not unit.root.stale:  # Else it has the ranks of before.
                 return unit.root.contract
         return Contract(unit.options.ranks.whole, unit.options.limit_seconds)
     return Contract(ranks_in(model))

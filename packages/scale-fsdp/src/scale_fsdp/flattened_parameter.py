@@ -1,54 +1,14 @@
-"""Where a unit's parameters stand in the module tree, and how one tensor takes another's place there."""
+"""What stands in a module for a parameter that is a part of a flat tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-from torch import nn
 
 from scale_core.flat.buffer import FlatBuffer
 from scale_core.shard import title_of
-
-
-class Slot(NamedTuple):
-    """A place in the module tree where a parameter stands: `module.attribute`."""
-
-    module: nn.Module
-    attribute: str
-    buffer: FlatBuffer
-    number: int
-
-
-def show_shards(slots: Iterable[Slot]) -> None:
-    """Puts the local shards into the module: what everybody sees outside of its forward and backward."""
-    for module, attribute, buffer, number in slots:
-        put(module, attribute, _flattened(buffer, number) if buffer.flatten else buffer.exposed[number])
-
-
-def show_wholes(slots: Iterable[Slot]) -> None:
-    """Puts the whole parameters into the module: what it computes with."""
-    for module, attribute, buffer, number in slots:
-        put(module, attribute, buffer.wholes[number])
-
-
-def show_tensors(slots: Iterable[Slot], tensors: Mapping[int, Sequence[nn.Parameter]]) -> None:
-    """Puts other tensors into the module: those of each buffer, by the buffer's id."""
-    for module, attribute, buffer, number in slots:
-        if id(buffer) in tensors:
-            put(module, attribute, tensors[id(buffer)][number])
-
-
-def paths_in(module: nn.Module) -> dict[int, str]:
-    """Returns the qualified name of every module in `module`, by its id; that of `module` itself is ""."""
-    return {id(child): path for path, child in module.named_modules()}
-
-
-def flat_name_of(number: int) -> str:
-    """Returns the name under which a module holds the flat parameter of one buffer."""
-    return f"flat_param_{number}"
 
 
 class FlattenedParameter:
@@ -90,7 +50,7 @@ class FlattenedParameter:
         raise AttributeError(self._refusal(f"has no {attribute!r}"))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _flattened, (self._buffer, self._number)
+        return flattened_parameter, (self._buffer, self._number)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -113,22 +73,9 @@ class FlattenedParameter:
 _flattened_now: WeakValueDictionary[tuple[int, int], FlattenedParameter] = WeakValueDictionary()
 
 
-def _flattened(buffer: FlatBuffer, number: int) -> FlattenedParameter:
+def flattened_parameter(buffer: FlatBuffer, number: int) -> FlattenedParameter:
     """What stands for a parameter: one object in all its places, by which people see that it is tied."""
     found = _flattened_now.get((id(buffer), number))  # Each holds its buffer, so that no other one has its id.
     if found is None:
         found = _flattened_now[id(buffer), number] = FlattenedParameter(buffer, number)
     return found
-
-
-def put(module: nn.Module, attribute: str, param: nn.Parameter | FlattenedParameter) -> None:
-    """Sets `module.attribute`; one that is shown as a part of a flat tensor is None among the module's parameters."""
-    listed = None if isinstance(param, FlattenedParameter) else param
-    vars(module).pop(attribute, None)
-    if type(module).__setattr__ is not nn.Module.__setattr__:
-        # Modules such as nn.LSTM keep a second list of their weights, which their own __setattr__ maintains.
-        setattr(module, attribute, listed)
-    else:
-        module._parameters[attribute] = listed
-    if listed is None:
-        vars(module)[attribute] = param  # It comes before what is among the parameters.

@@ -1,4 +1,4 @@
-"""slots.py: what stands in the module tree where a parameter is a part of a flat tensor."""
+"""flattened_parameter.py: what stands in the module tree where a parameter is a part of a flat tensor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from scale_core.testing import run_ranks
 from scale_fsdp import FullyShardedDataParallel, fully_shard
-from scale_fsdp.slots import FlattenedParameter
+from scale_fsdp.flattened_parameter import FlattenedParameter
 
 
 class Block(nn.Module):
