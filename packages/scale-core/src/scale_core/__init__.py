@@ -26,7 +26,6 @@ The files in reading order; each stands only on those above it:
 - `optimizer_kinds`: what an update of torch.optim depends on;
 - `backward`: when things happen in a backward pass;
 - `each_part`: hooks that the parts of a module take along where it is cut;
-- `listening`: who is told when the gradient of a parameter has come;
 - `samples`: whose gradient is whose, where a backward pass is not one sample of it;
 - `joining`: ranks that run out of data before the others;
 - `flat_gradient`: a rank's own gradients of one flat buffer;

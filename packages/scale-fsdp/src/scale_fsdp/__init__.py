@@ -1,9 +1,10 @@
 """Fully sharded data parallel (ZeRO-3): every rank keeps one shard of parameters, gradients and optimizer state.
 
-The path of one step reads from top to bottom in four files: `unit` (the step), `root` (the order among units),
-`scale_core.flat.buffer` (the buffers and their states) and `scale_core.comm.collectives` (the messages). `sharding`
-makes units; what stands around them is in `wrapping` (which modules), `state` (what is saved and loaded), `moving`
-(what changes its place) and `offload` (optimizer state on the host).
+One step reads from top to bottom, each file knowing only those below it: `step` (what torch and autograd call, in the
+order of time), `backward` (the backward pass, and how a pass ends), `root` (the order among units), `unit` (one unit
+and its buffers), then `scale_core.flat.buffer` and `scale_core.comm.collectives`. `shard_module` makes units; what
+stands around them is in `wrapping` (which modules), `state_dict` (what is saved and loaded), `reshard` (what changes
+its place) and `offload` (optimizer state on the host).
 """
 
 from scale_core.consistency.contract import StepError

@@ -24,6 +24,7 @@ from torch import Tensor
 from scale_core.autograd_hooks import (
     arriving_grads_wanted,
     in_backward,
+    reduced_grads_wanted,
     report_arriving_grads,
     report_reduced_grads,
     used_at_once,
@@ -268,8 +269,9 @@ class BackwardRoot(Root):
             unit.commit()
         if all(status.num_unused for status in everyone):
             self._restore_unused(tell(sorted(self._unused), self.contract))
-        params = [param for unit in self.units if self.reduces(unit) for param in unit.reduced_params()]
-        report_reduced_grads([param for param in params if param not in self._handed_out])
+        if reduced_grads_wanted():
+            params = [param for unit in self.units if self.reduces(unit) for param in unit.reduced_params()]
+            report_reduced_grads([param for param in params if param not in self._handed_out])
 
     # Parameters that got no gradient.
 

@@ -86,6 +86,16 @@ class _Here(NamedTuple):
     came_by: Callable[[], Sequence[str]]
 
 
+class _Ran(NamedTuple):
+    """What this rank did; put into words only if somebody asks."""
+
+    step: int
+    event: Event
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.event}"
+
+
 class Contract:
     """What one model's ranks have promised each other.
 
@@ -112,7 +122,7 @@ class Contract:
         self.history = History()
         self._checking = False
         self._chain = 0  # what the fingerprint of the next `close` starts from
-        self._unsettled: deque[tuple[int, Event]] = deque(maxlen=_KEPT_EVENTS)  # since the ranks were last found equal
+        self._unsettled: deque[_Ran] = deque(maxlen=_KEPT_EVENTS)  # since the ranks were last found equal
         self._broken: str | None = None
         self._words = LastWords(group)
         self._in_words = in_words
@@ -157,8 +167,9 @@ class Contract:
         self.history.add(event)
         if self.alone:
             return
-        self._words.add(f"step {self.step}: {event}")
-        self._unsettled.append((self.step, event))
+        ran = _Ran(self.step, event)
+        self._words.add(ran)
+        self._unsettled.append(ran)
         self._checking = self._checking or not self.history.on_course
         if self._checking:
             self._compare(_Here(str(event), event.unit, self._ran), identity(*event))
@@ -256,7 +267,7 @@ class Contract:
         """
         failure = Event("failure after the comparison", "")
         self._chain = identity(self._chain, failure)
-        self._unsettled.append((self.step, failure))
+        self._unsettled.append(_Ran(self.step, failure))
 
     @property
     def is_broken(self) -> bool:
@@ -268,7 +279,7 @@ class Contract:
         return identity(self._chain, self.history.current.kind, *self.history.current.events)
 
     def _ran(self) -> list[str]:
-        return [f"step {step}: {event}" for step, event in self._unsettled]
+        return [str(ran) for ran in self._unsettled]
 
     def _check_usable(self) -> None:
         if self._broken is not None:

@@ -35,16 +35,16 @@ class LastWords:
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._words: deque[str] = deque(maxlen=_LAST_EVENTS)
+        self._words: deque[object] = deque(maxlen=_LAST_EVENTS)
         self._name = f"scale/{'.'.join(map(str, group.ranks))}/{_next_number(group)}"
 
     @property
     def recent(self) -> list[str]:
         """The last few of this rank's words."""
-        return list(self._words)[-_TOLD_EVENTS:]
+        return self._all[-_TOLD_EVENTS:]
 
-    def add(self, words: str) -> None:
-        """Keeps what this rank does, for the case that it is the last."""
+    def add(self, words: object) -> None:
+        """Keeps what this rank does, for the case that it is the last; made a text only then."""
         self._words.append(words)
 
     def publish(self) -> None:
@@ -52,7 +52,7 @@ class LastWords:
         store = compat.default_store()
         if store is not None:
             try:
-                store.set(f"{self._name}/{self._group.rank}", json.dumps(list(self._words)))
+                store.set(f"{self._name}/{self._group.rank}", json.dumps(self._all))
             except Exception:  # The store may have died with the rank that hosts it; the error at hand matters more.
                 return
 
@@ -76,6 +76,10 @@ class LastWords:
             except Exception:  # As above: no word from this rank.
                 continue
         return words
+
+    @property
+    def _all(self) -> list[str]:
+        return [str(words) for words in self._words]
 
 
 _snapshots: list[str] = []

@@ -1,4 +1,4 @@
-"""interrupts.py: Ctrl-C in a forward pass leaves the model as any error does, also on ranks that it has not reached."""
+"""step.py: Ctrl-C in a forward pass leaves the model as any error does, also on ranks that it has not reached."""
 
 from __future__ import annotations
 

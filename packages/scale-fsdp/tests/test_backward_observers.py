@@ -1,4 +1,4 @@
-"""arriving.py: reduced gradients are told of while the backward pass of other units still runs, or at its end."""
+"""backward.py: reduced gradients are told of while the backward pass of other units still runs, or at its end."""
 
 from __future__ import annotations
 
