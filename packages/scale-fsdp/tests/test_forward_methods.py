@@ -117,7 +117,7 @@ def refuse_then_go_on() -> list[str]:
     register_forward_method(model, "decode")
     with pytest.raises(KeyError, match="as the method says"):
         model.decode(noise(2, 3), fail=True)
-    assert not unit_of(model).gathered and unit_of(model).root.entry is None
+    assert not unit_of(model).gathered and unit_of(model).root.entry_unit is None
     with pytest.raises(RuntimeError, match="outside of the unit's forward"):
         model.outward(noise(2, 3))
     with pytest.raises(RuntimeError, match=r"called by halve\(\) .*register_forward_method\(module, 'halve'\)"):

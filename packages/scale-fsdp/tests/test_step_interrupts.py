@@ -82,7 +82,7 @@ def run(model: nn.Module, place: str, x: Tensor) -> None:
 def left_behind(model: nn.Module) -> list[str]:
     """What a pass that has ended must not leave."""
     units = units_in(model)
-    wrong = [f"{unit.name} is in use" for unit in units if unit.uses or unit.in_backward]
+    wrong = [f"{unit.name} is in use" for unit in units if unit.use_count or unit.in_backward]
     wrong += [f"{unit.name} is gathered" for unit in units for b in unit.buffers if b.state is not State.SHARDED]
     shards = {id(param) for unit in units for buffer in unit.buffers for param in buffer.exposed}
     return wrong + [f"{name} is no shard" for name, param in model.named_parameters() if id(param) not in shards]

@@ -95,7 +95,9 @@ def unlike(one: nn.Module, other: nn.Module) -> Iterator[str]:
                 continue
             if getattr(its, name) != value:
                 yield f"unit {mine.name}: {name} is {getattr(its, name)!r} in place of {value!r}"
-        if [unit.name for unit in mine.fetches.get("forward", ())] != [u.name for u in its.fetches.get("forward", ())]:
+        if [unit.name for unit in mine.prefetch.get("forward", ())] != [
+            u.name for u in its.prefetch.get("forward", ())
+        ]:
             yield f"unit {mine.name}: what it fetches"
     if set(units_in(one)) & set(units_in(other)) or any(unit_of(unit.module) is not unit for unit in units_in(other)):
         yield "units are shared"

@@ -82,11 +82,11 @@ class BackwardRoot(Root):
         Raises:
             RuntimeError: The forward of the outermost module has not returned; several passes in one step of `join`.
         """
-        if self.entry is not None:
+        if self.entry_unit is not None:
             raise RuntimeError(
-                f"a backward pass has begun inside the forward of {unit_title(self.entry.name)}: take gradients after "
-                "the outermost sharded module has returned, or shard only modules that are not differentiated inside "
-                "of one that is called"
+                f"a backward pass has begun inside the forward of {unit_title(self.entry_unit.name)}: take gradients "
+                "after the outermost sharded module has returned, or shard only modules that are not differentiated "
+                "inside of one that is called"
             )
         if current_share() is not None and not self.synchronizes:
             raise RuntimeError(
@@ -142,7 +142,7 @@ class BackwardRoot(Root):
         """
         if self.reduces_any:
             for unit in self.units:
-                if unit.lends and unit not in self._reduced:
+                if unit.is_shared and unit not in self._reduced:
                     self.reduce(unit)
             self.wait_previous_reduction()
             self._close()
@@ -156,9 +156,9 @@ class BackwardRoot(Root):
 
     def leave(self, unit: Unit) -> None:
         """A unit's forward has ended; with the one that entered, so has the pass."""
-        if self.entry is not unit:
+        if self.entry_unit is not unit:
             return
-        self.entry = None
+        self.entry_unit = None
         try:
             if torch.is_grad_enabled():
                 self.raise_if_nonfinite()
@@ -173,7 +173,7 @@ class BackwardRoot(Root):
 
     def abort(self, error: BaseException) -> None:
         """The pass has failed on this rank: give it up together with the others, or alone, and be as before it."""
-        self.entry = None
+        self.entry_unit = None
         self.in_backward, self._is_silent = False, True
         on_all_ranks = False
         try:

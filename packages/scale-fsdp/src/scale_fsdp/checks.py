@@ -220,7 +220,7 @@ def check_units(units: Sequence[Unit], group: Group) -> None:
     """
     for unit in units:
         refuse_blank(unit)
-        for lender in unit.lenders:
+        for lender in unit.shared_owners:
             if lender not in units:
                 raise ValueError(
                     f"a {type(unit.module).__name__} shares a parameter with a {type(lender.module).__name__} that is "
@@ -252,6 +252,6 @@ def describe_units(units: Sequence[Unit]) -> list[str]:
         lines.append(
             f"{title}: over {unit.options.ranks.replicas.size} x {unit.options.ranks.shard.size} ranks, "
             f"reshard_after_forward={unit.options.reshard_after_forward}, "
-            f"shares with {[lender.name for lender in unit.lenders]}"
+            f"shares with {[lender.name for lender in unit.shared_owners]}"
         )
     return lines

@@ -324,7 +324,7 @@ def _describe_unit(unit: Unit, units: Sequence[Unit], paths: Mapping[int, str]) 
         module_class=type(unit.module).__name__,
         buffers=tuple(_describe_buffer(buffer, unit.reshard_after_forward) for buffer in unit.buffers),
         reshard_after_forward=unit.reshard_after_forward,
-        shares_with=tuple(paths.get(id(lender.module), lender.name) for lender in unit.lenders),
+        shares_with=tuple(paths.get(id(lender.module), lender.name) for lender in unit.shared_owners),
         around=tuple(paths[id(other.module)] for other in around),
     )
 

@@ -76,28 +76,28 @@ class ByHand(nn.Module):
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Begins to gather these units whenever this one is opened in a forward, beside the one that comes next."""
         unit = _unit_at(self, "set_modules_to_forward_prefetch")
-        unit.fetches["forward"] = [_unit_at(module, "set_modules_to_forward_prefetch") for module in modules]
+        unit.prefetch["forward"] = [_unit_at(module, "set_modules_to_forward_prefetch") for module in modules]
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Begins to gather these units whenever this one is opened in a backward, beside the one that comes next."""
         unit = _unit_at(self, "set_modules_to_backward_prefetch")
-        unit.fetches["backward"] = [_unit_at(module, "set_modules_to_backward_prefetch") for module in modules]
+        unit.prefetch["backward"] = [_unit_at(module, "set_modules_to_backward_prefetch") for module in modules]
 
 
 def _pin(unit: Unit) -> None:
     """Starts to gather a unit, which stays gathered until `_unpin`."""
     root_of(unit).recover()
-    unit.pinned = True
-    for each in (*unit.lenders, unit):
-        if not each.uses and each.is_stale:
+    unit.kept_unsharded = True
+    for each in (*unit.shared_owners, unit):
+        if not each.use_count and each.is_stale:
             each.release()  # An optimizer has stepped since it was gathered.
         each.gather()
 
 
 def _wait_pinned(unit: Unit) -> None:
     """Waits for what `_pin` has started, and puts the whole parameters into the module."""
-    if unit.pinned:
-        for each in (*unit.lenders, unit):
+    if unit.kept_unsharded:
+        for each in (*unit.shared_owners, unit):
             each.wait_gathered()
         follow_trainable(unit)
         unit.to_unsharded()
@@ -105,10 +105,10 @@ def _wait_pinned(unit: Unit) -> None:
 
 def _unpin(unit: Unit) -> None:
     """Back to the shards, unless a forward or a backward is under way."""
-    unit.pinned = False
-    if unit.root is not None and not unit.uses and not unit.in_backward:
-        for each in (unit, *unit.lenders):
-            if not (each.uses or each.in_backward or each.pinned):
+    unit.kept_unsharded = False
+    if unit.root is not None and not unit.use_count and not unit.in_backward:
+        for each in (unit, *unit.shared_owners):
+            if not (each.use_count or each.in_backward or each.kept_unsharded):
                 each.release()
         unit.to_sharded()
 
@@ -193,7 +193,7 @@ class ShardedModule(WithState, ByHand, Converting):
         for unit in units:
             if unit.root is not None:
                 unit.root.recover()
-            if unit.uses or unit.in_backward or unit.summoned:
+            if unit.use_count or unit.in_backward or unit.in_summon:
                 raise RuntimeError(
                     "summon_full_params: the parameters are in use, by a forward or backward pass or by another "
                     "summon_full_params around this one: call it between steps"

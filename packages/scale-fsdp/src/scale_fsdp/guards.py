@@ -181,10 +181,10 @@ def refuse_shards(unit: Unit, module: nn.Module) -> None:
         RuntimeError: They are, and this is not a world of one.
     """
     if (
-        unit.uses
+        unit.use_count
         or unit.in_backward
-        or unit.summoned
-        or unit.pinned
+        or unit.in_summon
+        or unit.kept_unsharded
         or all(buffer.group.size == 1 for buffer in unit.buffers)
     ):
         return
@@ -226,7 +226,7 @@ def refuse_in_use(units: Iterable[Unit], what: str) -> None:
     for unit in units:
         if unit.root is not None:
             unit.root.recover()
-        if unit.uses or unit.in_backward or unit.summoned or unit.pinned:
+        if unit.use_count or unit.in_backward or unit.in_summon or unit.kept_unsharded:
             raise RuntimeError(
                 f"{what}: the parameters of {unit_title(unit.name)} are in use, by a forward or backward pass, inside "
                 "summon_full_params or gathered by hand: call it between steps"

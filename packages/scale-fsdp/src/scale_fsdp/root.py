@@ -25,14 +25,14 @@ class Root(UnitContext):
 
     def enter(self, unit: Unit, method: str) -> None:
         """A forward pass begins with `unit`: that of its module or, unless it is "", another method."""
-        self.entry = unit
+        self.entry_unit = unit
         # Another method runs other units as a rule, or the same in another order: its passes are of another kind.
         name = f"forward of {unit.name}{f' by {method}' if method else ''}"
         self.contract.begin(PassKind(name, torch.is_grad_enabled(), unit.module.training), new_step=True)
         for member in self.units:
             member.begin_forward()
             # What an earlier pass has left is gathered again: `param.data` can be written to without a trace.
-            if member.is_stale or not (self.keeps_after_backward(member) or member.hidden):
+            if member.is_stale or not (self.keeps_after_backward(member) or member.backward_unobserved):
                 member.release()
 
     def announce(self, phase: str, unit: Unit) -> None:
@@ -60,7 +60,7 @@ class Root(UnitContext):
 
     def keeps_after_forward(self, unit: Unit) -> bool:
         """Whether a unit stays gathered when its forward has ended."""
-        if unit.hidden or unit.pinned:
+        if unit.backward_unobserved or unit.kept_unsharded:
             return True
         history = self.contract.history
         order, position = history.order, history.position
@@ -69,11 +69,11 @@ class Root(UnitContext):
         if not torch.is_grad_enabled():
             return False
         # The entry's backward comes first: releasing it would only mean to gather it again.
-        return not unit.reshard_after_forward or unit is self.entry
+        return not unit.reshard_after_forward or unit is self.entry_unit
 
     def keeps_after_backward(self, unit: Unit) -> bool:
         """Whether a unit stays gathered for the next micro-batch: it was to be kept, and no optimizer step is due."""
-        if unit.pinned or not unit.reshard_after_backward:
+        if unit.kept_unsharded or not unit.reshard_after_backward:
             return True
         return not (self.reduces(unit) or unit.reshard_after_forward)
 
@@ -88,12 +88,12 @@ class Root(UnitContext):
 
     def casts_inputs_of(self, unit: Unit) -> bool:
         """Whether floating-point inputs take the unit's dtype: at the entry, and at every unit if dtypes vary."""
-        return unit is self.entry or unit is self.outermost or not self._computes_in_one_dtype
+        return unit is self.entry_unit or unit is self.outermost or not self._computes_in_one_dtype
 
     def reshard_idle(self) -> None:
         """Nothing runs any more: frees what is not kept for the next pass, and lets shards be written to."""
         for unit in self.units:
-            if not (self.keeps_after_backward(unit) or unit.hidden):
+            if not (self.keeps_after_backward(unit) or unit.backward_unobserved):
                 unit.release()
             for buffer in unit.buffers:
                 buffer.wait_sent()  # From now on anybody may write to the shards.

@@ -179,7 +179,7 @@ def _shard(module: M, options: UnitOptions, init: Init, *, sync: bool) -> M:
     unit = Unit(module, slots, buffers, lenders, options)
     unit.number = _next_number(ranks.whole)
     for lender in lenders:
-        lender.lends = True
+        lender.is_shared = True
     for place, slot in zip(own, unit.slots, strict=False):
         mark_replaced(place.param, slot.buffer, slot.number)
     convert_buffers(unit)

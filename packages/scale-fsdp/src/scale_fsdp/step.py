@@ -38,7 +38,7 @@ def pre_forward(
     unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, method: str = ""
 ) -> tuple[Any, Any]:
     """The module, or a registered method of it, is about to run: gather, and prefetch the next unit."""
-    if unit.summoned:
+    if unit.in_summon:
         check_no_gradients(unit)
         return args, kwargs
     try:
@@ -51,9 +51,9 @@ def pre_forward(
         dtype = unit.precision.param_dtype
         if dtype is not None and root.casts_inputs_of(unit):
             args, kwargs = cast_floating((args, kwargs), dtype)
-        if torch.is_grad_enabled() and not (recomputing and unit.calls):
+        if torch.is_grad_enabled() and not (recomputing and unit.pending_backwards):
             (args, kwargs), _ = after_backward((args, kwargs), functools.partial(post_backward, unit))
-            unit.calls += 1
+            unit.pending_backwards += 1
             unit.calls_in_pass.number += 1
         return args, kwargs
     except BaseException as error:
@@ -65,7 +65,7 @@ def pre_forward(
 def post_forward(unit: Unit, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
     """The module has run, or failed: release, and be told when its backward comes."""
     root = unit.root
-    if unit.summoned or root is None:  # Without a root it has failed before it began.
+    if unit.in_summon or root is None:  # Without a root it has failed before it began.
         return output
     assert isinstance(root, BackwardRoot)
     try:
@@ -90,7 +90,7 @@ def post_forward(unit: Unit, module: nn.Module, args: Any, kwargs: Any, output: 
             callback = functools.partial(pre_backward, unit, unit.versions, unit.calls_in_pass)
             seen = before_backward(output, callback)
             # Where no output could be found, nobody will say when the backward comes: nothing is released until then.
-            unit.hidden = unit.hidden or (not seen and unit.trains)
+            unit.backward_unobserved = unit.backward_unobserved or (not seen and unit.trains)
         _reshard(unit, root, keep=root.keeps_after_forward(unit))
         root.leave(unit)
         return output
@@ -116,7 +116,7 @@ def pre_backward(unit: Unit, versions: Sequence[int], calls: ForwardCalls) -> No
     if not unit.in_backward:
         unit.in_backward = True
         # Where none is left, this graph was kept from an earlier pass, or lived through a forward after one.
-        unit.calls = max(unit.calls, 0) or calls.number
+        unit.pending_backwards = max(unit.pending_backwards, 0) or calls.number
         root.announce("backward", unit)
         _unshard(unit, root)
 
@@ -138,9 +138,9 @@ def post_accumulate_grad(held: weakref.ref[Unit], number: int, index: int, param
 
 def post_backward(unit: Unit) -> None:
     """The gradients of one call's inputs are there; after the last call's, release and reduce."""
-    unit.calls -= 1
+    unit.pending_backwards -= 1
     unit.inputs_tell = True
-    if unit.in_backward and unit.calls <= 0 and not unit.lends:
+    if unit.in_backward and unit.pending_backwards <= 0 and not unit.is_shared:
         assert isinstance(unit.root, BackwardRoot)
         _reshard_and_reduce(unit, unit.root)
 
@@ -192,7 +192,7 @@ def abort_on_interrupt(unit: Unit, error: BaseException) -> None:
     whole parameters, and the memory of all that is gathered, until its next forward found out.
     """
     root = unit.root
-    if isinstance(error, Exception) or not isinstance(root, BackwardRoot) or root.entry is not unit:
+    if isinstance(error, Exception) or not isinstance(root, BackwardRoot) or root.entry_unit is not unit:
         return
     try:
         root.abort(error)
@@ -204,9 +204,9 @@ def _begin_forward(unit: Unit, method: str) -> BackwardRoot:
     unit.error_at_entry = sys.exc_info()[1]
     root = root_of(unit)
     root.recover()
-    if root.entry is unit:
+    if root.entry_unit is unit:
         root.abort(RuntimeError(f"the forward pass of {unit_title(unit.name)} before this one was cut off"))
-    if root.entry is None and not root.in_backward:
+    if root.entry_unit is None and not root.in_backward:
         root.enter(unit, method)
         for member in root.units:
             follow_trainable(member)
@@ -225,26 +225,26 @@ def _unshard(unit: Unit, root: BackwardRoot) -> None:
     for each in gathers:
         each.gather()
     root.starting_gathers = []
-    for each in (*unit.lenders, unit):
-        each.uses += 1
+    for each in (*unit.shared_owners, unit):
+        each.use_count += 1
         each.wait_gathered()
     unit.to_unsharded()
 
 
 def _gather_order(unit: Unit, root: BackwardRoot) -> list[Unit]:
     """What is gathered when it opens, in this order: what it computes with, and what is prefetched."""
-    by_hand = unit.fetches.get("backward" if root.in_backward else "forward", [])
+    by_hand = unit.prefetch.get("backward" if root.in_backward else "forward", [])
     if root.outermost.name:  # A part of a model that was entered, or copied, by itself, without the rest.
         by_hand = [other for other in by_hand if other.root is root]
     for other in by_hand:
         check_same_model(unit, other)
-    return [*unit.lenders, unit, *root.next_prefetch(), *by_hand]
+    return [*unit.shared_owners, unit, *root.next_prefetch(), *by_hand]
 
 
 def _reshard(unit: Unit, root: BackwardRoot, *, keep: bool) -> None:
     """After a forward: puts the shards back into the module, and releases what nobody uses any more."""
     _release(unit, lambda each: keep or root.keeps_after_forward(each), keep_part=torch.is_grad_enabled())
-    if not unit.uses and not unit.pinned:
+    if not unit.use_count and not unit.kept_unsharded:
         unit.to_sharded()
 
 
@@ -252,17 +252,17 @@ def _reshard_and_reduce(unit: Unit, root: BackwardRoot) -> None:
     """After a backward."""
     unit.in_backward = False
     _release(unit, root.keeps_after_backward)
-    if not unit.pinned:
+    if not unit.kept_unsharded:
         unit.to_sharded()
     root.reduce(unit)
 
 
 def _release(unit: Unit, keeps: Callable[[Unit], bool], *, keep_part: bool = False) -> None:
-    for each in (unit, *unit.lenders):
-        each.uses = max(0, each.uses - 1)  # A forward that failed before it was gathered had no use yet.
-        if not each.uses and not keeps(each):
+    for each in (unit, *unit.shared_owners):
+        each.use_count = max(0, each.use_count - 1)  # A forward that failed before it was gathered had no use yet.
+        if not each.use_count and not keeps(each):
             each.release(keep_part=keep_part)
-        if each is not unit and not each.uses and not each.pinned:
+        if each is not unit and not each.use_count and not each.kept_unsharded:
             each.to_sharded()  # It ran inside this one, and stayed open for it.
 
 
@@ -274,5 +274,5 @@ def _post_failed_forward(unit: Unit, root: BackwardRoot, error: BaseException) -
         root.failure = error  # Autograd will tell nobody what it was.
     else:
         _reshard(unit, root, keep=False)
-    if root.entry is unit:
+    if root.entry_unit is unit:
         root.abort(error)

@@ -42,7 +42,7 @@ def summoned(units: Iterable[Unit], *, keep: bool) -> Iterator[None]:
 @contextmanager
 def showing_flat(units: Iterable[Unit]) -> Iterator[None]:
     """Inside, summoned units show their flat parameters too, as this rank's own state has them."""
-    hidden = [unit for unit in units if unit.summoned]
+    hidden = [unit for unit in units if unit.in_summon]
     for unit in hidden:
         _show_flat(unit, shown=True)
     try:
@@ -78,13 +78,13 @@ def applying(unit: Unit) -> Iterator[None]:
 
 def _summon(unit: Unit, wholes: Wholes) -> None:
     """Gathers what is not among the wholes yet, what others lend to the unit as well, and shows it."""
-    for owner in (unit, *unit.lenders):
+    for owner in (unit, *unit.shared_owners):
         for buffer in owner.buffers:
             if buffer not in wholes:
                 trains = buffer.trains and buffer.dtype.is_floating_point
                 wholes[buffer] = [nn.Parameter(tensor, requires_grad=trains) for tensor in owner.gather_whole(buffer)]
                 mark_copies(wholes[buffer], buffer)
-    unit.summoned = True
+    unit.in_summon = True
     _show_flat(unit, shown=False)
     for module, attribute, buffer, number in unit.slots:
         if buffer in wholes:
@@ -92,7 +92,7 @@ def _summon(unit: Unit, wholes: Wholes) -> None:
 
 
 def _dismiss(unit: Unit) -> None:
-    unit.summoned = False
+    unit.in_summon = False
     _show_flat(unit, shown=True)
     unit.to_sharded()
 

@@ -30,17 +30,17 @@ _KEPT = (
     "module",
     "slots",
     "buffers",
-    "lenders",
+    "shared_owners",
     "options",
     "name",
-    "lends",
+    "is_shared",
     "reshard_after_forward",
     "reshard_after_backward",
     "synchronizes",
     "number",
     "buffer_dtypes",
     "of_ranks",
-    "fetches",
+    "prefetch",
 )
 
 
@@ -78,30 +78,30 @@ class Unit:
         module: The module; its nested units are not part of this one.
         slots: Every place in it that holds a parameter of this unit, or of a unit that it shares one with.
         buffers: This unit's own parameters, one flat buffer per dtype and kind.
-        lenders: The units that own the parameters which this one shares.
+        shared_owners: The units that own the parameters which this one shares.
         options: How it was sharded.
 
     Attributes:
         name: The unit's name in its model.
         root: What the units of the model share; set when the model first runs.
         contract: That of the root.
-        calls: Forward calls whose backward has not come yet.
+        pending_backwards: Forward calls whose backward has not come yet.
         calls_in_pass: Those of the forward pass that runs now, or ran last.
-        uses: Reasons to be gathered right now: its own forward, its own backward, a borrower's.
+        use_count: Reasons to be gathered right now: its own forward, its own backward, a borrower's.
         in_backward: Between the first gradient at its outputs and the last at its inputs.
         had_backward: Since the last forward pass began.
         inputs_tell: In this pass an input's gradient has said that a call's backward is over.
-        lends: Another unit shares one of its parameters.
-        hidden: It has run and returned nothing through which its backward could be seen to come.
-        summoned: Inside `summon_full_params`.
+        is_shared: Another unit shares one of its parameters.
+        backward_unobserved: It has run and returned nothing through which its backward could be seen to come.
+        in_summon: Inside `summon_full_params`.
         reshard_after_forward: Release between forward and backward, all of it or all but a part.
         reshard_after_backward: Release after the backward.
         synchronizes: Its gradients are reduced at the end of a backward pass, unless the root says otherwise.
-        pinned: Gathered by hand, until `reshard`.
+        kept_unsharded: Gathered by hand, until `reshard`.
         number: Of the units that were made over its ranks, in their order, which is the same on all of these.
         of_ranks: What its parameters' names end in, where other ranks have other parameters in their places.
         buffer_dtypes: Those that the module's buffers have in the plain model, where the policy names another one.
-        fetches: What the user wants to be gathered ahead when it is opened in a "forward" and in a "backward".
+        prefetch: What the user wants to be gathered ahead when it is opened in a "forward" and in a "backward".
         hooked: The parameters whose gradients are hooked, by the numbers of buffer and parameter.
         error_at_entry: What was being handled when its forward began.
     """
@@ -113,23 +113,23 @@ class Unit:
         module: nn.Module,
         slots: Sequence[Slot],
         buffers: Sequence[FlatBuffer],
-        lenders: Sequence[Unit],
+        shared_owners: Sequence[Unit],
         options: UnitOptions,
     ) -> None:
         self.module, self.slots = module, list(slots)
-        self.buffers, self.lenders = list(buffers), list(lenders)
+        self.buffers, self.shared_owners = list(buffers), list(shared_owners)
         self.options, self.precision = options, options.precision
         self.reshard_after_forward = options.ranks.releases(options.reshard_after_forward)
         self.name = ""
         self.root: UnitContext | None = None
-        self.calls = self.uses = self.number = 0
+        self.pending_backwards = self.use_count = self.number = 0
         self.calls_in_pass = ForwardCalls()
         self.in_backward = self.had_backward = self.inputs_tell = False
-        self.lends = self.hidden = self.summoned = self.pinned = False
+        self.is_shared = self.backward_unobserved = self.in_summon = self.kept_unsharded = False
         self.reshard_after_backward = self.synchronizes = True
         self.of_ranks = ""
         self.buffer_dtypes: dict[str, torch.dtype] = {}
-        self.fetches: dict[str, list[Unit]] = {}
+        self.prefetch: dict[str, list[Unit]] = {}
         self.hooked: set[tuple[int, int]] = set()
         self.error_at_entry: BaseException | None = None
         self.to_sharded()
@@ -140,7 +140,7 @@ class Unit:
         return {name: getattr(self, name) for name in _KEPT} | {"next hook": RemovableHandle.next_id}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        Unit.__init__(self, state["module"], (), state["buffers"], state["lenders"], state["options"])
+        Unit.__init__(self, state["module"], (), state["buffers"], state["shared_owners"], state["options"])
         for name in _KEPT:
             setattr(self, name, state[name])
         if not any(buffer.is_meta for buffer in self.buffers):
@@ -153,7 +153,7 @@ class Unit:
     @property
     def is_restored(self) -> bool:
         """Whether it has its state: a copy, or what is read from a file, is first made and then filled."""
-        return "fetches" in vars(self)
+        return "prefetch" in vars(self)
 
     @property
     def gathered(self) -> bool:
@@ -173,7 +173,7 @@ class Unit:
     @property
     def versions(self) -> list[int]:
         """Those of the shards that it computes with."""
-        return [buffer.version for unit in (self, *self.lenders) for buffer in unit.buffers]
+        return [buffer.version for unit in (self, *self.shared_owners) for buffer in unit.buffers]
 
     # What stands in the module.
 
@@ -192,29 +192,30 @@ class Unit:
 
     def begin_forward(self) -> None:
         """A forward pass begins, with whichever unit."""
-        if self.had_backward and not self.hidden:
-            self.calls = 0  # Whatever has had no backward by now, as what an evaluation has returned, gets none.
+        if self.had_backward and not self.backward_unobserved:
+            # Whatever has had no backward by now, as what an evaluation has returned, gets none.
+            self.pending_backwards = 0
         self.had_backward, self.calls_in_pass = False, ForwardCalls()
 
     def end_backward(self) -> None:
         """A backward pass has ended, of whichever units."""
         # The backward of another call may come in a later pass; nobody would say so, so it stays gathered until then.
-        self.hidden = self.hidden and self.inputs_tell and self.calls > 0
+        self.backward_unobserved = self.backward_unobserved and self.inputs_tell and self.pending_backwards > 0
         self.had_backward, self.inputs_tell = True, False
-        self.uses = 0
+        self.use_count = 0
 
     def discard(self) -> None:
         """After an error: back to the shards, whatever was under way; gradients of earlier passes stay."""
         for buffer in self.buffers:
             buffer.discard()
-        self.calls = self.uses = 0
-        self.in_backward = self.hidden = self.pinned = False
+        self.pending_backwards = self.use_count = 0
+        self.in_backward = self.backward_unobserved = self.kept_unsharded = False
         self.to_sharded()
 
     def move(self) -> None:
         """Its buffers have moved: there are other wholes to hook, and all ranks have to agree on it anew."""
         self.hooked.clear()
-        self.calls = 0
+        self.pending_backwards = 0
         if self.root is not None:
             self.root.stale = True
 
@@ -360,7 +361,7 @@ class UnitContext:
         outermost: The first of them.
         by_name: They by their names.
         contract: Between the ranks that share the model.
-        entry: The unit by which the forward pass that runs now was entered; None outside of one.
+        entry_unit: The unit by which the forward pass that runs now was entered; None outside of one.
         in_backward: A backward pass runs now.
         synchronizes: Gradients are reduced at the end of a backward pass; False inside `no_sync`.
         starting_gathers: The units whose gathers begin now, as one of them opens.
@@ -377,7 +378,7 @@ class UnitContext:
         of = f"{unit_title(outermost.name)} ({kind}, number {number} in the order of fully_shard)"
         group = max((unit.options.ranks.whole for unit in self.units), key=lambda group: group.size)
         self.contract = Contract(group, outermost.options.limit_seconds, abort_message, of)
-        self.entry: Unit | None = None
+        self.entry_unit: Unit | None = None
         self.in_backward = False
         self.synchronizes = True
         self.starting_gathers: list[Unit] = []

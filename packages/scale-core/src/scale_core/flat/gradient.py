@@ -93,7 +93,8 @@ class FlatGradient:
         if grad is None:
             return
         if not self.holds or self.flat is not None or index in self._held:
-            self.pack(accumulate=accumulate)
+            if self._held:
+                self.pack(accumulate=accumulate)
             self._pack(index, grad, accumulate)
         else:
             self._held[index] = grad

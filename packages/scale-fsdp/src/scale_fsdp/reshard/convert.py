@@ -74,7 +74,7 @@ def convert_buffers(unit: Unit) -> None:
 
 
 def _check_convertible(unit: Unit, fn: Conversion) -> None:
-    if unit.hidden or (unit.root is not None and not unit.root.synchronizes):
+    if unit.backward_unobserved or (unit.root is not None and not unit.root.synchronizes):
         raise RuntimeError(
             f"to(), half() and the like: the parameters of {unit_title(unit.name)} are between a forward and its "
             "backward, or inside no_sync(): convert the model before or after"

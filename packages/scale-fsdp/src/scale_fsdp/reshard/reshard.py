@@ -123,7 +123,7 @@ def check_at_rest(model: nn.Module, units: Sequence[Unit]) -> None:
     refuse_in_use(units, "reshard_to")
     for unit in units:
         waiting = [buffer.names[0] for buffer in unit.buffers if buffer.has_gradient]
-        if waiting or unit.hidden or (unit.root is not None and not unit.root.synchronizes):
+        if waiting or unit.backward_unobserved or (unit.root is not None and not unit.root.synchronizes):
             raise ValueError(
                 f"{unit_title(unit.name)} is between a forward and its backward, or inside no_sync(), or has gradients "
                 "that wait for their reduction: run the last backward() of the step outside of no_sync() first"

@@ -86,7 +86,7 @@ def places_in(model: nn.Module) -> dict[str, Place]:
     One that is tied stands once, under its first name.
     """
     units = {id(buffer): unit for unit in units_in(model) for buffer in unit.buffers}
-    lent = {id(buffer): unit for owner in units_in(model) for unit in owner.lenders for buffer in unit.buffers}
+    lent = {id(buffer): unit for owner in units_in(model) for unit in owner.shared_owners for buffer in unit.buffers}
     places: dict[tuple[int, int], Place] = {}
     for name, (_, _, buffer, number) in all_names(model).items():
         unit = units.get(id(buffer)) or lent[id(buffer)]
