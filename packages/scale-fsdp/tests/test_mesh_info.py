@@ -153,7 +153,7 @@ def test_what_does_not_divide_or_is_no_mesh_for_this_is_refused() -> None:
 
 def test_one_of_several_ranks_without_a_process_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(RuntimeError, match=r"one of 2 ranks.*call scale_core.launch.launcher.init_distributed\(\)"):
+    with pytest.raises(RuntimeError, match=r"one of 2 ranks.*call scale_core.launch.init_distributed\(\)"):
         fully_shard(layers())
 
 

@@ -71,7 +71,7 @@ def storages(model: nn.Module) -> set[int]:
     return {tensor.untyped_storage()._cdata for tensor in tensors}
 
 
-OF_PASSES = ("calls", "_had_backward")
+OF_PASSES = ("pending_backwards", "had_backward")
 """What a unit knows of passes whose backward may still come; a copy has had none."""
 
 
@@ -95,9 +95,8 @@ def unlike(one: nn.Module, other: nn.Module) -> Iterator[str]:
                 continue
             if getattr(its, name) != value:
                 yield f"unit {mine.name}: {name} is {getattr(its, name)!r} in place of {value!r}"
-        if [unit.name for unit in mine.prefetch.get("forward", ())] != [
-            u.name for u in its.prefetch.get("forward", ())
-        ]:
+        prefetched = [[each.name for each in unit.prefetch.get("forward", ())] for unit in (mine, its)]
+        if prefetched[0] != prefetched[1]:
             yield f"unit {mine.name}: what it fetches"
     if set(units_in(one)) & set(units_in(other)) or any(unit_of(unit.module) is not unit for unit in units_in(other)):
         yield "units are shared"
