@@ -74,7 +74,7 @@ def test_a_module_that_stands_at_two_places_is_wrapped_once_before_what_holds_it
     first, second = nn.Sequential(shared), nn.Sequential(shared)
     with_wrapped_modules(nn.Sequential(first, second), {"0", r"1\.0", "1"}, FSDPConfig())
     assert [unit_of(part) is not None for part in (shared, first, second)] == [True] * 3
-    assert not unit_of(first).buffers and not unit_of(first).lenders
+    assert not unit_of(first).buffers and not unit_of(first).shared_owners
 
 
 def test_it_shards_as_the_configuration_says():

@@ -122,7 +122,7 @@ class Contract:
         self.history = History()
         self._checking = False
         self._chain = 0  # what the fingerprint of the next `close` starts from
-        self._unsettled: deque[_Ran] = deque(maxlen=_KEPT_EVENTS)  # since the ranks were last found equal
+        self._unsettled: deque[tuple[int, Event]] = deque(maxlen=_KEPT_EVENTS)  # since the ranks were last found equal
         self._broken: str | None = None
         self._words = LastWords(group)
         self._in_words = in_words
@@ -267,7 +267,7 @@ class Contract:
         """
         failure = Event("failure after the comparison", "")
         self._chain = identity(self._chain, failure)
-        self._unsettled.append(_Ran(self.step, failure))
+        self._unsettled.append((self.step, failure))
 
     @property
     def is_broken(self) -> bool:
@@ -279,7 +279,7 @@ class Contract:
         return identity(self._chain, self.history.current.kind, *self.history.current.events)
 
     def _ran(self) -> list[str]:
-        return [str(ran) for ran in self._unsettled]
+        return [f"step {step}: {event}" for step, event in self._unsettled]
 
     def _check_usable(self) -> None:
         if self._broken is not None:
