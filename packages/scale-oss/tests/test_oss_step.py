@@ -1,4 +1,4 @@
-"""step.py: what is stepped on bucket by bucket becomes what it becomes at once."""
+"""oss.py: what is stepped on bucket by bucket becomes what it becomes at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from scale_core.comm.group import Group
 from scale_core.consistency.contract import Contract
 from scale_oss import OSS
-from scale_oss.step import step_in_turn
+from scale_oss.oss import step_in_turn
 
 KINDS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "fused": (torch.optim.Adam, {"lr": 0.01, "fused": True}),

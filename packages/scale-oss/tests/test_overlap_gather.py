@@ -14,6 +14,7 @@ from torch.nn.functional import linear
 
 from scale_core.comm.group import Group
 from scale_core.consistency.contract import Contract
+from scale_core.consistency.execution_order import Event
 from scale_oss.overlap_gather import Rest, wait_where_used
 
 
@@ -21,8 +22,8 @@ class OnItsWay:
     """A bucket of one parameter, which is not a number until it was waited for."""
 
     def __init__(self, param: nn.Parameter) -> None:
-        self.params, self.value, self.title = [param], param.detach().clone(), "bucket"
-        self.is_gathering = False
+        self.params, self.value = [param], param.detach().clone()
+        self.gather_event, self.is_gathering = Event("parameters", "bucket"), False
 
     def send(self) -> None:
         self.is_gathering = True

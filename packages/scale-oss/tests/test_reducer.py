@@ -1,4 +1,4 @@
-"""reducer.py, giving_up.py: a pass that fails, or is left out, on some ranks is given up by all, without a trace."""
+"""reducer.py: a pass that fails, or is left out, on some ranks is given up by all, without a trace."""
 
 from __future__ import annotations
 

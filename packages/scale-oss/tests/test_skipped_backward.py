@@ -1,4 +1,4 @@
-"""recovery.py: what becomes of the outputs of a forward pass, as autograd tells it."""
+"""skipped_backward.py: what becomes of the outputs of a forward pass, as autograd tells it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from scale_oss.recovery import Forwards
+from scale_oss.skipped_backward import Forwards
 
 WEIGHT = torch.ones(3, requires_grad=True)
 

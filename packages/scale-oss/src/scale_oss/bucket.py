@@ -17,6 +17,7 @@ from torch.autograd.graph import increment_version
 from scale_core.autograd_hooks import local_grads_wanted, report_local_grads
 from scale_core.comm.collectives import Pending, all_gather
 from scale_core.comm.group import Group
+from scale_core.consistency.execution_order import Event
 from scale_core.flat.gradient import FlatGradient
 from scale_core.flat.reduction import Reduction
 from scale_core.shard import Axis, Held, Shard, mark, shard_of
@@ -47,6 +48,10 @@ class Bucket:
         places: Per parameter, where its state is kept.
         gradient: This rank's own gradients, where they are reduced here.
         is_due: A step may change the parameters, on some rank: the ranks must give each other what they have updated.
+        gather_event: What ranks call the all-gather of the updated parameters.
+        reduce_event: What ranks call the reduction of the gradients.
+        master: This rank's part unrounded, where parameters are sent in another dtype.
+        is_gathering: Whether parts that others have updated are still on their way.
         averaged: The numbers of the parameters whose gradients were reduced into the pieces; the same on all ranks.
     """
 
@@ -60,6 +65,7 @@ class Bucket:
     ) -> None:
         self.params, self.partition, self.group, self.title = list(params), partition, group, title
         self.apart = set(apart)
+        self.gather_event, self.reduce_event = Event("parameters", title), Event("reduction", title)
         self.names = [entry.name for entry in partition.entries]
         self.dtype, self.device = params[0].dtype, params[0].device
         self.full = torch.zeros(partition.full_numel, dtype=self.dtype, device=self.device)
@@ -67,7 +73,7 @@ class Bucket:
         self.adopt(range(len(self.params)))
         self.spans = partition.spans_by_rank[group.rank]
         self._mine = self.full.narrow(0, partition.start(group.rank), partition.sizes[group.rank])
-        self._master: Tensor | None = None
+        self.master: Tensor | None = None
         self._sent_in = self.dtype
         axes = (Axis(group, Held.SHARD),)
         trains = self.dtype.is_floating_point or self.dtype.is_complex  # Others, as packed integers, torch lets nobody.
@@ -90,6 +96,7 @@ class Bucket:
         self._taken: dict[int, Tensor | None] = {}  # What the last one has taken, until a pass begins.
         self._again: set[int] = set()  # What has been taken back of it.
         self._changing: list[nn.Parameter] = []  # What the gather that is under way brings other values to.
+        self.is_gathering = False
         self._gather = _Gather()
         # A program that ends after its last step, or begins anew, has nobody left who would wait.
         weakref.finalize(self, self._gather.abandon)
@@ -112,16 +119,28 @@ class Bucket:
         homes = enumerate(zip(self.params, self._addresses, strict=True))
         return [index for index, (param, home) in homes if param.numel() and _address(param.data) != home]
 
+    def follow_parameters(self) -> None:
+        """Takes back parameters whose data somebody has put elsewhere, as `param.data = ...` does.
+
+        Raises:
+            RuntimeError: They are on another device now, or of another dtype.
+        """
+        strayed = self.strayed()
+        for index in strayed:
+            param = self.params[index]
+            if param.dtype != self.dtype or param.device != self.device:
+                raise RuntimeError(
+                    f"'{self.names[index]}' was {self.dtype} on {self.device} when OSS was built, and is "
+                    f"{param.dtype} on {param.device} now: convert or move the model first, "
+                    "then build OSS(model.parameters(), ...)"
+                )
+        self.adopt(strayed)
+
     def view(self, index: int, flat: Tensor | None = None) -> Tensor:
         """One parameter's place in the buffer, or in another one like it, in its full shape."""
         entry = self.partition.entries[index]
         buffer = self.full if flat is None else flat
         return buffer.narrow(0, entry.offset, entry.numel).view(entry.shape)
-
-    @property
-    def is_gathering(self) -> bool:
-        """Whether parts that others have updated are still on their way."""
-        return self._gather.pending is not None
 
     @property
     def stepped(self) -> list[nn.Parameter]:
@@ -233,15 +252,16 @@ class Bucket:
         self.wait()
         self.is_due = False
         self._sent_in = wire_dtype or self.dtype
-        rounds = self._sent_in != self.dtype or self._master is not None  # Or rounds no longer: all of them change.
+        rounds = self._sent_in != self.dtype or self.master is not None  # Or rounds no longer: all of them change.
         stepped = (p for index, p in enumerate(self.params) if index in self.averaged or p.grad is not None)
         self._changing = list(self.params if rounds else stepped)
         if self._sent_in == self.dtype:
-            if self._master is not None:
-                self._mine.copy_(self._master)
+            if self.master is not None:
+                self._mine.copy_(self.master)
             self._gather.pending = all_gather(self.full, self._mine, self.group, sizes=self._sizes, tag=tag)
         else:
             self._send_rounded(tag, self._sent_in)
+        self.is_gathering = True
         if self.group.size == 1:
             self.wait()  # Nothing travels.
 
@@ -252,20 +272,16 @@ class Bucket:
 
     def take_written(self) -> None:
         """Takes over what somebody has written to parameters of which this rank keeps its part unrounded, too."""
-        if self._master is not None:
-            untouched = self._master.to(self._sent_in) == self._mine  # This compares in the wider dtype.
-            self._master.copy_(torch.where(untouched, self._master, self._mine))
+        if self.master is not None:
+            untouched = self.master.to(self._sent_in) == self._mine  # This compares in the wider dtype.
+            self.master.copy_(torch.where(untouched, self.master, self._mine))
 
-    def master_of(self, index: int) -> Tensor | None:
-        """A parameter's piece unrounded, in its local shape; None where it is the piece that all ranks compute with."""
-        return None if self._master is None else self.pieces[index].data
-
-    def load_master(self, index: int, piece: Tensor, sent_in: torch.dtype) -> None:
+    def load_master(self, piece: nn.Parameter, unrounded: Tensor, sent_in: torch.dtype) -> None:
         """Takes a piece unrounded, as it was before parameters were sent; what was written since then counts."""
         self._keep_master()
         if self._sent_in == self.dtype:
             self._sent_in = sent_in
-        self.pieces[index].data.copy_(piece)
+        piece.data.copy_(unrounded)
 
     def wait(self, limit_seconds: float | None = None) -> None:
         """Returns when the parameters are whole and up to date.
@@ -273,7 +289,7 @@ class Bucket:
         Raises:
             TransferError: See `Pending.wait`.
         """
-        pending, self._gather.pending = self._gather.pending, None
+        pending, self._gather.pending, self.is_gathering = self._gather.pending, None, False
         if pending is None:
             return
         pending.wait(limit_seconds)
@@ -294,11 +310,11 @@ class Bucket:
         return Place(self.params[index], entry.name, entry.shape, ranges, owner, self.group, piece)
 
     def _keep_master(self) -> Tensor:
-        if self._master is None:
-            self._master = self._mine.clone()
-            for piece, view in zip(self.pieces, self._pieces_of(self._master), strict=True):
+        if self.master is None:
+            self.master = self._mine.clone()
+            for piece, view in zip(self.pieces, self._pieces_of(self.master), strict=True):
                 piece.data = view
-        return self._master
+        return self.master
 
     def _pieces_of(self, part: Tensor) -> list[Tensor]:
         return [part.narrow(0, span.shard_offset, span.numel).view(span.shape) for span in self.spans]

@@ -19,13 +19,17 @@ class Sums:
 
     Args:
         begins: Called when a sum is set aside, inside of the pass, so that its end is seen; and not held here.
+
+    Attributes:
+        brought: The parameters that this pass has brought a gradient to, by id; whoever sees it come enters it.
+        aside: The sums that were set aside, with their parameters, by the parameters' ids.
     """
 
     def __init__(self, begins: Callable[[], None]) -> None:
         self._begins = weakref.WeakMethod(begins)
         self._watched: set[int] = set()
-        self._brought: dict[int, nn.Parameter] = {}  # what this pass has brought a gradient to, by id
-        self._aside: dict[int, tuple[nn.Parameter, Tensor]] = {}
+        self.brought: dict[int, nn.Parameter] = {}
+        self.aside: dict[int, tuple[nn.Parameter, Tensor]] = {}
         self._joined: set[int] = set()  # The sum that was set aside is in what this pass has made, too.
 
     def watch(self, param: nn.Parameter) -> None:
@@ -41,16 +45,12 @@ class Sums:
 
             param.register_hook(before)
 
-    def note(self, param: nn.Parameter) -> None:
-        """A gradient of this pass has come to `param.grad`."""
-        self._brought[id(param)] = param
-
     def take(self, param: nn.Parameter) -> Tensor | None:
         """Returns a parameter's sum for the reduction, once in a pass; it is kept until `forget`."""
-        if id(param) not in self._aside or id(param) in self._joined:
+        if id(param) in self._joined:
             return None
         self._joined.add(id(param))
-        return self._aside[id(param)][1]
+        return self.aside[id(param)][1]
 
     def lend(self, param: nn.Parameter, *, copied: bool) -> None:
         """Keeps a sum that is reduced as it stands in `param.grad`, since this pass has brought nothing to it.
@@ -60,7 +60,7 @@ class Sums:
             copied: The reduction uses up what it is given.
         """
         assert param.grad is not None, "there is no sum to lend"
-        self._aside[id(param)] = param, param.grad
+        self.aside[id(param)] = param, param.grad
         self._joined.add(id(param))
         if copied:
             param.grad = param.grad.clone()
@@ -68,37 +68,37 @@ class Sums:
     def join(self) -> None:
         """The pass has gone well and was not reduced: its gradients join the sums."""
         with torch.no_grad():
-            for key, (param, aside) in self._aside.items():
+            for key, (param, aside) in self.aside.items():
                 if key not in self._joined:
                     param.grad = aside if param.grad is None else _added(aside, param.grad)
         self.forget()
 
     def restore(self) -> None:
         """The pass has failed: all is as before it."""
-        for param in self._brought.values():
+        for param in self.brought.values():
             param.grad = None
-        for param, aside in self._aside.values():
+        for param, aside in self.aside.values():
             param.grad = aside
         self.forget()
 
     def forget(self) -> None:
         """The sums were reduced."""
-        self._brought, self._aside, self._joined = {}, {}, set()
+        self.brought, self.aside, self._joined = {}, {}, set()
 
     def _make_room(self, param: nn.Parameter) -> None:
         key = id(param)
-        if key in self._aside:
+        if key in self.aside:
             if key not in self._joined:
                 # The second gradient in one pass, as of reentrant checkpoints: each is added to all before it.
                 self._joined.add(key)
                 with torch.no_grad():
                     assert param.grad is not None
-                    param.grad = _added(self._aside[key][1].clone(), param.grad)
-        elif key not in self._brought:
+                    param.grad = _added(self.aside[key][1].clone(), param.grad)
+        elif key not in self.brought:
             begins = self._begins()
             assert param.grad is not None and begins is not None, "asked to make room for a gradient that is not there"
             begins()
-            self._aside[key], param.grad = (param, param.grad), None
+            self.aside[key], param.grad = (param, param.grad), None
 
 
 def _added(total: Tensor, grad: Tensor) -> Tensor:

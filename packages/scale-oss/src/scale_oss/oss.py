@@ -7,6 +7,7 @@ optimizer that holds the state of that part alone, and the ranks then give each 
 from __future__ import annotations
 
 import math
+import pickle
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,62 +16,22 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from scale_core.comm.control_plane import exchange_text
 from scale_core.comm.group import GroupLike, group_of
 from scale_core.compat import profiler_runs
 from scale_core.consistency.all_ranks import do_alike
 from scale_core.consistency.contract import Contract, next_number
-from scale_core.consistency.execution_order import Event
+from scale_core.consistency.execution_order import Event, message_tag
 from scale_core.optim.clip_grad import check_max_norm, clip_factor, grad_norm
 from scale_core.optim.step_checks import step_for_all
 from scale_core.optim.traits import KINDS, check_kind, constructor_arguments, works_by_element
 from scale_oss.bucketing import Sorter, lines_of_groups, refuse_parts
+from scale_oss.full_param_bucket import WholeBucket
 from scale_oss.state_by_param import StateByParam
 from scale_oss.state_dict import WithState
 from scale_oss.state_placement import ranks_of_shards
-from scale_oss.step import (
-    copy_options,
-    follow_parameters,
-    give_gradients,
-    publish,
-    step_by_buckets,
-    step_in_turn,
-    step_on_one_rank,
-    wait,
-)
 
-
-def clip_together(
-    optimizers: Sequence[OSS],
-    max_norm: float,
-    norm_type: float = 2.0,
-    filter_params_fn: Callable[[Iterator[nn.Parameter]], Iterable[nn.Parameter]] | None = None,
-) -> Tensor:
-    """Scales the gradients of several optimizers by one norm: see `OSS.clip_grad_norm`."""
-    check_max_norm(max_norm)
-    params = [param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
-    wanted = {id(param) for param in (params if filter_params_fn is None else filter_params_fn(iter(params)))}
-    if wanted.isdisjoint(map(id, params)):
-        raise ValueError(
-            "clip_grad_norm: filter_params_fn returned none of the optimizer's parameters, and nothing would be "
-            "clipped: have it return some of those that it is given, each once, such as a list of them"
-        )
-    chosen: list[tuple[nn.Parameter, nn.Parameter]] = []  # whose gradient is measured, and whose is scaled
-    for optimizer in optimizers:
-        optimizer.take_gradients()
-        reduced = optimizer.gets_reduced_gradients
-        # Of whole gradients all is scaled, so that every rank sees the same ones.
-        chosen += [(piece, piece if reduced else p) for p, piece in optimizer.measured() if id(p) in wanted]
-    contract = optimizers[0].contract
-    with contract.waiting(Event("gradient norm", "")):
-        norm = grad_norm([piece for piece, _ in chosen], norm_type, contract.limit_seconds)
-    if math.isinf(max_norm):
-        return norm
-    factor = clip_factor(norm, max_norm)
-    for _, scaled in chosen:
-        if scaled.grad is not None:
-            scaled.grad.mul_(factor.to(scaled.grad.device))
-    return norm
-
+_MASTER = "master_param"
 
 BUCKET_NUMEL = 2**23
 """Elements of a bucket: some tens of megabytes, enough for full speed and little beside a model."""
@@ -220,8 +181,8 @@ class OSS(WithState):
         elif closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._has_changed()
-        follow_parameters(self.buckets, self.optim.state)
+        self._consolidated, self._is_empty = None, False
+        self._follow_parameters()
         self.take_gradients()
         for bucket in self.whole_buckets:
             bucket.prepare()
@@ -266,7 +227,10 @@ class OSS(WithState):
 
     def wait(self) -> None:
         """Returns when the parameters are whole again after a step that runs beside the next forward pass."""
-        wait(self.buckets, self.contract)
+        for bucket in self.buckets:
+            if bucket.is_gathering:
+                with self.contract.waiting(bucket.gather_event):
+                    bucket.wait(self.contract.limit_seconds)
 
     def refresh_trainable(self) -> None:
         """FairScale's name; what trains is looked up in every step."""
@@ -334,7 +298,41 @@ class OSS(WithState):
         for shards in self._sorter.of_shards:
             yield from zip(shards.params, shards.params, strict=True)
 
-    # What the step is made of.
+    # What the step is made of, in order.
+
+    def _follow_parameters(self) -> None:
+        """Takes over what was put elsewhere or written since the last step, and unrounded parameters that were loaded.
+
+        Raises:
+            RuntimeError: A parameter is on another device now, or of another dtype.
+        """
+        states = self.optim.state
+        for bucket in self.buckets:
+            bucket.follow_parameters()
+            for piece in bucket.stepped:
+                master = states[piece].get(_MASTER) if piece in states else None
+                if master is not None and not master.is_set_to(piece.data):
+                    bucket.load_master(piece, master, torch.float16)
+                    states[piece][_MASTER] = piece.data
+            bucket.take_written()
+
+    def take_gradients(self) -> None:
+        """Lets pieces have their part of averaged gradients, where these are not reduced into them.
+
+        Raises:
+            RuntimeError: They are, but some gradient has not been reduced.
+        """
+        for bucket in self.buckets:
+            if not self.gets_reduced_gradients:
+                bucket.take_whole_gradients()
+                continue
+            for name, param in zip(bucket.names, bucket.params, strict=True):
+                if param.grad is not None:
+                    raise RuntimeError(
+                        f"the gradient of '{name}', accumulated under no_sync(), has not been reduced: call "
+                        "model.reduce(), or run the last backward() before the step outside of no_sync()"
+                    )
+            bucket.take_again()
 
     def _update(self, kwargs: Mapping[str, Any]) -> None:
         """Steps on this rank's parts, and sends those of which others have the rest."""
@@ -356,15 +354,148 @@ class OSS(WithState):
             self._send(number)
 
     def _send(self, number: int) -> None:
-        """A bucket was stepped on; the last number is that of the shards, which stay where they are."""
-        if number < len(self.buckets):
-            publish(self.buckets[number], self.optim.state, in_half=self.broadcast_fp16)
-            self.buckets[number].use_up()
+        """Starts to give all ranks what each has updated of a bucket; the last number is that of the shards."""
+        if number == len(self.buckets):
+            return
+        bucket = self.buckets[number]
+        if bucket.is_due:
+            in_half = self.broadcast_fp16 and bucket.dtype == torch.float32
+            bucket.publish(message_tag(bucket.gather_event), torch.float16 if in_half else None)
+            if bucket.master is not None:  # This rank alone has it unrounded, so it is saved with the state.
+                for piece in bucket.stepped:
+                    if piece.grad is not None:
+                        self.optim.state.setdefault(piece, {})[_MASTER] = piece.data
+        bucket.use_up()
 
-    def take_gradients(self) -> None:
-        """Lets pieces have their part of averaged gradients, where these are not reduced into them.
 
-        Raises:
-            RuntimeError: They are, but some gradient has not been reduced.
-        """
-        give_gradients(self.buckets, are_reduced=self.gets_reduced_gradients)
+def copy_options(source: Sequence[Mapping[str, Any]], target: Sequence[dict[str, Any]]) -> None:
+    """Copies hyperparameters from group to group: schedulers change them on one side, some optimizers on the other."""
+    for mine, theirs in zip(source, target, strict=True):
+        theirs.update({key: value for key, value in mine.items() if key not in ("params", "param_names")})
+
+
+def step_on_one_rank(optim: Optimizer, contract: Contract, kwargs: Mapping[str, Any]) -> None:
+    """Steps on the first rank, which has all parameters; what it has changed in its groups, the others take over.
+
+    Raises:
+        ScaleDistributedError: The ranks have lost each other.
+    """
+    group, mine = contract.group, ""
+    if group.rank == 0:
+        optim.step(**kwargs)
+        options = [{key: value for key, value in each.items() if key != "params"} for each in optim.param_groups]
+        mine = pickle.dumps(options).hex()
+    with contract.waiting(Event("the owner's options", "")):
+        told = exchange_text(mine, group, limit_seconds=contract.limit_seconds)[0]
+    copy_options(pickle.loads(bytes.fromhex(told)), optim.param_groups)
+
+
+def step_in_turn(
+    optim: Optimizer,
+    parts: Sequence[Sequence[nn.Parameter]],
+    stepped_on: Callable[[int], None],
+    contract: Contract,
+    kwargs: Mapping[str, Any],
+) -> None:
+    """Steps on one part of the parameters after the other, so that what is updated can travel beside the next step.
+
+    Args:
+        optim: Has all of them, and looks at one at a time.
+        parts: Of its parameters.
+        stepped_on: Called with the number of each part when it is updated.
+        contract: What the ranks have promised each other.
+        kwargs: Of the step.
+    """
+    groups = stepped = optim.param_groups
+    try:
+        for number, params in enumerate(parts):
+            if params:
+                stepped = _step_on(optim, params, kwargs)
+            stepped_on(number)
+    except BaseException as error:
+        contract.report_failure(error)
+        raise
+    copy_options(stepped, groups)
+
+
+def step_by_buckets(
+    optim: Optimizer,
+    here: Sequence[nn.Parameter] | None,
+    buckets: Sequence[WholeBucket],
+    contract: Contract,
+    kwargs: Mapping[str, Any],
+) -> None:
+    """Steps on the parameters that are here, then on those of each bucket, between their arrival and their return.
+
+    Args:
+        optim: Has all of them.
+        here: What needs no other rank; none of it may be this rank's. None where no rank has any.
+        buckets: What is put together for the step; all ranks have the same.
+        contract: What the ranks have promised each other.
+        kwargs: Of the step.
+
+    Raises:
+        RuntimeError: The ranks have lost each other.
+    """
+    groups = stepped = optim.param_groups
+    try:
+        if here is not None:
+            stepped = _step_on(optim, here, kwargs)
+        for bucket in buckets:
+            if bucket.fetch():
+                stepped = _step_on(optim, [whole for whole in bucket.stepped if whole.grad is not None], kwargs)
+                bucket.give_back()
+    except BaseException as error:
+        for bucket in buckets:
+            bucket.release()
+        contract.report_failure(error)
+        raise
+    copy_options(stepped, groups)
+
+
+def _step_on(optim: Optimizer, params: Sequence[nn.Parameter], kwargs: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Lets the optimizer step on these alone; returns its groups as it has left them.
+
+    What it counts in its groups, and not for each parameter, begins from the same number in each bucket.
+    """
+    chosen = {id(param) for param in params}
+    groups = optim.param_groups
+    optim.param_groups = [{**group, "params": [p for p in group["params"] if id(p) in chosen]} for group in groups]
+    try:
+        optim.step(**kwargs)
+        return optim.param_groups
+    finally:
+        optim.param_groups = groups
+
+
+def clip_together(
+    optimizers: Sequence[OSS],
+    max_norm: float,
+    norm_type: float = 2.0,
+    filter_params_fn: Callable[[Iterator[nn.Parameter]], Iterable[nn.Parameter]] | None = None,
+) -> Tensor:
+    """Scales the gradients of several optimizers by one norm: see `OSS.clip_grad_norm`."""
+    check_max_norm(max_norm)
+    params = [param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
+    wanted = {id(param) for param in (params if filter_params_fn is None else filter_params_fn(iter(params)))}
+    if wanted.isdisjoint(map(id, params)):
+        raise ValueError(
+            "clip_grad_norm: filter_params_fn returned none of the optimizer's parameters, and nothing would be "
+            "clipped: have it return some of those that it is given, each once, such as a list of them"
+        )
+    chosen: list[tuple[nn.Parameter, nn.Parameter]] = []  # whose gradient is measured, and whose is scaled
+    for optimizer in optimizers:
+        optimizer.take_gradients()
+        reduced = optimizer.gets_reduced_gradients
+        # Of whole gradients all is scaled, so that every rank sees the same ones.
+        chosen += [(piece, piece if reduced else p) for p, piece in optimizer.measured() if id(p) in wanted]
+    contract = optimizers[0].contract
+    with contract.waiting(Event("gradient norm", "")):
+        norm = grad_norm([piece for piece, _ in chosen], norm_type, contract.limit_seconds)
+    if math.isinf(max_norm):
+        return norm
+    factor = clip_factor(norm, max_norm)
+    for _, scaled in chosen:
+        if scaled.grad is not None:
+            scaled.grad.mul_(factor.to(scaled.grad.device))
+    return norm

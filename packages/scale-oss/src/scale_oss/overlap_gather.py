@@ -15,7 +15,6 @@ from torch import nn
 
 from scale_core.consistency.contract import Contract
 from scale_oss.bucket import Bucket
-from scale_oss.step import way_of
 
 _CONTAINERS = (
     nn.Module,
@@ -44,7 +43,10 @@ class Waiting:
     def before_forward(self, *_: Any) -> None:
         """A hook of the module."""
         self.has_run = True
-        self.wait()
+        for bucket in self._buckets:
+            if bucket.is_gathering:
+                self.wait()
+                return
 
     def wait(self, *_: Any) -> None:
         """Returns when these parameters are whole; a hook, too.
@@ -54,7 +56,7 @@ class Waiting:
         """
         for bucket in self._buckets:
             if bucket.is_gathering and self._contract is not None:
-                with self._contract.waiting(way_of(bucket)):
+                with self._contract.waiting(bucket.gather_event):
                     bucket.wait(self._contract.limit_seconds)
 
     def __reduce__(self) -> Any:

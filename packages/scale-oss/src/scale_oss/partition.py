@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from scale_core.flat.layout import Entry, FlatLayout, Span
 
@@ -31,12 +32,12 @@ class Partition:
     spans_by_rank: tuple[tuple[Span, ...], ...]
     owners: tuple[int, ...] = ()
 
-    @property
+    @cached_property
     def full_numel(self) -> int:
         """Elements of the full buffer, with padding."""
         return sum(self.sizes)
 
-    @property
+    @cached_property
     def padding(self) -> int:
         """Elements that belong to no parameter."""
         return self.full_numel - sum(entry.numel for entry in self.entries)

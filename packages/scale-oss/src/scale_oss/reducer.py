@@ -9,34 +9,59 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from scale_core.autograd_hooks import after_gradient, at_end_of_backward, in_backward
-from scale_core.consistency.contract import Contract, ContractError, StepError
+from scale_core.comm.work import TransferError
+from scale_core.consistency.contract import Contract, ContractError, ScaleDistributedError, StepError
 from scale_core.consistency.execution_order import Event, PassKind, message_tag
-from scale_core.consistency.recovery import tell, tell_reasons
+from scale_core.consistency.recovery import given_up, tell, tell_reasons
 from scale_oss.bucket import Bucket
 from scale_oss.grad_accumulation import Sums
 from scale_oss.oss import OSS
-from scale_oss.recovery import (
-    Forwards,
-    Notes,
-    abort,
-    backward_has_failed,
-    follow,
-    in_words,
-    make_up_for_left_out,
-    not_alike,
-)
+from scale_oss.skipped_backward import LEFT_OUT, Forwards, not_alike
 
 _ONE_WRAPPER = (
     "Where several models are trained by one backward pass, and ranks use different parameters of them, their buckets "
     "have no common order: make one module whose forward runs them all, and wrap that, "
     "ShardedDataParallel(module, [optimizer, other_optimizer])"
 )
+
+
+class Notes(NamedTuple):
+    """What a rank says of itself at the end of a pass.
+
+    Attributes:
+        num_late: Buckets that have got gradients after their reduction.
+        num_missing: Parameters that it has reduced as zeros.
+        num_unmet: Forward passes to which no backward has come.
+        order_is_known: It has learned in which order buckets become ready.
+        failed: It has failed, and given the others zeros.
+        left_out: It has done so for a pass that it did not run at all.
+        brought_some: It has had gradients to reduce.
+    """
+
+    num_late: int = 0
+    num_missing: int = 0
+    num_unmet: int = 0
+    order_is_known: bool = False
+    failed: bool = False
+    left_out: bool = False
+    brought_some: bool = False
+
+    def packed(self) -> tuple[int, int, int]:
+        """As three integers, which is what ranks can tell each other there."""
+        flags = self.order_is_known + 2 * self.failed + 4 * self.left_out + 8 * self.brought_some
+        return self.num_late, self.num_missing, 16 * self.num_unmet + flags
+
+    @staticmethod
+    def unpacked(row: Sequence[int]) -> Notes:
+        num_late, num_missing, rest = row
+        flags = (bool(rest & bit) for bit in (1, 2, 4, 8))
+        return Notes(num_late, num_missing, rest // 16, *flags)
 
 
 class Pass:
@@ -58,7 +83,8 @@ class Pass:
     def __init__(self, buckets: Sequence[Bucket], order: Sequence[int], contract: Contract, *, in_half: bool) -> None:
         self._buckets, self._contract, self._in_half = buckets, contract, in_half
         self._awaited = [{i for i, param in enumerate(each.params) if param.requires_grad} for each in buckets]
-        due = [bool(awaited) or any(param.grad is not None for param in each.params) for awaited, each in self._pairs]
+        pairs = zip(self._awaited, buckets, strict=True)
+        due = [bool(awaited) or any(param.grad is not None for param in each.params) for awaited, each in pairs]
         self._to_do = [number for number in order if due[number]]
         self._is_announced = False  # The next one to do has been compared with the other ranks'.
         self._reducing: int | None = None
@@ -91,9 +117,13 @@ class Pass:
         """Starts a reduction, after the one before it."""
         number = self._to_do[0]
         bucket = self._buckets[number]
-        event = reduction_of(bucket)
+        event = bucket.reduce_event
         if not self._is_announced:
-            self._announce(event)
+            try:
+                self._contract.announce(event)
+            except ContractError as error:
+                error.add_note(_ONE_WRAPPER)
+                raise
             self._is_announced = True
         self._wait()
         missing = bucket.gradient.missing()
@@ -105,27 +135,14 @@ class Pass:
         for index in missing:
             self.missing[number, index] = index not in bucket.averaged
 
-    def _announce(self, event: Event) -> None:
-        try:
-            self._contract.announce(event)
-        except ContractError as error:
-            error.add_note(_ONE_WRAPPER)
-            raise
-
     def _wait(self) -> None:
         number, self._reducing = self._reducing, None
         if number is not None:
-            with self._contract.waiting(reduction_of(self._buckets[number])):
+            with self._contract.waiting(self._buckets[number].reduce_event):
                 self._buckets[number].reduction.wait(self._contract.limit_seconds)
 
-    @property
-    def _pairs(self) -> list[tuple[set[int], Bucket]]:
-        return list(zip(self._awaited, self._buckets, strict=True))
 
-
-def reduction_of(bucket: Bucket) -> Event:
-    """What ranks call the reduction of a bucket."""
-    return Event("reduction", bucket.title)
+_live: weakref.WeakSet[Reducer] = weakref.WeakSet()
 
 
 class Reducer:
@@ -160,7 +177,7 @@ class Reducer:
         self._hooked: set[tuple[int, int]] = set()
         self._order: list[int] = []
         self._order_is_known = False
-        follow(self)
+        _live.add(self)
 
     # Before it.
 
@@ -172,8 +189,8 @@ class Reducer:
         """
         if not in_backward():
             if self.is_watched or self.current is not None:
-                abort(self, RuntimeError("the backward pass before this one did not come to its end"))
-            make_up_for_left_out(self, in_step=in_step)
+                self.abort(RuntimeError("the backward pass before this one did not come to its end"))
+            self._make_up_for_left_out(in_step=in_step)
         for bucket in (bucket for optimizer in self._optimizers for bucket in optimizer.buckets):
             if bucket not in self.buckets:
                 self._order.insert(0, len(self.buckets))  # The last first: so their gradients come, as a rule.
@@ -212,7 +229,7 @@ class Reducer:
         """The pass that runs now has come to the model."""
         if not self.is_watched:
             self.is_watched = True
-            at_end_of_backward(self._has_ended, partial(backward_has_failed, self))
+            at_end_of_backward(self._has_ended, self._has_failed)
 
     def _listener(self, number: int, index: int) -> Callable[[Tensor], None]:
         held = weakref.ref(self)  # Autograd holds the hook, and shows nobody what its hooks hold.
@@ -225,10 +242,11 @@ class Reducer:
         return listen
 
     def _gradient_has_come(self, number: int, index: int) -> None:
-        self._watch()
+        if not self.is_watched:
+            self._watch()
         bucket = self.buckets[number]
         param = bucket.params[index]
-        self.sums.note(param)
+        self.sums.brought[id(param)] = param
         if bucket.is_gathering:
             raise RuntimeError(
                 f"'{bucket.names[index]}' was used before its update had arrived from the other ranks, since its "
@@ -238,11 +256,11 @@ class Reducer:
         if not self.synchronizes:
             return
         if self.current is None:
-            make_up_for_left_out(self, in_step=False)
+            self._make_up_for_left_out(in_step=False)
             self.begin()
         assert self.current is not None, "a pass that has begun runs"
         bucket.gradient.pack(index)
-        if (total := self.sums.take(param)) is not None:
+        if id(param) in self.sums.aside and (total := self.sums.take(param)) is not None:
             param.grad = total
             bucket.gradient.pack(index)  # Adds it.
         self.current.arrived(number, index)
@@ -265,7 +283,7 @@ class Reducer:
             self.current.reduce_rest(self._pack_what_was_left)
             some_brought_some = self._close(self.current)
         except BaseException as error:
-            abort(self, error)
+            self.abort(error)
             raise
         self.current = None
         return some_brought_some
@@ -288,9 +306,9 @@ class Reducer:
             order_is_known=self._order_is_known,
             brought_some=current.brought_some,
         )
-        everyones = self.compare(current, mine)
+        everyones = self._compare(current, mine)
         if any(notes.failed for notes in everyones):
-            raise StepError(in_words(self, tell_reasons(None, self.contract)), step=self.contract.step)
+            raise StepError(self._in_words(tell_reasons(None, self.contract)), step=self.contract.step)
         unmet = [notes.num_unmet for notes in everyones]
         if len(set(unmet)) > 1:
             raise StepError(not_alike(self.contract.step, unmet), step=self.contract.step)
@@ -299,7 +317,7 @@ class Reducer:
             for number in sorted({number for numbers in tell(late, self.contract) for number in numbers}):
                 self.buckets[number].reduce(message_tag(Event("late reduction", self.buckets[number].title)))
         for bucket in self.buckets:
-            with self.contract.waiting(reduction_of(bucket)):
+            with self.contract.waiting(bucket.reduce_event):
                 bucket.commit(self.contract.limit_seconds)
         self.sums.forget()
         if all(notes.num_missing for notes in everyones):
@@ -308,7 +326,7 @@ class Reducer:
             self._learn_order(current.ready)
         return any(notes.brought_some for notes in everyones)
 
-    def compare(self, current: Pass, mine: Notes) -> list[Notes]:
+    def _compare(self, current: Pass, mine: Notes) -> list[Notes]:
         """Ends a pass; returns what each rank says of itself."""
         rows = self.contract.close(*mine.packed())
         current.is_closed = True
@@ -327,3 +345,96 @@ class Reducer:
         of_first = tell(ready, self.contract)[0]
         self._order = [*of_first, *(number for number in self._order if number not in of_first)]
         self._order_is_known = True
+
+    # A pass that fails, here or elsewhere.
+
+    def forward_has_failed(self, error: Exception) -> None:
+        """Gives up the backward pass that can't follow now; the error is about to be raised to the user."""
+        if self._can_give_up(error):
+            self.abort(error)
+
+    def _has_failed(self) -> None:
+        """Autograd has dropped the backward pass that ran; whatever it was is being raised to the user."""
+        if self.is_watched:
+            last = self.contract.history.last_event
+            where = f" after the {last}" if last is not None else ""
+            self.abort(RuntimeError(f"its backward pass failed{where}, with an error that is raised there"))
+
+    def abort(self, error: BaseException) -> None:
+        """Gives the pass up, together with the others where that can be, and is as before it."""
+        self.is_watched = False
+        try:
+            if isinstance(error, StepError):
+                pass  # All ranks know.
+            elif self._can_give_up(error):
+                self._serve(Notes(failed=True))
+                error.add_note(self._in_words(tell_reasons(error, self.contract)))
+            else:
+                self.contract.report_failure(error)
+        except ScaleDistributedError:
+            pass  # The user is about to see the error of the pass; the next one says that the ranks are lost.
+        finally:
+            self._end()
+            self.forwards.clear()
+            self.sums.restore()
+            self.begins_step = True
+            for bucket in self.buckets:
+                bucket.forget_packed()
+
+    def _make_up_for_left_out(self, *, in_step: bool) -> None:
+        """Gives up the backward passes that the others have run, or still run, and this rank has left out.
+
+        The one that runs now keeps the gradients that it has brought already.
+
+        Args:
+            in_step: As in `Forwards.one_is_left_out`.
+
+        Raises:
+            ScaleDistributedError: The others did something else, or can't be reached.
+        """
+        while not self.contract.alone and self.forwards.one_is_left_out(in_step=in_step):
+            try:
+                if all(notes.left_out for notes in self._serve(Notes(failed=True, left_out=True))):
+                    self.forwards.expect()
+                else:
+                    self.forwards.give_up()
+                    tell(LEFT_OUT, self.contract)
+            finally:
+                self._end()
+
+    def _can_give_up(self, error: BaseException) -> bool:
+        """Whether the others can be told of this error where they wait for this rank."""
+        if self.contract.alone or isinstance(error, TransferError | ScaleDistributedError):
+            return False
+        # Of two models in one backward pass one says that the ranks have lost each other; nobody waits for the other.
+        if any(each.contract.is_broken and each.contract.group == self.contract.group for each in _live):
+            return False
+        return self.current is None or not self.current.is_closed
+
+    def _serve(self, mine: Notes) -> list[Notes]:
+        """Gives the others zeros for all that they still wait for; returns what each rank says at the end.
+
+        Raises:
+            ScaleDistributedError: The others did something else, or can't be reached.
+        """
+        if self.current is None:
+            self.begin()
+        assert self.current is not None, "a pass that has begun runs"
+        for bucket in self.buckets:
+            bucket.forget_packed()
+        self.current.reduce_rest(lambda number: None)
+        return self._compare(self.current, mine)
+
+    def _end(self) -> None:
+        """Nothing comes of the pass."""
+        self.current = None
+        self.contract.history.break_off()
+        for bucket in self.buckets:
+            bucket.reduction.abandon()
+
+    def _in_words(self, reasons: Sequence[str]) -> str:
+        what_now = (
+            "Parameters and optimizer state are as before it, and so are gradients that were accumulated: call "
+            "optimizer.zero_grad(), and training can go on with the next batch."
+        )
+        return given_up(f"pass {self.contract.step}", reasons, what_now)

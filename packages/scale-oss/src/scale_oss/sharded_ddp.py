@@ -29,7 +29,6 @@ from scale_core.uneven_inputs import current_share
 from scale_oss.bucket import Bucket
 from scale_oss.oss import OSS
 from scale_oss.overlap_gather import Rest, wait_where_used
-from scale_oss.recovery import forward_has_failed
 from scale_oss.reducer import Reducer
 
 
@@ -196,19 +195,20 @@ class ShardedDataParallel(nn.Module):
         self._follow_buckets()
         if torch.is_grad_enabled() and self.training:
             self._check_held()
-        takes_buffers = self.broadcast_buffers and self._reducer.begins_step and not in_backward()
+        recomputes = in_backward()
+        takes_buffers = self.broadcast_buffers and self._reducer.begins_step and not recomputes
         buffers = [buffer.data for buffer in self.module.buffers()] if takes_buffers else []
         self._reducer.prepare(in_step=bool(buffers))
         self._broadcast(buffers, "buffers")
         # As DistributedDataParallel does: after a pass that reduces, so once for all micro-batches of a step.
         self._reducer.begins_step = torch.is_grad_enabled() and self._reducer.synchronizes
-        if self.group.size == 1 or not torch.is_grad_enabled() or in_backward():
+        if self.group.size == 1 or not torch.is_grad_enabled() or recomputes:
             return self.module(*args, **kwargs)
         try:
             outputs = self.module(*args, **kwargs)
         except Exception as error:
             if self.training:  # After an evaluation nobody waits for a backward pass.
-                forward_has_failed(self._reducer, error)
+                self._reducer.forward_has_failed(error)
             raise
         self._reducer.forwards.watch(outputs, counts=self.training and self._reducer.synchronizes)
         return outputs
@@ -336,7 +336,7 @@ class ShardedDataParallel(nn.Module):
         self._broadcast([*rest, *(buffer.data for buffer in self.module.buffers())], "parameters and buffers")
 
     def _broadcast(self, tensors: Sequence[Tensor], what: str) -> None:
-        if self.group.size == 1:
+        if self.group.size == 1 or not tensors:
             return
         with self._contract.waiting(Event(what, "")):
             for tensor in tensors:

@@ -25,7 +25,6 @@ from scale_oss.bucketing import Sorter, name_of
 from scale_oss.gather_state import Recipient, State, gather_states, large_tensors_in
 from scale_oss.state_by_param import StateByParam
 from scale_oss.state_placement import Place, refuse_to_gather
-from scale_oss.step import copy_options
 
 _NAMES = frozenset({"params", "param_names"})
 
@@ -283,9 +282,9 @@ class WithState(Optimizer):
         self._has_changed()
         self.optim.load_state_dict(local)
         for mine, theirs in zip(self.param_groups, self.optim.param_groups, strict=True):
-            for key in sorted(mine.keys() - theirs.keys() - {"params", "param_names"}):
+            for key in sorted(mine.keys() - theirs.keys() - _NAMES):
                 del mine[key]
-        copy_options(self.optim.param_groups, self.param_groups)
+            mine.update({key: value for key, value in theirs.items() if key not in _NAMES})
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
