@@ -11,7 +11,7 @@ from scale_core.compat import fake_tensors
 from scale_core.shard import Held, shard_of
 from scale_core.testing import run_ranks
 from scale_oss.bucket import Bucket
-from scale_oss.partition import Partition, cut_evenly, give_whole
+from scale_oss.partition import BucketPartition, cut_evenly, give_whole
 
 SHAPES: list[tuple[int, ...]] = [(5, 3), (4,), (), (2, 2)]
 
@@ -21,7 +21,7 @@ def params(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
 
 
-def partition(world_size: int, whole: bool) -> Partition:
+def partition(world_size: int, whole: bool) -> BucketPartition:
     names = ["weight", "bias", "scale", "matrix"]
     if whole:
         return give_whole(names, SHAPES, [index % world_size for index in range(4)], world_size)
@@ -38,7 +38,7 @@ def update_and_publish(whole: bool, wire_dtype: torch.dtype | None) -> None:
         for index, param in enumerate(mine):
             param.grad = None if index == 2 else torch.ones_like(param)
         versions = [param._version for param in mine]
-        bucket.publish(1 << 21, wire_dtype)
+        bucket.all_gather(1 << 21, wire_dtype)
         bucket.wait()
         bucket.wait()  # Nothing to do.
         # What has no gradient is as it was, and autograd may still use what it has saved of it; rounded, all change.
@@ -51,8 +51,8 @@ def update_and_publish(whole: bool, wire_dtype: torch.dtype | None) -> None:
             assert torch.equal(param, expected if wire_dtype is None else expected.to(wire_dtype).float())
     with torch.no_grad():
         mine[0].fill_(0.7)
-    bucket.take_written()
-    bucket.publish(1 << 21)  # Unrounded again: what was sent rounded was kept as it is.
+    bucket.sync_master()
+    bucket.all_gather(1 << 21)  # Unrounded again: what was sent rounded was kept as it is.
     bucket.wait()
     assert bool((mine[0] == 0.7).all())
     for param, old in zip(mine[1:], before[1:], strict=True):
@@ -117,7 +117,7 @@ def test_pieces_take_their_part_of_a_whole_gradient_sparse_ones_too() -> None:
     bucket = Bucket(mine, partition(2, False), Group(rank=0, size=2))
     mine[0].grad = torch.arange(15.0).view(5, 3).to_sparse()
     mine[3].grad = torch.ones(2, 2).t()
-    bucket.take_whole_gradients()
+    bucket.shard_full_grads()
     span = bucket.spans[0]
     piece = bucket.pieces[0]
     assert piece.grad is not None
@@ -128,13 +128,13 @@ def test_pieces_take_their_part_of_a_whole_gradient_sparse_ones_too() -> None:
 def test_a_parameter_whose_data_was_replaced_is_found_and_taken_back() -> None:
     mine = params()
     bucket = Bucket(mine, partition(1, False), Group())
-    assert bucket.strayed() == []
+    assert bucket.moved_indices() == []
     mine[1].data = torch.zeros(4)
-    assert bucket.strayed() == [1]
-    bucket.adopt([1])
-    assert bucket.strayed() == [] and not bucket.pieces[1].any()
+    assert bucket.moved_indices() == [1]
+    bucket.flatten([1])
+    assert bucket.moved_indices() == [] and not bucket.pieces[1].any()
     mine[1].data.share_memory_()  # Other memory in the same storage.
-    assert bucket.strayed() == [1]
+    assert bucket.moved_indices() == [1]
 
 
 @pytest.mark.simulation
@@ -142,6 +142,6 @@ def test_simulated_parameters_are_views() -> None:
     with fake_tensors():
         mine = [nn.Parameter(torch.ones(shape)) for shape in SHAPES]
         bucket = Bucket(mine, partition(1, False), Group())
-        assert storages([param.data for param in mine]) == storages([bucket.full]) and bucket.strayed() == []
+        assert storages([param.data for param in mine]) == storages([bucket.full]) and bucket.moved_indices() == []
         mine[1].data = torch.zeros(4)
-        assert bucket.strayed() == [1]
+        assert bucket.moved_indices() == [1]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from scale_core.autograd_hooks import after_gradient
-from scale_oss.grad_accumulation import Sums
+from scale_oss.grad_accumulation import GradAccumulation
 
 
 class Holder:
@@ -22,9 +22,9 @@ class Holder:
 
     def __init__(self) -> None:
         self.param = nn.Parameter(torch.linspace(0.1, 0.9, 7))
-        self.sums = Sums(self.begin)
+        self.accumulation = GradAccumulation(self.begin)
         self.num_begun = 0
-        after_gradient(self.param, lambda _: self.sums.brought.update({id(self.param): self.param}))
+        after_gradient(self.param, lambda _: self.accumulation.seen.update({id(self.param): self.param}))
 
     def begin(self) -> None:
         self.num_begun += 1
@@ -51,8 +51,8 @@ def test_sums_are_those_of_plain_pytorch_to_the_bit(power: int) -> None:
     holder, plain = Holder(), nn.Parameter(torch.linspace(0.1, 0.9, 7))
     for step in range(4):
         holder.add(step, power)
-        holder.sums.join()
-        holder.sums.watch(holder.param)
+        holder.accumulation.merge()
+        holder.accumulation.watch(holder.param)
         loss(plain, step, power).backward()
         assert torch.equal(grad_of(holder.param), grad_of(plain)), (step, power)
     assert holder.num_begun == 3  # Nothing stood there before the first pass.
@@ -62,53 +62,53 @@ def test_sums_are_those_of_plain_pytorch_to_the_bit(power: int) -> None:
 def test_a_pass_that_fails_leaves_the_sum_as_it_was_and_no_gradient_where_none_was(power: int) -> None:
     holder = Holder()
     holder.add(0, power)
-    holder.sums.restore()
+    holder.accumulation.rollback()
     assert holder.param.grad is None
     holder.add(1, power)
-    holder.sums.join()
-    holder.sums.watch(holder.param)
+    holder.accumulation.merge()
+    holder.accumulation.watch(holder.param)
     before = grad_of(holder.param)
     holder.add(2, power)
-    holder.sums.restore()
+    holder.accumulation.rollback()
     assert torch.equal(grad_of(holder.param), before)
 
 
 def test_the_reduction_gets_a_sum_once_and_it_is_kept_until_all_has_gone_well() -> None:
     holder = Holder()
     holder.add(0)
-    holder.sums.join()
-    holder.sums.watch(holder.param)
+    holder.accumulation.merge()
+    holder.accumulation.watch(holder.param)
     before = grad_of(holder.param)
     holder.add(1)
     holder.param.grad = None  # It was packed.
-    taken = holder.sums.take(holder.param)
-    assert taken is not None and torch.equal(taken, before) and holder.sums.take(holder.param) is None
-    holder.sums.restore()
+    taken = holder.accumulation.pop(holder.param)
+    assert taken is not None and torch.equal(taken, before) and holder.accumulation.pop(holder.param) is None
+    holder.accumulation.rollback()
     assert torch.equal(grad_of(holder.param), before)
-    holder.sums.lend(holder.param, copied=True)
+    holder.accumulation.lend(holder.param, copied=True)
     grad_of(holder.param)
     assert holder.param.grad is not None
     holder.param.grad.zero_()  # It was used up.
-    holder.sums.restore()
+    holder.accumulation.rollback()
     assert torch.equal(grad_of(holder.param), before)
-    holder.sums.lend(holder.param, copied=False)
+    holder.accumulation.lend(holder.param, copied=False)
     holder.param.grad = None
-    holder.sums.forget()
+    holder.accumulation.clear()
     assert holder.param.grad is None
 
 
 def test_who_clears_a_sum_or_only_looks_at_gradients_changes_nothing_else() -> None:
     holder, plain = Holder(), nn.Parameter(torch.linspace(0.1, 0.9, 7))
     holder.add(0)
-    holder.sums.join()
-    holder.sums.watch(holder.param)
+    holder.accumulation.merge()
+    holder.accumulation.watch(holder.param)
     before = grad_of(holder.param)
     torch.autograd.grad(loss(holder.param, 1), holder.param)  # Its hooks run, and no gradient comes.
-    holder.sums.join()
+    holder.accumulation.merge()
     assert torch.equal(grad_of(holder.param), before)
     holder.param.grad = None
     holder.add(2)
-    holder.sums.join()
+    holder.accumulation.merge()
     loss(plain, 2).backward()
     assert torch.equal(grad_of(holder.param), grad_of(plain))
 
@@ -133,8 +133,8 @@ def test_sparse_gradients_add_up() -> None:
             index = torch.tensor([row])
             out = each[index] if number == 2 else nn.functional.embedding(index, each, sparse=True)
             (out * (number + 0.5)).sum().backward()
-        holder.sums.join()
-        holder.sums.watch(param)
+        holder.accumulation.merge()
+        holder.accumulation.watch(param)
         assert param.grad is not None and plain.grad is not None
         assert torch.equal(param.grad.to_dense(), plain.grad.to_dense()) and param.grad.layout == plain.grad.layout
 
@@ -157,19 +157,19 @@ class Remember(torch.autograd.Function):
 
 def test_a_gradient_is_still_taken_over_and_not_copied() -> None:
     holder = Holder()
-    holder.sums.watch(holder.param)
+    holder.accumulation.watch(holder.param)
     Remember.apply(holder.param).sum().backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
     assert holder.param.grad is not None and holder.param.grad.data_ptr() == Remember.made[-1]
 
 
 def test_nobody_is_kept_alive() -> None:
     holder = Holder()
-    holder.sums.watch(holder.param)
+    holder.accumulation.watch(holder.param)
     kept = holder.param
-    sums = weakref.ref(holder.sums)
+    accumulation = weakref.ref(holder.accumulation)
     kept._post_accumulate_grad_hooks.clear()  # type: ignore[union-attr]  # of this test
     del holder
     gc.collect()
-    assert sums() is None
+    assert accumulation() is None
     kept.grad = torch.ones(7)
     (kept * 2).sum().backward()

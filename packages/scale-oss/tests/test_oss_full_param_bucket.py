@@ -57,7 +57,7 @@ class Watch:
         self.in_memory.append(self.numel_in_memory())
 
     def numel_in_memory(self) -> int:
-        wholes = [tensor for bucket in self.optimizer.whole_buckets for tensor in bucket.stepped]
+        wholes = [tensor for bucket in self.optimizer.full_param_buckets for tensor in bucket.optimizer_params]
         return sum(tensor.numel() for tensor in wholes if tensor.untyped_storage().nbytes())
 
     def stop(self) -> None:
@@ -77,7 +77,7 @@ def beside_plain(name: str, bucket_numel: int, dtype: torch.dtype = torch.float3
     shards = Shards(theirs)
     plain = cls(groups_of(theirs), **kwargs)
     ours = OSS(groups_of(shards.params), cls, bucket_numel=bucket_numel, **kwargs)
-    assert bool(ours.whole_buckets) == (group_of().size > 1)
+    assert bool(ours.full_param_buckets) == (group_of().size > 1)
     schedules = [ExponentialLR(each, 0.8) for each in (plain, ours)]
     watch, wrong = Watch(ours), []
     for step in range(STEPS):
@@ -88,7 +88,7 @@ def beside_plain(name: str, bucket_numel: int, dtype: torch.dtype = torch.float3
         train(ours, shards.params.values(), [step], without=[0] if step == 1 else [])
         for schedule in schedules:
             schedule.step()
-        assert len(watch.sent) <= 2 * len(ours.whole_buckets)
+        assert len(watch.sent) <= 2 * len(ours.full_param_buckets)
         assert watch.numel_in_memory() == 0
         wrong += differing(shards.wholes(), {n: p.detach() for n, p in theirs.items()}, f"{name}, step {step}")
     watch.stop()
@@ -127,12 +127,14 @@ def owned_and_held() -> tuple[int, int, int, int]:
     train(optimizer, shards.params.values(), range(1))
     kept = sum(moment.numel() for state in optimizer.optim.state.values() for moment in state["moments"])
     numels = [math.prod(shape) for shape in shapes.values()]
-    for bucket in optimizer.whole_buckets:
-        by_owner = [[place.param for place in bucket.places if place.owner == rank] for rank in range(group_of().size)]
+    for bucket in optimizer.full_param_buckets:
+        by_owner = [
+            [place.param for place in bucket.placements if place.owner == rank] for rank in range(group_of().size)
+        ]
         assert sum(map(bool, by_owner)) > 1  # Nobody waits for one rank to step.
     everyones = optimizer.partition_parameters()
     assert sorted(id(p) for groups in everyones for p in groups[0]["params"]) == sorted(map(id, shards.params.values()))
-    return kept // 2, sum(numels), max(numels), len(optimizer.whole_buckets)
+    return kept // 2, sum(numels), max(numels), len(optimizer.full_param_buckets)
 
 
 def test_state_is_balanced_to_within_the_largest_tensor_and_owners_work_side_by_side() -> None:
@@ -148,7 +150,7 @@ def stepped_where_they_are() -> None:
     theirs = plain_params(MATRICES)
     shards = Shards(theirs, atom="parameter")
     plain, ours = Lamb(theirs.values()), OSS(shards.params.values(), Lamb)
-    assert not ours.whole_buckets
+    assert not ours.full_param_buckets
     train(plain, theirs.values(), range(2))
     train(ours, shards.params.values(), range(2))
     assert not differing(shards.wholes(), {n: p.detach() for n, p in theirs.items()})
@@ -156,7 +158,7 @@ def stepped_where_they_are() -> None:
         theirs = plain_params()
         shards = Shards(theirs)
         plain, ours = cls(theirs.values(), **kwargs), OSS(shards.params.values(), cls, **kwargs)
-        assert not ours.whole_buckets and not ours.buckets
+        assert not ours.full_param_buckets and not ours.buckets
         held = [param for param in shards.params.values() if param.numel() or not math.prod(shard_of(param).shape)]
         assert list(map(id, ours.optim.param_groups[0]["params"])) == list(map(id, held))
         train(plain, theirs.values(), range(2))
@@ -228,7 +230,7 @@ def mixed_with_plain() -> list[str]:
     shards = Shards({name: mine[name] for name in names[::2]})
     mine.update(shards.params)
     plain, ours = Lamb(theirs.values()), OSS(mine.values(), Lamb, bucket_numel=40)
-    assert ours.buckets and ours.whole_buckets
+    assert ours.buckets and ours.full_param_buckets
     for step in range(STEPS):
         for params in (theirs, mine):
             give_gradients(params.values(), step)
@@ -329,10 +331,14 @@ def one_owner_fails() -> str:
     shards = Shards(plain_params(MATRICES))
     optimizer = OSS(shards.params.values(), Failing, limit_seconds=1.0)
     give_gradients(shards.params.values(), 0)
-    Failing.shape = optimizer.whole_buckets[0].places[0].shape
+    Failing.shape = optimizer.full_param_buckets[0].placements[0].shape
     with pytest.raises((ArithmeticError, ScaleDistributedError)) as caught:
         optimizer.step()
-    assert not any(tensor.untyped_storage().nbytes() for bucket in optimizer.whole_buckets for tensor in bucket.stepped)
+    assert not any(
+        tensor.untyped_storage().nbytes()
+        for bucket in optimizer.full_param_buckets
+        for tensor in bucket.optimizer_params
+    )
     return str(caught.value)
 
 

@@ -357,7 +357,9 @@ def test_parameters_whose_strides_ddp_has_noted_keep_them(num_ranks: int) -> Non
 def test_other_parameters_get_memory_in_the_buffer_whatever_their_strides() -> None:
     model = strided()
     optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.1)
-    assert all(param.is_contiguous() and not bucket.apart for bucket in optimizer.buckets for param in bucket.params)
+    assert all(
+        param.is_contiguous() and not bucket.unflattened for bucket in optimizer.buckets for param in bucket.params
+    )
 
 
 def test_what_has_no_gradient_is_left_alone() -> None:

@@ -124,7 +124,7 @@ def save_by_other_programs(folder: Path) -> None:
         assert abs(sizes["ours"] - sizes["plain"]) < 128 and abs(sizes["wrapped"] - sizes["plain"]) < 256, sizes
     load_model(model, folder / f"plain-{group_of().rank}")
     assert not differing(dict(model.named_parameters()), dict(plain.named_parameters()))
-    assert not optimizer.buckets[0].strayed()
+    assert not optimizer.buckets[0].moved_indices()
 
 
 def ask_before_the_first_step() -> list[str]:

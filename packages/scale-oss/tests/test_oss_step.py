@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from scale_core.comm.group import Group
 from scale_core.consistency.contract import Contract
 from scale_oss import OSS
-from scale_oss.oss import step_in_turn
+from scale_oss.oss import step_bucket_by_bucket
 
 KINDS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "fused": (torch.optim.Adam, {"lr": 0.01, "fused": True}),
@@ -34,7 +34,7 @@ def test_buckets_in_turn_are_stepped_as_all_at_once(kind: str) -> None:
     ours, plain = OSS(groups_of(mine), cls, bucket_numel=40, **kwargs), cls(groups_of(theirs), **kwargs)
     assert len(ours.buckets) > 3
     turns: list[int] = []
-    ours.optim.register_step_pre_hook(lambda *_: turns.append(sum(bucket.is_due for bucket in ours.buckets)))
+    ours.optim.register_step_pre_hook(lambda *_: turns.append(sum(bucket.needs_gather for bucket in ours.buckets)))
     for step in range(3):
         for each, params in ((ours, mine), (plain, theirs)):
             train(each, params.values(), [step], without=[1])
@@ -66,6 +66,6 @@ def test_what_was_being_stepped_on_when_it_failed_is_not_sent() -> None:
 
     optim.register_step_pre_hook(fail_from_the_second_on)
     with pytest.raises(ZeroDivisionError):
-        step_in_turn(optim, [params[:1], params[1:]], sent.append, Contract(Group()), {})
+        step_bucket_by_bucket(optim, [params[:1], params[1:]], sent.append, Contract(Group()), {})
     assert sent == [0] and optim.param_groups is groups
     assert params[0].tolist() == pytest.approx([0.9, 0.9]) and params[1].tolist() == [1, 1]

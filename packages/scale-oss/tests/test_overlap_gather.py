@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 from scale_core.comm.group import Group
 from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import Event
-from scale_oss.overlap_gather import Rest, wait_where_used
+from scale_oss.overlap_gather import RootGatherWait, register_gather_waits
 
 
 class OnItsWay:
@@ -50,8 +50,8 @@ class Reader(nn.Module):
 
 def followed(model: nn.Module) -> list[OnItsWay]:
     buckets: list[Any] = [OnItsWay(param) for param in model.parameters()]
-    waitings = wait_where_used(model, buckets, Contract(Group()))
-    model.register_forward_pre_hook(Rest(waitings))
+    waits = register_gather_waits(model, buckets, Contract(Group()))
+    model.register_forward_pre_hook(RootGatherWait(waits))
     return buckets
 
 

@@ -456,7 +456,7 @@ def scaled_where_one_rank_owns_nothing() -> None:
         model = copy.deepcopy(start)
         optimizer = OSS(model.parameters(), torch.optim.Adafactor, lr=0.1)
         wrapped = ShardedDataParallel(model, optimizer)
-        assert len(optimizer.buckets[0].stepped) == (1 if group_of().rank == 0 else 0)
+        assert len(optimizer.buckets[0].optimizer_params) == (1 if group_of().rank == 0 else 0)
         for step in range(2):
             loss = wrapped(data(group_of().rank, step)).square().mean()
             (scaler.scale(loss) if scales else loss).backward()

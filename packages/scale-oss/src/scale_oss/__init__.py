@@ -22,7 +22,7 @@ The files in reading order; each stands only on those above it:
 - `forwards`: forward passes that wait for their backward;
 - `notes`: what ranks tell each other at the end of a pass;
 - `one_pass`: the reductions of one backward pass, in one order;
-- `sums`: gradients that add up over passes, and outlive one that fails;
+- `accumulation`: gradients that add up over passes, and outlive one that fails;
 - `giving_up`: a pass that one rank does not bring to its end;
 - `reducing`: backward passes, from before the forward to the comparison of all ranks;
 - `waiting`: updated parameters are waited for where they are first used;

@@ -23,8 +23,8 @@ from scale_core.flat.reduction import Reduction
 from scale_core.shard import Axis, Held, Shard, mark, shard_of
 from scale_core.streams import HostStream
 from scale_core.uneven_inputs import current_share
-from scale_oss.partition import Partition
-from scale_oss.state_placement import Place, Range, Sharded
+from scale_oss.partition import BucketPartition
+from scale_oss.state_placement import Range, ShardedParam, StatePlacement
 
 
 class Bucket:
@@ -35,19 +35,19 @@ class Bucket:
         partition: Where each of them stands, and whose it is.
         group: The W ranks.
         title: What ranks call it, and no other; their messages carry it.
-        apart: The numbers of the parameters that keep their own memory and strides, and are copied from and to the
+        unflattened: The numbers of the parameters that keep their own memory and strides, and are copied from and to the
             buffer.
 
     Attributes:
         params: As given.
         title: As given.
-        apart: As given.
+        unflattened: As given.
         names: What errors call them.
         full: [partition.full_numel], all of them.
         pieces: Per parameter, what this rank updates of it, as a parameter in its local shape; a view of its part.
-        places: Per parameter, where its state is kept.
+        placements: Per parameter, where its state is kept.
         gradient: This rank's own gradients, where they are reduced here.
-        is_due: A step may change the parameters, on some rank: the ranks must give each other what they have updated.
+        needs_gather: A step may change the parameters, on some rank: the ranks must give each other what they have updated.
         gather_event: What ranks call the all-gather of the updated parameters.
         reduce_event: What ranks call the reduction of the gradients.
         master: This rank's part unrounded, where parameters are sent in another dtype.
@@ -58,75 +58,75 @@ class Bucket:
     def __init__(
         self,
         params: Sequence[nn.Parameter],
-        partition: Partition,
+        partition: BucketPartition,
         group: Group,
         title: str = "bucket 0",
-        apart: Collection[int] = (),
+        unflattened: Collection[int] = (),
     ) -> None:
         self.params, self.partition, self.group, self.title = list(params), partition, group, title
-        self.apart = set(apart)
+        self.unflattened = set(unflattened)
         self.gather_event, self.reduce_event = Event("parameters", title), Event("reduction", title)
         self.names = [entry.name for entry in partition.entries]
         self.dtype, self.device = params[0].dtype, params[0].device
         self.full = torch.zeros(partition.full_numel, dtype=self.dtype, device=self.device)
         self._addresses = [_address(self.view(index)) for index in range(len(self.params))]
-        self.adopt(range(len(self.params)))
+        self.flatten(range(len(self.params)))
         self.spans = partition.spans_by_rank[group.rank]
-        self._mine = self.full.narrow(0, partition.start(group.rank), partition.sizes[group.rank])
+        self._own_part = self.full.narrow(0, partition.start(group.rank), partition.sizes[group.rank])
         self.master: Tensor | None = None
-        self._sent_in = self.dtype
+        self._wire_dtype = self.dtype
         axes = (Axis(group, Held.SHARD),)
         trains = self.dtype.is_floating_point or self.dtype.is_complex  # Others, as packed integers, torch lets nobody.
-        self.pieces = [nn.Parameter(view, requires_grad=trains) for view in self._pieces_of(self._mine)]
+        self.pieces = [nn.Parameter(view, requires_grad=trains) for view in self._pieces_of(self._own_part)]
         for param, piece, span, entry in zip(self.params, self.pieces, self.spans, partition.entries, strict=True):
             within = shard_of(param)  # Its layer may have divided it already, between other ranks.
             if within is None:
                 mark(piece, Shard(entry.name, entry.shape, span.start, span.stop, axes))
             else:
                 mark(piece, within.cut(entry.name, span.start, span.stop, axes))
-        self.places = [self._place(index) for index in range(len(self.params))]
+        self.placements = [self._placement(index) for index in range(len(self.params))]
         self.gradient = FlatGradient(self.params, partition, self.dtype, self.dtype)
         self.gradient.names = self.names
         sizes = None if partition.is_even else partition.sizes
         self._sizes = sizes
         self.reduction = Reduction(group, Group(), self.dtype, self.device, HostStream(), sizes)
-        self.is_due = False
+        self.needs_gather = False
         self.averaged: set[int] = set()
-        self._used_up: set[int] = set()  # Those that a step has taken since gradients were last cleared.
-        self._taken: dict[int, Tensor | None] = {}  # What the last one has taken, until a pass begins.
-        self._again: set[int] = set()  # What has been taken back of it.
-        self._changing: list[nn.Parameter] = []  # What the gather that is under way brings other values to.
+        self._consumed: set[int] = set()  # Those that a step has taken since gradients were last cleared.
+        self._consumed_grads: dict[int, Tensor | None] = {}  # What the last one has taken, until a pass begins.
+        self._restored: set[int] = set()  # What has been taken back of it.
+        self._updating: list[nn.Parameter] = []  # What the gather that is under way brings other values to.
         self.is_gathering = False
         self._gather = _Gather()
         # A program that ends after its last step, or begins anew, has nobody left who would wait.
         weakref.finalize(self, self._gather.abandon)
-        self._wire: Tensor | None = None
+        self._wire_buffer: Tensor | None = None
 
     # The parameters.
 
-    def adopt(self, indices: Sequence[int] | range) -> None:
-        """Copies the values of these parameters into the buffer, and gives those that are not apart its memory."""
+    def flatten(self, indices: Sequence[int] | range) -> None:
+        """Copies the values of these parameters into the buffer, and gives those that are not unflattened its memory."""
         with torch.no_grad():
             for index in indices:
                 if self.params[index].numel():
                     view = self.view(index)
                     view.copy_(self.params[index].detach())
-                    if index not in self.apart:
+                    if index not in self.unflattened:
                         self.params[index].data = _with_own_storage(view)
 
-    def strayed(self) -> list[int]:
-        """The parameters whose data is not in the buffer: replaced by somebody, as `model.to(...)` does, or apart."""
+    def moved_indices(self) -> list[int]:
+        """The parameters whose data is not in the buffer: replaced by somebody, as `model.to(...)` does, or unflattened."""
         homes = enumerate(zip(self.params, self._addresses, strict=True))
         return [index for index, (param, home) in homes if param.numel() and _address(param.data) != home]
 
-    def follow_parameters(self) -> None:
+    def resync_storage(self) -> None:
         """Takes back parameters whose data somebody has put elsewhere, as `param.data = ...` does.
 
         Raises:
             RuntimeError: They are on another device now, or of another dtype.
         """
-        strayed = self.strayed()
-        for index in strayed:
+        moved_indices = self.moved_indices()
+        for index in moved_indices:
             param = self.params[index]
             if param.dtype != self.dtype or param.device != self.device:
                 raise RuntimeError(
@@ -134,7 +134,7 @@ class Bucket:
                     f"{param.dtype} on {param.device} now: convert or move the model first, "
                     "then build OSS(model.parameters(), ...)"
                 )
-        self.adopt(strayed)
+        self.flatten(moved_indices)
 
     def view(self, index: int, flat: Tensor | None = None) -> Tensor:
         """One parameter's place in the buffer, or in another one like it, in its full shape."""
@@ -143,18 +143,18 @@ class Bucket:
         return buffer.narrow(0, entry.offset, entry.numel).view(entry.shape)
 
     @property
-    def stepped(self) -> list[nn.Parameter]:
+    def optimizer_params(self) -> list[nn.Parameter]:
         """What this rank's optimizer steps on."""
-        return [place.stepped for place in self.places if place.stepped is not None]
+        return [placement.optimizer_param for placement in self.placements if placement.optimizer_param is not None]
 
     # From gradients to the pieces' gradients.
 
-    def take_whole_gradients(self) -> None:
+    def shard_full_grads(self) -> None:
         """Gives each piece its part of the parameter's own gradient, which somebody has averaged already."""
-        self.is_due = any(param.requires_grad or param.grad is not None for param in self.params)
-        for param, piece, span, place in zip(self.params, self.pieces, self.spans, self.places, strict=True):
+        self.needs_gather = any(param.requires_grad or param.grad is not None for param in self.params)
+        for param, piece, span, placement in zip(self.params, self.pieces, self.spans, self.placements, strict=True):
             piece.grad = None
-            if param.grad is not None and place.stepped is not None:
+            if param.grad is not None and placement.optimizer_param is not None:
                 grad = param.grad if param.grad.layout is torch.strided else param.grad.to_dense()
                 piece.grad = grad.reshape(-1)[span.start : span.stop].view(span.shape).to(piece.dtype)
 
@@ -183,11 +183,13 @@ class Bucket:
             TransferError: See `Pending.wait`.
         """
         for reduced in self.reduction.results(limit_seconds):
-            self.is_due = True  # Even if it is frozen before the step, which the plain optimizer would not ask either.
+            self.needs_gather = (
+                True  # Even if it is frozen before the step, which the plain optimizer would not ask either.
+            )
             self.averaged.update(index for index, param in enumerate(self.params) if param.requires_grad)
             views = self._pieces_of(reduced)
-            for param, piece, view, place in zip(self.params, self.pieces, views, self.places, strict=True):
-                if param.requires_grad and place.stepped is not None:
+            for param, piece, view, placement in zip(self.params, self.pieces, views, self.placements, strict=True):
+                if param.requires_grad and placement.optimizer_param is not None:
                     piece.grad = view if piece.grad is None else piece.grad.add_(view)
 
     def restore_unused(self, index: int) -> None:
@@ -195,44 +197,44 @@ class Bucket:
         self.averaged.discard(index)
         self.pieces[index].grad = None
 
-    def use_up(self) -> None:
+    def consume_grads(self) -> None:
         """A step has taken the gradients of the pieces: no pass may add to them, and another step takes them again."""
-        self._used_up |= self.averaged
-        self._again = set()
-        self._taken = {index: self.pieces[index].grad for index in self.averaged}
+        self._consumed |= self.averaged
+        self._restored = set()
+        self._consumed_grads = {index: self.pieces[index].grad for index in self.averaged}
         self.averaged = set()
         for piece in self.pieces:
             piece.grad = None
 
-    def take_again(self) -> None:
+    def restore_consumed_grads(self) -> None:
         """Another step begins: where there was no pass since the last one, it takes the same gradients."""
-        for index, grad in self._taken.items():
+        for index, grad in self._consumed_grads.items():
             self.pieces[index].grad = grad
-        self.averaged |= self._taken.keys()
-        self.is_due = self.is_due or bool(self._taken)
-        self._again |= self._taken.keys()
-        self._taken = {}
+        self.averaged |= self._consumed_grads.keys()
+        self.needs_gather = self.needs_gather or bool(self._consumed_grads)
+        self._restored |= self._consumed_grads.keys()
+        self._consumed_grads = {}
 
-    def forget_taken(self) -> None:
+    def drop_consumed_grads(self) -> None:
         """A pass begins: what was taken by a step is gone, whether somebody has measured it since or not."""
-        for index in self._again:
+        for index in self._restored:
             self.pieces[index].grad = None
-        self.averaged -= self._again
-        self._again, self._taken = set(), {}
+        self.averaged -= self._restored
+        self._restored, self._consumed_grads = set(), {}
 
-    def clear_gradients(self, *, set_to_none: bool) -> None:
+    def zero_grad(self, *, set_to_none: bool) -> None:
         """Clears the gradients of the pieces, or makes zeros of them, with which the next step updates."""
-        self.use_up()
-        self.forget_taken()
-        cleared, self._used_up = self._used_up, set()
+        self.consume_grads()
+        self.drop_consumed_grads()
+        cleared, self._consumed = self._consumed, set()
         if set_to_none or not cleared:
             return
-        self.averaged, self.is_due = cleared, True
+        self.averaged, self.needs_gather = cleared, True
         for index in cleared:
-            if self.places[index].stepped is not None:
+            if self.placements[index].optimizer_param is not None:
                 self.pieces[index].grad = torch.zeros_like(self.pieces[index])
 
-    def forget_packed(self) -> None:
+    def drop_packed_grads(self) -> None:
         """Forgets the gradients that were packed and not reduced; what stands in `param.grad` stays."""
         grads = [param.grad for param in self.params]
         self.gradient.drop()
@@ -241,7 +243,7 @@ class Bucket:
 
     # From updated pieces to whole parameters.
 
-    def publish(self, tag: int, wire_dtype: torch.dtype | None = None) -> None:
+    def all_gather(self, tag: int, wire_dtype: torch.dtype | None = None) -> None:
         """Starts to give all ranks the part that this one has updated.
 
         Args:
@@ -250,37 +252,37 @@ class Bucket:
                 one too, computes with rounded parameters, and keeps its own part unrounded beside them.
         """
         self.wait()
-        self.is_due = False
-        self._sent_in = wire_dtype or self.dtype
-        rounds = self._sent_in != self.dtype or self.master is not None  # Or rounds no longer: all of them change.
+        self.needs_gather = False
+        self._wire_dtype = wire_dtype or self.dtype
+        rounds = self._wire_dtype != self.dtype or self.master is not None  # Or rounds no longer: all of them change.
         stepped = (p for index, p in enumerate(self.params) if index in self.averaged or p.grad is not None)
-        self._changing = list(self.params if rounds else stepped)
-        if self._sent_in == self.dtype:
+        self._updating = list(self.params if rounds else stepped)
+        if self._wire_dtype == self.dtype:
             if self.master is not None:
-                self._mine.copy_(self.master)
-            self._gather.pending = all_gather(self.full, self._mine, self.group, sizes=self._sizes, tag=tag)
+                self._own_part.copy_(self.master)
+            self._gather.pending = all_gather(self.full, self._own_part, self.group, sizes=self._sizes, tag=tag)
         else:
-            self._send_rounded(tag, self._sent_in)
+            self._all_gather_rounded(tag, self._wire_dtype)
         self.is_gathering = True
         if self.group.size == 1:
             self.wait()  # Nothing travels.
 
-    def _send_rounded(self, tag: int, wire_dtype: torch.dtype) -> None:
-        self._wire = self.full.new_empty(self.full.shape, dtype=wire_dtype)
-        sent = self._keep_master().to(wire_dtype)
-        self._gather.pending = all_gather(self._wire, sent, self.group, sizes=self._sizes, tag=tag)
+    def _all_gather_rounded(self, tag: int, wire_dtype: torch.dtype) -> None:
+        self._wire_buffer = self.full.new_empty(self.full.shape, dtype=wire_dtype)
+        sent = self._init_master().to(wire_dtype)
+        self._gather.pending = all_gather(self._wire_buffer, sent, self.group, sizes=self._sizes, tag=tag)
 
-    def take_written(self) -> None:
+    def sync_master(self) -> None:
         """Takes over what somebody has written to parameters of which this rank keeps its part unrounded, too."""
         if self.master is not None:
-            untouched = self.master.to(self._sent_in) == self._mine  # This compares in the wider dtype.
-            self.master.copy_(torch.where(untouched, self.master, self._mine))
+            untouched = self.master.to(self._wire_dtype) == self._own_part  # This compares in the wider dtype.
+            self.master.copy_(torch.where(untouched, self.master, self._own_part))
 
     def load_master(self, piece: nn.Parameter, unrounded: Tensor, sent_in: torch.dtype) -> None:
         """Takes a piece unrounded, as it was before parameters were sent; what was written since then counts."""
-        self._keep_master()
-        if self._sent_in == self.dtype:
-            self._sent_in = sent_in
+        self._init_master()
+        if self._wire_dtype == self.dtype:
+            self._wire_dtype = sent_in
         piece.data.copy_(unrounded)
 
     def wait(self, limit_seconds: float | None = None) -> None:
@@ -293,25 +295,25 @@ class Bucket:
         if pending is None:
             return
         pending.wait(limit_seconds)
-        if self._wire is not None:
-            self.full.copy_(self._wire)
-            self._wire = None
-        for index in self.apart:
+        if self._wire_buffer is not None:
+            self.full.copy_(self._wire_buffer)
+            self._wire_buffer = None
+        for index in self.unflattened:
             self.params[index].data.copy_(self.view(index))
-        increment_version(self._changing)  # What autograd has saved of them is no longer what was computed with.
+        increment_version(self._updating)  # What autograd has saved of them is no longer what was computed with.
 
-    def _place(self, index: int) -> Place:
+    def _placement(self, index: int) -> StatePlacement:
         entry, rank = self.partition.entries[index], self.group.rank
         ranges = tuple(Range(spans[index].start, spans[index].stop) for spans in self.partition.spans_by_rank)
         owner = self.partition.owners[index] if self.partition.owners else None
         # A parameter without elements has its state, too: where tensors are cut, on every rank.
         steps = rank == owner if owner is not None else bool(ranges[rank].numel) or not entry.numel
         piece = self.pieces[index] if steps else None
-        return Place(self.params[index], entry.name, entry.shape, ranges, owner, self.group, piece)
+        return StatePlacement(self.params[index], entry.name, entry.shape, ranges, owner, self.group, piece)
 
-    def _keep_master(self) -> Tensor:
+    def _init_master(self) -> Tensor:
         if self.master is None:
-            self.master = self._mine.clone()
+            self.master = self._own_part.clone()
             for piece, view in zip(self.pieces, self._pieces_of(self.master), strict=True):
                 piece.data = view
         return self.master
@@ -356,19 +358,19 @@ class InPlaceBucket:
 
     Attributes:
         params: This rank's pieces, as the user's model has them.
-        places: Where the state of each is kept.
+        placements: Where the state of each is kept.
     """
 
-    def __init__(self, shards: Sequence[Sharded], elementwise: bool) -> None:
+    def __init__(self, shards: Sequence[ShardedParam], elementwise: bool) -> None:
         self.params = [shard.param for shard in shards]
-        self.places = [_place(shard, elementwise) for shard in shards]
+        self.placements = [_placement(shard, elementwise) for shard in shards]
 
     @property
-    def stepped(self) -> list[nn.Parameter]:
+    def optimizer_params(self) -> list[nn.Parameter]:
         """What this rank's optimizer steps on."""
-        return [place.stepped for place in self.places if place.stepped is not None]
+        return [placement.optimizer_param for placement in self.placements if placement.optimizer_param is not None]
 
-    def publish(self) -> None:
+    def mark_updated(self) -> None:
         """Tells whoever has gathered these parameters that they have changed, on all ranks alike.
 
         A rank that holds nothing of one has stepped on nothing; yet it must gather again when the others do.
@@ -376,9 +378,11 @@ class InPlaceBucket:
         increment_version([param for param in self.params if param.grad is not None])
 
 
-def _place(shard: Sharded, elementwise: bool) -> Place:
+def _placement(shard: ShardedParam, elementwise: bool) -> StatePlacement:
     rank = shard.group.rank
     owner = None if elementwise else shard.holder
     assert elementwise or owner is not None, "a tensor that ranks share can't be stepped on where it is"
     steps = rank == owner if owner is not None else bool(shard.ranges[rank].numel) or not shard.numel
-    return Place(shard.param, shard.name, shard.shape, shard.ranges, owner, shard.group, shard.param if steps else None)
+    return StatePlacement(
+        shard.param, shard.name, shard.shape, shard.ranges, owner, shard.group, shard.param if steps else None
+    )

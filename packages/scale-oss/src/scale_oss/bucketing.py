@@ -2,7 +2,7 @@
 
 parameter                      the optimizer works by element    it needs whole tensors
 whole on every rank            `Bucket`, cut evenly              `Bucket`, each given to one rank
-a shard, divided               `InPlaceBucket`                   `WholeBucket`
+a shard, divided               `InPlaceBucket`                   `FullParamBucket`
 a shard, all on one rank       `InPlaceBucket`                   `InPlaceBucket`
 """
 
@@ -22,12 +22,12 @@ from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import Event
 from scale_core.shard import check_undivided, is_divided, unit_shard_of
 from scale_oss.bucket import Bucket, InPlaceBucket
-from scale_oss.full_param_bucket import WholeBucket
+from scale_oss.full_param_bucket import FullParamBucket
 from scale_oss.partition import choose_owners, cut_evenly, give_whole, group_from_the_end, group_in_rounds
-from scale_oss.state_placement import Place, Sharded, refuse_flat, whole_shards
+from scale_oss.state_placement import ShardedParam, StatePlacement, check_not_flat, gather_shards
 
 
-class Sorter:
+class BucketAssigner:
     """Puts parameters into buckets.
 
     Args:
@@ -43,7 +43,7 @@ class Sorter:
         replicated: Parameters that are whole on every rank, in the order in which they were given.
         in_place: Shards that are stepped on where they are.
         whole: Shards that are put together for the step.
-        places: Where the state of each parameter is kept, by the parameter's `id`, in the order of the optimizer.
+        placements: Where the state of each parameter is kept, by the parameter's `id`, in the order of the optimizer.
     """
 
     def __init__(
@@ -65,13 +65,13 @@ class Sorter:
         self._loads: dict[tuple[tuple[int, ...], bool], list[int]] = {}
         self.replicated: list[Bucket] = []
         self.in_place: list[InPlaceBucket] = []
-        self.whole: list[WholeBucket] = []
-        self.places: dict[int, Place] = {}
+        self.full_param: list[FullParamBucket] = []
+        self.placements: dict[int, StatePlacement] = {}
 
     @property
-    def of_shards(self) -> list[InPlaceBucket | WholeBucket]:
+    def shard_buckets(self) -> list[InPlaceBucket | FullParamBucket]:
         """The buckets of shards."""
-        return [*self.in_place, *self.whole]
+        return [*self.in_place, *self.full_param]
 
     def add(self, groups: Sequence[Mapping[str, Any]], first: int = 0) -> list[dict[str, Any]]:
         """Puts the parameters of these groups into buckets.
@@ -86,42 +86,44 @@ class Sorter:
         Raises:
             ValueError: A shard can't be put together, or its ranks are not all in the group; nothing has changed then.
         """
-        places: dict[int, Place] = {}
+        placements: dict[int, StatePlacement] = {}
         for number, group in enumerate(groups, first):
             for index, param in enumerate(group["params"]):
-                self._check(param, name_of(group, number, index))
+                self._check(param, param_name(group, number, index))
         with self._contract.waiting(Event("the shards given to OSS", "")):
             shards = [param for group in groups for param in group["params"] if unit_shard_of(param) is not None]
-            known = whole_shards(shards, self._group, self._contract.limit_seconds)
-        keep_strides = read_by_strides(param for group in groups for param in group["params"])
+            known = gather_shards(shards, self._group, self._contract.limit_seconds)
+        keep_strides = params_with_ddp_strides(param for group in groups for param in group["params"])
         for number, group in enumerate(groups, first):
-            places.update(self._add_replicated(group, number, keep_strides))
-        places.update(self._add_shards(known))
+            placements.update(self._add_replicated(group, number, keep_strides))
+        placements.update(self._add_shards(known))
         for group in groups:
-            self.places.update((id(param), places[id(param)]) for param in group["params"])
+            self.placements.update((id(param), placements[id(param)]) for param in group["params"])
         return [
             {
                 **{key: value for key, value in group.items() if key not in ("params", "param_names")},
-                "params": [stepped for p in group["params"] if (stepped := places[id(p)].stepped) is not None],
+                "params": [
+                    stepped for p in group["params"] if (stepped := placements[id(p)].optimizer_param) is not None
+                ],
             }
             for group in groups
         ]
 
-    def take_back(self, params: Sequence[nn.Parameter]) -> None:
+    def rollback(self, params: Sequence[nn.Parameter]) -> None:
         """Forgets what it has of a group that was just added, or was about to be, and was refused."""
         refused = {id(param) for param in params}
         self.replicated[:] = [bucket for bucket in self.replicated if id(bucket.params[0]) not in refused]
         self.in_place[:] = [bucket for bucket in self.in_place if id(bucket.params[0]) not in refused]
-        self.whole[:] = [bucket for bucket in self.whole if id(bucket.params[0]) not in refused]
+        self.full_param[:] = [bucket for bucket in self.full_param if id(bucket.params[0]) not in refused]
         for key in refused:
-            self.places.pop(key, None)
+            self.placements.pop(key, None)
 
-    def updated_by(self) -> list[set[int]]:
+    def params_by_rank(self) -> list[set[int]]:
         """Returns, by rank, the `id`s of the parameters of which the rank updates some part."""
         found: list[set[int]] = []
         for rank in self._group.ranks:
             updated = set()
-            for key, place in self.places.items():
+            for key, place in self.placements.items():
                 ranks = place.group.ranks
                 member = ranks.index(rank) if place.group.size > 1 and rank in ranks else None
                 if place.group.size == 1 or (member is not None and place.ranges[member].numel):
@@ -131,7 +133,7 @@ class Sorter:
 
     def _check(self, param: nn.Parameter, name: str) -> None:
         if not self._elementwise:
-            refuse_flat(param, name, self._optim_name)
+            check_not_flat(param, name, self._optim_name)
         if unit_shard_of(param) is None and param.is_meta:
             raise ValueError(
                 f"OSS: '{name}' is on the meta device, where there is nothing to update: call "
@@ -145,9 +147,9 @@ class Sorter:
 
     def _add_replicated(
         self, group: Mapping[str, Any], number: int, keep_strides: Collection[Tensor]
-    ) -> dict[int, Place]:
+    ) -> dict[int, StatePlacement]:
         """Those of a group that are whole on every rank, neighbours of one kind together."""
-        places: dict[int, Place] = {}
+        placements: dict[int, StatePlacement] = {}
         alike: dict[tuple[torch.dtype, torch.device, bool], list[int]] = {}
         for index, param in enumerate(group["params"]):
             if unit_shard_of(param) is None:
@@ -155,13 +157,15 @@ class Sorter:
         for indices in alike.values():
             for run in group_from_the_end([group["params"][index].numel() for index in indices], self._bucket_numel):
                 members = [indices[place] for place in run]
-                names = [name_of(group, number, index) for index in members]
-                bucket = self._bucket([group["params"][index] for index in members], names, keep_strides)
+                names = [param_name(group, number, index) for index in members]
+                bucket = self._make_bucket([group["params"][index] for index in members], names, keep_strides)
                 self.replicated.append(bucket)
-                places.update((id(place.param), place) for place in bucket.places)
-        return places
+                placements.update((id(place.param), place) for place in bucket.placements)
+        return placements
 
-    def _bucket(self, params: Sequence[nn.Parameter], names: Sequence[str], keep_strides: Collection[Tensor]) -> Bucket:
+    def _make_bucket(
+        self, params: Sequence[nn.Parameter], names: Sequence[str], keep_strides: Collection[Tensor]
+    ) -> Bucket:
         shapes, size = [tuple(param.shape) for param in params], self._group.size
         if self._elementwise:
             partition = cut_evenly(names, shapes, size)
@@ -171,12 +175,12 @@ class Sorter:
             owners = self._choose_owners([param.numel() for param in params], self._group, params[0].requires_grad)
             partition = give_whole(names, shapes, owners, size)
         title = f"bucket {len(self.replicated)} of optimizer {self._number}"
-        apart = [index for index, param in enumerate(params) if param in keep_strides]
-        return Bucket(params, partition, self._group, title, apart)
+        unflattened = [index for index, param in enumerate(params) if param in keep_strides]
+        return Bucket(params, partition, self._group, title, unflattened)
 
-    def _add_shards(self, shards: Sequence[Sharded]) -> dict[int, Place]:
-        in_place: dict[Group, list[Sharded]] = {}
-        divided: dict[tuple[Group, torch.dtype, torch.device, bool], list[Sharded]] = {}
+    def _add_shards(self, shards: Sequence[ShardedParam]) -> dict[int, StatePlacement]:
+        in_place: dict[Group, list[ShardedParam]] = {}
+        divided: dict[tuple[Group, torch.dtype, torch.device, bool], list[ShardedParam]] = {}
         for shard in shards:
             if self._elementwise or shard.holder is not None:
                 in_place.setdefault(shard.group, []).append(shard)
@@ -185,7 +189,7 @@ class Sorter:
             else:
                 kind = (shard.group, shard.param.dtype, shard.param.device, shard.param.requires_grad)
                 divided.setdefault(kind, []).append(shard)
-        buckets: list[InPlaceBucket | WholeBucket] = []
+        buckets: list[InPlaceBucket | FullParamBucket] = []
         for members in in_place.values():
             self.in_place.append(InPlaceBucket(members, self._elementwise))
             buckets.append(self.in_place[-1])
@@ -193,11 +197,13 @@ class Sorter:
             numels = [shard.numel for shard in members]
             owners = self._choose_owners(numels, group, trains)
             for run in group_in_rounds(numels, owners, self._bucket_numel):
-                title = f"bucket {len(self.whole)} of whole tensors of optimizer {self._number}"
+                title = f"bucket {len(self.full_param)} of whole tensors of optimizer {self._number}"
                 its_owners = [owners[index] for index in run]
-                self.whole.append(WholeBucket([members[index] for index in run], its_owners, title, self._contract))
-                buckets.append(self.whole[-1])
-        return {id(place.param): place for bucket in buckets for place in bucket.places}
+                self.full_param.append(
+                    FullParamBucket([members[index] for index in run], its_owners, title, self._contract)
+                )
+                buckets.append(self.full_param[-1])
+        return {id(place.param): place for bucket in buckets for place in bucket.placements}
 
     def _choose_owners(self, numels: Sequence[int], group: Group, trains: bool) -> list[int]:
         loads = self._loads_of(group, trains)
@@ -210,12 +216,12 @@ class Sorter:
         return self._loads.setdefault((group.ranks, trains), [0] * group.size)
 
 
-def read_by_strides(params: Iterable[Tensor]) -> set[Tensor]:
+def params_with_ddp_strides(params: Iterable[Tensor]) -> set[Tensor]:
     """Returns the parameters whose strides must stay, since DistributedDataParallel has them already.
 
     It has noted their strides, if they fill their memory, and reads gradients of other strides in a wrong order.
     """
-    strided = {p for p in params if unit_shard_of(p) is None and not p.is_contiguous() and _fills_its_memory(p)}
+    strided = {p for p in params if unit_shard_of(p) is None and not p.is_contiguous() and _is_dense(p)}
     if not strided:
         return set()
     # Nothing says of a parameter who wraps it, and the wrapper may be older than the import of this package.
@@ -223,12 +229,12 @@ def read_by_strides(params: Iterable[Tensor]) -> set[Tensor]:
     return strided.intersection(param for wrapper in wrappers for param in wrapper.parameters())
 
 
-def _fills_its_memory(tensor: Tensor) -> bool:
+def _is_dense(tensor: Tensor) -> bool:
     """Whether its elements stand side by side, in any order of the dimensions."""
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
-def refuse_parts(groups: Sequence[Mapping[str, Any]], ranks: Group, first: int = 0) -> None:
+def check_no_layer_shards(groups: Sequence[Mapping[str, Any]], ranks: Group, first: int = 0) -> None:
     """Refuses parameters that layers have divided between ranks of this group, whose parts it would mix.
 
     Args:
@@ -241,11 +247,11 @@ def refuse_parts(groups: Sequence[Mapping[str, Any]], ranks: Group, first: int =
     """
     for number, group in enumerate(groups, first):
         params = group["params"]
-        named = ((name_of(group, number, index), param) for index, param in enumerate(params))
+        named = ((param_name(group, number, index), param) for index, param in enumerate(params))
         check_undivided(named, ranks, "OSS")
 
 
-def lines_of_groups(groups: Sequence[Mapping[str, Any]], first: int = 0) -> Iterator[str]:
+def describe_groups(groups: Sequence[Mapping[str, Any]], first: int = 0) -> Iterator[str]:
     """Yields what all ranks must have alike of each parameter.
 
     Args:
@@ -259,15 +265,15 @@ def lines_of_groups(groups: Sequence[Mapping[str, Any]], first: int = 0) -> Iter
         for index, param in enumerate(group["params"]):
             if is_lazy(param):
                 raise ValueError(
-                    f"OSS: '{name_of(group, number, index)}' has no shape yet: run the model once, model(batch), "
+                    f"OSS: '{param_name(group, number, index)}' has no shape yet: run the model once, model(batch), "
                     "and build OSS(...) then"
                 )
             shard = unit_shard_of(param)
             shape = f"{tuple(param.shape)}" if shard is None else f"shard of {shard.shape}"
-            yield f"{name_of(group, number, index)} {shape} {param.dtype} trains={param.requires_grad}"
+            yield f"{param_name(group, number, index)} {shape} {param.dtype} trains={param.requires_grad}"
 
 
-def name_of(group: Mapping[str, Any], number: int, index: int) -> str:
+def param_name(group: Mapping[str, Any], number: int, index: int) -> str:
     """What errors call a parameter that is whole: its name, where it was given one."""
     names = group.get("param_names")
     if names:

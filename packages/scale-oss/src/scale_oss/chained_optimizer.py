@@ -73,7 +73,7 @@ def split_by(
         TypeError: As in `OSS`.
     """
     recipes = {"matrix": matrix, "other": other}
-    sorted_params = _sort(model, other_names)
+    sorted_params = _split_params(model, other_names)
     for kind, params in sorted_params.items():
         if not params:
             single = recipes["other" if kind == "matrix" else "matrix"][0].__name__
@@ -116,7 +116,7 @@ class SplitOptimizer(Optimizer):
         self._model, self._other_names = model, tuple(other_names)
         self._built = False
         super().__init__([{"params": group["params"]} for each in self.optimizers for group in each.param_groups], {})
-        self._follow_groups()
+        self._sync_param_groups()
         self._built = True
 
     @property
@@ -168,7 +168,7 @@ class SplitOptimizer(Optimizer):
         wanted = {id(param) for param in listed}
         chosen = {
             kind: [(name, param) for name, param in params if id(param) in wanted]
-            for kind, params in _sort(self._model, self._other_names).items()
+            for kind, params in _split_params(self._model, self._other_names).items()
         }
         found = {id(param) for params in chosen.values() for _, param in params}
         known = {id(param) for group in self.param_groups for param in group["params"]}
@@ -181,7 +181,7 @@ class SplitOptimizer(Optimizer):
         for kind, optimizer in zip(_KINDS, self.optimizers, strict=True):
             if chosen[kind]:
                 optimizer.add_param_group({**options, "params": chosen[kind]})
-        self._follow_groups()
+        self._sync_param_groups()
 
     # The state.
 
@@ -207,23 +207,23 @@ class SplitOptimizer(Optimizer):
                 f"expected the states of both optimizers, {{'matrix': ..., 'other': ...}}, got {keys}: plain ones load "
                 "as {'matrix': muon.state_dict(), 'other': adamw.state_dict()}"
             )
-        checked = [each.checked_state(state_dict[kind]) for kind, each in zip(_KINDS, self.optimizers, strict=True)]
+        checked = [each.check_state_dict(state_dict[kind]) for kind, each in zip(_KINDS, self.optimizers, strict=True)]
         for optimizer, local in zip(self.optimizers, checked, strict=True):
-            optimizer.take_state(local)
+            optimizer.load_checked(local)
 
     def state_holding(self, holding: Holding) -> Holding:
         """See `OSS.state_holding`."""
         for optimizer in self.optimizers:
-            if optimizer.has(holding.owner):
+            if optimizer.holds(holding.owner):
                 return optimizer.state_holding(holding)
         raise ValueError(f"'{holding.name}' is with neither optimizer")
 
-    def _follow_groups(self) -> None:
+    def _sync_param_groups(self) -> None:
         self.param_groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        self.state = _State(self.optimizers)  # type: ignore[assignment]  # a mapping, as torch uses it
+        self.state = _ChainedState(self.optimizers)  # type: ignore[assignment]  # a mapping, as torch uses it
 
 
-class _State(MutableMapping[Tensor, Any]):
+class _ChainedState(MutableMapping[Tensor, Any]):
     """The states of several optimizers."""
 
     def __init__(self, optimizers: Sequence[OSS]) -> None:
@@ -238,7 +238,7 @@ class _State(MutableMapping[Tensor, Any]):
     def __setitem__(self, key: Tensor, value: Any) -> None:
         for optimizer in self._optimizers:
             stepped = (param for group in optimizer.optim.param_groups for param in group["params"])
-            if optimizer.has(key) or any(key is param for param in stepped):
+            if optimizer.holds(key) or any(key is param for param in stepped):
                 optimizer.state[key] = value
                 return
         raise KeyError(key)
@@ -258,7 +258,7 @@ class _State(MutableMapping[Tensor, Any]):
         return sum(len(optimizer.state) for optimizer in self._optimizers)
 
 
-def _sort(model: nn.Module, other_names: Sequence[str]) -> dict[str, list[tuple[str, nn.Parameter]]]:
+def _split_params(model: nn.Module, other_names: Sequence[str]) -> dict[str, list[tuple[str, nn.Parameter]]]:
     """The named parameters of each kind."""
     named = list(model.named_parameters())
     embeddings = {

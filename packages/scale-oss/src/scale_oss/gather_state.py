@@ -20,7 +20,7 @@ from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import Event, message_tag
 from scale_core.tree import map_tensors
 from scale_oss.partition import group_in_buckets
-from scale_oss.state_placement import Place, Range
+from scale_oss.state_placement import Range, StatePlacement
 
 State = dict[Any, Any]
 """What an optimizer keeps for one parameter: tensors, numbers, and containers of them."""
@@ -45,7 +45,7 @@ class Recipient(NamedTuple):
 
 
 def gather_states(
-    places: Sequence[Place],
+    placements: Sequence[StatePlacement],
     states: Mapping[Tensor, State],
     recipient: Recipient,
     contract: Contract,
@@ -54,7 +54,7 @@ def gather_states(
     """Gathers the state of each parameter on the host. All ranks call it together.
 
     Args:
-        places: Of all parameters.
+        placements: Of all parameters.
         states: This rank's, by what its optimizer steps on.
         recipient: Who gets it.
         contract: Under which the ranks wait for each other.
@@ -70,33 +70,33 @@ def gather_states(
     """
     found: dict[int, State] = {}
     by_group: dict[Group, list[int]] = {}
-    for number, place in enumerate(places):
-        by_group.setdefault(place.group, []).append(number)
+    for number, placement in enumerate(placements):
+        by_group.setdefault(placement.group, []).append(number)
     for group, numbers in by_group.items():
         if not recipient.members(group):
             continue
-        for run in group_in_buckets([_numel(places[number]) for number in numbers], bucket_numel):
-            members = {numbers[index]: places[numbers[index]] for index in run}
-            found.update(_Gathering(members, states, group, recipient.members(group), contract).run())
+        for run in group_in_buckets([_numel(placements[number]) for number in numbers], bucket_numel):
+            members = {numbers[index]: placements[numbers[index]] for index in run}
+            found.update(_StateGather(members, states, group, recipient.members(group), contract).run())
     return found
 
 
-class _Gathering:
+class _StateGather:
     """One bucket on its way to the recipients."""
 
     def __init__(
         self,
-        places: Mapping[int, Place],
+        placements: Mapping[int, StatePlacement],
         states: Mapping[Tensor, State],
         group: Group,
         recipients: Sequence[int],
         contract: Contract,
     ) -> None:
-        self._places, self._group, self._contract = places, group, contract
+        self._placements, self._group, self._contract = placements, group, contract
         self._mine = {
-            number: states[place.stepped]
-            for number, place in places.items()
-            if place.stepped is not None and states.get(place.stepped)
+            number: states[placement.optimizer_param]
+            for number, placement in placements.items()
+            if placement.optimizer_param is not None and states.get(placement.optimizer_param)
         }
         self._recipients, self._receives = recipients, group.rank in recipients
 
@@ -127,55 +127,55 @@ class _Gathering:
         told = {
             number: self._described(number, state)
             for number, state in self._mine.items()
-            if not problems and self._places[number].first_holder == self._group.rank
+            if not problems and self._placements[number].first_holder == self._group.rank
         }
         found: dict[int, State] = {}
-        for text in self._tell(pickle.dumps(told).decode("latin-1")):
+        for text in self._exchange_text(pickle.dumps(told).decode("latin-1")):
             found.update(pickle.loads(text.encode("latin-1")))
         if not problems:
             problems = "\n".join(self._disagreements(found))
-        if raised := [f"{text} (on rank {rank})" for rank, text in enumerate(self._tell(problems)) if text]:
+        if raised := [f"{text} (on rank {rank})" for rank, text in enumerate(self._exchange_text(problems)) if text]:
             raise ValueError(raised[0])
         return dict(sorted(found.items()))
 
     def _problems(self) -> Iterator[str]:
         for number, state in self._mine.items():
-            place = self._places[number]
-            if place.owner is not None or place.stepped is None:
+            placement = self._placements[number]
+            if placement.owner is not None or placement.optimizer_param is None:
                 continue
             for tensor in large_tensors_in(state):
-                if tensor.shape != place.stepped.shape:
+                if tensor.shape != placement.optimizer_param.shape:
                     yield (
-                        f"the optimizer keeps a tensor of shape {tuple(tensor.shape)} for '{place.name}', of which "
-                        f"this rank has {tuple(place.stepped.shape)}: expected that shape, or a number; an optimizer "
+                        f"the optimizer keeps a tensor of shape {tuple(tensor.shape)} for '{placement.name}', of which "
+                        f"this rank has {tuple(placement.optimizer_param.shape)}: expected that shape, or a number; an optimizer "
                         "that needs whole tensors is built by OSS(..., elementwise=False)"
                     )
 
     def _disagreements(self, found: Mapping[int, State]) -> Iterator[str]:
         for number, state in self._mine.items():
-            if not _alike(self._described(number, state), found.get(number, {})):
+            if not _same_state(self._described(number, state), found.get(number, {})):
                 yield (
-                    f"the optimizer's state of '{self._places[number].name}' is not the same on all ranks that hold a "
+                    f"the optimizer's state of '{self._placements[number].name}' is not the same on all ranks that hold a "
                     "part of it: all ranks must step together"
                 )
         for number in sorted(found.keys() - self._mine.keys()):
-            place = self._places[number]
-            if place.owner is None and place.stepped is not None:
-                yield f"this rank has no optimizer state of '{place.name}', others have: all ranks must step together"
+            placement = self._placements[number]
+            if placement.owner is None and placement.optimizer_param is not None:
+                yield f"this rank has no optimizer state of '{placement.name}', others have: all ranks must step together"
 
     def _described(self, number: int, state: State) -> State:
-        place = self._places[number]
+        placement = self._placements[number]
 
         def describe(tensor: Tensor) -> Tensor:
             if tensor.ndim == 0:
                 return tensor.detach().to("cpu", copy=True)
-            shape = tensor.shape if place.owner is not None else place.shape
+            shape = tensor.shape if placement.owner is not None else placement.shape
             return torch.empty(shape, dtype=tensor.dtype, device="meta")
 
         described: State = map_tensors(describe, dict(state))
         return described
 
-    def _tell(self, text: str) -> list[str]:
+    def _exchange_text(self, text: str) -> list[str]:
         with self._contract.waiting(Event("optimizer state", "")):
             return exchange_text(text, self._group, limit_seconds=self._contract.limit_seconds)
 
@@ -185,7 +185,7 @@ class _Gathering:
         """One tensor of each of these parameters' states, on the host, by the `id` of what describes it."""
         held = {number: self._held(number, tensor) for number, tensor in described.items()}
         sizes = [sum(held[number][rank].numel for number in described) for rank in range(self._group.size)]
-        device = next(iter(self._places.values())).param.device
+        device = next(iter(self._placements.values())).param.device
         mine = [
             large_tensors_in(self._mine[number])[turn].detach().to(device).reshape(-1)
             for number in described
@@ -206,10 +206,10 @@ class _Gathering:
 
     def _held(self, number: int, tensor: Tensor) -> Sequence[Range]:
         """Which elements of a state each rank has."""
-        place = self._places[number]
-        if place.owner is None:
-            return place.ranges
-        return [Range(0, tensor.numel() if rank == place.owner else 0) for rank in range(self._group.size)]
+        placement = self._placements[number]
+        if placement.owner is None:
+            return placement.ranges
+        return [Range(0, tensor.numel() if rank == placement.owner else 0) for rank in range(self._group.size)]
 
     def _send(self, source: Tensor, sizes: Sequence[int], event: Event) -> list[Tensor]:
         """Sends `source` to the recipients; returns what came from each rank, or nothing."""
@@ -226,8 +226,8 @@ class _Gathering:
         return list(whole.split(list(sizes))) if self._receives else []
 
 
-def _numel(place: Place) -> int:
-    return max(1, sum(held.numel for held in place.ranges))
+def _numel(placement: StatePlacement) -> int:
+    return max(1, sum(held.numel for held in placement.ranges))
 
 
 def large_tensors_in(state: Any) -> list[Tensor]:
@@ -246,17 +246,17 @@ def large_tensors_in(state: Any) -> list[Tensor]:
 _ANY = torch.zeros(())
 
 
-def _alike(one: State, other: State) -> bool:
+def _same_state(one: State, other: State) -> bool:
     """Whether two descriptions say the same."""
-    (form, tensors), (other_form, others) = _taken_apart(one), _taken_apart(other)
+    (form, tensors), (other_form, others) = _without_tensors(one), _without_tensors(other)
     return (list(one), form) == (list(other), other_form) and all(
         a.shape == b.shape and a.dtype == b.dtype and (a.is_meta or torch.equal(a, b) or bool(a.isnan() & b.isnan()))
         for a, b in zip(tensors, others, strict=True)
     )
 
 
-def _taken_apart(state: State) -> tuple[State, list[Tensor]]:
-    """A state with one and the same tensor in all places, and those that stood there."""
+def _without_tensors(state: State) -> tuple[State, list[Tensor]]:
+    """A state with one and the same tensor in all placements, and those that stood there."""
     tensors: list[Tensor] = []
 
     def take(tensor: Tensor) -> Tensor:

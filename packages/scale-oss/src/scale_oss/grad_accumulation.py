@@ -14,23 +14,23 @@ import torch
 from torch import Tensor, nn
 
 
-class Sums:
-    """The sums of one rank, around the backward pass that runs now.
+class GradAccumulation:
+    """The accumulation of one rank, around the backward pass that runs now.
 
     Args:
-        begins: Called when a sum is set aside, inside of the pass, so that its end is seen; and not held here.
+        on_set_aside: Called when a sum is set aside, inside of the pass, so that its end is seen; and not held here.
 
     Attributes:
         brought: The parameters that this pass has brought a gradient to, by id; whoever sees it come enters it.
-        aside: The sums that were set aside, with their parameters, by the parameters' ids.
+        aside: The accumulation that were set aside, with their parameters, by the parameters' ids.
     """
 
-    def __init__(self, begins: Callable[[], None]) -> None:
-        self._begins = weakref.WeakMethod(begins)
+    def __init__(self, on_set_aside: Callable[[], None]) -> None:
+        self._on_set_aside = weakref.WeakMethod(on_set_aside)
         self._watched: set[int] = set()
-        self.brought: dict[int, nn.Parameter] = {}
-        self.aside: dict[int, tuple[nn.Parameter, Tensor]] = {}
-        self._joined: set[int] = set()  # The sum that was set aside is in what this pass has made, too.
+        self.seen: dict[int, nn.Parameter] = {}
+        self.sums: dict[int, tuple[nn.Parameter, Tensor]] = {}
+        self._merged: set[int] = set()  # The sum that was set aside is in what this pass has made, too.
 
     def watch(self, param: nn.Parameter) -> None:
         """Sets a sum that this parameter has aside before the next gradient comes to it, from now on."""
@@ -39,18 +39,18 @@ class Sums:
             held, its_param = weakref.ref(self), weakref.ref(param)  # A hook in a cycle would keep both alive.
 
             def before(_: Tensor) -> None:
-                sums, param = held(), its_param()
-                if sums is not None and param is not None and param.grad is not None:
-                    sums._make_room(param)
+                accumulation, param = held(), its_param()
+                if accumulation is not None and param is not None and param.grad is not None:
+                    accumulation._set_aside(param)
 
             param.register_hook(before)
 
-    def take(self, param: nn.Parameter) -> Tensor | None:
+    def pop(self, param: nn.Parameter) -> Tensor | None:
         """Returns a parameter's sum for the reduction, once in a pass; it is kept until `forget`."""
-        if id(param) in self._joined:
+        if id(param) in self._merged:
             return None
-        self._joined.add(id(param))
-        return self.aside[id(param)][1]
+        self._merged.add(id(param))
+        return self.sums[id(param)][1]
 
     def lend(self, param: nn.Parameter, *, copied: bool) -> None:
         """Keeps a sum that is reduced as it stands in `param.grad`, since this pass has brought nothing to it.
@@ -60,45 +60,47 @@ class Sums:
             copied: The reduction uses up what it is given.
         """
         assert param.grad is not None, "there is no sum to lend"
-        self.aside[id(param)] = param, param.grad
-        self._joined.add(id(param))
+        self.sums[id(param)] = param, param.grad
+        self._merged.add(id(param))
         if copied:
             param.grad = param.grad.clone()
 
-    def join(self) -> None:
-        """The pass has gone well and was not reduced: its gradients join the sums."""
+    def merge(self) -> None:
+        """The pass has gone well and was not reduced: its gradients join the accumulation."""
         with torch.no_grad():
-            for key, (param, aside) in self.aside.items():
-                if key not in self._joined:
+            for key, (param, aside) in self.sums.items():
+                if key not in self._merged:
                     param.grad = aside if param.grad is None else _added(aside, param.grad)
-        self.forget()
+        self.clear()
 
-    def restore(self) -> None:
+    def rollback(self) -> None:
         """The pass has failed: all is as before it."""
-        for param in self.brought.values():
+        for param in self.seen.values():
             param.grad = None
-        for param, aside in self.aside.values():
+        for param, aside in self.sums.values():
             param.grad = aside
-        self.forget()
+        self.clear()
 
-    def forget(self) -> None:
-        """The sums were reduced."""
-        self.brought, self.aside, self._joined = {}, {}, set()
+    def clear(self) -> None:
+        """The accumulation were reduced."""
+        self.seen, self.sums, self._merged = {}, {}, set()
 
-    def _make_room(self, param: nn.Parameter) -> None:
+    def _set_aside(self, param: nn.Parameter) -> None:
         key = id(param)
-        if key in self.aside:
-            if key not in self._joined:
+        if key in self.sums:
+            if key not in self._merged:
                 # The second gradient in one pass, as of reentrant checkpoints: each is added to all before it.
-                self._joined.add(key)
+                self._merged.add(key)
                 with torch.no_grad():
                     assert param.grad is not None
-                    param.grad = _added(self.aside[key][1].clone(), param.grad)
-        elif key not in self.brought:
-            begins = self._begins()
-            assert param.grad is not None and begins is not None, "asked to make room for a gradient that is not there"
-            begins()
-            self.aside[key], param.grad = (param, param.grad), None
+                    param.grad = _added(self.sums[key][1].clone(), param.grad)
+        elif key not in self.seen:
+            on_set_aside = self._on_set_aside()
+            assert param.grad is not None and on_set_aside is not None, (
+                "asked to make room for a gradient that is not there"
+            )
+            on_set_aside()
+            self.sums[key], param.grad = (param, param.grad), None
 
 
 def _added(total: Tensor, grad: Tensor) -> Tensor:

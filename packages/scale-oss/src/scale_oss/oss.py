@@ -25,10 +25,10 @@ from scale_core.consistency.execution_order import Event, message_tag
 from scale_core.optim.clip_grad import check_max_norm, clip_factor, grad_norm
 from scale_core.optim.step_checks import step_for_all
 from scale_core.optim.traits import KINDS, check_kind, constructor_arguments, works_by_element
-from scale_oss.bucketing import Sorter, lines_of_groups, refuse_parts
-from scale_oss.full_param_bucket import WholeBucket
+from scale_oss.bucketing import BucketAssigner, check_no_layer_shards, describe_groups
+from scale_oss.full_param_bucket import FullParamBucket
 from scale_oss.state_by_param import StateByParam
-from scale_oss.state_dict import WithState
+from scale_oss.state_dict import OSSStateDictMixin
 from scale_oss.state_placement import ranks_of_shards
 
 _MASTER = "master_param"
@@ -37,7 +37,7 @@ BUCKET_NUMEL = 2**23
 """Elements of a bucket: some tens of megabytes, enough for full speed and little beside a model."""
 
 
-class OSS(WithState):
+class OSS(OSSStateDictMixin):
     """Optimizer state sharding: wraps any optimizer, and is one to schedulers, scalers and loops.
 
         >>> import torch
@@ -82,7 +82,7 @@ class OSS(WithState):
         group: The ranks.
         buckets: The parameters that are whole on every rank, in the order in which they were given.
         in_place_buckets: The shards that are stepped on where they are.
-        whole_buckets: The shards that are put together for the step.
+        full_param_buckets: The shards that are put together for the step.
         waits_by_itself: `step` returns with whole parameters; otherwise whoever uses them next calls `wait`.
         gets_reduced_gradients: Gradients are averaged into the pieces, bucket by bucket, by somebody else.
         reduced_by: Who does so.
@@ -122,13 +122,13 @@ class OSS(WithState):
         self.reduced_by: weakref.ref[nn.Module] | None = None
         super().__init__(params, dict(defaults))
         self.group = ranks_of_shards(self._all_params()) if group is None else group_of(group)
-        refuse_parts(self.param_groups, self.group)
+        check_no_layer_shards(self.param_groups, self.group)
         self.contract = Contract(self.group, limit_seconds)
         how = (
             f"{optim.__name__}, elementwise={self.elementwise}, together={together}, {bucket_numel} elements per bucket"
         )
-        self.contract.agree("the parameters given to OSS", [how, *lines_of_groups(self.param_groups)])
-        self._sorter = Sorter(
+        self.contract.agree("the parameters given to OSS", [how, *describe_groups(self.param_groups)])
+        self._assigner = BucketAssigner(
             self.group,
             self.contract,
             optim.__name__,
@@ -137,17 +137,17 @@ class OSS(WithState):
             together=together,
             bucket_numel=bucket_numel,
         )
-        self.buckets = self._sorter.replicated
-        self.in_place_buckets = self._sorter.in_place
-        self.whole_buckets = self._sorter.whole
-        self.optim = self._build(self._sorter.add(self.param_groups), defaults)
+        self.buckets = self._assigner.replicated
+        self.in_place_buckets = self._assigner.in_place
+        self.full_param_buckets = self._assigner.full_param
+        self.optim = self._build_optimizer(self._assigner.add(self.param_groups), defaults)
         self.defaults = self.optim.defaults
         copy_options(self.optim.param_groups, self.param_groups)
-        self.state = StateByParam(self.optim, self._sorter.places)
-        self._look_for_state()
+        self.state = StateByParam(self.optim, self._assigner.placements)
+        self._check_initial_state()
         self._built = True
 
-    def _build(self, groups: list[dict[str, Any]], defaults: dict[str, Any]) -> Optimizer:
+    def _build_optimizer(self, groups: list[dict[str, Any]], defaults: dict[str, Any]) -> Optimizer:
         """The optimizer of this rank's part, which may refuse it, as Muon refuses what is no matrix."""
         made = do_alike(
             lambda: self._optim_class(groups, **constructor_arguments(self._optim_class, defaults)),
@@ -182,15 +182,15 @@ class OSS(WithState):
             with torch.enable_grad():
                 loss = closure()
         self._consolidated, self._is_empty = None, False
-        self._follow_parameters()
-        self.take_gradients()
-        for bucket in self.whole_buckets:
+        self._resync_storage()
+        self.shard_grads()
+        for bucket in self.full_param_buckets:
             bucket.prepare()
         copy_options(self.param_groups, self.optim.param_groups)
-        self._update(kwargs)
+        self._step_optimizer(kwargs)
         copy_options(self.optim.param_groups, self.param_groups)
         for shards in self.in_place_buckets:
-            shards.publish()
+            shards.mark_updated()
         if self.waits_by_itself or profiler_runs():  # Nothing may be on its way when a profiler ends.
             self.wait()
         return loss
@@ -199,7 +199,7 @@ class OSS(WithState):
         """Clears the gradients of the parameters, and of this rank's pieces of them."""
         super().zero_grad(set_to_none)
         for bucket in self.buckets:
-            bucket.clear_gradients(set_to_none=set_to_none)
+            bucket.zero_grad(set_to_none=set_to_none)
 
     def clip_grad_norm(
         self,
@@ -260,21 +260,21 @@ class OSS(WithState):
         group = self.param_groups[number]
         what = f"a group of {self._optim_class.__name__}"
         try:
-            refuse_parts([group], self.group, number)
-            self.contract.agree("a parameter group added to OSS", list(lines_of_groups([group], number)))
-            (stepped,) = self._sorter.add([group], number)
+            check_no_layer_shards([group], self.group, number)
+            self.contract.agree("a parameter group added to OSS", list(describe_groups([group], number)))
+            (stepped,) = self._assigner.add([group], number)
             do_alike(lambda: self.optim.add_param_group(stepped), what, self.contract)
         except BaseException:
             del self.param_groups[number:], self.optim.param_groups[number:]
-            self._sorter.take_back(group["params"])
+            self._assigner.rollback(group["params"])
             raise
         self._consolidated = None
-        self._look_for_state()  # Always: one rank alone may have looked at its state, and take it for changed.
+        self._check_initial_state()  # Always: one rank alone may have looked at its state, and take it for changed.
         copy_options(self.optim.param_groups[-1:], [group])
 
     def partition_parameters(self) -> list[list[dict[str, Any]]]:
         """Returns, by rank, the parameter groups with those parameters of which the rank updates some part."""
-        everyones = self._sorter.updated_by()
+        everyones = self._assigner.params_by_rank()
         return [
             [{**group, "params": [p for p in group["params"] if id(p) in updated]} for group in self.param_groups]
             for updated in everyones
@@ -288,19 +288,19 @@ class OSS(WithState):
     @property
     def local_params(self) -> list[nn.Parameter]:
         """What this rank has of the parameters' gradients when they are averaged: pieces, and shards as they are."""
-        pieces = [piece for bucket in self.buckets for piece in bucket.stepped]
-        return pieces + [param for bucket in self._sorter.of_shards for param in bucket.params]
+        pieces = [piece for bucket in self.buckets for piece in bucket.optimizer_params]
+        return pieces + [param for bucket in self._assigner.shard_buckets for param in bucket.params]
 
     def measured(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
         """Yields each parameter and what has its averaged gradient on this rank, in an order that all ranks have."""
         for bucket in self.buckets:
             yield from zip(bucket.params, bucket.pieces, strict=True)
-        for shards in self._sorter.of_shards:
+        for shards in self._assigner.shard_buckets:
             yield from zip(shards.params, shards.params, strict=True)
 
     # What the step is made of, in order.
 
-    def _follow_parameters(self) -> None:
+    def _resync_storage(self) -> None:
         """Takes over what was put elsewhere or written since the last step, and unrounded parameters that were loaded.
 
         Raises:
@@ -308,15 +308,15 @@ class OSS(WithState):
         """
         states = self.optim.state
         for bucket in self.buckets:
-            bucket.follow_parameters()
-            for piece in bucket.stepped:
+            bucket.resync_storage()
+            for piece in bucket.optimizer_params:
                 master = states[piece].get(_MASTER) if piece in states else None
                 if master is not None and not master.is_set_to(piece.data):
                     bucket.load_master(piece, master, torch.float16)
                     states[piece][_MASTER] = piece.data
-            bucket.take_written()
+            bucket.sync_master()
 
-    def take_gradients(self) -> None:
+    def shard_grads(self) -> None:
         """Lets pieces have their part of averaged gradients, where these are not reduced into them.
 
         Raises:
@@ -324,7 +324,7 @@ class OSS(WithState):
         """
         for bucket in self.buckets:
             if not self.gets_reduced_gradients:
-                bucket.take_whole_gradients()
+                bucket.shard_full_grads()
                 continue
             for name, param in zip(bucket.names, bucket.params, strict=True):
                 if param.grad is not None:
@@ -332,40 +332,42 @@ class OSS(WithState):
                         f"the gradient of '{name}', accumulated under no_sync(), has not been reduced: call "
                         "model.reduce(), or run the last backward() before the step outside of no_sync()"
                     )
-            bucket.take_again()
+            bucket.restore_consumed_grads()
 
-    def _update(self, kwargs: Mapping[str, Any]) -> None:
+    def _step_optimizer(self, kwargs: Mapping[str, Any]) -> None:
         """Steps on this rank's parts, and sends those of which others have the rest."""
-        here = [param for shards in self.in_place_buckets for param in shards.stepped]
-        parts = [bucket.stepped for bucket in self.buckets]
-        if self._optim_class in KINDS and len(parts) > 1 and not self.whole_buckets and not self.together:
-            step_in_turn(self.optim, [*parts, here], self._send, self.contract, kwargs)
+        here = [param for shards in self.in_place_buckets for param in shards.optimizer_params]
+        parts = [bucket.optimizer_params for bucket in self.buckets]
+        if self._optim_class in KINDS and len(parts) > 1 and not self.full_param_buckets and not self.together:
+            step_bucket_by_bucket(self.optim, [*parts, here], self._gather_bucket, self.contract, kwargs)
             return
         # Of what is not known it is not known either whether it bears several steps in place of one.
         if self.together:
             step_on_one_rank(self.optim, self.contract, kwargs)
-        elif self.whole_buckets:
+        elif self.full_param_buckets:
             here += [param for params in parts for param in params]
             some_are_here = bool(parts or self.in_place_buckets)
-            step_by_buckets(self.optim, here if some_are_here else None, self.whole_buckets, self.contract, kwargs)
+            step_full_param_buckets(
+                self.optim, here if some_are_here else None, self.full_param_buckets, self.contract, kwargs
+            )
         else:
             self.optim.step(**kwargs)
         for number in range(len(parts)):
-            self._send(number)
+            self._gather_bucket(number)
 
-    def _send(self, number: int) -> None:
+    def _gather_bucket(self, number: int) -> None:
         """Starts to give all ranks what each has updated of a bucket; the last number is that of the shards."""
         if number == len(self.buckets):
             return
         bucket = self.buckets[number]
-        if bucket.is_due:
+        if bucket.needs_gather:
             in_half = self.broadcast_fp16 and bucket.dtype == torch.float32
-            bucket.publish(message_tag(bucket.gather_event), torch.float16 if in_half else None)
+            bucket.all_gather(message_tag(bucket.gather_event), torch.float16 if in_half else None)
             if bucket.master is not None:  # This rank alone has it unrounded, so it is saved with the state.
-                for piece in bucket.stepped:
+                for piece in bucket.optimizer_params:
                     if piece.grad is not None:
                         self.optim.state.setdefault(piece, {})[_MASTER] = piece.data
-        bucket.use_up()
+        bucket.consume_grads()
 
 
 def copy_options(source: Sequence[Mapping[str, Any]], target: Sequence[dict[str, Any]]) -> None:
@@ -390,7 +392,7 @@ def step_on_one_rank(optim: Optimizer, contract: Contract, kwargs: Mapping[str, 
     copy_options(pickle.loads(bytes.fromhex(told)), optim.param_groups)
 
 
-def step_in_turn(
+def step_bucket_by_bucket(
     optim: Optimizer,
     parts: Sequence[Sequence[nn.Parameter]],
     stepped_on: Callable[[int], None],
@@ -410,7 +412,7 @@ def step_in_turn(
     try:
         for number, params in enumerate(parts):
             if params:
-                stepped = _step_on(optim, params, kwargs)
+                stepped = _step_params(optim, params, kwargs)
             stepped_on(number)
     except BaseException as error:
         contract.report_failure(error)
@@ -418,10 +420,10 @@ def step_in_turn(
     copy_options(stepped, groups)
 
 
-def step_by_buckets(
+def step_full_param_buckets(
     optim: Optimizer,
     here: Sequence[nn.Parameter] | None,
-    buckets: Sequence[WholeBucket],
+    buckets: Sequence[FullParamBucket],
     contract: Contract,
     kwargs: Mapping[str, Any],
 ) -> None:
@@ -440,11 +442,13 @@ def step_by_buckets(
     groups = stepped = optim.param_groups
     try:
         if here is not None:
-            stepped = _step_on(optim, here, kwargs)
+            stepped = _step_params(optim, here, kwargs)
         for bucket in buckets:
-            if bucket.fetch():
-                stepped = _step_on(optim, [whole for whole in bucket.stepped if whole.grad is not None], kwargs)
-                bucket.give_back()
+            if bucket.gather_to_owners():
+                stepped = _step_params(
+                    optim, [whole for whole in bucket.optimizer_params if whole.grad is not None], kwargs
+                )
+                bucket.scatter_to_shards()
     except BaseException as error:
         for bucket in buckets:
             bucket.release()
@@ -453,7 +457,7 @@ def step_by_buckets(
     copy_options(stepped, groups)
 
 
-def _step_on(optim: Optimizer, params: Sequence[nn.Parameter], kwargs: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _step_params(optim: Optimizer, params: Sequence[nn.Parameter], kwargs: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Lets the optimizer step on these alone; returns its groups as it has left them.
 
     What it counts in its groups, and not for each parameter, begins from the same number in each bucket.
@@ -485,7 +489,7 @@ def clip_together(
         )
     chosen: list[tuple[nn.Parameter, nn.Parameter]] = []  # whose gradient is measured, and whose is scaled
     for optimizer in optimizers:
-        optimizer.take_gradients()
+        optimizer.shard_grads()
         reduced = optimizer.gets_reduced_gradients
         # Of whole gradients all is scaled, so that every rank sees the same ones.
         chosen += [(piece, piece if reduced else p) for p, piece in optimizer.measured() if id(p) in wanted]

@@ -27,7 +27,7 @@ _CONTAINERS = (
 )
 
 
-class Waiting:
+class GatherWait:
     """What one module waits for.
 
     Args:
@@ -40,7 +40,7 @@ class Waiting:
         self._buckets, self._contract = buckets, contract
         self.has_run = has_run
 
-    def before_forward(self, *_: Any) -> None:
+    def pre_forward(self, *_: Any) -> None:
         """A hook of the module."""
         self.has_run = True
         for bucket in self._buckets:
@@ -70,29 +70,29 @@ class Waiting:
                 "a module was copied or pickled while its parameters were still on their way from the other ranks: "
                 "call optimizer.wait() before, on all ranks, or build ShardedDataParallel(..., overlap_gather=False)"
             )
-        return Waiting, ((), None)
+        return GatherWait, ((), None)
 
 
-class Rest:
+class RootGatherWait:
     """What is waited for before the whole model runs: whatever has not been seen to run by itself.
 
     Attributes:
-        waitings: Of all modules.
+        waits: Of all modules.
     """
 
-    def __init__(self, waitings: Iterable[Waiting] = ()) -> None:
-        self.waitings = list(waitings)
+    def __init__(self, waits: Iterable[GatherWait] = ()) -> None:
+        self.waits = list(waits)
 
     def __call__(self, *_: Any) -> None:
-        for waiting in self.waitings:
+        for waiting in self.waits:
             if not waiting.has_run:
                 waiting.wait()
 
     def __reduce__(self) -> Any:
-        return Rest, ()
+        return RootGatherWait, ()
 
 
-def wait_where_used(model: nn.Module, buckets: Sequence[Bucket], contract: Contract) -> list[Waiting]:
+def register_gather_waits(model: nn.Module, buckets: Sequence[Bucket], contract: Contract) -> list[GatherWait]:
     """Lets each module of a model wait for its parameters, before its forward and before its state is read or loaded.
 
     Args:
@@ -101,27 +101,27 @@ def wait_where_used(model: nn.Module, buckets: Sequence[Bucket], contract: Contr
         contract: What the ranks have promised each other.
 
     Returns:
-        What each of the modules waits for, for `Rest`.
+        What each of the modules waits for, for `RootGatherWait`.
     """
     places = {id(param): number for number, bucket in enumerate(buckets) for param in bucket.params}
     inside: set[nn.Module] = set()  # Others read their parameters, or may do so.
-    waitings = []
+    waits = []
     for module in model.modules():  # The outer ones first.
-        members = list(module.modules()) if _reads_past_children(module) else [module]
+        members = list(module.modules()) if _may_read_children(module) else [module]
         inside.update(members[1:])
         numbers = _numbers_in(members, places)
         if numbers:
-            waiting = Waiting([buckets[number] for number in numbers], contract, has_run=module in inside)
+            waiting = GatherWait([buckets[number] for number in numbers], contract, has_run=module in inside)
             # Before hooks that were there already: those of weight and spectral norm compute with parameters.
-            module.register_forward_pre_hook(waiting.before_forward, prepend=True)
+            module.register_forward_pre_hook(waiting.pre_forward, prepend=True)
             module.register_state_dict_pre_hook(waiting.wait)
             # What is loaded would be overwritten by what is still on its way.
             module.register_load_state_dict_pre_hook(waiting.wait)
-            waitings.append(waiting)
-    return waitings
+            waits.append(waiting)
+    return waits
 
 
-def _reads_past_children(module: nn.Module) -> bool:
+def _may_read_children(module: nn.Module) -> bool:
     """Whether this is one of torch's own that is more than a container, or made of one."""
     return any(base.__module__.startswith("torch.nn.") and base not in _CONTAINERS for base in type(module).__mro__)
 

@@ -17,7 +17,7 @@ from scale_core.flat.layout import Entry, FlatLayout, Span
 
 
 @dataclass(frozen=True)
-class Partition:
+class BucketPartition:
     """Where the parameters of a bucket stand in one flat buffer, and how it is cut between the ranks.
 
     Attributes:
@@ -52,7 +52,7 @@ class Partition:
         return sum(self.sizes[:rank])
 
 
-def cut_evenly(names: Sequence[str], shapes: Sequence[tuple[int, ...]], world_size: int) -> Partition:
+def cut_evenly(names: Sequence[str], shapes: Sequence[tuple[int, ...]], world_size: int) -> BucketPartition:
     """Cuts the parameters at rows, where that costs little padding, or else at elements.
 
     >>> partition = cut_evenly(["giant", "tiny"], [(1000, 10), (3,)], world_size=2)
@@ -63,12 +63,12 @@ def cut_evenly(names: Sequence[str], shapes: Sequence[tuple[int, ...]], world_si
     """
     layout = FlatLayout.plan(names, shapes, world_size)
     spans = tuple(tuple(layout.spans(rank)) for rank in range(world_size))
-    return Partition(tuple(layout.entries), (layout.shard_numel,) * world_size, spans)
+    return BucketPartition(tuple(layout.entries), (layout.shard_numel,) * world_size, spans)
 
 
 def give_whole(
     names: Sequence[str], shapes: Sequence[tuple[int, ...]], owners: Sequence[int], world_size: int
-) -> Partition:
+) -> BucketPartition:
     """Gives each parameter whole to its owner; those of one owner stand together.
 
     >>> partition = give_whole(["a", "b", "c"], [(2, 2), (3,), (5,)], owners=[1, 0, 1], world_size=2)
@@ -96,7 +96,7 @@ def give_whole(
         )
         for rank in range(world_size)
     )
-    return Partition(entries, sizes, spans, tuple(owners))
+    return BucketPartition(entries, sizes, spans, tuple(owners))
 
 
 def choose_owners(numels: Sequence[int], world_size: int, loads: Sequence[int] = ()) -> list[int]:

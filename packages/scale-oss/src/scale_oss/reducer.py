@@ -1,7 +1,7 @@
 """Backward passes: gradients on their way from each rank's own, whole, to its part of their average.
 
 A pass is watched from the first moment at which it touches the model to its end. Under `no_sync()` its gradients join
-the sums of the passes before it. Otherwise they are reduced, bucket by bucket (`one_pass`), and no optimizer sees
+the accumulation of the passes before it. Otherwise they are reduced, bucket by bucket (`one_pass`), and no optimizer sees
 anything of it until all ranks have come to the end. What happens where one does not is in `giving_up`.
 """
 
@@ -20,9 +20,9 @@ from scale_core.consistency.contract import Contract, ContractError, ScaleDistri
 from scale_core.consistency.execution_order import Event, PassKind, message_tag
 from scale_core.consistency.recovery import given_up, tell, tell_reasons
 from scale_oss.bucket import Bucket
-from scale_oss.grad_accumulation import Sums
+from scale_oss.grad_accumulation import GradAccumulation
 from scale_oss.oss import OSS
-from scale_oss.skipped_backward import LEFT_OUT, Forwards, not_alike
+from scale_oss.skipped_backward import SKIPPED, PendingForwards, describe_unmatched
 
 _ONE_WRAPPER = (
     "Where several models are trained by one backward pass, and ranks use different parameters of them, their buckets "
@@ -31,40 +31,40 @@ _ONE_WRAPPER = (
 )
 
 
-class Notes(NamedTuple):
+class BackwardStatus(NamedTuple):
     """What a rank says of itself at the end of a pass.
 
     Attributes:
         num_late: Buckets that have got gradients after their reduction.
-        num_missing: Parameters that it has reduced as zeros.
-        num_unmet: Forward passes to which no backward has come.
-        order_is_known: It has learned in which order buckets become ready.
+        num_unused: Parameters that it has reduced as zeros.
+        num_unmatched: Forward passes to which no backward has come.
+        order_is_rebuilt: It has learned in which order buckets become ready.
         failed: It has failed, and given the others zeros.
-        left_out: It has done so for a pass that it did not run at all.
-        brought_some: It has had gradients to reduce.
+        skipped: It has done so for a pass that it did not run at all.
+        has_grads: It has had gradients to reduce.
     """
 
     num_late: int = 0
-    num_missing: int = 0
-    num_unmet: int = 0
-    order_is_known: bool = False
+    num_unused: int = 0
+    num_unmatched: int = 0
+    order_is_rebuilt: bool = False
     failed: bool = False
-    left_out: bool = False
-    brought_some: bool = False
+    skipped: bool = False
+    has_grads: bool = False
 
-    def packed(self) -> tuple[int, int, int]:
+    def pack(self) -> tuple[int, int, int]:
         """As three integers, which is what ranks can tell each other there."""
-        flags = self.order_is_known + 2 * self.failed + 4 * self.left_out + 8 * self.brought_some
-        return self.num_late, self.num_missing, 16 * self.num_unmet + flags
+        flags = self.order_is_rebuilt + 2 * self.failed + 4 * self.skipped + 8 * self.has_grads
+        return self.num_late, self.num_unused, 16 * self.num_unmatched + flags
 
     @staticmethod
-    def unpacked(row: Sequence[int]) -> Notes:
-        num_late, num_missing, rest = row
+    def unpack(row: Sequence[int]) -> BackwardStatus:
+        num_late, num_unused, rest = row
         flags = (bool(rest & bit) for bit in (1, 2, 4, 8))
-        return Notes(num_late, num_missing, rest // 16, *flags)
+        return BackwardStatus(num_late, num_unused, rest // 16, *flags)
 
 
-class Pass:
+class ReductionSchedule:
     """One backward pass that reduces.
 
     Args:
@@ -76,46 +76,46 @@ class Pass:
     Attributes:
         ready: The buckets all of whose gradients have come, in that order.
         missing: Parameters that were reduced as zeros; whether there was no gradient of an earlier pass.
-        brought_some: There were gradients to reduce.
-        is_closed: The ranks have compared what they did.
+        has_grads: There were gradients to reduce.
+        is_compared: The ranks have compared what they did.
     """
 
     def __init__(self, buckets: Sequence[Bucket], order: Sequence[int], contract: Contract, *, in_half: bool) -> None:
         self._buckets, self._contract, self._in_half = buckets, contract, in_half
-        self._awaited = [{i for i, param in enumerate(each.params) if param.requires_grad} for each in buckets]
-        pairs = zip(self._awaited, buckets, strict=True)
+        self._pending_grads = [{i for i, param in enumerate(each.params) if param.requires_grad} for each in buckets]
+        pairs = zip(self._pending_grads, buckets, strict=True)
         due = [bool(awaited) or any(param.grad is not None for param in each.params) for awaited, each in pairs]
-        self._to_do = [number for number in order if due[number]]
+        self._unreduced = [number for number in order if due[number]]
         self._is_announced = False  # The next one to do has been compared with the other ranks'.
         self._reducing: int | None = None
-        self.ready: list[int] = []
-        self.missing: dict[tuple[int, int], bool] = {}
-        self.brought_some = False
-        self.is_closed = False
+        self.ready_order: list[int] = []
+        self.unused: dict[tuple[int, int], bool] = {}
+        self.has_grads = False
+        self.is_compared = False
 
-    def arrived(self, number: int, index: int) -> None:
+    def mark_ready(self, number: int, index: int) -> None:
         """A gradient has come, and was packed; reduces what has waited for it."""
-        awaited = self._awaited[number]
+        awaited = self._pending_grads[number]
         awaited.discard(index)
-        if not awaited and number not in self.ready:
-            self.ready.append(number)
-            while self._to_do and self._to_do[0] in self.ready:
+        if not awaited and number not in self.ready_order:
+            self.ready_order.append(number)
+            while self._unreduced and self._unreduced[0] in self.ready_order:
                 self._reduce_next()
 
-    def reduce_rest(self, before: Callable[[int], None]) -> None:
+    def reduce_remaining(self, before: Callable[[int], None]) -> None:
         """Reduces what is left, and waits until all is done.
 
         Args:
             before: Called with the number of each bucket that is left, before it is reduced.
         """
-        while self._to_do:
-            before(self._to_do[0])
+        while self._unreduced:
+            before(self._unreduced[0])
             self._reduce_next()
         self._wait()
 
     def _reduce_next(self) -> None:
         """Starts a reduction, after the one before it."""
-        number = self._to_do[0]
+        number = self._unreduced[0]
         bucket = self._buckets[number]
         event = bucket.reduce_event
         if not self._is_announced:
@@ -127,13 +127,13 @@ class Pass:
             self._is_announced = True
         self._wait()
         missing = bucket.gradient.missing()
-        self.brought_some = self.brought_some or bool(bucket.gradient)
+        self.has_grads = self.has_grads or bool(bucket.gradient)
         halved = self._in_half and bucket.dtype == torch.float32
         bucket.reduce(message_tag(event), torch.float16 if halved else None)
-        self._to_do.pop(0)
+        self._unreduced.pop(0)
         self._is_announced, self._reducing = False, number
         for index in missing:
-            self.missing[number, index] = index not in bucket.averaged
+            self.unused[number, index] = index not in bucket.averaged
 
     def _wait(self) -> None:
         number, self._reducing = self._reducing, None
@@ -156,27 +156,27 @@ class Reducer:
     Attributes:
         contract: As given.
         buckets: Numbered as they came.
-        synchronizes: Whether backward passes reduce.
+        require_backward_grad_sync: Whether backward passes reduce.
         begins_step: Whether the next forward pass is the first one of a step.
-        current: The pass that reduces now, or is served for the others; None outside of one.
-        is_watched: Autograd is to say how the pass that runs now ends, reduced or not.
+        schedule: The pass that reduces now, or is served for the others; None outside of one.
+        finalize_is_queued: Autograd is to say how the pass that runs now ends, reduced or not.
         forwards: Forward passes that wait for their backward.
-        sums: What passes that were not reduced have left in `param.grad`.
+        accumulation: What passes that were not reduced have left in `param.grad`.
     """
 
     def __init__(self, optimizers: Sequence[OSS], contract: Contract, *, in_half: bool) -> None:
         self.contract = contract
         self.buckets: list[Bucket] = []
-        self.synchronizes = True
+        self.require_backward_grad_sync = True
         self.begins_step = True
-        self.current: Pass | None = None
-        self.is_watched = False
-        self.forwards = Forwards(self._watch)
-        self.sums = Sums(self._watch)
+        self.schedule: ReductionSchedule | None = None
+        self.finalize_is_queued = False
+        self.pending_forwards = PendingForwards(self._queue_finalize)
+        self.accumulation = GradAccumulation(self._queue_finalize)
         self._optimizers, self._in_half = optimizers, in_half
         self._hooked: set[tuple[int, int]] = set()
         self._order: list[int] = []
-        self._order_is_known = False
+        self._order_is_rebuilt = False
         _live.add(self)
 
     # Before it.
@@ -188,27 +188,27 @@ class Reducer:
             in_step: All ranks are about to begin that forward together.
         """
         if not in_backward():
-            if self.is_watched or self.current is not None:
+            if self.finalize_is_queued or self.schedule is not None:
                 self.abort(RuntimeError("the backward pass before this one did not come to its end"))
-            self._make_up_for_left_out(in_step=in_step)
+            self._abort_skipped_backward(in_step=in_step)
         for bucket in (bucket for optimizer in self._optimizers for bucket in optimizer.buckets):
             if bucket not in self.buckets:
                 self._order.insert(0, len(self.buckets))  # The last first: so their gradients come, as a rule.
-                self._order_is_known = False
+                self._order_is_rebuilt = False
                 self.buckets.append(bucket)
         for number, bucket in enumerate(self.buckets):
             for index, param in enumerate(bucket.params):
                 if param.requires_grad and (number, index) not in self._hooked:
                     self._hooked.add((number, index))
-                    after_gradient(param, self._listener(number, index))
+                    after_gradient(param, self._make_grad_hook(number, index))
                 if param.grad is not None:
-                    self.sums.watch(param)
+                    self.accumulation.watch(param)
 
-    def begin(self) -> None:
+    def begin_backward(self) -> None:
         """A pass begins that all ranks reduce together."""
         for bucket in self.buckets:
-            bucket.forget_taken()
-        self.current = Pass(self.buckets, self._order, self.contract, in_half=self._in_half)
+            bucket.drop_consumed_grads()
+        self.schedule = ReductionSchedule(self.buckets, self._order, self.contract, in_half=self._in_half)
         self.contract.begin(PassKind("backward", grad=True, training=True), new_step=True)
 
     def reduce_now(self) -> bool:
@@ -218,119 +218,119 @@ class Reducer:
             Whether any rank had something there.
         """
         self.prepare()
-        self.begin()
-        some_had_some = self._finish()
+        self.begin_backward()
+        some_had_grads = self._finish()
         self.begins_step = True
-        return some_had_some
+        return some_had_grads
 
     # During it.
 
-    def _watch(self) -> None:
+    def _queue_finalize(self) -> None:
         """The pass that runs now has come to the model."""
-        if not self.is_watched:
-            self.is_watched = True
-            at_end_of_backward(self._has_ended, self._has_failed)
+        if not self.finalize_is_queued:
+            self.finalize_is_queued = True
+            at_end_of_backward(self._finalize_backward, self._on_backward_failed)
 
-    def _listener(self, number: int, index: int) -> Callable[[Tensor], None]:
+    def _make_grad_hook(self, number: int, index: int) -> Callable[[Tensor], None]:
         held = weakref.ref(self)  # Autograd holds the hook, and shows nobody what its hooks hold.
 
         def listen(_: Tensor) -> None:
             reducer = held()
             if reducer is not None:
-                reducer._gradient_has_come(number, index)
+                reducer._post_accumulate_grad(number, index)
 
         return listen
 
-    def _gradient_has_come(self, number: int, index: int) -> None:
-        if not self.is_watched:
-            self._watch()
+    def _post_accumulate_grad(self, number: int, index: int) -> None:
+        if not self.finalize_is_queued:
+            self._queue_finalize()
         bucket = self.buckets[number]
         param = bucket.params[index]
-        self.sums.brought[id(param)] = param
+        self.accumulation.seen[id(param)] = param
         if bucket.is_gathering:
             raise RuntimeError(
                 f"'{bucket.names[index]}' was used before its update had arrived from the other ranks, since its "
                 "module was read from and not called, or ran before the step: call optimizer.wait() after the step, or "
                 "build ShardedDataParallel(..., overlap_gather=False)"
             )
-        if not self.synchronizes:
+        if not self.require_backward_grad_sync:
             return
-        if self.current is None:
-            self._make_up_for_left_out(in_step=False)
-            self.begin()
-        assert self.current is not None, "a pass that has begun runs"
+        if self.schedule is None:
+            self._abort_skipped_backward(in_step=False)
+            self.begin_backward()
+        assert self.schedule is not None, "a pass that has begun runs"
         bucket.gradient.pack(index)
-        if id(param) in self.sums.aside and (total := self.sums.take(param)) is not None:
+        if id(param) in self.accumulation.sums and (total := self.accumulation.pop(param)) is not None:
             param.grad = total
             bucket.gradient.pack(index)  # Adds it.
-        self.current.arrived(number, index)
+        self.schedule.mark_ready(number, index)
 
     # Its end.
 
-    def _has_ended(self) -> None:
-        self.is_watched = False
-        if self.current is not None:
+    def _finalize_backward(self) -> None:
+        self.finalize_is_queued = False
+        if self.schedule is not None:
             self._finish()
             return
-        self.sums.join()
+        self.accumulation.merge()
         for param in (param for bucket in self.buckets for param in bucket.params if param.grad is not None):
-            self.sums.watch(param)  # The next backward may come without a forward.
+            self.accumulation.watch(param)  # The next backward may come without a forward.
 
     def _finish(self) -> bool:
         """Ends the pass that reduces; returns whether any rank has brought gradients."""
-        assert self.current is not None, "a pass that ends has begun"
+        assert self.schedule is not None, "a pass that ends has begun"
         try:
-            self.current.reduce_rest(self._pack_what_was_left)
-            some_brought_some = self._close(self.current)
+            self.schedule.reduce_remaining(self._pack_accumulated)
+            some_had_grads = self._compare_and_commit(self.schedule)
         except BaseException as error:
             self.abort(error)
             raise
-        self.current = None
-        return some_brought_some
+        self.schedule = None
+        return some_had_grads
 
-    def _pack_what_was_left(self, number: int) -> None:
+    def _pack_accumulated(self, number: int) -> None:
         """Sums of passes under `no_sync()`, of parameters that this pass has not used."""
         bucket = self.buckets[number]
         for index, param in enumerate(bucket.params):
             if param.grad is not None:
-                self.sums.lend(param, copied=len(bucket.params) == 1)  # Which is not packed, but taken over.
+                self.accumulation.lend(param, copied=len(bucket.params) == 1)  # Which is not packed, but taken over.
                 bucket.gradient.pack(index)
 
-    def _close(self, current: Pass) -> bool:
+    def _compare_and_commit(self, schedule: ReductionSchedule) -> bool:
         """Compares the pass with the other ranks', and hands what was reduced to the optimizers; see `_finish`."""
         late = [number for number, bucket in enumerate(self.buckets) if bucket.gradient]
-        mine = Notes(
+        mine = BackwardStatus(
             num_late=len(late),
-            num_missing=len(current.missing),
-            num_unmet=self.forwards.num_unmet,
-            order_is_known=self._order_is_known,
-            brought_some=current.brought_some,
+            num_unused=len(schedule.unused),
+            num_unmatched=self.pending_forwards.num_unmatched,
+            order_is_rebuilt=self._order_is_rebuilt,
+            has_grads=schedule.has_grads,
         )
-        everyones = self._compare(current, mine)
+        everyones = self._compare(schedule, mine)
         if any(notes.failed for notes in everyones):
-            raise StepError(self._in_words(tell_reasons(None, self.contract)), step=self.contract.step)
-        unmet = [notes.num_unmet for notes in everyones]
-        if len(set(unmet)) > 1:
-            raise StepError(not_alike(self.contract.step, unmet), step=self.contract.step)
-        self.forwards.settle()
+            raise StepError(self._abort_message(tell_reasons(None, self.contract)), step=self.contract.step)
+        unmatched = [notes.num_unmatched for notes in everyones]
+        if len(set(unmatched)) > 1:
+            raise StepError(describe_unmatched(self.contract.step, unmatched), step=self.contract.step)
+        self.pending_forwards.reset_baseline()
         if any(notes.num_late for notes in everyones):
             for number in sorted({number for numbers in tell(late, self.contract) for number in numbers}):
                 self.buckets[number].reduce(message_tag(Event("late reduction", self.buckets[number].title)))
         for bucket in self.buckets:
             with self.contract.waiting(bucket.reduce_event):
                 bucket.commit(self.contract.limit_seconds)
-        self.sums.forget()
-        if all(notes.num_missing for notes in everyones):
-            self._restore_unused(current.missing)
-        if not all(notes.order_is_known for notes in everyones):
-            self._learn_order(current.ready)
-        return any(notes.brought_some for notes in everyones)
+        self.accumulation.clear()
+        if all(notes.num_unused for notes in everyones):
+            self._restore_unused(schedule.unused)
+        if not all(notes.order_is_rebuilt for notes in everyones):
+            self._rebuild_order(schedule.ready_order)
+        return any(notes.has_grads for notes in everyones)
 
-    def _compare(self, current: Pass, mine: Notes) -> list[Notes]:
+    def _compare(self, schedule: ReductionSchedule, mine: BackwardStatus) -> list[BackwardStatus]:
         """Ends a pass; returns what each rank says of itself."""
-        rows = self.contract.close(*mine.packed())
-        current.is_closed = True
-        return [Notes.unpacked(row) for row in rows]
+        rows = self.contract.close(*mine.pack())
+        schedule.is_compared = True
+        return [BackwardStatus.unpack(row) for row in rows]
 
     def _restore_unused(self, missing: dict[tuple[int, int], bool]) -> None:
         """What no rank has used keeps the gradient that it had, none as a rule, as in plain PyTorch."""
@@ -340,99 +340,99 @@ class Reducer:
             if (number, index) in nobody and had_none:
                 self.buckets[number].restore_unused(index)
 
-    def _learn_order(self, ready: list[int]) -> None:
+    def _rebuild_order(self, ready: list[int]) -> None:
         """From now on buckets are reduced in the order in which they became ready on rank 0."""
         of_first = tell(ready, self.contract)[0]
         self._order = [*of_first, *(number for number in self._order if number not in of_first)]
-        self._order_is_known = True
+        self._order_is_rebuilt = True
 
     # A pass that fails, here or elsewhere.
 
-    def forward_has_failed(self, error: Exception) -> None:
+    def abort_forward(self, error: Exception) -> None:
         """Gives up the backward pass that can't follow now; the error is about to be raised to the user."""
-        if self._can_give_up(error):
+        if self._can_abort_together(error):
             self.abort(error)
 
-    def _has_failed(self) -> None:
+    def _on_backward_failed(self) -> None:
         """Autograd has dropped the backward pass that ran; whatever it was is being raised to the user."""
-        if self.is_watched:
+        if self.finalize_is_queued:
             last = self.contract.history.last_event
             where = f" after the {last}" if last is not None else ""
             self.abort(RuntimeError(f"its backward pass failed{where}, with an error that is raised there"))
 
     def abort(self, error: BaseException) -> None:
         """Gives the pass up, together with the others where that can be, and is as before it."""
-        self.is_watched = False
+        self.finalize_is_queued = False
         try:
             if isinstance(error, StepError):
                 pass  # All ranks know.
-            elif self._can_give_up(error):
-                self._serve(Notes(failed=True))
-                error.add_note(self._in_words(tell_reasons(error, self.contract)))
+            elif self._can_abort_together(error):
+                self._replay(BackwardStatus(failed=True))
+                error.add_note(self._abort_message(tell_reasons(error, self.contract)))
             else:
                 self.contract.report_failure(error)
         except ScaleDistributedError:
             pass  # The user is about to see the error of the pass; the next one says that the ranks are lost.
         finally:
-            self._end()
-            self.forwards.clear()
-            self.sums.restore()
+            self._cancel_reductions()
+            self.pending_forwards.clear()
+            self.accumulation.rollback()
             self.begins_step = True
             for bucket in self.buckets:
-                bucket.forget_packed()
+                bucket.drop_packed_grads()
 
-    def _make_up_for_left_out(self, *, in_step: bool) -> None:
+    def _abort_skipped_backward(self, *, in_step: bool) -> None:
         """Gives up the backward passes that the others have run, or still run, and this rank has left out.
 
         The one that runs now keeps the gradients that it has brought already.
 
         Args:
-            in_step: As in `Forwards.one_is_left_out`.
+            in_step: As in `PendingForwards.has_skipped`.
 
         Raises:
             ScaleDistributedError: The others did something else, or can't be reached.
         """
-        while not self.contract.alone and self.forwards.one_is_left_out(in_step=in_step):
+        while not self.contract.alone and self.pending_forwards.has_skipped(in_step=in_step):
             try:
-                if all(notes.left_out for notes in self._serve(Notes(failed=True, left_out=True))):
-                    self.forwards.expect()
+                if all(notes.skipped for notes in self._replay(BackwardStatus(failed=True, skipped=True))):
+                    self.pending_forwards.accept_unmatched()
                 else:
-                    self.forwards.give_up()
-                    tell(LEFT_OUT, self.contract)
+                    self.pending_forwards.drop_skipped()
+                    tell(SKIPPED, self.contract)
             finally:
-                self._end()
+                self._cancel_reductions()
 
-    def _can_give_up(self, error: BaseException) -> bool:
+    def _can_abort_together(self, error: BaseException) -> bool:
         """Whether the others can be told of this error where they wait for this rank."""
         if self.contract.alone or isinstance(error, TransferError | ScaleDistributedError):
             return False
         # Of two models in one backward pass one says that the ranks have lost each other; nobody waits for the other.
         if any(each.contract.is_broken and each.contract.group == self.contract.group for each in _live):
             return False
-        return self.current is None or not self.current.is_closed
+        return self.schedule is None or not self.schedule.is_compared
 
-    def _serve(self, mine: Notes) -> list[Notes]:
+    def _replay(self, mine: BackwardStatus) -> list[BackwardStatus]:
         """Gives the others zeros for all that they still wait for; returns what each rank says at the end.
 
         Raises:
             ScaleDistributedError: The others did something else, or can't be reached.
         """
-        if self.current is None:
-            self.begin()
-        assert self.current is not None, "a pass that has begun runs"
+        if self.schedule is None:
+            self.begin_backward()
+        assert self.schedule is not None, "a pass that has begun runs"
         for bucket in self.buckets:
-            bucket.forget_packed()
-        self.current.reduce_rest(lambda number: None)
-        return self._compare(self.current, mine)
+            bucket.drop_packed_grads()
+        self.schedule.reduce_remaining(lambda number: None)
+        return self._compare(self.schedule, mine)
 
-    def _end(self) -> None:
+    def _cancel_reductions(self) -> None:
         """Nothing comes of the pass."""
-        self.current = None
+        self.schedule = None
         self.contract.history.break_off()
         for bucket in self.buckets:
             bucket.reduction.abandon()
 
-    def _in_words(self, reasons: Sequence[str]) -> str:
+    def _abort_message(self, reasons: Sequence[str]) -> str:
         what_now = (
             "Parameters and optimizer state are as before it, and so are gradients that were accumulated: call "
             "optimizer.zero_grad(), and training can go on with the next batch."

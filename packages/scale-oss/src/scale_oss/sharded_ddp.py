@@ -28,11 +28,11 @@ from scale_core.shard import unit_shard_of
 from scale_core.uneven_inputs import current_share
 from scale_oss.bucket import Bucket
 from scale_oss.oss import OSS
-from scale_oss.overlap_gather import Rest, wait_where_used
+from scale_oss.overlap_gather import RootGatherWait, register_gather_waits
 from scale_oss.reducer import Reducer
 
 
-def without_wrappers(optimizer: Any) -> Any:
+def unwrap_optimizer(optimizer: Any) -> Any:
     """Returns the OSS that a wrapper such as AdaScale has as its `optimizer`; what wraps none, as it is."""
     inner = optimizer
     while isinstance(inner, Optimizer) and not isinstance(inner, OSS):
@@ -83,10 +83,10 @@ def check_optimizers(module: nn.Module, optimizers: Sequence[OSS], process_group
                 if id(param) in held:
                     raise ValueError(f"'{name}' is in two of the optimizers: give each parameter to one of them")
                 held[id(param)] = name
-    check_held(module, [bucket for optimizer in optimizers for bucket in optimizer.buckets])
+    check_params_held(module, [bucket for optimizer in optimizers for bucket in optimizer.buckets])
 
 
-def check_held(module: nn.Module, buckets: Sequence[Bucket]) -> None:
+def check_params_held(module: nn.Module, buckets: Sequence[Bucket]) -> None:
     """Refuses parameters that train, and that no optimizer holds.
 
     They are other ones than before after `load_state_dict(..., assign=True)`, and new ones may train.
@@ -161,7 +161,7 @@ class ShardedDataParallel(nn.Module):
     ) -> None:
         super().__init__()
         several = sharded_optimizer if isinstance(sharded_optimizer, Sequence) else [sharded_optimizer]
-        optimizers: list[OSS] = [without_wrappers(each) for each in several]
+        optimizers: list[OSS] = [unwrap_optimizer(each) for each in several]
         check_optimizers(module, optimizers, process_group)
         self.module = module
         self.sharded_optimizers = optimizers
@@ -174,11 +174,11 @@ class ShardedDataParallel(nn.Module):
         self._reducer = Reducer(optimizers, self._contract, in_half=reduce_fp16)
         self._with_params = [member for member in module.modules() if member._parameters]
         self._overlaps = overlap_gather
-        self._rest = Rest()
+        self._root_wait = RootGatherWait()
         if overlap_gather:
-            module.register_forward_pre_hook(self._rest, prepend=True)
-        self._followed: list[Bucket] = []
-        self._held: set[int] = set()  # their parameters, by id
+            module.register_forward_pre_hook(self._root_wait, prepend=True)
+        self._registered: list[Bucket] = []
+        self._held_ids: set[int] = set()  # their parameters, by id
         for optimizer in optimizers:
             optimizer.gets_reduced_gradients = True
             optimizer.waits_by_itself = not overlap_gather
@@ -186,31 +186,31 @@ class ShardedDataParallel(nn.Module):
         if sync_models_at_startup:
             self._sync_model()
         watch_optimizers()
-        self._follow_buckets()
+        self._register_new_buckets()
 
     # Forward.
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module; in a world of several ranks its backward pass reduces the gradients."""
-        self._follow_buckets()
+        self._register_new_buckets()
         if torch.is_grad_enabled() and self.training:
-            self._check_held()
+            self._check_params_held()
         recomputes = in_backward()
         takes_buffers = self.broadcast_buffers and self._reducer.begins_step and not recomputes
         buffers = [buffer.data for buffer in self.module.buffers()] if takes_buffers else []
         self._reducer.prepare(in_step=bool(buffers))
         self._broadcast(buffers, "buffers")
         # As DistributedDataParallel does: after a pass that reduces, so once for all micro-batches of a step.
-        self._reducer.begins_step = torch.is_grad_enabled() and self._reducer.synchronizes
+        self._reducer.begins_step = torch.is_grad_enabled() and self._reducer.require_backward_grad_sync
         if self.group.size == 1 or not torch.is_grad_enabled() or recomputes:
             return self.module(*args, **kwargs)
         try:
             outputs = self.module(*args, **kwargs)
         except Exception as error:
             if self.training:  # After an evaluation nobody waits for a backward pass.
-                self._reducer.forward_has_failed(error)
+                self._reducer.abort_forward(error)
             raise
-        self._reducer.forwards.watch(outputs, counts=self.training and self._reducer.synchronizes)
+        self._reducer.pending_forwards.watch(outputs, counts=self.training and self._reducer.require_backward_grad_sync)
         return outputs
 
     def sync_buffers(self, blocking: bool = False) -> None:
@@ -233,11 +233,11 @@ class ShardedDataParallel(nn.Module):
                 "join() counts whole steps, and no_sync() makes one of several backward passes: let join() yield all "
                 "micro-batches of a step together and sum their losses, or leave no_sync() out"
             )
-        before, self._reducer.synchronizes = self._reducer.synchronizes, False
+        before, self._reducer.require_backward_grad_sync = self._reducer.require_backward_grad_sync, False
         try:
             yield
         finally:
-            self._reducer.synchronizes = before
+            self._reducer.require_backward_grad_sync = before
 
     def reduce(self) -> None:
         """Reduces now what passes under `no_sync()` have left in `param.grad`; all ranks call it together.
@@ -266,7 +266,7 @@ class ShardedDataParallel(nn.Module):
             RuntimeError: A gradient was accumulated under `no_sync()` and not reduced.
         """
         for optimizer in self.sharded_optimizers:
-            optimizer.take_gradients()
+            optimizer.shard_grads()
         return {id(param): piece for each in self.sharded_optimizers for param, piece in each.measured()}
 
     # What surrounds it.
@@ -322,16 +322,16 @@ class ShardedDataParallel(nn.Module):
     def _buckets(self) -> list[Bucket]:
         return [bucket for optimizer in self.sharded_optimizers for bucket in optimizer.buckets]
 
-    def _check_held(self) -> None:
+    def _check_params_held(self) -> None:
         """Runs before each forward, so it looks for names only where something is wrong."""
         here = (param for member in self._with_params for param in member._parameters.values() if param is not None)
-        if any(param.requires_grad and id(param) not in self._held for param in here):
-            check_held(self.module, self._followed)
+        if any(param.requires_grad and id(param) not in self._held_ids for param in here):
+            check_params_held(self.module, self._registered)
 
     def _sync_model(self) -> None:
         self._broadcast([bucket.full for bucket in self._buckets], "parameters")
         in_buckets = ((i, param, bucket) for bucket in self._buckets for i, param in enumerate(bucket.params))
-        held = {id(param) for index, param, bucket in in_buckets if index not in bucket.apart}
+        held = {id(param) for index, param, bucket in in_buckets if index not in bucket.unflattened}
         rest = [param.data for param in self.module.parameters() if id(param) not in held]
         self._broadcast([*rest, *(buffer.data for buffer in self.module.buffers())], "parameters and buffers")
 
@@ -345,15 +345,15 @@ class ShardedDataParallel(nn.Module):
                 if not whole.is_set_to(tensor):
                     tensor.copy_(whole)
 
-    def _follow_buckets(self) -> None:
+    def _register_new_buckets(self) -> None:
         """Takes over those of parameter groups that were added to an optimizer."""
-        new = [bucket for bucket in self._buckets if bucket not in self._followed]
+        new = [bucket for bucket in self._buckets if bucket not in self._registered]
         if new:
             for optimizer, bucket in ((each, bucket) for each in self.sharded_optimizers for bucket in each.buckets):
                 if bucket in new:
                     mark_stepped_by(optimizer, bucket.params, bucket.names, self)
-            self._followed += new
-            self._held |= {id(param) for bucket in new for param in bucket.params}
+            self._registered += new
+            self._held_ids |= {id(param) for bucket in new for param in bucket.params}
             keep_gradients((param for bucket in new for param in bucket.params), self)
             if self._overlaps:
-                self._rest.waitings += wait_where_used(self.module, new, self._contract)
+                self._root_wait.waits += register_gather_waits(self.module, new, self._contract)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from scale_oss.state_placement import Place
+from scale_oss.state_placement import StatePlacement
 
 
 class StateByParam(MutableMapping[Tensor, Any]):
@@ -16,11 +16,11 @@ class StateByParam(MutableMapping[Tensor, Any]):
 
     Args:
         optim: The optimizer that has the state.
-        places: Where the state of each parameter is kept, by the parameter's `id`; more may be added.
+        placements: Where the state of each parameter is kept, by the parameter's `id`; more may be added.
     """
 
-    def __init__(self, optim: Optimizer, places: Mapping[int, Place]) -> None:
-        self._optim, self._places = optim, places
+    def __init__(self, optim: Optimizer, placements: Mapping[int, StatePlacement]) -> None:
+        self._optim, self._placements = optim, placements
 
     def __getitem__(self, key: Tensor) -> Any:
         stepped = self._stepped(key)
@@ -41,7 +41,7 @@ class StateByParam(MutableMapping[Tensor, Any]):
         return self._stepped(key) in self._optim.state
 
     def __iter__(self) -> Iterator[Tensor]:
-        params = {id(place.stepped): place.param for place in self._places.values()}
+        params = {id(placement.optimizer_param): placement.param for placement in self._placements.values()}
         return (params.get(id(key), key) for key in list(self._optim.state))
 
     def __len__(self) -> int:
@@ -58,5 +58,5 @@ class StateByParam(MutableMapping[Tensor, Any]):
 
     def _stepped(self, key: Any) -> Any:
         """What has the state of a parameter; None where other ranks have all of it."""
-        place = self._places.get(id(key))
-        return key if place is None else place.stepped
+        placement = self._placements.get(id(key))
+        return key if placement is None else placement.optimizer_param

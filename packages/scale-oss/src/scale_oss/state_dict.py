@@ -21,10 +21,10 @@ from scale_core.state.param_groups import REGROUP
 from scale_core.state.param_ownership import Holding
 from scale_core.state.validation import StateMismatch
 from scale_core.tree import map_tensors
-from scale_oss.bucketing import Sorter, name_of
+from scale_oss.bucketing import BucketAssigner, param_name
 from scale_oss.gather_state import Recipient, State, gather_states, large_tensors_in
 from scale_oss.state_by_param import StateByParam
-from scale_oss.state_placement import Place, refuse_to_gather
+from scale_oss.state_placement import StatePlacement, check_gatherable
 
 _NAMES = frozenset({"params", "param_names"})
 
@@ -45,14 +45,17 @@ def plain_state_dict(groups: Sequence[Mapping[str, Any]], states: Mapping[int, S
 
 
 def local_state_dict(
-    state_dict: Any, groups: Sequence[Mapping[str, Any]], places: Sequence[Place], live: Mapping[Tensor, State]
+    state_dict: Any,
+    groups: Sequence[Mapping[str, Any]],
+    placements: Sequence[StatePlacement],
+    live: Mapping[Tensor, State],
 ) -> dict[str, Any]:
     """Cuts what this rank keeps out of a plain state dict, as a state dict of this rank's optimizer.
 
     Args:
         state_dict: In the form of the plain optimizer; it is not changed, nor does the result share memory with it.
         groups: Of all parameters.
-        places: Of all parameters, in the same order.
+        placements: Of all parameters, in the same order.
         live: The state that this rank's optimizer has, to be compared with.
 
     Raises:
@@ -65,14 +68,16 @@ def local_state_dict(
         raise StateMismatch(f"the state dict has a state of parameter {unknown[0]!r}, which is in none of its groups")
     states: dict[int, State] = {}
     stepped: dict[int, int] = {}
-    for number, place in zip(numbers, places, strict=True):
+    for number, placement in zip(numbers, placements, strict=True):
         state = state_dict["state"].get(number)
         if state is not None:
-            _check_shapes(state, place, {} if place.stepped is None else live.get(place.stepped, {}))
-        if place.stepped is not None:
+            _check_shapes(
+                state, placement, {} if placement.optimizer_param is None else live.get(placement.optimizer_param, {})
+            )
+        if placement.optimizer_param is not None:
             stepped[number] = len(stepped)
             if state is not None:
-                states[stepped[number]] = map_tensors(partial(_part_of, place), state)
+                states[stepped[number]] = map_tensors(partial(_local_part, placement), state)
     packed = [
         {
             **{key: value for key, value in saved.items() if key not in ("params", "param_names")},
@@ -83,7 +88,7 @@ def local_state_dict(
     return {"state": states, "param_groups": packed}
 
 
-def lines_of(state_dict: Mapping[str, Any]) -> Iterator[str]:
+def describe_state_dict(state_dict: Mapping[str, Any]) -> Iterator[str]:
     """What ranks compare of a plain state dict that each of them has read."""
     for number, group in enumerate(state_dict["param_groups"]):
         options = {key: value for key, value in sorted(group.items()) if key != "params"}
@@ -122,33 +127,33 @@ def _check_groups(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> list[
     return [number for saved in saved_groups for number in saved["params"]]
 
 
-def _check_shapes(state: State, place: Place, live: State) -> None:
+def _check_shapes(state: State, placement: StatePlacement, live: State) -> None:
     for key, value in state.items():
         for tensor in large_tensors_in(value):
-            if place.owner is None and tuple(tensor.shape) != place.shape:
+            if placement.owner is None and tuple(tensor.shape) != placement.shape:
                 raise StateMismatch(
-                    f"the state '{key}' of '{place.name}' has shape {tuple(tensor.shape)}, expected "
-                    f"{place.shape} or a number"
+                    f"the state '{key}' of '{placement.name}' has shape {tuple(tensor.shape)}, expected "
+                    f"{placement.shape} or a number"
                 )
         known = live.get(key)
-        if place.owner is None or not isinstance(value, Tensor) or not isinstance(known, Tensor):
+        if placement.owner is None or not isinstance(value, Tensor) or not isinstance(known, Tensor):
             continue
         if value.shape != known.shape:
             raise StateMismatch(
-                f"the state '{key}' of '{place.name}' has shape {tuple(value.shape)}, expected {tuple(known.shape)}"
+                f"the state '{key}' of '{placement.name}' has shape {tuple(value.shape)}, expected {tuple(known.shape)}"
             )
 
 
-def _part_of(place: Place, tensor: Tensor) -> Tensor:
+def _local_part(placement: StatePlacement, tensor: Tensor) -> Tensor:
     """What this rank keeps of a whole tensor, with memory of its own."""
-    if tensor.ndim == 0 or place.owner is not None:
+    if tensor.ndim == 0 or placement.owner is not None:
         return tensor.detach().clone()
-    assert place.stepped is not None
-    start, stop = place.mine
-    return tensor.detach().reshape(-1)[start:stop].clone().view(place.stepped.shape)
+    assert placement.optimizer_param is not None
+    start, stop = placement.local_range
+    return tensor.detach().reshape(-1)[start:stop].clone().view(placement.optimizer_param.shape)
 
 
-class WithState(Optimizer):
+class OSSStateDictMixin(Optimizer):
     """An optimizer whose state is with another one, which steps on this rank's part of the parameters.
 
     Attributes:
@@ -160,7 +165,7 @@ class WithState(Optimizer):
     optim: Optimizer
     group: Group
     contract: Contract
-    _sorter: Sorter
+    _assigner: BucketAssigner
     _bucket_numel: int
     _state: StateByParam
     _consolidated: dict[str, Any] | None
@@ -200,14 +205,14 @@ class WithState(Optimizer):
             )
         for group in self.param_groups:
             for index, param in enumerate(group["params"]):
-                refuse_to_gather(param, name_of(group, 0, index))
+                check_gatherable(param, param_name(group, 0, index))
         self._consolidated = None
         self.contract.agree("the arguments of consolidate_state_dict", [f"recipient_rank={recipient_rank}"])
         to_all = recipient_rank == -1
         recipient = Recipient(
             None if to_all else self.group.ranks[recipient_rank], to_all or recipient_rank == self.group.rank
         )
-        states = gather_states(self._places(), self.optim.state, recipient, self.contract, self._bucket_numel)
+        states = gather_states(self._placements(), self.optim.state, recipient, self.contract, self._bucket_numel)
         if recipient.is_me:
             self._consolidated = plain_state_dict(self.param_groups, states)
 
@@ -251,14 +256,14 @@ class WithState(Optimizer):
             ValueError: It is that of other parameters, or of another optimizer.
             ContractError: The ranks have different ones.
         """
-        self.take_state(self.checked_state(state_dict))
+        self.load_checked(self.check_state_dict(state_dict))
         self._is_empty = not state_dict["state"]
 
-    def checked_state(self, state_dict: Any) -> dict[str, Any]:
+    def check_state_dict(self, state_dict: Any) -> dict[str, Any]:
         """Compares a whole state with this optimizer, and with what the other ranks were given; changes nothing.
 
         Returns:
-            This rank's part of it, for `take_state`.
+            This rank's part of it, for `load_checked`.
 
         Raises:
             TypeError: As in `load_state_dict`.
@@ -270,16 +275,16 @@ class WithState(Optimizer):
         try:
             for before in self._optimizer_load_state_dict_pre_hooks.values():
                 state_dict = before(self, state_dict) or state_dict
-            local = local_state_dict(state_dict, self.param_groups, self._places(), self.optim.state)
+            local = local_state_dict(state_dict, self.param_groups, self._placements(), self.optim.state)
         except (TypeError, ValueError) as error:
             refusal = error
         refuse_alike(refusal, "the check of a state dict", self.contract, StateMismatch)
-        self.contract.agree("the state dict given to OSS", list(lines_of(state_dict)))
+        self.contract.agree("the state dict given to OSS", list(describe_state_dict(state_dict)))
         return local
 
-    def take_state(self, local: dict[str, Any]) -> None:
-        """Takes what `checked_state` has returned."""
-        self._has_changed()
+    def load_checked(self, local: dict[str, Any]) -> None:
+        """Takes what `check_state_dict` has returned."""
+        self._invalidate()
         self.optim.load_state_dict(local)
         for mine, theirs in zip(self.param_groups, self.optim.param_groups, strict=True):
             for key in sorted(mine.keys() - theirs.keys() - _NAMES):
@@ -291,40 +296,40 @@ class WithState(Optimizer):
     def state_holding(self, holding: Holding) -> Holding:
         """What `scale_core.state.sharded_state_dict` asks: what this rank has of the state of a parameter."""
         self.wait()
-        self._has_changed()  # Who asks may be about to load another state.
-        place = self._sorter.places[id(holding.owner)]
+        self._invalidate()  # Who asks may be about to load another state.
+        placement = self._assigner.placements[id(holding.owner)]
         if holding.shares_owner:  # A flat parameter is stepped on as it is.
             return holding
-        if place.stepped is None:
+        if placement.optimizer_param is None:
             return replace(holding, start=0, stop=0, is_shard=True, state="nothing")
         # Of what its layer has divided, a rank's range counts from where this rank's part begins.
         first = holding.start if unit_shard_of(holding.owner) is None else 0
         return replace(
             holding,
-            owner=place.stepped,
-            start=first + place.mine.start,
-            stop=first + place.mine.stop,
-            local_shape=tuple(place.stepped.shape),
+            owner=placement.optimizer_param,
+            start=first + placement.local_range.start,
+            stop=first + placement.local_range.stop,
+            local_shape=tuple(placement.optimizer_param.shape),
             is_shard=True,
-            state="elements" if place.owner is None else "all",
+            state="elements" if placement.owner is None else "all",
         )
 
-    def has(self, param: Tensor) -> bool:
+    def holds(self, param: Tensor) -> bool:
         """Whether this is one of its parameters."""
-        return id(param) in self._sorter.places
+        return id(param) in self._assigner.placements
 
-    def _has_changed(self) -> None:
+    def _invalidate(self) -> None:
         """The state is another one than was gathered."""
         self._consolidated, self._is_empty = None, False
 
-    def _look_for_state(self) -> None:
+    def _check_initial_state(self) -> None:
         """Finds out whether an optimizer that was just built has a state already, as Adagrad; all ranks together."""
         with self.contract.waiting(Event("optimizer state", "")):
             rows = exchange([len(self.optim.state)], self.group, limit_seconds=self.contract.limit_seconds)
         self._is_empty = not any(num_states for (num_states,) in rows)
 
-    def _places(self) -> list[Place]:
-        return [self._sorter.places[id(param)] for param in self._all_params()]
+    def _placements(self) -> list[StatePlacement]:
+        return [self._assigner.placements[id(param)] for param in self._all_params()]
 
     def _all_params(self) -> list[nn.Parameter]:
         return [param for group in self.param_groups for param in group["params"]]

@@ -1,7 +1,7 @@
 """Where the state of each parameter is kept: by which ranks, of which elements, and by which tensor of an optimizer.
 
 An optimizer of `torch.optim` keeps its state by the tensors that it steps on. Here those are parts of the user's
-parameters, other ones on every rank; whoever saves, loads or measures asks a `Place` what stands where.
+parameters, other ones on every rank; whoever saves, loads or measures asks a `StatePlacement` what stands where.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Range(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class StatePlacement:
     """Where the state of one parameter is kept.
 
     Attributes:
@@ -42,7 +42,7 @@ class Place:
         ranges: By rank of the group: the elements that the rank updates, and keeps the state of.
         owner: The rank that updates all of it, and keeps state of whatever shape; None where each updates elements.
         group: The ranks that have something of it.
-        stepped: What this rank's optimizer has of it; None where it has nothing.
+        optimizer_param: What this rank's optimizer has of it; None where it has nothing.
     """
 
     param: nn.Parameter
@@ -51,10 +51,10 @@ class Place:
     ranges: tuple[Range, ...]
     owner: int | None
     group: Group
-    stepped: nn.Parameter | None
+    optimizer_param: nn.Parameter | None
 
     @property
-    def mine(self) -> Range:
+    def local_range(self) -> Range:
         """The elements that this rank updates."""
         return self.ranges[self.group.rank]
 
@@ -66,7 +66,7 @@ class Place:
         return next((rank for rank, held in enumerate(self.ranges) if held.numel), 0)
 
 
-class Sharded(NamedTuple):
+class ShardedParam(NamedTuple):
     """A parameter that ranks hold in pieces.
 
     Attributes:
@@ -137,7 +137,7 @@ def ranks_of_shards(params: Sequence[nn.Parameter]) -> Group:
     return group_of() if found is None else found
 
 
-def whole_shards(params: Sequence[nn.Parameter], within: Group, limit_seconds: float) -> list[Sharded]:
+def gather_shards(params: Sequence[nn.Parameter], within: Group, limit_seconds: float) -> list[ShardedParam]:
     """Returns what all ranks hold of these shards; all ranks call it together, with the same parameters.
 
     Raises:
@@ -151,15 +151,15 @@ def whole_shards(params: Sequence[nn.Parameter], within: Group, limit_seconds: f
     ranges: dict[int, tuple[Range, ...]] = {}
     for group in dict.fromkeys(groups):
         members = [number for number, each in enumerate(groups) if each == group]
-        held_by_rank = _ranges([known[number] for number in members], group, limit_seconds)
+        held_by_rank = _gather_ranges([known[number] for number in members], group, limit_seconds)
         ranges.update(zip(members, held_by_rank, strict=True))
     return [
-        Sharded(param, shard.name, shard.shape, groups[number], ranges[number])
+        ShardedParam(param, shard.name, shard.shape, groups[number], ranges[number])
         for number, (param, shard) in enumerate(zip(params, known, strict=True))
     ]
 
 
-def refuse_flat(param: nn.Parameter, name: str, optim_name: str) -> None:
+def check_not_flat(param: nn.Parameter, name: str, optim_name: str) -> None:
     """Refuses a flat parameter for an optimizer that needs whole tensors.
 
     Raises:
@@ -173,7 +173,7 @@ def refuse_flat(param: nn.Parameter, name: str, optim_name: str) -> None:
         )
 
 
-def refuse_to_gather(param: nn.Parameter, name: str) -> None:
+def check_gatherable(param: nn.Parameter, name: str) -> None:
     """Refuses to number the state of a flat parameter as the plain optimizer does, which has others.
 
     Raises:
@@ -187,10 +187,10 @@ def refuse_to_gather(param: nn.Parameter, name: str) -> None:
         )
 
 
-def _ranges(shards: Sequence[Shard], group: Group, limit_seconds: float) -> list[tuple[Range, ...]]:
+def _gather_ranges(shards: Sequence[Shard], group: Group, limit_seconds: float) -> list[tuple[Range, ...]]:
     """What each rank of the group holds of each of these."""
     if group.backend == "fake":  # The others don't exist: they are taken to share what this rank doesn't hold.
-        return [_shared_out(shard, group) for shard in shards]
+        return [_fake_ranges(shard, group) for shard in shards]
     record = [number for shard in shards for number in (shard.start, shard.stop)]
     rows = exchange(record, group, limit_seconds=limit_seconds)
     found = []
@@ -210,7 +210,7 @@ def _ranges(shards: Sequence[Shard], group: Group, limit_seconds: float) -> list
     return found
 
 
-def _shared_out(shard: Shard, group: Group) -> tuple[Range, ...]:
+def _fake_ranges(shard: Shard, group: Group) -> tuple[Range, ...]:
     before, after = group.rank, group.size - group.rank - 1
     cuts = [shard.start * rank // before for rank in range(before)] if before else []
     cuts += [shard.start if before else 0, shard.stop if after else shard.numel]

@@ -133,7 +133,7 @@ def beside_plain(name: str, mesh: Any = None, copies: int = 1, **kwargs: Any) ->
     ours = OSS(in_order(model, wanted), cls, bucket_numel=60, **OPTIMIZERS[name])
     theirs = cls(in_order(plain, wanted), **OPTIMIZERS[name])
     # Both ways are gone: tensors that travel, and shards that are stepped on where they are.
-    assert bool(ours.whole_buckets) == (name in ("Adafactor", "Muon") and group_of().size > 1)
+    assert bool(ours.full_param_buckets) == (name in ("Adafactor", "Muon") and group_of().size > 1)
     schedules = [ExponentialLR(optimizer, 0.9) for optimizer in (ours, theirs)]
     wrong: list[str] = []
     for step in range(STEPS):
