@@ -310,7 +310,7 @@ def test_what_can_not_be_put_together_is_refused_by_name() -> None:
         )
         assert "flatten_parameters=False" in flat
         assert "each of the 5 elements of 'torn' once, but they hold [[0, 2], [0, 2]]" in torn
-        assert "each rank holds a summand of 'summand'" in summand
+        assert "'summand' is a partial sum on each rank" in summand
         assert "'twice' is divided along 2 axes of a mesh" in twice
         assert "rank 0: 'second' has a gradient; rank 1: 'second' has no gradient" in other
         assert "in torch.float32 on cpu when OSS was built" in moved and "then build OSS(" in moved
@@ -346,4 +346,4 @@ def test_an_optimizer_that_fails_on_one_rank_is_named_on_the_others() -> None:
     messages = run_ranks(one_owner_fails, 2)
     assert "no such root" in messages
     (other,) = [message for message in messages if message != "no such root"]
-    assert "updated pieces" in other and "raised ArithmeticError: no such root" in other
+    assert "scatter to shards" in other and "raised ArithmeticError: no such root" in other

@@ -124,7 +124,7 @@ def test_one_rank_updates_all_for_an_optimizer_that_looks_at_all_tensors() -> No
 def test_what_looks_at_all_tensors_does_not_take_shards_nor_anything_the_meta_device() -> None:
     shard = nn.Parameter(torch.zeros(2))
     mark(shard, Shard("weight", (4,), 0, 2, (Axis(Group(), Held.SHARD),)))
-    with pytest.raises(ValueError, match=r"Distance looks at all tensors together.* and 'weight' is a shard"):
+    with pytest.raises(ValueError, match=r"Distance needs all tensors on one rank, but 'weight' is a shard"):
         OSS([("weight", shard)], Distance, together=True)
     with pytest.raises(ValueError, match=r"'weight' is on the meta device.*model\.to_empty"):
         OSS(nn.Linear(2, 2, device="meta").named_parameters(), torch.optim.Adam)

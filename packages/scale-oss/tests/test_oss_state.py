@@ -414,7 +414,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written() -> None:
                 "has 2 parameter groups, the optimizer 1",
                 "group 0 has 6 parameters in the state dict, and 7 in the optimizer",
                 "'exp_avg' of 'parameter 6 of group 0' has shape (2, 2), expected (5, 13) or a number",
-                "doesn't know its option 'momentum', and it has no 'betas'",
+                "has the option 'momentum', which this one does not know, and no 'betas'",
                 "a state of parameter 99, which is in none of its groups",
                 "got NoneType: load the saved file on every rank, or call consolidate_state_dict(recipient_rank=-1)",
             ),

@@ -1,4 +1,4 @@
-"""reducer.py: a pass that fails, or is left out, on some ranks is given up by all, without a trace."""
+"""reducer.py: a pass that fails, or is skipped, on some ranks is aborted on all, without a trace."""
 
 from __future__ import annotations
 
@@ -327,7 +327,7 @@ def test_a_rank_that_leaves_out_a_backward_pass_is_not_averaged_with_another_bat
             assert "was given up on all ranks, because rank " in message
             assert "its forward pass was followed by no backward pass: an error in its loss was caught" in message
     for message in run_ranks(a_forward_that_is_kept, 2):
-        assert "there are forward passes without a backward, [1, 0] by rank" in message
+        assert "forward passes without a backward differ, [1, 0] by rank" in message
 
 
 def test_forward_passes_that_all_ranks_drop_change_nothing() -> None:

@@ -684,7 +684,7 @@ def test_what_would_go_wrong_without_a_word_is_refused() -> None:
             "'2.weight' trains, but no optimizer holds it",
             "is in two of the optimizers",
             "expected an OSS or several, got none",
-            "a wrapper that is still there reduces the gradients of this optimizer already",
+            "another wrapper reduces the gradients of this optimizer already",
             "'weight' is a shard, and a sharded model averages its gradients by itself",
             "the model is under DistributedDataParallel, which would average the same gradients",
             "expected sharded_optimizer to be an OSS, got SGD",

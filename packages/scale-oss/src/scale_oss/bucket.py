@@ -1,8 +1,7 @@
-"""One bucket: parameters that are whole on every rank, of which each rank updates its own part.
+"""Bucket: replicated parameters in one flat buffer, of which each rank updates its own part.
 
-They stand in one flat buffer, and the user's parameters have their memory there. So after a step the updated parts
-travel straight from one rank's parameters into the others'; and a reduced gradient is a shard, from which an optimizer
-steps on the part that is this rank's.
+The user's parameters have their memory in the buffer. So after a step one all-gather brings the updated parts straight
+into the parameters of all ranks, and a reduced gradient is the shard with which the optimizer steps.
 """
 
 from __future__ import annotations
@@ -31,28 +30,25 @@ class Bucket:
     """Parameters of one dtype and device, replicated; each rank of the group updates its part of them.
 
     Args:
-        params: The user's own parameters, equal on all ranks; their memory becomes a part of the bucket's buffer.
-        partition: Where each of them stands, and whose it is.
+        params: The user's parameters, equal on all ranks; they get their memory in the bucket's buffer.
+        partition: The layout of the buffer, and which rank updates what.
         group: The W ranks.
-        title: What ranks call it, and no other; their messages carry it.
-        unflattened: The numbers of the parameters that keep their own memory and strides, and are copied from and to the
+        title: The bucket's name in messages, the same on all ranks and unique.
+        unflattened: Indices of the parameters that keep their own memory and strides, and are copied from and to the
             buffer.
 
     Attributes:
-        params: As given.
-        title: As given.
-        unflattened: As given.
-        names: What errors call them.
-        full: [partition.full_numel], all of them.
-        pieces: Per parameter, what this rank updates of it, as a parameter in its local shape; a view of its part.
+        names: The parameters' names, for errors.
+        full: [partition.full_numel], all parameters.
+        pieces: Per parameter, the part that this rank updates: a parameter in its local shape, a view of `full`.
         placements: Per parameter, where its state is kept.
         gradient: This rank's own gradients, where they are reduced here.
-        needs_gather: A step may change the parameters, on some rank: the ranks must give each other what they have updated.
-        gather_event: What ranks call the all-gather of the updated parameters.
-        reduce_event: What ranks call the reduction of the gradients.
+        needs_gather: A step may change the parameters on some rank; the all-gather has to follow.
+        gather_event: The name of the all-gather of the updated parameters.
+        reduce_event: The name of the reduction of the gradients.
         master: This rank's part unrounded, where parameters are sent in another dtype.
-        is_gathering: Whether parts that others have updated are still on their way.
-        averaged: The numbers of the parameters whose gradients were reduced into the pieces; the same on all ranks.
+        is_gathering: An all-gather of updated parameters is under way.
+        averaged: Indices of the parameters whose gradients were reduced into the pieces; the same on all ranks.
     """
 
     def __init__(
@@ -76,10 +72,10 @@ class Bucket:
         self.master: Tensor | None = None
         self._wire_dtype = self.dtype
         axes = (Axis(group, Held.SHARD),)
-        trains = self.dtype.is_floating_point or self.dtype.is_complex  # Others, as packed integers, torch lets nobody.
+        trains = self.dtype.is_floating_point or self.dtype.is_complex  # torch allows no other dtypes.
         self.pieces = [nn.Parameter(view, requires_grad=trains) for view in self._pieces_of(self._own_part)]
         for param, piece, span, entry in zip(self.params, self.pieces, self.spans, partition.entries, strict=True):
-            within = shard_of(param)  # Its layer may have divided it already, between other ranks.
+            within = shard_of(param)  # Its layer may have sharded it between other ranks.
             if within is None:
                 mark(piece, Shard(entry.name, entry.shape, span.start, span.stop, axes))
             else:
@@ -92,20 +88,20 @@ class Bucket:
         self.reduction = Reduction(group, Group(), self.dtype, self.device, HostStream(), sizes)
         self.needs_gather = False
         self.averaged: set[int] = set()
-        self._consumed: set[int] = set()  # Those that a step has taken since gradients were last cleared.
-        self._consumed_grads: dict[int, Tensor | None] = {}  # What the last one has taken, until a pass begins.
-        self._restored: set[int] = set()  # What has been taken back of it.
-        self._updating: list[nn.Parameter] = []  # What the gather that is under way brings other values to.
+        self._consumed: set[int] = set()  # indices used by steps since gradients were last cleared
+        self._consumed_grads: dict[int, Tensor | None] = {}  # of the last step, until a pass begins
+        self._restored: set[int] = set()  # indices among them that were restored
+        self._updating: list[nn.Parameter] = []  # parameters that the all-gather under way changes
         self.is_gathering = False
-        self._gather = _Gather()
-        # A program that ends after its last step, or begins anew, has nobody left who would wait.
+        self._gather = _PendingGather()
+        # A program that ends after its last step never waits for it.
         weakref.finalize(self, self._gather.abandon)
         self._wire_buffer: Tensor | None = None
 
     # The parameters.
 
     def flatten(self, indices: Sequence[int] | range) -> None:
-        """Copies the values of these parameters into the buffer, and gives those that are not unflattened its memory."""
+        """Copies the values of these parameters into the buffer, and moves their storage there unless unflattened."""
         with torch.no_grad():
             for index in indices:
                 if self.params[index].numel():
@@ -115,15 +111,15 @@ class Bucket:
                         self.params[index].data = _with_own_storage(view)
 
     def moved_indices(self) -> list[int]:
-        """The parameters whose data is not in the buffer: replaced by somebody, as `model.to(...)` does, or unflattened."""
+        """The parameters whose data is outside of the buffer: replaced, as by `model.to(...)`, or unflattened."""
         homes = enumerate(zip(self.params, self._addresses, strict=True))
         return [index for index, (param, home) in homes if param.numel() and _address(param.data) != home]
 
     def resync_storage(self) -> None:
-        """Takes back parameters whose data somebody has put elsewhere, as `param.data = ...` does.
+        """Moves parameters back into the buffer whose data was replaced, as by `param.data = ...`.
 
         Raises:
-            RuntimeError: They are on another device now, or of another dtype.
+            RuntimeError: One changed its dtype or device.
         """
         moved_indices = self.moved_indices()
         for index in moved_indices:
@@ -137,20 +133,20 @@ class Bucket:
         self.flatten(moved_indices)
 
     def view(self, index: int, flat: Tensor | None = None) -> Tensor:
-        """One parameter's place in the buffer, or in another one like it, in its full shape."""
+        """One parameter's view of the buffer, or of another flat tensor like it, in its full shape."""
         entry = self.partition.entries[index]
         buffer = self.full if flat is None else flat
         return buffer.narrow(0, entry.offset, entry.numel).view(entry.shape)
 
     @property
     def optimizer_params(self) -> list[nn.Parameter]:
-        """What this rank's optimizer steps on."""
+        """The parameters of this rank's optimizer."""
         return [placement.optimizer_param for placement in self.placements if placement.optimizer_param is not None]
 
-    # From gradients to the pieces' gradients.
+    # Gradients.
 
     def shard_full_grads(self) -> None:
-        """Gives each piece its part of the parameter's own gradient, which somebody has averaged already."""
+        """Gives each piece its part of the parameter's gradient, which was averaged elsewhere."""
         self.needs_gather = any(param.requires_grad or param.grad is not None for param in self.params)
         for param, piece, span, placement in zip(self.params, self.pieces, self.spans, self.placements, strict=True):
             piece.grad = None
@@ -159,11 +155,11 @@ class Bucket:
                 piece.grad = grad.reshape(-1)[span.start : span.stop].view(span.shape).to(piece.dtype)
 
     def reduce(self, tag: int, wire_dtype: torch.dtype | None = None) -> None:
-        """Starts to average the gradients that were packed; what has none counts as zeros.
+        """Starts to average the packed gradients; parameters without one count as zeros.
 
         Args:
-            tag: What the messages are for.
-            wire_dtype: In which dtype they travel; None is the parameters' own.
+            tag: The messages' tag.
+            wire_dtype: The dtype in which they are sent; None is the parameters' own.
         """
         share = current_share()
         if share is not None and not share.weight:
@@ -177,7 +173,7 @@ class Bucket:
         self.reduction.start(flat.to(wire_dtype or self.dtype), tag, None if share is None else share.divisor)
 
     def commit(self, limit_seconds: float | None = None) -> None:
-        """Adds what was reduced to the gradients of the pieces.
+        """Adds the reduced gradients to those of the pieces.
 
         Raises:
             TransferError: See `Pending.wait`.
@@ -193,12 +189,12 @@ class Bucket:
                     piece.grad = view if piece.grad is None else piece.grad.add_(view)
 
     def restore_unused(self, index: int) -> None:
-        """A parameter that no rank has used has no gradient, as it had none before."""
+        """Takes the gradient of zeros away from a parameter that no rank has used."""
         self.averaged.discard(index)
         self.pieces[index].grad = None
 
     def consume_grads(self) -> None:
-        """A step has taken the gradients of the pieces: no pass may add to them, and another step takes them again."""
+        """After a step: no pass adds to these gradients; another step without a pass uses them again."""
         self._consumed |= self.averaged
         self._restored = set()
         self._consumed_grads = {index: self.pieces[index].grad for index in self.averaged}
@@ -207,7 +203,7 @@ class Bucket:
             piece.grad = None
 
     def restore_consumed_grads(self) -> None:
-        """Another step begins: where there was no pass since the last one, it takes the same gradients."""
+        """Before a step: restores the gradients of the last one, if no pass has begun since."""
         for index, grad in self._consumed_grads.items():
             self.pieces[index].grad = grad
         self.averaged |= self._consumed_grads.keys()
@@ -216,14 +212,14 @@ class Bucket:
         self._consumed_grads = {}
 
     def drop_consumed_grads(self) -> None:
-        """A pass begins: what was taken by a step is gone, whether somebody has measured it since or not."""
+        """At the beginning of a pass: drops the gradients of the last step."""
         for index in self._restored:
             self.pieces[index].grad = None
         self.averaged -= self._restored
         self._restored, self._consumed_grads = set(), {}
 
     def zero_grad(self, *, set_to_none: bool) -> None:
-        """Clears the gradients of the pieces, or makes zeros of them, with which the next step updates."""
+        """Clears the gradients of the pieces, or sets them to zeros, with which the next step updates."""
         self.consume_grads()
         self.drop_consumed_grads()
         cleared, self._consumed = self._consumed, set()
@@ -235,21 +231,21 @@ class Bucket:
                 self.pieces[index].grad = torch.zeros_like(self.pieces[index])
 
     def drop_packed_grads(self) -> None:
-        """Forgets the gradients that were packed and not reduced; what stands in `param.grad` stays."""
+        """Drops the gradients that were packed and not reduced; `param.grad` stays."""
         grads = [param.grad for param in self.params]
         self.gradient.drop()
         for param, grad in zip(self.params, grads, strict=True):
             param.grad = grad
 
-    # From updated pieces to whole parameters.
+    # Updated parameters.
 
     def all_gather(self, tag: int, wire_dtype: torch.dtype | None = None) -> None:
-        """Starts to give all ranks the part that this one has updated.
+        """Starts to send the part that this rank has updated to all ranks.
 
         Args:
-            tag: What the messages are for.
-            wire_dtype: In which dtype they travel; None is the parameters' own. With another one every rank, this
-                one too, computes with rounded parameters, and keeps its own part unrounded beside them.
+            tag: The messages' tag.
+            wire_dtype: The dtype in which it is sent; None is the parameters' own. With another one every rank computes
+                with rounded parameters, this one too, and keeps its own part unrounded as `master`.
         """
         self.wait()
         self.needs_gather = False
@@ -273,20 +269,20 @@ class Bucket:
         self._gather.pending = all_gather(self._wire_buffer, sent, self.group, sizes=self._sizes, tag=tag)
 
     def sync_master(self) -> None:
-        """Takes over what somebody has written to parameters of which this rank keeps its part unrounded, too."""
+        """Copies to `master` what was written to the rounded parameters since they were sent."""
         if self.master is not None:
             untouched = self.master.to(self._wire_dtype) == self._own_part  # This compares in the wider dtype.
             self.master.copy_(torch.where(untouched, self.master, self._own_part))
 
     def load_master(self, piece: nn.Parameter, unrounded: Tensor, sent_in: torch.dtype) -> None:
-        """Takes a piece unrounded, as it was before parameters were sent; what was written since then counts."""
+        """Loads an unrounded piece from a state dict; what was written to the parameters since then counts."""
         self._init_master()
         if self._wire_dtype == self.dtype:
             self._wire_dtype = sent_in
         piece.data.copy_(unrounded)
 
     def wait(self, limit_seconds: float | None = None) -> None:
-        """Returns when the parameters are whole and up to date.
+        """Returns when the parameters are up to date.
 
         Raises:
             TransferError: See `Pending.wait`.
@@ -323,7 +319,7 @@ class Bucket:
 
 
 def _with_own_storage(view: Tensor) -> Tensor:
-    """The same memory, in a tensor whose storage is no larger than it: others take what shares a storage for tied."""
+    """The same memory under a storage of its own; savers take tensors that share a storage for tied."""
     storage = view.untyped_storage()
     if storage.device.type == "meta":  # As that of fake tensors: there is no memory of which it could be a part.
         return view
@@ -332,13 +328,13 @@ def _with_own_storage(view: Tensor) -> Tensor:
 
 
 def _address(tensor: Tensor) -> int:
-    """Tells whether two tensors have their memory in one place; of fake tensors, in one storage."""
+    """The address of a tensor; of a fake tensor, that of its storage."""
     storage = tensor.untyped_storage()
     return storage._cdata if storage.device.type == "meta" else tensor.data_ptr()
 
 
-class _Gather:
-    """The gather of a bucket, if one is under way. It outlives the bucket, whose buffers it fills."""
+class _PendingGather:
+    """The all-gather of a bucket, if one is under way. It outlives the bucket, into whose buffer it writes."""
 
     def __init__(self) -> None:
         self.pending: Pending | None = None
@@ -350,14 +346,14 @@ class _Gather:
 
 
 class InPlaceBucket:
-    """Shards of which each rank updates what it holds.
+    """Shards that are updated where they are.
 
     Args:
         shards: The parameters.
-        elementwise: Whether each element is updated by itself; else one rank holds all of each parameter.
+        elementwise: Each element is updated by itself; else one rank holds all of each parameter.
 
     Attributes:
-        params: This rank's pieces, as the user's model has them.
+        params: This rank's shards, as the user's model has them.
         placements: Where the state of each is kept.
     """
 
@@ -367,13 +363,13 @@ class InPlaceBucket:
 
     @property
     def optimizer_params(self) -> list[nn.Parameter]:
-        """What this rank's optimizer steps on."""
+        """The parameters of this rank's optimizer."""
         return [placement.optimizer_param for placement in self.placements if placement.optimizer_param is not None]
 
     def mark_updated(self) -> None:
-        """Tells whoever has gathered these parameters that they have changed, on all ranks alike.
+        """Increments the versions of the updated parameters, by which gathered copies are known to be stale.
 
-        A rank that holds nothing of one has stepped on nothing; yet it must gather again when the others do.
+        On all ranks alike: one without elements of a parameter must gather it again with the others.
         """
         increment_version([param for param in self.params if param.grad is not None])
 

@@ -1,9 +1,9 @@
-"""How each parameter is updated: in which kind of bucket it stands.
+"""Bucket assignment: which kind of bucket updates each parameter.
 
-parameter                      the optimizer works by element    it needs whole tensors
-whole on every rank            `Bucket`, cut evenly              `Bucket`, each given to one rank
-a shard, divided               `InPlaceBucket`                   `FullParamBucket`
-a shard, all on one rank       `InPlaceBucket`                   `InPlaceBucket`
+parameter                      element-wise optimizer            optimizer that needs full parameters
+replicated                     `Bucket`, cut evenly              `Bucket`, each given to one rank
+shard, divided                 `InPlaceBucket`                   `FullParamBucket`
+shard, all on one rank         `InPlaceBucket`                   `InPlaceBucket`
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from scale_oss.state_placement import ShardedParam, StatePlacement, check_not_fl
 
 
 class BucketAssigner:
-    """Puts parameters into buckets.
+    """Assigns parameters to buckets.
 
     Args:
         group: The ranks.
-        contract: What they have promised each other.
-        optim_name: What errors call the optimizer.
-        number: Of the optimizer, alike on all ranks.
-        elementwise: Whether the optimizer updates each element by itself.
-        together: Whether it looks at all tensors together, so that the first rank updates all of them.
-        bucket_numel: Elements of a bucket; of one whose tensors go whole to their owners, elements of each owner.
+        contract: Explains failed waits.
+        optim_name: The optimizer's class, for errors.
+        number: The optimizer's number, the same on all ranks.
+        elementwise: The optimizer updates each element by itself.
+        together: It looks at all tensors together, so that the first rank updates all of them.
+        bucket_numel: Elements of a bucket; where full parameters are sent to their owners, elements per owner.
 
     Attributes:
-        replicated: Parameters that are whole on every rank, in the order in which they were given.
-        in_place: Shards that are stepped on where they are.
-        whole: Shards that are put together for the step.
+        replicated: Buckets of replicated parameters, in the order in which they were given.
+        in_place: Buckets of shards that are updated where they are.
+        full_param: Buckets of shards that are gathered into full parameters for the step.
         placements: Where the state of each parameter is kept, by the parameter's `id`, in the order of the optimizer.
     """
 
@@ -61,7 +61,7 @@ class BucketAssigner:
             raise ValueError(f"OSS: expected bucket_numel of at least 1 element, got {bucket_numel}")
         self._group, self._contract, self._optim_name, self._number = group, contract, optim_name, number
         self._elementwise, self._together, self._bucket_numel = elementwise, together, bucket_numel
-        # Elements that each rank owns. What is frozen has no state, so it must not count beside what trains.
+        # Elements that each rank owns; frozen parameters have no state, so they are counted apart.
         self._loads: dict[tuple[tuple[int, ...], bool], list[int]] = {}
         self.replicated: list[Bucket] = []
         self.in_place: list[InPlaceBucket] = []
@@ -70,21 +70,21 @@ class BucketAssigner:
 
     @property
     def shard_buckets(self) -> list[InPlaceBucket | FullParamBucket]:
-        """The buckets of shards."""
+        """All buckets of shards."""
         return [*self.in_place, *self.full_param]
 
     def add(self, groups: Sequence[Mapping[str, Any]], first: int = 0) -> list[dict[str, Any]]:
-        """Puts the parameters of these groups into buckets.
+        """Assigns the parameters of these groups.
 
         Args:
-            groups: As in an optimizer.
+            groups: Parameter groups.
             first: The number of the first one.
 
         Returns:
-            The groups with what this rank's optimizer steps on.
+            The groups with the parameters of this rank's optimizer.
 
         Raises:
-            ValueError: A shard can't be put together, or its ranks are not all in the group; nothing has changed then.
+            ValueError: A shard can't be gathered, or its ranks are not all in the group; nothing has changed then.
         """
         placements: dict[int, StatePlacement] = {}
         for number, group in enumerate(groups, first):
@@ -110,7 +110,7 @@ class BucketAssigner:
         ]
 
     def rollback(self, params: Sequence[nn.Parameter]) -> None:
-        """Forgets what it has of a group that was just added, or was about to be, and was refused."""
+        """Removes the buckets of a group that was refused."""
         refused = {id(param) for param in params}
         self.replicated[:] = [bucket for bucket in self.replicated if id(bucket.params[0]) not in refused]
         self.in_place[:] = [bucket for bucket in self.in_place if id(bucket.params[0]) not in refused]
@@ -119,7 +119,7 @@ class BucketAssigner:
             self.placements.pop(key, None)
 
     def params_by_rank(self) -> list[set[int]]:
-        """Returns, by rank, the `id`s of the parameters of which the rank updates some part."""
+        """Returns, by rank, the `id`s of the parameters of which the rank updates a part."""
         found: list[set[int]] = []
         for rank in self._group.ranks:
             updated = set()
@@ -141,14 +141,14 @@ class BucketAssigner:
             )
         if self._together and (unit_shard_of(param) is not None or is_divided(param)):
             raise ValueError(
-                f"OSS: {self._optim_name} looks at all tensors together, which no rank has of a sharded model, and "
-                f"'{name}' is a shard: take another optimizer, or ShardedDataParallel for the model"
+                f"OSS: {self._optim_name} needs all tensors on one rank, but '{name}' is a shard. Take another "
+                "optimizer, or ShardedDataParallel for the model"
             )
 
     def _add_replicated(
         self, group: Mapping[str, Any], number: int, keep_strides: Collection[Tensor]
     ) -> dict[int, StatePlacement]:
-        """Those of a group that are whole on every rank, neighbours of one kind together."""
+        """Puts neighbours of one dtype and device into buckets; returns the placements by `id`."""
         placements: dict[int, StatePlacement] = {}
         alike: dict[tuple[torch.dtype, torch.device, bool], list[int]] = {}
         for index, param in enumerate(group["params"]):
@@ -217,33 +217,33 @@ class BucketAssigner:
 
 
 def params_with_ddp_strides(params: Iterable[Tensor]) -> set[Tensor]:
-    """Returns the parameters whose strides must stay, since DistributedDataParallel has them already.
+    """Returns the parameters whose strides must stay, because DistributedDataParallel has recorded them.
 
-    It has noted their strides, if they fill their memory, and reads gradients of other strides in a wrong order.
+    It reads gradients of other strides in a wrong order.
     """
     strided = {p for p in params if unit_shard_of(p) is None and not p.is_contiguous() and _is_dense(p)}
     if not strided:
         return set()
-    # Nothing says of a parameter who wraps it, and the wrapper may be older than the import of this package.
+    # A parameter does not know its wrapper, which may be older than the import of this package.
     wrappers = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
     return strided.intersection(param for wrapper in wrappers for param in wrapper.parameters())
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether its elements stand side by side, in any order of the dimensions."""
+    """Whether the elements fill their memory, in any order of the dimensions."""
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
 def check_no_layer_shards(groups: Sequence[Mapping[str, Any]], ranks: Group, first: int = 0) -> None:
-    """Refuses parameters that layers have divided between ranks of this group, whose parts it would mix.
+    """Checks that no parameter is sharded by its layer between ranks of this group, whose parts would be mixed.
 
     Args:
-        groups: As in an optimizer.
+        groups: Parameter groups.
         ranks: The optimizer's.
         first: The number of the first one.
 
     Raises:
-        ValueError: There is one.
+        ValueError: One is.
     """
     for number, group in enumerate(groups, first):
         params = group["params"]
@@ -252,14 +252,14 @@ def check_no_layer_shards(groups: Sequence[Mapping[str, Any]], ranks: Group, fir
 
 
 def describe_groups(groups: Sequence[Mapping[str, Any]], first: int = 0) -> Iterator[str]:
-    """Yields what all ranks must have alike of each parameter.
+    """Yields a line per parameter, which must be equal on all ranks.
 
     Args:
-        groups: As in an optimizer.
+        groups: Parameter groups.
         first: The number of the first one.
 
     Raises:
-        ValueError: One is of a lazy module that has never run.
+        ValueError: One belongs to a lazy module that has never run.
     """
     for number, group in enumerate(groups, first):
         for index, param in enumerate(group["params"]):
@@ -274,7 +274,7 @@ def describe_groups(groups: Sequence[Mapping[str, Any]], first: int = 0) -> Iter
 
 
 def param_name(group: Mapping[str, Any], number: int, index: int) -> str:
-    """What errors call a parameter that is whole: its name, where it was given one."""
+    """The name of a parameter in errors."""
     names = group.get("param_names")
     if names:
         return str(names[index])

@@ -1,7 +1,7 @@
-"""The state of all ranks, gathered on the host of one of them, or of all.
+"""Gathers the optimizer state of all ranks on the host of one of them, or of all.
 
-It goes bucket by bucket and tensor by tensor: at no time is more of it on a device than the part that is kept there
-anyway, and one tensor for each parameter of a bucket.
+It goes bucket by bucket and tensor by tensor: beside the state that it keeps anyway, a device holds at most one tensor
+per parameter of a bucket.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from scale_oss.partition import group_in_buckets
 from scale_oss.state_placement import Range, StatePlacement
 
 State = dict[Any, Any]
-"""What an optimizer keeps for one parameter: tensors, numbers, and containers of them."""
+"""An optimizer's state of one parameter: tensors, numbers, and containers of them."""
 
 
 class Recipient(NamedTuple):
-    """Who gets the whole state.
+    """The rank that gets the whole state.
 
     Attributes:
         rank: The global rank; None is all ranks.
@@ -55,16 +55,16 @@ def gather_states(
 
     Args:
         placements: Of all parameters.
-        states: This rank's, by what its optimizer steps on.
-        recipient: Who gets it.
-        contract: Under which the ranks wait for each other.
-        bucket_numel: Elements of the parameters whose state travels together.
+        states: This rank's states, by the optimizer's parameters.
+        recipient: The rank that gets them.
+        contract: Explains failed waits.
+        bucket_numel: Elements of the parameters whose state is sent together.
 
     Returns:
-        On who gets it, the state of each parameter that has one, by the number of its place; else nothing.
+        On the recipient the state of each parameter that has one, by the number of its placement; else nothing.
 
     Raises:
-        ValueError: On all ranks alike: the state of an element-wise optimizer is no number and no tensor of the
+        ValueError: On all ranks alike: a state of an element-wise optimizer is neither a number nor a tensor of the
             parameter's shape, or the ranks have not stepped alike.
         ScaleDistributedError: A rank did something else.
     """
@@ -82,7 +82,7 @@ def gather_states(
 
 
 class _StateGather:
-    """One bucket on its way to the recipients."""
+    """The gather of one bucket."""
 
     def __init__(
         self,
@@ -116,12 +116,12 @@ class _StateGather:
             for number, state in described.items()
         }
 
-    # What there is to gather, which only those know who have it.
+    # What there is to gather, which only its holders know.
 
     def _describe(self) -> dict[int, State]:
-        """The states of all parameters, in which tensors of elements are whole, and on the meta device.
+        """The states of all parameters, with full tensors on the meta device.
 
-        Numbers are there already: they are the same on all ranks that have them.
+        Numbers have their values: they are the same on all ranks that have them.
         """
         problems = "\n".join(self._problems())
         told = {
@@ -147,21 +147,23 @@ class _StateGather:
                 if tensor.shape != placement.optimizer_param.shape:
                     yield (
                         f"the optimizer keeps a tensor of shape {tuple(tensor.shape)} for '{placement.name}', of which "
-                        f"this rank has {tuple(placement.optimizer_param.shape)}: expected that shape, or a number; an optimizer "
-                        "that needs whole tensors is built by OSS(..., elementwise=False)"
+                        f"this rank has {tuple(placement.optimizer_param.shape)}: expected that shape, or a number. "
+                        "Build an optimizer that needs whole tensors by OSS(..., elementwise=False)"
                     )
 
     def _disagreements(self, found: Mapping[int, State]) -> Iterator[str]:
         for number, state in self._mine.items():
             if not _same_state(self._described(number, state), found.get(number, {})):
                 yield (
-                    f"the optimizer's state of '{self._placements[number].name}' is not the same on all ranks that hold a "
-                    "part of it: all ranks must step together"
+                    f"the optimizer's state of '{self._placements[number].name}' is not the same on all ranks that "
+                    "hold a part of it: all ranks must step together"
                 )
         for number in sorted(found.keys() - self._mine.keys()):
             placement = self._placements[number]
             if placement.owner is None and placement.optimizer_param is not None:
-                yield f"this rank has no optimizer state of '{placement.name}', others have: all ranks must step together"
+                yield (
+                    f"this rank has no optimizer state of '{placement.name}', others have: all ranks must step together"
+                )
 
     def _described(self, number: int, state: State) -> State:
         placement = self._placements[number]
@@ -182,7 +184,7 @@ class _StateGather:
     # The tensors.
 
     def _gather(self, turn: int, dtype: torch.dtype, described: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """One tensor of each of these parameters' states, on the host, by the `id` of what describes it."""
+        """One tensor of each parameter's state, on the host, by the `id` of its description."""
         held = {number: self._held(number, tensor) for number, tensor in described.items()}
         sizes = [sum(held[number][rank].numel for number in described) for rank in range(self._group.size)]
         device = next(iter(self._placements.values())).param.device
@@ -205,7 +207,7 @@ class _StateGather:
         return whole
 
     def _held(self, number: int, tensor: Tensor) -> Sequence[Range]:
-        """Which elements of a state each rank has."""
+        """The elements of a state that each rank has."""
         placement = self._placements[number]
         if placement.owner is None:
             return placement.ranges
@@ -231,7 +233,7 @@ def _numel(placement: StatePlacement) -> int:
 
 
 def large_tensors_in(state: Any) -> list[Tensor]:
-    """Returns the tensors of a state that are more than a number, in order, each once."""
+    """Returns the tensors of a state with at least one dimension, in order, each once."""
     found: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:
@@ -247,7 +249,7 @@ _ANY = torch.zeros(())
 
 
 def _same_state(one: State, other: State) -> bool:
-    """Whether two descriptions say the same."""
+    """Whether two descriptions are equal."""
     (form, tensors), (other_form, others) = _without_tensors(one), _without_tensors(other)
     return (list(one), form) == (list(other), other_form) and all(
         a.shape == b.shape and a.dtype == b.dtype and (a.is_meta or torch.equal(a, b) or bool(a.isnan() & b.isnan()))
@@ -256,7 +258,7 @@ def _same_state(one: State, other: State) -> bool:
 
 
 def _without_tensors(state: State) -> tuple[State, list[Tensor]]:
-    """A state with one and the same tensor in all placements, and those that stood there."""
+    """The state with one and the same tensor in all places, and its own tensors."""
     tensors: list[Tensor] = []
 
     def take(tensor: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""Gradients that add up over several backward passes, and outlive one that fails.
+"""Gradient accumulation that a failing backward pass can't spoil.
 
-They stand in `param.grad`, as in plain PyTorch, where anybody may look at them, scale or clear them. But what a failing
-pass has added to a sum could not be taken out of it again: not to the bit, and not at all where a NaN was added. So a
-sum is set aside before the gradient of another pass comes to it, and the two meet when that pass has gone well.
+Accumulated gradients stand in `param.grad`, as in plain PyTorch, where anybody may read, scale or clear them. What a
+failing pass adds to a sum can't be subtracted again: not to the bit, and not at all where it was a NaN. So each sum is
+set aside before the gradient of another pass is added, and merged with it when that pass has succeeded.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 
 class GradAccumulation:
-    """The accumulation of one rank, around the backward pass that runs now.
+    """Accumulated gradients of one rank's parameters, around the backward pass that runs now.
 
     Args:
-        on_set_aside: Called when a sum is set aside, inside of the pass, so that its end is seen; and not held here.
+        on_set_aside: Called inside the pass when a sum is set aside, so that the end of the pass is seen; held weakly.
 
     Attributes:
-        brought: The parameters that this pass has brought a gradient to, by id; whoever sees it come enters it.
-        aside: The accumulation that were set aside, with their parameters, by the parameters' ids.
+        seen: The parameters that got a gradient in this pass, by id; the gradient hook enters them.
+        sums: The sums that were set aside, with their parameters, by id.
     """
 
     def __init__(self, on_set_aside: Callable[[], None]) -> None:
@@ -30,10 +30,10 @@ class GradAccumulation:
         self._watched: set[int] = set()
         self.seen: dict[int, nn.Parameter] = {}
         self.sums: dict[int, tuple[nn.Parameter, Tensor]] = {}
-        self._merged: set[int] = set()  # The sum that was set aside is in what this pass has made, too.
+        self._merged: set[int] = set()  # ids whose sum is in `param.grad`, or reduced, already
 
     def watch(self, param: nn.Parameter) -> None:
-        """Sets a sum that this parameter has aside before the next gradient comes to it, from now on."""
+        """From now on sets the sum of this parameter aside before the next gradient is added."""
         if id(param) not in self._watched and param.requires_grad:
             self._watched.add(id(param))
             held, its_param = weakref.ref(self), weakref.ref(param)  # A hook in a cycle would keep both alive.
@@ -46,18 +46,18 @@ class GradAccumulation:
             param.register_hook(before)
 
     def pop(self, param: nn.Parameter) -> Tensor | None:
-        """Returns a parameter's sum for the reduction, once in a pass; it is kept until `forget`."""
+        """Returns a sum for the reduction, once per pass; it is kept until `clear`."""
         if id(param) in self._merged:
             return None
         self._merged.add(id(param))
         return self.sums[id(param)][1]
 
     def lend(self, param: nn.Parameter, *, copied: bool) -> None:
-        """Keeps a sum that is reduced as it stands in `param.grad`, since this pass has brought nothing to it.
+        """Keeps the sum in `param.grad` of a parameter that got no gradient in this pass, while it is reduced.
 
         Args:
-            param: Its parameter.
-            copied: The reduction uses up what it is given.
+            param: The parameter.
+            copied: Leave a copy in `param.grad`, because the reduction writes into what it is given.
         """
         assert param.grad is not None, "there is no sum to lend"
         self.sums[id(param)] = param, param.grad
@@ -66,7 +66,7 @@ class GradAccumulation:
             param.grad = param.grad.clone()
 
     def merge(self) -> None:
-        """The pass has gone well and was not reduced: its gradients join the accumulation."""
+        """Adds the gradients of a pass without reduction, which has succeeded, to the sums."""
         with torch.no_grad():
             for key, (param, aside) in self.sums.items():
                 if key not in self._merged:
@@ -74,7 +74,7 @@ class GradAccumulation:
         self.clear()
 
     def rollback(self) -> None:
-        """The pass has failed: all is as before it."""
+        """Restores every `param.grad` as it was before the pass, which has failed."""
         for param in self.seen.values():
             param.grad = None
         for param, aside in self.sums.values():
@@ -82,7 +82,7 @@ class GradAccumulation:
         self.clear()
 
     def clear(self) -> None:
-        """The accumulation were reduced."""
+        """Forgets the pass and the sums that were set aside: they were reduced."""
         self.seen, self.sums, self._merged = {}, {}, set()
 
     def _set_aside(self, param: nn.Parameter) -> None:
@@ -96,9 +96,7 @@ class GradAccumulation:
                     param.grad = _added(self.sums[key][1].clone(), param.grad)
         elif key not in self.seen:
             on_set_aside = self._on_set_aside()
-            assert param.grad is not None and on_set_aside is not None, (
-                "asked to make room for a gradient that is not there"
-            )
+            assert param.grad is not None and on_set_aside is not None, "there is no sum to set aside"
             on_set_aside()
             self.sums[key], param.grad = (param, param.grad), None
 

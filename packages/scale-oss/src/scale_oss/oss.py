@@ -27,8 +27,7 @@ from scale_core.optim.step_checks import step_for_all
 from scale_core.optim.traits import KINDS, check_kind, constructor_arguments, works_by_element
 from scale_oss.bucketing import BucketAssigner, check_no_layer_shards, describe_groups
 from scale_oss.full_param_bucket import FullParamBucket
-from scale_oss.state_by_param import StateByParam
-from scale_oss.state_dict import OSSStateDictMixin
+from scale_oss.state_dict import OSSStateDictMixin, StateByParam
 from scale_oss.state_placement import ranks_of_shards
 
 _MASTER = "master_param"
@@ -53,8 +52,8 @@ class OSS(OSSStateDictMixin):
     Parameters may be shards already, as those of a model under `fully_shard` (scale-fsdp). An optimizer that updates
     each element by itself then steps on the shards as they are, as it would without OSS. One that needs whole tensors,
     such as Muon, Adafactor or LAMB, gets each tensor whole on one rank for the time of the step, and keeps its state
-    there: see `whole`. In a hybrid mesh each copy of the model does so by itself. One OSS may hold both kinds of
-    parameters.
+    there: see `full_param_bucket`. In a hybrid mesh each copy of the model does so by itself. One OSS may hold both
+    kinds of parameters.
 
     Args:
         params: Parameters, named parameters or parameter groups, equal on all ranks. They get their memory in flat
@@ -81,8 +80,8 @@ class OSS(OSSStateDictMixin):
         optim: The optimizer of this rank's part; its parameters are pieces of the user's.
         group: The ranks.
         buckets: The parameters that are whole on every rank, in the order in which they were given.
-        in_place_buckets: The shards that are stepped on where they are.
-        full_param_buckets: The shards that are put together for the step.
+        in_place_buckets: Shards that are updated where they are.
+        full_param_buckets: Shards that are gathered into full parameters for the step.
         waits_by_itself: `step` returns with whole parameters; otherwise whoever uses them next calls `wait`.
         gets_reduced_gradients: Gradients are averaged into the pieces, bucket by bucket, by somebody else.
         reduced_by: Who does so.
@@ -148,7 +147,7 @@ class OSS(OSSStateDictMixin):
         self._built = True
 
     def _build_optimizer(self, groups: list[dict[str, Any]], defaults: dict[str, Any]) -> Optimizer:
-        """The optimizer of this rank's part, which may refuse it, as Muon refuses what is no matrix."""
+        """The optimizer of this rank's part; what it refuses on one rank, as Muon a vector, is raised on all."""
         made = do_alike(
             lambda: self._optim_class(groups, **constructor_arguments(self._optim_class, defaults)),
             f"the start of {self._optim_class.__name__}",
@@ -177,7 +176,7 @@ class OSS(OSSStateDictMixin):
         self.wait()
         loss = None
         if closure is not None and not callable(closure):
-            kwargs["closure"] = closure  # The optimizer's own step may know what it is.
+            kwargs["closure"] = closure  # It is for the optimizer's own step.
         elif closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -191,7 +190,7 @@ class OSS(OSSStateDictMixin):
         copy_options(self.optim.param_groups, self.param_groups)
         for shards in self.in_place_buckets:
             shards.mark_updated()
-        if self.waits_by_itself or profiler_runs():  # Nothing may be on its way when a profiler ends.
+        if self.waits_by_itself or profiler_runs():  # No transfer may be under way when a profiler ends.
             self.wait()
         return loss
 
@@ -298,13 +297,13 @@ class OSS(OSSStateDictMixin):
         for shards in self._assigner.shard_buckets:
             yield from zip(shards.params, shards.params, strict=True)
 
-    # What the step is made of, in order.
+    # The parts of the step, in order.
 
     def _resync_storage(self) -> None:
-        """Takes over what was put elsewhere or written since the last step, and unrounded parameters that were loaded.
+        """Moves replaced parameters back into the buckets, and loads and syncs unrounded ones.
 
         Raises:
-            RuntimeError: A parameter is on another device now, or of another dtype.
+            RuntimeError: A parameter changed its dtype or device.
         """
         states = self.optim.state
         for bucket in self.buckets:
@@ -317,10 +316,10 @@ class OSS(OSSStateDictMixin):
             bucket.sync_master()
 
     def shard_grads(self) -> None:
-        """Lets pieces have their part of averaged gradients, where these are not reduced into them.
+        """Gives the pieces their part of averaged gradients, unless these are reduced into them.
 
         Raises:
-            RuntimeError: They are, but some gradient has not been reduced.
+            RuntimeError: They are, but a gradient has not been reduced.
         """
         for bucket in self.buckets:
             if not self.gets_reduced_gradients:
@@ -335,13 +334,13 @@ class OSS(OSSStateDictMixin):
             bucket.restore_consumed_grads()
 
     def _step_optimizer(self, kwargs: Mapping[str, Any]) -> None:
-        """Steps on this rank's parts, and sends those of which others have the rest."""
+        """Steps on this rank's part and starts the all-gathers of the buckets."""
         here = [param for shards in self.in_place_buckets for param in shards.optimizer_params]
         parts = [bucket.optimizer_params for bucket in self.buckets]
         if self._optim_class in KINDS and len(parts) > 1 and not self.full_param_buckets and not self.together:
             step_bucket_by_bucket(self.optim, [*parts, here], self._gather_bucket, self.contract, kwargs)
             return
-        # Of what is not known it is not known either whether it bears several steps in place of one.
+        # An unknown optimizer takes one step: it may count its calls.
         if self.together:
             step_on_one_rank(self.optim, self.contract, kwargs)
         elif self.full_param_buckets:
@@ -356,14 +355,14 @@ class OSS(OSSStateDictMixin):
             self._gather_bucket(number)
 
     def _gather_bucket(self, number: int) -> None:
-        """Starts to give all ranks what each has updated of a bucket; the last number is that of the shards."""
+        """Starts the all-gather of a bucket after its step; the number after the last one is that of the shards."""
         if number == len(self.buckets):
             return
         bucket = self.buckets[number]
         if bucket.needs_gather:
             in_half = self.broadcast_fp16 and bucket.dtype == torch.float32
             bucket.all_gather(message_tag(bucket.gather_event), torch.float16 if in_half else None)
-            if bucket.master is not None:  # This rank alone has it unrounded, so it is saved with the state.
+            if bucket.master is not None:  # Only this rank has it unrounded: save it with the state.
                 for piece in bucket.optimizer_params:
                     if piece.grad is not None:
                         self.optim.state.setdefault(piece, {})[_MASTER] = piece.data
@@ -371,16 +370,16 @@ class OSS(OSSStateDictMixin):
 
 
 def copy_options(source: Sequence[Mapping[str, Any]], target: Sequence[dict[str, Any]]) -> None:
-    """Copies hyperparameters from group to group: schedulers change them on one side, some optimizers on the other."""
+    """Copies hyperparameters from groups to groups: schedulers change those of OSS, some optimizers their own."""
     for mine, theirs in zip(source, target, strict=True):
         theirs.update({key: value for key, value in mine.items() if key not in ("params", "param_names")})
 
 
 def step_on_one_rank(optim: Optimizer, contract: Contract, kwargs: Mapping[str, Any]) -> None:
-    """Steps on the first rank, which has all parameters; what it has changed in its groups, the others take over.
+    """Steps on the first rank, which has all parameters, and copies its hyperparameters to the others.
 
     Raises:
-        ScaleDistributedError: The ranks have lost each other.
+        ScaleDistributedError: A rank can't be reached.
     """
     group, mine = contract.group, ""
     if group.rank == 0:
@@ -395,17 +394,17 @@ def step_on_one_rank(optim: Optimizer, contract: Contract, kwargs: Mapping[str, 
 def step_bucket_by_bucket(
     optim: Optimizer,
     parts: Sequence[Sequence[nn.Parameter]],
-    stepped_on: Callable[[int], None],
+    after_part: Callable[[int], None],
     contract: Contract,
     kwargs: Mapping[str, Any],
 ) -> None:
-    """Steps on one part of the parameters after the other, so that what is updated can travel beside the next step.
+    """Steps on one part of the parameters after the other, so that each is gathered beside the next step.
 
     Args:
-        optim: Has all of them, and looks at one at a time.
+        optim: Has all parameters, and looks at one at a time.
         parts: Of its parameters.
-        stepped_on: Called with the number of each part when it is updated.
-        contract: What the ranks have promised each other.
+        after_part: Called with the number of each part when it is updated.
+        contract: Is told of a failure.
         kwargs: Of the step.
     """
     groups = stepped = optim.param_groups
@@ -413,7 +412,7 @@ def step_bucket_by_bucket(
         for number, params in enumerate(parts):
             if params:
                 stepped = _step_params(optim, params, kwargs)
-            stepped_on(number)
+            after_part(number)
     except BaseException as error:
         contract.report_failure(error)
         raise
@@ -427,17 +426,17 @@ def step_full_param_buckets(
     contract: Contract,
     kwargs: Mapping[str, Any],
 ) -> None:
-    """Steps on the parameters that are here, then on those of each bucket, between their arrival and their return.
+    """Steps on local parameters, then on the full parameters of each bucket, which are gathered and sent back.
 
     Args:
         optim: Has all of them.
-        here: What needs no other rank; none of it may be this rank's. None where no rank has any.
-        buckets: What is put together for the step; all ranks have the same.
-        contract: What the ranks have promised each other.
+        here: Local parameters, possibly none on this rank; None where no rank has any.
+        buckets: Of shards; the same on all ranks.
+        contract: Is told of a failure.
         kwargs: Of the step.
 
     Raises:
-        RuntimeError: The ranks have lost each other.
+        RuntimeError: A rank can't be reached.
     """
     groups = stepped = optim.param_groups
     try:
@@ -460,7 +459,7 @@ def step_full_param_buckets(
 def _step_params(optim: Optimizer, params: Sequence[nn.Parameter], kwargs: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Lets the optimizer step on these alone; returns its groups as it has left them.
 
-    What it counts in its groups, and not for each parameter, begins from the same number in each bucket.
+    What it counts per group, and not per parameter, begins from the same number in each bucket.
     """
     chosen = {id(param) for param in params}
     groups = optim.param_groups
@@ -487,11 +486,11 @@ def clip_together(
             "clip_grad_norm: filter_params_fn returned none of the optimizer's parameters, and nothing would be "
             "clipped: have it return some of those that it is given, each once, such as a list of them"
         )
-    chosen: list[tuple[nn.Parameter, nn.Parameter]] = []  # whose gradient is measured, and whose is scaled
+    chosen: list[tuple[nn.Parameter, nn.Parameter]] = []  # measured, scaled
     for optimizer in optimizers:
         optimizer.shard_grads()
         reduced = optimizer.gets_reduced_gradients
-        # Of whole gradients all is scaled, so that every rank sees the same ones.
+        # Full gradients are scaled in full, so that every rank sees the same ones.
         chosen += [(piece, piece if reduced else p) for p, piece in optimizer.measured() if id(p) in wanted]
     contract = optimizers[0].contract
     with contract.waiting(Event("gradient norm", "")):

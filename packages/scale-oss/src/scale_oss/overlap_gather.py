@@ -1,9 +1,9 @@
-"""Updated parameters on their way from the other ranks are waited for where they are first used.
+"""All-gather overlap: each module waits for its updated parameters when it is first used.
 
-A module that is about to run needs its own parameters. What a module's parent reads past it, it would read too early:
-torch's attention does so with the weights of its projection, and a `ParameterList` never runs. So modules of torch.nn
-that are more than containers wait for all that is in them, and what has never been seen to run is waited for at the
-very beginning.
+A module waits in its forward pre-hook. A parent may read a child's parameters without calling the child: torch's
+attention reads the weights of its projection, and a `ParameterList` never runs. So modules of torch.nn other than
+containers wait for all parameters inside, and those of modules that were never seen to run are waited for before the
+whole model.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _CONTAINERS = (
 
 
 class GatherWait:
-    """What one module waits for.
+    """The wait of one module.
 
     Args:
-        buckets: Those that hold its parameters.
-        contract: What the ranks have promised each other; None waits for nothing.
+        buckets: They hold its parameters.
+        contract: Explains a failed wait; None for a copy, which has nothing to wait for.
         has_run: Its forward is known to be called, or another module waits in its place.
     """
 
@@ -41,7 +41,7 @@ class GatherWait:
         self.has_run = has_run
 
     def pre_forward(self, *_: Any) -> None:
-        """A hook of the module."""
+        """Forward pre-hook."""
         self.has_run = True
         for bucket in self._buckets:
             if bucket.is_gathering:
@@ -49,10 +49,10 @@ class GatherWait:
                 return
 
     def wait(self, *_: Any) -> None:
-        """Returns when these parameters are whole; a hook, too.
+        """Returns when the parameters have arrived; also a hook.
 
         Raises:
-            ScaleDistributedError: The ranks have lost each other.
+            ScaleDistributedError: A rank can't be reached.
         """
         for bucket in self._buckets:
             if bucket.is_gathering and self._contract is not None:
@@ -60,10 +60,10 @@ class GatherWait:
                     bucket.wait(self._contract.limit_seconds)
 
     def __reduce__(self) -> Any:
-        """A copy of the module has parameters of its own, for which nobody waits; they are copied before its hooks.
+        """A copy has parameters of its own and waits for nothing; torch copies parameters before hooks.
 
         Raises:
-            RuntimeError: They had not arrived when they were copied.
+            RuntimeError: The parameters had not arrived when they were copied.
         """
         if any(bucket.is_gathering for bucket in self._buckets):
             raise RuntimeError(
@@ -74,10 +74,10 @@ class GatherWait:
 
 
 class RootGatherWait:
-    """What is waited for before the whole model runs: whatever has not been seen to run by itself.
+    """The wait before the whole model, for modules that were not seen to run.
 
     Attributes:
-        waits: Of all modules.
+        waits: Those of all modules.
     """
 
     def __init__(self, waits: Iterable[GatherWait] = ()) -> None:
@@ -93,15 +93,15 @@ class RootGatherWait:
 
 
 def register_gather_waits(model: nn.Module, buckets: Sequence[Bucket], contract: Contract) -> list[GatherWait]:
-    """Lets each module of a model wait for its parameters, before its forward and before its state is read or loaded.
+    """Registers the waits of a model's modules, before their forward and before their state is read or loaded.
 
     Args:
         model: All of it.
-        buckets: Those that hold the parameters.
-        contract: What the ranks have promised each other.
+        buckets: They hold the parameters.
+        contract: Explains a failed wait.
 
     Returns:
-        What each of the modules waits for, for `RootGatherWait`.
+        The waits, for `RootGatherWait`.
     """
     places = {id(param): number for number, bucket in enumerate(buckets) for param in bucket.params}
     inside: set[nn.Module] = set()  # Others read their parameters, or may do so.
@@ -122,7 +122,7 @@ def register_gather_waits(model: nn.Module, buckets: Sequence[Bucket], contract:
 
 
 def _may_read_children(module: nn.Module) -> bool:
-    """Whether this is one of torch's own that is more than a container, or made of one."""
+    """Whether this is a module of torch's own that is no mere container, or derived from one."""
     return any(base.__module__.startswith("torch.nn.") and base not in _CONTAINERS for base in type(module).__mro__)
 
 

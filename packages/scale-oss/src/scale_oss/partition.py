@@ -1,9 +1,9 @@
-"""Who updates what: which elements of a bucket of parameters belong to which rank. Numbers in, numbers out.
+"""Bucket partition: which elements of a bucket each rank updates. Numbers in, numbers out.
 
-Optimizers that work element by element are cut at rows or elements, so that all ranks hold the same amount, however the
-tensors are made: torch's ZeroRedundancyOptimizer and FairScale's OSS give each tensor to one rank, and where one tensor
-is larger than all others together, one rank does all the work. Optimizers that need whole tensors get whole tensors:
-the largest first, each to the rank that has least. No rank then holds more than an even share and the largest tensor.
+For element-wise optimizers tensors are cut between rows or elements, so that all ranks hold the same amount: torch's
+ZeroRedundancyOptimizer and FairScale's OSS give each tensor to one rank, which does all the work where one tensor is
+larger than all others together. For optimizers that need full tensors each is given to one rank, the largest first, to
+the rank that has least. No rank then holds more than an even share and the largest tensor.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from scale_core.flat.layout import Entry, FlatLayout, Span
 
 @dataclass(frozen=True)
 class BucketPartition:
-    """Where the parameters of a bucket stand in one flat buffer, and how it is cut between the ranks.
+    """The layout of a bucket's flat buffer, and its division between the ranks.
 
     Attributes:
-        entries: Each parameter's place in the full buffer.
-        sizes: How many consecutive elements of the full buffer each rank updates, by rank.
-        spans_by_rank: Which elements of each parameter these are, by rank.
-        owners: The rank that updates each parameter, where each is given whole to one; else empty.
+        entries: Each parameter's place in the buffer.
+        sizes: Consecutive elements of the buffer that each rank updates, by rank.
+        spans_by_rank: The elements of each parameter among them, by rank.
+        owners: The rank that updates each parameter, where each is given to one; else empty.
     """
 
     entries: tuple[Entry, ...]
@@ -34,7 +34,7 @@ class BucketPartition:
 
     @cached_property
     def full_numel(self) -> int:
-        """Elements of the full buffer, with padding."""
+        """Elements of the buffer, with padding."""
         return sum(self.sizes)
 
     @cached_property

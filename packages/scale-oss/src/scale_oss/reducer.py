@@ -1,8 +1,10 @@
-"""Backward passes: gradients on their way from each rank's own, whole, to its part of their average.
+"""Reducer: averages gradients bucket by bucket in the backward pass, straight into each rank's part.
 
-A pass is watched from the first moment at which it touches the model to its end. Under `no_sync()` its gradients join
-the accumulation of the passes before it. Otherwise they are reduced, bucket by bucket (`one_pass`), and no optimizer sees
-anything of it until all ranks have come to the end. What happens where one does not is in `giving_up`.
+A pass begins with the first gradient and ends when autograd has finished or failed. Under `no_sync()` its gradients are
+accumulated. Otherwise they are reduced in one order on all ranks, and reach the optimizer after all ranks have compared
+what they did. A pass that fails on one rank is aborted on all: the failing rank reduces zeros for the rest of the
+order, so that the others come to the comparison, where all raise and nothing has changed. Under `no_sync()` that is the
+end of the pass that reduces the step. A backward that a rank has skipped is aborted before its next one begins.
 """
 
 from __future__ import annotations
@@ -25,23 +27,22 @@ from scale_oss.oss import OSS
 from scale_oss.skipped_backward import SKIPPED, PendingForwards, describe_unmatched
 
 _ONE_WRAPPER = (
-    "Where several models are trained by one backward pass, and ranks use different parameters of them, their buckets "
-    "have no common order: make one module whose forward runs them all, and wrap that, "
-    "ShardedDataParallel(module, [optimizer, other_optimizer])"
+    "Several models in one backward pass have no common order of buckets if the ranks use different parameters. Make "
+    "one module whose forward runs them all, and wrap it: ShardedDataParallel(module, [optimizer, other_optimizer])"
 )
 
 
 class BackwardStatus(NamedTuple):
-    """What a rank says of itself at the end of a pass.
+    """One rank's status at the end of a pass, exchanged by `Contract.close`.
 
     Attributes:
-        num_late: Buckets that have got gradients after their reduction.
-        num_unused: Parameters that it has reduced as zeros.
-        num_unmatched: Forward passes to which no backward has come.
-        order_is_rebuilt: It has learned in which order buckets become ready.
-        failed: It has failed, and given the others zeros.
-        skipped: It has done so for a pass that it did not run at all.
-        has_grads: It has had gradients to reduce.
+        num_late: Buckets that got gradients after their reduction.
+        num_unused: Parameters that were reduced as zeros.
+        num_unmatched: Forward passes without a backward.
+        order_is_rebuilt: Buckets are reduced in the order in which they became ready.
+        failed: The pass failed here, and zeros were reduced for the rest.
+        skipped: It failed because this rank did not run it.
+        has_grads: There were gradients to reduce.
     """
 
     num_late: int = 0
@@ -53,7 +54,7 @@ class BackwardStatus(NamedTuple):
     has_grads: bool = False
 
     def pack(self) -> tuple[int, int, int]:
-        """As three integers, which is what ranks can tell each other there."""
+        """Returns the three integers that `Contract.close` sends."""
         flags = self.order_is_rebuilt + 2 * self.failed + 4 * self.skipped + 8 * self.has_grads
         return self.num_late, self.num_unused, 16 * self.num_unmatched + flags
 
@@ -65,19 +66,19 @@ class BackwardStatus(NamedTuple):
 
 
 class ReductionSchedule:
-    """One backward pass that reduces.
+    """Bucket reductions of one backward pass, in one order on all ranks; one travels at a time.
 
     Args:
-        buckets: All of them.
-        order: In which they are reduced, by number; those that have nothing to reduce, on any rank, are left out.
-        contract: What the ranks have promised each other.
-        in_half: Gradients of fp32 parameters travel in fp16.
+        buckets: All buckets.
+        order: Their numbers in the order of reduction. Those without a gradient on any rank are left out.
+        contract: Compares the reductions between the ranks.
+        in_half: Send gradients of fp32 parameters in fp16.
 
     Attributes:
-        ready: The buckets all of whose gradients have come, in that order.
-        missing: Parameters that were reduced as zeros; whether there was no gradient of an earlier pass.
+        ready_order: The buckets whose gradients are complete, in that order.
+        unused: Parameters that were reduced as zeros, and whether they had no gradient of an earlier pass.
         has_grads: There were gradients to reduce.
-        is_compared: The ranks have compared what they did.
+        is_compared: The ranks have compared the pass.
     """
 
     def __init__(self, buckets: Sequence[Bucket], order: Sequence[int], contract: Contract, *, in_half: bool) -> None:
@@ -86,7 +87,7 @@ class ReductionSchedule:
         pairs = zip(self._pending_grads, buckets, strict=True)
         due = [bool(awaited) or any(param.grad is not None for param in each.params) for awaited, each in pairs]
         self._unreduced = [number for number in order if due[number]]
-        self._is_announced = False  # The next one to do has been compared with the other ranks'.
+        self._is_announced = False  # The next reduction has been compared between the ranks.
         self._reducing: int | None = None
         self.ready_order: list[int] = []
         self.unused: dict[tuple[int, int], bool] = {}
@@ -94,7 +95,7 @@ class ReductionSchedule:
         self.is_compared = False
 
     def mark_ready(self, number: int, index: int) -> None:
-        """A gradient has come, and was packed; reduces what has waited for it."""
+        """Counts a packed gradient; reduces its bucket, and those after it, as soon as they are ready."""
         awaited = self._pending_grads[number]
         awaited.discard(index)
         if not awaited and number not in self.ready_order:
@@ -103,10 +104,10 @@ class ReductionSchedule:
                 self._reduce_next()
 
     def reduce_remaining(self, before: Callable[[int], None]) -> None:
-        """Reduces what is left, and waits until all is done.
+        """Reduces the remaining buckets, and waits for the last one.
 
         Args:
-            before: Called with the number of each bucket that is left, before it is reduced.
+            before: Called with the number of each, before it is reduced.
         """
         while self._unreduced:
             before(self._unreduced[0])
@@ -114,7 +115,7 @@ class ReductionSchedule:
         self._wait()
 
     def _reduce_next(self) -> None:
-        """Starts a reduction, after the one before it."""
+        """Starts the next reduction when the one before has arrived."""
         number = self._unreduced[0]
         bucket = self._buckets[number]
         event = bucket.reduce_event
@@ -146,22 +147,21 @@ _live: weakref.WeakSet[Reducer] = weakref.WeakSet()
 
 
 class Reducer:
-    """Reduces the gradients of buckets in backward passes, straight into the parts that each rank updates.
+    """Reduces the gradients of buckets in backward passes.
 
     Args:
-        optimizers: Those that hold the buckets, and may get more of them.
-        contract: What the ranks have promised each other.
-        in_half: Gradients of fp32 parameters travel in fp16.
+        optimizers: They hold the buckets; more buckets may be added.
+        contract: Compares the passes between the ranks.
+        in_half: Send gradients of fp32 parameters in fp16.
 
     Attributes:
-        contract: As given.
-        buckets: Numbered as they came.
-        require_backward_grad_sync: Whether backward passes reduce.
-        begins_step: Whether the next forward pass is the first one of a step.
-        schedule: The pass that reduces now, or is served for the others; None outside of one.
-        finalize_is_queued: Autograd is to say how the pass that runs now ends, reduced or not.
-        forwards: Forward passes that wait for their backward.
-        accumulation: What passes that were not reduced have left in `param.grad`.
+        buckets: By number, as they were added.
+        require_backward_grad_sync: Backward passes reduce; False under `no_sync()`.
+        begins_step: The next forward pass is the first of a step.
+        schedule: The reductions of the pass that runs now, or is replayed; None outside of one.
+        finalize_is_queued: Autograd will call `_finalize_backward` or `_on_backward_failed`.
+        pending_forwards: Forward passes that wait for their backward.
+        accumulation: What passes without reduction have left in `param.grad`.
     """
 
     def __init__(self, optimizers: Sequence[OSS], contract: Contract, *, in_half: bool) -> None:
@@ -179,13 +179,13 @@ class Reducer:
         self._order_is_rebuilt = False
         _live.add(self)
 
-    # Before it.
+    # Before a backward pass.
 
     def prepare(self, *, in_step: bool = False) -> None:
-        """Before a forward pass: ends a backward pass that has failed or was left out, and watches what trains now.
+        """Before a forward pass: aborts a pass that failed or was skipped, and hooks the parameters that train now.
 
         Args:
-            in_step: All ranks are about to begin that forward together.
+            in_step: All ranks begin this forward together.
         """
         if not in_backward():
             if self.finalize_is_queued or self.schedule is not None:
@@ -193,7 +193,7 @@ class Reducer:
             self._abort_skipped_backward(in_step=in_step)
         for bucket in (bucket for optimizer in self._optimizers for bucket in optimizer.buckets):
             if bucket not in self.buckets:
-                self._order.insert(0, len(self.buckets))  # The last first: so their gradients come, as a rule.
+                self._order.insert(0, len(self.buckets))  # The last first: the usual order of gradients.
                 self._order_is_rebuilt = False
                 self.buckets.append(bucket)
         for number, bucket in enumerate(self.buckets):
@@ -205,17 +205,17 @@ class Reducer:
                     self.accumulation.watch(param)
 
     def begin_backward(self) -> None:
-        """A pass begins that all ranks reduce together."""
+        """Begins a pass that all ranks reduce together."""
         for bucket in self.buckets:
             bucket.drop_consumed_grads()
         self.schedule = ReductionSchedule(self.buckets, self._order, self.contract, in_half=self._in_half)
         self.contract.begin(PassKind("backward", grad=True, training=True), new_step=True)
 
     def reduce_now(self) -> bool:
-        """Reduces what passes that did not synchronize have left in `param.grad`; all ranks call it together.
+        """Reduces the gradients accumulated in `param.grad`; all ranks call it together.
 
         Returns:
-            Whether any rank had something there.
+            Whether any rank had gradients.
         """
         self.prepare()
         self.begin_backward()
@@ -223,25 +223,26 @@ class Reducer:
         self.begins_step = True
         return some_had_grads
 
-    # During it.
+    # During the pass.
 
     def _queue_finalize(self) -> None:
-        """The pass that runs now has come to the model."""
+        """At the first gradient of a pass: has autograd call back when the pass ends or fails."""
         if not self.finalize_is_queued:
             self.finalize_is_queued = True
             at_end_of_backward(self._finalize_backward, self._on_backward_failed)
 
     def _make_grad_hook(self, number: int, index: int) -> Callable[[Tensor], None]:
-        held = weakref.ref(self)  # Autograd holds the hook, and shows nobody what its hooks hold.
+        held = weakref.ref(self)  # Autograd's hooks are invisible to the garbage collector.
 
-        def listen(_: Tensor) -> None:
+        def hook(_: Tensor) -> None:
             reducer = held()
             if reducer is not None:
                 reducer._post_accumulate_grad(number, index)
 
-        return listen
+        return hook
 
     def _post_accumulate_grad(self, number: int, index: int) -> None:
+        """Packs a gradient into its bucket, where the pass reduces."""
         if not self.finalize_is_queued:
             self._queue_finalize()
         bucket = self.buckets[number]
@@ -249,9 +250,9 @@ class Reducer:
         self.accumulation.seen[id(param)] = param
         if bucket.is_gathering:
             raise RuntimeError(
-                f"'{bucket.names[index]}' was used before its update had arrived from the other ranks, since its "
-                "module was read from and not called, or ran before the step: call optimizer.wait() after the step, or "
-                "build ShardedDataParallel(..., overlap_gather=False)"
+                f"'{bucket.names[index]}' was used before its update had arrived from the other ranks: its module was "
+                "read without being called, or ran before the step. Call optimizer.wait() after the step, or build "
+                "ShardedDataParallel(..., overlap_gather=False)"
             )
         if not self.require_backward_grad_sync:
             return
@@ -265,9 +266,10 @@ class Reducer:
             bucket.gradient.pack(index)  # Adds it.
         self.schedule.mark_ready(number, index)
 
-    # Its end.
+    # The end of the pass.
 
     def _finalize_backward(self) -> None:
+        """Ends a pass that autograd has finished."""
         self.finalize_is_queued = False
         if self.schedule is not None:
             self._finish()
@@ -277,7 +279,7 @@ class Reducer:
             self.accumulation.watch(param)  # The next backward may come without a forward.
 
     def _finish(self) -> bool:
-        """Ends the pass that reduces; returns whether any rank has brought gradients."""
+        """Reduces the rest, compares and commits; returns whether any rank had gradients."""
         assert self.schedule is not None, "a pass that ends has begun"
         try:
             self.schedule.reduce_remaining(self._pack_accumulated)
@@ -289,15 +291,15 @@ class Reducer:
         return some_had_grads
 
     def _pack_accumulated(self, number: int) -> None:
-        """Sums of passes under `no_sync()`, of parameters that this pass has not used."""
+        """Packs accumulated gradients of parameters that got none in this pass."""
         bucket = self.buckets[number]
         for index, param in enumerate(bucket.params):
             if param.grad is not None:
-                self.accumulation.lend(param, copied=len(bucket.params) == 1)  # Which is not packed, but taken over.
+                self.accumulation.lend(param, copied=len(bucket.params) == 1)  # One alone is taken over, not packed.
                 bucket.gradient.pack(index)
 
     def _compare_and_commit(self, schedule: ReductionSchedule) -> bool:
-        """Compares the pass with the other ranks', and hands what was reduced to the optimizers; see `_finish`."""
+        """Compares the pass between the ranks and adds the reduced gradients to the pieces; see `_finish`."""
         late = [number for number, bucket in enumerate(self.buckets) if bucket.gradient]
         mine = BackwardStatus(
             num_late=len(late),
@@ -306,73 +308,73 @@ class Reducer:
             order_is_rebuilt=self._order_is_rebuilt,
             has_grads=schedule.has_grads,
         )
-        everyones = self._compare(schedule, mine)
-        if any(notes.failed for notes in everyones):
+        statuses = self._compare(schedule, mine)
+        if any(status.failed for status in statuses):
             raise StepError(self._abort_message(tell_reasons(None, self.contract)), step=self.contract.step)
-        unmatched = [notes.num_unmatched for notes in everyones]
+        unmatched = [status.num_unmatched for status in statuses]
         if len(set(unmatched)) > 1:
             raise StepError(describe_unmatched(self.contract.step, unmatched), step=self.contract.step)
         self.pending_forwards.reset_baseline()
-        if any(notes.num_late for notes in everyones):
+        if any(status.num_late for status in statuses):
             for number in sorted({number for numbers in tell(late, self.contract) for number in numbers}):
                 self.buckets[number].reduce(message_tag(Event("late reduction", self.buckets[number].title)))
         for bucket in self.buckets:
             with self.contract.waiting(bucket.reduce_event):
                 bucket.commit(self.contract.limit_seconds)
         self.accumulation.clear()
-        if all(notes.num_unused for notes in everyones):
+        if all(status.num_unused for status in statuses):
             self._restore_unused(schedule.unused)
-        if not all(notes.order_is_rebuilt for notes in everyones):
+        if not all(status.order_is_rebuilt for status in statuses):
             self._rebuild_order(schedule.ready_order)
-        return any(notes.has_grads for notes in everyones)
+        return any(status.has_grads for status in statuses)
 
     def _compare(self, schedule: ReductionSchedule, mine: BackwardStatus) -> list[BackwardStatus]:
-        """Ends a pass; returns what each rank says of itself."""
+        """Ends the pass in the contract; returns every rank's status."""
         rows = self.contract.close(*mine.pack())
         schedule.is_compared = True
         return [BackwardStatus.unpack(row) for row in rows]
 
-    def _restore_unused(self, missing: dict[tuple[int, int], bool]) -> None:
-        """What no rank has used keeps the gradient that it had, none as a rule, as in plain PyTorch."""
-        everyones = tell([list(key) for key in sorted(missing)], self.contract)
-        nobody = set.intersection(*({(number, index) for number, index in keys} for keys in everyones))
-        for (number, index), had_none in missing.items():
+    def _restore_unused(self, unused: dict[tuple[int, int], bool]) -> None:
+        """Takes the gradient of zeros away from parameters that no rank has used, as in plain PyTorch."""
+        by_rank = tell([list(key) for key in sorted(unused)], self.contract)
+        nobody = set.intersection(*({(number, index) for number, index in keys} for keys in by_rank))
+        for (number, index), had_none in unused.items():
             if (number, index) in nobody and had_none:
                 self.buckets[number].restore_unused(index)
 
     def _rebuild_order(self, ready: list[int]) -> None:
-        """From now on buckets are reduced in the order in which they became ready on rank 0."""
+        """Reduces buckets from now on in the order in which they became ready on rank 0."""
         of_first = tell(ready, self.contract)[0]
         self._order = [*of_first, *(number for number in self._order if number not in of_first)]
         self._order_is_rebuilt = True
 
-    # A pass that fails, here or elsewhere.
+    # Coordinated abort.
 
     def abort_forward(self, error: Exception) -> None:
-        """Gives up the backward pass that can't follow now; the error is about to be raised to the user."""
+        """Aborts the backward pass that can not follow a failed forward; the caller raises the error."""
         if self._can_abort_together(error):
             self.abort(error)
 
     def _on_backward_failed(self) -> None:
-        """Autograd has dropped the backward pass that ran; whatever it was is being raised to the user."""
+        """Autograd has dropped the pass; its error is about to reach the user."""
         if self.finalize_is_queued:
             last = self.contract.history.last_event
             where = f" after the {last}" if last is not None else ""
             self.abort(RuntimeError(f"its backward pass failed{where}, with an error that is raised there"))
 
     def abort(self, error: BaseException) -> None:
-        """Gives the pass up, together with the others where that can be, and is as before it."""
+        """Aborts the pass, together with the other ranks where that is possible, and restores the state before it."""
         self.finalize_is_queued = False
         try:
             if isinstance(error, StepError):
-                pass  # All ranks know.
+                pass  # It is raised on all ranks.
             elif self._can_abort_together(error):
                 self._replay(BackwardStatus(failed=True))
                 error.add_note(self._abort_message(tell_reasons(error, self.contract)))
             else:
                 self.contract.report_failure(error)
         except ScaleDistributedError:
-            pass  # The user is about to see the error of the pass; the next one says that the ranks are lost.
+            pass  # The user sees the error of the pass; the next pass says that the group is broken.
         finally:
             self._cancel_reductions()
             self.pending_forwards.clear()
@@ -382,19 +384,19 @@ class Reducer:
                 bucket.drop_packed_grads()
 
     def _abort_skipped_backward(self, *, in_step: bool) -> None:
-        """Gives up the backward passes that the others have run, or still run, and this rank has left out.
+        """Aborts the passes that the others run, or have run, and this rank has skipped.
 
-        The one that runs now keeps the gradients that it has brought already.
+        Gradients of the pass that runs now stay.
 
         Args:
-            in_step: As in `PendingForwards.has_skipped`.
+            in_step: See `PendingForwards.has_skipped`.
 
         Raises:
             ScaleDistributedError: The others did something else, or can't be reached.
         """
         while not self.contract.alone and self.pending_forwards.has_skipped(in_step=in_step):
             try:
-                if all(notes.skipped for notes in self._replay(BackwardStatus(failed=True, skipped=True))):
+                if all(status.skipped for status in self._replay(BackwardStatus(failed=True, skipped=True))):
                     self.pending_forwards.accept_unmatched()
                 else:
                     self.pending_forwards.drop_skipped()
@@ -403,16 +405,16 @@ class Reducer:
                 self._cancel_reductions()
 
     def _can_abort_together(self, error: BaseException) -> bool:
-        """Whether the others can be told of this error where they wait for this rank."""
+        """Whether the others will come to a comparison where they can be told of this error."""
         if self.contract.alone or isinstance(error, TransferError | ScaleDistributedError):
             return False
-        # Of two models in one backward pass one says that the ranks have lost each other; nobody waits for the other.
+        # Another model in the same backward pass has broken the group: nobody waits for this one.
         if any(each.contract.is_broken and each.contract.group == self.contract.group for each in _live):
             return False
         return self.schedule is None or not self.schedule.is_compared
 
     def _replay(self, mine: BackwardStatus) -> list[BackwardStatus]:
-        """Gives the others zeros for all that they still wait for; returns what each rank says at the end.
+        """Reduces zeros for all buckets that the others still wait for; returns every rank's status.
 
         Raises:
             ScaleDistributedError: The others did something else, or can't be reached.
@@ -426,7 +428,7 @@ class Reducer:
         return self._compare(self.schedule, mine)
 
     def _cancel_reductions(self) -> None:
-        """Nothing comes of the pass."""
+        """Drops the pass and its results."""
         self.schedule = None
         self.contract.history.break_off()
         for bucket in self.buckets:

@@ -33,7 +33,7 @@ from scale_oss.reducer import Reducer
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:
-    """Returns the OSS that a wrapper such as AdaScale has as its `optimizer`; what wraps none, as it is."""
+    """Returns the OSS inside a wrapper, such as AdaScale, that has it as its `optimizer`; any other, as it is."""
     inner = optimizer
     while isinstance(inner, Optimizer) and not isinstance(inner, OSS):
         inner = getattr(inner, "optimizer", None)
@@ -41,12 +41,12 @@ def unwrap_optimizer(optimizer: Any) -> Any:
 
 
 def check_optimizers(module: nn.Module, optimizers: Sequence[OSS], process_group: GroupLike) -> None:
-    """Refuses optimizers that can't be given averaged gradients of this module.
+    """Checks that the optimizers can be given the averaged gradients of this module.
 
     Raises:
         TypeError: One is no `OSS`.
-        ValueError: There is none, or they are on different ranks; somebody else reduces for one of them, or for the
-            model; a parameter is in two of them, or trains and is in none.
+        ValueError: There is none, or their ranks differ; the gradients of one, or of the model, are reduced elsewhere;
+            a parameter is in two of them, or trains and is in none.
     """
     for name, member in module.named_modules():
         if isinstance(member, DistributedDataParallel):
@@ -63,8 +63,8 @@ def check_optimizers(module: nn.Module, optimizers: Sequence[OSS], process_group
             )
         if optimizer.reduced_by is not None and optimizer.reduced_by() is not None:
             raise ValueError(
-                "ShardedDataParallel: a wrapper that is still there reduces the gradients of this optimizer already: "
-                "wrap the model once, or drop the wrapper (del model) before another one is built"
+                "ShardedDataParallel: another wrapper reduces the gradients of this optimizer already: wrap the model "
+                "once, or delete that wrapper (del model) before another one is built"
             )
     if not optimizers:
         raise ValueError("ShardedDataParallel: expected an OSS or several, got none")
@@ -87,12 +87,12 @@ def check_optimizers(module: nn.Module, optimizers: Sequence[OSS], process_group
 
 
 def check_params_held(module: nn.Module, buckets: Sequence[Bucket]) -> None:
-    """Refuses parameters that train, and that no optimizer holds.
+    """Checks that every parameter that trains is in an optimizer.
 
-    They are other ones than before after `load_state_dict(..., assign=True)`, and new ones may train.
+    After `load_state_dict(..., assign=True)` the model has other parameters; new ones may train.
 
     Raises:
-        ValueError: There is one.
+        ValueError: One is in none.
     """
     held = {id(param) for bucket in buckets for param in bucket.params}
     named = ((name, p) for name, p in module.named_parameters() if p.requires_grad and id(p) not in held)
@@ -101,8 +101,8 @@ def check_params_held(module: nn.Module, buckets: Sequence[Bucket]) -> None:
         return
     if unit_shard_of(param) is not None:
         raise ValueError(
-            f"'{name}' is a shard, and a sharded model averages its gradients by itself: train it as it is, without "
-            "ShardedDataParallel, with the OSS alone"
+            f"'{name}' is a shard, and a sharded model averages its gradients by itself: train it with the OSS alone, "
+            "without ShardedDataParallel"
         )
     raise ValueError(
         f"'{name}' trains, but no optimizer holds it, so its gradient would never be averaged: add it to OSS(...), "
@@ -200,14 +200,14 @@ class ShardedDataParallel(nn.Module):
         buffers = [buffer.data for buffer in self.module.buffers()] if takes_buffers else []
         self._reducer.prepare(in_step=bool(buffers))
         self._broadcast(buffers, "buffers")
-        # As DistributedDataParallel does: after a pass that reduces, so once for all micro-batches of a step.
+        # As in DistributedDataParallel: once for all micro-batches of a step.
         self._reducer.begins_step = torch.is_grad_enabled() and self._reducer.require_backward_grad_sync
         if self.group.size == 1 or not torch.is_grad_enabled() or recomputes:
             return self.module(*args, **kwargs)
         try:
             outputs = self.module(*args, **kwargs)
         except Exception as error:
-            if self.training:  # After an evaluation nobody waits for a backward pass.
+            if self.training:  # No backward follows an evaluation.
                 self._reducer.abort_forward(error)
             raise
         self._reducer.pending_forwards.watch(outputs, counts=self.training and self._reducer.require_backward_grad_sync)
@@ -252,7 +252,7 @@ class ShardedDataParallel(nn.Module):
                 "reduce(): no gradient waits for it: call it once, after the backward passes under no_sync()"
             )
 
-    # What norms and clipping ask, those of torch too.
+    # Gradient norms and clipping, torch's too.
 
     @property
     def has_reduced_gradients(self) -> bool:
@@ -269,7 +269,7 @@ class ShardedDataParallel(nn.Module):
             optimizer.shard_grads()
         return {id(param): piece for each in self.sharded_optimizers for param, piece in each.measured()}
 
-    # What surrounds it.
+    # The module.
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears all gradients: of the parameters, and of the optimizers' pieces of them."""
@@ -323,7 +323,7 @@ class ShardedDataParallel(nn.Module):
         return [bucket for optimizer in self.sharded_optimizers for bucket in optimizer.buckets]
 
     def _check_params_held(self) -> None:
-        """Runs before each forward, so it looks for names only where something is wrong."""
+        """Runs before each forward, so it looks for names only after a failure."""
         here = (param for member in self._with_params for param in member._parameters.values() if param is not None)
         if any(param.requires_grad and id(param) not in self._held_ids for param in here):
             check_params_held(self.module, self._registered)
@@ -346,7 +346,7 @@ class ShardedDataParallel(nn.Module):
                     tensor.copy_(whole)
 
     def _register_new_buckets(self) -> None:
-        """Takes over those of parameter groups that were added to an optimizer."""
+        """Takes in the buckets of parameter groups that were added to an optimizer."""
         new = [bucket for bucket in self._buckets if bucket not in self._registered]
         if new:
             for optimizer, bucket in ((each, bucket) for each in self.sharded_optimizers for bucket in each.buckets):

@@ -19,48 +19,47 @@ SKIPPED = (
     "its forward pass was followed by no backward pass: an error in its loss was caught, its batch was skipped, or a "
     "forward pass of this rank alone was not under torch.no_grad()"
 )
-"""Why a rank has failed that did not run a pass at all."""
+"""The failure that a rank reports for a backward pass that it has skipped."""
 
 
 def describe_unmatched(step: int, unmatched: Sequence[int]) -> str:
-    """In words: ranks have different numbers of forward passes without a backward."""
+    """Returns the error text for ranks that differ in the number of forward passes without a backward."""
     return (
-        f"pass {step} was given up on all ranks: expected each rank's backward to follow the same forward passes, but "
-        f"there are forward passes without a backward, {list(unmatched)} by rank. A rank that skips a batch leaves the "
-        "others in its backward, and averages its next one with theirs: skip it on all ranks; and put a forward pass "
-        "that is only looked at under torch.no_grad()"
+        f"pass {step} was given up on all ranks: the numbers of forward passes without a backward differ, "
+        f"{list(unmatched)} by rank. Skip a batch on all ranks or on none, and run a forward pass without a backward "
+        "under torch.no_grad()"
     )
 
 
 @dataclass(eq=False)
 class _Forward:
-    """One forward pass: whether a backward has come to it, and whether none can come any more."""
+    """One forward pass: whether a backward has reached its outputs, and whether its graph is freed."""
 
     is_matched: bool = False
     is_freed: bool = False
 
 
 class PendingForwards:
-    """This rank's forward passes for training, since the ranks were last found to do the same.
+    """Forward passes of this rank that wait for their backward, since the ranks last agreed.
 
     Args:
-        on_backward: Called when a backward comes to the outputs of one, before it goes on; and not held here.
+        on_backward: Called when a backward reaches the outputs of one, before it goes on; held weakly.
     """
 
     def __init__(self, on_backward: Callable[[], None]) -> None:
         self._on_backward = weakref.WeakMethod(on_backward)
-        self._all: list[_Forward] = []  # in order
-        self._per_pass = 1  # how many the last backward pass has come to
-        self._accepted = 0  # how many all ranks alike leave without one, such as those whose outputs are only looked at
+        self._all: list[_Forward] = []  # in the order of the calls
+        self._per_pass = 1  # forwards that the last backward pass has reached
+        self._accepted = 0  # unmatched forwards on every rank alike, such as those whose outputs are only looked at
 
     def watch(self, outputs: Any, *, counts: bool = True) -> None:
-        """Follows what becomes of the outputs of a forward pass.
+        """Registers hooks on the graph of a forward pass.
 
         Args:
-            outputs: Tensors anywhere in them.
-            counts: All ranks must run its backward; those that are not reduced some rank may leave out.
+            outputs: The outputs; tensors at any depth.
+            counts: Whether all ranks must run its backward, as they must when it reduces.
         """
-        # A view that is changed in place gets another history, its base keeps its own.
+        # A view that is changed in place gets another grad_fn; its base keeps its own.
         roots = [tensor._base if tensor._base is not None else tensor for tensor in tensors_in(outputs)]
         nodes = {root.grad_fn for root in roots if root.grad_fn is not None}
         if not nodes:
@@ -73,11 +72,11 @@ class PendingForwards:
             node.register_prehook(watch)
 
     def has_skipped(self, *, in_step: bool) -> bool:
-        """Whether this rank has left out a backward pass, as far as it can tell now.
+        """Whether this rank has skipped a backward pass, as far as it can tell now.
 
         Args:
-            in_step: Another forward is about to begin, and all ranks must do that together: then one whose graph is
-                still there counts, too, if a backward has always come at this point.
+            in_step: Another forward begins, on all ranks together. Then a graph that is still alive counts as well, if
+                a backward has always come before this point.
         """
         unmatched = self._unmatched()
         if len(unmatched) <= self._accepted:
@@ -87,27 +86,27 @@ class PendingForwards:
         )
 
     def drop_skipped(self) -> None:
-        """The pass that was left out is given up: forgets the forwards that belong to it."""
+        """Forgets the forwards of one skipped pass, which was aborted."""
         for forward in self._unmatched()[: self._per_pass]:
             self._all.remove(forward)
 
     def accept_unmatched(self) -> None:
-        """All ranks have left out as many alike, so it is nothing that has gone wrong."""
+        """Takes the present number of unmatched forwards for normal: all ranks have skipped as many."""
         self._accepted = self.num_unmatched
 
     @property
     def num_unmatched(self) -> int:
-        """To how many no backward has come."""
+        """Forward passes without a backward."""
         return len(self._unmatched())
 
     def reset_baseline(self) -> None:
-        """A backward pass has ended well: those that it has not come to may still wait for theirs."""
+        """After a pass that succeeded: forgets matched and freed forwards; others may still get their backward."""
         self._accepted = min(self._accepted, self.num_unmatched)
         self._per_pass = sum(forward.is_matched for forward in self._all) or self._per_pass
         self._all = [forward for forward in self._all if not (forward.is_matched or forward.is_freed)]
 
     def clear(self) -> None:
-        """A pass has failed, and with it all forwards before."""
+        """Forgets all forwards: the pass has failed."""
         self._all = []
 
     def _unmatched(self) -> list[_Forward]:
@@ -115,7 +114,7 @@ class PendingForwards:
 
 
 class _BackwardHook:
-    """A hook of the graph: called when a backward comes to the outputs, and dropped with the graph."""
+    """Autograd hook: called when a backward reaches the outputs, deleted when the graph is freed."""
 
     def __init__(self, forward: _Forward, on_backward: weakref.WeakMethod[Callable[[], None]]) -> None:
         self._forward, self._on_backward = forward, on_backward

@@ -1,9 +1,9 @@
-"""What a sharded optimizer saves and loads: its whole state, in the form of the plain one, or what each rank has."""
+"""State dicts of OSS: the whole state in the form of the plain optimizer, and the part of each rank."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,7 +23,6 @@ from scale_core.state.validation import StateMismatch
 from scale_core.tree import map_tensors
 from scale_oss.bucketing import BucketAssigner, param_name
 from scale_oss.gather_state import Recipient, State, gather_states, large_tensors_in
-from scale_oss.state_by_param import StateByParam
 from scale_oss.state_placement import StatePlacement, check_gatherable
 
 _NAMES = frozenset({"params", "param_names"})
@@ -50,13 +49,13 @@ def local_state_dict(
     placements: Sequence[StatePlacement],
     live: Mapping[Tensor, State],
 ) -> dict[str, Any]:
-    """Cuts what this rank keeps out of a plain state dict, as a state dict of this rank's optimizer.
+    """Cuts this rank's part out of a plain state dict, as a state dict of this rank's optimizer.
 
     Args:
-        state_dict: In the form of the plain optimizer; it is not changed, nor does the result share memory with it.
+        state_dict: In the form of the plain optimizer; neither changed nor shared by the result.
         groups: Of all parameters.
         placements: Of all parameters, in the same order.
-        live: The state that this rank's optimizer has, to be compared with.
+        live: The present state of this rank's optimizer, for comparison.
 
     Raises:
         TypeError: It is no state dict.
@@ -89,7 +88,7 @@ def local_state_dict(
 
 
 def describe_state_dict(state_dict: Mapping[str, Any]) -> Iterator[str]:
-    """What ranks compare of a plain state dict that each of them has read."""
+    """Yields what must be equal on all ranks of a plain state dict that each of them has read."""
     for number, group in enumerate(state_dict["param_groups"]):
         options = {key: value for key, value in sorted(group.items()) if key != "params"}
         yield f"group {number}: {len(group['params'])} parameters, {options}"
@@ -117,12 +116,12 @@ def _check_groups(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> list[
                 f"group {number} has {len(saved['params'])} parameters in the state dict, and "
                 f"{len(group['params'])} in the optimizer: {REGROUP}"
             )
-        # One side alone may have more: a scheduler adds to a group, and so do newer versions of torch.
+        # One side may have more options: schedulers and newer versions of torch add some.
         lost, new = (sorted(a.keys() - b.keys() - _NAMES) for a, b in ((saved, group), (group, saved)))
         if lost and new:
             raise StateMismatch(
-                f"the state dict is that of another optimizer: this one doesn't know its option '{lost[0]}', and it "
-                f"has no '{new[0]}'"
+                f"the state dict is that of another optimizer: it has the option '{lost[0]}', which this one does not "
+                f"know, and no '{new[0]}'"
             )
     return [number for saved in saved_groups for number in saved["params"]]
 
@@ -145,7 +144,7 @@ def _check_shapes(state: State, placement: StatePlacement, live: State) -> None:
 
 
 def _local_part(placement: StatePlacement, tensor: Tensor) -> Tensor:
-    """What this rank keeps of a whole tensor, with memory of its own."""
+    """This rank's part of a full tensor, with memory of its own."""
     if tensor.ndim == 0 or placement.owner is not None:
         return tensor.detach().clone()
     assert placement.optimizer_param is not None
@@ -153,13 +152,64 @@ def _local_part(placement: StatePlacement, tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1)[start:stop].clone().view(placement.optimizer_param.shape)
 
 
+class StateByParam(MutableMapping[Tensor, Any]):
+    """`OSS.state`: looked up by a parameter, or by the piece of it in this rank's optimizer.
+
+    Args:
+        optim: The optimizer that has the state.
+        placements: Where the state of each parameter is kept, by the parameter's `id`; more may be added.
+    """
+
+    def __init__(self, optim: Optimizer, placements: Mapping[int, StatePlacement]) -> None:
+        self._optim, self._placements = optim, placements
+
+    def __getitem__(self, key: Tensor) -> Any:
+        stepped = self._optimizer_key(key)
+        return {} if stepped is None else self._optim.state[stepped]
+
+    def __setitem__(self, key: Tensor, value: Any) -> None:
+        stepped = self._optimizer_key(key)
+        if stepped is not None:
+            self._optim.state[stepped] = value
+
+    def __delitem__(self, key: Tensor) -> None:
+        stepped = self._optimizer_key(key)
+        if stepped is None:
+            raise KeyError(key)
+        del self._optim.state[stepped]
+
+    def __contains__(self, key: object) -> bool:
+        return self._optimizer_key(key) in self._optim.state
+
+    def __iter__(self) -> Iterator[Tensor]:
+        params = {id(placement.optimizer_param): placement.param for placement in self._placements.values()}
+        return (params.get(id(key), key) for key in list(self._optim.state))
+
+    def __len__(self) -> int:
+        return len(self._optim.state)
+
+    def get(self, key: Tensor, default: Any = None) -> Any:
+        """As of any mapping; creates no entry."""
+        stepped = self._optimizer_key(key)
+        return default if stepped is None else self._optim.state.get(stepped, default)
+
+    def clear(self) -> None:
+        """Forgets all states."""
+        self._optim.state.clear()
+
+    def _optimizer_key(self, key: Any) -> Any:
+        """The key of a parameter in the state of the optimizer; None if other ranks have all of it."""
+        placement = self._placements.get(id(key))
+        return key if placement is None else placement.optimizer_param
+
+
 class OSSStateDictMixin(Optimizer):
-    """An optimizer whose state is with another one, which steps on this rank's part of the parameters.
+    """State-dict methods of an optimizer whose state is in `optim`, which steps on this rank's part.
 
     Attributes:
         optim: That optimizer.
         group: The ranks.
-        contract: What they have promised each other.
+        contract: Compares the ranks.
     """
 
     optim: Optimizer
@@ -171,7 +221,7 @@ class OSSStateDictMixin(Optimizer):
     _consolidated: dict[str, Any] | None
     _is_empty: bool  # No rank has any state.
 
-    @property  # type: ignore[override]  # Optimizer has an attribute, which people also assign to.
+    @property  # type: ignore[override]  # Optimizer has an attribute, which users assign to.
     def state(self) -> StateByParam:
         """What this rank has of the state of each parameter, by the parameter; of one that is cut, a part's."""
         return self._state
@@ -260,7 +310,7 @@ class OSSStateDictMixin(Optimizer):
         self._is_empty = not state_dict["state"]
 
     def check_state_dict(self, state_dict: Any) -> dict[str, Any]:
-        """Compares a whole state with this optimizer, and with what the other ranks were given; changes nothing.
+        """Compares a whole state with this optimizer, and with those of the other ranks; changes nothing.
 
         Returns:
             This rank's part of it, for `load_checked`.
@@ -283,7 +333,7 @@ class OSSStateDictMixin(Optimizer):
         return local
 
     def load_checked(self, local: dict[str, Any]) -> None:
-        """Takes what `check_state_dict` has returned."""
+        """Loads what `check_state_dict` has returned."""
         self._invalidate()
         self.optim.load_state_dict(local)
         for mine, theirs in zip(self.param_groups, self.optim.param_groups, strict=True):
@@ -294,15 +344,15 @@ class OSSStateDictMixin(Optimizer):
             after(self)
 
     def state_holding(self, holding: Holding) -> Holding:
-        """What `scale_core.state.sharded_state_dict` asks: what this rank has of the state of a parameter."""
+        """For `scale_core.state.sharded_state_dict`: this rank's part of the state of a parameter."""
         self.wait()
-        self._invalidate()  # Who asks may be about to load another state.
+        self._invalidate()  # The caller may load another state.
         placement = self._assigner.placements[id(holding.owner)]
         if holding.shares_owner:  # A flat parameter is stepped on as it is.
             return holding
         if placement.optimizer_param is None:
             return replace(holding, start=0, stop=0, is_shard=True, state="nothing")
-        # Of what its layer has divided, a rank's range counts from where this rank's part begins.
+        # The range of a parameter that its layer has sharded counts from the layer's own start.
         first = holding.start if unit_shard_of(holding.owner) is None else 0
         return replace(
             holding,
@@ -319,11 +369,11 @@ class OSSStateDictMixin(Optimizer):
         return id(param) in self._assigner.placements
 
     def _invalidate(self) -> None:
-        """The state is another one than was gathered."""
+        """The consolidated state is stale."""
         self._consolidated, self._is_empty = None, False
 
     def _check_initial_state(self) -> None:
-        """Finds out whether an optimizer that was just built has a state already, as Adagrad; all ranks together."""
+        """Finds out whether a new optimizer has a state already, as Adagrad; all ranks together."""
         with self.contract.waiting(Event("optimizer state", "")):
             rows = exchange([len(self.optim.state)], self.group, limit_seconds=self.contract.limit_seconds)
         self._is_empty = not any(num_states for (num_states,) in rows)

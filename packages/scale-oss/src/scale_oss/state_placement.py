@@ -1,7 +1,7 @@
-"""Where the state of each parameter is kept: by which ranks, of which elements, and by which tensor of an optimizer.
+"""State placement: which rank keeps the state of which elements of a parameter, under which tensor.
 
-An optimizer of `torch.optim` keeps its state by the tensors that it steps on. Here those are parts of the user's
-parameters, other ones on every rank; whoever saves, loads or measures asks a `StatePlacement` what stands where.
+An optimizer of `torch.optim` keeps its state by its parameters. Here those are parts of the user's parameters, other
+ones on every rank; saving, loading and measuring look them up in a `StatePlacement`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Range(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """How many they are."""
+        """The number of elements."""
         return self.stop - self.start
 
 
@@ -36,13 +36,13 @@ class StatePlacement:
     """Where the state of one parameter is kept.
 
     Attributes:
-        param: The user's parameter, whole or a shard.
-        name: What errors call it.
-        shape: Of the whole parameter.
-        ranges: By rank of the group: the elements that the rank updates, and keeps the state of.
-        owner: The rank that updates all of it, and keeps state of whatever shape; None where each updates elements.
-        group: The ranks that have something of it.
-        optimizer_param: What this rank's optimizer has of it; None where it has nothing.
+        param: The user's parameter, full or a shard.
+        name: Its name in errors.
+        shape: Its full shape.
+        ranges: By rank of the group, the elements that the rank updates and keeps the state of.
+        owner: The rank that updates all of it, with a state of any shape; None where each rank updates elements.
+        group: The ranks that have a part of it.
+        optimizer_param: The parameter in this rank's optimizer; None where it has none.
     """
 
     param: nn.Parameter
@@ -67,14 +67,14 @@ class StatePlacement:
 
 
 class ShardedParam(NamedTuple):
-    """A parameter that ranks hold in pieces.
+    """A parameter that is sharded already.
 
     Attributes:
-        param: This rank's piece.
+        param: This rank's shard.
         name: The parameter's name in the plain model.
-        shape: Of the whole parameter.
-        group: The ranks between which it is divided; of size 1 where one rank holds all of it.
-        ranges: What each of them holds, by rank.
+        shape: Its full shape.
+        group: The ranks between which it is sharded; of size 1 where one rank holds all of it.
+        ranges: The elements that each of them holds, by rank.
     """
 
     param: nn.Parameter
@@ -85,7 +85,7 @@ class ShardedParam(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Elements of the whole parameter."""
+        """Elements of the full parameter."""
         return sum(held.numel for held in self.ranges)
 
     @property
@@ -95,17 +95,17 @@ class ShardedParam(NamedTuple):
 
 
 def sharding_group(shard: Shard, within: Group | None) -> Group:
-    """Returns the ranks between which a parameter is divided; of size 1 where it is not.
+    """Returns the ranks between which a parameter is sharded; of size 1 where it is not.
 
     Args:
-        shard: What this rank holds of it.
-        within: The ranks that the user has named; None is no matter which.
+        shard: This rank's shard.
+        within: The ranks that the user has named; None for any.
 
     Raises:
-        ValueError: It is divided along several axes of a mesh, or between other ranks; or they hold summands of it.
+        ValueError: It is sharded along several axes of a mesh, or between other ranks; or it is a partial sum.
     """
     if any(axis.held is Held.PARTIAL for axis in shard.axes):
-        raise ValueError(f"OSS: each rank holds a summand of '{shard.name}': reduce it before it is optimized")
+        raise ValueError(f"OSS: '{shard.name}' is a partial sum on each rank: reduce it before it is optimized")
     groups = [axis.group for axis in shard.axes if axis.held is Held.SHARD and axis.group.size > 1]
     if len(groups) > 1:
         raise ValueError(
@@ -123,7 +123,7 @@ def sharding_group(shard: Shard, within: Group | None) -> Group:
 
 
 def ranks_of_shards(params: Sequence[nn.Parameter]) -> Group:
-    """Returns the ranks between which these are divided, if all are shards of the same ones, or else all ranks.
+    """Returns the ranks between which these are sharded, if all are shards over the same ones, or else all ranks.
 
     Raises:
         RuntimeError: See `check_not_forgotten`.
@@ -160,7 +160,7 @@ def gather_shards(params: Sequence[nn.Parameter], within: Group, limit_seconds: 
 
 
 def check_not_flat(param: nn.Parameter, name: str, optim_name: str) -> None:
-    """Refuses a flat parameter for an optimizer that needs whole tensors.
+    """Checks that a parameter is no flat one, for an optimizer that needs full tensors.
 
     Raises:
         ValueError: It is one.
@@ -174,10 +174,10 @@ def check_not_flat(param: nn.Parameter, name: str, optim_name: str) -> None:
 
 
 def check_gatherable(param: nn.Parameter, name: str) -> None:
-    """Refuses to number the state of a flat parameter as the plain optimizer does, which has others.
+    """Checks that the state of a parameter can be numbered as in the plain optimizer.
 
     Raises:
-        ValueError: It is one.
+        ValueError: It is a flat parameter, which the plain model doesn't have.
     """
     if flat_buffer_of(param) is not None:
         raise ValueError(
@@ -188,8 +188,8 @@ def check_gatherable(param: nn.Parameter, name: str) -> None:
 
 
 def _gather_ranges(shards: Sequence[Shard], group: Group, limit_seconds: float) -> list[tuple[Range, ...]]:
-    """What each rank of the group holds of each of these."""
-    if group.backend == "fake":  # The others don't exist: they are taken to share what this rank doesn't hold.
+    """The elements that each rank of the group holds of each shard."""
+    if group.backend == "fake":  # The others don't exist: they share what this rank doesn't hold.
         return [_fake_ranges(shard, group) for shard in shards]
     record = [number for shard in shards for number in (shard.start, shard.stop)]
     rows = exchange(record, group, limit_seconds=limit_seconds)
