@@ -124,13 +124,13 @@ class _StateGather:
         Numbers have their values: they are the same on all ranks that have them.
         """
         problems = "\n".join(self._problems())
-        told = {
+        mine = {
             number: self._described(number, state)
             for number, state in self._mine.items()
             if not problems and self._placements[number].first_holder == self._group.rank
         }
         found: dict[int, State] = {}
-        for text in self._exchange_text(pickle.dumps(told).decode("latin-1")):
+        for text in self._exchange_text(pickle.dumps(mine).decode("latin-1")):
             found.update(pickle.loads(text.encode("latin-1")))
         if not problems:
             problems = "\n".join(self._disagreements(found))

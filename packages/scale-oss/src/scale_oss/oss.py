@@ -33,7 +33,7 @@ from scale_oss.state_placement import ranks_of_shards
 _MASTER = "master_param"
 
 BUCKET_NUMEL = 2**23
-"""Elements of a bucket: some tens of megabytes, enough for full speed and little beside a model."""
+"""Elements of a bucket: some tens of megabytes: enough for full speed, small against a model."""
 
 
 class OSS(OSSStateDictMixin):
@@ -82,13 +82,13 @@ class OSS(OSSStateDictMixin):
         buckets: The parameters that are whole on every rank, in the order in which they were given.
         in_place_buckets: Shards that are updated where they are.
         full_param_buckets: Shards that are gathered into full parameters for the step.
-        waits_by_itself: `step` returns with whole parameters; otherwise whoever uses them next calls `wait`.
-        gets_reduced_gradients: Gradients are averaged into the pieces, bucket by bucket, by somebody else.
+        waits_by_itself: `step` returns when the parameters are up to date; otherwise call `wait` before their next use.
+        gets_reduced_gradients: `ShardedDataParallel` averages gradients into the pieces.
         reduced_by: Who does so.
 
     Raises:
         TypeError: `optim` is no optimizer class.
-        ValueError: An optimizer that can't be sharded, or shards that can't be put together; ranks with different
+        ValueError: An optimizer that can't be sharded, or shards that can't be gathered; ranks with different
             parameters are a `ContractError`.
     """
 
@@ -171,7 +171,7 @@ class OSS(OSSStateDictMixin):
             What the closure has returned.
 
         Raises:
-            RuntimeError: Gradients have not been reduced, or the ranks have lost each other.
+            RuntimeError: Gradients have not been reduced, or a rank can't be reached.
         """
         self.wait()
         loss = None
@@ -225,7 +225,7 @@ class OSS(OSSStateDictMixin):
         return clip_together([self], max_norm, norm_type, filter_params_fn)
 
     def wait(self) -> None:
-        """Returns when the parameters are whole again after a step that runs beside the next forward pass."""
+        """Returns when the parameters are up to date after a step that overlaps the next forward pass."""
         for bucket in self.buckets:
             if bucket.is_gathering:
                 with self.contract.waiting(bucket.gather_event):

@@ -115,7 +115,7 @@ def register_gather_waits(model: nn.Module, buckets: Sequence[Bucket], contract:
             # Before hooks that were there already: those of weight and spectral norm compute with parameters.
             module.register_forward_pre_hook(waiting.pre_forward, prepend=True)
             module.register_state_dict_pre_hook(waiting.wait)
-            # What is loaded would be overwritten by what is still on its way.
+            # The all-gather would overwrite what is loaded.
             module.register_load_state_dict_pre_hook(waiting.wait)
             waits.append(waiting)
     return waits

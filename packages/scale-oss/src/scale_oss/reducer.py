@@ -337,9 +337,9 @@ class Reducer:
     def _restore_unused(self, unused: dict[tuple[int, int], bool]) -> None:
         """Takes the gradient of zeros away from parameters that no rank has used, as in plain PyTorch."""
         by_rank = tell([list(key) for key in sorted(unused)], self.contract)
-        nobody = set.intersection(*({(number, index) for number, index in keys} for keys in by_rank))
+        unused_everywhere = set.intersection(*({(number, index) for number, index in keys} for keys in by_rank))
         for (number, index), had_none in unused.items():
-            if (number, index) in nobody and had_none:
+            if (number, index) in unused_everywhere and had_none:
                 self.buckets[number].restore_unused(index)
 
     def _rebuild_order(self, ready: list[int]) -> None:
