@@ -1,41 +1,9 @@
 """Activation checkpointing and offload for PyTorch.
 
-The files in reading order; each stands only on those above it:
-
-- `phase`: which pass a checkpointed module is in;
-- `nested`: tensors taken out of what a module is given, and put back;
-- `randomness`: random numbers that are drawn again;
-- `buffers`: what a forward changes, and a recomputation must not;
-- `buffer_replay`: these in a recomputation;
-- `weights`: what a forward computes with, and a recomputation, too;
-- `modes`: `train()` and `eval()`, as in the forward;
-- `batch_norm`: the same for those who recompute in another way;
-- `live`: the bytes of all storages that live;
-- `versions`: that what was saved is as it was;
-- `lanes`: copies that run beside the computation;
-- `places`: where offloaded bytes are kept;
-- `store`: what has left, in the order in which it left, and is fetched ahead;
-- `offload`: which saved tensors leave;
-- `operators`: whose results are kept;
-- `selective`: results kept in the forward, and given back;
-- `recheck`: a recomputation that differs;
-- `treatment`: what is done with a module's activations;
-- `recomputation`: one call of a module, computed again;
-- `forward`: what is called in the place of a module's forward;
-- `wrapper`: `checkpoint_wrapper` and `apply_checkpointing`;
-- `selection`: many modules at once, by their names;
-- `timeline`: what memory a step takes under a plan, in numbers alone;
-- `solver`: the fastest plan within a budget;
-- `ways`: what may be done with a block, by name;
-- `blocks`: the modules for which a plan decides;
-- `shape`: what a plan knows a model by;
-- `tracing`: where a step's memory stands at each block;
-- `step`, `trial`, `assembling`, `profile`: what the blocks of a model cost;
-- `chart`, `plot`: plans as text and as pictures;
-- `plan`: `plan_memory` and `apply_plan`;
-- `measure`: what a step takes, beside what a plan predicts;
-- `tracker`: memory by module;
-- `suggest`: where to checkpoint, by that.
+`wrapper` has `checkpoint_wrapper` and `apply_checkpointing`; read it first, then `recompute/` (one call, computed
+again) and `offload/` (saved tensors on the host or in a file). `planner/` decides by measurement what is done with each
+block, `memory_tracker` shows memory by module. Below all of them: `state` (which pass a module is in), `tree`,
+`saved_tensors`, `live_memory`.
 """
 
 from scale_checkpoint.memory_tracker import (

@@ -1,7 +1,12 @@
 """Optimizer state sharding and ShardedDataParallel (ZeRO-1 and ZeRO-2) for PyTorch.
 
-Begin with `oss.py`, the optimizer and its step, and `bucket.py`, what a step works on; then `sharded_ddp.py` and
-`reducer.py`, forward and backward.
+`oss` is the optimizer, `sharded_ddp` the model around it; read these first. Below them:
+
+- `partition`, `bucketing`, `bucket`, `full_param_bucket`: who updates what, and the flat memory of it;
+- `step`, `overlap_gather`: the step on this rank's parts, and the all-gather of what it has updated;
+- `reducer`, `grad_accumulation`, `recovery`: gradients reduced in the backward pass, summed, or given up on all ranks;
+- `state_placement`, `gather_state`, `state_dict`, `state_by_param`: state by the plain optimizer's keys;
+- `chained_optimizer`: two optimizers for one model, as one.
 """
 
 from scale_core.consistency.contract import StepError

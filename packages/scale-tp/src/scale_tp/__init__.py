@@ -1,38 +1,14 @@
 """Tensor, sequence and context parallelism for PyTorch: a layer that several devices compute together.
 
-The files in reading order; each stands only on those above it:
+`layers/` has the layers of Megatron and FairScale, `conversion/` divides those of a model that exists already
+(`parallelize`); read these first. Below them:
 
-- `wide`, `tags`: the dtype that sums are made in, and the tags of messages;
-- `split_sizes`: how the indices of a dimension are dealt to the ranks; integers only;
-- `even_parts`: what is cut by hand, by FairScale's names;
-- `axes`, `groups`, `getters`: which ranks compute a layer together;
-- `moves`: sums and parts of tensors between them;
-- `crossings`: where a tensor comes into the divided region or out of it, as autograd remembers it;
-- `sequence_parts`: how long the parts of a sequence are that the ranks hold;
-- `regions`: sums and parts with gradients, each of which is such a crossing;
-- `features`: parts of features that don't stand in rank order;
-- `random_state`: where random numbers stand, read and put back;
-- `initialising`: a part of a matrix with the values that it has in the whole one;
-- `whole_view`: a part that looks like the whole to what gives it values;
-- `layer`, `wholes`: what all layers have in common, and functions that give them their values from outside;
-- `copies`: parts of which several ranks have copies, as of key-value heads;
-- `products`, `pieces`: matrix products while other pieces of a sequence are on their way;
-- `overlap`, `overlap_sums`, `arrivals`: linear layers whose communication runs beside their products;
-- `linear_regions`, `fitting`: linear layers at the edges of the divided region;
-- `vocabulary`, `linear`, `embedding`, `dropout`: the layers;
-- `cross_entropy_terms`, `cross_entropy_checks`, `cross_entropy`: a loss over logits that no rank has alone;
-- `randomness`: random numbers that are the same on all ranks, and others;
-- `divided_randomness`: others inside of what is divided, the same outside;
-- `heads`: attention heads that are divided;
-- `attention`: a layer of divided heads;
-- `sequence_order`: which positions of a sequence each rank holds, where ranks divide all of it between them;
-- `agreement`: ranks that call one thing with other sizes learn of it;
-- `blockwise`, `ring`, `ulysses`: exact attention over such a sequence;
-- `divided`, `entrance`, `divided_linear`, `divided_words`, `summed`: modules that exist already, divided in place;
-- `norms`: those on a part of the sequence;
-- `first_forward`: whether the ranks hold different parts;
-- `plan`, `stretches`, `changes`, `refusals`, `parallelize`: a model that exists already, divided by a plan;
-- `state`, `llama`: whole tensors in and out, and the reference checkpoints of Llama.
+- `split`, `parallel_state`: how the indices of a dimension are dealt to ranks, and which ranks these are;
+- `comm`, `autograd_regions`, `mappings`: sums and parts of tensors, with their gradients;
+- `random`, `weight_init`, `attention_heads`, `sequence_lengths`: random numbers, initial values, heads, lengths.
+
+Beside them: `async_tp/` (exchanges beside products), `context_parallel/` (ring and Ulysses attention), `state_dict` and
+`llama` (whole tensors in and out).
 """
 
 from scale_tp.async_tp.collective_matmul import gather_linear, linear_scatter
