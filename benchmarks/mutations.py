@@ -64,7 +64,7 @@ FLIPPED: dict[type[ast.cmpop], str] = {
 SWAPPED: dict[type[ast.operator], str] = {ast.Add: "-", ast.Sub: "+", ast.Mult: "//", ast.FloorDiv: "*"}
 NO_BEHAVIOUR = re.compile(r"__(repr|str|init_subclass|dir)__|_?(describe|word|line|text|message|note)s?\b.*")
 """Functions that make text alone."""
-NOT_STEPS = {"__init__", "compat", "testing", "testing_rank", "samples"}
+NOT_STEPS = {"__init__", "compat", "ranks", "rank", "microbatch_grads"}
 """Files that are no part of a step: lists of names, versions of torch, what tests stand on."""
 OF_FILE, OTHERS = "tests of the file", "other tests"
 

@@ -1,6 +1,6 @@
 """`AdaScale`: an optimizer around another one, which multiplies its learning rates by the gain of the large batch.
 
-Gradients are measured (`listening`), `gain` and `step` turn that into estimates (`sampling`, `estimates`, `gain`), and
+Gradients are measured (`optimizer_wrapper`), `gain` and `step` turn that into estimates (`step_statistics`, `estimates`, `gain`), and
 the inner optimizer steps.
 """
 

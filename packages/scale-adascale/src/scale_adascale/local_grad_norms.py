@@ -1,6 +1,6 @@
 """What a rank measures of its own gradients before they are averaged away, one backward pass after another.
 
-It hears of each gradient (`hearing`), of which at most short ones are copied, and nothing waits for the device.
+It hears of each gradient (`grad_hooks`), of which at most short ones are copied, and nothing waits for the device.
 
 A pass is a sample, and gradients are averaged when it ends; unless whoever runs the passes says otherwise, as a
 pipeline does (`scale_core.microbatch_grads`). Its step is then to the owner one pass that brings several samples.

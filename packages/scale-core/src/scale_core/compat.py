@@ -2,7 +2,8 @@
 
 No other file asks for a version. Where another one uses a name with an underscore, it is one that has been the same
 over many versions: an attribute of tensors or modules (`_version`, `_parameters`), a `_foreach` operator, a dispatch
-mode. Only the accelerator that is none takes a file of its own, `stand_in`, which asks here whether torch is right.
+mode. Only the accelerator that is none takes a file of its own, `simulate.fake_device`, which asks here whether torch
+is right.
 """
 
 from __future__ import annotations

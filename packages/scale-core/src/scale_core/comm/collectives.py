@@ -1,6 +1,6 @@
 """Collectives on one-dimensional tensors, each with a handle that owns its buffers.
 
-Above this file and `exchange` nobody knows the transport. NCCL has every operation natively. Gloo has no
+Above this file and `control_plane` nobody knows the transport. NCCL has every operation natively. Gloo has no
 reduce-scatter (its stand-in clones, all-reduces and copies: twice the bytes) and gathers through a temporary of the
 whole output, so on gloo both are made of tagged messages, straight out of and into the caller's buffers: each rank
 sends (W-1)/W of the full buffer, which is the least that any algorithm can do.

@@ -4,7 +4,7 @@ Parameters of one dtype stand in one flat buffer. Each rank keeps its shard of i
 between a gather and a release, and the parameters that a module computes with are *views* of it. A collective
 therefore reads and writes the very memory that the module uses: nothing is split, concatenated or copied per
 parameter on the way in. Three verbs move it through its life: gather, release, reduce. ZeRO-1, -2 and -3 differ only
-in when they call them. Gather and release stand here; reduce, and what follows it, in `flat_reduced.py`.
+in when they call them. Gather and release stand here; reduce, and what follows it, in `reduction.py`.
 """
 
 from __future__ import annotations

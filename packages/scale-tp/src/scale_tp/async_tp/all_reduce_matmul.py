@@ -2,7 +2,7 @@
 
 A column parallel layer sums the gradient of its input while that of its weight is computed. A row parallel layer cuts
 its rows into pieces: the sum of one travels while the next is multiplied. The numbers are those without overlap, as in
-`overlap`, and gradients of gradients do not pass.
+`collective_matmul`, and gradients of gradients do not pass.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Everything that can be asked of a training, as frozen dataclasses; the command line is made from them.
 
-Every rank gets them whole. What they come to is in `meaning`, and what is wrong with them `checking` says.
+Every rank gets them whole. What they come to is in `resolve`, and what is wrong with them `validate` says.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ there is nothing. So nobody waits for a rank that has failed, and what is sent a
 
 A header has a fixed length, so it can be received before anything is known. A tensor can't, but mostly it is as the
 last one in its place: memory for that is posted together with the header, and the transport fills it while this rank
-computes; small ones come in one piece with the header (`envelope`). Where it comes otherwise, the sender, who knows
+computes; small ones come in one piece with the header (`packing`). Where it comes otherwise, the sender, who knows
 what is expected, sends the header alone and a single byte for each tensor that was posted; the real ones follow. (Gloo
 takes a message that is shorter than the memory which waits for it.)
 
