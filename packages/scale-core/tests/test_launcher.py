@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from scale_core.launch import launcher as launch
-from scale_core.launch.launcher import init_distributed, launch_local, name_of_exit
+from scale_core.launch import init_distributed, launch_local, name_of_exit
 
 
 def write_sum(folder: Path) -> None:

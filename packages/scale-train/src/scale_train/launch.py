@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from scale_core.launch.launcher import LaunchError, init_distributed, launch_local
+from scale_core.launch import LaunchError, init_distributed, launch_local
 from scale_train.config.options import Options
 from scale_train.config.resolve import device_type
 from scale_train.errors import InputError, Interrupted, RanksLost, TrainingDiverged
