@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from scale_core.launch import launcher as launch
 from scale_core.launch import init_distributed, launch_local, name_of_exit
+from scale_core.launch import launcher as launch
 
 
 def write_sum(folder: Path) -> None:

@@ -1,7 +1,7 @@
 """`AdaScale`: an optimizer around another one, which multiplies its learning rates by the gain of the large batch.
 
-Gradients are measured (`optimizer_wrapper`), `gain` and `step` turn that into estimates (`step_statistics`, `estimates`, `gain`), and
-the inner optimizer steps.
+Gradients are measured (`optimizer_wrapper`), `gain` and `step` turn that into estimates (`step_statistics`,
+`estimates`, `gain`), and the inner optimizer steps.
 """
 
 from __future__ import annotations

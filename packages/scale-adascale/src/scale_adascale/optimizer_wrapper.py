@@ -1,7 +1,8 @@
 """An optimizer whose gradients are measured: when that begins and ends, and what may be done amid the passes of a step.
 
-Backward passes are measured (`local_grad_norms`), what ranks have measured is added up (`norm_reduction`), and what a step knows
-then stands in the optimizer's parameter groups (`estimates`). What becomes of it is told elsewhere (`adascale`).
+Backward passes are measured (`local_grad_norms`), what ranks have measured is added up (`norm_reduction`), and what a
+step knows then stands in the optimizer's parameter groups (`estimates`). What becomes of it is told elsewhere
+(`adascale`).
 """
 
 from __future__ import annotations

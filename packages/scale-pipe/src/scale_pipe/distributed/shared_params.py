@@ -3,9 +3,9 @@
 Copies begin equal and get equal gradients, so optimizers that are set up alike keep them equal. The gradient of each is
 the sum of what all holders have computed, added up in the order of their stages: the same to the bit on all of them.
 
-Where stages have replicas, a copy may be in parts, each on one of them (`data_parallel`). What arrives from another stage is
-the part that this replica of it has: mostly the very part that is needed here, since stages are cut alike. Where it is
-not, the replicas of this stage make the whole of what each has got, and take their own parts of it.
+Where stages have replicas, a copy may be in parts, each on one of them (`data_parallel`). What arrives from another
+stage is the part that this replica of it has: mostly the very part that is needed here, since stages are cut alike.
+Where it is not, the replicas of this stage make the whole of what each has got, and take their own parts of it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What one stage of a split model hands to the next: tensors, and how they are nested, apart from one another.
 
 It holds the arguments of the call at which the model is cut, the model's own inputs, and the trail: what the modules
-called so far have returned, as shapes, and what they have added to lists beside that (`collected_outputs`). A tensor that
-stands in several places is handed over once.
+called so far have returned, as shapes, and what they have added to lists beside that (`collected_outputs`). A tensor
+that stands in several places is handed over once.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 Who divides a module that exists already can't tell it to multiply in another way, but knows which linear layer comes
 first. So what goes into the region is not brought there at once: the first divided layer that reads it does that
-together with its own product, beside which the communication runs (see `collective_matmul`). Whoever else reads it gets what that
-layer has brought, or brings it as without overlap; so what is read by whom changes no number. Where a checkpoint
-computes a reader again, it does what it did in the forward, whoever else is computed again with it.
+together with its own product, beside which the communication runs (see `collective_matmul`). Whoever else reads it gets
+what that layer has brought, or brings it as without overlap; so what is read by whom changes no number. Where a
+checkpoint computes a reader again, it does what it did in the forward, whoever else is computed again with it.
 """
 
 from __future__ import annotations
