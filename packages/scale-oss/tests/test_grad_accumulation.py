@@ -118,8 +118,8 @@ def test_a_sum_stays_the_tensor_that_it_was() -> None:
     for step in range(2):
         first = holder.param.grad, plain.grad
         holder.add(step)
-        holder.sums.join()
-        holder.sums.watch(holder.param)
+        holder.accumulation.merge()
+        holder.accumulation.watch(holder.param)
         loss(plain, step).backward()
     assert plain.grad is first[1], "torch adds to the tensor that is there"
     assert holder.param.grad is first[0] and torch.equal(grad_of(holder.param), grad_of(plain))

@@ -20,11 +20,11 @@ def test_simulated_ranks_share_what_this_one_does_not_hold(rank: int) -> None:
     with simulate(rank=rank, world_size=3):
         shards = Shards(plain_params())
         optimizer = OSS(shards.params.items(), torch.optim.AdamW, lr=0.1)
-        places = [place for bucket in optimizer.in_place_buckets for place in bucket.places]
+        places = [place for bucket in optimizer.in_place_buckets for place in bucket.placements]
         assert [place.name for place in places] == list(shards.params) and group_of().size == 3
         for place in places:
             shard = shard_of(place.param)
-            assert shard is not None and place.mine == (shard.start, shard.stop), place.name
+            assert shard is not None and place.local_range == (shard.start, shard.stop), place.name
             assert len(place.ranges) == 3
             assert place.ranges[0].start == 0 and place.ranges[-1].stop == shard.numel, place.name
             assert all(before.stop == after.start for before, after in pairwise(place.ranges)), place.name
