@@ -107,14 +107,33 @@ class _Nested:
 
 
 def _run(function: Callable[..., Any], tensors: Sequence[Tensor], call: _Call) -> Any:
+    is_first = True
+
+    def run(*given: Tensor) -> Any:
+        nonlocal is_first
+        if not is_first:
+            return function(*given)
+        is_first = False
+        try:
+            return function(*given)
+        except BaseException as error:  # torch before 2.13 would leave its contexts open, and their hooks in force.
+            call.failure = error
+
     # Random numbers are seen to by the call: torch looks at the devices of these tensors alone.
-    return checkpoint(
-        function,
+    result = checkpoint(
+        run,
         *tensors,
         use_reentrant=False,
         preserve_rng_state=False,
         context_fn=lambda: (_first(call, tensors), _Again(call)),
     )
+    if call.failure is None:
+        return result
+    failure, call.failure = call.failure, None
+    try:
+        raise failure
+    finally:
+        del failure  # Its traceback holds this frame.
 
 
 class _Call:
@@ -133,6 +152,7 @@ class _Call:
         used: The parameters and buffers that it has computed with.
         modes: The modes that its parts have run in.
         kept: The results that it has kept, if it keeps some.
+        failure: What the forward has raised, until it is raised to the caller.
         saved: The tensors that autograd saves in it.
         check: Compares the recomputation with it, where that is wanted.
         is_over: Whether the forward has ended; a backward inside of it may recompute before.
@@ -155,6 +175,7 @@ class _Call:
         self.saved = Watch(module._get_name(), strangers)
         self.check, self.is_over = active_check(), False
         self.steps: list[Any] = []
+        self.failure: BaseException | None = None
         self._parts: list[nn.Module] = []
         self._states: list[randomness.Drawn] = []
         self._seen: list[buffers.Seen] = []
@@ -200,8 +221,9 @@ def _first(call: _Call, tensors: Sequence[Tensor]) -> Iterator[None]:
     call.look()
     with phase.checkpointing(), call.saved.forward(), _following(call):
         yield
-    call.end()
-    _check_given(call, given)
+    if call.failure is None:
+        call.end()
+        _check_given(call, given)
 
 
 def _following(call: _Call) -> AbstractContextManager[Any]:
