@@ -101,6 +101,12 @@ def divisors(means: Tensor, epsilons: Tensor) -> Tensor:
     return torch.where(means > 0, (means.sqrt() + epsilons) ** -2, 0.0)
 
 
+# Adam's second moments as ranks have them: each some part, of which all together have the mean of each parameter.
+#
+# What a rank has may be a piece of a parameter, or all of it as others do. Where ranks with other data have it alike,
+# each reads its part of it only if parts are added up anyway.
+
+
 class Part(NamedTuple):
     """What this rank has of one parameter's second moments.
 

@@ -111,6 +111,10 @@ def suggest_batch_size(
     return max(found, key=lambda each: each.goodput)
 
 
+# Two gradients of one batch, so that one worker which accumulates nothing knows how noisy they are.
+#
+# The estimates are as good as those of two workers, and cost a second forward and backward pass of half the size.
+
 Batch = TypeVar("Batch")
 
 
@@ -140,6 +144,19 @@ def halves(batch: Batch) -> Iterator[Batch]:
 
 def _part(batch: Batch, first: int, size: int) -> Batch:
     return cast(Batch, map_tensors(lambda tensor: tensor.narrow(0, first, size), batch))
+
+
+# The fixed rules for large batches, beside which AdaScale is to be judged: what the learning rate is multiplied by.
+#
+# Each is a function of the scale and of how far the training is, so that `torch.optim.lr_scheduler.LambdaLR` can use
+# it.
+#
+#     rule            factor at scale S                    steps
+#     linear          S                                    T / S      Goyal et al., arXiv 1706.02677
+#     square root     sqrt(S)                              T / S      Krizhevsky, arXiv 1404.5997
+#     LEGW            sqrt(S), after a warm-up of S times  T / S      You et al., arXiv 1901.08256
+#                     as many epochs as the base has
+#     AdaScale        the gain, measured at each step      until the gains sum up to T
 
 
 def linear(scale: float) -> float:

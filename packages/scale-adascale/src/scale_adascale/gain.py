@@ -89,6 +89,11 @@ def gain(estimate: Moments, scale: float) -> float:
     return (variance + square) / below if below > 0 else 1.0
 
 
+# Moving averages of what each step measures, which is far too noisy to be used as it is.
+#
+# The average of one parameter group is four numbers, kept as a list so that any checkpoint can hold them.
+
+
 @dataclass(frozen=True)
 class Average:
     """The moving average of the moments of one parameter group.

@@ -115,6 +115,17 @@ def _are_zero(grads: Sequence[Tensor]) -> bool:
     return not number
 
 
+# Whether ranks with other data really average their gradients, asked by one number in the sum that is sent anyway.
+#
+# Of gradients that all ranks should have alike each rank adds up bits, and multiplies the sum by a whole number of its
+# own; these numbers sum up to zero. So do the products, if all have the same; all of it is exact in fp64. Where
+# somebody does not average gradients, or does so after the backward pass, or ranks have other parts of the model, it is
+# almost surely another number: sums that differ by a multiple of 2^24 - 3 are not told apart.
+#
+# A gradient may have zeros wherever one looks, as that of an embedding has, and only one layer may be left out of what
+# averages. So the first steps look at all elements of all gradients, and later ones at some of one gradient, each step
+# at others. Whoever stops to average all of them is found in the same step even so, unless these are zeros there.
+
 _LOOKED_AT = 32  # elements of one gradient, where not all of all are looked at
 _WHOLE_LOOKS = 8  # steps: a scaler may have to leave out the first ones, whose gradients are no numbers
 _PRIME = 2**24 - 3  # so that each bit counts

@@ -18,6 +18,22 @@ from scale_core.autograd_hooks import are_local_grads_reported
 from scale_core.comm.group import Group
 from scale_core.shard import Axis, Held, shard_of, title_of
 
+# How often a number counts that a rank measures of a parameter, so that each element of each gradient counts once.
+#
+# The ranks of a training have two directions: along one they have other data (data parallelism, fully sharded or not),
+# along the other other parts of the model (tensor and pipeline parallelism). A sum over all of them, of what each has,
+# is right if what several ranks have alike is divided by their number.
+#
+#     parameter of                    own gradient    averaged gradient
+#     DDP over D ranks                1               1 / D              the average is on every rank
+#     FSDP over D ranks               1               1                  each has another piece of it
+#     FSDP over F, replicas of D/F    1               F / D
+#     tensor parallel, split over T   1               as above           each has other elements of both
+#     tensor parallel, replicated     1 / T           as above, / T
+#     the same, not said of it        1 / T           as above, / T              where others say that T ranks share it
+#     a copy of what others have      0               0                          `Shard.counted` is False
+#     a stage of a pipeline           1               as above           no other stage has it
+
 
 class Weights(NamedTuple):
     """What to multiply squares with, before they are summed over all ranks.

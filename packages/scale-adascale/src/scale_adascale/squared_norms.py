@@ -11,6 +11,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+# The sum of the squares of a gradient, on its device and right to one unit in the last place of fp32.
+#
+# That is so with any number of elements. Where there are more than some, each below 1e-20 or above 1e17, fp32 can't
+# hold the squares of 1024 of them: then it is 0 or inf.
+
 # So many squares are added up in fp32 at a time; sums of more lose digits, which differences of sums would be made of.
 PIECE = 1024
 

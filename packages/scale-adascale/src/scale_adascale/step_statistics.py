@@ -20,6 +20,11 @@ from scale_adascale.norm_reduction import Compared, Meter, Sent
 from scale_adascale.validation import gradients_were_changed, gradients_were_there, refuse_step, too_many_gradients
 from scale_core.microbatch_grads import Terms
 
+# One worker that accumulates nothing: one gradient per step, of which alone nobody knows how noisy it is.
+#
+# So the gradients of successive steps are compared. They are those of other weights, so what the weights have moved in
+# between counts as noise; and the last gradient is kept, as large as the parameters. The other way out is `halves`.
+
 
 class Successive:
     """The gradient of the last step, and what it says beside that of this one."""

@@ -261,6 +261,11 @@ def suggest_checkpoint_location(
 
     Raises:
         ValueError: There are fewer passes than splits, or a number is negative.
+
+    Example:
+        >>> forward = [LayerTrace(name, "Linear", True, 0, size, size) for name, size in zip("abcde", [4, 1, 3, 6, 2])]
+        >>> suggest_checkpoint_location(forward, num_checkpoints=1).split_modules
+        ('d',)
     """
     passes = [trace for trace in traces if trace.is_forward and trace.module_name][num_skipped_layers:]
     if num_checkpoints < 0 or num_skipped_layers < 0 or num_checkpoints >= max(1, len(passes)):

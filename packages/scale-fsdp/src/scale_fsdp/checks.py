@@ -1,6 +1,6 @@
 """What must hold when a unit runs: each a rule that would otherwise be broken without a word.
 
-Whether a unit's parameters may be used, changed or copied past the unit is asked in `guard`.
+Whether a unit's parameters may be used, changed or copied past the unit is asked in `guards`.
 """
 
 from __future__ import annotations
@@ -125,6 +125,12 @@ def check_same_model(unit: Unit, other: Unit) -> None:
         )
 
 
+# Memory that was allocated and not written to: found before somebody computes with it.
+#
+# What comes from the meta device has no values. torch fills its memory later, by an initialisation or a checkpoint, and
+# says nothing where either of them leaves something out: what `__init__` has computed for a buffer is in no checkpoint.
+
+
 class Blank(NamedTuple):
     """Memory that something must still be written to.
 
@@ -205,6 +211,12 @@ def refuse_blank(unit: Unit) -> None:
                     f"module.{attribute}.copy_(...), or build that module outside of torch.device('meta')"
                 )
             del _blank_buffers[module][attribute]
+
+
+# What must be alike before the units of a model run: among themselves, and on all ranks.
+#
+# Ranks that would cut, cast or fetch differently read each other's bytes as something else. So every rank describes in
+# words all that decides what is sent and when, and the descriptions are compared before the first gather.
 
 
 def check_units(units: Sequence[Unit], group: Group) -> None:

@@ -21,6 +21,11 @@ from scale_fsdp.step import follow_trainable, root_of
 from scale_fsdp.summon import applying, summoned
 from scale_fsdp.unit import Unit, unit_of, units_in
 
+# What is otherwise done by itself, done by hand: gather, release, fetch ahead, leave gradients unreduced.
+#
+# The verbs are those that FSDP2's users know. Each acts on the unit that the module is; those with `recurse` on the
+# units inside as well.
+
 
 class Unsharding:
     """A gather that `unshard(async_op=True)` has started."""

@@ -24,6 +24,13 @@ from scale_core.consistency.execution_order import unit_title
 from scale_fsdp.step import abort_on_interrupt
 from scale_fsdp.unit import Unit, paths_in, unit_of
 
+# Errors where a parameter or a module is put into a sharded model.
+#
+# A unit knows its parameters from the time of its sharding. One that is assigned later would be overwritten when the
+# unit is gathered; one in a module that is assigned later would be neither sharded nor reduced, and the ranks would
+# train different models. torch calls whoever asks for every assignment of either kind, so the error comes from the line
+# that makes it, and a step pays nothing. Only `param.data = ...` it tells nobody: that is looked for when a unit runs.
+
 _unit_around: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Unit]] = weakref.WeakKeyDictionary()
 
 

@@ -133,7 +133,7 @@ def post_accumulate_grad(held: weakref.ref[Unit], number: int, index: int, param
         root.wait_previous_reduction()
     if root.nonfinite is not None:
         root.nonfinite.note_gradient(unit, number, index)
-    gradient.hold(index, accumulate=not (root.synchronizes and unit.synchronizes))
+    gradient.hold(index, accumulate=not root.reduces(unit))
 
 
 def post_backward(unit: Unit) -> None:

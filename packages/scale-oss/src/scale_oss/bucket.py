@@ -346,7 +346,9 @@ class _PendingGather:
 
 
 class InPlaceBucket:
-    """Shards that are updated where they are.
+    """Shards that are updated where they are, so that nothing is sent.
+
+    Those of an optimizer that updates each element by itself, and tensors that one rank holds whole already.
 
     Args:
         shards: The parameters.

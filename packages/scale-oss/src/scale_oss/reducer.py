@@ -65,6 +65,12 @@ class BackwardStatus(NamedTuple):
         return BackwardStatus(num_late, num_unused, rest // 16, *flags)
 
 
+# The reductions of one backward pass, in an order that is the same on all ranks.
+#
+# A bucket is reduced when all its gradients have come and those before it are under way, beside the backward of the
+# next ones. Which parameters a rank has used may depend on its data: what is missing at the end counts as zeros.
+
+
 class ReductionSchedule:
     """Bucket reductions of one backward pass, in one order on all ranks; one travels at a time.
 

@@ -40,6 +40,11 @@ def unwrap_optimizer(optimizer: Any) -> Any:
     return inner if isinstance(inner, OSS) else optimizer
 
 
+# What a `ShardedDataParallel` refuses: parameters whose gradients nobody would average, or two would.
+#
+# They would train on, each rank by itself, and nobody would see it.
+
+
 def check_optimizers(module: nn.Module, optimizers: Sequence[OSS], process_group: GroupLike) -> None:
     """Checks that the optimizers can be given the averaged gradients of this module.
 

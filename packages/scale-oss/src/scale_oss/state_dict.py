@@ -25,6 +25,14 @@ from scale_oss.bucketing import BucketAssigner, param_name
 from scale_oss.gather_state import Recipient, State, gather_states, large_tensors_in
 from scale_oss.state_placement import StatePlacement, check_gatherable
 
+# The state of a sharded optimizer in the form of the plain one, and back.
+#
+#     {"state": {0: {"step": tensor(3.), "exp_avg": tensor([[...]])}, ...},
+#      "param_groups": [{"lr": 0.001, ..., "params": [0, 1, ...]}]}
+#
+# Parameters have the numbers that the plain optimizer gives them, and tensors are whole: so a state loads at any number
+# of ranks, and into the plain optimizer and out of it.
+
 _NAMES = frozenset({"params", "param_names"})
 
 

@@ -42,6 +42,11 @@ def tag_of(*words: object) -> int:
     return UNIT_TAGS[identity(*words) % len(UNIT_TAGS)]
 
 
+# The dtype that sums are made in: fp32, or the summands' own where that is wider.
+#
+# Half precision loses what is added late, so whatever adds up here widens first and rounds once.
+
+
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """Returns the dtype to add in: fp32 for half precision, and every other one as it is.
 
@@ -282,6 +287,12 @@ def as_it_is(found: Tensor) -> Tensor:
     """What has arrived is the tensor."""
     return found
 
+
+# Ranks that call one thing with other sizes learn of it, in place of mixing their data or ending in the transport.
+#
+# Ranks say what they are about to do the first time that they do it; later calls that are alike cost nothing. The
+# messages of each call carry a tag that is made of the same words, so that ranks that differ later wait in vain, and
+# never read each other's data.
 
 _agreed: WeakKeyDictionary[dist.ProcessGroup, set[int]] = WeakKeyDictionary()
 

@@ -313,6 +313,12 @@ class _ReduceScatter(Leaving):
         return None, cross(_GatherToSum, ctx.ranks, grad, *ctx.place), None, None
 
 
+# Parameters of which some ranks hold copies: the key-value heads where there are fewer of these than ranks.
+#
+# Each rank that holds a copy computes with other query heads, so each has a summand of its gradient. They add what the
+# others have in rank order, so that the copies stay alike to the bit.
+
+
 def holders(split: Split, rank: int) -> list[int]:
     """Returns the ranks that have the same indices as this one, itself included; in order.
 
@@ -368,6 +374,12 @@ def sum_of_copies(tensor: Tensor, group: Group, ranks: list[int]) -> Tensor:
     for rank in sorted(parts):
         total += parts[rank]
     return total.to(tensor.dtype).view(tensor.shape)
+
+
+# All features out of the ranks' parts, and a part out of all, in the order of the layer that is not divided.
+#
+# A split may give a rank several ranges, as of matrices that are stacked. Then the parts, one behind the other, are in
+# another order than the whole.
 
 
 def gather_features(part: Tensor, group: Group, split: Split) -> Tensor:

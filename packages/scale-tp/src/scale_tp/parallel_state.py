@@ -17,6 +17,11 @@ from scale_core.comm.group import Group, GroupLike, group_of
 from scale_core.compat import process_groups, time_limit
 from scale_tp.split import check_size
 
+# How a world of ranks stands in axes: integers only.
+#
+# There are four axes, the last of which runs fastest: data, pipeline, context, model. So the ranks that divide a layer
+# are next to each other, as on one machine.
+
 
 class AxisSizes(NamedTuple):
     """How many ranks each axis has; their product is that of all. The slowest first."""
@@ -230,6 +235,12 @@ def _own_group(
 
 def _described() -> str:
     return ", ".join(f"{name} {_axes[name].group.size}" for name in AxisSizes._fields)
+
+
+# What FairScale's and Megatron's code asks of the axes: their groups, this rank's place, how many there are.
+#
+# Each getter says what `initialize_model_parallel` has made; in a world of one rank, that rank alone. On several ranks
+# that have not been divided, each is a ValueError that says so.
 
 
 def get_model_parallel_group() -> dist.ProcessGroup | None:

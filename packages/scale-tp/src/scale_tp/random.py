@@ -246,6 +246,14 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
     return torch_checkpoint(function, *args, use_reentrant=False, context_fn=_streams.replayed)
 
 
+# Random numbers inside of what is divided: each rank draws its own, and outside all of them go on alike.
+#
+# What ranks compute alike has to drop alike. But where heads, features or positions are divided, ranks draw other
+# numbers, and how many depends on what each has. So on the way in a seed is drawn, the same one on all ranks; inside,
+# each goes on from that seed and its own number; on the way out all go back to where they stood when they went in. A
+# recomputation that begins from the same random state draws the same.
+
+
 class DividedRandomness(ForEachPart):
     """The random numbers of one part of a model that ranks divide.
 

@@ -255,6 +255,11 @@ def check_size(what: str, value: Any, least: int = 0) -> None:
         raise ValueError(f"expected {what} to be at least {least}, got {value}")
 
 
+# Numbers and tensors cut by hand, by the names that FairScale gives it.
+#
+# The layers of this package cut by `split_sizes`, where nothing needs to divide. These are for code beside them.
+
+
 def ensure_divisibility(numerator: int, denominator: int) -> None:
     """Refuses numbers that leave a remainder.
 

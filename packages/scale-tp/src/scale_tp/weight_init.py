@@ -241,6 +241,13 @@ _BY_ELEMENT = frozenset(
 )
 
 
+# A parameter of which this rank has a part, for code that gives values to a whole one.
+#
+# To its shape, and to what fills it, it is the whole parameter: all of it is drawn, and what is not this rank's is
+# dropped. Where such code looks at values (a row that is set to zero, a decomposition), the whole is built after all,
+# and what was done so far is done to it once more, from the same random numbers.
+
+
 class _Done(NamedTuple):
     """One operation on the whole parameter.
 

@@ -326,6 +326,11 @@ def _note_unused(call: _Call) -> None:
         call.kept.note_unused()
 
 
+# The mode that each part of a module was in, `train()` or `eval()`: a recomputation runs in the forward's.
+#
+# Between a forward and its backward a model may be set to the other one, to be evaluated; the plain module's gradients
+# don't know of that, since its forward is over.
+
 Mode = tuple[nn.Module, bool]
 """A module, and whether it is in training."""
 

@@ -21,6 +21,13 @@ from scale_core import buffer_pool, compat
 from scale_core.comm.group import Group
 from scale_core.comm.work import Pending, TransferError, Work, begin
 
+# A transport for what is on the host, for groups that have none.
+#
+# A group of NCCL alone moves nothing on the host. But ranks tell each other numbers and words, shards may be kept on
+# the host with their gradients, and a model may be built there: none of that should need a device, least of all a wait
+# for one. So such a group gets a twin: the same ranks over gloo, made when the host is needed first, by all of them
+# together.
+
 # None where a group reaches the host by itself: what stands here must not keep its own key alive.
 _twins: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup | None] = WeakKeyDictionary()
 
@@ -60,6 +67,11 @@ def _made(own: dist.ProcessGroup, group: Group) -> dist.ProcessGroup:
     except RuntimeError as error:
         raise TransferError("to meet on the host", None, str(error).splitlines()[0]) from error
 
+
+# Tagged messages from rank to rank, of which the collectives are made where the transport has none as good.
+#
+# A message carries a tag that says what it is for, so two ranks that are at different places never read each other's
+# data: they time out, and that can be caught and named. Collectives of torch match by their order alone.
 
 # Tags of the messages that belong to no unit: 0 for data, and from 1 on for records, by their length, because gloo ends
 # the process when a message is longer than the buffer that waits for it. A unit's tags come from its name.

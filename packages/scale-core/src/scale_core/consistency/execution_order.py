@@ -15,6 +15,11 @@ from typing import NamedTuple
 
 from scale_core.comm.collectives import UNIT_TAGS
 
+# What ranks compare: the events of a pass, and the numbers and words that stand for them.
+#
+# An event is a phase of one unit, whatever collectives it takes. Its number is the same in every process, so it can be
+# compared in eight bytes and tell messages apart; its words are what an error says to people.
+
 _MASK = (1 << 62) - 1
 
 

@@ -27,6 +27,12 @@ from scale_core.flat.shard_storage import Devices, Dtypes, Groups, Sending, give
 from scale_core.optim.step_checks import look_again, mark_copies, refuse_steps, watch_optimizers
 from scale_core.streams import HostStream, Stream
 
+# A parameter that a module computes with, whose memory comes and goes.
+#
+# Between a release and the next gather there is nothing behind it, and torch would end the process where it reads that:
+# to print a traceback with the local variables of each frame, as test runners do, is enough. Views that a module has
+# made of a parameter are plain tensors of torch's, and can't be saved from that.
+
 
 class Whole(nn.Parameter):
     """A view of a full buffer, in a parameter's full shape; printed without its values while these are released."""

@@ -26,6 +26,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 from scale_core.optim.traits import known_bases
 from scale_core.shard import Held, Shard, shard_of
 
+# A scaler that asks one rank alone is refused where gradients are divided among ranks.
+#
+# torch's own `GradScaler` looks at the gradients that are here. If a shard of one rank is inf, that rank skips the
+# step, the others step, and from then on their weights and their scales are of different steps, without a word. Whoever
+# calls an optimizer's `step` is not told to anybody, so it is read off the stack.
+
 
 def refuse_lone_scaler(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Refuses a step that torch's own scaler takes on shards; a hook before the steps of optimizers.

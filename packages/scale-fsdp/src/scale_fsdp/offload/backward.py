@@ -24,6 +24,11 @@ from scale_fsdp.offload.host_update import OffloadUpdate, buckets
 from scale_fsdp.offload.placement import Part
 from scale_fsdp.offload.transfer import EarlyCopy, still_copies
 
+# What stands in `param.grad` when an update during the backward pass has used the gradient up.
+#
+# With None in its place, clipping would find a norm of zero and a second backward pass would begin a new sum, both
+# without a word. This has a shape and no memory, and whoever computes with it learns what has happened.
+
 
 class UsedGradient(Tensor):
     """The place of a gradient that is gone; every operation on it raises.

@@ -273,6 +273,12 @@ def split_of(optim_cls: type[Optimizer], split: Split | None) -> Split:
     )
 
 
+# Which elements have their optimizer state on the host; integers only.
+#
+# The last parameters come first: their gradients are the first to be there in a backward pass, and their new values the
+# last to be needed in the next forward.
+
+
 def host_counts(sizes: Sequence[int], wanted: int, multiples: Sequence[int]) -> list[int]:
     """Returns how many of each parameter's first elements go to the host.
 

@@ -183,6 +183,11 @@ def _check_tensors(own: Mapping[str, Any], state_dict: Mapping[str, Any], strict
         )
 
 
+# Whole weights from the local states of all ranks, in one process and without a process group.
+#
+# Each rank's metadata says which rank it is and which elements it holds, so the files may come in any order.
+
+
 @dataclass(frozen=True)
 class _Shard:
     """One rank's local state and its metadata."""

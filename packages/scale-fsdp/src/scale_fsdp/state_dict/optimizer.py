@@ -36,6 +36,11 @@ from scale_core.state.torch_state_dict import SHARDS, view
 from scale_fsdp.state_dict.naming import check_none_apart, holdings_in, names_by_buffer, plain_order, ranks_in
 from scale_fsdp.unit import Unit, units_in
 
+# What kinds of state the ranks' optimizers keep, agreed on before anything is gathered.
+#
+# Each entry of an optimizer's state is one number for a parameter, the same on all ranks, or a tensor of the shard's
+# shape. A rank that holds nothing of a parameter may have no entry, so what there is to gather is said by all together.
+
 
 @dataclass(frozen=True)
 class Kind:

@@ -291,6 +291,13 @@ def _configured(module: nn.Module) -> Mapping[str, Any]:
 M = TypeVar("M", bound=nn.Module)
 
 
+# Batch norms in units of their own, in the dtype that they were built in.
+#
+# A batch norm's statistics do not survive half precision, so it keeps its parameters and buffers as they are while the
+# model around it computes in fp16 or bf16; it takes such inputs as they come and returns their dtype. Its few
+# parameters stay gathered between forward and backward: to gather them again would cost a message and save nothing.
+
+
 def auto_wrap_bn(
     module: M,
     single_rank_pg: bool = False,

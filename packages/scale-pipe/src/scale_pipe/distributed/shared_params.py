@@ -304,6 +304,12 @@ def _check_together(name: str, copy: _Copy, others: Mapping[int, _Part | None]) 
             )
 
 
+# Which parameters of a rank are one with those of others: found by identity before the split, by name ever after.
+#
+# `load_state_dict(assign=True)`, `fully_shard` and values for stages on the meta device put other tensors in their
+# places, so they are looked up anew before each step.
+
+
 class Tied:
     """The shared parameters of one rank, by name.
 

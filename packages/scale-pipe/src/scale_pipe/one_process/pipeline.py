@@ -20,6 +20,20 @@ from scale_pipe.skip.layout import skip_layout
 from scale_pipe.skip.namespace import SkipKey
 from scale_pipe.skip.portal import Portals
 
+# In which order micro-batches go through partitions: GPipe's, as a table.
+#
+#     clock      partition 0   partition 1   partition 2
+#       0            0
+#       1            1             0
+#       2            2             1             0
+#       3                          2             1
+#       4                                        2
+#
+# Backward it is the same table read from its end, and nothing drives it but autograd. Of all nodes that are ready on a
+# device, autograd takes the one that was made last in its thread; and everything that a device computes forward, the
+# copies to it included, is made by one thread in the order of the table. So the last micro-batch goes back first: the
+# one that was not checkpointed, whose activations are gone before the next one's are computed again.
+
 
 class Task(NamedTuple):
     """What is computed at once.

@@ -1,4 +1,4 @@
-"""Schedules that compute the gradients of inputs and of weights apart: ZB-H1, ZB-V, V-Half and V-Min.
+"""Schedules that compute the gradients of inputs and of weights apart: ZB-H1, ZB-V, V-Half, V-Min and DualPipe-V.
 
 Only the gradient of the input is waited for, so weight gradients fill what would be idle time. They differ in the
 placement and in how many micro-batches may be live, in model equivalents:
@@ -159,6 +159,29 @@ def _at_equal_times(name: str, num_ranks: int, num_micro_batches: int, cap: int)
     return weave(name, placement, num_micro_batches, equal.orders(orders))
 
 
+# DualPipe-V: two stages per rank in a V, and forwards of one beside backwards of the other.
+#
+# The published DualPipe holds the model twice; cut in half it is a V, which holds it once. A rank passes eight phases;
+# `n` is how often each is repeated on rank r of P with M micro-batches, and 0 and 1 are the rank's first and second
+# stage:
+#
+#     phase  n              what
+#     1      2 (P - r - 1)  F0
+#     2      r + 1          F0 F1
+#     3      P - r - 1      I1 W1 F1
+#     4      M - 2P + r + 1 F0 B1 F1 B0
+#     5      P - r - 1      B1 F1 B0
+#     6      r + 1          B1 B0, with the weight gradients of the second half put off
+#     7      P - r - 1      W I0
+#     8      r + 1          W
+#
+# Its aim is to hide transfers: in phases 4 and 5 a forward and a backward of different micro-batches stand side by
+# side, so one's transfer passes while the other computes. It needs M >= 2P; with fewer it is made for 2P, and the
+# micro-batches that are not there are left out.
+#
+# Source: the DualPipe repository's description, and "DualPipe could be better without the dual" (2025).
+
+
 def dual_pipe_v(num_ranks: int, num_micro_batches: int) -> Schedule:
     """Returns DualPipe-V.
 
@@ -203,33 +226,33 @@ class _Rank:
 
 def _order(rank: int, num_ranks: int, num_micro_batches: int) -> list[Action]:
     """Returns what a rank computes; M is at least 2P."""
-    todo = _Rank(rank, 2 * num_ranks - 1 - rank)
+    program = _Rank(rank, 2 * num_ranks - 1 - rank)
     behind, ahead = num_ranks - rank - 1, rank + 1
     for _ in range(2 * behind):
-        todo.forward(0)
+        program.forward(0)
     for _ in range(ahead):
-        todo.forward(0)
-        todo.forward(1)
+        program.forward(0)
+        program.forward(1)
     for _ in range(behind):
-        todo.backward(1, apart=True)
-        todo.weight()
-        todo.forward(1)
+        program.backward(1, apart=True)
+        program.weight()
+        program.forward(1)
     for _ in range(num_micro_batches - 2 * num_ranks + ahead):
-        todo.forward(0)
-        todo.backward(1)
-        todo.forward(1)
-        todo.backward(0)
+        program.forward(0)
+        program.backward(1)
+        program.forward(1)
+        program.backward(0)
     for _ in range(behind):
-        todo.backward(1)
-        todo.forward(1)
-        todo.backward(0)
+        program.backward(1)
+        program.forward(1)
+        program.backward(0)
     for turn in range(ahead):
         half = ahead // 2  # from here on apart; on even ranks the change falls between the two stages
-        todo.backward(1, apart=turn > half or (turn == half and rank % 2 == 1))
-        todo.backward(0, apart=turn >= half)
+        program.backward(1, apart=turn > half or (turn == half and rank % 2 == 1))
+        program.backward(0, apart=turn >= half)
     for _ in range(behind):
-        todo.weight()
-        todo.backward(0, apart=True)
-    while todo.put_off:
-        todo.weight()
-    return todo.actions
+        program.weight()
+        program.backward(0, apart=True)
+    while program.put_off:
+        program.weight()
+    return program.actions

@@ -25,6 +25,11 @@ from scale_tp.comm import gather_along, wide, wide_dtype
 from scale_tp.parallel_state import layer_group
 from scale_tp.split import Split, check_size
 
+# What ranks tell each other of their words for a cross entropy: arithmetic on logits, and one message.
+#
+# Some rows are widened at a time. With m the largest logit and s the sum of exp(logit - m), these two are found for
+# each rank's words, with the target's logit and the sum of logits; and from those of all ranks the same of all words.
+
 
 class Terms(NamedTuple):
     """What the loss is made of beside the logits.

@@ -288,6 +288,11 @@ def _words(record: StepRecord) -> str:
     )
 
 
+# A bar for a model that is built on the meta device and given values unit by unit.
+#
+# Thirteen billion parameters take minutes until the first step. What passes meanwhile is units: each one is given
+# memory and values, is sharded and freed, and the bar moves on.
+
 Told = Callable[[int, int, str], None]
 """Called after each unit with the number of units done, that of all, and the unit's name."""
 
