@@ -39,7 +39,7 @@ from torch import Tensor, nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts  # noqa: E402
 
 from scale_checkpoint import apply_checkpointing, checkpoint_wrapper  # noqa: E402
-from scale_checkpoint.live_memory import LiveBytes  # noqa: E402
+from scale_checkpoint.live_memory import LiveMemory  # noqa: E402
 
 LEARNING_RATE = 1e-3
 _FOLDER = TemporaryDirectory(prefix="checkpointing-")  # removed when the program ends
@@ -235,7 +235,7 @@ class Training:
     def kept_bytes(self) -> int:
         """Returns what lives after the forward, beside parameters and batch."""
         inputs, targets = self.row.data(self.generator)
-        with LiveBytes(torch.device("cpu")) as live:
+        with LiveMemory(torch.device("cpu")) as live:
             loss = self.model(inputs, targets)
             kept = live.current_bytes
         live.close()

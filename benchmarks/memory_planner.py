@@ -46,7 +46,7 @@ from scale_checkpoint import (  # noqa: E402
 )
 from scale_checkpoint.live_memory import storage_bytes  # noqa: E402
 from scale_checkpoint.planner.chart import new_figure, plot_timelines  # noqa: E402
-from scale_checkpoint.planner.solver import least_peak  # noqa: E402
+from scale_checkpoint.planner.solver import minimum_peak  # noqa: E402
 from scale_checkpoint.planner.step import Step  # noqa: E402
 
 MIB = 2**20
@@ -64,7 +64,7 @@ class Result:
         row: The model.
         plan: Its name.
         rival: The plan by hand whose memory the planner was given; empty otherwise.
-        ways: What is done with each block.
+        strategies: What is done with each block.
         predicted_bytes: Peak.
         measured_bytes: Peak, by live storages.
         allocated_bytes: Peak, by the allocator.
@@ -76,7 +76,7 @@ class Result:
     row: str
     plan: str
     rival: str
-    ways: dict[str, str]
+    strategies: dict[str, str]
     predicted_bytes: int
     predicted_seconds: float
     measured_bytes: int = 0
@@ -91,11 +91,11 @@ def plans_of(profile: MemoryProfile) -> dict[str, tuple[MemoryPlan, str]]:
     by_hand = {REFERENCE: len(blocks) + 1, "all": 1, "every 2nd": 2, "every 3rd": 3}
     plans: dict[str, tuple[MemoryPlan, str]] = {}
     for name, k in by_hand.items():
-        ways = {block: "recompute" if (index + 1) % k == 0 else "keep" for index, block in enumerate(blocks)}
-        plans[name] = MemoryPlan(ways, profile), ""
+        strategies = {block: "recompute" if (index + 1) % k == 0 else "keep" for index, block in enumerate(blocks)}
+        plans[name] = MemoryPlan(strategies, profile), ""
     for name in by_hand:
         plans[f"planned, as {name}"] = best_plan(profile, plans[name][0].peak_bytes), name
-    least, most = least_peak(profile.segments, profile.crossings), plans[REFERENCE][0].peak_bytes
+    least, most = minimum_peak(profile.segments, profile.boundary_tensors), plans[REFERENCE][0].peak_bytes
     for index in range(NUM_BETWEEN):
         budget = least + (most - least) * index // NUM_BETWEEN
         plans[f"planned, {budget / MIB:.1f} MiB"] = best_plan(profile, budget), ""
@@ -105,10 +105,10 @@ def plans_of(profile: MemoryProfile) -> dict[str, tuple[MemoryPlan, str]]:
 def measure(row: str, turns: int) -> tuple[MemoryProfile, list[Result]]:
     torch.manual_seed(0)
     model, batch = PLANNED[row].build(), PLANNED[row].batch()
-    profile = profile_memory(model, batch, ways=WAYS, repeats=max(1, turns))
+    profile = profile_memory(model, batch, strategies=WAYS, repeats=max(1, turns))
     plans = plans_of(profile)
     results = {
-        name: Result(row, name, rival, dict(plan.ways), plan.peak_bytes, plan.seconds)
+        name: Result(row, name, rival, dict(plan.strategies), plan.peak_bytes, plan.seconds)
         for name, (plan, rival) in plans.items()
     }
     for name, result in results.items():

@@ -39,7 +39,7 @@ from team import ALLOCATOR_FOR_TIME, Nursery, Team, TeamError, raise_ranks
 from torch import Tensor, nn
 
 from scale_pipe import Costs, DistributedPipe, profile_stages, simulate
-from scale_pipe.schedules.registry import schedule_for
+from scale_pipe.schedules.registry import get_schedule
 
 RANKS, CHUNKS, BLOCKS = 2, 8, 8
 WARM_UP = 3
@@ -217,7 +217,7 @@ def torch_step(model: nn.Sequential, candidate: Candidate, order: Mapping[str, A
 
     assert candidate.schedule is not None
     rank, num_stages = dist.get_rank(), RANKS * candidate.stages
-    placement = schedule_for(candidate.schedule, RANKS, CHUNKS, candidate.stages).placement
+    placement = get_schedule(candidate.schedule, RANKS, CHUNKS, candidate.stages).placement
     size = BLOCKS // num_stages
     stages = [
         pipelining.PipelineStage(model[s * size : (s + 1) * size], s, num_stages, torch.device("cpu"))
@@ -287,10 +287,10 @@ def _losses(answers: Sequence[Mapping[str, Any]]) -> list[float]:
 def _ideal(candidate: Candidate, plain: Team) -> float:
     """The makespan of a schedule over the time of one process."""
     assert candidate.schedule is not None
-    schedule = schedule_for(candidate.schedule, RANKS, CHUNKS, candidate.stages)
+    schedule = get_schedule(candidate.schedule, RANKS, CHUNKS, candidate.stages)
     (found,) = plain.ask("costs", stages=schedule.num_stages)
     costs = Costs.measured(**found)
-    return simulate(schedule, costs).makespan / (CHUNKS * sum(map(costs.work, range(costs.num_stages))))
+    return simulate(schedule, costs).makespan / (CHUNKS * sum(map(costs.stage_time, range(costs.num_stages))))
 
 
 def table_of(results: Sequence[Result]) -> Table:

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 
 from report import Table, save
 
-from scale_pipe import Costs, Placement, solve
+from scale_pipe import Costs, StagePlacement, solve
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def measure(row: Row, *, uneven: bool) -> Result:
     """Solves a row; uneven stages in a V."""
     num_stages = row.ranks * row.stages
     scale = [1.2, *[1.0] * (num_stages - 2), 1.5] if uneven else [1.0] * num_stages
-    placement = Placement.wave(row.ranks, row.stages) if uneven else None
+    placement = StagePlacement.wave(row.ranks, row.stages) if uneven else None
     began = time.process_time()
     found = solve(row.costs(scale), row.ranks, row.batches, memory_cap=row.cap, placement=placement)
     seconds = time.process_time() - began

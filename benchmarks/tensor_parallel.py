@@ -50,7 +50,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from scale_core.comm.control_plane import exchange
+from scale_core.comm.collectives import exchange
 from scale_tp import comm as moves
 from scale_tp import mappings as copies
 from scale_tp.async_tp import chunks as pieces
@@ -77,12 +77,12 @@ PLAN = {
 }
 FUNCTIONAL = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast")
 COUNTED = (
-    moves.begin_sum,
-    moves.begin_gather,
-    moves.begin_sum_scatter,
-    pieces.multiply_gathered,
-    pieces.multiply_scattered,
-    copies.sum_of_copies,
+    moves.start_all_reduce,
+    moves.start_all_gather,
+    moves.start_reduce_scatter,
+    pieces.all_gather_chunks,
+    pieces.reduce_scatter_chunks,
+    copies.all_reduce_copies,
     exchange,
 )
 

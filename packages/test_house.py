@@ -9,6 +9,7 @@ import ast
 import graphlib
 import importlib
 import inspect
+import json
 import re
 import subprocess
 import sys
@@ -24,14 +25,26 @@ HOME = Path(__file__).parent
 PACKAGES = sorted(path.parent.name for path in HOME.glob("*/pyproject.toml"))
 FLOORS = {
     "scale-core": 1,
-    "scale-checkpoint": 1,
+    "scale-checkpoint": 2,
     "scale-fsdp": 2,
     "scale-oss": 2,
     "scale-tp": 2,
     "scale-adascale": 2,
-    "scale-pipe": 2,
-    "scale-train": 3,
+    "scale-pipe": 3,
+    "scale-train": 4,
 }
+FILES_AND_JUMPS = {
+    "fully_shard": (13, 480),
+    "ShardedDataParallel": (13, 120),
+    "OSS with DDP": (5, 20),
+    "DistributedPipe": (15, 120),
+    "Pipe": (12, 220),
+    "parallelize": (7, 60),
+    "ColumnParallelLinear": (7, 16),
+    "AdaScale": (12, 130),
+    "checkpoint_wrapper": (4, 30),
+}
+"""Of one steady step: how many files of ours it may enter, and how often it may go from one to another."""
 NAMES_THAT_SAY_NOTHING = {"utils", "util", "common", "misc", "helpers", "helper", "internal"}
 
 each_package = pytest.mark.parametrize("package", PACKAGES)
@@ -271,6 +284,22 @@ def test_folders_of_a_package_stand_on_each_other(package: str) -> None:
     assert_has_floors(folder_graph(package))
 
 
+def test_a_step_passes_few_files() -> None:
+    """`python benchmarks/step_path.py fully_shard --calls` shows the way."""
+    script = HOME.parent / "benchmarks" / "step_path.py"
+    traced = subprocess.run([sys.executable, script, *FILES_AND_JUMPS, "--json"], capture_output=True, check=True)
+    for name, step in json.loads(traced.stdout).items():
+        files, jumps = FILES_AND_JUMPS[name]
+        assert step["files"] <= files, f"{name} passes {step['files']} files, and {files} are enough: {step['path']}"
+        assert step["jumps"] <= jumps, f"{name} goes from file to file {step['jumps']} times, and {jumps} are enough"
+
+
+def test_the_picture_shows_the_house_as_it_is() -> None:
+    """`python benchmarks/architecture.py` draws it anew."""
+    script = HOME.parent / "benchmarks" / "architecture.py"
+    subprocess.run([sys.executable, script, "--check"], check=True)
+
+
 @each_package
 def test_each_folder_says_what_it_is_and_where_to_begin(package: str) -> None:
     for path in sources(package):
@@ -289,15 +318,14 @@ def test_no_module_is_named_like_what_its_package_exports(package: str) -> None:
     assert not beside & (set(module.__all__) - {"__version__"})
 
 
-def test_no_two_packages_export_classes_of_one_name() -> None:
-    owners: dict[str, str] = {}
+def test_no_two_classes_have_one_name() -> None:
+    owners: dict[str, Path] = {}
     for package in PACKAGES:
-        module = importlib.import_module(import_name(package))
-        for name in module.__all__:
-            value = getattr(module, name)
-            if inspect.isclass(value) and value.__module__ == import_name(package):
-                assert name not in owners, f"{name} of {package} and of {owners[name]}"
-                owners[name] = package
+        for path in sources(package):
+            for node in ast.parse(path.read_text(encoding="utf-8")).body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    assert node.name not in owners, f"{node.name} in {path} and in {owners[node.name]}"
+                    owners[node.name] = path
 
 
 @each_package

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from scale_adascale import AdaScale
-from scale_adascale.gain import Average, Moments, bounded, gain, moments
+from scale_adascale.estimates import Average
+from scale_adascale.gain import Moments, bounded, gain, moments
 
 
 def net(width: int = 5) -> nn.Sequential:
@@ -105,7 +106,7 @@ class Plain:
             gradients = gradients_of(self.model, group["params"], seeds)
             divide = [self._divisor(param, group) for param in group["params"]] if knows else []
             new = bounded(plain_moments(gradients, self.scale, divide))
-            self.averages[number] = self.averages[number].after(new, self.smoothing, debias=True)
+            self.averages[number] = self.averages[number].updated(new, self.smoothing, debias=True)
             gains.append(gain(self.averages[number].moments, self.scale))
             for index, param in enumerate(group["params"]):
                 param.grad = torch.stack([row[index] for row in gradients]).mean(0).to(param.dtype)

@@ -10,7 +10,8 @@ from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
 from scale_adascale import AdaScale
-from scale_adascale.gain import Average, Moments, bounded, gain
+from scale_adascale.estimates import Average
+from scale_adascale.gain import Moments, bounded, gain
 from scale_core import ShardedGradScaler
 
 # The gain.
@@ -39,7 +40,7 @@ def test_the_gain_is_that_of_all_micro_batches_computed_one_by_one():
         seeds = [10 * step + number for number in range(3)]
         here = [[param for param in group if param.requires_grad] for group in groups]
         rows = [plain_moments(gradients_of(model, group, seeds), 5.0) for group in here]
-        averages = [a.after(bounded(row), 0.9, debias=True) for a, row in zip(averages, rows, strict=True)]
+        averages = [a.updated(bounded(row), 0.9, debias=True) for a, row in zip(averages, rows, strict=True)]
         for seed in seeds:
             (loss_of(model, seed) / 3).backward()
         optimizer.step()
@@ -166,6 +167,7 @@ def test_scaled_losses_have_the_gain_of_unscaled_ones_and_skipped_steps_count_as
     with_scaler, without = (
         AdaScale(SGD(each.parameters(), lr=0.1), num_gradients_to_accumulate=2, smoothing=0.5) for each in models
     )
+    with_scaler.grad_scaler = scaler
     for step in range(5):
         for seed in (2 * step, 2 * step + 1):
             factor = torch.inf if step == 2 and seed % 2 else 1.0
@@ -193,6 +195,7 @@ def test_scaled_losses_have_the_gain_of_unscaled_ones_and_skipped_steps_count_as
 def test_a_gain_that_is_asked_for_before_the_scalers_step_is_right_too():
     scaler, models = torch.amp.GradScaler("cpu", 4096.0), [net(), net()]
     optimizers = [AdaScale(SGD(m.parameters(), lr=0.1), num_gradients_to_accumulate=2) for m in models]
+    optimizers[0].grad_scaler = scaler
     for step in range(3):
         for seed in (2 * step, 2 * step + 1):
             scaler.scale(loss_of(models[0], seed) / 2).backward()
@@ -235,8 +238,88 @@ def test_a_shorter_accumulation_at_the_end_of_an_epoch_is_measured_as_the_others
             (loss_of(model, seed) / passes).backward()
         plain = net()
         sample = plain_moments(gradients_of(plain, list(plain.parameters()), mine), passes)
-        average = average.after(bounded(sample), 1 - passes / 1000, debias=True)
+        average = average.updated(bounded(sample), 1 - passes / 1000, debias=True)
         assert optimizer.gain() == pytest.approx(gain(average.moments, passes), rel=1e-6)
         optimizer.step()
         optimizer.zero_grad()
     assert 4 < optimizer.progress < 14
+
+
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, ShardedGradScaler])
+def test_a_scaler_that_it_was_not_built_with_is_refused_before_its_step(kind):
+    """Also through functions that others have put in the place of `step`. One that is not enabled scales nothing."""
+    options = {} if kind is ShardedGradScaler else {"device": "cpu"}
+    scaler, off, model = kind(init_scale=64.0, **options), kind(enabled=False, **options), net()
+    optimizer = AdaScale(SGD(model.parameters(), lr=0.1))
+    step = optimizer.step
+    optimizer.step = lambda *args, **kwargs: step(*args, **kwargs)
+    scaler.scale(loss_of(model, 1)).backward()
+    weight = model[0].weight.detach().clone()
+    with pytest.raises(RuntimeError, match=r"AdaScale\(\.\.\., grad_scaler=scaler\), or set optimizer\.grad_scaler"):
+        scaler.step(optimizer)
+    assert torch.equal(model[0].weight, weight)
+    optimizer.zero_grad()
+    loss_of(model, 1).backward()
+    off.step(optimizer)
+    assert not torch.equal(model[0].weight, weight) and optimizer.progress == 1.0
+
+
+def test_after_loading_the_gain_before_the_first_step_is_right_too():
+    model, scaler = net(), torch.amp.GradScaler("cpu", 2.0**10)
+
+    def build() -> AdaScale:
+        return AdaScale(SGD(model.parameters(), lr=1e-30), num_gradients_to_accumulate=2, grad_scaler=scaler)
+
+    optimizers = [build()]
+    for number in range(6):
+        if number == 4:
+            optimizers.append(build())
+            optimizers[1].load_state_dict(optimizers[0].state_dict())
+        saved = optimizers[-1].gain()
+        for seed in (2 * number, 2 * number + 1):
+            scaler.scale(loss_of(model, seed) / 2).backward()
+        if number == 4:
+            assert optimizers[1].gain() == optimizers[0].gain() != saved
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        assert optimizers[-1].gain() == optimizers[0].gain() > 1
+
+
+def test_a_step_that_others_have_wrapped_has_the_gain_of_unscaled_losses():
+    """While the scale grows at each step."""
+    models, scaler = [net(), net()], torch.amp.GradScaler("cpu", 2.0**10, growth_interval=1)
+    scaled, plain = (
+        AdaScale(SGD(model.parameters(), lr=0.01), num_gradients_to_accumulate=2, smoothing=0.9) for model in models
+    )
+    scaled.grad_scaler = scaler
+    step = scaled.step
+    scaled.step = lambda *args, **kwargs: step(*args, **kwargs)
+    for number in range(4):
+        for seed in (2 * number, 2 * number + 1):
+            scaler.scale(loss_of(models[0], seed) / 2).backward()
+            (loss_of(models[1], seed) / 2).backward()
+        scaler.step(scaled)
+        scaler.update()
+        plain.step()
+        scaled.zero_grad()
+        plain.zero_grad()
+        assert scaled.gain() == pytest.approx(plain.gain(), rel=1e-9)
+    assert scaler.get_scale() == 2.0**14
+
+
+def test_a_step_that_the_scaler_skips_warns_of_nothing_whoever_asks_for_the_gain():
+    """Warnings are errors here. The first step of a training is skipped often."""
+    model, scaler = net(), torch.amp.GradScaler("cpu", 2.0**10)
+    optimizer = AdaScale(SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=2, grad_scaler=scaler)
+    gains = []
+    for step in range(4):
+        for seed in (2 * step, 2 * step + 1):
+            scaler.scale(loss_of(model, seed) / 2 * (torch.inf if step in (0, 2) else 1.0)).backward()
+        scaler.step(optimizer)
+        gains.append(optimizer.gain())
+        scaler.update()
+        optimizer.zero_grad()
+    assert gains[0] == 1.0 < gains[1] == gains[2] != gains[3]

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 from torch.optim import SGD
 
-from scale_adascale.param_info import identity_of, plan_of
-from scale_core.comm.group import Group
+from scale_adascale.norm_reduction import key_of
+from scale_adascale.param_info import (
+    NormWeights,
+    data_group_of,
+    model_group_of,
+    model_split_groups,
+    norm_weights,
+    param_info_of,
+)
+from scale_core.autograd_hooks import mark_without_autograd_hooks
+from scale_core.comm.group import Group, group_of
+from scale_core.microbatch_grads import register_pipeline
+from scale_core.shard import Axis, Placement, Shard, set_shard
 
 
 def params() -> list[nn.Parameter]:
@@ -16,23 +28,23 @@ def params() -> list[nn.Parameter]:
 
 def test_parameters_are_numbered_group_by_group() -> None:
     one, two, three = params()
-    plan = plan_of(SGD([{"params": [two]}, {"params": []}, {"params": [three, one]}], lr=0.1), Group(), Group())
-    assert all(map(lambda mine, its: mine is its, plan.params, [two, three, one]))
-    assert plan.index.tolist() == [0, 2, 2] and plan.holders == plan.params
-    assert plan.local_weights.tolist() == plan.total_weights.tolist() == [1.0] * 3 and not any(plan.is_shared)
+    info = param_info_of(SGD([{"params": [two]}, {"params": []}, {"params": [three, one]}], lr=0.1), Group(), Group())
+    assert all(map(lambda mine, its: mine is its, info.params, [two, three, one]))
+    assert info.group_index.tolist() == [0, 2, 2] and info.holders == info.params
+    assert info.local_weights.tolist() == info.total_weights.tolist() == [1.0] * 3 and not any(info.is_shared)
 
 
 def test_of_what_ranks_with_other_data_share_each_reads_some() -> None:
-    plan = plan_of(SGD(params(), lr=0.1), Group(1, 2, None, "fake", (0, 1)), Group())
-    assert plan.is_shared == [True] * 3
-    assert plan.portions == [(0, 1), (0, 1), None]  # The longest first, to the rank that reads least so far.
-    assert plan.local_weights.tolist() == plan.total_weights.tolist() == [1.0] * 3
+    info = param_info_of(SGD(params(), lr=0.1), Group(1, 2, None, "fake", (0, 1)), Group())
+    assert info.is_shared == [True] * 3
+    assert info.portions == [(0, 1), (0, 1), None]  # The longest first, to the rank that reads least so far.
+    assert info.local_weights.tolist() == info.total_weights.tolist() == [1.0] * 3
 
 
 def test_each_rank_reads_a_part_of_long_gradients_and_short_ones_are_dealt_out() -> None:
     longs, short = [nn.Parameter(torch.empty(2**17)) for _ in range(2)], [nn.Parameter(torch.ones(5)) for _ in range(6)]
     found = [
-        plan_of(SGD([*short, *longs], lr=0.1), Group(rank, 3, None, "fake", (0, 1, 2)), Group()).portions
+        param_info_of(SGD([*short, *longs], lr=0.1), Group(rank, 3, None, "fake", (0, 1, 2)), Group()).portions
         for rank in range(3)
     ]
     for rank, portions in enumerate(found):
@@ -41,15 +53,121 @@ def test_each_rank_reads_a_part_of_long_gradients_and_short_ones_are_dealt_out()
     assert all(readers.count((0, 1)) == 1 for readers in list(zip(*found, strict=True))[:6])
 
 
-def test_a_plan_is_for_these_parameters_in_these_groups_and_for_whoever_reduces_them() -> None:
+def test_a_info_is_for_these_parameters_in_these_groups_and_for_whoever_reduces_them() -> None:
     one, two, three = params()
     optimizer = SGD([one, two], lr=0.1)
-    seen = [identity_of(optimizer)]
-    assert plan_of(optimizer, Group(), Group()).made_for == seen[0]
+    seen = [key_of(optimizer)]
     optimizer.param_groups[0]["params"][1] = three
-    seen.append(identity_of(optimizer))
+    seen.append(key_of(optimizer))
     optimizer.add_param_group({"params": [two]})
-    seen.append(identity_of(optimizer))
+    seen.append(key_of(optimizer))
     optimizer.gets_reduced_gradients = True  # type: ignore[attr-defined]
-    seen.append(identity_of(optimizer))
+    seen.append(key_of(optimizer))
     assert len(set(seen)) == 4
+
+
+def group(*ranks: int) -> Group:
+    return Group(0, len(ranks), None, "fake", ranks)
+
+
+def piece(*axes: Axis, reported: bool = False, counted: bool = True) -> torch.Tensor:
+    param = torch.ones(2)
+    set_shard(param, Shard("up.weight", (8,), 0, 2, axes, counted=counted))
+    if reported:
+        mark_without_autograd_hooks([param])
+    return param
+
+
+WORLD, COLUMN, ROW = group(0, 1, 2, 3), group(0, 2), group(0, 1)
+NOBODY = group(0)
+
+
+@pytest.mark.parametrize(
+    "param, data, model, expected",
+    [
+        (torch.ones(2), WORLD, NOBODY, NormWeights(1.0, 0.25)),
+        (piece(Axis(WORLD, Placement.SHARD), reported=True), WORLD, NOBODY, NormWeights(1.0, 1.0)),
+        (
+            piece(Axis(COLUMN, Placement.SHARD), Axis(ROW, Placement.REPLICATE), reported=True),
+            WORLD,
+            NOBODY,
+            NormWeights(1.0, 0.5),
+        ),
+        (piece(Axis(ROW, Placement.SHARD)), COLUMN, ROW, NormWeights(1.0, 0.5)),
+        (piece(Axis(ROW, Placement.REPLICATE)), COLUMN, ROW, NormWeights(0.5, 0.5)),
+        (
+            piece(Axis(COLUMN, Placement.SHARD), Axis(ROW, Placement.SHARD), reported=True),
+            COLUMN,
+            ROW,
+            NormWeights(1.0, 1.0),
+        ),
+        (piece(Axis(ROW, Placement.SHARD), counted=False), COLUMN, ROW, NormWeights(0.0, 0.5)),
+    ],
+)
+def test_each_element_counts_once(param, data, model, expected):
+    assert norm_weights(param, param, data, model) == expected
+
+
+def test_what_says_nothing_of_a_split_is_alike_there():
+    assert norm_weights(torch.ones(2), torch.ones(2), COLUMN, ROW, [ROW]) == NormWeights(0.5, 0.5)
+
+
+def test_the_directions_beside_data_are_found():
+    params = [piece(Axis(ROW, Placement.SHARD)), piece(Axis(COLUMN, Placement.SHARD)), torch.ones(1)]
+    assert model_split_groups(params, COLUMN) == {(0, 1): ROW}
+
+
+@pytest.mark.parametrize(
+    "param",
+    [
+        piece(Axis(ROW, Placement.SHARD)),  # A tensor parallel layer, under DistributedDataParallel or alone.
+        piece(Axis(COLUMN, Placement.SHARD), Axis(ROW, Placement.SHARD), reported=True),  # The same, sharded.
+    ],
+)
+def test_ranks_of_tensor_parallelism_are_not_taken_for_those_with_other_data(param):
+    with pytest.raises(ValueError, match=r"'up\.weight' is divided over.*too small a gain.*process_group=the data"):
+        norm_weights(param, param, WORLD, NOBODY)
+
+
+def announced(ranks: Group, with_parameters: Group | None = None) -> tuple[nn.Module, SGD]:
+    model = nn.Linear(2, 1)
+    register_pipeline(model, ranks, with_parameters)
+    return model, SGD(model.parameters(), lr=0.1)
+
+
+def fake(*ranks: int) -> Group:
+    return Group(0, len(ranks), None, "fake", ranks)
+
+
+def test_without_a_pipeline_all_have_other_data_and_the_whole_model() -> None:
+    optimizer = SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    assert data_group_of(optimizer, None) == group_of()
+    assert model_group_of(optimizer, Group(), None) == Group()
+
+
+def test_the_ranks_of_a_pipeline_have_other_parts_of_the_model_if_they_have_parameters() -> None:
+    pipeline = fake(0, 3, 5)
+    model, optimizer = announced(pipeline)
+    assert model_group_of(optimizer, Group(), None) is pipeline
+    register_pipeline(model, pipeline, fake(0, 5))
+    assert model_group_of(optimizer, Group(), None) == fake(0, 5)
+    register_pipeline(model, pipeline, Group())
+    assert model_group_of(optimizer, Group(), None) == Group()
+
+
+def test_what_is_given_is_taken_unless_it_has_other_stages_of_the_pipeline(monkeypatch) -> None:
+    model, optimizer = announced(fake(0, 3))
+    monkeypatch.setattr("scale_adascale.param_info.group_of", lambda given: given)
+    replicas = fake(0, 1)
+    assert data_group_of(optimizer, replicas) is replicas
+    assert model_group_of(optimizer, replicas, fake(0, 2)) == fake(0, 2)
+    with pytest.raises(ValueError, match=r"some have other stages of the pipeline over \[0, 3\].*process_group="):
+        data_group_of(optimizer, fake(0, 1, 2, 3))
+    del model
+
+
+def test_where_all_ranks_are_those_of_one_pipeline_none_has_other_data(monkeypatch) -> None:
+    model, optimizer = announced(fake(0, 1))
+    monkeypatch.setattr("scale_adascale.param_info.group_of", lambda given: fake(0, 1))
+    assert data_group_of(optimizer, None) == Group()
+    del model

@@ -10,16 +10,29 @@ from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
 from scale_adascale import AdaScale
-from scale_core.uneven_inputs import Share
+from scale_core.autograd_hooks import register_post_backward
+from scale_core.uneven_inputs import LossShare
 
 
-def test_a_reentrant_checkpoint_is_refused_by_name():
+def test_reentrant_checkpoints_that_make_several_passes_of_one_are_refused_by_name():
     model = net()
-    optimizer = AdaScale(SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=2)
+    optimizer = AdaScale(SGD(model.parameters(), lr=0.1))
     batch = noise(4, 5, seed=1).requires_grad_()
-    with pytest.raises(RuntimeError, match=r"reentrant checkpoint.*use_reentrant=False"):
-        checkpoint(model, batch, use_reentrant=True).sum().backward()
-    assert optimizer.gain() == 1.0
+    hidden = checkpoint(model[:2], batch, use_reentrant=True)
+    with pytest.raises(RuntimeError, match=r"but 2 came.*reentrant checkpoint: use_reentrant=False"):
+        checkpoint(model[2], hidden, use_reentrant=True).sum().backward()
+    assert optimizer.progress == 0.0
+
+
+def test_the_pass_of_a_reentrant_checkpoint_that_ends_before_gradients_are_averaged_is_refused():
+    model = net()
+    optimizer = AdaScale(SGD(model.parameters(), lr=0.1))
+    out = checkpoint(model, noise(4, 5, seed=1).requires_grad_(), use_reentrant=True)
+    # As what averages gradients at the end of the pass around it.
+    out.register_hook(lambda _: register_post_backward(lambda: None, lambda: None))
+    with pytest.raises(RuntimeError, match=r"inside of a reentrant checkpoint.*use_reentrant=False"):
+        out.sum().backward()
+    assert optimizer.progress == 0.0
 
 
 def test_a_step_before_the_last_pass_is_refused_and_says_how_many_came():
@@ -57,7 +70,7 @@ def test_a_step_to_which_ranks_contribute_unequally_is_refused(monkeypatch):
     model = linear()
     optimizer = AdaScale(SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=2)
     backward(model, [1.0, 0.0], [0.0, 1.0])
-    monkeypatch.setattr("scale_core.uneven_inputs._share", Share(weight=0.0, divisor=1))
+    monkeypatch.setattr("scale_core.uneven_inputs.active_share", LossShare(weight=0.0, divisor=1))
     with pytest.raises(RuntimeError, match=r"under join\(\) .* run out of data.*optimizer\.unhook\(\)"):
         optimizer.step()
     optimizer.unhook()

@@ -9,7 +9,8 @@ from torch import nn
 from torch.optim import SGD, Adam
 
 from scale_adascale import AdaScale
-from scale_adascale.gain import Average, Moments, bounded, gain
+from scale_adascale.estimates import Average
+from scale_adascale.gain import Moments, bounded, gain
 
 
 def test_successive_gradients_are_compared():
@@ -29,7 +30,7 @@ def test_successive_gradients_are_compared():
             variance = 8.0 * float((new - old).square().sum()) / 2
             square = float(((new + old) / 2).square().sum()) - variance / 16
             moments = bounded(Moments(variance, square))
-            averages[number] = averages[number].after(moments, 0.5, debias=True)
+            averages[number] = averages[number].updated(moments, 0.5, debias=True)
             assert optimizer.gain(number) == pytest.approx(gain(averages[number].moments, 8.0), rel=1e-6)
         if last is None:
             assert optimizer.gain() == 1.0
@@ -40,6 +41,7 @@ def test_successive_gradients_are_compared():
 def test_a_scaled_loss_changes_nothing_and_a_skipped_step_is_compared_with_nothing():
     models, scaler = [net(), net()], torch.amp.GradScaler("cpu", 256.0)
     optimizers = [AdaScale(SGD(model.parameters(), lr=0.05), scale=4.0) for model in models]
+    optimizers[0].grad_scaler = scaler
     for step in range(5):
         scaler.scale(loss_of(models[0], step) * (torch.inf if step == 2 else 1.0)).backward()
         scaler.step(optimizers[0])
@@ -82,7 +84,7 @@ def test_with_adam_both_gradients_are_divided_by_what_it_divides_the_new_one_by(
             )
             variance = 8.0 * float((new - old).square().sum()) / 2
             square = float(((new + old) / 2).square().sum()) - variance / 16
-            average = average.after(bounded(Moments(variance, square)), 0.5, debias=True)
+            average = average.updated(bounded(Moments(variance, square)), 0.5, debias=True)
             assert optimizer.gain() == pytest.approx(gain(average.moments, 8.0), rel=1e-6)
         last = now
     raw = AdaScale(Adam(models[1].parameters(), lr=0.02), scale=8.0, smoothing=0.5, preconditioned=False)
@@ -92,7 +94,7 @@ def test_with_adam_both_gradients_are_divided_by_what_it_divides_the_new_one_by(
         loss_of(models[1], step).backward()
         raw.step()
         raw.zero_grad()
-    assert raw._reading.estimates.groups[0].count == 1  # In other units: nothing of it is averaged with these.
+    assert raw._state.estimates.groups[0].count == 1  # In other units: nothing of it is averaged with these.
 
 
 def _root_of_second_moment(optimizer: AdaScale, param: torch.Tensor) -> float:
@@ -108,7 +110,7 @@ def test_sparse_gradients_have_the_gain_of_dense_ones(rows):
     for sparse in (True, False):
         torch.manual_seed(0)
         table, scaler = nn.Embedding(7, 2, sparse=sparse), torch.amp.GradScaler("cpu", 8.0)
-        optimizer = AdaScale(SGD(table.parameters(), lr=0.1), scale=4.0)
+        optimizer = AdaScale(SGD(table.parameters(), lr=0.1), scale=4.0, grad_scaler=scaler)
         for batch in ([1, 2], rows):
             scaler.scale(table(torch.tensor(batch)).sum()).backward()
             scaler.step(optimizer)
@@ -142,7 +144,7 @@ def test_layers_that_are_frozen_in_one_of_two_steps_are_not_compared():
         loss_of(model, 1).backward()
         optimizer.step()
         assert optimizer.gain() == pytest.approx(1.0, abs=1e-5)
-    assert optimizer._reading.estimates.groups[0].count == 3  # Steps 1 and 2 have nothing in common.
+    assert optimizer._state.estimates.groups[0].count == 3  # Steps 1 and 2 have nothing in common.
 
 
 def test_a_layer_that_a_batch_does_not_use_has_a_gradient_of_zero():

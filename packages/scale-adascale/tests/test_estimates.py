@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from scale_adascale import AdaScale
-from scale_adascale.estimates import Estimates, Reading
+from scale_adascale.estimates import Estimates, EstimatorState
 from scale_adascale.gain import Moments
 
 
@@ -75,32 +75,30 @@ def sample(variance: float, square: float) -> list[Moments | None]:
 
 
 def test_a_group_that_was_not_measured_keeps_its_average_and_others_go_on():
-    before = Estimates.of_nothing(2).after(sample(3.0, 1.0), 0.5, debias=True, preconditioned=False)
-    after = before.after([None, Moments(0.0, 5.0)], 0.5, debias=True, preconditioned=False)
+    before = Estimates.empty(2).updated(sample(3.0, 1.0), 0.5, debias=True, preconditioned=False)
+    after = before.updated([None, Moments(0.0, 5.0)], 0.5, debias=True, preconditioned=False)
     assert after.groups[0] == before.groups[0] and after.groups[1] != before.groups[1]
-    assert before.after([None, None], 0.5, debias=True, preconditioned=False) is before
-    assert Estimates.of_nothing(2).has_begun is False and before.has_begun is True
+    assert before.updated([None, None], 0.5, debias=True, preconditioned=False) is before
+    assert Estimates.empty(2).has_begun is False and before.has_begun is True
 
 
 def test_what_was_measured_in_the_other_way_is_forgotten_and_progress_is_not():
-    raw = Estimates.of_nothing(2).after(sample(3.0, 1.0), 0.5, debias=True, preconditioned=False).with_progress(1.5)
+    raw = Estimates.empty(2).updated(sample(3.0, 1.0), 0.5, debias=True, preconditioned=False).with_progress(1.5)
     for first, second in ((False, True), (True, False)):
-        old = raw.after(sample(7.0, 2.0), 0.5, debias=True, preconditioned=first)
-        new = old.after(sample(9.0, 4.0), 0.5, debias=True, preconditioned=second)
-        fresh = Estimates.of_nothing(2).after(sample(9.0, 4.0), 0.5, debias=True, preconditioned=second)
+        old = raw.updated(sample(7.0, 2.0), 0.5, debias=True, preconditioned=first)
+        new = old.updated(sample(9.0, 4.0), 0.5, debias=True, preconditioned=second)
+        fresh = Estimates.empty(2).updated(sample(9.0, 4.0), 0.5, debias=True, preconditioned=second)
         assert new.groups == fresh.groups and new.noise == fresh.noise and new.progress == 1.5
 
 
 def test_they_survive_in_parameter_groups_and_what_is_loaded_there_is_read_again():
     optimizer, other = (SGD([{"params": [nn.Parameter(torch.ones(1))]} for _ in range(2)], lr=0.1) for _ in range(2))
-    reading = Reading(optimizer)
-    estimates = (
-        Estimates.of_nothing(2).after(sample(3.0, 1.0), 0.5, debias=True, preconditioned=True).with_progress(1.5)
-    )
-    reading.write(estimates.with_progress(2.0, scaled=True))
-    loaded = Reading(other)
+    state = EstimatorState(optimizer)
+    estimates = Estimates.empty(2).updated(sample(3.0, 1.0), 0.5, debias=True, preconditioned=True).with_progress(1.5)
+    state.store(estimates.with_progress(2.0))
+    loaded = EstimatorState(other)
     assert loaded.estimates.progress == 0.0
     other.load_state_dict(optimizer.state_dict())
     assert loaded.estimates.groups == estimates.groups and loaded.estimates.noise == estimates.noise
-    assert (loaded.estimates.progress, loaded.estimates.is_scaled) == (3.5, True)
+    assert loaded.estimates.progress == 3.5
     assert loaded.estimates.is_preconditioned is True

@@ -12,8 +12,8 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 
 from scale_adascale import AdaScale
-from scale_adascale.estimates import without_fairscale
-from scale_adascale.gain import Average, Moments, gain
+from scale_adascale.estimates import Average, without_fairscale
+from scale_adascale.gain import Moments, gain
 
 GOLDEN = [
     ([[[1.0, 0.0], [0.0, 1.0]]] * 2, 4.0 / 3),

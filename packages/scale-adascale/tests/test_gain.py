@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from scale_adascale.gain import Average, Moments, bounded, gain, moments, moments_of_two
+from scale_adascale.estimates import Average
+from scale_adascale.gain import Moments, bounded, gain, moments, moments_of_two
 
 
 def of(samples: list[list[float]], scale: float) -> Moments:
@@ -92,7 +93,7 @@ def test_an_average_without_bias_is_that_of_adam():
     average = Average()
     values, smoothing = [Moments(3.0, 1.0), Moments(1.0, 2.0), Moments(5.0, 4.0)], 0.9
     for value in values:
-        average = average.after(value, smoothing, debias=True)
+        average = average.updated(value, smoothing, debias=True)
     weights = torch.tensor([smoothing**2, smoothing, 1.0], dtype=torch.float64) * (1 - smoothing)
     expected = weights @ torch.tensor(values, dtype=torch.float64) / weights.sum()
     assert list(average.moments) == pytest.approx(expected.tolist())
@@ -105,14 +106,16 @@ def test_the_papers_average_begins_as_a_plain_mean():
     average = Average()
     seen = []
     for value in (1.0, 2.0, 6.0, 11.0):
-        average = average.after(Moments(value, value), 0.75, debias=False)
+        average = average.updated(Moments(value, value), 0.75, debias=False)
         seen.append(average.variance)
     assert seen == pytest.approx([1.0, 1.5, 3.0, 5.0])
 
 
 def test_without_smoothing_the_last_step_counts_alone():
     for debias in (True, False):
-        average = Average().after(Moments(2.0, 3.0), 0.0, debias=debias).after(Moments(5.0, 7.0), 0.0, debias=debias)
+        average = (
+            Average().updated(Moments(2.0, 3.0), 0.0, debias=debias).updated(Moments(5.0, 7.0), 0.0, debias=debias)
+        )
         assert average.moments == Moments(5.0, 7.0)
 
 
@@ -121,5 +124,5 @@ def test_before_the_first_step_the_gain_is_one():
 
 
 def test_an_average_survives_as_a_list():
-    average = Average().after(Moments(2.0, 3.0), 0.9, debias=True)
-    assert Average.from_list(average.as_list()) == average
+    average = Average().updated(Moments(2.0, 3.0), 0.9, debias=True)
+    assert Average(*average.as_list()) == average

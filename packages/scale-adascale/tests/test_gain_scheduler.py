@@ -58,11 +58,11 @@ def test_each_turn_has_an_order_of_its_own():
 
 def test_a_training_that_goes_on_has_other_orders_than_before():
     _, optimizer = build()
-    optimizer._reading.write(optimizer._reading.estimates.with_progress(7.5))
+    optimizer._state.store(optimizer._state.estimates.with_progress(7.5))
     data = loader()
     seen = [data.sampler.epoch for _, _ in zip(range(7), until_steps(data, optimizer, 9), strict=False)]
     assert seen == [8] * 6 + [9]
-    next(until_steps(data, optimizer, 9, first_turn=3))
+    next(until_steps(data, optimizer, 9, first_epoch=3))
     assert data.sampler.epoch == 3
 
 
@@ -133,8 +133,8 @@ def test_a_training_by_one_cycle_comes_to_its_end_wherever_its_last_step_leads(s
 def step_until(model: nn.Module, optimizer: AdaScale, progress: float) -> None:
     """Makes one step that ends there, as if it were worth that much."""
     step(model, optimizer, orthogonal=True)
-    estimates = optimizer._reading.estimates
-    optimizer._reading.write(estimates.with_progress(progress - estimates.progress))
+    estimates = optimizer._state.estimates
+    optimizer._state.store(estimates.with_progress(progress - estimates.progress))
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_a_schedule_of_which_its_end_is_said_is_left_alone_after_it():
 
 def test_a_scheduler_that_follows_a_measured_value_is_refused():
     _, optimizer = build()
-    with pytest.raises(TypeError, match=r"got ReduceLROnPlateau, whose step\(metrics\).*leave GainScheduler out"):
+    with pytest.raises(TypeError, match=r"got ReduceLROnPlateau, whose step\(metrics\).*Leave GainScheduler out"):
         GainScheduler(ReduceLROnPlateau(optimizer), optimizer)
 
 
@@ -204,7 +204,7 @@ def test_a_scheduler_of_no_steps_is_refused():
 
 def test_an_optimizer_that_counts_no_progress_is_refused():
     plain = torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1)
-    with pytest.raises(TypeError, match=r"expected the AdaScale that steps.*got SGD: write optimizer = AdaScale"):
+    with pytest.raises(TypeError, match=r"expected the AdaScale that steps.*got SGD. Write optimizer = AdaScale"):
         next(until_steps([1], plain, 3))
     with pytest.raises(TypeError, match="got SGD"):
         GainScheduler(torch.optim.lr_scheduler.StepLR(plain, 3), plain)

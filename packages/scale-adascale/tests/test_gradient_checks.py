@@ -5,69 +5,149 @@ from __future__ import annotations
 import pytest
 import torch
 
-from scale_adascale.gradient_checks import Marks
+from scale_adascale.gradient_checks import GradVersions, bit_checksum, checksum_term, fingerprint, rank_factor
+from scale_core.comm.group import Group
 
 
 def test_gradients_of_which_nothing_is_known_are_zero_if_their_elements_are() -> None:
     for zeros in (torch.zeros(3), torch.zeros(3).to_sparse(), torch.zeros(3, dtype=torch.complex64), None):
-        assert Marks().are_zero([None, zeros])
-    assert not Marks().are_zero([torch.zeros(3), torch.tensor([0.0, 1e-45])])
-    assert not Marks().are_zero([torch.eye(3).to_sparse()])
+        assert GradVersions().are_zero([None, zeros])
+    assert not GradVersions().are_zero([torch.zeros(3), torch.tensor([0.0, 1e-45])])
+    assert not GradVersions().are_zero([torch.eye(3).to_sparse()])
 
 
 def test_zeros_that_were_written_are_not_looked_at_until_they_change() -> None:
-    marks, grad = Marks(), torch.zeros(3)
-    marks.set([grad])
+    versions, grad = GradVersions(), torch.zeros(3)
+    versions.record([grad])
     with torch.no_grad():
         grad.data[0] = 1.0  # This is no change that a tensor counts.
-    assert marks.are_zero([grad])
+    assert versions.are_zero([grad])
     grad[1] = 1.0
-    assert not marks.are_zero([grad])
-    marks.set([grad])
-    marks.forget()
-    assert not marks.are_zero([grad])
+    assert not versions.are_zero([grad])
+    versions.record([grad])
+    versions.reset()
+    assert not versions.are_zero([grad])
 
 
-def test_sparse_gradients_have_marks_too() -> None:
-    marks, grad = Marks(), torch.eye(3).to_sparse()
-    marks.set([grad])
-    assert not marks.are_changed([grad], alone=True, is_torn=False)
-    assert marks.are_changed([grad.clone()], alone=True, is_torn=False)
+def test_sparse_gradients_have_versions_too() -> None:
+    versions, grad = GradVersions(), torch.eye(3).to_sparse()
+    versions.record([grad])
+    assert not versions.changed([grad], alone=True, pass_failed=False)
+    assert versions.changed([grad.clone()], alone=True, pass_failed=False)
     grad.mul_(0.5)
-    assert marks.are_changed([grad], alone=True, is_torn=False)
+    assert versions.changed([grad], alone=True, pass_failed=False)
 
 
 @pytest.mark.parametrize("alone", [True, False])
 def test_a_gradient_that_was_changed_or_cleared_is_known_and_with_others_only_one_that_was_cleared(alone) -> None:
-    marks, one, other = Marks(), torch.ones(3), torch.ones(2)
-    marks.set([one, None, other])
-    assert not marks.are_changed([one, torch.ones(4), other], alone=alone, is_torn=False)  # A layer used since then.
-    assert marks.are_changed([one, torch.ones(4), other], alone=alone, is_torn=True)
-    assert marks.are_changed([None, None, other], alone=alone, is_torn=False)
+    versions, one, other = GradVersions(), torch.ones(3), torch.ones(2)
+    versions.record([one, None, other])
+    assert not versions.changed([one, torch.ones(4), other], alone=alone, pass_failed=False)  # A layer used since then.
+    assert versions.changed([one, torch.ones(4), other], alone=alone, pass_failed=True)
+    assert versions.changed([None, None, other], alone=alone, pass_failed=False)
     other.mul_(2)
-    assert marks.are_changed([one, None, other], alone=alone, is_torn=False) is alone
-    assert marks.are_changed([one, None, other], alone=alone, is_torn=True)
+    assert versions.changed([one, None, other], alone=alone, pass_failed=False) is alone
+    assert versions.changed([one, None, other], alone=alone, pass_failed=True)
 
 
 def test_a_gradient_has_come_if_it_is_neither_that_of_the_last_step_nor_the_zeros_that_were_written() -> None:
-    marks, grad = Marks(), torch.ones(3)
-    assert marks.have_come([grad]) and not marks.have_come([None])
-    marks.set_at_step([grad])
-    assert not marks.have_come([grad])
+    versions, grad = GradVersions(), torch.ones(3)
+    assert versions.has_new([grad]) and not versions.has_new([None])
+    versions.record_step([grad])
+    assert not versions.has_new([grad])
     grad.zero_()
-    marks.set([grad])
-    assert not marks.have_come([grad])
+    versions.record([grad])
+    assert not versions.has_new([grad])
     grad.add_(1)
-    assert marks.have_come([grad]) and marks.have_come([None, torch.ones(1)])
+    assert versions.has_new([grad]) and versions.has_new([None, torch.ones(1)])
 
 
 def test_a_new_gradient_at_the_address_of_the_old_one_has_come() -> None:
-    marks, grads = Marks(), [torch.ones(400_000)]
-    marks.set_at_step(grads)
+    versions, grads = GradVersions(), [torch.ones(400_000)]
+    versions.record_step(grads)
     again = grads[0].detach()
     assert again.data_ptr() == grads[0].data_ptr() and again._version == grads[0]._version
     grads.clear()
-    assert marks.have_come([again])
-    marks.set_at_step([again])
-    marks.forget_step()
-    assert marks.have_come([again])
+    assert versions.has_new([again])
+    versions.record_step([again])
+    versions.reset_step()
+    assert versions.has_new([again])
+
+
+WHOLE, SOME = 0, 21  # steps that have looked before; of two gradients such a step looks at the second
+
+
+def total(size: int, grads: list[torch.Tensor], shapes: list[int]) -> float:
+    """What the summands of all ranks sum up to."""
+    groups = [Group(rank, size, None, "fake", tuple(range(size))) for rank in range(size)]
+    cpu = torch.device("cpu")
+    parts = list(zip(groups, grads, shapes, strict=True))
+    some, whole = (
+        sum(checksum_term(group, shape, [None, grad], cpu, step=look).item() for group, grad, shape in parts)
+        for look in (SOME, WHOLE)
+    )
+    assert bool(some) == bool(whole)
+    return whole
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 16, 250, 1024])
+def test_the_factors_of_all_ranks_sum_up_to_zero(size):
+    factors = [rank_factor(rank, size) for rank in range(size)]
+    assert sum(factors) == 0 and all(abs(factor) <= 250 for factor in factors)
+    assert size == 1 or any(factors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_equal_gradients_give_zero_and_one_other_bit_does_not(size, dtype):
+    grad = torch.randn(5, 7, generator=torch.Generator().manual_seed(0)).to(dtype)
+    other = grad.clone()
+    other[2, 3] *= 1 + (2.0**-7 if dtype is torch.bfloat16 else 2.0**-23)
+    assert total(size, [grad] * size, [7] * size) == 0.0
+    assert total(size, [grad] * (size - 1) + [other], [7] * size) != 0.0
+    assert total(size, [grad] * size, [7] * (size - 1) + [8]) != 0.0
+
+
+def test_two_stages_of_two_replicas_are_other_parts_in_any_order_of_ranks():
+    one, two = torch.ones(3), torch.full((3,), 1.5)
+    for order in ([one, two, one, two], [one, one, two, two], [one, two, two, one]):
+        assert total(4, order, [0] * 4) != 0.0
+
+
+def bits(grads: list[torch.Tensor], look: int) -> int:
+    return int(bit_checksum(grads, torch.device("cpu"), step=look))
+
+
+def test_a_gradient_that_is_sparse_or_has_no_order_in_memory_has_bits_too():
+    dense = torch.arange(12.0).reshape(4, 3)
+    for look in (WHOLE, SOME):
+        expected = bits([dense], look)
+        assert bits([dense.T.contiguous().T], look) == bits([dense.to_sparse(1)], look) == expected
+
+
+def test_all_gradients_are_looked_at_whatever_their_dtypes_and_those_of_zeros_are_as_none():
+    table, head = torch.zeros(10, 300), torch.arange(3.0).bfloat16()
+    for look in (WHOLE, SOME):
+        assert bits([table, head], look) == bits([head], look) != bits([table, head + 1], look)
+        assert bits([table], look) == bits([], look) == 0
+
+
+def test_the_first_steps_look_at_all_elements_and_later_ones_at_each_in_its_turn():
+    table = torch.zeros(10, 300)
+    table[7, 5] = 1.0
+    assert all(bits([table], look) for look in range(8))
+    found = [look for look in range(SOME, SOME + 186) if bits([table], look)]
+    assert len(found) == 2 and found[1] - found[0] == 3000 // 32
+
+
+def test_later_steps_look_at_one_gradient_after_the_other():
+    ones, nothing = torch.ones(100), torch.zeros(100)
+    for place in range(3):
+        grads = [ones if number == place else nothing for number in range(3)]
+        assert [bool(bits(grads, look)) for look in range(9, 15)] == [look % 3 == place for look in range(9, 15)]
+        assert bits(grads, WHOLE)
+
+
+def test_shapes_and_their_order_make_the_fingerprint():
+    a, b = torch.ones(2, 3), torch.ones(4)
+    assert fingerprint([a, b]) == fingerprint([a + 1, b]) != fingerprint([b, a])

@@ -1,27 +1,30 @@
 """What a rank measures of its own gradients."""
 
+from __future__ import annotations
+
 import gc
 
 import pytest
 import torch
 from adascale_cases import gradients_of, loss_of, net, plain_gain
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from scale_adascale import AdaScale
 from scale_adascale.gain import Moments, bounded, gain
-from scale_core.autograd_hooks import local_grads_wanted
+from scale_adascale.local_grad_norms import GradHooks, has_later_hook, has_post_accumulate_hook
+from scale_core.autograd_hooks import has_local_grad_hooks
 from scale_core.comm.group import Group
-from scale_core.microbatch_grads import SampledStep, announces_samples
+from scale_core.microbatch_grads import MicrobatchStep, StepObserver, microbatch_steps_wanted, register_pipeline
 
 
 def test_nobody_is_told_of_gradients_once_an_adascale_is_gone() -> None:
     model = nn.Linear(2, 1)
     optimizer = AdaScale(torch.optim.SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=2)
-    assert local_grads_wanted()
+    assert has_local_grad_hooks()
     del optimizer
     gc.collect()
-    assert not local_grads_wanted()
+    assert not has_local_grad_hooks()
 
 
 def test_a_module_that_is_in_two_reentrant_checkpoints_of_one_pass_is_refused_by_name() -> None:
@@ -50,19 +53,19 @@ def sampled(num: int = 2) -> tuple[nn.Sequential, AdaScale]:
     return model, AdaScale(torch.optim.SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=num)
 
 
-def in_passes(model: nn.Sequential, step: SampledStep, seeds: dict[int, int], share: float) -> None:
+def in_passes(model: nn.Sequential, step: MicrobatchStep, seeds: dict[int, int], share: float) -> None:
     """The gradients of several samples, layer after layer and not sample after sample."""
     losses = {sample: loss_of(model, seed) * share for sample, seed in seeds.items()}
     for layer in (model[2], model[0]):
         for sample, loss in losses.items():
-            with step.of_sample(sample):
+            with step.micro_batch(sample):
                 loss.backward(inputs=list(layer.parameters()), retain_graph=True)
 
 
 def test_a_step_that_is_announced_is_measured_by_its_samples_whatever_passes_it_has() -> None:
     model, optimizer = sampled(4)
     for seeds in ({0: 1, 1: 2}, {0: 3, 1: 4}):
-        step = SampledStep(model.parameters())
+        step = MicrobatchStep(model.parameters())
         step.begin()
         in_passes(model, step, seeds, 0.25)
         step.end([0.5] * 2)
@@ -79,13 +82,13 @@ def test_a_step_that_is_given_up_counts_as_nothing() -> None:
         for seeds in ({0: 1, 1: 2}, {0: 3, 1: 4}):
             if fails:
                 before = [None if param.grad is None else param.grad.clone() for param in model.parameters()]
-                step = SampledStep(model.parameters())
+                step = MicrobatchStep(model.parameters())
                 step.begin()
                 in_passes(model, step, {0: 5}, 1.0)
                 step.fail()
                 for param, grad in zip(model.parameters(), before, strict=True):
                     param.grad = grad
-            step = SampledStep(model.parameters())
+            step = MicrobatchStep(model.parameters())
             step.begin()
             in_passes(model, step, seeds, 0.25)
             step.end([0.5] * 2)
@@ -96,13 +99,15 @@ def test_a_step_that_is_given_up_counts_as_nothing() -> None:
 
 def test_more_samples_than_were_said_are_refused_and_those_before_them_stay() -> None:
     model, optimizer = sampled(2)
-    step = SampledStep(model.parameters())
+    step = MicrobatchStep(model.parameters())
     step.begin()
     in_passes(model, step, {0: 1, 1: 2, 2: 3}, 0.5)
-    with pytest.raises(RuntimeError, match=r"expected 2 backward passes.*but 3 came.*each micro-batch is one"):
+    with pytest.raises(
+        RuntimeError, match=r"expected 2 backward passes.*but 3 came.*each micro-batch of a pipeline is one"
+    ):
         step.end([1 / 3] * 3)
     model.zero_grad()
-    step = SampledStep(model.parameters())
+    step = MicrobatchStep(model.parameters())
     step.begin()
     in_passes(model, step, {0: 1, 1: 2}, 0.5)
     step.end([0.5] * 2)
@@ -114,14 +119,14 @@ def test_more_samples_than_were_said_are_refused_and_those_before_them_stay() ->
 def test_a_gradient_that_comes_in_parts_is_the_sum_that_is_told_of() -> None:
     model, optimizer = sampled(2)
     weight = model[2].weight
-    step = SampledStep(model.parameters(), [weight])
+    step = MicrobatchStep(model.parameters(), [weight])
     step.begin()
     for sample, seed in enumerate((1, 2)):
-        with step.of_sample(sample):
+        with step.micro_batch(sample):
             for _ in range(2):
                 (loss_of(model, seed) / 4).backward(inputs=[weight])
             (loss_of(model, seed) / 2).backward(inputs=list(model[0].parameters()))
-        step.tell(weight, torch.autograd.grad(loss_of(model, seed) / 2, weight)[0])
+        step.report_grad(weight, torch.autograd.grad(loss_of(model, seed) / 2, weight)[0])
     step.end([0.5] * 2)
     other = net()
     expected = plain_gain(gradients_of(other, list(other.parameters()), [1, 2]), 2.0)
@@ -131,7 +136,7 @@ def test_a_gradient_that_comes_in_parts_is_the_sum_that_is_told_of() -> None:
 def test_what_counts_elsewhere_does_not_count_here() -> None:
     model, optimizer = sampled(2)
     first = list(model[0].parameters())
-    step = SampledStep(model.parameters(), first, first)
+    step = MicrobatchStep(model.parameters(), first, first)
     step.begin()
     in_passes(model, step, {0: 1, 1: 2}, 0.5)
     step.end([0.5] * 2)
@@ -142,11 +147,11 @@ def test_what_counts_elsewhere_does_not_count_here() -> None:
 
 def test_a_step_of_other_parameters_is_nobody_elses() -> None:
     model, optimizer = sampled(2)
-    step = SampledStep(net().parameters())
+    step = MicrobatchStep(net().parameters())
     step.begin()
-    assert not step.is_heard
+    assert not step.has_observers
     for seed in (1, 2):
-        with step.of_sample(0):
+        with step.micro_batch(0):
             (loss_of(model, seed) / 2).backward()
     step.end([1.0])
     assert optimizer.gain() > 1
@@ -154,11 +159,11 @@ def test_a_step_of_other_parameters_is_nobody_elses() -> None:
 
 def test_a_gradient_of_no_sample_and_two_of_one_are_refused() -> None:
     model, _optimizer = sampled(2)
-    step = SampledStep(model.parameters())
+    step = MicrobatchStep(model.parameters())
     step.begin()
     with pytest.raises(RuntimeError, match="between the backward passes of a pipeline's step"):
         loss_of(model, 1).backward()
-    with step.of_sample(0):
+    with step.micro_batch(0):
         loss_of(model, 1).backward()
         with pytest.raises(RuntimeError, match="has two gradients in one backward pass"):
             loss_of(model, 1).backward()
@@ -170,12 +175,12 @@ def test_a_rank_whose_parameters_are_all_frozen_counts_the_samples_of_a_step_tha
     others = Group(0, 2, None, "fake", (0, 1))
     with pytest.raises(ValueError, match="expected a parameter that is not frozen on each of the ranks"):
         AdaScale(torch.optim.SGD(model.parameters(), lr=0.1), model_parallel_group=others)
-    announces_samples(model, others)
+    register_pipeline(model, others)
     AdaScale(torch.optim.SGD(model.parameters(), lr=0.1), model_parallel_group=others)
     optimizer = AdaScale(
         torch.optim.SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=2, model_parallel_group=Group()
     )
-    step = SampledStep(model.parameters())
+    step = MicrobatchStep(model.parameters())
     step.begin()
     step.end([0.5] * 2)
     assert optimizer.gain() == 1.0
@@ -186,10 +191,10 @@ def test_samples_of_unequal_size_tell_of_noise_what_they_know() -> None:
     """Of L = sum |w g|^2 and T = |sum w g|^2 the means are mu^2 W + s^2 and mu^2 + s^2, with W = sum w^2."""
     model, optimizer = sampled(3)
     weights = [0.5, 0.3, 0.2]
-    step = SampledStep(model.parameters())
+    step = MicrobatchStep(model.parameters())
     step.begin()
     for sample, weight in enumerate(weights):
-        with step.of_sample(sample):
+        with step.micro_batch(sample):
             (loss_of(model, sample) * weight).backward()
     step.end(weights)
     other = net()
@@ -208,12 +213,12 @@ def test_a_step_that_is_refused_leaves_its_rank_as_those_where_it_began() -> Non
     """One model stands for each rank; gradients are put back in other tensors, as pipelines do."""
     for refuses in (False, True):
         model, optimizer = sampled(4)
-        first = SampledStep(model.parameters())
+        first = MicrobatchStep(model.parameters())
         first.begin()
         in_passes(model, first, {0: 1, 1: 2}, 0.25)
         first.end([0.5] * 2)
         handle = model[0].weight.register_hook(lambda grad: grad) if refuses else None
-        second = SampledStep(model.parameters())
+        second = MicrobatchStep(model.parameters())
         if refuses:
             with pytest.raises(RuntimeError, match="registered after AdaScale's"):
                 second.begin()
@@ -224,14 +229,14 @@ def test_a_step_that_is_refused_leaves_its_rank_as_those_where_it_began() -> Non
             param.grad = param.grad.clone()
         if handle is not None:
             handle.remove()
-        third = SampledStep(model.parameters())
+        third = MicrobatchStep(model.parameters())
         third.begin()
         in_passes(model, third, {0: 3, 1: 4}, 0.25)
         third.end([0.5] * 2)
         other = net()
         expected = plain_gain(gradients_of(other, list(other.parameters()), [1, 2, 3, 4]), 4.0)
         assert optimizer.gain() == pytest.approx(expected, rel=1e-6)
-    fourth = SampledStep(model.parameters())
+    fourth = MicrobatchStep(model.parameters())
     with pytest.raises(RuntimeError, match="but another step of the pipeline began after them"):
         fourth.begin()
     optimizer.zero_grad()
@@ -239,16 +244,16 @@ def test_a_step_that_is_refused_leaves_its_rank_as_those_where_it_began() -> Non
 
 def test_measuring_can_not_end_in_the_middle_of_a_step_that_is_announced() -> None:
     model, optimizer = sampled(2)
-    step = SampledStep(model.parameters())
+    step = MicrobatchStep(model.parameters())
     step.begin()
     assert [terms.words for terms in step.terms] == ["1 parameter group after 0 of 2 passes"]
     with pytest.raises(RuntimeError, match=r"unhook\(\) inside of a pipeline's step"):
         optimizer.unhook()
     step.fail()
     optimizer.unhook()
-    step = SampledStep(model.parameters())
+    step = MicrobatchStep(model.parameters())
     step.begin()
-    assert not step.is_heard
+    assert not step.has_observers
 
 
 def test_a_parameter_that_takes_the_place_of_another_is_measured() -> None:
@@ -277,3 +282,115 @@ def test_gradients_that_are_only_asked_for_are_of_no_pass() -> None:
         penalised = loss_of(other, seed) + 2 * sum(grad.square().sum() for grad in found)
         rows.append([grad.double() for grad in torch.autograd.grad(penalised, list(other.parameters()))])
     assert optimizer.gain() == pytest.approx(plain_gain(rows, 2.0), rel=1e-6)
+
+
+class Ears:
+    def __init__(self) -> None:
+        self.heard: list[tuple[int, list[float]]] = []
+        self.steps: list[MicrobatchStep] = []
+        self.hooks = GradHooks(self.on_grad, self.on_step)
+
+    def on_grad(self, number: int, grad: Tensor) -> None:
+        assert not grad.requires_grad
+        self.heard.append((number, grad.tolist()))
+
+    def on_step(self, step: MicrobatchStep) -> StepObserver | None:
+        self.steps.append(step)
+        return None
+
+
+def two() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.tensor([1.0])), nn.Parameter(torch.tensor([2.0]))]
+
+
+def test_each_gradient_is_heard_by_the_number_of_its_parameter_and_steps_that_are_announced() -> None:
+    ears, (one, other) = Ears(), two()
+    other.requires_grad_(False)
+    ears.hooks.register([one, other])
+    assert ears.hooks.is_active and ears.hooks.can_get_grads and ears.hooks.num_params == 2
+    (one * other * 3).backward()
+    assert ears.heard == [(0, [6.0])]
+    other.grad = torch.ones(1)
+    assert ears.hooks.grads_of([one, other]) == [one.grad, None]
+    step = MicrobatchStep([one])
+    step.begin()
+    assert ears.steps == [step] and not step.has_observers
+    assert ears.hooks.indices_of([torch.ones(1), other]) == {1}
+
+
+def test_what_was_unfrozen_or_put_in_the_place_of_another_is_heard_from_the_next_time_on() -> None:
+    ears, (one, other) = Ears(), two()
+    other.requires_grad_(False)
+    ears.hooks.register([one, other])
+    other.requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"was unfrozen after.*optimizer\.zero_grad\(\)"):
+        ears.hooks.check()
+    ears.hooks.register([one, other])
+    ears.hooks.check()
+    new = nn.Parameter(torch.tensor([5.0]))
+    ears.hooks.register([new, other])
+    (one * other * new).backward()
+    assert sorted(ears.heard) == [(0, [2.0]), (1, [5.0])]
+
+
+def test_hooks_of_others_that_come_later_are_refused_until_it_listens_again() -> None:
+    ears, (one, other) = Ears(), two()
+    ears.hooks.register([one, other])
+    one.register_hook(lambda grad: grad * 10)
+    with pytest.raises(RuntimeError, match="registered after AdaScale's"):
+        ears.hooks.check()
+    ears.hooks.register([one, other])
+    ears.hooks.check()
+    (one * other).backward()
+    assert (0, [20.0]) in ears.heard
+
+
+@pytest.mark.parametrize("how", ["stopped", "gone"])
+def test_nothing_is_heard_by_whoever_has_stopped_or_is_gone(how: str) -> None:
+    ears, params = Ears(), two()
+    ears.hooks.register(params)
+    heard = ears.heard
+    assert has_local_grad_hooks() and microbatch_steps_wanted()
+    if how == "stopped":
+        ears.hooks.remove()
+    else:
+        del ears
+    gc.collect()
+    assert not has_local_grad_hooks() and not microbatch_steps_wanted()
+    (params[0] * params[1]).backward()
+    assert heard == []
+
+
+def same(grad: Tensor) -> Tensor:
+    return grad
+
+
+def of_ours(grad: Tensor) -> Tensor:
+    return grad
+
+
+of_ours.__module__ = "scale_anything"
+
+
+def test_a_hook_is_followed_by_those_of_others_that_came_after_it() -> None:
+    param = nn.Parameter(torch.ones(2))
+    before = param.register_hook(same)
+    handle = param.register_hook(of_ours)
+    param.register_hook(of_ours)
+    assert has_later_hook(param, before) is False  # Those of this house change nothing.
+    assert has_later_hook(param, handle) is False
+    after = param.register_hook(same)
+    assert has_later_hook(param, handle) is True and has_later_hook(param, after) is False
+    after.remove()
+    assert has_later_hook(param, handle) is False
+
+
+def test_hooks_that_are_called_when_a_gradient_was_added_change_it_later() -> None:
+    param = nn.Parameter(torch.ones(2))
+    assert has_post_accumulate_hook(param) is False
+    param.register_post_accumulate_grad_hook(of_ours)
+    assert has_post_accumulate_hook(param) is False
+    handle = param.register_post_accumulate_grad_hook(same)
+    assert has_post_accumulate_hook(param) is True
+    handle.remove()
+    assert has_post_accumulate_hook(param) is False

@@ -8,14 +8,15 @@ import math
 import pytest
 import torch
 
+from scale_adascale.estimates import NoiseAverage
 from scale_adascale.gain import Moments, moments
-from scale_adascale.noise_scale import NoiseAverage, NoiseScale, efficiency, noise_scale
+from scale_adascale.noise_scale import NoiseScale, efficiency, noise_scale
 
 
 def averaged(samples: list[Moments], smoothing: float = 0.0) -> NoiseAverage:
     average = NoiseAverage()
     for sample in samples:
-        average = average.after(sample, smoothing)
+        average = average.updated(sample, smoothing)
     return average
 
 
@@ -79,7 +80,7 @@ def test_numbers_out_of_their_range_are_refused():
 
 def test_it_survives_as_a_list():
     average = averaged([Moments(3.0, 1.5), Moments(1.0, 2.0)], 0.9)
-    assert NoiseAverage.from_list(average.as_list()) == average
+    assert NoiseAverage(*average.as_list()) == average
 
 
 def test_a_sample_of_the_base_batch_is_worth_one_and_of_a_large_one_less():
@@ -97,7 +98,7 @@ def test_samples_that_share_gradients_are_half_as_many():
         average = NoiseAverage()
         for old, new in itertools.pairwise(gradients):
             square = float(old @ new)
-            average = average.after(Moments(float((new - old).square().sum()) / 2, square), 0.99, overlap=2)
+            average = average.updated(Moments(float((new - old).square().sum()) / 2, square), 0.99, overlap=2)
         found = noise_scale(average, base_batch_size=1)
         held += found.low <= 4.0 <= found.high
     assert held >= 190

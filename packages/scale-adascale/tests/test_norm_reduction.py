@@ -16,7 +16,7 @@ from torch.optim import SGD, Adam
 
 from scale_adascale import AdaScale
 from scale_core.comm.group import Group, group_of
-from scale_core.shard import Axis, Held, Shard, mark
+from scale_core.shard import Axis, Placement, Shard, set_shard
 from scale_core.testing import run_ranks
 
 GAIN = 1e-6  # relative
@@ -98,9 +98,9 @@ class Split(nn.Module):
         self.down = nn.Parameter(whole[2].weight.detach()[:, rows].clone())
         self.shift = nn.Parameter(torch.full((3,), 0.1))  # Replicated.
         for param, full in ((self.up, whole[0].weight), (self.bias, whole[0].bias), (self.down, whole[2].weight)):
-            piece = Shard("split", tuple(full.shape), 0, param.numel(), (Axis(group, Held.SHARD),), gathered=False)
-            mark(param, piece)
-        mark(self.shift, Shard("shift", (3,), 0, 3, (Axis(group, Held.REPLICATE),), gathered=False))
+            piece = Shard("split", tuple(full.shape), 0, param.numel(), (Axis(group, Placement.SHARD),), gathered=False)
+            set_shard(param, piece)
+        set_shard(self.shift, Shard("shift", (3,), 0, 3, (Axis(group, Placement.REPLICATE),), gathered=False))
 
     def forward(self, x: Tensor) -> Tensor:
         partial = torch.tanh(x @ self.up.T + self.bias) @ self.down.T
@@ -186,13 +186,13 @@ def refused() -> tuple[list[str], list[float]]:
     alone = [dist.new_group([rank]) for rank in range(group.size)][group.rank]
     said = []
     param = nn.Parameter(torch.ones(2))
-    mark(param, Shard("embed.weight", (4,), 2 * group.rank, 2 * group.rank + 2, (Axis(group, Held.SHARD),)))
+    set_shard(param, Shard("embed.weight", (4,), 2 * group.rank, 2 * group.rank + 2, (Axis(group, Placement.SHARD),)))
     optimizer = SGD([param], lr=0.1)
     assert AdaScale(optimizer, process_group=alone).scale == 1.0  # Found: the other direction is that of the model.
     with pytest.raises(ValueError, match=r"embed\.weight") as error:
         AdaScale(optimizer, process_group=alone, model_parallel_group=alone)
     said.append(str(error.value))
-    mark(param, Shard("embed.weight", (2,), 0, 2, (Axis(group, Held.PARTIAL),)))
+    set_shard(param, Shard("embed.weight", (2,), 0, 2, (Axis(group, Placement.PARTIAL),)))
     with pytest.raises(ValueError, match=r"embed\.weight") as error:
         AdaScale(optimizer)
     said.append(str(error.value))
@@ -210,7 +210,7 @@ def refused() -> tuple[list[str], list[float]]:
     assert AdaScale(zero, preconditioned=False).scale == 2.0
     frozen = net().requires_grad_(group.rank == 1)
     if group.rank == 0:
-        with pytest.raises(ValueError, match="hears of no backward pass, and the others would wait"):
+        with pytest.raises(ValueError, match="gets no gradient, and the others would wait"):
             AdaScale(SGD(frozen.parameters(), lr=0.1), process_group=alone, model_parallel_group=group)
     said += not_averaged(group)
     not_averaged_in_part(group)

@@ -142,7 +142,7 @@ def test_what_a_failed_pass_has_added_is_refused_until_it_is_cleared(passes):
         (loss_of(model, seed) / 2).backward()
     with pytest.raises(ArithmeticError):
         model[2](Fails.apply(model[1](model[0](torch.ones(4, 5))))).square().mean().backward()
-    with pytest.raises(RuntimeError, match=r"backward pass has failed after.*call optimizer\.zero_grad\(\)"):
+    with pytest.raises(RuntimeError, match=r"backward pass has failed after.*Call optimizer\.zero_grad\(\)"):
         (loss_of(model, 7) / 2).backward()
     optimizer.zero_grad()
     check_gain(model, optimizer, (1, 2))
@@ -204,7 +204,7 @@ def test_a_step_without_a_parameter_that_is_trained_says_so():
     model.requires_grad_(False)
     optimizer.unhook()
     optimizer.hook()
-    with pytest.raises(RuntimeError, match=r"no parameter of the optimizer can have a gradient.*unfreeze some"):
+    with pytest.raises(RuntimeError, match=r"no parameter of the optimizer can have a gradient.*Unfreeze some"):
         optimizer.step()
 
 

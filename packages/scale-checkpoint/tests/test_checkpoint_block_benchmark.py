@@ -1,4 +1,4 @@
-"""One block by itself: what it keeps and needs in each way, against what can be counted by hand."""
+"""One block by itself: what it keeps and needs in each strategy, against what can be counted by hand."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from scale_checkpoint import measure_step
-from scale_checkpoint.planner.block_benchmark import Call, try_memory, try_time
-from scale_checkpoint.planner.strategies import treated
+from scale_checkpoint.planner.block_benchmark import BlockCall, measure_memory, measure_seconds
+from scale_checkpoint.planner.strategies import applied
 
 CPU = torch.device("cpu")
 ROWS, WIDTH = 1024, 16  # 64 KiB: just enough to be offloaded
@@ -25,11 +25,11 @@ class Block(nn.Module):
 
 
 def test_what_is_kept_between_forward_and_backward_is_what_can_be_counted() -> None:
-    block, call = Block(), Call((torch.randn(ROWS, WIDTH),), {}, [True])
+    block, call = Block(), BlockCall((torch.randn(ROWS, WIDTH),), {}, [True])
     found = {}
     for how in ("keep", "recompute", "offload", ("mm",)):
-        with treated(block, how):
-            trial = try_memory(block, call, CPU)
+        with applied(block, how):
+            trial = measure_memory(block, call, CPU)
         found[str(how)] = trial.kept_bytes, trial.held_inputs, trial.held_outputs
     assert found == {
         "keep": (4 * X, (True,), (False,)),  # tanh saves its result, and so does the second product: one tensor.
@@ -42,7 +42,7 @@ def test_what_is_kept_between_forward_and_backward_is_what_can_be_counted() -> N
 
 def test_its_time_is_taken_and_leaves_no_gradient() -> None:
     block = Block()
-    assert try_time(block, Call((torch.randn(ROWS, WIDTH),), {}, [False]), CPU) > 0
+    assert measure_seconds(block, BlockCall((torch.randn(ROWS, WIDTH),), {}, [False]), CPU) > 0
     assert block.up.weight.grad is None
 
 

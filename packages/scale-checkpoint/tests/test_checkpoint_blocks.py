@@ -1,13 +1,23 @@
-"""The blocks of a model: found by repetition, told by the model, or named."""
+"""The blocks of a model: found by repetition, named by the model or by its user, and recognised again."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
 
 import pytest
 from planned_models import AttentionBlock, ConvBlock, ResNet, Transformer, UNet
 from torch import nn
 
-from scale_checkpoint.planner.blocks import find_blocks
+from scale_checkpoint.planner.blocks import (
+    BlockSignature,
+    block_signature,
+    check_same_blocks,
+    excluded_modules,
+    find_blocks,
+)
 
 
-class Told(nn.Module):
+class NoSplit(nn.Module):
     _no_split_modules = ("AttentionBlock",)
 
     def __init__(self) -> None:
@@ -36,7 +46,7 @@ def test_sequences_that_repeat_and_hold_no_blocks_are_blocks_themselves() -> Non
 
 
 def test_a_model_tells_its_blocks_itself() -> None:
-    assert list(find_blocks(Told())) == ["only"]
+    assert list(find_blocks(NoSplit())) == ["only"]
 
 
 def test_named_blocks_come_in_the_order_of_the_model() -> None:
@@ -50,7 +60,7 @@ def test_names_that_are_none_list_near_ones() -> None:
 
 
 def test_a_block_in_a_block_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"'blocks\.0\.norm' lies in 'blocks\.0'"):
+    with pytest.raises(ValueError, match=r"'blocks\.0\.norm' is inside 'blocks\.0'"):
         find_blocks(Transformer(), ["blocks.0", "blocks.0.norm"])
 
 
@@ -76,5 +86,32 @@ def test_a_block_that_stands_in_two_places_is_one() -> None:
     with pytest.raises(ValueError, match=r"but '(first|second)\.0' and '(first|second)\.0' are one module; name one"):
         find_blocks(model, ["first.0", "second.0"])
     inside = nn.Sequential(model, nn.Sequential(model.first[0]))
-    with pytest.raises(ValueError, match=r"but '1\.0' lies in '0'; name one of them"):
+    with pytest.raises(ValueError, match=r"but '1\.0' is inside '0'; name one of them"):
         find_blocks(inside, ["0", "1.0"])
+
+
+class Known(NamedTuple):
+    blocks: dict[str, BlockSignature]
+    excluded: tuple[str, ...] = ()
+
+
+def part() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+
+
+def test_what_is_inside_or_around_a_block_is_not_beside_it() -> None:
+    inner = nn.Sequential(part(), nn.Sequential(part(), nn.Linear(2, 2)))
+    model = nn.Sequential(inner, part())
+    blocks = {"0.0": inner[0], "0.1": inner[1]}
+    assert excluded_modules(model, blocks) == ("1",), "those of whole other branches, by their outermost name"
+    assert excluded_modules(model, {"0": inner, "1": model[1]}) == ()
+    check_same_blocks(model, *Known({name: block_signature(block) for name, block in blocks.items()}, ("1",)))
+    with pytest.raises(ValueError, match="'1' is a Sequential here, as its blocks are, but the plan has no such block"):
+        check_same_blocks(model, *Known({name: block_signature(block) for name, block in blocks.items()}))
+
+
+def test_one_block_under_two_names_is_one() -> None:
+    shared = part()
+    model = nn.ModuleDict({"first": shared, "again": shared})
+    assert excluded_modules(model, {"first": shared}) == ()
+    check_same_blocks(model, *Known({"first": block_signature(shared)}))

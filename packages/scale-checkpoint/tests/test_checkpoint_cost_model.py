@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from scale_checkpoint.planner.block_benchmark import Trial
-from scale_checkpoint.planner.cost_model import Tried, _timed, pooled
-from scale_checkpoint.planner.timeline import Way
+from scale_checkpoint.planner.block_benchmark import BlockMemory
+from scale_checkpoint.planner.cost_model import BlockCost, _fit_to_step, pool_seconds
+from scale_checkpoint.planner.timeline import StrategyCost
 
 BLOCK = {"keep": 2.0, "recompute": 3.0}
 
 
-def ways(**seconds: float) -> dict[str, Way]:
-    return {name: Way(each, 0, 0, 0) for name, each in seconds.items()}
+def strategies(**seconds: float) -> dict[str, StrategyCost]:
+    return {name: StrategyCost(each, 0, 0, 0) for name, each in seconds.items()}
 
 
 def timed(blocks: list[dict[str, float]], seconds: float) -> list[dict[str, float]]:
-    segments = [ways(keep=0.0), *(ways(**block) for block in blocks), ways(keep=0.0)]
-    return [{name: way.seconds for name, way in options.items()} for options in _timed(segments, seconds)]
+    segments = [strategies(keep=0.0), *(strategies(**block) for block in blocks), strategies(keep=0.0)]
+    return [{name: cost.seconds for name, cost in options.items()} for options in _fit_to_step(segments, seconds)]
 
 
 def test_what_the_blocks_do_not_take_lies_before_them() -> None:
@@ -43,6 +43,6 @@ def test_no_time_is_negative_and_the_step_is_what_it_took(seconds: float) -> Non
 
 
 def test_blocks_that_are_equal_in_memory_have_the_least_of_their_times() -> None:
-    small, large = (Trial(kept, 0, 0, 0, (), (), ()) for kept in (1, 2))
-    tried = [{"keep": Tried(trial, seconds, 0)} for trial, seconds in ((small, 3.0), (large, 1.0), (small, 2.0))]
-    assert [each["keep"].seconds for each in pooled(tried)] == [2.0, 1.0, 2.0]
+    small, large = (BlockMemory(kept, 0, 0, 0, (), (), ()) for kept in (1, 2))
+    tried = [{"keep": BlockCost(trial, seconds, 0)} for trial, seconds in ((small, 3.0), (large, 1.0), (small, 2.0))]
+    assert [each["keep"].seconds for each in pool_seconds(tried)] == [2.0, 1.0, 2.0]

@@ -18,17 +18,17 @@ from torch import nn
 from scale_checkpoint import is_checkpointed
 from scale_checkpoint.planner.plan import BudgetError, MemoryPlan, apply_plan, best_plan, memory_front, plan_memory
 from scale_checkpoint.planner.profile import MemoryProfile, profile_memory
-from scale_checkpoint.planner.solver import least_peak
+from scale_checkpoint.planner.solver import minimum_peak
 from scale_checkpoint.planner.step import measure_step
 
-WAYS = ("keep", "recompute", "selective", "offload")
+STRATEGIES = ("keep", "recompute", "selective", "offload")
 each_model = pytest.mark.parametrize("name", ["transformer", "resnet", "unet"])
 
 
 @cache
 def profile_of(name: str) -> MemoryProfile:
     model, batch = build(name)
-    return profile_memory(model, batch, ways=WAYS, repeats=1)
+    return profile_memory(model, batch, strategies=STRATEGIES, repeats=1)
 
 
 def measured_peak(name: str, plan: MemoryPlan) -> int:
@@ -40,18 +40,18 @@ def measured_peak(name: str, plan: MemoryPlan) -> int:
 def test_the_predicted_peak_is_the_measured_one(name: str) -> None:
     profile = profile_of(name)
     choice = random.Random(0)
-    uniform = [dict.fromkeys(profile.blocks, way) for way in WAYS]
-    mixed = [{block: choice.choice(WAYS) for block in profile.blocks} for _ in range(4)]
-    for ways in uniform + mixed:
-        plan = MemoryPlan(ways, profile)
+    uniform = [dict.fromkeys(profile.blocks, strategy) for strategy in STRATEGIES]
+    mixed = [{block: choice.choice(STRATEGIES) for block in profile.blocks} for _ in range(4)]
+    for strategies in uniform + mixed:
+        plan = MemoryPlan(strategies, profile)
         # The goal is 5 %; what is not exact are small storages that are not worth moving, and buffers of norms.
-        assert measured_peak(name, plan) == pytest.approx(plan.peak_bytes, rel=0.005), ways
+        assert measured_peak(name, plan) == pytest.approx(plan.peak_bytes, rel=0.005), strategies
 
 
 @each_model
 def test_a_plan_keeps_its_budget_when_it_is_measured(name: str) -> None:
     profile = profile_of(name)
-    least = least_peak(profile.segments, profile.crossings)
+    least = minimum_peak(profile.segments, profile.boundary_tensors)
     most = MemoryPlan(dict.fromkeys(profile.blocks, "keep"), profile).peak_bytes
     for budget in (least, (least + most) // 2, most):
         assert measured_peak(name, best_plan(profile, budget)) <= 1.005 * budget
@@ -62,7 +62,8 @@ def test_loss_and_gradients_under_a_plan_are_those_of_the_plain_model(name: str)
     model, batch = build(name)
     planned = copy.deepcopy(model)
     choice = random.Random(1)
-    apply_plan(planned, MemoryPlan({block: choice.choice(WAYS) for block in profile_of(name).blocks}, profile_of(name)))
+    chosen = {block: choice.choice(STRATEGIES) for block in profile_of(name).blocks}
+    apply_plan(planned, MemoryPlan(chosen, profile_of(name)))
     found = []
     for each in (model, planned):
         torch.manual_seed(1)
@@ -84,8 +85,8 @@ def test_the_front_dominates_all_none_and_every_kth_block(name: str) -> None:
         {block: "recompute" if index % k == 0 else "keep" for index, block in enumerate(profile.blocks)}
         for k in (1, 2, 3, len(profile.blocks) + 1)
     ]
-    for ways in [*every, dict.fromkeys(profile.blocks, "keep")]:
-        plan = MemoryPlan(ways, profile)
+    for strategies in [*every, dict.fromkeys(profile.blocks, "keep")]:
+        plan = MemoryPlan(strategies, profile)
         assert any(ours.peak_bytes <= plan.peak_bytes and ours.seconds <= plan.seconds for ours in plans)
 
 
@@ -106,12 +107,12 @@ def test_a_model_is_left_as_it_was() -> None:
 def test_a_budget_that_nothing_fits_names_the_least_that_is_possible() -> None:
     profile = profile_of("unet")
     with pytest.raises(BudgetError, match=r"no plan fits a budget of 1000 B .*: a step takes at least") as caught:
-        best_plan(profile, 1000, beside_bytes=24)
-    least = caught.value.least_bytes
+        best_plan(profile, 1000, other_bytes=24)
+    least = caught.value.minimum_bytes
     assert f"write budget_bytes={least}" in str(caught.value)
-    assert best_plan(profile, least, beside_bytes=24).peak_bytes <= least - 24
+    assert best_plan(profile, least, other_bytes=24).peak_bytes <= least - 24
     with pytest.raises(BudgetError):
-        best_plan(profile, least - 1, beside_bytes=24)
+        best_plan(profile, least - 1, other_bytes=24)
 
 
 def test_a_plan_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -128,11 +129,11 @@ def test_a_plan_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 def test_what_is_no_plan_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    for text, told in (("{", "not JSON"), ("[]", "its format is None"), ('{"format": 2}', "holds no memory plan")):
+    for text, told in (("{", "not JSON"), ("[]", "its format is None"), ('{"format": 3}', "holds no memory plan")):
         path.write_text(text)
         with pytest.raises(ValueError, match=told):
             MemoryPlan.load(path)
-    path.write_text('{"format": 2, "ways": {}, "profile": {"segments": [{}]}, "budget_bytes": null}')
+    path.write_text('{"format": 3, "strategies": {}, "profile": {"segments": [{}]}, "budget_bytes": null}')
     with pytest.raises(ValueError, match="holds no memory profile"):
         MemoryPlan.load(path)
     path.write_bytes(b"\xff\xfe\x00")
@@ -140,7 +141,7 @@ def test_what_is_no_plan_is_refused(tmp_path: Path) -> None:
         MemoryPlan.load(path)
     MemoryPlan(dict.fromkeys(profile_of("unet").blocks, "keep"), profile_of("unet")).save(path)
     path.write_text(path.read_text().replace('"seconds": ', '"seconds": "1", "s": ', 1))
-    with pytest.raises(ValueError, match="'seconds' is a number, but is '1'"):
+    with pytest.raises(ValueError, match="'seconds' should be a number, but is '1'"):
         MemoryPlan.load(path)
 
 
@@ -157,7 +158,7 @@ def test_no_plan_takes_less_than_no_time_and_a_small_model_is_measured_soon() ->
     started = time.process_time()
     profile = profile_memory(Transformer(16, 2), torch.randint(0, 128, (4, 16)))
     assert time.process_time() - started < 5  # A second at most, and imports, on a machine that does much else.
-    assert all(way.seconds >= 0 for segment in profile.segments for way in segment.ways.values())
+    assert all(strategy.seconds >= 0 for segment in profile.segments for strategy in segment.costs.values())
     assert best_plan(profile, 10**8).seconds > 0
 
 
@@ -184,7 +185,7 @@ def test_a_model_that_has_more_blocks_than_the_plan_is_another_model() -> None:
     assert not any(is_checkpointed(module) for module in longer.modules())
     # But one that was left out when the blocks were named may be there.
     profile = profile_memory(Skips(), torch.randn(2, 4), blocks=["blocks.1"], repeats=1)
-    assert profile.left_out == ("blocks.0", "blocks.2")
+    assert profile.excluded == ("blocks.0", "blocks.2")
     model = apply_plan(Skips(), MemoryPlan({"blocks.1": "recompute"}, profile))
     assert is_checkpointed(model.blocks[1]) and not is_checkpointed(model.blocks[0])
 
@@ -193,10 +194,10 @@ def test_a_model_that_has_more_blocks_than_the_plan_is_another_model() -> None:
     ("cut", "told"),
     [
         (lambda plan: plan["profile"]["blocks"].popitem(), "visit the block 'blocks.4', which its blocks do not have"),
-        (lambda plan: plan["ways"].popitem(), "block 'blocks.4' is treated in one of the ways"),
+        (lambda plan: plan["strategies"].popitem(), "block 'blocks.4' has one of the strategies"),
         (lambda plan: plan["profile"].__delitem__("blocks"), "holds no memory profile: KeyError: 'blocks'"),
-        (lambda plan: plan["profile"]["crossings"].clear(), r"holds crossing \d+ of 0"),
-        (lambda plan: plan["profile"]["segments"].pop(), r"crossing \d+ passes from segment \d+ to 10 of 10"),
+        (lambda plan: plan["profile"]["boundary_tensors"].clear(), r"holds tensor \d+ of 0"),
+        (lambda plan: plan["profile"]["segments"].pop(), r"tensor \d+ passes from segment \d+ to 10 of 10"),
     ],
 )
 def test_a_plan_file_that_was_cut_is_refused(cut: Callable[[Any], Any], told: str, tmp_path: Path) -> None:
@@ -204,7 +205,8 @@ def test_a_plan_file_that_was_cut_is_refused(cut: Callable[[Any], Any], told: st
     MemoryPlan(dict.fromkeys(profile.blocks, "recompute"), profile).save(tmp_path / "plan.json")
     plan = json.loads((tmp_path / "plan.json").read_text())
     cut(plan)
-    plan["ways"] = {name: plan["ways"][name] for name in plan["ways"] if name in plan["profile"].get("blocks", ())}
+    known = plan["profile"].get("blocks", ())
+    plan["strategies"] = {name: strategy for name, strategy in plan["strategies"].items() if name in known}
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     with pytest.raises(ValueError, match=told):
         MemoryPlan.load(tmp_path / "plan.json")
@@ -212,7 +214,7 @@ def test_a_plan_file_that_was_cut_is_refused(cut: Callable[[Any], Any], told: st
 
 def test_ways_that_a_profile_does_not_know_are_refused() -> None:
     profile = profile_of("unet")
-    with pytest.raises(ValueError, match=r"'down\.0' is treated in one of the ways .* but the plan says 'sleep'"):
+    with pytest.raises(ValueError, match=r"'down\.0' has one of the strategies .* but the plan has 'sleep'"):
         MemoryPlan(dict.fromkeys(profile.blocks, "sleep"), profile)
     with pytest.raises(ValueError, match="but names 'head'"):
         MemoryPlan({**dict.fromkeys(profile.blocks, "keep"), "head": "keep"}, profile)
@@ -232,11 +234,11 @@ class Skips(nn.Module):
 
 def test_blocks_that_never_run_have_a_way_as_well_and_wrong_operators_change_nothing(tmp_path: Path) -> None:
     profile = profile_memory(Skips(), torch.randn(2, 4), repeats=1)
-    ways = dict.fromkeys(profile.blocks, "recompute")
-    for wrong in ({**ways, "blocks.2": "never"}, {name: ways[name] for name in ("blocks.0", "blocks.1")}):
-        with pytest.raises(ValueError, match=r"block 'blocks\.2' is treated in one of the ways 'keep', .* plan says"):
+    strategies = dict.fromkeys(profile.blocks, "recompute")
+    for wrong in ({**strategies, "blocks.2": "never"}, {name: strategies[name] for name in ("blocks.0", "blocks.1")}):
+        with pytest.raises(ValueError, match=r"block 'blocks\.2' has one of the strategies 'keep', .* plan has"):
             MemoryPlan(wrong, profile)
-    MemoryPlan({**ways, "blocks.2": "selective"}, profile).save(tmp_path / "plan.json")
+    MemoryPlan({**strategies, "blocks.2": "selective"}, profile).save(tmp_path / "plan.json")
     text = (tmp_path / "plan.json").read_text()
     (tmp_path / "plan.json").write_text(text.replace('"selective": "selective"', '"selective": ["admm"]'))
     model = Skips()
@@ -250,7 +252,7 @@ def test_blocks_that_never_run_have_a_way_as_well_and_wrong_operators_change_not
 
 def test_a_plan_is_printed_as_a_table_and_a_chart() -> None:
     profile = profile_of("unet")
-    text = str(best_plan(profile, least_peak(profile.segments, profile.crossings)))
+    text = str(best_plan(profile, minimum_peak(profile.segments, profile.boundary_tensors)))
     assert "of a budget of" in text
     assert all(name in text for name in profile.blocks)
     assert sum(line.startswith(("forward", "backward")) for line in text.splitlines()) == 2 * (len(profile.blocks) + 2)

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from scale_checkpoint import MemoryPlan, apply_plan, is_checkpointed, measure_step, profile_memory
 
-WAYS = ("keep", "recompute", "offload")
+STRATEGIES = ("keep", "recompute", "offload")
 
 
 class Twice(nn.Module):
@@ -37,13 +37,13 @@ def half_frozen() -> nn.Module:
 
 
 def agree(model: nn.Module, batch: Any, **settings: Any) -> None:
-    """Whether what is predicted is what is measured, for each way alone and for a mixture."""
-    profile = profile_memory(model, batch, ways=WAYS, repeats=1, **settings)
-    mixture = dict(zip(profile.blocks, itertools.cycle(reversed(WAYS)), strict=False))
-    for ways in (*(dict.fromkeys(profile.blocks, way) for way in WAYS), mixture):
-        plan = MemoryPlan(ways, profile)
+    """Whether what is predicted is what is measured, for each strategy alone and for a mixture."""
+    profile = profile_memory(model, batch, strategies=STRATEGIES, repeats=1, **settings)
+    mixture = dict(zip(profile.blocks, itertools.cycle(reversed(STRATEGIES)), strict=False))
+    for strategies in (*(dict.fromkeys(profile.blocks, strategy) for strategy in STRATEGIES), mixture):
+        plan = MemoryPlan(strategies, profile)
         found = measure_step(apply_plan(model, plan), batch, loss=settings.get("loss"), repeats=0)
-        assert found.peak_bytes == pytest.approx(plan.peak_bytes, rel=0.005), ways
+        assert found.peak_bytes == pytest.approx(plan.peak_bytes, rel=0.005), strategies
 
 
 def test_a_block_that_comes_again_is_treated_in_one_way() -> None:
@@ -59,7 +59,7 @@ def test_a_block_that_comes_again_is_treated_in_one_way() -> None:
 def test_blocks_without_gradients_have_nothing_to_plan() -> None:
     torch.manual_seed(0)
     model, batch = half_frozen(), torch.randint(0, 128, (4, 64))
-    profile = profile_memory(model, batch, ways=WAYS, repeats=1)
+    profile = profile_memory(model, batch, strategies=STRATEGIES, repeats=1)
     assert [segment.name for segment in profile.segments if segment.is_block] == ["blocks.2", "blocks.3"]
     agree(model, batch)
 
@@ -94,7 +94,7 @@ def test_equal_blocks_have_equal_times() -> None:
     model, batch = build("transformer")
     profile = profile_memory(model, batch, repeats=1)
     blocks = [segment for segment in profile.segments if segment.is_block]
-    assert len({tuple(way.seconds for way in segment.ways.values()) for segment in blocks}) == 1
+    assert len({tuple(strategy.seconds for strategy in segment.costs.values()) for segment in blocks}) == 1
 
 
 def test_live_bytes_are_what_the_allocator_gives_out() -> None:
@@ -133,7 +133,7 @@ class OnStates(nn.Module):
 def test_blocks_may_take_and_return_dataclasses_and_a_model_as_well() -> None:
     model = nn.Sequential(*(OnStates() for _ in range(3)))
     batch = State(torch.randn(256, 32))
-    assert all(len(segment.ways) > 1 for segment in profile_memory(model, batch, repeats=1).segments[1::2])
+    assert all(len(segment.costs) > 1 for segment in profile_memory(model, batch, repeats=1).segments[1::2])
     agree(model, batch)
 
 
@@ -170,5 +170,7 @@ def test_a_block_that_changes_what_it_is_given_is_named() -> None:
     model = Caching()
     with pytest.raises(RuntimeError) as raised:
         profile_memory(model, torch.randn(2, 4), repeats=1)
-    assert any("'blocks.0' was tried by itself" in note or "given a Cache" in note for note in raised.value.__notes__)
+    assert any(
+        "'blocks.0' was measured by itself" in note or "given a Cache" in note for note in raised.value.__notes__
+    )
     assert not any(is_checkpointed(block) for block in model.blocks)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from scale_checkpoint.planner.step import SHORT_SECONDS, Step, least_seconds, steady, undisturbed
+from scale_checkpoint.planner.step import SHORT_SECONDS, Step, least_seconds, preserve_state, single_threaded
 
 CPU = torch.device("cpu")
 
@@ -35,7 +35,7 @@ def test_the_least_counts_and_short_times_are_taken_more_often() -> None:
 
 def test_the_cpu_is_timed_with_one_thread_and_has_its_threads_back() -> None:
     before = torch.get_num_threads()
-    with pytest.raises(KeyError), steady(CPU):
+    with pytest.raises(KeyError), single_threaded(CPU):
         assert torch.get_num_threads() == 1
         raise KeyError
     assert torch.get_num_threads() == before
@@ -46,7 +46,7 @@ def test_gradients_buffers_and_random_numbers_stay() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))
     gradient = model[0].weight.grad = torch.ones(3, 3)
     before, state = [buffer.clone() for buffer in model.buffers()], torch.get_rng_state()
-    with undisturbed(model):
+    with preserve_state(model):
         assert Step(model, torch.randn(4, 3), None).seconds(CPU) > 0
         assert model[0].weight.grad is not gradient
     assert model[0].weight.grad is gradient and bool((gradient == 1).all())
@@ -73,7 +73,7 @@ class Replaces(nn.Module):
 def test_buffers_that_a_step_assigns_anew_are_put_back_but_for_a_table_that_has_grown() -> None:
     model = Replaces()
     calls = model.calls
-    with undisturbed(model):
+    with preserve_state(model):
         Step(model, torch.ones(3), None).run()
         assert torch.equal(model.calls, torch.ones(3))
     assert model.calls is calls and torch.equal(calls, torch.zeros(3))

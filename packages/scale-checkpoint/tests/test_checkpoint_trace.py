@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from scale_checkpoint.live_memory import LiveBytes, elsewhere, storage_bytes
-from scale_checkpoint.planner.trace import BETWEEN, StepTrace, following
+from scale_checkpoint.live_memory import LiveMemory, not_counted, storage_bytes
+from scale_checkpoint.planner.trace import OUTSIDE_BLOCKS, StepTrace, trace_step
 
 CPU = torch.device("cpu")
 KIB = 1024
@@ -17,7 +17,7 @@ def kib(num: int) -> Tensor:
 
 def test_storages_count_once_from_their_birth_to_their_end() -> None:
     before = kib(4)
-    with LiveBytes(CPU) as live:
+    with LiveMemory(CPU) as live:
         first = kib(8)
         views = [first[1:], first.view(2, -1), before[2:]]  # No new memory, and none that stood before.
         assert live.current_bytes == 8 * KIB
@@ -33,8 +33,8 @@ def test_storages_count_once_from_their_birth_to_their_end() -> None:
 
 
 def test_what_is_made_elsewhere_is_not_counted() -> None:
-    with LiveBytes(CPU) as live:
-        with elsewhere():
+    with LiveMemory(CPU) as live:
+        with not_counted():
             host = kib(8)
         here = host.clone()
     assert live.peak_bytes == storage_bytes([here]) == 8 * KIB
@@ -60,19 +60,19 @@ def follow(recomputed: bool) -> StepTrace:
             object.__setattr__(block, "forward", lambda x, f=plain: checkpoint(f, x, use_reentrant=False))
     trace = StepTrace(CPU)
     x = kib(8)
-    with following(trace, {"first": blocks[0], "second": blocks[1]}):
+    with trace_step(trace, {"first": blocks[0], "second": blocks[1]}):
         blocks[1](blocks[0](x)).sum().backward()
     return trace
 
 
 def test_a_step_is_a_row_of_visits_with_what_lies_between() -> None:
     trace = follow(recomputed=False)
-    assert [visit.name for visit in trace.visits] == [BETWEEN, "first", BETWEEN, "second", BETWEEN]
+    assert [visit.name for visit in trace.visits] == [OUTSIDE_BLOCKS, "first", OUTSIDE_BLOCKS, "second", OUTSIDE_BLOCKS]
     first, second = trace.visits[1], trace.visits[3]
     assert second.forward.start_bytes - first.forward.start_bytes == 40 * KIB  # sin keeps 32, and 8 are returned.
     assert first.forward.peak_bytes == 72 * KIB  # 32 to sin, 32 from it, 8 returned.
-    assert first.wants_gradient == [False] and second.wants_gradient == [True]
-    assert first.outputs == second.inputs and second.gives_gradient
+    assert first.input_requires_grad == [False] and second.input_requires_grad == [True]
+    assert first.outputs == second.inputs and second.output_requires_grad
 
 
 def test_the_backward_visits_them_in_reverse_also_where_they_are_computed_again() -> None:
@@ -81,11 +81,11 @@ def test_the_backward_visits_them_in_reverse_also_where_they_are_computed_again(
         backward = [trace.visits[index].name for index, is_backward in trace.order if is_backward]
         assert [name for name in backward if name] == ["second", "first"]
         assert [name for index, name in enumerate(v.name for v in trace.visits)] == [
-            BETWEEN,
+            OUTSIDE_BLOCKS,
             "first",
-            BETWEEN,
+            OUTSIDE_BLOCKS,
             "second",
-            BETWEEN,
+            OUTSIDE_BLOCKS,
         ]
         second = trace.visits[3].backward
         assert second is not None

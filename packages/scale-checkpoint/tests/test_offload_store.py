@@ -8,33 +8,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scale_checkpoint.offload.storage import Away, Host
+from scale_checkpoint.offload.storage import HostMemory, StoredBytes
 from scale_checkpoint.offload.store import Store
 
 
-class Watched(Host):
+class RecordedHostMemory(HostMemory):
     """The host, and a record of what goes and comes, by number."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
         self.num_put = 0
 
-    def put(self, source: Tensor) -> Away:
+    def put(self, source: Tensor) -> StoredBytes:
         number, self.num_put = self.num_put, self.num_put + 1
         self.events.append(f"out {number}")
-        away = super().put(source)
-        plain = away.into
+        stored = super().put(source)
+        plain = stored.copy_to
 
-        def into(target: Tensor) -> Any:
+        def copy_to(target: Tensor) -> Any:
             self.events.append(f"back {number}")
             return plain(target)
 
-        away.into = into  # type: ignore[method-assign]
-        return away
+        stored.copy_to = copy_to  # type: ignore[method-assign]
+        return stored
 
 
 def test_all_that_is_packed_comes_back_as_it_was() -> None:
-    store = Store(Host())
+    store = Store(HostMemory())
     base = torch.arange(24.0).reshape(2, 3, 4)
     views = {
         "whole": base,
@@ -54,7 +54,7 @@ def test_all_that_is_packed_comes_back_as_it_was() -> None:
 
 
 def test_a_storage_leaves_once_however_many_views_of_it_are_saved() -> None:
-    place = Watched()
+    place = RecordedHostMemory()
     store = Store(place)
     base = torch.arange(12.0)
     packed = [store.pack(base[:6]), store.pack(base[6:]), store.pack(base.view(3, 4))]
@@ -71,7 +71,7 @@ def test_a_storage_leaves_once_however_many_views_of_it_are_saved() -> None:
 
 
 def test_the_backward_fetches_one_ahead_in_reverse_order() -> None:
-    place = Watched()
+    place = RecordedHostMemory()
     store = Store(place)
     packed = [store.pack(torch.full((4,), float(i))) for i in range(4)]
     place.events.clear()
@@ -91,12 +91,12 @@ def test_the_backward_fetches_one_ahead_in_reverse_order() -> None:
 
 def test_the_host_memory_is_free_after_the_backward_and_when_a_graph_is_dropped() -> None:
     gc.collect()
-    store = Store(Host())
+    store = Store(HostMemory())
     packed = [store.pack(torch.randn(1000)) for _ in range(3)]
     packed[2].unpack()
-    assert packed[1]._gone.is_fetched
-    gone = packed[1]._gone
+    assert packed[1]._storage.is_fetched
+    storage = packed[1]._storage
     del packed
-    assert not gone.is_fetched
-    del gone
+    assert not storage.is_fetched
+    del storage
     assert store._known == {} and store._last is None

@@ -66,7 +66,7 @@ def test_a_backward_that_has_failed_can_be_tried_again_over_the_same_graph() -> 
     module.fails_in = "backward"
     with pytest.raises(MemoryError):
         loss.backward(retain_graph=True)
-    assert not module.forward._learned.unused, "what a failing recomputation has not come to is not unused"
+    assert not module.forward._stats.unused, "what a failing recomputation has not come to is not unused"
     module.fails_in = ""
     loss.backward()
     apply_checkpointing(module, "keep")

@@ -10,25 +10,27 @@ import torch
 from torch import Tensor, nn
 
 from scale_checkpoint import apply_checkpointing, checkpoint_wrapper, offload_activations
-from scale_checkpoint.saved_tensors import Stayed, counter_of, have_one_counter
+from scale_checkpoint.saved_tensors import KeptTensor, shares_version_counter, version_counter
 
 LARGE = 1 << 40  # Nothing leaves.
 
 
 def test_a_counter_is_that_of_a_tensor_and_its_views_and_has_no_memory() -> None:
     base = torch.arange(12.0).reshape(3, 4)
-    counter = counter_of(base[1:])
+    counter = version_counter(base[1:])
     assert counter.untyped_storage().nbytes() == 0
-    assert have_one_counter(base, counter) and have_one_counter(base.t().detach(), counter)
-    assert not have_one_counter(base.data, counter) and not have_one_counter(base.clone(), counter)
+    assert shares_version_counter(base, counter) and shares_version_counter(base.t().detach(), counter)
+    assert not shares_version_counter(base.data, counter) and not shares_version_counter(base.clone(), counter)
     first, second = base.unsafe_chunk(2, 1)  # As recurrent layers cut the gates of one storage.
-    assert have_one_counter(first[0], counter_of(first)) and not have_one_counter(second, counter_of(first))
+    assert shares_version_counter(first[0], version_counter(first)) and not shares_version_counter(
+        second, version_counter(first)
+    )
     assert base._version == 0, "asking changes no version"
 
 
 def test_what_has_stayed_is_given_back_until_it_is_changed() -> None:
     base = torch.ones(2, 3, requires_grad=True)
-    stayed = Stayed(base[0])
+    stayed = KeptTensor(base[0])
     assert stayed.unpack().data_ptr() == base.data_ptr() and not stayed.unpack().requires_grad
     with torch.no_grad():
         base[1] = 2.0
@@ -71,16 +73,16 @@ def test_the_error_names_the_module_and_nothing_of_it_stays() -> None:
 @pytest.mark.parametrize("how", ["recompute", "offload", "selective"])
 def test_an_input_that_is_changed_before_the_backward_is_noticed_where_it_has_not_left(how: str) -> None:
     expected = None
-    for treatment, min_bytes in (("keep", 0), (how, 0), (how, LARGE)):
+    for setting, min_bytes in (("keep", 0), (how, 0), (how, LARGE)):
         torch.manual_seed(0)
-        module = apply_checkpointing(nn.Linear(4, 4), treatment, offload_inputs=True, min_bytes=min_bytes)
+        module = apply_checkpointing(nn.Linear(4, 4), setting, offload_inputs=True, min_bytes=min_bytes)
         x = torch.randn(2, 4)
         module(x).sum().backward()
         expected = module.weight.grad if expected is None else expected
         module.zero_grad()
         loss = module(x).sum()
         x.mul_(2)
-        if treatment != "keep" and min_bytes == 0:
+        if setting != "keep" and min_bytes == 0:
             loss.backward()  # What has left is as it was.
             assert torch.equal(module.weight.grad, expected)
         else:
@@ -112,9 +114,9 @@ def test_a_tensor_that_is_saved_at_two_versions_is_right_for_who_comes_back_to_t
             return early, y * scale
 
     found = []
-    for treatment in ("keep", how):
+    for setting in ("keep", how):
         torch.manual_seed(0)
-        module = apply_checkpointing(Twice(), treatment)
+        module = apply_checkpointing(Twice(), setting)
         _, late = module(torch.randn(2, 4))
         late.sum().backward()
         found.append(module.layer.weight.grad)

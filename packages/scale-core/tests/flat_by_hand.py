@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from scale_core.comm.group import Group
-from scale_core.flat.buffer import Dtypes, FlatBuffer
+from scale_core.flat.buffer import DtypePolicy, FlatBuffer
 from scale_core.flat.layout import FlatLayout
 
 SHAPES: dict[str, tuple[int, ...]] = {"weight": (5, 3), "bias": (5,), "scale": (), "empty": (0, 2), "prime": (7,)}
@@ -20,18 +20,18 @@ def whole_params(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
 
 
 def make(
-    group: Group, dtypes: Dtypes | None = None, *, flatten: bool = False, params: Sequence[Tensor] | None = None
+    group: Group, dtypes: DtypePolicy | None = None, *, flatten: bool = False, params: Sequence[Tensor] | None = None
 ) -> FlatBuffer:
     params = params or whole_params()
     names = list(SHAPES)[: len(params)]
     layout = FlatLayout.plan(names, [tuple(param.shape) for param in params], group.size)
-    return FlatBuffer(names, params, layout, group, dtypes or Dtypes(), flatten)
+    return FlatBuffer(names, params, layout, group, dtypes or DtypePolicy(), flatten)
 
 
 def gathered(buffer: FlatBuffer) -> list[Tensor]:
     buffer.gather(tag=1 << 21)
     buffer.wait_gathered()
-    return [whole.detach() for whole in buffer.wholes]
+    return [whole.detach() for whole in buffer.unsharded_params]
 
 
 def local_grad(rank: int, index: int, shape: tuple[int, ...]) -> Tensor:
@@ -42,10 +42,10 @@ def backward(buffer: FlatBuffer, used: Sequence[int], rank: int, *, accumulate: 
     """Gives every used whole the gradient that `rank` has for it, by autograd."""
     gathered(buffer)
     for i in used:
-        (buffer.wholes[i].float() * local_grad(rank, i, buffer.wholes[i].shape)).sum().backward()
+        (buffer.unsharded_params[i].float() * local_grad(rank, i, buffer.unsharded_params[i].shape)).sum().backward()
     for index in used:
-        buffer.gradient.pack(index, accumulate=accumulate)
-        assert buffer.wholes[index].grad is None
+        buffer.gradient.accumulate(index, wide=accumulate)
+        assert buffer.unsharded_params[index].grad is None
     buffer.release()
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from scale_core.comm.group import Group
-from scale_core.shard import Axis, Held, Shard, mark, shard_of
+from scale_core.shard import Axis, Placement, Shard, set_shard, shard_of
 
 
 class Model(nn.Module):
@@ -43,7 +43,7 @@ def cut(model: nn.Module, rank: int, size: int, *, leave_whole: tuple[str, ...] 
                 start, stop = (param.numel() * at // size for at in (rank, rank + 1))
                 piece = nn.Parameter(param.detach().reshape(-1)[start:stop].clone(), param.requires_grad)
                 shape = tuple(param.shape)
-                mark(piece, Shard(names[param], shape, start, stop, (Axis(group, Held.SHARD),)))
+                set_shard(piece, Shard(names[param], shape, start, stop, (Axis(group, Placement.SHARD),)))
                 pieces[param] = piece
             module._parameters[key] = pieces[param]
     return model

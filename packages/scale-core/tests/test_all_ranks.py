@@ -5,7 +5,7 @@ import pytest
 import torch.distributed as dist
 
 from scale_core.comm.group import Group, group_of
-from scale_core.consistency.all_ranks import Together
+from scale_core.consistency.all_ranks import CollectiveCall
 from scale_core.testing import run_ranks
 
 
@@ -27,23 +27,23 @@ def fail_on(failing: list[int], odd: bool) -> tuple[str, str]:
         return rank
 
     with pytest.raises(BakingError) as caught:
-        Together(group_of(), "baking", BakingError).all_do(act)
+        CollectiveCall(group_of(), "baking", BakingError).all_ranks(act)
     return str(caught.value), type(caught.value.__cause__).__name__
 
 
 def succeed() -> tuple[list[int], object, list[int]]:
     rank = dist.get_rank()
-    together = Together(group_of(), "baking", BakingError)
+    together = CollectiveCall(group_of(), "baking", BakingError)
     calls: list[int] = []
 
     def speak() -> str:
         calls.append(rank)
         return f"rank {rank}'s word"
 
-    first = together.first_does(speak)
-    own: Callable[[], int] = together.each_does(lambda: partial(getattr, rank, "real"))
+    first = together.rank0(speak)
+    own: Callable[[], int] = together.each_rank(lambda: partial(getattr, rank, "real"))
     assert own() == rank
-    return together.all_do(lambda: rank * 10), first, calls
+    return together.all_ranks(lambda: rank * 10), first, calls
 
 
 def test_every_rank_gets_what_all_did_and_what_the_first_did() -> None:
@@ -67,7 +67,7 @@ def test_an_error_that_does_not_unpickle_travels_as_its_text() -> None:
 
 
 def test_a_world_of_one_needs_no_torch_distributed() -> None:
-    together = Together(Group(), "baking", BakingError)
-    assert together.all_do(lambda: 5) == [5]
+    together = CollectiveCall(Group(), "baking", BakingError)
+    assert together.all_ranks(lambda: 5) == [5]
     with pytest.raises(BakingError, match="baking failed: ZeroDivisionError"):
-        together.first_does(lambda: 1 // 0)
+        together.rank0(lambda: 1 // 0)

@@ -12,20 +12,22 @@ from torch.utils.checkpoint import checkpoint
 from scale_core.autograd_hooks import (
     after_backward,
     after_gradient,
-    arriving_grads_wanted,
-    at_end_of_backward,
+    alias_outputs,
+    are_newest_nodes,
     before_backward,
+    call_grad_published_hooks,
+    call_local_grad_hooks,
+    call_reduced_grad_hooks,
+    has_local_grad_hooks,
+    has_reduced_grad_hooks,
     in_backward,
-    local_grads_wanted,
-    on_arriving_grads,
-    on_local_grads,
-    on_reduced_grads,
-    once_after_backward,
-    own_outputs,
-    report_arriving_grads,
-    report_local_grads,
-    report_reduced_grads,
-    used_at_once,
+    is_consumed_in_backward,
+    is_nested,
+    queue_post_backward,
+    register_grad_published_hook,
+    register_local_grad_hook,
+    register_post_backward,
+    register_reduced_grad_hook,
 )
 
 
@@ -118,7 +120,7 @@ def test_an_output_that_is_a_view_is_still_watched_when_it_is_changed_in_place(c
         output.sum().backward()
 
     weight, log = nn.Parameter(torch.tensor([2.0, -3.0])), list[str]()
-    output = own_outputs({"out": (weight * 2).view(2, 1)})
+    output = alias_outputs({"out": (weight * 2).view(2, 1)})
     before_backward(output, lambda: log.append("before"))
     run(output["out"])
     plain = nn.Parameter(weight.detach().clone())
@@ -131,9 +133,9 @@ def test_outputs_are_made_one_s_own_only_where_somebody_could_interfere() -> Non
     hooked = source() * 2
     hooked.register_hook(lambda grad: grad)
     fresh, plain = source() * 2, torch.ones(4).view(2, 2)
-    kept = own_outputs([fresh, plain, None, 3])
+    kept = alias_outputs([fresh, plain, None, 3])
     assert kept[0] is fresh and kept[1] is plain and kept[2:] == [None, 3]
-    own = own_outputs(hooked)
+    own = alias_outputs(hooked)
     assert own is not hooked and not own._is_view() and torch.equal(own, hooked)
     own.sum().backward()
 
@@ -143,7 +145,7 @@ def test_what_is_computed_after_the_outputs_has_its_backward_after_they_are_watc
     output = weight * 3
     penalty = weight.pow(2).sum()
     penalty.register_hook(lambda _: log.append("penalty"))
-    output = own_outputs((output,))[0]
+    output = alias_outputs((output,))[0]
     before_backward(output, lambda: log.append("before"))
     (output.sum() + penalty).backward()
     assert log == ["before", "penalty"]
@@ -200,7 +202,7 @@ def test_the_end_of_a_backward_comes_once_after_everything() -> None:
 
     def begin() -> None:
         assert in_backward()
-        once_after_backward(lambda: module.log.append("end"))
+        queue_post_backward(lambda: module.log.append("end"))
 
     out = module(source() * 1)
     before_backward(out, begin)
@@ -223,7 +225,7 @@ def test_who_waits_for_the_end_of_a_backward_is_told_when_it_does_not_come_befor
 
     x = source()
     y = x * 1
-    y.register_hook(lambda _: at_end_of_backward(lambda: tell("finished"), lambda: tell("failed")))
+    y.register_hook(lambda _: register_post_backward(lambda: tell("finished"), lambda: tell("failed")))
     if fails:
         x.register_hook(fall)
     try:
@@ -233,6 +235,21 @@ def test_who_waits_for_the_end_of_a_backward_is_told_when_it_does_not_come_befor
     assert log == (["failed", "raised"] if fails else ["finished"])
 
 
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_the_pass_of_a_reentrant_checkpoint_is_nested_in_one_whose_end_is_waited_for(use_reentrant: bool) -> None:
+    weight = torch.ones(3, requires_grad=True)
+    found: list[bool] = []
+    weight.register_hook(lambda _: found.append(is_nested()))
+    for waits in (True, False):
+        x = torch.ones(3, requires_grad=True)
+        y = checkpoint(lambda x: x * weight, x, use_reentrant=use_reentrant)
+        if waits:
+            y.register_hook(lambda _: register_post_backward(lambda: None, lambda: None))
+        y.sum().backward()
+    assert not is_nested()
+    assert found == [use_reentrant, False]
+
+
 def test_local_gradients_reach_all_who_asked_until_they_stop_asking() -> None:
     heard: list[tuple[str, int]] = []
 
@@ -240,24 +257,24 @@ def test_local_gradients_reach_all_who_asked_until_they_stop_asking() -> None:
         return lambda params, grads: heard.append((name, len(params) + len(grads)))
 
     param = nn.Parameter(torch.ones(2))
-    assert not local_grads_wanted()
-    first, second = on_local_grads(listener("first")), on_local_grads(listener("second"))
-    assert local_grads_wanted()
-    report_local_grads([param], [torch.ones(2)])
+    assert not has_local_grad_hooks()
+    first, second = register_local_grad_hook(listener("first")), register_local_grad_hook(listener("second"))
+    assert has_local_grad_hooks()
+    call_local_grad_hooks([param], [torch.ones(2)])
     first.remove()
     first.remove()
-    report_local_grads([param], [torch.ones(2)])
+    call_local_grad_hooks([param], [torch.ones(2)])
     second.remove()
-    assert not local_grads_wanted()
-    report_local_grads([param], [torch.ones(2)])
+    assert not has_local_grad_hooks()
+    call_local_grad_hooks([param], [torch.ones(2)])
     assert heard == [("first", 2), ("second", 2), ("second", 2)]
 
 
 def test_who_listens_to_local_gradients_records_no_graph() -> None:
     param = nn.Parameter(torch.ones(2))
     products: list[Tensor] = []
-    handle = on_local_grads(lambda params, grads: products.append(params[0] * grads[0]))
-    report_local_grads([param], [torch.ones(2)])
+    handle = register_local_grad_hook(lambda params, grads: products.append(params[0] * grads[0]))
+    call_local_grad_hooks([param], [torch.ones(2)])
     handle.remove()
     assert not products[0].requires_grad
 
@@ -265,13 +282,13 @@ def test_who_listens_to_local_gradients_records_no_graph() -> None:
 def test_reduced_gradients_are_told_of_to_all_who_asked_until_they_stop_asking() -> None:
     heard: list[tuple[str, Sequence[Tensor]]] = []
     param = nn.Parameter(torch.ones(2))
-    first = on_reduced_grads(lambda params: heard.append(("first", params)))
-    second = on_reduced_grads(lambda params: heard.append(("second", params)))
-    report_reduced_grads([param])
+    first = register_grad_published_hook(lambda params: heard.append(("first", params)))
+    second = register_grad_published_hook(lambda params: heard.append(("second", params)))
+    call_grad_published_hooks([param])
     first.remove()
-    report_reduced_grads([param, param])
+    call_grad_published_hooks([param, param])
     second.remove()
-    report_reduced_grads([param])
+    call_grad_published_hooks([param])
     assert [(name, len(params)) for name, params in heard] == [("first", 1), ("second", 1), ("second", 2)]
     assert heard[0][1][0] is param
 
@@ -286,8 +303,8 @@ def test_who_hears_of_a_reduced_gradient_may_step_on_it_and_take_it_away() -> No
             each.sub_(each.grad)  # In no graph, though the parameter requires a gradient.
             each.grad = None
 
-    handle = on_reduced_grads(step)
-    report_reduced_grads([param])
+    handle = register_grad_published_hook(step)
+    call_grad_published_hooks([param])
     handle.remove()
     assert param.tolist() == [0.5, 0.5] and param.grad is None and param.is_leaf
 
@@ -295,11 +312,11 @@ def test_who_hears_of_a_reduced_gradient_may_step_on_it_and_take_it_away() -> No
 def test_arriving_gradients_are_told_of_in_no_graph_until_nobody_asks() -> None:
     param, grad = nn.Parameter(torch.ones(2)), torch.full((2,), 0.5)
     heard: list[tuple[Tensor, Tensor, Tensor]] = []
-    handle = on_arriving_grads(lambda params, grads: heard.append((params[0], grads[0], params[0] * grads[0])))
-    assert arriving_grads_wanted()
-    report_arriving_grads([param], [grad])
+    handle = register_reduced_grad_hook(lambda params, grads: heard.append((params[0], grads[0], params[0] * grads[0])))
+    assert has_reduced_grad_hooks()
+    call_reduced_grad_hooks([param], [grad])
     handle.remove()
-    report_arriving_grads([param], [grad])
+    call_reduced_grad_hooks([param], [grad])
     ((told, given, product),) = heard
     assert told is param and given is grad and not product.requires_grad and param.grad is None
 
@@ -307,10 +324,20 @@ def test_arriving_gradients_are_told_of_in_no_graph_until_nobody_asks() -> None:
 def test_whose_gradient_is_used_at_once_is_asked_of_all_who_listen() -> None:
     params = [nn.Parameter(torch.ones(2)) for _ in range(3)]
     growing = {params[0]}
-    handles = [on_reduced_grads(lambda _: None, each) for each in (growing, (), {params[1]})]
-    assert [used_at_once(param) for param in params] == [True, True, False]
+    handles = [register_grad_published_hook(lambda _: None, each) for each in (growing, (), {params[1]})]
+    assert [is_consumed_in_backward(param) for param in params] == [True, True, False]
     growing.add(params[2])
-    assert [used_at_once(param) for param in params] == [True, True, True] and arriving_grads_wanted()
+    assert [is_consumed_in_backward(param) for param in params] == [True, True, True] and has_reduced_grad_hooks()
     for handle in handles:
         handle.remove()
-    assert not any(used_at_once(param) for param in params)
+    assert not any(is_consumed_in_backward(param) for param in params)
+
+
+def test_it_is_known_whether_something_was_computed_later() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    first = leaf * 2
+    assert are_newest_nodes([first])
+    second = first + 1
+    assert are_newest_nodes([second]) and are_newest_nodes([first, second]) and not are_newest_nodes([first])
+    leaf.detach().mul(2)
+    assert are_newest_nodes([second]) and are_newest_nodes([]) and are_newest_nodes([leaf])

@@ -13,9 +13,9 @@ from flat_by_hand import SHAPES, average, backward, gathered, make, pieces_of, w
 from torch import nn
 
 from scale_core.comm.group import Group, group_of
-from scale_core.flat.buffer import Dtypes, FlatBuffer, Groups, State, live_buffers
+from scale_core.flat.buffer import DtypePolicy, FlatBuffer, ShardGroups, State, live_buffers
 from scale_core.flat.layout import FlatLayout
-from scale_core.shard import Held, shard_of
+from scale_core.shard import Placement, shard_of
 from scale_core.testing import run_ranks
 
 
@@ -39,9 +39,9 @@ def gather_and_release() -> None:
     buffer.gather(tag=1 << 21)
     buffer.release()  # Also where it is still on its way.
     assert buffer.state is State.SHARDED
-    for piece, expected in zip(buffer.exposed, pieces_of(buffer, params), strict=True):
+    for piece, expected in zip(buffer.sharded_params, pieces_of(buffer, params), strict=True):
         assert torch.equal(piece, expected)
-    for whole, param in zip(buffer.gather_whole(), params, strict=True):
+    for whole, param in zip(buffer.gather_full_params(), params, strict=True):
         assert torch.equal(whole, param)
 
 
@@ -49,14 +49,14 @@ def marks() -> None:
     group = group_of()
     buffer = make(group)
     buffer.rename([f"block.{name}" for name in SHAPES], unit="block")
-    for name, span, param in zip(SHAPES, buffer.spans, buffer.exposed, strict=True):
+    for name, span, param in zip(SHAPES, buffer.spans, buffer.sharded_params, strict=True):
         shard = shard_of(param)
         assert shard is not None
         assert (shard.name, shard.unit, shard.shape) == (f"block.{name}", "block", SHAPES[name])
         assert (shard.start, shard.stop) == (span.start, span.stop) and param.numel() == span.numel
-        assert [(axis.group, axis.held) for axis in shard.axes] == [(group, Held.SHARD)]
+        assert [(axis.group, axis.placement) for axis in shard.axes] == [(group, Placement.SHARD)]
     flat = make(group, flatten=True)
-    (param,) = flat.exposed
+    (param,) = flat.sharded_params
     shard = shard_of(param)
     assert shard is not None and shard.name == "flat_param"
     assert shard.shape == (flat.layout.full_numel,) and shard.stop - shard.start == param.numel()
@@ -65,13 +65,13 @@ def marks() -> None:
 
 def half_precision() -> None:
     group, params = group_of(), whole_params()
-    buffer = make(group, Dtypes(compute=torch.bfloat16), params=params)
+    buffer = make(group, DtypePolicy(compute=torch.bfloat16), params=params)
     for whole, param in zip(gathered(buffer), params, strict=True):
         assert whole.dtype == torch.bfloat16 and torch.equal(whole, param.bfloat16())
     buffer.release()
     assert buffer.full.untyped_storage().nbytes() == 0
     assert buffer.shard.dtype == torch.float32
-    for whole, param in zip(buffer.gather_whole(), params, strict=True):
+    for whole, param in zip(buffer.gather_full_params(), params, strict=True):
         assert torch.equal(whole, param)
 
 
@@ -81,7 +81,7 @@ def flat_parameter() -> None:
     backward(buffer, [0, 2], group.rank)
     buffer.reduce()
     buffer.commit()
-    (param,) = buffer.exposed
+    (param,) = buffer.sharded_params
     assert param.grad is not None and param.grad.shape == param.shape == (buffer.layout.shard_numel,)
     torch.optim.SGD([param], lr=1.0).step()
     for index, (whole, before) in enumerate(zip(gathered(buffer), whole_params(), strict=True)):
@@ -102,7 +102,7 @@ def staleness() -> list[str]:
     for flatten in (False, True):
         for name, build in optimizers.items():
             buffer = make(group, flatten=flatten)
-            optimizer = build(buffer.exposed)
+            optimizer = build(buffer.sharded_params)
             backward(buffer, [0, 1, 2, 3, 4], group.rank)
             buffer.reduce()
             buffer.commit()
@@ -134,23 +134,23 @@ def discarded() -> None:
     backward(buffer, [0, 1], group.rank)
     buffer.gather(tag=1 << 21)
     buffer.discard()
-    assert buffer.state is State.SHARDED and buffer.has_gradient and buffer.gradient.given() == [0]
+    assert buffer.state is State.SHARDED and buffer.has_gradient and buffer.gradient.has_grad() == [0]
     buffer.gradient.drop()
     assert not buffer.has_gradient
     if group.size > 1:
         assert buffer.full.untyped_storage().nbytes() == 0
     for whole, param in zip(gathered(buffer), params, strict=True):
         assert torch.equal(whole, param)
-    (buffer.wholes[1] * 2).sum().backward()
-    buffer.gradient.pack(1)
+    (buffer.unsharded_params[1] * 2).sum().backward()
+    buffer.gradient.accumulate(1)
     buffer.reduce(tag=1 << 22)
     buffer.discard()
-    assert buffer.exposed[1].grad is None
+    assert buffer.sharded_params[1].grad is None
     backward(buffer, [0, 1, 2, 3, 4], group.rank)
     buffer.reduce(tag=1 << 22)
     buffer.commit()
     wholes = [average(group.size, i, shape) for i, shape in enumerate(SHAPES.values())]
-    for param, expected in zip(buffer.exposed, pieces_of(buffer, wholes), strict=True):
+    for param, expected in zip(buffer.sharded_params, pieces_of(buffer, wholes), strict=True):
         assert param.grad is not None and torch.equal(param.grad, expected)
     dist.barrier()
 
@@ -159,15 +159,15 @@ def mixed_trainable() -> None:
     group, params = group_of(), whole_params()
     params[1].requires_grad_(False)
     buffer = make(group, params=params)
-    assert [whole.requires_grad for whole in buffer.wholes] == [True, False, True, True, True]
+    assert [whole.requires_grad for whole in buffer.unsharded_params] == [True, False, True, True, True]
     backward(buffer, [0, 2, 3, 4], group.rank)
     assert buffer.gradient.missing() == []
     buffer.reduce()
     buffer.commit()
-    assert buffer.exposed[1].grad is None and buffer.exposed[0].grad is not None
-    buffer.exposed[1].requires_grad_(True)
+    assert buffer.sharded_params[1].grad is None and buffer.sharded_params[0].grad is not None
+    buffer.sharded_params[1].requires_grad_(True)
     buffer.follow_trainable()
-    assert buffer.wholes[1].requires_grad and buffer.trains
+    assert buffer.unsharded_params[1].requires_grad and buffer.trains
 
 
 def everything_small() -> None:
@@ -176,12 +176,12 @@ def everything_small() -> None:
     for params in ([nn.Parameter(torch.tensor(3.0))], [nn.Parameter(torch.empty(0, 4))]):
         buffer = make(group, params=params)
         assert torch.equal(gathered(buffer)[0], params[0].detach())
-        (buffer.wholes[0] * 2).sum().backward()
-        buffer.gradient.pack(0)
+        (buffer.unsharded_params[0] * 2).sum().backward()
+        buffer.gradient.accumulate(0)
         buffer.reduce()
         buffer.commit()
-        grad = buffer.exposed[0].grad
-        assert grad is not None and grad.shape == buffer.exposed[0].shape
+        grad = buffer.sharded_params[0].grad
+        assert grad is not None and grad.shape == buffer.sharded_params[0].shape
         buffer.release()
 
 
@@ -223,11 +223,11 @@ def test_fewer_elements_than_ranks_and_none_at_all() -> None:
 
 def test_a_world_of_one_computes_with_the_shard_itself() -> None:
     buffer = make(Group())
-    assert buffer.is_aliased and buffer.wholes[0].data_ptr() == buffer.exposed[0].data_ptr()
+    assert buffer.is_aliased and buffer.unsharded_params[0].data_ptr() == buffer.sharded_params[0].data_ptr()
 
 
 def test_a_write_to_a_gathered_parameter_is_seen_and_a_gather_is_none() -> None:
-    aliased, buffer = make(Group()), make(Group(), Dtypes(compute=torch.float64))
+    aliased, buffer = make(Group()), make(Group(), DtypePolicy(compute=torch.float64))
     for each in (aliased, buffer):
         for _ in range(2):
             gathered(each)
@@ -235,7 +235,7 @@ def test_a_write_to_a_gathered_parameter_is_seen_and_a_gather_is_none() -> None:
             each.release()
         gathered(each)
         with torch.no_grad():
-            each.wholes[1].detach().mul_(2)
+            each.unsharded_params[1].detach().mul_(2)
     assert buffer.is_overwritten and not aliased.is_overwritten  # There it is the shard itself.
     buffer.release()
     gathered(buffer)
@@ -243,7 +243,7 @@ def test_a_write_to_a_gathered_parameter_is_seen_and_a_gather_is_none() -> None:
 
 
 def test_every_flat_tensor_that_lives_is_listed() -> None:
-    buffer = make(Group(), Dtypes(compute=torch.bfloat16))
+    buffer = make(Group(), DtypePolicy(compute=torch.bfloat16))
 
     def kinds() -> list[str]:
         mine = buffer.shard, buffer.full, buffer.gradient.flat  # Other tests may have left some of theirs.
@@ -252,8 +252,8 @@ def test_every_flat_tensor_that_lives_is_listed() -> None:
     assert kinds() == ["shard"]
     gathered(buffer)
     assert kinds() == ["gathered", "shard"]
-    buffer.wholes[0].sum().backward()
-    buffer.gradient.pack(0)
+    buffer.unsharded_params[0].sum().backward()
+    buffer.gradient.accumulate(0)
     assert kinds() == ["gathered", "gradient", "shard"]
 
 
@@ -268,26 +268,26 @@ def rehoused() -> None:
     for flatten in (False, True):
         params = whole_params()
         buffer = make(group, params=params, flatten=flatten)
-        buffer.exposed[0].requires_grad_(False)
+        buffer.sharded_params[0].requires_grad_(False)
         gathered(buffer)
-        kept, version = list(buffer.exposed), buffer.version
-        buffer.rehouse(buffer.shard.to(torch.float64))
+        kept, version = list(buffer.sharded_params), buffer.version
+        buffer.set_storage(buffer.shard.to(torch.float64))
         assert state_of(buffer) is State.SHARDED
         assert buffer.version > version
-        assert all(now is then for now, then in zip(buffer.exposed, kept, strict=True))
-        assert not buffer.exposed[0].requires_grad
-        assert buffer.dtype == buffer.compute_dtype == buffer.exposed[0].dtype == torch.float64
+        assert all(now is then for now, then in zip(buffer.sharded_params, kept, strict=True))
+        assert not buffer.sharded_params[0].requires_grad
+        assert buffer.dtype == buffer.compute_dtype == buffer.sharded_params[0].dtype == torch.float64
         assert all(torch.equal(a, b.double()) for a, b in zip(gathered(buffer), params, strict=True))
         with torch.no_grad():
-            buffer.exposed[-1].add_(1.0)  # It has a version counter of its own now.
+            buffer.sharded_params[-1].add_(1.0)  # It has a version counter of its own now.
         assert buffer.is_stale()
-        shard = shard_of(buffer.exposed[0])
+        shard = shard_of(buffer.sharded_params[0])
         assert shard is not None
         layout = FlatLayout.plan(list(SHAPES), list(SHAPES.values()), 1)
-        buffer.rehouse(torch.ones(layout.shard_numel), layout=layout, groups=Groups(Group()))
+        buffer.set_storage(torch.ones(layout.shard_numel), layout=layout, groups=ShardGroups(Group()))
         assert buffer.is_aliased
         assert [tuple(w.shape) for w in gathered(buffer)] == list(SHAPES.values())
-        assert shard_of(buffer.exposed[0]) != shard
+        assert shard_of(buffer.sharded_params[0]) != shard
 
 
 def test_a_buffer_moves_into_another_shard_and_its_parameters_stay_the_same_objects() -> None:
@@ -298,11 +298,11 @@ def test_a_buffer_on_meta_has_shapes_and_gets_values_by_moving() -> None:
     params = [nn.Parameter(param.detach().to("meta")) for param in whole_params()]
     buffer = make(Group(), params=params)
     assert buffer.is_meta
-    assert all(whole.is_meta for whole in buffer.gather_whole())
-    before = list(buffer.exposed)
-    buffer.rehouse(torch.zeros(buffer.layout.shard_numel))
+    assert all(whole.is_meta for whole in buffer.gather_full_params())
+    before = list(buffer.sharded_params)
+    buffer.set_storage(torch.zeros(buffer.layout.shard_numel))
     assert not buffer.is_meta
-    assert not any(now is then for now, then in zip(buffer.exposed, before, strict=True))  # torch can't do that.
+    assert not any(now is then for now, then in zip(buffer.sharded_params, before, strict=True))  # torch can't do that.
     for index, param in enumerate(whole_params()):
         buffer.load(index, param)
     assert all(torch.equal(a, b) for a, b in zip(gathered(buffer), whole_params(), strict=True))
@@ -311,14 +311,16 @@ def test_a_buffer_on_meta_has_shapes_and_gets_values_by_moving() -> None:
 def copied() -> None:
     for flatten in (False, True):
         params = whole_params()
-        buffer = make(group_of(), Dtypes(compute=torch.bfloat16), params=params, flatten=flatten)
+        buffer = make(group_of(), DtypePolicy(compute=torch.bfloat16), params=params, flatten=flatten)
         gathered(buffer)
         for other in (copy.deepcopy(buffer), pickle.loads(pickle.dumps(buffer))):
             assert state_of(other) is State.SHARDED
-            assert [shard_of(param) for param in other.exposed] == [shard_of(param) for param in buffer.exposed]
-            assert all(param.untyped_storage() is other.shard.untyped_storage() for param in other.exposed)
+            assert [shard_of(param) for param in other.sharded_params] == [
+                shard_of(param) for param in buffer.sharded_params
+            ]
+            assert all(param.untyped_storage() is other.shard.untyped_storage() for param in other.sharded_params)
             with torch.no_grad():
-                other.exposed[0].zero_()
+                other.sharded_params[0].zero_()
             wholes = gathered(buffer)
             assert all(torch.equal(a, b.bfloat16()) for a, b in zip(wholes, params, strict=True))
             assert not torch.equal(gathered(other)[0], wholes[0])

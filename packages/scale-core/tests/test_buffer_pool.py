@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from scale_core import buffer_pool, compat
-from scale_core.autograd_hooks import on_local_grads
-from scale_core.buffer_pool import MAX_IDLE, SMALLEST_BYTES, empty, fill, free, free_unshared
+from scale_core.autograd_hooks import register_local_grad_hook
+from scale_core.buffer_pool import MAX_IDLE, SMALLEST_BYTES, allocate, empty, free, free_unshared
 from scale_core.comm.group import group_of
 from scale_core.flat.buffer import FlatBuffer
 from scale_core.flat.layout import FlatLayout
@@ -46,7 +46,7 @@ def test_a_tensor_without_memory_gets_some_and_its_views_see_it(
         free(full)
         assert full.untyped_storage().nbytes() == 0
         free(full)  # as a second release does
-        fill(full)
+        allocate(full)
         assert full.untyped_storage().nbytes() == 8 * NUMEL
         full.fill_(value)
         assert view.unique().tolist() == [value]
@@ -60,7 +60,7 @@ def test_two_tensors_take_turns_in_one_memory() -> None:
     free(two)
     buffer_pool._idle.pop()
     for tensor in (one, two, one, two):
-        fill(tensor)
+        allocate(tensor)
         places.append(tensor.data_ptr())
         free(tensor)
     assert len(set(places)) == 1
@@ -70,10 +70,10 @@ def test_two_tensors_take_turns_in_one_memory() -> None:
 def test_memory_in_use_is_given_to_nobody_else() -> None:
     one, two = torch.empty(NUMEL), torch.empty(NUMEL)
     free(one)
-    fill(one)
+    allocate(one)
     one.fill_(3.0)
     free(two)
-    fill(two)
+    allocate(two)
     two.fill_(7.0)
     assert one.unique().tolist() == [3.0] and one.data_ptr() != two.data_ptr()
 
@@ -84,9 +84,9 @@ def test_two_are_kept_of_all_sizes_and_none_after_a_trim() -> None:
     for tensor in tensors:
         free(tensor)
     assert kept() == [2, 4] and len(kept()) == MAX_IDLE
-    fill(tensors[0])
+    allocate(tensors[0])
     assert kept() == [2, 4], "expected new memory for another size"
-    fill(tensors[1])
+    allocate(tensors[1])
     assert kept() == [4]
     buffer_pool.trim()
     assert kept() == []
@@ -117,7 +117,7 @@ def test_memory_that_an_array_shares_is_not_taken_from_it() -> None:
 def test_small_tensors_and_those_of_other_devices_are_left_to_torch() -> None:
     for tensor in (torch.empty(NUMEL - 1), torch.empty(NUMEL, device="meta")):
         free(tensor)
-        fill(tensor)
+        allocate(tensor)
         assert tensor.untyped_storage().nbytes() == tensor.numel() * 4
     assert kept() == []
 
@@ -169,7 +169,7 @@ def test_tensors_of_a_simulation_are_left_to_torch() -> None:
     with compat.fake_tensors():
         fake = torch.empty(NUMEL)
         free(fake)
-        fill(fake)
+        allocate(fake)
         assert fake.untyped_storage().nbytes() == 4 * NUMEL
         assert compat.is_fake(empty(NUMEL, torch.float32, CPU))
     assert kept() == []
@@ -186,14 +186,14 @@ def take_steps() -> None:
             buffer.gather()
             buffer.wait_gathered()
             factor = 1.0 + group.rank + step
-            torch.stack([(whole * factor).sum() for whole in buffer.wholes]).sum().backward()
+            torch.stack([(whole * factor).sum() for whole in buffer.unsharded_params]).sum().backward()
             places.append(buffer.full.data_ptr())
             for index in range(len(shapes)):
-                buffer.gradient.pack(index)
+                buffer.gradient.accumulate(index)
             buffer.release()
             buffer.reduce()
             buffer.commit()
-        for param in (param for buffer in buffers for param in buffer.exposed):
+        for param in (param for buffer in buffers for param in buffer.sharded_params):
             assert param.grad is not None
             assert param.grad.unique().tolist() == ([1.5 + step] if param.numel() else [])
             param.grad = None
@@ -205,17 +205,17 @@ def keep_local_gradients() -> None:
     group, shape = group_of(), (512, 1024)
     buffer = FlatBuffer(["weight"], [nn.Parameter(torch.ones(shape))], FlatLayout.plan(["weight"], [shape], 2), group)
     seen: list[Tensor] = []
-    handle = on_local_grads(lambda params, grads: seen.extend(grads))
+    handle = register_local_grad_hook(lambda params, grads: seen.extend(grads))
     try:
         for step in range(3):
             buffer.gather()
             buffer.wait_gathered()
-            (buffer.wholes[0] * torch.full(shape, 1.0 + group.rank + step)).sum().backward()
-            buffer.gradient.pack(0)
+            (buffer.unsharded_params[0] * torch.full(shape, 1.0 + group.rank + step)).sum().backward()
+            buffer.gradient.accumulate(0)
             buffer.release()
             buffer.reduce()
             buffer.commit()
-            (param,) = buffer.exposed
+            (param,) = buffer.sharded_params
             assert param.grad is not None and param.grad.unique().tolist() == [1.5 + step]
             param.grad = None
     finally:

@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from scale_core.comm.group import Group, group_of
 from scale_core.optim.clip_grad import clip_grad_norm, grad_norm
-from scale_core.shard import Axis, Held, Shard, mark
+from scale_core.shard import Axis, Placement, Shard, set_shard
 from scale_core.testing import run_ranks
 
 NORM_TYPES = (1.0, 2.0, 3.0, math.inf)
@@ -39,7 +39,7 @@ def whole_grads(scale: float = 1.0) -> dict[str, Tensor]:
 
 def piece_of(name: str, grad: Tensor, start: int, stop: int, *axes: Axis) -> nn.Parameter:
     param = with_grad(grad.reshape(-1)[start:stop].clone())
-    mark(param, Shard(name, tuple(grad.shape), start, stop, axes))
+    set_shard(param, Shard(name, tuple(grad.shape), start, stop, axes))
     return param
 
 
@@ -47,7 +47,7 @@ def cut(name: str, grad: Tensor, group: Group) -> nn.Parameter:
     """This rank's even piece; the last ranks may hold nothing."""
     size = -(-grad.numel() // group.size)
     start, stop = min(group.rank * size, grad.numel()), min((group.rank + 1) * size, grad.numel())
-    return piece_of(name, grad, start, stop, Axis(group, Held.SHARD))
+    return piece_of(name, grad, start, stop, Axis(group, Placement.SHARD))
 
 
 def equals_torch_on_the_whole() -> None:
@@ -77,7 +77,7 @@ def same_on_all_ranks_whatever_they_hold() -> float:
     group, grads = group_of(), whole_grads()
     sharded = cut("weight", grads["weight"], group)
     replicated = with_grad(grads["bias"].clone())
-    marked = piece_of("table", grads["table"], 0, 1200, Axis(group, Held.REPLICATE))
+    marked = piece_of("table", grads["table"], 0, 1200, Axis(group, Placement.REPLICATE))
     frozen = nn.Parameter(torch.ones(3), requires_grad=False)
     nowhere = cut("nowhere", torch.ones(8), group)
     nowhere.grad = None
@@ -108,18 +108,20 @@ def a_mesh_of_two_axes() -> None:
     grad = torch.randn(16, generator=torch.Generator().manual_seed(1))
     quarter = 8 * outer.rank + 4 * inner.rank
     # Every order of the axes and every order of the parameters: the ranks must still meet in one order.
-    by_both = piece_of("both", grad, quarter, quarter + 4, Axis(outer, Held.SHARD), Axis(inner, Held.SHARD))
-    turned = piece_of("turned", grad, quarter, quarter + 4, Axis(inner, Held.SHARD), Axis(outer, Held.SHARD))
+    by_both = piece_of("both", grad, quarter, quarter + 4, Axis(outer, Placement.SHARD), Axis(inner, Placement.SHARD))
+    turned = piece_of("turned", grad, quarter, quarter + 4, Axis(inner, Placement.SHARD), Axis(outer, Placement.SHARD))
     halves = slice(8 * inner.rank, 8 * inner.rank + 8)
-    hybrid = piece_of("hybrid", grad, halves.start, halves.stop, Axis(outer, Held.REPLICATE), Axis(inner, Held.SHARD))
+    hybrid = piece_of(
+        "hybrid", grad, halves.start, halves.stop, Axis(outer, Placement.REPLICATE), Axis(inner, Placement.SHARD)
+    )
     halves = slice(8 * outer.rank, 8 * outer.rank + 8)
-    rows = piece_of("rows", grad, halves.start, halves.stop, Axis(outer, Held.SHARD))
+    rows = piece_of("rows", grad, halves.start, halves.stop, Axis(outer, Placement.SHARD))
     for params in ([turned, rows, hybrid, by_both], [by_both, hybrid, rows, turned], [rows, turned], [hybrid, turned]):
         for norm_type in NORM_TYPES:
             expected = torch.linalg.vector_norm(torch.cat([grad.double()] * len(params)), norm_type)
             assert units_apart(grad_norm(params, norm_type), expected) <= 2
 
-    partial = piece_of("partial", grad, 0, 16, Axis(outer, Held.REPLICATE), Axis(inner, Held.PARTIAL))
+    partial = piece_of("partial", grad, 0, 16, Axis(outer, Placement.REPLICATE), Axis(inner, Placement.PARTIAL))
     with pytest.raises(ValueError, match=rf"'partial' is a partial sum over ranks \[{inner.ranks[0]}, .*reduce it"):
         grad_norm([partial])
 
@@ -130,7 +132,9 @@ def not_a_number_on_one_rank(bad: float, where: int) -> list[float]:
     if dist.get_rank() == where:
         grad[1] = bad
     param = with_grad(grad)
-    mark(param, Shard("weight", (4 * group.size,), 4 * group.rank, 4 * group.rank + 4, (Axis(group, Held.SHARD),)))
+    set_shard(
+        param, Shard("weight", (4 * group.size,), 4 * group.rank, 4 * group.rank + 4, (Axis(group, Placement.SHARD),))
+    )
     return [grad_norm([param], norm_type).item() for norm_type in (2.0, math.inf)]
 
 
@@ -259,14 +263,14 @@ def test_of_complex_gradients_the_magnitudes_count(norm_type: float) -> None:
 def of_copies() -> tuple[float, float, float]:
     """Both ranks have one half of a matrix each by columns, and copies of another tensor."""
     group, grads = group_of(), whole_grads()
-    axes = (Axis(group, Held.SHARD),)
+    axes = (Axis(group, Placement.SHARD),)
     columns = with_grad(grads["table"].split([17, 13], 1)[group.rank].contiguous())
     ranges = (((0, 40),), (((0, 17), (17, 30))[group.rank],))
-    mark(columns, Shard.of_ranges("", (40, 30), ranges, axes))
+    set_shard(columns, Shard.of_ranges("", (40, 30), ranges, axes))
     copied = with_grad(grads["weight"].clone())
-    mark(copied, Shard.of_ranges("", (7, 5), (((0, 7),), ((0, 5),)), axes, counted=group.rank == 0))
+    set_shard(copied, Shard.of_ranges("", (7, 5), (((0, 7),), ((0, 5),)), axes, counted=group.rank == 0))
     replicated = with_grad(grads["bias"].clone())
-    mark(replicated, Shard("", (3,), 0, 3, (Axis(group, Held.REPLICATE),)))
+    set_shard(replicated, Shard("", (3,), 0, 3, (Axis(group, Placement.REPLICATE),)))
     params = [columns, copied, replicated]
     before = clip_grad_norm(params, 0.5)
     return before.item(), grad_norm(params).item(), copied.grad.norm().item()

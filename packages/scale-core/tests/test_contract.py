@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from scale_core.comm.control_plane import exchange
+from scale_core.comm.collectives import exchange
 from scale_core.comm.group import Group, group_of
 from scale_core.comm.work import TransferError
 from scale_core.consistency import flight_recorder as last_words
@@ -30,19 +30,19 @@ def run_step(contract: Contract, units: str, *, backward: str | None = None) -> 
     """A training step that runs `units`, one letter each, and sends no data."""
     contract.begin(FORWARD, new_step=True)
     for unit in units:
-        contract.announce(Event("forward", unit))
-    contract.leave()
+        contract.record(Event("forward", unit))
+    contract.end_unchecked()
     contract.begin(BACKWARD, new_step=False)
     for unit in reversed(units) if backward is None else backward:
-        contract.announce(Event("backward", unit))
-    contract.close()
+        contract.record(Event("backward", unit))
+    contract.end_checked()
 
 
 def evaluate(contract: Contract, units: str) -> None:
     contract.begin(EVALUATION, new_step=True)
     for unit in units:
-        contract.announce(Event("forward", unit))
-    contract.close()
+        contract.record(Event("forward", unit))
+    contract.end_checked()
 
 
 def caught(call: Callable[[], object]) -> tuple[str, str, int, str]:
@@ -56,12 +56,12 @@ def caught(call: Callable[[], object]) -> tuple[str, str, int, str]:
 
 def different_models() -> list[tuple[str, str, int, str]]:
     contract = Contract(group_of(), LIMIT)
-    contract.agree("the model", ["a (3, 4)", "b (5,)"])
+    contract.check_equal("the model", ["a (3, 4)", "b (5,)"])
     lines = ["a (3, 4)", "b (5,)"] if contract.group.rank != 1 else ["a (3, 4)", "b (6,)", "c ()"]
     return [
-        caught(lambda: contract.agree("the model", lines)),
-        caught(lambda: contract.agree("the model", lines[:1] if contract.group.rank != 1 else [])),
-        caught(lambda: contract.agree(f"the model of {contract.group.rank == 1}", lines)),
+        caught(lambda: contract.check_equal("the model", lines)),
+        caught(lambda: contract.check_equal("the model", lines[:1] if contract.group.rank != 1 else [])),
+        caught(lambda: contract.check_equal(f"the model of {contract.group.rank == 1}", lines)),
     ]
 
 
@@ -90,8 +90,8 @@ def one_skips_a_unit_where_nobody_compares() -> tuple[str, str, int, str]:
         contract.begin(BACKWARD, new_step=True)
         for unit in units:
             contract.history.add(Event("backward", unit))
-            contract._unsettled.append((contract.step, Event("backward", unit)))
-        contract.close()
+            contract._unchecked_events.append((contract.step, Event("backward", unit)))
+        contract.end_checked()
 
     return caught(unchecked)
 
@@ -101,7 +101,7 @@ def one_does_something_else(what: str) -> tuple[str, str, int, str]:
     contract = Contract(group_of(), LIMIT)
     if contract.group.rank == 1:
         if what == "agree":
-            return caught(lambda: contract.agree("another model", ["x"]))
+            return caught(lambda: contract.check_equal("another model", ["x"]))
         return caught(lambda: evaluate(contract, "a"))
     return caught(lambda: run_step(contract, "a"))
 
@@ -114,10 +114,10 @@ def all_deviate_alike() -> list[list[int]]:
         evaluate(contract, units[step % 2 :])
         assert contract.step == 2 * step + 2
     contract.begin(BACKWARD, new_step=False)
-    rows = contract.close(7, contract.group.rank, -1)
+    rows = contract.end_checked(7, contract.group.rank, -1)
     # Left in the middle on every rank, as after an exception that everybody catches.
     contract.begin(FORWARD, new_step=True)
-    contract.announce(Event("forward", "a"))
+    contract.record(Event("forward", "a"))
     contract.report_failure(ValueError("seen by all"))
     run_step(contract, "abc")
     return rows
@@ -128,11 +128,11 @@ def order_is_known_from_the_second_pass() -> list[tuple[bool, list[str]]]:
     for units in ("ab", "ab", "ba", "ba"):
         contract.begin(EVALUATION, new_step=True)
         order = ["".join(event.unit for event in contract.history.order)]
-        contract.announce(Event("forward", units[0]))
+        contract.record(Event("forward", units[0]))
         assert contract.history.position == 1
-        seen.append((contract.history.on_course, order))
-        contract.announce(Event("forward", units[1]))
-        contract.close()
+        seen.append((contract.history.matches_last_order, order))
+        contract.record(Event("forward", units[1]))
+        contract.end_checked()
     return seen
 
 
@@ -143,26 +143,26 @@ def some_give_up(who: list[int]) -> list[str]:
     for place in range(7):
         contract.begin(FORWARD if place < 4 else BACKWARD, new_step=True)
         for unit in "abc"[: place % 4]:
-            contract.announce(Event("forward", unit))
-        assert contract.compares_all
+            contract.record(Event("forward", unit))
+        assert contract.checks_every_event
         if mine:
-            told.append(contract.give_up(f"reason of {contract.group.rank}"))
+            told.append(contract.abort(f"reason of {contract.group.rank}"))
         else:
             with pytest.raises(StepError) as error:
                 if place == 3:
-                    contract.leave()
+                    contract.end_unchecked()
                 elif place == 6:
-                    contract.close(1, 2, 3)
+                    contract.end_checked(1, 2, 3)
                 else:
-                    contract.announce(Event("forward", "c"))
+                    contract.record(Event("forward", "c"))
             assert error.value.step == contract.step
             told.append(str(error.value))
         assert not contract.is_broken
-        contract.history.break_off()
+        contract.history.reset()
     for _ in range(2):
         run_step(contract, "abc")
     contract.begin(FORWARD, new_step=True)
-    assert not contract.compares_all
+    assert not contract.checks_every_event
     return told
 
 
@@ -193,15 +193,15 @@ def one_waits_in_vain_for_data() -> list[str]:
 
     def wait() -> None:
         contract.begin(FORWARD, new_step=True)
-        contract.announce(Event("forward", "a"))
+        contract.record(Event("forward", "a"))
         with contract.waiting(Event("gather", "a")):
             exchange([0] * (5 + contract.group.rank), contract.group, limit_seconds=1.0)
 
     messages = [caught(wait)[1]]
     for again in (
         lambda: contract.begin(FORWARD, new_step=True),
-        lambda: contract.agree("the model", ["x"]),
-        lambda: contract.close(),
+        lambda: contract.check_equal("the model", ["x"]),
+        lambda: contract.end_checked(),
     ):
         began = time.monotonic()
         messages.append(caught(again)[1])
@@ -295,7 +295,7 @@ def test_a_wait_in_vain_is_explained_and_ends_the_contract() -> None:
     for messages in run_ranks(one_waits_in_vain_for_data, 2):
         first, *later = messages
         assert first.startswith("step 2: gather of unit 'a': exchange with rank ")
-        assert "rank 0: " in first and "rank 1: " in first and "waited in vain" in first
+        assert "rank 0: " in first and "rank 1: " in first and "failed in" in first
         assert all("broken since an earlier error" in message for message in later)
 
 
@@ -306,21 +306,21 @@ def test_survivors_of_a_dead_rank_are_told_who_left_no_word(tmp_path: Path) -> N
     assert sorted(errors) == ["0", "2"]
     for kind, message, where, _ in errors.values():
         assert (kind, where) == ("ScaleDistributedError", 3)
-        assert "rank 1: left no word" in message
+        assert "rank 1: no flight record" in message
 
 
 def meet_where_nothing_tells_messages_apart() -> tuple[str, str]:
     """What a transport without tags would mix up; here its messages go over gloo like any others."""
     group = replace(group_of(), backend="nccl")
-    Contract(group).meet(Event("whole parameters", "a"))
+    Contract(group).sync_point(Event("whole parameters", "a"))
     messages = []
     for other in (
-        lambda contract: contract.meet(Event("whole parameters", "b")),
+        lambda contract: contract.sync_point(Event("whole parameters", "b")),
         lambda contract: run_step(contract, "a"),
     ):
         contract = Contract(group)
         with pytest.raises(ContractError) as caught:
-            contract.meet(Event("whole parameters", "a")) if group.rank == 0 else other(contract)
+            contract.sync_point(Event("whole parameters", "a")) if group.rank == 0 else other(contract)
         messages.append(str(caught.value))
     return messages[0], messages[1]
 
@@ -333,12 +333,12 @@ def test_what_all_ranks_do_together_is_compared_where_the_transport_would_mix_it
 
 def test_alone_there_is_nobody_to_disagree_with() -> None:
     contract = Contract(Group())
-    assert contract.alone
-    contract.agree("the model", ["a"])
+    assert contract.is_single_rank
+    contract.check_equal("the model", ["a"])
     run_step(contract, "ab")
     run_step(contract, "ba")
     contract.begin(EVALUATION, new_step=True)
-    assert contract.close(4) == [[4]]
+    assert contract.end_checked(4) == [[4]]
     contract.report_failure(ValueError("mine"))
     assert contract.step == 3
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from scale_core.state.chunks import Box, LocalShard, boxes
+from scale_core.state.chunks import Chunk, LocalShard, chunks_of
 
 SHAPES = st.lists(st.integers(1, 4), min_size=0, max_size=4).map(tuple)
 
@@ -24,7 +24,7 @@ def ranges(draw: st.DrawFn) -> tuple[tuple[int, ...], int, int]:
     return shape, start, draw(st.integers(start, math.prod(shape)))
 
 
-def elements(shape: tuple[int, ...], box: Box) -> list[int]:
+def elements(shape: tuple[int, ...], box: Chunk) -> list[int]:
     """The row-major numbers of a box's elements, in the box's own order."""
     part = torch.arange(math.prod(shape)).view(shape)
     for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
@@ -57,14 +57,14 @@ def fewest(shape: tuple[int, ...], start: int, stop: int) -> int:
 @given(ranges())
 def test_the_boxes_one_after_the_other_are_the_range(case: tuple[tuple[int, ...], int, int]) -> None:
     shape, start, stop = case
-    found = [number for box in boxes(shape, start, stop) for number in elements(shape, box)]
+    found = [number for box in chunks_of(shape, start, stop) for number in elements(shape, box)]
     assert found == list(range(start, stop))
 
 
 @given(ranges())
 def test_there_are_at_most_two_boxes_for_each_dimension_less_one(case: tuple[tuple[int, ...], int, int]) -> None:
     shape, start, stop = case
-    assert len(boxes(shape, start, stop)) <= max(1, 2 * len(shape) - 1)
+    assert len(chunks_of(shape, start, stop)) <= max(1, 2 * len(shape) - 1)
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (3, 4), (2, 3, 2), (2, 1, 3), (1, 4, 1)])
@@ -72,19 +72,19 @@ def test_no_fewer_boxes_would_do(shape: tuple[int, ...]) -> None:
     total = math.prod(shape)
     for start in range(total + 1):
         for stop in range(start, total + 1):
-            assert len(boxes(shape, start, stop)) == fewest(shape, start, stop), (start, stop)
+            assert len(chunks_of(shape, start, stop)) == fewest(shape, start, stop), (start, stop)
 
 
 def test_an_empty_range_has_no_box_and_a_whole_tensor_one() -> None:
-    assert boxes((3, 4), 5, 5) == []
-    assert boxes((3, 0), 0, 0) == []
-    assert boxes((3, 4), 0, 12) == [Box((0, 0), (3, 4))]
-    assert boxes((), 0, 1) == [Box((), ())]
+    assert chunks_of((3, 4), 5, 5) == []
+    assert chunks_of((3, 0), 0, 0) == []
+    assert chunks_of((3, 4), 0, 12) == [Chunk((0, 0), (3, 4))]
+    assert chunks_of((), 0, 1) == [Chunk((), ())]
 
 
 def test_a_range_outside_the_tensor_is_refused() -> None:
     with pytest.raises(ValueError, match=r"within the 12 elements of \(3, 4\), got \[5, 13\)"):
-        boxes((3, 4), 5, 13)
+        chunks_of((3, 4), 5, 13)
 
 
 @given(ranges())
@@ -92,7 +92,7 @@ def test_a_local_shard_s_pieces_are_views_of_its_tensor(case: tuple[tuple[int, .
     shape, start, stop = case
     whole = torch.arange(math.prod(shape))
     shard = LocalShard(whole[start:stop].clone(), shape, start, stop)
-    for box, piece in shard.pieces.items():
+    for box, piece in shard.chunks.items():
         assert piece.reshape(-1).tolist() == elements(shape, box)
         piece.add_(1)
     assert torch.equal(shard.tensor, whole[start:stop] + 1)
@@ -102,7 +102,7 @@ def test_a_shard_tells_torch_s_planner_each_of_its_boxes() -> None:
     shard = LocalShard(torch.arange(8), (4, 3), 2, 10)
     items = shard.__create_write_items__("w", shard)
     chunks = [item.tensor_data.chunk for item in items if item.tensor_data is not None]
-    assert [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks] == boxes((4, 3), 2, 10)
+    assert [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks] == chunks_of((4, 3), 2, 10)
     assert all(first.offsets < second.offsets for first, second in pairwise(chunks))
     assert shard.__get_tensor_shard__(items[1].index).tolist() == [[1, 2, 3], [4, 5, 6]]
     assert shard.size() == torch.Size((4, 3))
@@ -114,7 +114,7 @@ def test_what_is_held_whole_or_of_whole_ranges_may_have_any_strides() -> None:
         strided = whole.clone().t()
         shard = LocalShard(strided, shape, 0, 12, ranges)
         assert shard.tensor is strided
-        for (offsets, sizes), piece in shard.pieces.items():
+        for (offsets, sizes), piece in shard.chunks.items():
             first = offsets[1] if not ranges else {1: 0, 5: 2}[offsets[1]]
             assert torch.equal(piece, whole.t()[:, first : first + sizes[1]])
             piece.add_(1)
@@ -214,9 +214,9 @@ def test_of_some_indices_the_boxes_hold_what_stands_there(rows: Any, columns: An
     mine = part.reshape(-1)[start:stop].clone()
     tensor = LocalShard(mine, (6, 6), start, stop, held)
     found = [
-        (box, piece) for box, piece in tensor.pieces.items() if elements((6, 6), box) == piece.reshape(-1).tolist()
+        (box, piece) for box, piece in tensor.chunks.items() if elements((6, 6), box) == piece.reshape(-1).tolist()
     ]
-    assert len(found) == len(tensor.pieces)
+    assert len(found) == len(tensor.chunks)
     assert sorted(number for _, piece in found for number in piece.reshape(-1).tolist()) == sorted(mine.tolist())
     for _, piece in found:
         piece.zero_()

@@ -16,7 +16,7 @@ from torch.amp.grad_scaler import GradScaler
 from scale_core.comm.group import Group, group_of
 from scale_core.optim.clip_grad import clip_grad_norm
 from scale_core.optim.grad_scaler import ShardedGradScaler
-from scale_core.shard import Axis, Held, Shard, mark
+from scale_core.shard import Axis, Placement, Shard, set_shard
 from scale_core.simulate import simulate
 from scale_core.testing import run_ranks
 
@@ -29,7 +29,7 @@ def piece_of(whole: Tensor, group: Group) -> nn.Parameter:
     size = -(-whole.numel() // group.size)
     start, stop = (min(rank * size, whole.numel()) for rank in (group.rank, group.rank + 1))
     piece = nn.Parameter(whole[start:stop].clone())
-    mark(piece, Shard("weight", tuple(whole.shape), start, stop, (Axis(group, Held.SHARD),)))
+    set_shard(piece, Shard("weight", tuple(whole.shape), start, stop, (Axis(group, Placement.SHARD),)))
     return piece
 
 

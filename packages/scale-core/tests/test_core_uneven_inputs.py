@@ -6,10 +6,10 @@ import pytest
 
 from scale_core.comm.group import Group, group_of
 from scale_core.testing import run_ranks
-from scale_core.uneven_inputs import Share, current_share, join
+from scale_core.uneven_inputs import LossShare, current_share, join
 
 
-def batches_of(lengths: list[int]) -> list[tuple[str, bool, Share | None]]:
+def batches_of(lengths: list[int]) -> list[tuple[str, bool, LossShare | None]]:
     """What this rank sees: each batch, whether it counts, and what its gradients count."""
     rank = group_of().rank
     joined = join([f"{rank}{number}" for number in range(lengths[rank])])
@@ -31,7 +31,7 @@ def by_samples() -> list[tuple[float, int]]:
 def left_early() -> None:
     for number, _ in enumerate(join([1, 2, 3] if group_of().rank else [1])):
         if number == 1:
-            assert current_share() == Share(float(group_of().rank), 1)
+            assert current_share() == LossShare(float(group_of().rank), 1)
             break
     assert current_share() is None
 
@@ -45,9 +45,9 @@ def refusals(lengths: list[int], sizes: int) -> str:
 
 def test_a_rank_that_has_run_out_gets_its_last_batch_again_and_counts_nothing() -> None:
     first, second, third = run_ranks(batches_of, 3, [1, 3, 2])
-    assert first == [("00", True, None), ("00", False, Share(0.0, 2)), ("00", False, Share(0.0, 1))]
-    assert second == [("10", True, None), ("11", True, Share(1.0, 2)), ("12", True, Share(1.0, 1))]
-    assert third == [("20", True, None), ("21", True, Share(1.0, 2)), ("21", False, Share(0.0, 1))]
+    assert first == [("00", True, None), ("00", False, LossShare(0.0, 2)), ("00", False, LossShare(0.0, 1))]
+    assert second == [("10", True, None), ("11", True, LossShare(1.0, 2)), ("12", True, LossShare(1.0, 1))]
+    assert third == [("20", True, None), ("21", True, LossShare(1.0, 2)), ("21", False, LossShare(0.0, 1))]
 
 
 def test_ranks_can_count_by_their_samples() -> None:

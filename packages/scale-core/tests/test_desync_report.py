@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from scale_core.consistency.desync_report import Standing, are_apart, by_rank, disagreement, some_have_failed
+from scale_core.consistency.desync_report import (
+    RankRecord,
+    are_at_different_places,
+    by_rank,
+    format_desync,
+    format_failures,
+)
 
 
 def test_ranks_that_say_the_same_stand_together() -> None:
@@ -11,7 +17,7 @@ def test_ranks_that_say_the_same_stand_together() -> None:
 
 
 def test_ranks_at_different_places_are_told_with_what_they_ran_last() -> None:
-    words = disagreement([Standing("here", ["a"], ["a", "b"]), Standing("there", ["a"], [])], "what they ran")
+    words = format_desync([RankRecord("here", ["a"], ["a", "b"]), RankRecord("there", ["a"], [])], "what they ran")
     assert words == (
         "the ranks are about to run different things: rank 0: here; rank 1: there. What they ran last: rank 0: a; "
         "then b; rank 1: nothing"
@@ -19,23 +25,23 @@ def test_ranks_at_different_places_are_told_with_what_they_ran_last() -> None:
 
 
 def test_ranks_that_have_come_to_different_things_in_the_same_way_are_told_which() -> None:
-    at_a, at_b = (Standing("the check", ["same"], [], of) for of in ("model a", "model b"))
-    assert are_apart([at_a, at_b]) and not are_apart([at_a, at_a])
-    words = disagreement([at_a, at_b], "it")
+    at_a, at_b = (RankRecord("the check", ["same"], [], of) for of in ("model a", "model b"))
+    assert are_at_different_places([at_a, at_b]) and not are_at_different_places([at_a, at_a])
+    words = format_desync([at_a, at_b], "it")
     assert words == "the ranks are about to run different units: rank 0: model a; rank 1: model b"
 
 
 def test_ranks_at_one_place_are_told_by_the_first_thing_in_which_they_differ() -> None:
-    def standing(*lines: str) -> Standing:
-        return Standing("the end", list(lines), [])
+    def standing(*lines: str) -> RankRecord:
+        return RankRecord("the end", list(lines), [])
 
-    assert disagreement([standing("a", "b", "c"), standing("a", "x"), standing("a", "b")], "the model") == (
+    assert format_desync([standing("a", "b", "c"), standing("a", "x"), standing("a", "b")], "the model") == (
         "the ranks differ in the model, first at place 2: ranks 0, 2: b; rank 1: x"
     )
-    assert disagreement([standing("a", "b"), standing("a")], "it").endswith("place 2: rank 0: b; rank 1: nothing more")
+    assert format_desync([standing("a", "b"), standing("a")], "it").endswith("place 2: rank 0: b; rank 1: nothing more")
     # More was done than is kept: what differs is among what was forgotten.
-    assert disagreement([standing("a"), standing("a")], "it") == "the ranks differ in it"
+    assert format_desync([standing("a"), standing("a")], "it") == "the ranks differ in it"
 
 
 def test_only_those_who_have_failed_are_named() -> None:
-    assert some_have_failed(["", "ValueError", ""]).endswith("some have failed: rank 1: ValueError")
+    assert format_failures(["", "ValueError", ""]).endswith("some have failed: rank 1: ValueError")

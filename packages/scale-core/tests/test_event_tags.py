@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from scale_core.comm.collectives import UNIT_TAGS
-from scale_core.consistency.execution_order import END, Event, identity, message_tag, unit_title
+from scale_core.consistency.execution_order import END, Event, fingerprint_of, message_tag, unit_title
 
 
 def test_an_identity_is_equal_in_every_process_and_tells_words_apart() -> None:
-    assert identity("forward", "a") == 1450230638849073103
-    assert identity("ab", "c") != identity("a", "bc")
+    assert fingerprint_of("forward", "a") == 1450230638849073103
+    assert fingerprint_of("ab", "c") != fingerprint_of("a", "bc")
 
 
 def test_tags_are_those_that_callers_may_choose() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scale_core.consistency.execution_order import Entry, Event, History, PassKind
+from scale_core.consistency.execution_order import Event, History, LogEntry, PassKind
 
 FORWARD, BACKWARD = PassKind("forward", True, True), PassKind("backward", True, True)
 EVALUATION = PassKind("forward", False, False)
@@ -20,12 +20,12 @@ def run(history: History, kind: PassKind, log: str, *, ends: bool = True, closes
         history.end(closes=closes)
 
 
-def words(log: list[Entry]) -> str:
+def words(log: list[LogEntry]) -> str:
     return "".join(entry.event.unit.upper() if entry.is_transfer else entry.event.unit for entry in log)
 
 
 def rest(history: History, *, in_order: bool = True) -> list[str] | None:
-    left = history.rest(in_order=in_order)
+    left = history.remaining(in_order=in_order)
     return None if left is None else [words(each.log) for each in left]
 
 
@@ -39,15 +39,15 @@ def trained() -> History:
 def test_the_order_is_known_from_the_second_pass_of_a_kind_until_it_is_left() -> None:
     history = History()
     run(history, FORWARD, "AaBb", ends=False)
-    assert not history.on_course and history.order == [] and history.position == 2
+    assert not history.matches_last_order and history.order == [] and history.position == 2
     history.end(closes=True)
-    assert history.times_seen_of(FORWARD) == 1
+    assert history.num_completed_of(FORWARD) == 1
     run(history, FORWARD, "a", ends=False)
-    assert history.on_course and [event.unit for event in history.order] == ["a", "b"]
+    assert history.matches_last_order and [event.unit for event in history.order] == ["a", "b"]
     history.add(Event("phase", "c"))
-    assert not history.on_course
+    assert not history.matches_last_order
     run(history, EVALUATION, "a", ends=False)
-    assert not history.on_course
+    assert not history.matches_last_order
     assert list(history.orders) == [FORWARD] and history.last_event == Event("phase", "a")
 
 
@@ -55,7 +55,7 @@ def test_the_rest_of_a_cycle_is_that_of_the_last_one() -> None:
     history = trained()
     run(history, FORWARD, "AaB", ends=False)
     assert rest(history) == ["b", "bBaA"]
-    left = history.rest(in_order=True)
+    left = history.remaining(in_order=True)
     assert left is not None and [(each.kind, each.new_step) for each in left] == [(FORWARD, False), (BACKWARD, False)]
     run(history, FORWARD, "AaBb")
     run(history, BACKWARD, "", ends=False)
@@ -93,7 +93,7 @@ def test_cycles_of_another_kind_between_do_not_matter() -> None:
     run(history, EVALUATION, "AaBb", closes=True)
     run(history, FORWARD, "Aa", ends=False)
     assert rest(history) == ["Bb", "bBaA"]
-    history.break_off()
+    history.reset()
     run(history, EVALUATION, "A", ends=False)
     assert rest(history) == ["aBb"]
 
@@ -102,7 +102,7 @@ def test_a_cycle_that_is_broken_off_leaves_the_last_whole_one() -> None:
     history = trained()
     run(history, FORWARD, "AaBb")
     run(history, BACKWARD, "b", ends=False)
-    history.break_off()
+    history.reset()
     run(history, FORWARD, "", ends=False)
     assert rest(history) == ["AaBb", "bBaA"]
 

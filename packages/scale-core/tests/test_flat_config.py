@@ -8,7 +8,7 @@ import torch
 from scale_core.comm.group import Group
 from scale_core.flat.buffer import FlatBuffer
 from scale_core.flat.layout import FlatLayout
-from scale_core.flat.shard_storage import Devices, Groups
+from scale_core.flat.shard_storage import DevicePolicy, ShardGroups
 
 CPU, META = torch.device("cpu"), torch.device("meta")  # Any second device will do.
 
@@ -16,25 +16,25 @@ CPU, META = torch.device("cpu"), torch.device("meta")  # Any second device will 
 @pytest.mark.parametrize(
     "given, shard, compute, reduced",
     [
-        (Devices(), META, META, META),
-        (Devices(shard=CPU), CPU, META, CPU),
-        (Devices(shard=CPU, reduced=META), CPU, META, META),
-        (Devices(compute=CPU), META, CPU, META),
+        (DevicePolicy(), META, META, META),
+        (DevicePolicy(shard=CPU), CPU, META, CPU),
+        (DevicePolicy(shard=CPU, reduced=META), CPU, META, META),
+        (DevicePolicy(compute=CPU), META, CPU, META),
     ],
 )
 def test_reduced_gradients_are_where_the_shard_is_unless_it_is_said_otherwise(
-    given: Devices, shard: torch.device, compute: torch.device, reduced: torch.device
+    given: DevicePolicy, shard: torch.device, compute: torch.device, reduced: torch.device
 ) -> None:
-    assert given.resolved(META) == Devices(shard, compute, reduced)
+    assert given.resolved(META) == DevicePolicy(shard, compute, reduced)
 
 
 def test_without_a_word_a_buffer_is_shared_with_nobody() -> None:
-    assert Groups() == Groups(Group(), Group(), None)
+    assert ShardGroups() == ShardGroups(Group(), Group(), None)
 
 
 def test_a_buffer_takes_one_group_or_what_says_who_shards_and_who_copies() -> None:
     params = [torch.nn.Parameter(torch.randn(3, 2))]
     layout = FlatLayout.plan(["weight"], [(3, 2)], 1)
-    for groups in (Group(), Groups(Group(), Group())):
+    for groups in (Group(), ShardGroups(Group(), Group())):
         buffer = FlatBuffer(["weight"], params, layout, groups)
-        assert buffer.groups == Groups(Group(), Group())
+        assert buffer.groups == ShardGroups(Group(), Group())

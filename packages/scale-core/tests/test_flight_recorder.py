@@ -10,29 +10,29 @@ import torch.distributed as dist
 
 from scale_core.comm.group import Group, group_of
 from scale_core.consistency import flight_recorder as last_words
-from scale_core.consistency.flight_recorder import LastWords, way_on
+from scale_core.consistency.flight_recorder import FlightRecorder, recovery_hint
 from scale_core.snapshot import load_snapshot, save_snapshot
 from scale_core.testing import run_ranks
 
 
 def tell_each_other() -> list[dict[int, str]]:
-    first, second = LastWords(group_of()), LastWords(group_of())
+    first, second = FlightRecorder(group_of()), FlightRecorder(group_of())
     rank = dist.get_rank()
-    first.add(f"rank {rank} began")
-    first.add(f"rank {rank} ended")
-    second.add("of another contract")
+    first.events.append(f"rank {rank} began")
+    first.events.append(f"rank {rank} ended")
+    second.events.append("of another contract")
     first.publish()
     second.publish()
-    return [first.of_all(), second.of_all()]
+    return [first.dump_all_ranks(), second.dump_all_ranks()]
 
 
 def one_says_nothing() -> dict[int, str]:
     last_words._GRACE_SECONDS = 0.5
-    words = LastWords(group_of())
-    words.add("here")
+    words = FlightRecorder(group_of())
+    words.events.append("here")
     if dist.get_rank() == 0:
         words.publish()
-    return words.of_all()
+    return words.dump_all_ranks()
 
 
 def test_every_rank_reads_what_all_have_left() -> None:
@@ -44,31 +44,31 @@ def test_every_rank_reads_what_all_have_left() -> None:
 def test_a_rank_that_left_no_word_is_named_after_a_short_wait() -> None:
     for words in run_ranks(one_says_nothing, 2):
         assert words[0] == "here"
-        assert words[1].startswith("left no word")
+        assert words[1].startswith("no flight record")
 
 
 def test_only_the_last_few_words_are_told() -> None:
-    words = LastWords(Group())
+    words = FlightRecorder(Group())
     for number in range(20):
-        words.add(str(number))
+        words.events.append(str(number))
     assert words.recent == ["16", "17", "18", "19"]
 
 
 def test_without_a_store_nobody_has_left_a_word_and_nobody_waits() -> None:
-    words = LastWords(Group())
-    words.add("here")
+    words = FlightRecorder(Group())
+    words.events.append("here")
     words.publish()
-    assert list(words.of_all()) == [0]
-    assert words.of_all()[0].startswith("left no word")
+    assert list(words.dump_all_ranks()) == [0]
+    assert words.dump_all_ranks()[0].startswith("no flight record")
 
 
 def test_the_way_on_is_the_last_snapshot_that_was_written_or_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(last_words, "_snapshots", [])
-    assert way_on().endswith("start from the last checkpoint")
+    assert recovery_hint().endswith("start from the last checkpoint")
     for step in (1, 2):
         save_snapshot(tmp_path, step, {"x": torch.zeros(2)})
-    assert way_on().endswith(f"start from the last checkpoint, {tmp_path / 'step-00000002'}")
+    assert recovery_hint().endswith(f"start from the last checkpoint, {tmp_path / 'step-00000002'}")
     load_snapshot(tmp_path, {"x": torch.ones(2)}, step=1)
-    assert way_on().endswith("step-00000001")
+    assert recovery_hint().endswith("step-00000001")

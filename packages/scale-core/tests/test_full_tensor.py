@@ -9,20 +9,20 @@ import torch
 
 from scale_core.comm.group import Group, group_of
 from scale_core.consistency.contract import ContractError
-from scale_core.shard import Axis, Held, Shard
+from scale_core.shard import Axis, Placement, Shard
 from scale_core.state.chunks import LocalShard
-from scale_core.state.full_tensor import Slots, whole_of_part, whole_slots
+from scale_core.state.full_tensor import ParamState, gather_full_param, gather_states
 from scale_core.testing import run_ranks
 
 HOST = torch.device("cpu")
 
 
-def slots(name: str, shape: tuple[int, ...], cuts: list[int], group: Group, **values: torch.Tensor) -> Slots:
+def slots(name: str, shape: tuple[int, ...], cuts: list[int], group: Group, **values: torch.Tensor) -> ParamState:
     """What this rank has of a parameter that is cut there, of states that are given whole."""
     start, stop = cuts[group.rank], cuts[group.rank + 1]
-    shard = Shard(name, shape, start, stop, (Axis(group, Held.SHARD),))
+    shard = Shard(name, shape, start, stop, (Axis(group, Placement.SHARD),))
     pieces = {key: LocalShard(whole.view(-1)[start:stop].clone(), shape, start, stop) for key, whole in values.items()}
-    return Slots(shard, HOST, {"step": torch.tensor(3.0), **pieces})
+    return ParamState(shard, HOST, {"step": torch.tensor(3.0), **pieces})
 
 
 def make_whole() -> None:
@@ -33,28 +33,28 @@ def make_whole() -> None:
     here = [slots("a", (2, 3), cuts, group, sum=matrix, half=matrix.bfloat16()), slots("b", (4,), ends, group, n=count)]
     if ends[group.rank] == ends[group.rank + 1]:
         here[1] = here[1]._replace(values={})  # It holds nothing of b, and may never have made a state of it.
-    a, b = whole_slots(here)
+    a, b = gather_states(here)
     assert torch.equal(a["sum"], matrix) and torch.equal(a["half"], matrix.bfloat16()) and a["step"] == 3
     assert torch.equal(b["n"], count) and b["n"].dtype == torch.int64
-    kept, _ = whole_slots(here, keeps=group.rank == 0, on_host=True)
+    kept, _ = gather_states(here, keeps=group.rank == 0, on_host=True)
     assert isinstance(kept["sum"], LocalShard) is (group.rank != 0)
     of_some_indices(group)
     with pytest.raises(ContractError, match=r"would make different parameters whole, by rank: a[01], a") as raised:
         shard = here[0].shard
-        whole_of_part(torch.zeros(shard.stop - shard.start), replace(shard, name=f"a{group.rank}"), group)
+        gather_full_param(torch.zeros(shard.stop - shard.start), replace(shard, name=f"a{group.rank}"), group)
     assert "call state_dict() of the same module together" in str(raised.value)
     part = matrix.view(-1)[shard.start : shard.stop]
     # What follows the name are ranks along another axis, which may not be these ranks' alike.
-    assert torch.equal(whole_of_part(part, replace(shard, name=f"a@{group.rank}"), group), matrix)
+    assert torch.equal(gather_full_param(part, replace(shard, name=f"a@{group.rank}"), group), matrix)
     # Whoever holds no shard of anything takes no part.
-    alone = whole_slots([slots("c", (3,), [0, 3], Group(), sum=torch.ones(3))])
+    alone = gather_states([slots("c", (3,), [0, 3], Group(), sum=torch.ones(3))])
     assert torch.equal(alone[0]["sum"], torch.ones(3))
-    assert whole_slots([]) == []
+    assert gather_states([]) == []
 
 
 def of_some_indices(group: Group) -> None:
     """Columns, and copies of rows that the last rank has as well."""
-    axes, whole = (Axis(group, Held.SHARD),), torch.arange(20.0).view(4, 5)
+    axes, whole = (Axis(group, Placement.SHARD),), torch.arange(20.0).view(4, 5)
     cuts = [0, 1, 4, 5] if group.size == 3 else [0, 4, 5]
     mine = (cuts[group.rank], cuts[group.rank + 1])
     columns = Shard.of_ranges("columns", (4, 5), (((0, 4),), (mine,)), axes)
@@ -63,8 +63,8 @@ def of_some_indices(group: Group) -> None:
     here = []
     for shard, part in ((columns, whole[:, slice(*mine)]), (copies, whole[slice(*rows)])):
         state = LocalShard(part.contiguous(), (4, 5), shard.start, shard.stop, shard.ranges)
-        here.append(Slots(shard, HOST, {"sum": state}))
-    for found in whole_slots(here):
+        here.append(ParamState(shard, HOST, {"sum": state}))
+    for found in gather_states(here):
         assert torch.equal(found["sum"], whole)
 
 
@@ -81,7 +81,7 @@ def differ_in_what_they_have() -> list[str]:
         [slots("ab"[group.rank], (4,), [0, 2, 4], group, sum=torch.ones(4))],
     ):
         with pytest.raises(RuntimeError, match="all ranks must step together") as caught:
-            whole_slots(here)
+            gather_states(here)
         said.append(str(caught.value))
     return said
 
@@ -95,6 +95,6 @@ def test_ranks_that_have_stepped_otherwise_are_told_on_all_of_them() -> None:
 
 
 def test_what_is_cut_along_two_axes_is_refused() -> None:
-    axes = (Axis(Group(0, 2), Held.SHARD), Axis(Group(0, 3), Held.SHARD))
+    axes = (Axis(Group(0, 2), Placement.SHARD), Axis(Group(0, 3), Placement.SHARD))
     with pytest.raises(RuntimeError, match=r"'a' is cut along 2 axes .*sharded_state_dict\(model, optimizer\)"):
-        whole_slots([Slots(Shard("a", (6,), 0, 1, axes), HOST, {})])
+        gather_states([ParamState(Shard("a", (6,), 0, 1, axes), HOST, {})])

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from scale_core.launch import init_distributed, launch_local, name_of_exit
+from scale_core.launch import format_exit_code, init_distributed, launch_local
 from scale_core.launch import launcher as launch
 
 
@@ -191,7 +191,7 @@ def test_no_ranks_and_more_ranks_than_devices_are_refused(monkeypatch: pytest.Mo
 
 
 def test_exits_have_names() -> None:
-    assert [name_of_exit(code) for code in (0, 2, -9, -200)] == [
+    assert [format_exit_code(code) for code in (0, 2, -9, -200)] == [
         "exited with code 0",
         "exited with code 2",
         "was killed by SIGKILL",

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import scale_core.flat.layout as layout_module
-from scale_core.flat.layout import Atom, Block, FlatLayout
+from scale_core.flat.layout import Atom, BlockAtom, FlatLayout
 from scale_core.flat.packing import ALIGN
 
 SHAPES = st.lists(st.integers(0, 13), max_size=4).map(tuple)
-ATOMS = st.one_of(st.sampled_from(["auto", "element", "row", "parameter"]), st.integers(1, 40).map(Block))
+ATOMS = st.one_of(st.sampled_from(["auto", "element", "row", "parameter"]), st.integers(1, 40).map(BlockAtom))
 PARAMETERS = st.lists(st.tuples(SHAPES, ATOMS), max_size=8)
 WORLDS = st.integers(1, 9)
 PROPERTY = settings(max_examples=150, deadline=None, derandomize=True)
@@ -69,7 +69,7 @@ def test_no_atom_is_cut_between_two_ranks(parameters, world_size):
     layout = plan(parameters, world_size)
     for (shape, wish), entry in zip(parameters, layout.entries, strict=True):
         assert entry.shape == shape
-        if isinstance(wish, Block):
+        if isinstance(wish, BlockAtom):
             assert (entry.cut, entry.atom) == ("block", wish.size)
         elif wish != "auto":
             assert entry.cut == wish
@@ -121,7 +121,7 @@ def test_element_shards_differ_from_an_even_split_by_nothing():
 
 
 def test_a_world_of_one_has_no_padding_and_no_gaps():
-    layout = FlatLayout.plan(["a", "b", "c", "d"], [(3, 7), (), (0, 4), (5,)], 1, Block(4))
+    layout = FlatLayout.plan(["a", "b", "c", "d"], [(3, 7), (), (0, 4), (5,)], 1, BlockAtom(4))
     assert layout.padding == 0
     spans = sorted((entry.offset, entry.numel) for entry in layout.entries)
     assert all(a + n == b for (a, n), (b, _) in itertools.pairwise(spans))
@@ -149,7 +149,7 @@ def test_rows_are_slices_along_the_first_dimension_longer_than_one():
 
 
 def test_the_last_block_may_be_shorter_and_blocks_count_from_the_start():
-    layout = FlatLayout.plan(["p"], [(10,)], 2, Block(4))
+    layout = FlatLayout.plan(["p"], [(10,)], 2, BlockAtom(4))
     assert [(span.start, span.stop) for span in (layout.span(0, 0), layout.span(0, 1))] == [(0, 4), (4, 10)]
 
 
@@ -197,8 +197,8 @@ def test_the_digest_is_stable_and_depends_on_names_shapes_places_and_sizes():
 
 
 def test_bad_arguments_say_what_came_and_what_was_expected():
-    with pytest.raises(ValueError, match=r"Block\(0\)"):
-        Block(0)
+    with pytest.raises(ValueError, match=r"BlockAtom\(0\)"):
+        BlockAtom(0)
     with pytest.raises(ValueError, match="'p' got 'rows'; did you mean 'row'"):
         FlatLayout.plan(["p"], [(2,)], 2, "rows")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="'p' got 3"):

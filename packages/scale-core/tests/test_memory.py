@@ -6,19 +6,19 @@ import pytest
 import torch
 
 from scale_core import compat
-from scale_core.simulate.memory import Evidence, Item, Memory, MemoryBooks
+from scale_core.simulate.memory import Evidence, Memory, MemoryItem, MemoryTracker
 
 
 def num_bytes(size: int) -> torch.Tensor:
     return torch.empty(size, dtype=torch.uint8)
 
 
-def observe(books: MemoryBooks, tensor: torch.Tensor, kind: str = "activations") -> None:
+def observe(books: MemoryTracker, tensor: torch.Tensor, kind: str = "activations") -> None:
     books.observe(tensor.untyped_storage(), kind)
 
 
 def test_a_storage_counts_once_until_its_last_view_dies() -> None:
-    books = MemoryBooks()
+    books = MemoryTracker()
     tensor = num_bytes(100)
     view = tensor[10:20]
     for each in (tensor, view, tensor.view(10, 10)):
@@ -31,7 +31,7 @@ def test_a_storage_counts_once_until_its_last_view_dies() -> None:
 
 
 def test_the_peak_is_the_most_that_lived_together() -> None:
-    books = MemoryBooks()
+    books = MemoryTracker()
     first = num_bytes(30)
     observe(books, first)
     second = num_bytes(50)
@@ -44,7 +44,7 @@ def test_the_peak_is_the_most_that_lived_together() -> None:
 
 
 def test_what_is_learned_after_the_peak_counts_for_the_peak() -> None:
-    books = MemoryBooks()
+    books = MemoryTracker()
     weight, grad = num_bytes(10), num_bytes(20)
     observe(books, weight)
     observe(books, grad, "temporaries")
@@ -59,7 +59,7 @@ def test_what_is_learned_after_the_peak_counts_for_the_peak() -> None:
 
 
 def test_stronger_evidence_replaces_weaker_and_the_first_of_equals_stays() -> None:
-    books = MemoryBooks()
+    books = MemoryTracker()
     tensor = num_bytes(10)
     for kind, evidence, expected in [
         ("parameters", Evidence.MODULE, "parameters"),
@@ -73,7 +73,7 @@ def test_stronger_evidence_replaces_weaker_and_the_first_of_equals_stays() -> No
 
 
 def test_a_storage_that_is_released_and_filled_again_is_a_gathered_one() -> None:
-    books = MemoryBooks()
+    books = MemoryTracker()
     tensor = num_bytes(100)
     storage = tensor.untyped_storage()
     observe(books, tensor)
@@ -87,7 +87,7 @@ def test_a_storage_that_is_released_and_filled_again_is_a_gathered_one() -> None
 
 
 def test_a_restart_keeps_what_lives_and_what_is_known_of_it() -> None:
-    books = MemoryBooks()
+    books = MemoryTracker()
     weight, passing = num_bytes(10), num_bytes(90)
     observe(books, weight)
     observe(books, passing)
@@ -103,7 +103,7 @@ def test_a_restart_keeps_what_lives_and_what_is_known_of_it() -> None:
 
 
 def test_the_largest_at_the_peak_are_counted_together_where_they_are_alike() -> None:
-    books = MemoryBooks()
+    books = MemoryTracker()
     weights = [num_bytes(10) for _ in range(3)]
     for weight in weights:
         books.observe(weight.untyped_storage(), "activations", "aten::empty in forward")
@@ -112,24 +112,24 @@ def test_the_largest_at_the_peak_are_counted_together_where_they_are_alike() -> 
     observe(books, passing, "temporaries")
     del passing
     assert books.largest_at_peak() == [
-        Item("temporaries", "", 40, 1),
-        Item("parameters", "aten::empty in forward", 10, 3),
+        MemoryItem("temporaries", "", 40, 1),
+        MemoryItem("parameters", "aten::empty in forward", 10, 3),
     ]
 
 
 def test_a_memory_learns_what_has_become_known_before_it_tells_kinds() -> None:
-    books = MemoryBooks()
+    books = MemoryTracker()
     weight = num_bytes(10)
     observe(books, weight)
     memory = Memory(books, lambda: books.claim(weight.untyped_storage(), "parameters", Evidence.OPTIMIZER))
     assert (memory.current_bytes, memory.peak_bytes) == (10, 10)
     assert books.current_by_kind() == {"activations": 10}
     assert memory.current_by_kind == memory.peak_by_kind == {"parameters": 10}
-    assert memory.largest_at_peak == [Item("parameters", "", 10, 1)]
+    assert memory.largest_at_peak == [MemoryItem("parameters", "", 10, 1)]
 
 
 def test_closed_books_stay_as_they_are() -> None:
-    books = MemoryBooks()
+    books = MemoryTracker()
     tensor = num_bytes(10)
     observe(books, tensor)
     books.close()
@@ -139,7 +139,7 @@ def test_closed_books_stay_as_they_are() -> None:
 
 @pytest.mark.parametrize("evidence", list(Evidence))
 def test_kinds_add_up_to_the_total_whatever_is_claimed(evidence: Evidence) -> None:
-    books = MemoryBooks()
+    books = MemoryTracker()
     tensors = [num_bytes(size) for size in (3, 5, 7, 11)]
     for tensor in tensors:
         observe(books, tensor)

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from scale_core.comm.group import Group
 from scale_core.microbatch_grads import (
-    Listener,
-    SampledStep,
-    Terms,
-    announces_samples,
-    announcing,
-    on_sampled_steps,
-    sampled_steps_wanted,
+    MicrobatchStep,
+    StepObserver,
+    StepSignature,
+    microbatch_steps_wanted,
+    on_microbatch_steps,
+    pipeline_ranks,
+    register_pipeline,
 )
 
 
@@ -29,9 +29,9 @@ class Heard:
     def __init__(self, name: str, heard: list[str]) -> None:
         self.name, self.heard = name, heard
 
-    def begins(self, step: SampledStep) -> Listener:
+    def begins(self, step: MicrobatchStep) -> StepObserver:
         self.heard.append(f"{self.name} begins")
-        return Listener(self.ended, self.failed, self.whole)
+        return StepObserver(self.ended, self.failed, self.whole)
 
     def ended(self, weights: Sequence[float]) -> None:
         assert sum(weights) == 1.0
@@ -47,18 +47,18 @@ class Heard:
 def test_a_step_tells_all_who_listen_to_it_until_it_ends() -> None:
     heard: list[str] = []
     first, second = Heard("first", heard), Heard("second", heard)
-    assert not sampled_steps_wanted()
-    handles = [on_sampled_steps(callback) for callback in (first.begins, lambda step: None, second.begins)]
-    assert sampled_steps_wanted()
+    assert not microbatch_steps_wanted()
+    handles = [on_microbatch_steps(callback) for callback in (first.begins, lambda step: None, second.begins)]
+    assert microbatch_steps_wanted()
     param = nn.Parameter(torch.ones(2))
-    step = SampledStep([param], [param])
-    assert not step.is_heard
+    step = MicrobatchStep([param], [param])
+    assert not step.has_observers
     step.begin()
-    assert step.is_heard and step.sample is None
-    with step.of_sample(3):
+    assert step.has_observers and step.sample is None
+    with step.micro_batch(3):
         assert step.sample == 3
     assert step.sample is None
-    step.tell(param, torch.ones(2))
+    step.report_grad(param, torch.ones(2))
     step.end([0.25] * 4)
     step.fail()
     step.end([0.2] * 5)
@@ -67,20 +67,20 @@ def test_a_step_tells_all_who_listen_to_it_until_it_ends() -> None:
     for handle in handles:
         handle.remove()
     heard.clear()
-    other = SampledStep([param])
+    other = MicrobatchStep([param])
     other.begin()
     other.end([1.0])
-    assert heard == [] and not other.is_heard and not sampled_steps_wanted()
+    assert heard == [] and not other.has_observers and not microbatch_steps_wanted()
 
 
 def test_who_refuses_a_step_fails_it_for_those_who_were_told_before() -> None:
     heard: list[str] = []
 
-    def refuses(step: SampledStep) -> Listener:
+    def refuses(step: MicrobatchStep) -> StepObserver:
         raise ValueError("not this one")
 
-    handles = [on_sampled_steps(Heard("first", heard).begins), on_sampled_steps(refuses)]
-    step = SampledStep([])
+    handles = [on_microbatch_steps(Heard("first", heard).begins), on_microbatch_steps(refuses)]
+    step = MicrobatchStep([])
     with pytest.raises(ValueError, match="not this one"):
         step.begin()
     step.end([1.0])
@@ -90,15 +90,15 @@ def test_who_refuses_a_step_fails_it_for_those_who_were_told_before() -> None:
 
 
 def test_no_sample_is_left_where_a_pass_of_it_fails() -> None:
-    step = SampledStep([])
-    with pytest.raises(ArithmeticError), step.of_sample(0):
+    step = MicrobatchStep([])
+    with pytest.raises(ArithmeticError), step.micro_batch(0):
         raise ArithmeticError
     assert step.sample is None
 
 
 def test_parameters_are_told_apart_by_identity() -> None:
     one, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    step = SampledStep([one, other], [one], [other])
+    step = MicrobatchStep([one, other], [one], [other])
     assert one in step.in_parts and other not in step.in_parts
     assert other in step.counted_elsewhere and one not in step.counted_elsewhere
 
@@ -107,23 +107,23 @@ def test_a_module_announces_as_long_as_it_lives_and_for_the_parameters_that_it_h
     module = nn.Linear(2, 2)
     before = module.weight
     ranks = Group(0, 2, None, "fake", (0, 1))
-    announces_samples(module, ranks)
-    assert announcing([torch.ones(1), before]) == (ranks, ranks)
+    register_pipeline(module, ranks)
+    assert pipeline_ranks([torch.ones(1), before]) == (ranks, ranks)
     module.weight = after = nn.Parameter(torch.ones(2, 2))
-    assert announcing([before]) is None and announcing([after]) == (ranks, ranks)
-    announces_samples(module, ranks, Group())
-    assert announcing([after]) == (ranks, Group())
+    assert pipeline_ranks([before]) is None and pipeline_ranks([after]) == (ranks, ranks)
+    register_pipeline(module, ranks, Group())
+    assert pipeline_ranks([after]) == (ranks, Group())
     del module
     gc.collect()
-    assert announcing([after]) is None
+    assert pipeline_ranks([after]) is None
 
 
 def test_samples_of_unequal_size_end_with_what_each_counts_and_those_who_listen_name_their_terms() -> None:
     found: list[Sequence[float]] = []
-    terms = Terms((0, 3), "two of these")
-    listeners = [Listener(found.append, print, print), Listener(found.append, print, print, terms)]
-    handles = [on_sampled_steps(lambda step, each=each: each) for each in listeners]  # type: ignore[misc]
-    step = SampledStep([])
+    terms = StepSignature((0, 3), "two of these")
+    listeners = [StepObserver(found.append, print, print), StepObserver(found.append, print, print, terms)]
+    handles = [on_microbatch_steps(lambda step, each=each: each) for each in listeners]  # type: ignore[misc]
+    step = MicrobatchStep([])
     step.begin()
     assert step.terms == [terms]
     step.end([0.25, 0.75])

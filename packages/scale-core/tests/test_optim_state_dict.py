@@ -12,7 +12,7 @@ from test_param_ownership import Flat
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from scale_core.state.optim_state_dict import optimizer_slots, owners_of, slots_from
+from scale_core.state.optim_state_dict import entries_from, owners_of, state_entries
 from scale_core.state.param_groups import saved_groups
 from scale_core.state.state_dict import LocalShard, load_sharded_state_dict, sharded_state_dict, target_state_dict
 from scale_core.state.validation import SavedTensor, StateMismatch
@@ -156,7 +156,7 @@ def test_owners_come_in_the_optimizer_s_order() -> None:
     optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9)
     assert list(map(id, owners_of(model, optimizer))) == list(map(id, params))
     train(model, optimizer, 1)
-    (found,) = optimizer_slots(sharded_state_dict(model, optimizer), model, [optimizer], lambda name: name)
+    (found,) = state_entries(sharded_state_dict(model, optimizer), model, [optimizer], lambda name: name)
     assert all(found.slots[p]["momentum_buffer"].is_set_to(optimizer.state[p]["momentum_buffer"]) for p in params)
 
 
@@ -169,4 +169,4 @@ def test_what_a_whole_parameter_keeps_may_have_any_shape() -> None:
     into = torch.optim.Adafactor(fresh.parameters())
     load_sharded_state_dict(sharded_state_dict(model, optimizer), fresh, into)
     assert into.state[fresh.weight]["row_var"].shape == (4, 1)
-    assert slots_from({}, owners_of(fresh, into), into.state) == {}
+    assert entries_from({}, owners_of(fresh, into), into.state) == {}

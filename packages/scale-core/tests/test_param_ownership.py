@@ -8,14 +8,14 @@ from torch import nn
 from scale_core.comm.group import Group
 from scale_core.flat.buffer import FlatBuffer
 from scale_core.flat.layout import FlatLayout
-from scale_core.shard import Axis, Held, Shard, full_numel, mark
+from scale_core.shard import Axis, Placement, Shard, full_numel, set_shard
 from scale_core.state.param_ownership import (
     flat_buffer_of,
-    holdings_of,
-    is_number,
-    named_holdings,
+    is_per_param_number,
+    named_param_slices,
     num_parameters,
-    tell_flat,
+    param_slices,
+    register_flat_param,
 )
 
 WORLD = 3
@@ -31,13 +31,13 @@ class Flat(nn.Module):
         self.buffer = FlatBuffer(list(named), list(named.values()), layout, Group(rank, size), flatten=True)
         for index, param in enumerate(named.values()):
             self.buffer.load(index, param)
-        self.flat_param_0 = self.buffer.exposed[0]
-        tell_flat(self.buffer)
+        self.flat_param_0 = self.buffer.sharded_params[0]
+        register_flat_param(self.buffer)
 
 
 def test_a_whole_parameter_holds_itself() -> None:
     model = nn.Linear(3, 2)
-    holding = named_holdings(model)["weight"]
+    holding = named_param_slices(model)["weight"]
     assert (holding.shape, holding.start, holding.stop, holding.is_shard) == ((2, 3), 0, 6, False)
     assert holding.view(model.weight).is_set_to(model.weight)
 
@@ -45,7 +45,7 @@ def test_a_whole_parameter_holds_itself() -> None:
 def test_a_shard_holds_its_range() -> None:
     plain = dict(Model().named_parameters())
     for rank in range(WORLD):
-        for name, holding in named_holdings(cut(Model(), rank, WORLD)).items():
+        for name, holding in named_param_slices(cut(Model(), rank, WORLD)).items():
             whole = plain[name].reshape(-1)
             assert holding.shape == tuple(plain[name].shape)
             assert torch.equal(holding.view(holding.owner), whole[holding.start : holding.stop])
@@ -55,7 +55,7 @@ def test_a_flat_parameter_holds_many_under_their_own_names() -> None:
     plain = dict(Model().named_parameters())
     for rank in range(WORLD):
         model = Flat(Model(), rank, WORLD)
-        holdings = named_holdings(model)
+        holdings = named_param_slices(model)
         assert list(holdings) == list(plain)
         for name, holding in holdings.items():
             part = holding.view(model.flat_param_0)
@@ -69,19 +69,19 @@ def test_a_flat_parameter_holds_many_under_their_own_names() -> None:
 def test_later_names_of_what_a_flat_parameter_holds_count() -> None:
     model = Flat(nn.Linear(3, 2))
     model.buffer.rename(["a.weight", "a.bias"])
-    assert list(named_holdings(model)) == ["a.weight", "a.bias"]
+    assert list(named_param_slices(model)) == ["a.weight", "a.bias"]
     assert flat_buffer_of(model.flat_param_0) is model.buffer
     assert flat_buffer_of(nn.Parameter(torch.ones(1))) is None
 
 
 def test_summands_and_names_that_stand_twice_are_errors() -> None:
     model = nn.Linear(2, 2, bias=False)
-    mark(model.weight, Shard("weight", (2, 2), 0, 4, (Axis(Group(), Held.PARTIAL),)))
+    set_shard(model.weight, Shard("weight", (2, 2), 0, 4, (Axis(Group(), Placement.PARTIAL),)))
     with pytest.raises(ValueError, match="weight: each rank holds a summand"):
-        list(holdings_of(model.weight, "weight"))
+        list(param_slices(model.weight, "weight"))
     twice = nn.ModuleList([Flat(nn.Linear(2, 2)), Flat(nn.Linear(2, 2))])
     with pytest.raises(ValueError, match=r"two parameters are named weight: the second is listed as 1.flat_param_0"):
-        named_holdings(twice)
+        named_param_slices(twice)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_summands_and_names_that_stand_twice_are_errors() -> None:
 def test_of_a_scalar_the_name_tells_a_count_from_a_state(
     key: str, shape: tuple[int, ...], param_shape: tuple[int, ...], expected: bool
 ) -> None:
-    assert is_number(key, shape, param_shape) is expected
+    assert is_per_param_number(key, shape, param_shape) is expected
 
 
 @pytest.mark.parametrize("rank", range(WORLD))

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from scale_core.part_hooks import ForEachPart, is_for_each_part, take_hooks
+from scale_core.part_hooks import ForEachShardHook, is_for_each_part, take_hooks
 
 
-class Seen(ForEachPart):
+class Seen(ForEachShardHook):
     def __init__(self) -> None:
         self.seen: list[tuple[str, object]] = []
 

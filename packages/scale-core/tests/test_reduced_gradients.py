@@ -10,9 +10,9 @@ import torch
 from flat_by_hand import SHAPES, average, backward, local_grad, make, pieces_of, whole_params
 from torch import Tensor
 
-from scale_core.autograd_hooks import are_local_grads_reported, on_local_grads
+from scale_core.autograd_hooks import lacks_autograd_hooks, register_local_grad_hook
 from scale_core.comm.group import Group, group_of
-from scale_core.flat.buffer import Dtypes
+from scale_core.flat.buffer import DtypePolicy
 from scale_core.testing import run_ranks
 from scale_core.uneven_inputs import join
 
@@ -20,7 +20,7 @@ from scale_core.uneven_inputs import join
 def reductions(used_by_rank: dict[int, list[int]], reduce_dtype: torch.dtype | None) -> None:
     """Parameters that some ranks have not used count as zeros there; what nobody used is zero."""
     group = group_of()
-    buffer = make(group, Dtypes(reduce=reduce_dtype))
+    buffer = make(group, DtypePolicy(reduce=reduce_dtype))
     used = used_by_rank.get(group.rank, [0, 1, 2, 3, 4])
     for step in (1, 2):
         backward(buffer, used, group.rank)
@@ -32,7 +32,7 @@ def reductions(used_by_rank: dict[int, list[int]], reduce_dtype: torch.dtype | N
         buffer.wait_reduced()  # Nothing to do.
         buffer.commit()
         wire = reduce_dtype or torch.float32
-        for index, (param, span) in enumerate(zip(buffer.exposed, buffer.spans, strict=True)):
+        for index, (param, span) in enumerate(zip(buffer.sharded_params, buffer.spans, strict=True)):
             total = torch.zeros(SHAPES[list(SHAPES)[index]])
             for rank in range(group.size):
                 if index in used_by_rank.get(rank, [0, 1, 2, 3, 4]):
@@ -53,7 +53,7 @@ def uneven() -> None:
             buffer.wait_reduced()
             buffer.commit()
             share = [0.0, 1.0] if number else [size[0] / sum(each[0] for each in sizes) for size in sizes]
-            for index, (param, span) in enumerate(zip(buffer.exposed, buffer.spans, strict=True)):
+            for index, (param, span) in enumerate(zip(buffer.sharded_params, buffer.spans, strict=True)):
                 mean = sum(share[rank] * local_grad(rank, index, SHAPES[list(SHAPES)[index]]) for rank in range(2))
                 assert isinstance(mean, Tensor) and param.grad is not None
                 expected = mean.reshape(-1)[span.start : span.stop].view(span.shape)
@@ -64,7 +64,7 @@ def uneven() -> None:
 def accumulation() -> None:
     """Micro-batches are summed in a dtype that is wide enough, and sent once."""
     group = group_of()
-    buffer = make(group, Dtypes(compute=torch.bfloat16, reduce=torch.bfloat16))
+    buffer = make(group, DtypePolicy(compute=torch.bfloat16, reduce=torch.bfloat16))
     rounded = [local_grad(group.rank, i, tuple(shape)).bfloat16() for i, shape in enumerate(SHAPES.values())]
     for last in (False, False, True):
         backward(buffer, [0, 1, 2, 3, 4], group.rank, accumulate=not last)
@@ -76,16 +76,16 @@ def accumulation() -> None:
         assert torch.equal(held, grad.float() + grad.float() + grad.float())
     buffer.reduce()
     buffer.commit()
-    assert all(param.grad is not None and param.grad.dtype == torch.float32 for param in buffer.exposed)
+    assert all(param.grad is not None and param.grad.dtype == torch.float32 for param in buffer.sharded_params)
 
 
 def half_precision_parameters_reduced_in_fp32() -> None:
     group, params = group_of(), whole_params(torch.bfloat16)
-    buffer = make(group, Dtypes(reduce=torch.float32), params=params)
+    buffer = make(group, DtypePolicy(reduce=torch.float32), params=params)
     backward(buffer, [0, 1, 2, 3, 4], group.rank)
     buffer.reduce()
     buffer.commit()
-    for index, (param, span) in enumerate(zip(buffer.exposed, buffer.spans, strict=True)):
+    for index, (param, span) in enumerate(zip(buffer.sharded_params, buffer.spans, strict=True)):
         total = sum(local_grad(rank, index, params[index].shape).bfloat16().float() for rank in range(group.size))
         assert isinstance(total, Tensor) and param.grad is not None
         expected = (total / group.size).bfloat16().reshape(-1)[span.start : span.stop].view(span.shape)
@@ -104,7 +104,7 @@ def late_gradients() -> None:
     buffer.reduce(tag=1 << 22)
     buffer.commit()
     wholes = [average(group.size, i, shape) if i < 2 else torch.zeros(shape) for i, shape in enumerate(SHAPES.values())]
-    for param, expected in zip(buffer.exposed, pieces_of(buffer, wholes), strict=True):
+    for param, expected in zip(buffer.sharded_params, pieces_of(buffer, wholes), strict=True):
         assert param.grad is not None and torch.equal(param.grad, expected)
 
 
@@ -115,13 +115,13 @@ def local_gradients_are_reported() -> None:
     def listen(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         heard.append(([id(param) for param in params], [grad.clone() for grad in grads]))
 
-    handle = on_local_grads(listen)
+    handle = register_local_grad_hook(listen)
     backward(buffer, [0, 4], group.rank)
     buffer.reduce()
     handle.remove()
     buffer.commit()
     ((params, grads),) = heard
-    assert params == [id(buffer.exposed[0]), id(buffer.exposed[4])]
+    assert params == [id(buffer.sharded_params[0]), id(buffer.sharded_params[4])]
     assert torch.equal(grads[0], local_grad(group.rank, 0, (5, 3)))
     assert torch.equal(grads[1], local_grad(group.rank, 4, (7,)))
 
@@ -136,8 +136,8 @@ def each_pass_is_reported_alone() -> None:
 
     for flatten in (False, True):
         buffer = make(group, flatten=flatten)
-        assert all(are_local_grads_reported(param) for param in buffer.exposed)
-        handle = on_local_grads(listen)
+        assert all(lacks_autograd_hooks(param) for param in buffer.sharded_params)
+        handle = register_local_grad_hook(listen)
         backward(buffer, [0, 4], group.rank, accumulate=True)
         buffer.commit()
         backward(buffer, [], group.rank, accumulate=True)
@@ -158,7 +158,7 @@ def each_pass_is_reported_alone() -> None:
         else:
             assert [grad.tolist() for grad in first] == [one.tolist(), other.tolist()]
             assert [grad.tolist() for grad in last] == [one.tolist()]
-        assert not are_local_grads_reported(torch.nn.Parameter(torch.ones(2)))
+        assert not lacks_autograd_hooks(torch.nn.Parameter(torch.ones(2)))
 
 
 @pytest.mark.parametrize("reduce_dtype", [None, torch.bfloat16])
@@ -201,29 +201,31 @@ def test_what_was_reduced_stands_aside_and_is_handed_out_once_to_some_or_at_last
             backward(buffer, used, rank=0)
             buffer.reduce()
             buffer.wait_reduced()
-        first = buffer.set_aside()
-        assert [param for param, _ in first] == list(buffer.exposed) * 2 and buffer.set_aside() == []
-        assert all(param.grad is None for param in buffer.exposed)
-        buffer.hand_out({buffer.exposed[0]})
-        assert [param.grad is not None for param in buffer.exposed] == [True] + [False] * (len(buffer.exposed) - 1)
-        handed_out = copy.deepcopy(buffer.exposed[0].grad)
+        first = buffer.wait_results()
+        assert [param for param, _ in first] == list(buffer.sharded_params) * 2 and buffer.wait_results() == []
+        assert all(param.grad is None for param in buffer.sharded_params)
+        buffer.publish_grads({buffer.sharded_params[0]})
+        assert [param.grad is not None for param in buffer.sharded_params] == [True] + [False] * (
+            len(buffer.sharded_params) - 1
+        )
+        handed_out = copy.deepcopy(buffer.sharded_params[0].grad)
         buffer.commit()
-        assert torch.equal(buffer.exposed[0].grad, handed_out)  # type: ignore[arg-type]
+        assert torch.equal(buffer.sharded_params[0].grad, handed_out)  # type: ignore[arg-type]
         if not flatten:
-            assert buffer.exposed[1].grad is first[1][1], "the very tensor that was told of"
-            assert torch.equal(buffer.exposed[1].grad, 2 * local_grad(0, 1, (5,)))
-            assert torch.equal(buffer.exposed[4].grad, 2 * local_grad(0, 4, (7,)))  # type: ignore[arg-type]
+            assert buffer.sharded_params[1].grad is first[1][1], "the very tensor that was told of"
+            assert torch.equal(buffer.sharded_params[1].grad, 2 * local_grad(0, 1, (5,)))
+            assert torch.equal(buffer.sharded_params[4].grad, 2 * local_grad(0, 4, (7,)))  # type: ignore[arg-type]
         buffer.commit()
-        buffer.set_aside()
+        buffer.wait_results()
         buffer.discard()
-        assert torch.equal(buffer.exposed[0].grad, handed_out)  # type: ignore[arg-type]
+        assert torch.equal(buffer.sharded_params[0].grad, handed_out)  # type: ignore[arg-type]
 
 
 def test_what_stands_aside_is_dropped_with_the_pass() -> None:
     buffer = make(Group())
     backward(buffer, range(5), rank=0)
     buffer.reduce()
-    assert len(buffer.set_aside()) == 5
+    assert len(buffer.wait_results()) == 5
     buffer.discard()
     buffer.commit()
-    assert all(param.grad is None for param in buffer.exposed)
+    assert all(param.grad is None for param in buffer.sharded_params)

@@ -43,7 +43,7 @@ def averages() -> None:
     reduction.start(flat(group.rank, group.size))
     with pytest.raises(AssertionError, match="under way already"):
         reduction.start(flat(group.rank, group.size))
-    reduction.abandon()
+    reduction.cancel()
     assert reduction.results() == []
 
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from scale_core.snapshot.safetensors_io import DTYPES, Entry, read_rows, write_tensors
+from scale_core.snapshot.safetensors_io import DTYPES, TensorEntry, read_rows, write_tensors
 
 
 def write(path: Path, tensors: dict[str, Tensor]) -> dict[str, tuple[int, int]]:
-    entries = [Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+    entries = [TensorEntry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
     return write_tensors(path, entries, list(tensors.values()).__getitem__)
 
 
@@ -20,7 +20,7 @@ def random_of(dtype: torch.dtype) -> Tensor:
 def test_every_dtype_is_written_and_read_alike(tmp_path: Path, dtype: torch.dtype) -> None:
     tensor = random_of(dtype)
     (begin, end) = write(tmp_path / "file", {"a": tensor})["a"]
-    read = read_rows(tmp_path / "file", begin, Entry("a", dtype, (3, 5)), 1, 2)
+    read = read_rows(tmp_path / "file", begin, TensorEntry("a", dtype, (3, 5)), 1, 2)
     assert end - begin == tensor.nbytes
     assert torch.equal(read.view(torch.uint8), tensor[1:3].contiguous().view(torch.uint8))
 
@@ -49,7 +49,7 @@ def test_a_tensor_is_produced_only_when_its_turn_comes(tmp_path: Path) -> None:
         held.append(index)
         return torch.full((1 << 20,), float(index))
 
-    entries = [Entry(f"t{index}", torch.float32, (1 << 20,)) for index in range(3)]
+    entries = [TensorEntry(f"t{index}", torch.float32, (1 << 20,)) for index in range(3)]
     write_tensors(tmp_path / "file", entries, produce)
     assert held == [0, 1, 2]
 
@@ -63,7 +63,7 @@ def test_a_file_that_is_there_is_not_overwritten(tmp_path: Path) -> None:
 def test_a_file_that_ends_early_names_the_tensor_and_both_lengths(tmp_path: Path) -> None:
     begin, end = write(tmp_path / "file", {"layers.3.weight": torch.ones(4, 4)})["layers.3.weight"]
     (tmp_path / "file").write_bytes((tmp_path / "file").read_bytes()[: end - 8])
-    entry = Entry("layers.3.weight", torch.float32, (4, 4))
+    entry = TensorEntry("layers.3.weight", torch.float32, (4, 4))
     with pytest.raises(EOFError, match=r"file ends inside layers.3.weight: 32 bytes expected, 24 found"):
         read_rows(tmp_path / "file", begin, entry, 2, 2)
 

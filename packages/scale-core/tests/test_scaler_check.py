@@ -1,4 +1,4 @@
-"""step_checks.py: torch's own scaler is refused on shards, and nothing else is."""
+"""torch_patches.py: torch's own scaler is refused on shards, and nothing else is."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from scale_core.optim.grad_scaler import ShardedGradScaler
-from scale_core.optim.step_checks import watch_optimizers
 
 REFUSED = r"GradScaler.step\(Adam\): torch's scaler .* of '0.weight' other ranks have .*scale_core.ShardedGradScaler"
 
 
 def stepped(model: nn.Module, scaler: GradScaler, *, fused: bool = False) -> None:
-    watch_optimizers()
     optimizer = torch.optim.Adam(model.parameters(), fused=fused)
     torch.optim.lr_scheduler.ConstantLR(optimizer)  # It stands between the caller and the step.
     scaler.scale(sum(param.sum() for param in model.parameters())).backward()

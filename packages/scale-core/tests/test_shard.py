@@ -12,13 +12,13 @@ from torch import nn
 from scale_core.comm.group import Group
 from scale_core.shard import (
     Axis,
-    Held,
+    Placement,
     Shard,
     check_undivided,
     elements_of,
     full_shape,
     is_divided,
-    mark,
+    set_shard,
     shard_of,
     title_of,
     unit_shard_of,
@@ -26,7 +26,7 @@ from scale_core.shard import (
 
 
 def piece(name: str = "weight") -> Shard:
-    return Shard(name, (4, 3), 6, 12, (Axis(Group(), Held.SHARD),), "layer")
+    return Shard(name, (4, 3), 6, 12, (Axis(Group(), Placement.SHARD),), "layer")
 
 
 def test_an_unmarked_tensor_is_whole() -> None:
@@ -37,8 +37,8 @@ def test_an_unmarked_tensor_is_whole() -> None:
 
 def test_errors_call_a_parameter_by_its_name_or_by_its_shape() -> None:
     named, nameless = (nn.Parameter(torch.ones(2, 3)) for _ in range(2))
-    mark(named, piece())
-    mark(nameless, piece(""))
+    set_shard(named, piece())
+    set_shard(nameless, piece(""))
     assert title_of(named) == "'weight'"
     assert title_of(nameless) == "a parameter of shape (4, 3)"
     assert title_of(torch.ones(2, 3)) == "a parameter of shape (2, 3)"
@@ -46,7 +46,7 @@ def test_errors_call_a_parameter_by_its_name_or_by_its_shape() -> None:
 
 def test_a_marked_tensor_says_what_it_is_a_piece_of() -> None:
     param = nn.Parameter(torch.ones(2, 3))
-    mark(param, piece())
+    set_shard(param, piece())
     shard = shard_of(param)
     assert shard == piece()
     assert shard.numel == 12
@@ -59,20 +59,20 @@ def test_a_scalar_has_one_element() -> None:
 
 def test_a_later_mark_replaces_an_earlier_one() -> None:
     param = nn.Parameter(torch.ones(2, 3))
-    mark(param, piece("before"))
-    mark(param, piece("after"))
+    set_shard(param, piece("before"))
+    set_shard(param, piece("after"))
     assert shard_of(param) == piece("after")
 
 
 def test_equal_tensors_are_told_apart() -> None:
     one, other = nn.Parameter(torch.ones(6)), nn.Parameter(torch.ones(6))
-    mark(one, piece())
+    set_shard(one, piece())
     assert shard_of(other) is None
 
 
 def test_a_mark_is_no_attribute_and_keeps_no_tensor_alive() -> None:
     param = nn.Parameter(torch.ones(6))
-    mark(param, piece())
+    set_shard(param, piece())
     assert vars(param) == {}
     watch = weakref.ref(param)
     del param
@@ -82,13 +82,13 @@ def test_a_mark_is_no_attribute_and_keeps_no_tensor_alive() -> None:
 
 def test_a_mark_survives_what_replaces_the_values() -> None:
     param = nn.Parameter(torch.ones(6))
-    mark(param, piece())
+    set_shard(param, piece())
     param.data = torch.zeros(6)
     param.requires_grad_(False)
     assert shard_of(param) == piece()
 
 
-AXES = (Axis(Group(0, 2, ranks=(0, 1)), Held.SHARD),)
+AXES = (Axis(Group(0, 2, ranks=(0, 1)), Placement.SHARD),)
 WHOLE = torch.arange(12).view(4, 3)
 
 
@@ -107,7 +107,7 @@ def test_columns_and_groups_of_rows_are_said_by_their_indices() -> None:
 
 
 def test_a_piece_of_a_piece_counts_from_where_that_begins() -> None:
-    other = (Axis(Group(1, 2, ranks=(1, 3)), Held.SHARD),)
+    other = (Axis(Group(1, 2, ranks=(1, 3)), Placement.SHARD),)
     rows = Shard.of_ranges("", (4, 3), (((1, 3),), ((0, 3),)), AXES, counted=False).cut("weight", 2, 5, other, "layer")
     assert rows == Shard("weight", (4, 3), 5, 8, other + AXES, "layer", counted=False)
     columns = Shard.of_ranges("", (4, 3), (((0, 4),), ((1, 3),)), AXES).cut("weight", 3, 8, other)
@@ -116,22 +116,22 @@ def test_a_piece_of_a_piece_counts_from_where_that_begins() -> None:
 
 def test_what_a_module_computes_with_is_no_shard_of_a_unit() -> None:
     of_layer, of_unit, plain = (nn.Parameter(torch.ones(2, 3)) for _ in range(3))
-    mark(of_layer, Shard.of_ranges("weight", (4, 3), (((1, 3),), ((0, 3),)), AXES))
-    mark(of_unit, Shard("weight", (4, 3), 0, 6, AXES))
+    set_shard(of_layer, Shard.of_ranges("weight", (4, 3), (((1, 3),), ((0, 3),)), AXES))
+    set_shard(of_unit, Shard("weight", (4, 3), 0, 6, AXES))
     assert unit_shard_of(of_layer) is None
     assert unit_shard_of(of_unit) == shard_of(of_unit)
     assert unit_shard_of(plain) is None
     assert [is_divided(param) for param in (of_layer, of_unit, plain)] == [True, True, False]
-    mark(of_layer, Shard("weight", (2, 3), 0, 6, (Axis(AXES[0].group, Held.REPLICATE),)))
+    set_shard(of_layer, Shard("weight", (2, 3), 0, 6, (Axis(AXES[0].group, Placement.REPLICATE),)))
     assert not is_divided(of_layer)
 
 
 def test_ranks_that_hold_parts_are_not_taken_for_replicas() -> None:
     part, alike, piece_of_unit, plain = (nn.Parameter(torch.ones(2, 3)) for _ in range(4))
     layer = Group(0, 2, None, "fake", (0, 1))
-    mark(part, Shard.of_ranges("", (4, 3), (((0, 2),), ((0, 3),)), (Axis(layer, Held.SHARD),)))
-    mark(alike, Shard("", (2, 3), 0, 6, (Axis(layer, Held.REPLICATE),), gathered=False))
-    mark(piece_of_unit, Shard("", (4, 3), 0, 6, (Axis(layer, Held.SHARD),)))
+    set_shard(part, Shard.of_ranges("", (4, 3), (((0, 2),), ((0, 3),)), (Axis(layer, Placement.SHARD),)))
+    set_shard(alike, Shard("", (2, 3), 0, 6, (Axis(layer, Placement.REPLICATE),), gathered=False))
+    set_shard(piece_of_unit, Shard("", (4, 3), 0, 6, (Axis(layer, Placement.SHARD),)))
     named = [("plain", plain), ("alike", alike), ("piece", piece_of_unit), ("part", part)]
     for ranks in ((0,), (0, 2), (0, 4, 8)):
         check_undivided(named, Group(0, len(ranks), None, "fake", ranks), "Wrapper")

@@ -9,25 +9,20 @@ import torch
 from torch import nn
 
 from scale_core.comm.group import Group
+from scale_core.flat.buffer import FlatBuffer
 from scale_core.flat.layout import FlatLayout
-from scale_core.flat.shard_storage import Devices, Dtypes, FlatShard, Groups
-from scale_core.shard import Held, shard_of
+from scale_core.shard import Placement, shard_of
 
 NAMES = ["weight", "bias", "scale"]
 WHOLES = [torch.arange(21.0).view(7, 3), torch.arange(100.0, 105.0), torch.tensor(7.0)]
 
 
-def shard_on(rank: int, size: int, flatten: bool = False, trainable: Sequence[bool] = (True, True, True)) -> FlatShard:
+def shard_on(rank: int, size: int, flatten: bool = False, trainable: Sequence[bool] = (True, True, True)) -> FlatBuffer:
     """What one rank keeps of the parameters above; the others need not exist for that."""
     group = Group(rank=rank, size=size, backend="fake", ranks=tuple(range(size)))
     layout = FlatLayout.plan(NAMES, [tuple(whole.shape) for whole in WHOLES], size, "auto")
-    shard = FlatShard(NAMES, Dtypes(), flatten)
-    shard._plan(layout, Groups(group), Devices().resolved(torch.device("cpu")))
-    shard._house(shard._new_shard(torch.float32))
-    shard.exposed = shard._expose([nn.Parameter(torch.ones(()), wanted) for wanted in trainable])
-    shard._written = [shard.shard]
-    for index, whole in enumerate(WHOLES):
-        shard.load(index, whole)
+    params = [nn.Parameter(whole, wanted) for whole, wanted in zip(WHOLES, trainable, strict=True)]
+    shard = FlatBuffer(NAMES, params, layout, group, flatten=flatten)
     shard.rename([f"layer.{name}" for name in NAMES], "layer", "layer.flat_param_0")
     return shard
 
@@ -44,18 +39,18 @@ def test_each_piece_says_what_it_is_a_piece_of() -> None:
     for rank in range(2):
         shard = shard_on(rank, 2)
         for index, whole in enumerate(WHOLES):
-            told = shard_of(shard.exposed[index])
+            told = shard_of(shard.sharded_params[index])
             assert told is not None and told.name == f"layer.{NAMES[index]}" and told.unit == "layer"
-            assert told.shape == tuple(whole.shape) and [axis.held for axis in told.axes] == [Held.SHARD]
+            assert told.shape == tuple(whole.shape) and [axis.placement for axis in told.axes] == [Placement.SHARD]
             part = whole.reshape(-1)[told.start : told.stop]
-            assert torch.equal(shard.exposed[index].reshape(-1), part)
+            assert torch.equal(shard.sharded_params[index].reshape(-1), part)
 
 
 def test_flattened_an_optimizer_sees_one_parameter_that_trains_if_any_does() -> None:
     shard = shard_on(1, 2, flatten=True, trainable=(False, True, False))
-    (param,) = shard.exposed
+    (param,) = shard.sharded_params
     assert param.requires_grad and shard.trains and param.numel() == shard.layout.shard_numel
-    assert all(shard.exposed_of(index) is param for index in range(3))
+    assert all(shard.sharded_param(index) is param for index in range(3))
     told = shard_of(param)
     assert told is not None and (told.name, told.start) == ("layer.flat_param_0", shard.layout.shard_numel)
     assert not shard_on(0, 2, trainable=(False, False, False)).trains
@@ -64,7 +59,7 @@ def test_flattened_an_optimizer_sees_one_parameter_that_trains_if_any_does() -> 
 def test_a_write_to_any_piece_counts_as_one_to_the_shard_even_where_it_is_empty() -> None:
     for rank in range(5):
         shard = shard_on(rank, 5)
-        for param in shard.exposed:
+        for param in shard.sharded_params:
             before = shard.version
             with torch.no_grad():
                 param.mul_(2)
@@ -73,11 +68,11 @@ def test_a_write_to_any_piece_counts_as_one_to_the_shard_even_where_it_is_empty(
 
 def test_parameters_that_exist_stay_the_same_objects_in_other_memory() -> None:
     shard = shard_on(0, 2)
-    before = list(shard.exposed)
+    before = list(shard.sharded_params)
     before[0].grad = torch.ones_like(before[0])
-    shard._house(shard.shard.double())
-    shard._take_in(before)
-    assert [id(param) for param in shard.exposed] == [id(param) for param in before]
+    shard._set_shard(shard.shard.double())
+    shard._rebind_params(before)
+    assert [id(param) for param in shard.sharded_params] == [id(param) for param in before]
     assert before[0].grad is None and before[0].dtype is torch.float64
     assert before[0].data_ptr() == shard.pieces[0].data_ptr()
 
@@ -92,6 +87,6 @@ def test_pieces_carry_the_attributes_that_users_gave_to_the_parameters() -> None
     params = [nn.Parameter(whole) for whole in WHOLES]
     params[1]._no_weight_decay = True  # type: ignore[attr-defined]
     shard = shard_on(0, 2)
-    assert [vars(param) for param in shard._expose(params)] == [{}, {"_no_weight_decay": True}, {}]
+    assert [vars(param) for param in shard._make_sharded_params(params)] == [{}, {"_no_weight_decay": True}, {}]
     flat = shard_on(0, 2, flatten=True)
-    assert [vars(param) for param in flat._expose(params)] == [{}]
+    assert [vars(param) for param in flat._make_sharded_params(params)] == [{}]

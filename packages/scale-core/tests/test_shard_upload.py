@@ -15,9 +15,9 @@ import scale_core.flat.shard_storage
 from scale_core.comm.group import Group
 from scale_core.flat import buffer as flat
 from scale_core.flat import reduction as flat_reduced
-from scale_core.flat.buffer import Devices, Dtypes, FlatBuffer, wait_sent
+from scale_core.flat.buffer import DevicePolicy, DtypePolicy, FlatBuffer, wait_sent
 from scale_core.flat.layout import FlatLayout
-from scale_core.flat.shard_storage import Sending
+from scale_core.flat.shard_storage import HostToDeviceCopy
 from scale_core.streams import HostStream, copy_over
 
 HOST, NEAR = torch.device("cpu"), torch.device("cpu", 0)
@@ -78,14 +78,14 @@ def test_it_is_cast_where_it_arrives_in_small_pieces(
     shard = (torch.randn(size, generator=torch.Generator().manual_seed(0)) * 1e3).to(source)
     arrived = torch.zeros(size, dtype=target)
     with Sizes() as sizes:
-        Sending(HostStream()).start(shard, arrived)
+        HostToDeviceCopy(HostStream()).start(shard, arrived)
     assert torch.equal(arrived, shard.to(target))
     assert sizes.largest <= 8
 
 
 def test_the_shard_may_be_written_to_when_the_last_copy_has_ended_and_no_mark_is_waited_for_twice() -> None:
     log: list[str] = []
-    sending, shard, target = Sending(Told(log, "shards")), torch.ones(3), torch.zeros(3)
+    sending, shard, target = HostToDeviceCopy(Told(log, "shards")), torch.ones(3), torch.zeros(3)
     sending.wait()
     sending.start(shard, target)
     sending.start(shard, target)
@@ -95,10 +95,10 @@ def test_the_shard_may_be_written_to_when_the_last_copy_has_ended_and_no_mark_is
     assert log[2:] == ["shards: waited for"]
 
 
-def buffer_of(devices: Devices, dtype: torch.dtype | None = None) -> FlatBuffer:
+def buffer_of(devices: DevicePolicy, dtype: torch.dtype | None = None) -> FlatBuffer:
     params = [torch.arange(6.0).view(2, 3).requires_grad_(), torch.ones(2).requires_grad_()]
     layout = FlatLayout.plan(["weight", "bias"], [(2, 3), (2,)], world_size=1)
-    return FlatBuffer(["weight", "bias"], params, layout, Group(), Dtypes(dtype), devices=devices)
+    return FlatBuffer(["weight", "bias"], params, layout, Group(), DtypePolicy(dtype), devices=devices)
 
 
 WRITES = {
@@ -111,12 +111,12 @@ WRITES = {
 @pytest.mark.parametrize("write", WRITES)
 def test_a_shard_is_not_written_to_while_a_gather_reads_it(write: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with told_streams(monkeypatch) as log:
-        buffer = buffer_of(Devices(shard=HOST, compute=NEAR))
+        buffer = buffer_of(DevicePolicy(shard=HOST, compute=NEAR))
         log.clear()
         buffer.gather()
         buffer.wait_gathered()
         assert log == ["shards: run", "shards: record", "shards: join"]  # The device waits for the copy, not the host.
-        assert buffer.wholes[0].tolist() == [[0, 1, 2], [3, 4, 5]]
+        assert buffer.unsharded_params[0].tolist() == [[0, 1, 2], [3, 4, 5]]
         buffer.release()
         WRITES[write](buffer)
         assert log[3:] == ["shards: waited for"]
@@ -124,18 +124,18 @@ def test_a_shard_is_not_written_to_while_a_gather_reads_it(write: str, monkeypat
 
 def test_what_is_seen_whole_in_between_is_read_by_a_copy_too(monkeypatch: pytest.MonkeyPatch) -> None:
     with told_streams(monkeypatch) as log:
-        buffer = buffer_of(Devices(shard=HOST, compute=NEAR), torch.bfloat16)
+        buffer = buffer_of(DevicePolicy(shard=HOST, compute=NEAR), torch.bfloat16)
         log.clear()
-        whole, _ = buffer.gather_whole()
+        whole, _ = buffer.gather_full_params()
         assert whole.dtype == torch.float32 and log == ["shards: run", "shards: record", "shards: join"]
         buffer.load(0, whole * 2)
         assert log[3:] == ["shards: waited for"] and buffer.pieces[0].tolist() == [[0, 2, 4], [6, 8, 10]]
 
 
 def reduce(buffer: FlatBuffer) -> None:
-    for index, whole in enumerate(buffer.wholes):
+    for index, whole in enumerate(buffer.unsharded_params):
         whole.grad = torch.full(whole.shape, 2.0, dtype=whole.dtype)
-        buffer.gradient.pack(index)
+        buffer.gradient.accumulate(index)
     buffer.reduce()
     buffer.wait_reduced()
 
@@ -144,18 +144,21 @@ def test_gradients_have_a_stream_of_their_own_also_where_they_alone_go_to_the_ho
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with told_streams(monkeypatch) as log:
-        buffer = buffer_of(Devices(shard=HOST, compute=HOST, reduced=NEAR))
+        buffer = buffer_of(DevicePolicy(shard=HOST, compute=HOST, reduced=NEAR))
         reduce(buffer)
         assert log == ["gradients: run", "gradients: record"]
-        assert all(param.grad is None for param in buffer.exposed)
+        assert all(param.grad is None for param in buffer.sharded_params)
         buffer.commit()
         assert log[2] == "gradients: waited for"
-        assert [param.grad.tolist() for param in buffer.exposed if param.grad is not None] == [[[2] * 3] * 2, [2] * 2]
+        assert [param.grad.tolist() for param in buffer.sharded_params if param.grad is not None] == [
+            [[2] * 3] * 2,
+            [2] * 2,
+        ]
 
 
 def test_where_nothing_moves_there_is_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     with told_streams(monkeypatch) as log:
-        buffer = buffer_of(Devices())
+        buffer = buffer_of(DevicePolicy())
         buffer.gather()
         buffer.wait_gathered()
         reduce(buffer)
@@ -181,7 +184,7 @@ def test_on_cuda_a_cast_shard_equals_that_of_the_host_and_does_not_stop_the_host
     shard = torch.randn((1 << 25) + 5).pin_memory()
     device = torch.device("cuda", torch.cuda.current_device())
     stream = flat_reduced.copy_stream(device, "shards")
-    target, sending = torch.empty(shard.shape, dtype=dtype, device=device), Sending(stream)
+    target, sending = torch.empty(shard.shape, dtype=dtype, device=device), HostToDeviceCopy(stream)
     with stream.run():
         torch.cuda._sleep(1_000_000_000)  # About half a second.
         sending.start(shard, target)

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from scale_core import compat
 from scale_core.comm.group import group_of
-from scale_core.flat.buffer import Dtypes, FlatBuffer
+from scale_core.flat.buffer import DtypePolicy, FlatBuffer
 from scale_core.flat.layout import FlatLayout
 from scale_core.simulate import Simulation, UseAfterReleaseError, simulate
 
@@ -198,7 +198,7 @@ def flat_buffer(compute: torch.dtype = torch.float32, *, trainable: bool = True)
     params = [nn.Parameter(torch.zeros(16, 8), trainable), nn.Parameter(torch.zeros(8), trainable)]
     group = group_of()
     layout = FlatLayout.plan(["weight", "bias"], [tuple(param.shape) for param in params], group.size)
-    return FlatBuffer(["weight", "bias"], params, layout, group, Dtypes(compute=compute))
+    return FlatBuffer(["weight", "bias"], params, layout, group, DtypePolicy(compute=compute))
 
 
 def test_a_flat_buffer_takes_memory_between_gather_and_release_only() -> None:
@@ -224,7 +224,7 @@ def test_the_shards_of_frozen_units_are_parameters_though_no_optimizer_holds_the
 def test_a_weight_that_is_used_after_its_release_raises_and_names_the_operator(fake: bool) -> None:
     with simulate(rank=0, world_size=4, fake=fake):
         buffer = flat_buffer()
-        weight = buffer.wholes[0]
+        weight = buffer.unsharded_params[0]
         with pytest.raises(
             UseAfterReleaseError, match=r"aten::mul.Tensor in forward got a tensor \(16, 8\) .* was released"
         ):

@@ -114,11 +114,11 @@ def test_a_step_that_is_saved_is_never_written_again(tmp_path: Path) -> None:
 
 
 def save_and_be_killed(directory: Path, rank: int, point: str) -> None:
-    def reached(now: str, _path: Path) -> None:
+    def at_stage(now: str, _path: Path) -> None:
         if now == point and dist.get_rank() == rank:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    vars(scale_core.snapshot.snapshot)["reached"] = reached
+    vars(scale_core.snapshot.snapshot)["at_stage"] = at_stage
     save_trained(directory, steps=4)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from scale_core.comm.group import Group
-from scale_core.shard import Axis, Held, Shard, mark
+from scale_core.shard import Axis, Placement, Shard, set_shard
 from scale_core.state.param_groups import is_group
 from scale_core.state.state_dict import (
     GROUPS,
@@ -229,7 +229,7 @@ def test_an_optimizer_over_other_parameters_says_how_to_mend_it() -> None:
 def test_an_optimizer_that_needs_whole_parameters_is_refused_on_shards() -> None:
     model = nn.Linear(4, 4)
     weight = nn.Parameter(torch.ones(2, 4))
-    mark(weight, Shard("weight", (4, 4), 0, 8))
+    set_shard(weight, Shard("weight", (4, 4), 0, 8))
     model.weight = weight
     optimizer = torch.optim.Adafactor([weight])
     weight.grad = torch.ones(2, 4)
@@ -240,7 +240,7 @@ def test_an_optimizer_that_needs_whole_parameters_is_refused_on_shards() -> None
 
 def test_summands_of_a_parameter_have_no_state() -> None:
     model = nn.Linear(2, 2, bias=False)
-    mark(model.weight, Shard("weight", (2, 2), 0, 4, (Axis(Group(), Held.PARTIAL),)))
+    set_shard(model.weight, Shard("weight", (2, 2), 0, 4, (Axis(Group(), Placement.PARTIAL),)))
     with pytest.raises(ValueError, match="weight: each rank holds a summand"):
         sharded_state_dict(model)
 
@@ -248,7 +248,7 @@ def test_summands_of_a_parameter_have_no_state() -> None:
 def test_two_parameters_that_claim_one_name_are_an_error() -> None:
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     for weight in model.parameters():
-        mark(weight, Shard("weight", (2, 2), 0, 4))
+        set_shard(weight, Shard("weight", (2, 2), 0, 4))
     with pytest.raises(ValueError, match=r"two parameters are named weight: the second is listed as 1.weight"):
         sharded_state_dict(model)
 

@@ -7,8 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from scale_core.comm.group import Group
-from scale_core.optim.step_checks import mark_replaced, mark_stepped_by, refuse_steps, step_for_all, watch_optimizers
-from scale_core.shard import Axis, Held, Shard, mark
+from scale_core.optim.step_checks import (
+    allow_full_state,
+    refuse_step_while_unreduced,
+    register_owner,
+    register_replaced,
+    watch_optimizers,
+)
+from scale_core.shard import Axis, Placement, Shard, set_shard
 
 
 @pytest.fixture(autouse=True)
@@ -17,10 +23,10 @@ def _watched() -> None:
 
 
 class Owner:
-    """What `refuse_steps` looks at."""
+    """What `refuse_step_while_unreduced` looks at."""
 
     def __init__(self, *params: nn.Parameter) -> None:
-        self.exposed, self.names, self.has_gradient = list(params), ["layer.weight", "layer.bias"], False
+        self.sharded_params, self.names, self.has_gradient = list(params), ["layer.weight", "layer.bias"], False
 
 
 def with_grad(size: int = 2) -> nn.Parameter:
@@ -30,14 +36,14 @@ def with_grad(size: int = 2) -> nn.Parameter:
 
 
 def as_shard(param: nn.Parameter) -> nn.Parameter:
-    mark(param, Shard("weight", (param.numel(),), 0, param.numel(), (Axis(Group(), Held.SHARD),)))
+    set_shard(param, Shard("weight", (param.numel(),), 0, param.numel(), (Axis(Group(), Placement.SHARD),)))
     return param
 
 
 def test_a_step_on_replaced_parameters_is_refused_by_name_and_changes_nothing() -> None:
     param, owner = with_grad(), Owner()
     optimizer = torch.optim.SGD([with_grad(), param], lr=1.0)
-    mark_replaced(param, owner, 1)
+    register_replaced(param, owner, 1)
     owner.names[1] = "block.layer.bias"  # As a module around it is sharded later.
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"SGD was built before.*'block.layer.bias'.*SGD\(model.parameters\(\)"):
@@ -51,14 +57,14 @@ def test_an_optimizer_around_another_says_itself_how_it_is_built() -> None:
 
     param = with_grad()
     optimizer = Around([param], lr=1.0)
-    mark_replaced(param, Owner(), 0)
+    register_replaced(param, Owner(), 0)
     with pytest.raises(RuntimeError, match=r"afterwards: Around\(Adam, model.parameters\(\), \.\.\.\)"):
         optimizer.step()
 
 
 def test_a_group_that_is_added_between_two_steps_is_looked_at_too() -> None:
     replaced = with_grad()
-    mark_replaced(replaced, Owner(), 0)
+    register_replaced(replaced, Owner(), 0)
     optimizer = torch.optim.SGD([with_grad()], lr=1.0)
     optimizer.step()
     optimizer.add_param_group({"params": [replaced]})
@@ -70,7 +76,7 @@ def test_an_optimizer_that_has_stepped_before_its_parameters_were_replaced_is_re
     param = with_grad()
     optimizer = torch.optim.SGD([param], lr=1.0)
     optimizer.step()
-    mark_replaced(param, Owner(), 0)
+    register_replaced(param, Owner(), 0)
     with pytest.raises(RuntimeError, match=r"'layer.weight' is not the model's"):
         optimizer.step()
 
@@ -88,7 +94,7 @@ def test_an_optimizer_that_gets_no_gradients_is_refused_while_somebody_keeps_the
     param = with_grad()
     early, owner, reducer = torch.optim.SGD([param], lr=1.0), torch.optim.Adam([param], lr=1.0), Owner()
     early.step()
-    mark_stepped_by(owner, [param], ["layer.weight"], reducer)
+    register_owner(owner, [param], ["layer.weight"], reducer)
     with pytest.raises(RuntimeError, match=r"SGD\.step\(\): Owner hands .* 'layer.weight' to its Adam"):
         early.step()
     assert param.tolist() == [0, 0]
@@ -101,7 +107,7 @@ def test_an_optimizer_that_gets_no_gradients_is_refused_while_somebody_keeps_the
 def test_gradients_that_wait_refuse_the_steps_of_their_own_parameters_only() -> None:
     mine, other = with_grad(), with_grad()
     owner = Owner(mine)
-    refuse_steps(owner)
+    refuse_step_while_unreduced(owner)
     optimizer = torch.optim.Adam([mine], lr=1.0)
     optimizer.step()
     owner.has_gradient = True
@@ -112,11 +118,23 @@ def test_gradients_that_wait_refuse_the_steps_of_their_own_parameters_only() -> 
     optimizer.step()
 
 
+def test_an_optimizer_that_is_given_other_parameters_is_checked_again() -> None:
+    mine, other = with_grad(), with_grad()
+    optimizer = torch.optim.SGD([other], lr=1.0)
+    owner = Owner(mine)
+    refuse_step_while_unreduced(owner)
+    optimizer.step()
+    owner.has_gradient = True
+    optimizer.param_groups[0]["params"] = [mine]
+    with pytest.raises(RuntimeError, match="have not been reduced"):
+        optimizer.step()
+
+
 def test_an_owner_that_is_gone_refuses_nothing() -> None:
     param = with_grad()
     owner = Owner(param)
     owner.has_gradient = True
-    refuse_steps(owner)
+    refuse_step_while_unreduced(owner)
     del owner
     torch.optim.SGD([param], lr=1.0).step()
 
@@ -145,7 +163,7 @@ def piece_of(shape: tuple[int, ...], start: int, stop: int, ranks: int = 2) -> n
     """Elements `start` to `stop` of a parameter that this many ranks hold between them."""
     param = nn.Parameter(torch.ones(stop - start, 1) if len(shape) == 2 else torch.ones(stop - start))
     param.grad = torch.ones_like(param)
-    mark(param, Shard("layer.weight", shape, start, stop, (Axis(Group(size=ranks), Held.SHARD),)))
+    set_shard(param, Shard("layer.weight", shape, start, stop, (Axis(Group(size=ranks), Placement.SHARD),)))
     return param
 
 
@@ -202,7 +220,7 @@ def test_what_no_shard_can_be_trained_with_is_refused_on_all_ranks_alike(
 def test_one_rank_may_step_for_all_others_with_what_looks_at_all_parameters() -> None:
     piece = piece_of((4,), 0, 4)
     optimizer = Prodigy([piece], lr=1.0)
-    step_for_all(optimizer)
+    allow_full_state(optimizer)
     optimizer.step()
     assert piece.tolist() == [0, 0, 0, 0]
 

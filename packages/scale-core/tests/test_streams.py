@@ -8,7 +8,7 @@ import torch
 from scale_core.streams import (
     CudaStream,
     HostStream,
-    Inline,
+    InlineExecutor,
     copy_into,
     copy_to,
     host_memory,
@@ -46,14 +46,14 @@ def test_a_copy_is_never_shared_with_its_source() -> None:
 
 def test_the_host_s_worker_has_done_all_when_the_call_returns() -> None:
     worker, done = worker_for(torch.device("cpu")), list[int]()
-    assert isinstance(worker, Inline)
+    assert isinstance(worker, InlineExecutor)
     future = worker.submit(done.append, 3)
     assert done == [3] and future.done() and future.result() is None
     assert worker.submit(lambda x, *, y: x + y, 1, y=2).result() == 3
 
 
 def test_what_the_host_s_worker_raises_comes_out_of_the_future() -> None:
-    future = Inline().submit(lambda: 1 // 0)
+    future = InlineExecutor().submit(lambda: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         future.result()
 
@@ -89,7 +89,7 @@ def test_memory_for_copies_from_cuda_is_pinned_and_its_worker_is_a_thread() -> N
     device = torch.device("cuda", torch.cuda.current_device())
     assert host_memory(5, torch.float32, device).is_pinned() and not on_host(torch.ones(1, device=device))
     worker = worker_for(device)
-    assert not isinstance(worker, Inline)
+    assert not isinstance(worker, InlineExecutor)
     assert worker.submit(lambda: torch.ones(3, device=device).sum().item()).result() == 3
 
 

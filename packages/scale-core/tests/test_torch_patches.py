@@ -29,8 +29,8 @@ from torch.nn.utils import (
 )
 
 from scale_core.comm.group import Group, group_of
-from scale_core.optim.clip_grad import grad_norm, keep_gradients
-from scale_core.shard import Axis, Held, Shard, elements_of, mark, mark_stages, shard_of
+from scale_core.optim.clip_grad import grad_norm, register_gradient_keeper
+from scale_core.shard import Axis, Placement, Shard, elements_of, register_stages, set_shard, shard_of
 from scale_core.testing import run_ranks
 
 NORM_TYPES = (1.0, 2.0, 3.0, math.inf)
@@ -70,7 +70,7 @@ def equal_torch_on_the_whole() -> None:
 
 def nothing_else_is_different() -> None:
     """In a process with shards, what is no shard is clipped to the bit as torch does it."""
-    mark(with_grad(torch.ones(2)), Shard("there is one", (2,), 0, 2))
+    set_shard(with_grad(torch.ones(2)), Shard("there is one", (2,), 0, 2))
     own = clip_grad_norm_.__closure__[0].cell_contents.args[0]
     for norm_type in (*NORM_TYPES, 0.5):
         one, other = ([with_grad(grad.clone()) for grad in whole_grads().values() if grad.numel()] for _ in range(2))
@@ -106,7 +106,7 @@ def bounds_and_numbers_that_are_none() -> str:
     assert clip_grad_norm_([param], 1.0).isnan()
     # Weights have a norm, too.
     weights = piece_of("", torch.full((4 * group.size,), 2.0), 4 * group.rank, 4 * group.rank + 4)
-    mark(weights, Shard("weight", (4 * group.size,), 0, 4, (Axis(group, Held.SHARD),)))
+    set_shard(weights, Shard("weight", (4 * group.size,), 0, 4, (Axis(group, Placement.SHARD),)))
     weights.data.fill_(2.0)
     return f"{get_total_norm([weights]).item():.4f}"
 
@@ -132,7 +132,7 @@ def stages_of_one_model() -> list[float]:
     """Rank 1 has no parameter at all, and still takes part."""
     group = group_of()
     model = Stages(group, 0 if group.rank == 1 else 3)
-    mark_stages(model)
+    register_stages(model)
     grads = [param.grad for param in model.parameters() if param.grad is not None]
     norms = [clip_grad_norm_(model.parameters(), math.inf), get_total_norm(grads), get_total_norm(grads, math.inf)]
     # A group of parameters that the stages of some ranks have none of, as a loop over an optimizer's groups clips it.
@@ -150,7 +150,7 @@ def stages_of_one_model() -> list[float]:
         with nullcontext() if group.rank == 1 else pytest.warns(UserWarning, match="the iterator that was given had"):
             clip_nothing()
     other = Stages(group, 3)  # Another one over the same ranks is met with this one at once.
-    mark_stages(other)
+    register_stages(other)
     both = [] if group.rank == 1 else [*model.parameters(), *other.parameters()]
     assert get_total_norm([param.grad for param in both]).item() == pytest.approx((2 * norms[0].item() ** 2) ** 0.5)
     other.group = group_of(dist.new_group())
@@ -169,7 +169,7 @@ def stages_of_doubles(narrow: int | None) -> list[tuple[torch.dtype, float]]:
     """The norms of stages in fp64, but for that of one rank: rank 1 has no parameter, and rank 2 has frozen its own."""
     group = group_of()
     model = Stages(group, 0 if group.rank == 1 else 3, torch.float32 if group.rank == narrow else torch.float64)
-    mark_stages(model)
+    register_stages(model)
     if group.rank == 2 and narrow != 2:
         model.requires_grad_(False)
         model.zero_grad()
@@ -196,7 +196,7 @@ def gradients_in_pieces() -> None:
     group, grads = group_of(), whole_grads()
     params = [nn.Parameter(torch.zeros_like(grad)) for grad in grads.values()]
     keeper = Keeper(params, [cut(name, grad, group) for name, grad in grads.items()])
-    keep_gradients(params, keeper)
+    register_gradient_keeper(params, keeper)
     plain = [with_grad(grad.clone()) for grad in grads.values() if grad.numel()]
     for expected, found in (
         (clip_grad_norm_(plain, 0.5), clip_grad_norm_(params, 0.5)),
@@ -221,17 +221,17 @@ def gradients_in_pieces() -> None:
 def wrapped_in_torch_s_own() -> list[str]:
     """Whatever is refused has its values still; what is whole on all ranks is wrapped."""
     group = group_of()
-    shard = Axis(group, Held.SHARD)
+    shard = Axis(group, Placement.SHARD)
     found = []
     for mark_it in (True, False):
         model = nn.ModuleDict({"inner": nn.Linear(2, 2)})
         weight: Any = model["inner"].weight
         weight.data.fill_(group.rank)
         if mark_it:
-            mark(weight, Shard("inner.weight", (2 * group.size, 2), 4 * group.rank, 4 * group.rank + 4, (shard,)))
+            set_shard(weight, Shard("inner.weight", (2 * group.size, 2), 4 * group.rank, 4 * group.rank + 4, (shard,)))
         else:
             model.group, model.counted_elsewhere = group, set
-            mark_stages(model)  # type: ignore[arg-type]
+            register_stages(model)  # type: ignore[arg-type]
         for wrapped in (model, nn.Sequential(nn.Linear(1, 1), model)):
             with pytest.raises(ValueError, match="DistributedDataParallel") as error:
                 DistributedDataParallel(wrapped)

@@ -16,14 +16,13 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.optim import Optimizer
 
 from scale_core.comm.group import Group, group_of
-from scale_core.shard import Axis, Held, Shard, mark, mark_stages, shard_of
+from scale_core.shard import Axis, Placement, Shard, register_stages, set_shard, shard_of
 from scale_core.state.chunks import LocalShard
-from scale_core.state.torch_state_dict import asked_by_torch, view, view_all
+from scale_core.state.torch_state_dict import SHARDS, install_hooks, torch_request
 from scale_core.testing import run_ranks
 
 
 def stepped(model: nn.Module, *, by: Any = torch.optim.Adam) -> Optimizer:
-    view_all()
     optimizer: Optimizer = by([param for param in model.parameters() if param.requires_grad], lr=0.01)
     train(model, optimizer, 2)
     optimizer.zero_grad()
@@ -84,7 +83,6 @@ def test_the_range_of_another_rank_is_refused() -> None:
 
 
 def test_flat_parameters_are_refused_with_what_to_call() -> None:
-    view_all()
     model = Flat(nn.Linear(3, 2))
     optimizer = torch.optim.Adam([model.flat_param_0])
     model.flat_param_0.grad = torch.ones_like(model.flat_param_0)
@@ -102,24 +100,31 @@ def test_one_that_has_not_stepped_can_be_shown_and_gets_its_hooks_once() -> None
     model = cut(Model(), 1, 3)
     optimizer = torch.optim.Adam([param for param in model.parameters() if param.requires_grad])
     for _ in range(2):
-        view(optimizer)
+        install_hooks(optimizer)
     assert len(optimizer._optimizer_state_dict_post_hooks) == len(optimizer._optimizer_load_state_dict_pre_hooks) == 1
 
 
 def test_one_on_whole_parameters_gets_none_until_it_is_given_a_shard() -> None:
     optimizer = torch.optim.Adam(nn.Linear(2, 2).parameters())
-    view(optimizer)
+    install_hooks(optimizer)
     assert not optimizer._optimizer_state_dict_post_hooks
     optimizer.add_param_group({"params": [next(cut(Model(), 0, 2).parameters())]})
-    view(optimizer)
+    install_hooks(optimizer)
     assert optimizer._optimizer_state_dict_post_hooks
-    view("no optimizer")
+    install_hooks("no optimizer")
+
+
+def test_one_whose_parameters_become_shards_after_it_was_looked_at_gets_them() -> None:
+    optimizer = torch.optim.Adam([nn.Parameter(torch.ones(2))])
+    install_hooks(optimizer)
+    optimizer.param_groups[0]["params"] = [next(cut(Model(), 0, 2).parameters())]
+    assert SHARDS in optimizer.state_dict() and optimizer._optimizer_load_state_dict_pre_hooks
 
 
 def test_what_is_no_state_of_a_shard_is_refused_where_torch_asks() -> None:
     model = cut(nn.Sequential(nn.Linear(4, 4, bias=False)), 0, 2)
     optimizer = torch.optim.Adam(model.parameters())
-    view(optimizer)
+    install_hooks(optimizer)
     (param,) = model.parameters()
     optimizer.state[param]["rows"] = torch.ones(3)
     with pytest.raises(
@@ -129,7 +134,7 @@ def test_what_is_no_state_of_a_shard_is_refused_where_torch_asks() -> None:
 
 
 def test_nobody_here_is_torch() -> None:
-    assert asked_by_torch() is None
+    assert torch_request() is None
 
 
 def saved_and_read(state: dict[str, Any]) -> dict[str, Any]:
@@ -181,7 +186,7 @@ def test_a_part_of_another_rank_or_world_or_model_is_refused_before_its_first_st
 def one_file_for_all_ranks() -> str:
     group = group_of()
     param = nn.Parameter(torch.ones(2))
-    mark(param, Shard("weight", (4,), 2 * group.rank, 2 * group.rank + 2, (Axis(group, Held.SHARD),)))
+    set_shard(param, Shard("weight", (4,), 2 * group.rank, 2 * group.rank + 2, (Axis(group, Placement.SHARD),)))
     optimizer = torch.optim.Adam([param])
     param.grad = torch.full((2,), float(group.rank))
     optimizer.step()
@@ -215,7 +220,7 @@ class Stage(nn.Module):
 def test_the_state_of_one_stage_is_not_that_of_another() -> None:
     models = [Stage(rank) for rank in range(2)]
     for model in models:
-        mark_stages(model)
+        register_stages(model)
     first, second = (torch.optim.Adam(model.parameters()) for model in models)
     first.load_state_dict(first.state_dict())
     with pytest.raises(

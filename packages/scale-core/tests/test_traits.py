@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
-from scale_core.optim.traits import ELEMENTWISE, KINDS, NUMBERS, PER_PARAMETER, OptimizerKind, known_bases
+from scale_core.optim.traits import ELEMENTWISE, KINDS, NUMBERS, PER_PARAMETER, OptimizerTraits, known_bases
 
 # With these, each keeps all that it can keep.
 OPTIONS: dict[type[Optimizer], dict[str, Any]] = {
@@ -79,4 +79,4 @@ def test_a_class_is_known_by_the_names_of_what_it_is_made_of() -> None:
 
 def test_who_looks_further_than_an_element_says_at_what() -> None:
     for kind in KINDS.values():
-        assert isinstance(kind, OptimizerKind) and bool(kind.needs) == (kind.scope != "element")
+        assert isinstance(kind, OptimizerTraits) and bool(kind.needs) == (kind.scope != "element")

@@ -5,12 +5,15 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from scale_core.flat.buffer import Whole
+from scale_core.flat.buffer import UnshardedParameter
 
 
 def test_one_that_is_released_says_so_and_one_that_is_gathered_shows_its_values() -> None:
     full = torch.arange(7.0)
-    matrix, scalar = Whole(full[:6].view(2, 3), requires_grad=False), Whole(full[6], requires_grad=False)
+    matrix, scalar = (
+        UnshardedParameter(full[:6].view(2, 3), requires_grad=False),
+        UnshardedParameter(full[6], requires_grad=False),
+    )
     full.untyped_storage().resize_(0)
     assert repr(matrix) == str(matrix) == f"{matrix}"
     assert str([matrix]) == "[<a released parameter of shape (2, 3), torch.float32: it has values while its unit runs>]"
@@ -19,13 +22,13 @@ def test_one_that_is_released_says_so_and_one_that_is_gathered_shows_its_values(
     full.copy_(torch.arange(7.0))
     assert "[3., 4., 5.]" in repr(matrix) and repr(matrix).startswith("Parameter containing")
     assert "6." in f"{scalar}"
-    assert repr(Whole(torch.empty(0))) == repr(nn.Parameter(torch.empty(0)))
+    assert repr(UnshardedParameter(torch.empty(0))) == repr(nn.Parameter(torch.empty(0)))
 
 
 def test_it_is_compiled_and_differentiated_as_a_parameter() -> None:
     layer, plain = nn.Linear(3, 2), nn.Linear(3, 2)
     for name, param in plain.named_parameters():
-        setattr(layer, name, Whole(param.detach().clone()))
+        setattr(layer, name, UnshardedParameter(param.detach().clone()))
     compiled = torch.compile(layer, backend="eager", fullgraph=True)
     for module in (compiled, plain):
         module(torch.ones(4, 3)).square().sum().backward()

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from scale_core.comm import work as pending
 from scale_core.comm.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
 from scale_core.comm.group import Group, group_of
-from scale_core.comm.work import Pending, TransferError, wait_for
+from scale_core.comm.work import CollectiveWork, TransferError, wait_for
 from scale_core.testing import run_ranks
 
 
@@ -28,7 +28,7 @@ def begin_on_a_group_whose_peer_has_left() -> list[str]:
     with pytest.raises(TransferError):
         handle.wait(0.5)
     # The group is dead now: nothing may raise anything else than a TransferError, nor before it is waited for.
-    operations: list[Callable[[], Pending]] = [
+    operations: list[Callable[[], CollectiveWork]] = [
         lambda: all_gather(torch.zeros(2), torch.zeros(1), group),
         lambda: reduce_scatter(torch.zeros(2), group),
         lambda: all_reduce(torch.zeros(2), group),
@@ -56,8 +56,8 @@ def dropped_without_wait() -> None:
 def given_up() -> None:
     group = group_of()
     handle = all_gather(torch.zeros(2 * group.size), torch.zeros(2), group)
-    handle.abandon()
-    with pytest.raises(TransferError, match="given up"):
+    handle.cancel()
+    with pytest.raises(TransferError, match="was cancelled"):
         handle.wait()
     del handle
     gc.collect()
@@ -95,7 +95,7 @@ def test_a_wait_that_is_interrupted_ends_when_nobody_writes_into_the_buffers_any
     interruption: BaseException,
 ) -> None:
     works = [_Interrupting(), _Interrupting(interruption), _Interrupting(), _Interrupting()]
-    handle = Pending("all_gather", list(enumerate(works)), torch.zeros(2))
+    handle = CollectiveWork("all_gather", list(enumerate(works)), torch.zeros(2))
     with pytest.raises(type(interruption)):
         handle.wait(1.0)
     assert [work.num_waits for work in works] == [1, 1, 1, 1]
@@ -116,7 +116,7 @@ def test_in_a_world_of_one_a_handle_must_be_waited_for_as_well() -> None:
 
 def test_a_finished_handle_keeps_no_buffer_but_its_result() -> None:
     kept = torch.ones(2)
-    handle = Pending("all_gather", [], torch.zeros(2), keep=[kept])
+    handle = CollectiveWork("all_gather", [], torch.zeros(2), keep=[kept])
     handle.wait()
     assert handle._keep == []
 
@@ -142,7 +142,7 @@ def test_a_rank_that_nearly_lets_a_wait_fail_is_named_with_its_time(monkeypatch:
     with pytest.warns(RuntimeWarning, match=words):
         wait_for("all_gather", 3, Slow(), 0.1)
     with pytest.warns(RuntimeWarning, match="for the group"):
-        Pending("all_reduce", [(None, Slow())], torch.zeros(1)).wait(0.1)
+        CollectiveWork("all_reduce", [(None, Slow())], torch.zeros(1)).wait(0.1)
     wait_for("all_gather", 3, Slow(), 60.0)
     wait_for("all_gather", 3, Slow(), None)
-    Pending("all_reduce", [(0, Slow())], torch.zeros(1)).abandon()
+    CollectiveWork("all_reduce", [(0, Slow())], torch.zeros(1)).cancel()

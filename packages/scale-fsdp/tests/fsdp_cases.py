@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from scale_core.comm.group import group_of
 from scale_core.shard import shard_of
 from scale_fsdp import FullyShardedDataParallel, MixedPrecision, fully_shard
-from scale_fsdp.unit import units_in
+from scale_fsdp.runtime.unit import units_in
 
 DIM, TOKENS, VOCABULARY = 6, 5, 11
 
@@ -237,7 +237,7 @@ def local_grads(model: nn.Module) -> Iterator[tuple[str, int, int, Tensor | None
             assert shard is not None
             yield name, shard.start, shard.stop, None if param.grad is None else param.grad.reshape(-1)
     for buffer in (buffer for unit in units_in(model) for buffer in unit.buffers if buffer.flatten):
-        grad = buffer.exposed[0].grad
+        grad = buffer.sharded_params[0].grad
         for name, span in zip(buffer.names, buffer.spans, strict=True):
             mine = None if grad is None else grad.narrow(0, span.shard_offset, span.numel)
             yield name, span.start, span.stop, mine

@@ -47,7 +47,7 @@ def let_parameters_be_away(monkeypatch: pytest.MonkeyPatch) -> None:
 def small_pieces(monkeypatch: pytest.MonkeyPatch, elements: int = 128) -> None:
     """Has small tensors take the way of large ones: in several pieces and buckets."""
     for module in (scale_fsdp.offload.backward, scale_fsdp.offload.host_update):
-        monkeypatch.setattr(module, "PIECE_ELEMENTS", elements)
+        monkeypatch.setattr(module, "CHUNK_ELEMENTS", elements)
     monkeypatch.setattr(scale_fsdp.offload.host_kernel, "_CACHED_ELEMENTS", elements // 2)
 
 

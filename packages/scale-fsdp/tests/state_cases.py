@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from scale_core.comm.group import GroupLike
-from scale_core.flat.layout import Block
+from scale_core.flat.layout import BlockAtom
 from scale_core.shard import full_shape
 from scale_fsdp import fully_shard
 
@@ -48,7 +48,7 @@ WRAPPINGS: dict[str, Sequence[str]] = {
     "units": ["embed", "body.0", "body", ""],
     "head first": ["head", "body", ""],
 }
-ATOMS = {"auto": "auto", "element": "element", "row": "row", "parameter": "parameter", "block": Block(3)}
+ATOMS = {"auto": "auto", "element": "element", "row": "row", "parameter": "parameter", "block": BlockAtom(3)}
 
 
 @dataclass(frozen=True)

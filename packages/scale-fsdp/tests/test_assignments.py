@@ -1,4 +1,6 @@
-"""What is put into a sharded model is refused at the line that does so; swapped memory, at the next forward."""
+"""What is put into a sharded model, and memory that was swapped, is refused by the next forward."""
+
+import copy
 
 import pytest
 import torch
@@ -6,7 +8,7 @@ from fsdp_beside import noise
 from torch import nn
 
 from scale_core.testing import run_ranks
-from scale_fsdp import FullyShardedDataParallel, fully_shard
+from scale_fsdp import FullyShardedDataParallel, full_state_dict, fully_shard, reshard_to
 
 
 class Model(nn.Module):
@@ -33,30 +35,114 @@ def run(whole: nn.Module) -> None:
 
 
 ASSIGNMENTS = {
-    "tie": (lambda m: setattr(m.head, "weight", m.embed.weight), "'head.weight' was given another parameter"),
+    "tie": (lambda m: setattr(m.head, "weight", m.embed.weight), "stands in the place of 'head.weight', by an assign"),
     "assign": (lambda m: setattr(m.head, "weight", nn.Parameter(torch.ones(11, 4))), "assign it, or tie it, before"),
     "in a unit": (
         lambda m: setattr(m.body[0], "bias", nn.Parameter(torch.ones(4))),
-        "'body.0.bias' was given another parameter after unit 'body.0' was sharded",
+        "another tensor stands in the place of 'body.0.bias', by an assignment .* unit 'body.0' would",
     ),
-    "add": (lambda m: m.register_parameter("more", nn.Parameter(torch.ones(1))), "'more' was given another parameter"),
-    "replace": (lambda m: setattr(m, "embed", nn.Embedding(12, 4)), "'embed' was given a new Embedding"),
-    "replace in a list": (lambda m: m.body.__setitem__(2, nn.Linear(4, 4)), "'body.2' was given a new Linear"),
-    "add a module": (lambda m: m.body.add_module("adapter", nn.Linear(4, 4)), "'body.adapter' was given a new Linear"),
-    "convert": (nn.SyncBatchNorm.convert_sync_batchnorm, "'body.1' was given a new SyncBatchNorm"),
+    "add": (lambda m: m.register_parameter("more", nn.Parameter(torch.ones(1))), "'more' was put into the root unit"),
+    "where there was none": (
+        lambda m: setattr(m.head, "bias", nn.Parameter(torch.ones(11))),
+        "'head.bias' was put into the root unit",
+    ),
+    "replace": (lambda m: setattr(m, "embed", nn.Embedding(12, 4)), "'embed.weight' was put into the root unit"),
+    "replace a unit": (
+        lambda m: m.body.__setitem__(0, nn.Linear(4, 4)),
+        "'body.0.weight' was put into the root unit after that was sharded",
+    ),
+    "replace in a list": (lambda m: m.body.__setitem__(2, nn.Linear(4, 4)), "'body.2.weight' was put into the root"),
+    "add a module": (
+        lambda m: m.body.add_module("adapter", nn.Linear(4, 4)),
+        "'body.adapter.weight' was put into .* change the model .* before fully_shard",
+    ),
+    "convert": (nn.SyncBatchNorm.convert_sync_batchnorm, "'body.1.weight' was put into the root unit"),
     "parametrize": (
         lambda m: nn.utils.parametrizations.weight_norm(m.head),
-        "'head.parametrizations.weight' was given a new",
+        "'head.parametrizations.weight.original0' was put into",
     ),
 }
 
 
+@pytest.mark.parametrize("has_run", [False, True])
 @pytest.mark.parametrize("how", ASSIGNMENTS)
-def test_parameters_and_modules_are_not_replaced_in_a_sharded_model(how):
+def test_parameters_and_modules_that_are_put_into_a_sharded_model_are_found_by_the_next_forward(how, has_run):
     change, expected = ASSIGNMENTS[how]
     whole = model()
+    if has_run:
+        run(whole)
+    change(whole)
     with pytest.raises(RuntimeError, match=expected):
-        change(whole)
+        run(whole)
+
+
+def test_a_copy_of_a_sharded_model_finds_what_is_put_into_it():
+    whole = model()
+    run(whole)
+    copied = copy.deepcopy(whole)
+    run(copied)
+    copied.body.add_module("adapter", nn.Linear(4, 4))
+    with pytest.raises(RuntimeError, match=r"'body.adapter.weight' was put into the root unit"):
+        run(copied)
+    run(whole)
+
+
+REPLACERS = {
+    "summon_full_params": lambda m: m.summon_full_params().__enter__(),
+    "apply": lambda m: m.apply(lambda module: None),
+    "unshard": lambda m: m.body[0].unshard(),
+    "to": lambda m: m.to(torch.float64),
+    "state_dict": lambda m: m.state_dict(),
+    "full_state_dict": full_state_dict,
+    "local_state_dict": lambda m: m.local_state_dict(),
+    "reshard_to": lambda m: reshard_to(m, reshard_after_forward=False),
+    "forward": run,
+}
+
+
+def use_after_assignment(how: str) -> str:
+    whole = model()
+    run(whole)
+    whole.body[0].weight = nn.Parameter(torch.ones(4, 4))
+    with pytest.raises(RuntimeError) as caught:
+        REPLACERS[how](whole)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("how", REPLACERS)
+def test_an_assigned_parameter_is_found_by_whatever_would_put_the_old_one_in_its_place(how):
+    for message in run_ranks(use_after_assignment, 2, how):
+        assert "another tensor stands in the place of 'body.0.weight', by an assignment" in message
+
+
+def assign(module: nn.Module) -> None:
+    module.head.weight = nn.Parameter(torch.ones(11, 4))
+
+
+def assign_while_whole(how: str) -> str:
+    whole = model()
+    run(whole)
+    with pytest.raises(RuntimeError) as caught:
+        if how == "summon_full_params":
+            with whole.summon_full_params():
+                assign(whole)
+        elif how == "apply":
+            whole.apply(lambda module: assign(module) if module is whole else None)
+        elif how == "unshard":
+            whole.unshard()
+            assign(whole)
+            whole.reshard()
+        else:
+            whole.recurrent.register_forward_hook(lambda *_: assign(whole))
+            run(whole)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("how", ["summon_full_params", "apply", "unshard", "forward"])
+def test_a_parameter_that_is_assigned_while_its_unit_is_whole_is_found_before_it_is_lost(how, world):
+    for message in run_ranks(assign_while_whole, world, how):
+        assert "another tensor stands in the place of 'head.weight', by an assignment" in message
 
 
 def test_what_brings_no_parameters_may_be_put_in():

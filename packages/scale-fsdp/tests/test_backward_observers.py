@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import scale_fsdp.offload.backward
-from scale_core.autograd_hooks import on_arriving_grads, on_reduced_grads
+from scale_core.autograd_hooks import register_grad_published_hook, register_reduced_grad_hook
 from scale_core.comm.group import group_of
 from scale_core.shard import shard_of
 from scale_core.testing import run_ranks
 from scale_fsdp import OffloadOptimizer, StepError, fully_shard
-from scale_fsdp.offload.backward import UsedGradient
+from scale_fsdp.offload.backward import ConsumedGradient
 
 UNITS = 6
 
@@ -51,7 +51,7 @@ class Layers(nn.Module):
         def begins(_: Tensor) -> None:
             self.log.append(f"backward {number}")
             grads = [layer._parameters["weight"].grad for layer in self.layers]  # type: ignore[union-attr]
-            self.used[number] = [unit for unit, grad in enumerate(grads) if isinstance(grad, UsedGradient)]
+            self.used[number] = [unit for unit, grad in enumerate(grads) if isinstance(grad, ConsumedGradient)]
             if self.fails_at == number:
                 self.fails_at = -1
                 raise ValueError("on purpose")
@@ -86,7 +86,7 @@ def listening(log: list[str], at_once: Sequence[Tensor] = ()) -> Iterator[None]:
         assert all(param.grad is not None for param in params)
         log.extend(f"reduced {name}" for name in names(params))
 
-    handles = [on_arriving_grads(arriving), on_reduced_grads(reduced, set(at_once))]
+    handles = [register_reduced_grad_hook(arriving), register_grad_published_hook(reduced, set(at_once))]
     yield
     for handle in handles:
         handle.remove()
@@ -135,7 +135,7 @@ def are_those_of_the_pass_as_ever() -> None:
             seen[shard_of(param).name] = grad  # type: ignore[union-attr]
 
     backward(theirs, 0)
-    handle = on_arriving_grads(arriving)
+    handle = register_reduced_grad_hook(arriving)
     backward(mine, 0)
     handle.remove()
     for one, other in zip(mine.parameters(), theirs.parameters(), strict=True):
@@ -159,7 +159,7 @@ def are_used_before_the_pass_is_over() -> None:
     settings: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
     other = torch.optim.AdamW(theirs.parameters(), fused=False, **settings)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(scale_fsdp.offload.backward, "PIECE_ELEMENTS", 1)
+        monkeypatch.setattr(scale_fsdp.offload.backward, "CHUNK_ELEMENTS", 1)
         ours = OffloadOptimizer(
             torch.optim.AdamW, mine.parameters(), host_fraction=0.5, overlap_step=True, fused=False, **settings
         )
@@ -190,7 +190,7 @@ def a_pass_that_fails_gives_no_gradient_but_what_was_used_is_gone() -> None:
     assert all(torch.equal(one, other) for one, other in zip(before, kept.parameters(), strict=True))
     assert group_of().rank == 1 or "Parameters and optimizer state are as before it" in said
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(scale_fsdp.offload.backward, "PIECE_ELEMENTS", 1)
+        monkeypatch.setattr(scale_fsdp.offload.backward, "CHUNK_ELEMENTS", 1)
         said = failure_in(model)
     advice = "overlap_step=True) may have updated some of the parameters: load the last snapshot"
     assert group_of().rank == 1 or advice in said  # That of rank 1 is autograd's own, which nobody can add to.

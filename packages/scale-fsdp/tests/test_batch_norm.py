@@ -16,7 +16,7 @@ from scale_fsdp import (
     enable_wrap,
     fully_shard,
 )
-from scale_fsdp.unit import unit_of
+from scale_fsdp.runtime.unit import unit_of
 
 BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 

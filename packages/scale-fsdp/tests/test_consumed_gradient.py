@@ -10,13 +10,13 @@ from torch import nn
 
 from scale_core.optim.clip_grad import clip_grad_norm
 from scale_core.optim.grad_scaler import ShardedGradScaler
-from scale_core.shard import Shard, mark
-from scale_fsdp.offload.backward import UsedGradient
+from scale_core.shard import Shard, set_shard
+from scale_fsdp.offload.backward import ConsumedGradient
 
 
 def used() -> nn.Parameter:
     param = nn.Parameter(torch.ones(3, 4))
-    param.grad = UsedGradient(param)
+    param.grad = ConsumedGradient(param)
     return param
 
 
@@ -51,14 +51,14 @@ def test_it_looks_like_the_gradient_and_has_no_memory() -> None:
     grad = used().grad
     assert grad is not None and grad.shape == (3, 4) and grad.dtype == torch.float32 and not grad.is_sparse
     assert grad.untyped_storage().nbytes() == 0
-    assert repr(grad) == "UsedGradient(a parameter of shape (3, 4))"
+    assert repr(grad) == "ConsumedGradient(a parameter of shape (3, 4))"
 
 
 def test_it_can_be_dropped_and_names_a_shard() -> None:
     param = used()
     torch.optim.SGD([param], lr=0.1).zero_grad()
     assert param.grad is None
-    mark(param, Shard("head.weight", (3, 4), 0, 12))
-    param.grad = UsedGradient(param)
+    set_shard(param, Shard("head.weight", (3, 4), 0, 12))
+    param.grad = ConsumedGradient(param)
     with pytest.raises(RuntimeError, match=r"the gradient of 'head\.weight' was used"):
         param.grad.mul_(2)

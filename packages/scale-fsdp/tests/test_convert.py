@@ -13,7 +13,7 @@ from scale_core.shard import shard_of
 from scale_core.simulate import simulate
 from scale_core.testing import run_ranks
 from scale_fsdp import FullyShardedDataParallel, MixedPrecision, fully_shard
-from scale_fsdp.unit import units_in
+from scale_fsdp.runtime.unit import units_in
 
 
 class Model(nn.Module):

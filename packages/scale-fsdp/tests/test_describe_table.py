@@ -2,7 +2,7 @@
 
 import torch
 
-from scale_fsdp.description import DescribedBuffer, DescribedUnit, Description, size_text, table_of
+from scale_fsdp.description import DescribedBuffer, DescribedUnit, Description, format_table, size_text
 
 CPU = torch.device("cpu")
 FULL, HALF = torch.float32, torch.bfloat16
@@ -35,7 +35,7 @@ def test_it_reads_as_a_table():
     description = Description(
         "Model", (root, first, second), 28_712, 57_000, 24_712, 49_384, 24_712, {"backward": ("", "body", "embed")}
     )
-    assert table_of(description) == str(description)
+    assert format_table(description) == str(description)
     assert str(description).splitlines() == [
         "Model: 3 units, 4 parameters, 14,355 elements on 2 ranks",
         "parameters() yields this rank's shards of them; scale_core.full_shape(param), full_numel(param) and",
@@ -84,4 +84,4 @@ def test_long_lists_are_broken_between_names():
     lines = str(Description("Model", (unit,), 0, 0, 0, 0, 0, {})).splitlines()
     lines = lines[lines.index("cut at elements, since rows would pad too much") + 1 :]
     assert max(map(len, lines)) <= 102 and len(lines) > 1
-    assert ", ".join(line.strip() for line in lines) == ", ".join(names)
+    assert " ".join(line.strip() for line in lines) == ", ".join(names)

@@ -6,7 +6,7 @@ from fsdp_beside import noise, sharded
 from fsdp_cases import Net, batch, loss_of
 from torch import nn
 
-from scale_core.autograd_hooks import on_local_grads
+from scale_core.autograd_hooks import register_local_grad_hook
 from scale_core.flat.buffer import live_buffers
 from scale_core.testing import run_ranks
 from scale_fsdp import Description, FullyShardedDataParallel, MixedPrecision, describe, fully_shard
@@ -68,7 +68,7 @@ def measure() -> list[str]:
     for module in model.modules():
         for register in (module.register_forward_pre_hook, module.register_forward_hook):
             register(lambda *_: take(most))
-    on_local_grads(lambda params, grads: take(most))  # Each flat gradient lives when it is told of.
+    register_local_grad_hook(lambda params, grads: take(most))  # Each flat gradient lives when it is told of.
     optimizer = torch.optim.Adam(model.parameters())
     for step in range(3):
         loss_of(model(batch("gpt", step))).backward()

@@ -243,11 +243,11 @@ def test_a_swap_that_fails_half_way_is_taken_back(monkeypatch):
     before = {name: value.clone() for name, value in model.state_dict().items()}
     swap, calls = ema_module._swap, []
 
-    def fails_at_the_third(pair):
-        calls.append(pair)
+    def fails_at_the_third(live, average):
+        calls.append(live)
         if len(calls) == 3:
             raise MemoryError
-        return swap(pair)
+        return swap(live, average)
 
     monkeypatch.setattr(ema_module, "_swap", fails_at_the_third)
     with pytest.raises(MemoryError), ema.swapped():

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from scale_core.testing import run_ranks
 from scale_fsdp import FullyShardedDataParallel, fully_shard
-from scale_fsdp.flattened_parameter import FlattenedParameter
+from scale_fsdp.runtime.flattened_parameter import FlattenedParameter
 
 
 class Block(nn.Module):

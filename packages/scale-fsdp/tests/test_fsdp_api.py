@@ -12,10 +12,11 @@ from fsdp_cases import Case, run_cases
 from scale_core.comm.group import Group
 from scale_core.testing import run_ranks
 from scale_fsdp import FSDPConfig, FullyShardedDataParallel, MixedPrecision, fully_shard
-from scale_fsdp.api import Placement, UnitOptions, resolve_placement
-from scale_fsdp.mesh_info import Ranks
+from scale_fsdp.api import DevicePlacement, UnitOptions, resolve_placement
+from scale_fsdp.mesh_info import MeshInfo
+from scale_fsdp.runtime.unit import unit_of
 
-ALONE = Ranks(Group(), Group(), Group())
+ALONE = MeshInfo(Group(), Group(), Group())
 PRECISIONS = ("fp32", "bf16", "fp16")
 OFFLOADED = [
     Case(
@@ -47,8 +48,8 @@ def test_shards_are_where_parameters_are_kept_and_gradients_wait_where_the_user_
 
 
 def test_without_a_word_all_of_it_is_where_the_parameters_are() -> None:
-    assert resolve_placement(False, None, None, ALONE) == Placement()
-    devices = Placement().devices_for(torch.device("cpu"))
+    assert resolve_placement(False, None, None, ALONE) == DevicePlacement()
+    devices = DevicePlacement().devices_for(torch.device("cpu"))
     assert {devices.shard, devices.compute, devices.reduced} == {torch.device("cpu")}
 
 
@@ -80,15 +81,23 @@ def test_anything_but_a_flag_is_refused_before_the_module_is_touched() -> None:
         ({"error_if_nonfinite": None}, TypeError, "error_if_nonfinite: expected True or False, got None"),
     ],
 )
-def test_options_are_checked_in_one_place_without_a_module(
+def test_options_are_checked_before_the_module_is_touched(
     arguments: dict[str, Any], error: type[Exception], message: str
 ) -> None:
+    layer = torch.nn.Linear(2, 2)
     with pytest.raises(error, match=message):
-        UnitOptions.from_arguments(None, **arguments)
+        fully_shard(layer, **arguments)
+    assert type(layer) is torch.nn.Linear
+
+
+def options_of(**arguments: Any) -> UnitOptions:
+    unit = unit_of(fully_shard(torch.nn.Linear(2, 2), **arguments))
+    assert unit is not None
+    return unit.options
 
 
 def test_options_hold_what_the_arguments_say_under_the_names_of_the_house() -> None:
-    options = UnitOptions.from_arguments(None, compute_dtype=torch.bfloat16, limit_seconds=3.0, error_if_nonfinite=True)
+    options = options_of(compute_dtype=torch.bfloat16, limit_seconds=3.0, error_if_nonfinite=True)
     assert options.precision == MixedPrecision(param_dtype=torch.bfloat16)
     assert options.limit_seconds == 3.0 and options.error_if_nonfinite
-    assert UnitOptions.from_arguments() == UnitOptions(ALONE, MixedPrecision(), Placement())
+    assert options_of() == UnitOptions(ALONE, MixedPrecision(), DevicePlacement())

@@ -10,7 +10,7 @@ from torch import nn
 
 from scale_core.testing import run_ranks
 from scale_fsdp import FullyShardedDataParallel
-from scale_fsdp.unit import units_in
+from scale_fsdp.runtime.unit import units_in
 
 
 def assert_on_ranks(fn, world, *args):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from scale_fsdp import MixedPrecision, fully_shard
-from scale_fsdp.unit import units_in
+from scale_fsdp.runtime.unit import units_in
 
 pytestmark = pytest.mark.gpu
 

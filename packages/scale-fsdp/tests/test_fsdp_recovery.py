@@ -20,13 +20,13 @@ from torch.utils.checkpoint import checkpoint
 
 import scale_core.flat.buffer
 import scale_core.flat.reduction
-import scale_fsdp.recovery
-from scale_core.autograd_hooks import on_reduced_grads
+import scale_fsdp.runtime.recovery
+from scale_core.autograd_hooks import register_grad_published_hook
 from scale_core.comm.group import group_of
 from scale_core.consistency.contract import ContractError, ScaleDistributedError
 from scale_core.testing import run_ranks
 from scale_fsdp import StepError, fully_shard
-from scale_fsdp.unit import units_in
+from scale_fsdp.runtime.unit import units_in
 
 WIDTH = 5
 
@@ -275,7 +275,7 @@ def different_sums(model: nn.Module, plain: nn.Module, failure: Failure) -> list
         for buffer in unit.buffers
         for whole, span in zip([wholes[name] for name in buffer.names], buffer.spans, strict=True)
     ]
-    grads = [param.grad for unit in units_in(model) for buffer in unit.buffers for param in buffer.exposed]
+    grads = [param.grad for unit in units_in(model) for buffer in unit.buffers for param in buffer.sharded_params]
     return [
         "the gradients are not those of the passes that went well"
         for grad, piece in zip(grads, pieces, strict=True)
@@ -415,7 +415,7 @@ def fails_after_the_comparison(ranks: list[int]) -> str:
             if fails:
                 raise MemoryError("broken by who is told")
 
-        handle = on_reduced_grads(told)
+        handle = register_grad_published_hook(told)
         try:
             with pytest.raises(MemoryError) if fails else nullcontext():
                 model(data(step, group_of().rank)).square().mean().backward()
@@ -487,7 +487,7 @@ def serving_fails() -> str:
             if step == 2 and mine:
                 warnings.simplefilter("ignore")  # torch says that the model's hook has failed as well.
                 model.blocks[1].fails = "forward"
-                patch.setattr(scale_fsdp.recovery, "_replay", _without_memory)
+                patch.setattr(scale_fsdp.runtime.recovery, "_replay", _without_memory)
             try:
                 model(data(step, group_of().rank)).sum().backward()
             except (ValueError, ScaleDistributedError) as error:

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from scale_fsdp.offload import host_kernel as host_step
-from scale_fsdp.offload.host_kernel import FUSED_MULTIPLE, HostPiece, HostStep, host_options, laid_out_as, multiply
+from scale_fsdp.offload.host_kernel import (
+    FUSED_MULTIPLE,
+    HostChunk,
+    HostKernel,
+    host_options,
+    scale_grads,
+    with_strides_of,
+)
 
 SIZES = (64, 1, 3 * FUSED_MULTIPLE + 5, 7, 40, 1000)
 
@@ -28,10 +35,10 @@ def test_it_equals_the_plain_optimizer_after_clipping_to_the_bit(
     kind, settings = cases.ELEMENTWISE[name]
     plain = [nn.Parameter(numbers(size, size)) for size in SIZES]
     pieces = [
-        HostPiece(param.detach().clone(), torch.empty(0), {}, torch.zeros(param.shape, dtype=torch.bfloat16))
+        HostChunk(param.detach().clone(), torch.empty(0), {}, torch.zeros(param.shape, dtype=torch.bfloat16))
         for param in plain
     ]
-    optimizer, step = kind(plain, **settings), HostStep(kind, settings)
+    optimizer, step = kind(plain, **settings), HostKernel(kind, settings)
     for number in range(3):
         for param in plain:
             param.grad = numbers(param.numel(), 100 + number)
@@ -44,7 +51,7 @@ def test_it_equals_the_plain_optimizer_after_clipping_to_the_bit(
         step.step(pieces, optimizer.param_groups[0], factor)
     for piece, param in zip(pieces, plain, strict=True):
         assert torch.equal(piece.param, param)
-        assert piece.target is not None and torch.equal(piece.target, param.detach().bfloat16())
+        assert piece.cast_target is not None and torch.equal(piece.cast_target, param.detach().bfloat16())
         theirs = optimizer.state.get(param, {})
         assert all(torch.equal(piece.state[key], theirs[key]) for key in theirs)
 
@@ -53,13 +60,13 @@ def test_it_equals_the_plain_optimizer_after_clipping_to_the_bit(
 def test_narrow_gradients_are_widened_before_they_are_scaled(kind: type[torch.optim.Optimizer]) -> None:
     settings = {"lr": 0.1, "weight_decay": 0.01, "fused": True}
     wide, narrow = nn.Parameter(torch.ones(200)), torch.ones(200)
-    optimizer, step, state = kind([wide], **settings), HostStep(kind, settings), dict[str, Any]()
+    optimizer, step, state = kind([wide], **settings), HostKernel(kind, settings), dict[str, Any]()
     for number in range(3):
         grad = numbers(200, number).bfloat16()
         wide.grad = grad.float() * 0.3
         optimizer.step()
         kept = grad.clone()
-        step.step([HostPiece(narrow, grad, state)], optimizer.param_groups[0], 0.3)
+        step.step([HostChunk(narrow, grad, state)], optimizer.param_groups[0], 0.3)
         assert torch.equal(grad, kept)
     assert torch.equal(narrow, wide)
 
@@ -68,7 +75,7 @@ def test_narrow_gradients_are_widened_before_they_are_scaled(kind: type[torch.op
 def test_the_factor_is_not_rounded_to_the_gradients_precision(dtype: torch.dtype) -> None:
     factor, grads = 0.01234567, [numbers(size, size).to(dtype) for size in SIZES]
     expected = [(grad.double() * factor).to(dtype) for grad in grads]
-    multiply(grads, factor)
+    scale_grads(grads, factor)
     for grad, exact in zip(grads, expected, strict=True):
         last_digit = torch.finfo(dtype).eps * exact.double().abs()
         assert ((grad.double() - exact.double()).abs() <= last_digit).all()
@@ -77,9 +84,9 @@ def test_the_factor_is_not_rounded_to_the_gradients_precision(dtype: torch.dtype
 
 
 def test_gradients_are_left_scaled_and_without_a_factor_as_they_were() -> None:
-    step = HostStep(torch.optim.Adam, {"lr": 0.1})
+    step = HostKernel(torch.optim.Adam, {"lr": 0.1})
     grad, state = torch.full((10,), 2.0), dict[str, Any]()
-    piece = HostPiece(torch.ones(10), grad, state)
+    piece = HostChunk(torch.ones(10), grad, state)
     for factor, left in ((1.0, 2.0), (0.5, 1.0), (0.0, 0.0)):
         step.step([piece], {"fused": None, **torch.optim.Adam([torch.ones(1)]).defaults}, factor)
         assert grad.tolist() == [left] * 10
@@ -105,8 +112,8 @@ def test_the_fused_kernel_is_taken_unless_the_user_says_otherwise() -> None:
 def test_a_tensor_gets_the_strides_of_its_parameter_only_if_it_has_others() -> None:
     param = torch.zeros(3, 4)
     same, turned = torch.ones(3, 4), torch.arange(12.0).view(4, 3).t()
-    assert laid_out_as(param, same) is same
-    found = laid_out_as(param, turned)
+    assert with_strides_of(param, same) is same
+    found = with_strides_of(param, turned)
     assert found.stride() == param.stride() and torch.equal(found, turned)
     channels_last = torch.zeros(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
-    assert laid_out_as(channels_last, torch.ones(2, 3, 4, 4)).stride() == channels_last.stride()
+    assert with_strides_of(channels_last, torch.ones(2, 3, 4, 4)).stride() == channels_last.stride()

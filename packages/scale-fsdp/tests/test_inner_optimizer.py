@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from scale_fsdp.offload.inner_optimizer import BareOptimizer
+from scale_fsdp.offload.inner_optimizer import InnerOptimizer
 
 
 @pytest.mark.parametrize("name", cases.ELEMENTWISE)
@@ -18,7 +18,7 @@ def test_it_is_the_optimizer_whose_state_it_is_given(name: str) -> None:
     kind, settings = cases.ELEMENTWISE[name]
     start = torch.linspace(-1, 1, 70)
     plain, own = nn.Parameter(start.clone()), start.clone()
-    optimizer, bare = kind([plain], **settings), BareOptimizer(kind, settings)
+    optimizer, bare = kind([plain], **settings), InnerOptimizer(kind, settings)
     state: dict[str, Any] = {}
     for step in range(3):
         plain.grad = torch.full((70,), 0.5 * step) + start
@@ -30,7 +30,7 @@ def test_it_is_the_optimizer_whose_state_it_is_given(name: str) -> None:
 
 
 def test_new_and_old_tensors_go_together_and_nothing_is_kept() -> None:
-    bare = BareOptimizer(torch.optim.Adam, {"lr": 0.1})
+    bare = InnerOptimizer(torch.optim.Adam, {"lr": 0.1})
     states: list[dict[str, Any]] = [{}, {}]
     params = [torch.ones(3), torch.ones(2, 2)]
     grads = [torch.ones(3), torch.ones(2, 2)]
@@ -42,7 +42,7 @@ def test_new_and_old_tensors_go_together_and_nothing_is_kept() -> None:
 
 
 def test_a_group_may_have_options_of_its_own_and_words_that_no_optimizer_knows() -> None:
-    bare = BareOptimizer(torch.optim.SGD, {"lr": 0.1})
+    bare = InnerOptimizer(torch.optim.SGD, {"lr": 0.1})
     param = torch.ones(2)
     bare.step([param], [torch.ones(2)], [{}], {**bare.defaults, "lr": 0.5, "initial_lr": 0.7, "name": "mine"})
     assert param.tolist() == [0.5, 0.5]
@@ -52,7 +52,7 @@ def test_nobody_is_told_of_its_steps() -> None:
     told: list[object] = []
     handle = register_optimizer_step_pre_hook(lambda optimizer, *_: told.append(optimizer))
     try:
-        bare = BareOptimizer(torch.optim.SGD, {"lr": 0.1})
+        bare = InnerOptimizer(torch.optim.SGD, {"lr": 0.1})
         bare.step([torch.ones(2)], [torch.ones(2)], [{}], bare.defaults)
     finally:
         handle.remove()
@@ -60,7 +60,7 @@ def test_nobody_is_told_of_its_steps() -> None:
 
 
 def test_groups_of_older_versions_are_completed_as_the_class_does() -> None:
-    bare = BareOptimizer(torch.optim.AdamW, {})
+    bare = InnerOptimizer(torch.optim.AdamW, {})
     old = {"params": [], "lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
-    bare.complete([old])
+    bare.fill_options([old])
     assert old["amsgrad"] is False and old["decoupled_weight_decay"] is True

@@ -17,7 +17,7 @@ from fsdp_beside import noise
 from torch import nn
 
 from scale_core.consistency.contract import ScaleDistributedError
-from scale_core.consistency.flight_recorder import note_snapshot
+from scale_core.consistency.flight_recorder import set_last_snapshot
 from scale_core.testing import RankError, run_ranks
 from scale_fsdp import fully_shard
 
@@ -39,7 +39,7 @@ def one_of_each_pair_is_killed(folder: str) -> None:
         fully_shard(layer, group)
     fully_shard(model, group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    note_snapshot("snapshots/step-00000002")
+    set_last_snapshot("snapshots/step-00000002")
     for step in range(5):
         if step == 3:
             dist.barrier()  # So that all die together.
@@ -57,6 +57,7 @@ def one_of_each_pair_is_killed(folder: str) -> None:
             part.write_bytes(pickle.dumps(told))
             part.rename(Path(folder) / moment)
             time.sleep(5)  # Its end must not be taken for the first.
+            return
         if dies and step == 3:
             die()
         if moment != MOMENTS[2] or step < 3:
@@ -70,6 +71,6 @@ def test_the_others_say_at_once_who_has_gone_and_where_and_have_not_stepped(tmp_
     for moment in MOMENTS:
         message, seconds, unchanged, no_gradients = pickle.loads((tmp_path / moment).read_bytes())
         assert re.search(r"^step \d: .* of (the root )?unit.*: .* with rank 1 failed: .* by peer", message), message
-        assert "rank 1: left no word: it has died" in message, message
+        assert "rank 1: no flight record: it has exited" in message, message
         assert message.endswith("start from the last checkpoint, snapshots/step-00000002")
         assert seconds < 60 and unchanged and no_gradients, (moment, seconds, unchanged, no_gradients)

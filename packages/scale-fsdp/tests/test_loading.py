@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from scale_core.testing import run_ranks
 from scale_fsdp import FullyShardedDataParallel, fully_shard
-from scale_fsdp.state_dict.loading import load_whole
+from scale_fsdp.state_dict.loading import load_full_state_dict
 
 CHANGES = {
     'Missing key(s) in state_dict: "body.2.weight".': lambda state: state.pop("body.2.weight"),
@@ -114,4 +114,4 @@ def test_assign_is_refused_before_anything_is_looked_at() -> None:
         raise AssertionError
 
     with pytest.raises(ValueError, match="assign=True"):
-        load_whole(fully_shard(nn.Linear(2, 2)), never, {}, True, True)
+        load_full_state_dict(fully_shard(nn.Linear(2, 2)), never, {}, True, True)

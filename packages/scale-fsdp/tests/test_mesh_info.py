@@ -15,13 +15,13 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
-from scale_core.shard import Held, shard_of
+from scale_core.shard import Placement, shard_of
 from scale_core.snapshot import load_snapshot, save_snapshot
 from scale_core.state.state_dict import StateMismatch, load_sharded_state_dict, sharded_state_dict, target_state_dict
 from scale_core.testing import run_ranks
 from scale_core.uneven_inputs import join
 from scale_fsdp import consolidate_shard_weights, full_optim_state_dict, full_state_dict, fully_shard
-from scale_fsdp.unit import units_in
+from scale_fsdp.runtime.unit import units_in
 
 HYBRID = [
     Case(replicas=2, clip=True, steps=3),
@@ -48,7 +48,7 @@ def shards_of_a_mesh() -> tuple[list[int], list[tuple[Any, ...]]]:
     model = fully_shard(nn.Linear(4, 4, bias=False), mesh)
     shard = shard_of(model.weight)
     assert shard is not None
-    axes = [(axis.held, axis.group.ranks) for axis in shard.axes]
+    axes = [(axis.placement, axis.group.ranks) for axis in shard.axes]
     return [shard.start, shard.stop], axes
 
 
@@ -93,7 +93,7 @@ def part_of_a_subgroup() -> list[int]:
         each(x).square().mean().backward()
     for unit in units_in(model):
         for buffer in unit.buffers:
-            for name, span, param in zip(buffer.names, buffer.spans, buffer.exposed, strict=True):
+            for name, span, param in zip(buffer.names, buffer.spans, buffer.sharded_params, strict=True):
                 grad = plain.get_parameter(name).grad
                 assert grad is not None and param.grad is not None
                 assert torch.equal(grad.reshape(-1)[span.start : span.stop].view(span.shape), param.grad)
@@ -125,7 +125,7 @@ def test_hybrid_sharding_equals_the_plain_model_to_the_bit() -> None:
 def test_a_mesh_of_two_axes_is_cut_along_the_second_and_copied_along_the_first() -> None:
     results = run_ranks(shards_of_a_mesh, 4)
     assert [bounds for bounds, _ in results] == [[0, 8], [8, 16], [0, 8], [8, 16]]
-    assert results[3][1] == [(Held.SHARD, (2, 3)), (Held.REPLICATE, (1, 3))]
+    assert results[3][1] == [(Placement.SHARD, (2, 3)), (Placement.REPLICATE, (1, 3))]
 
 
 def test_what_stays_cut_between_few_ranks_trains_as_the_plain_model_to_the_bit() -> None:

@@ -10,7 +10,7 @@ from scale_core.comm.group import group_of
 from scale_core.simulate import simulate
 from scale_core.testing import run_ranks
 from scale_fsdp import FullyShardedDataParallel, auto_wrap, class_policy, enable_wrap, fully_shard, fully_shard_modules
-from scale_fsdp.unit import units_in
+from scale_fsdp.runtime.unit import units_in
 
 
 class Scale(nn.Module):

@@ -5,18 +5,18 @@ import torch
 from state_cases import WRAPPINGS, Awkward, Layout
 from torch import nn
 
-from scale_core.shard import Axis, Held, Shard, mark
+from scale_core.shard import Axis, Placement, Shard, set_shard
 from scale_fsdp import FullyShardedDataParallel, fully_shard
+from scale_fsdp.runtime.unit import unit_of
 from scale_fsdp.state_dict.naming import (
     all_names,
-    holdings_in,
+    model_group,
     names_by_buffer,
-    places_in,
+    param_locations,
     plain_order,
-    ranks_in,
-    tied_in,
+    slices_in,
+    tied_names,
 )
-from scale_fsdp.unit import unit_of
 
 LAYOUTS = [Layout(wrapping=wrapping, flatten=flatten) for wrapping in WRAPPINGS for flatten in (False, True)]
 
@@ -27,9 +27,9 @@ each_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_parameters_stand_under_the_plain_names_in_the_plain_order(layout: Layout) -> None:
     plain = Awkward()
     model = layout.shard(Awkward())
-    assert list(places_in(model)) == [name for name, _ in plain.named_parameters()]
+    assert list(param_locations(model)) == [name for name, _ in plain.named_parameters()]
     assert list(all_names(model)) == [name for name, _ in plain.named_parameters(remove_duplicate=False)]
-    assert tied_in(model) == {"head.weight": "embed.weight"}
+    assert tied_names(model) == {"head.weight": "embed.weight"}
 
 
 @each_layout
@@ -42,9 +42,9 @@ def test_the_plain_order_is_that_of_the_plain_state_dict(layout: Layout) -> None
 @each_layout
 def test_a_place_knows_the_parameter_s_elements(layout: Layout) -> None:
     plain = Awkward()
-    for name, place in places_in(layout.shard(Awkward())).items():
+    for name, place in param_locations(layout.shard(Awkward())).items():
         assert place.entry.shape == tuple(plain.get_parameter(name).shape)
-        piece = place.buffer.pieces[place.number]
+        piece = place.buffer.pieces[place.index]
         assert torch.equal(
             piece, plain.get_parameter(name).reshape(-1)[place.span.start : place.span.stop].view_as(piece)
         )
@@ -55,7 +55,7 @@ def test_a_place_knows_the_parameter_s_elements(layout: Layout) -> None:
 def test_what_an_optimizer_steps_on_comes_in_its_order_with_all_that_it_holds(layout: Layout) -> None:
     plain = Awkward()
     model = layout.shard(Awkward())
-    holdings = holdings_in(model)
+    holdings = slices_in(model)
     assert list(map(id, holdings)) == list(map(id, model.parameters()))
     held = {holding.name: holding.view(owner) for owner, each in holdings.items() for holding in each}
     assert held.keys() == dict(plain.named_parameters()).keys()
@@ -65,10 +65,10 @@ def test_what_an_optimizer_steps_on_comes_in_its_order_with_all_that_it_holds(la
 
 def test_names_are_those_of_the_state_dict_also_in_a_plain_parent_and_a_wrapper() -> None:
     parent = nn.ModuleDict({"model": FullyShardedDataParallel(nn.Linear(3, 2)), "other": nn.Linear(2, 2)})
-    assert list(places_in(parent)) == ["model.weight", "model.bias"]
-    names = [holding.name for each in holdings_in(parent).values() for holding in each]
+    assert list(param_locations(parent)) == ["model.weight", "model.bias"]
+    names = [holding.name for each in slices_in(parent).values() for holding in each]
     assert names == list(parent.state_dict())
-    assert not [holding for each in holdings_in(nn.Linear(2, 2)).values() for holding in each if holding.is_shard]
+    assert not [holding for each in slices_in(nn.Linear(2, 2)).values() for holding in each if holding.is_shard]
 
 
 def test_a_module_in_two_places_has_two_names() -> None:
@@ -77,7 +77,7 @@ def test_a_module_in_two_places_has_two_names() -> None:
     model = nn.Sequential(plain)
     fully_shard(model)
     assert list(all_names(model)) == ["0.a.weight", "0.b.0.weight"]
-    assert tied_in(model) == {"0.b.0.weight": "0.a.weight"}
+    assert tied_names(model) == {"0.b.0.weight": "0.a.weight"}
     assert torch.equal(model.state_dict()["0.b.0.weight"], shared.weight)
 
 
@@ -86,13 +86,13 @@ def test_each_buffer_comes_with_its_unit_and_the_numbers_in_it() -> None:
     found = {unit.name: names for unit, _, names in names_by_buffer(model) if names}
     assert found["embed"] == {"embed.weight": 0}
     assert found["body.0"] == {"body.0.weight": 0, "body.0.bias": 1}
-    assert ranks_in(model).size == ranks_in(nn.Linear(1, 1)).size == 1
+    assert model_group(model).size == model_group(nn.Linear(1, 1)).size == 1
 
 
 def test_summands_of_a_plain_parameter_have_no_holding() -> None:
     model = nn.ModuleList([fully_shard(nn.Linear(2, 2)), nn.Linear(2, 2, bias=False)])
     unit = unit_of(model[0])
     assert unit is not None
-    mark(model[1].weight, Shard("weight", (2, 2), 0, 4, (Axis(unit.buffers[0].group, Held.PARTIAL),)))
+    set_shard(model[1].weight, Shard("weight", (2, 2), 0, 4, (Axis(unit.buffers[0].group, Placement.PARTIAL),)))
     with pytest.raises(ValueError, match="weight: each rank holds a summand"):
-        holdings_in(model)
+        slices_in(model)

@@ -16,12 +16,12 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 import scale_fsdp.offload.backward
-from scale_core.autograd_hooks import report_reduced_grads
+from scale_core.autograd_hooks import call_grad_published_hooks
 from scale_core.optim.clip_grad import clip_grad_norm
 from scale_core.optim.grad_scaler import ShardedGradScaler
-from scale_core.shard import Shard, mark
+from scale_core.shard import Shard, set_shard
 from scale_fsdp import OffloadOptimizer
-from scale_fsdp.offload.backward import UsedGradient
+from scale_fsdp.offload.backward import ConsumedGradient
 from scale_fsdp.offload.host_update import OffloadUpdate
 
 
@@ -64,7 +64,7 @@ def test_the_update_has_been_made_when_the_backward_returns_and_keeps_no_gradien
     cases.loss_of(twin, 0).backward()
     other.step()
     cases.assert_same_weights(model, twin)
-    assert all(isinstance(param.grad, UsedGradient) for param in model.parameters())
+    assert all(isinstance(param.grad, ConsumedGradient) for param in model.parameters())
     optimizer.step()
     assert all(param.grad is None for param in model.parameters())
     cases.assert_same_weights(model, twin)
@@ -74,16 +74,16 @@ def test_the_update_has_been_made_when_the_backward_returns_and_keeps_no_gradien
 def test_a_bucket_is_used_before_the_next_gradients_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     model = cases.network()
     log: list[str] = []
-    original = OffloadUpdate.finish
+    original = OffloadUpdate.finish_bucket
 
     def finish(self: OffloadUpdate, *args: Any) -> None:
         original(self, *args)
         log.append("update")
 
-    monkeypatch.setattr(OffloadUpdate, "finish", finish)
+    monkeypatch.setattr(OffloadUpdate, "finish_bucket", finish)
     optimizer = overlapped(model, 1.0)
     model[0].weight.register_hook(lambda _: log.append("gradient of the first weight"))
-    monkeypatch.setattr(scale_fsdp.offload.backward, "PIECE_ELEMENTS", 500)
+    monkeypatch.setattr(scale_fsdp.offload.backward, "CHUNK_ELEMENTS", 500)
     cases.loss_of(model, 0).backward()
     if "thread" not in str(optimizer._in_backward._worker):  # type: ignore[union-attr]
         assert log.index("update") < log.index("gradient of the first weight")
@@ -164,13 +164,13 @@ def test_schedulers_step_after_the_step() -> None:
 def test_a_shard_is_updated_when_its_gradient_is_reported_and_else_in_the_step() -> None:
     weight, shards = nn.Parameter(torch.ones(3)), [nn.Parameter(torch.ones(300)) for _ in range(2)]
     for number, shard in enumerate(shards):
-        mark(shard, Shard(f"shard {number}", (300,), 0, 300))
+        set_shard(shard, Shard(f"shard {number}", (300,), 0, 300))
     optimizer = OffloadOptimizer(torch.optim.SGD, [weight, *shards], host_fraction=0.5, overlap_step=True, lr=1.0)
 
     def reduced(_: torch.Tensor) -> None:
         for shard in shards:
             shard.grad = torch.full((300,), 0.25)
-        report_reduced_grads(shards[:1])
+        call_grad_published_hooks(shards[:1])
 
     out = weight.sum() * 1
     out.register_hook(reduced)
@@ -209,7 +209,7 @@ def test_modules_that_are_recomputed_may_be_updated_on_the_way(use_reentrant: bo
 def test_a_parameter_that_the_rest_of_the_backward_needs_is_refused_by_autograd(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(scale_fsdp.offload.backward, "PIECE_ELEMENTS", 4)
+    monkeypatch.setattr(scale_fsdp.offload.backward, "CHUNK_ELEMENTS", 4)
     for fraction in (0.0, 1.0):
         weight, x = nn.Parameter(torch.ones(4)), torch.ones(4, requires_grad=True)
         optimizer = OffloadOptimizer(torch.optim.SGD, [weight], host_fraction=fraction, overlap_step=True, lr=0.1)
@@ -247,14 +247,14 @@ def test_an_error_of_the_update_comes_out_of_the_backward(monkeypatch: pytest.Mo
     model = cases.network()
     optimizer = overlapped(model, 1.0)
     cases.train(model, optimizer, [0])
-    original, failing = OffloadUpdate.finish, [True]
+    original, failing = OffloadUpdate.finish_bucket, [True]
 
     def finish(self: OffloadUpdate, load: Any, *args: Any) -> None:
         if failing and failing.pop():
-            load.pieces.clear()
+            load.chunks.clear()
         original(self, load, *args)
 
-    monkeypatch.setattr(OffloadUpdate, "finish", finish)
+    monkeypatch.setattr(OffloadUpdate, "finish_bucket", finish)
     with pytest.raises(IndexError):
         cases.loss_of(model, 1).backward()
     optimizer.step()
@@ -268,7 +268,7 @@ def test_no_more_is_on_its_way_than_there_are_slots(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(scale_fsdp.offload.backward, "worker_for", lambda device: ThreadPoolExecutor(1))
     model = cases.network()
     under_way, most, lock = [0], [0], threading.Lock()
-    fetch, finish = OffloadUpdate.fetch, OffloadUpdate.finish
+    fetch, finish = OffloadUpdate.fetch, OffloadUpdate.finish_bucket
 
     def slow_finish(self: OffloadUpdate, *args: Any) -> None:
         time.sleep(0.01)
@@ -283,7 +283,7 @@ def test_no_more_is_on_its_way_than_there_are_slots(monkeypatch: pytest.MonkeyPa
             most[0] = max(most[0], under_way[0])
         return load
 
-    monkeypatch.setattr(OffloadUpdate, "finish", slow_finish)
+    monkeypatch.setattr(OffloadUpdate, "finish_bucket", slow_finish)
     monkeypatch.setattr(OffloadUpdate, "fetch", counted_fetch)
     optimizer = overlapped(model, 1.0)
     cases.train(model, optimizer, [0])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from scale_core.optim.clip_grad import clip_grad_norm
-from scale_fsdp.offload.optimizer import PendingClipping
+from scale_fsdp.offload.optimizer import DeferredClipping
 
 
 def params() -> list[Tensor]:
@@ -22,7 +22,7 @@ def params() -> list[Tensor]:
 @pytest.mark.parametrize("max_norm", [0.1, 1e9])
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
 def test_the_factor_is_that_of_clipping_and_the_gradients_stay(max_norm: float, norm_type: float) -> None:
-    mine, theirs, clipping = params(), params(), PendingClipping()
+    mine, theirs, clipping = params(), params(), DeferredClipping()
     norm = clipping.measure(mine, max_norm, norm_type)
     assert torch.equal(norm, clip_grad_norm(theirs, max_norm, norm_type))
     for one, other, start in zip(mine, theirs, params(), strict=True):
@@ -34,11 +34,11 @@ def test_the_factor_is_that_of_clipping_and_the_gradients_stay(max_norm: float, 
 
 
 def test_without_clipping_nothing_is_multiplied() -> None:
-    clipping = PendingClipping()
+    clipping = DeferredClipping()
     assert clipping.factor(params()) == 1.0
     mine = params()
     clipping.measure(mine, 0.1, 2.0)
-    clipping.forget()
+    clipping.reset()
     assert clipping.factor(mine) == 1.0
 
 
@@ -51,7 +51,7 @@ CHANGES: dict[str, Callable[[list[Tensor]], object]] = {
 
 
 def test_gradients_that_are_gone_are_forgotten_and_new_ones_measured_anew() -> None:
-    mine, clipping = params(), PendingClipping()
+    mine, clipping = params(), DeferredClipping()
     clipping.measure(mine, 0.1, 2.0)
     for param in mine:
         param.grad = None  # As model.zero_grad() does, of which the optimizer hears nothing.
@@ -70,11 +70,11 @@ def test_gradients_that_are_gone_are_forgotten_and_new_ones_measured_anew() -> N
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_gradients_that_have_changed_are_an_error(change: str) -> None:
-    mine, clipping = params(), PendingClipping()
+    mine, clipping = params(), DeferredClipping()
     clipping.measure(mine, 0.1, 2.0)
     CHANGES[change](mine)
     for ask in (lambda: clipping.factor(mine), lambda: clipping.measure(mine, 0.1, 2.0)):
         with pytest.raises(RuntimeError, match="have changed since"):
             ask()
-    clipping.forget()
+    clipping.reset()
     clipping.measure(mine, 0.1, 2.0)

@@ -19,7 +19,7 @@ from scale_core.flat import reduction as flat_reduced
 from scale_core.state import load_sharded_state_dict, sharded_state_dict
 from scale_core.streams import HostStream
 from scale_fsdp import MixedPrecision, ShardedEMA, fully_shard
-from scale_fsdp.unit import units_in
+from scale_fsdp.runtime.unit import units_in
 
 
 class Late(HostStream):

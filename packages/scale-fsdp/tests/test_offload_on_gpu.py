@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import scale_fsdp.offload.backward
-from scale_core.autograd_hooks import on_arriving_grads
+from scale_core.autograd_hooks import register_reduced_grad_hook
 from scale_core.flat import reduction as flat_reduced
 from scale_fsdp import MixedPrecision, OffloadOptimizer, ShardedEMA, fully_shard
 
@@ -134,26 +134,26 @@ def test_gradients_of_shards_are_on_their_way_before_the_pass_is_over(
 ) -> None:
     plain = layers(6).cuda()
     model, twin = sharded(plain), sharded(plain)
-    monkeypatch.setattr(scale_fsdp.offload.backward, "PIECE_ELEMENTS", 1)
+    monkeypatch.setattr(scale_fsdp.offload.backward, "CHUNK_ELEMENTS", 1)
     settings: dict[str, Any] = {"lr": 1e-3, "fused": True}
     optimizer = OffloadOptimizer(
         torch.optim.AdamW, model.parameters(), host_fraction=0.5, overlap_step=overlap_step, **settings
     )
     other = torch.optim.AdamW(twin.parameters(), **settings)
     told: list[int] = []
-    handle = on_arriving_grads(lambda params, grads: told.append(len(params)))
+    handle = register_reduced_grad_hook(lambda params, grads: told.append(len(params)))
     for step in range(3):
         for each, its in ((model, optimizer), (twin, other)):
             told.clear()
             each(data(step)).square().mean().backward()
             if each is model and not overlap_step:
-                assert optimizer._early is not None and len(told) == 6
-                copies = optimizer._early._copies.items()
-                assert copies and all(copied.is_of(part.grad) for part, copied in copies)
+                assert optimizer._prefetch is not None and len(told) == 6
+                copies = optimizer._prefetch._copies.items()
+                assert copies and all(copied.is_copy_of(part.grad) for part, copied in copies)
             its.step()
             its.zero_grad()
     handle.remove()
-    if optimizer._early is not None:
-        assert optimizer._early._useful, "no copy that was made during the pass had to be made again"
+    if optimizer._prefetch is not None:
+        assert optimizer._prefetch._useful, "no copy that was made during the pass had to be made again"
     for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)

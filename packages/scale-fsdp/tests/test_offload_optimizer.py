@@ -22,7 +22,7 @@ from scale_core.optim.clip_grad import clip_grad_norm
 from scale_core.optim.grad_scaler import ShardedGradScaler
 from scale_core.simulate import simulate
 from scale_fsdp import OffloadOptimizer
-from scale_fsdp.offload.transfer import Ferry
+from scale_fsdp.offload.transfer import HostTransfer
 
 FUSED_ADAM: dict[str, Any] = {"lr": 0.01, "fused": True}
 
@@ -620,13 +620,13 @@ def test_an_optimizer_that_is_gone_leaves_no_hooks(monkeypatch: pytest.MonkeyPat
 def test_copies_that_clipping_makes_useless_are_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     cases.let_parameters_be_away(monkeypatch)
     copied: list[int] = []
-    original = Ferry.copy_out
+    original = HostTransfer.copy_out
 
-    def count(self: Ferry, copies: Any) -> Any:
+    def count(self: HostTransfer, copies: Any) -> Any:
         copied.append(len(copies))
         return original(self, copies)
 
-    monkeypatch.setattr(Ferry, "copy_out", count)
+    monkeypatch.setattr(HostTransfer, "copy_out", count)
     model = cases.network()
     optimizer = offloaded(model, 1.0)
     counts = []

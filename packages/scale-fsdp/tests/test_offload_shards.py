@@ -17,7 +17,7 @@ from scale_core.optim.grad_scaler import ShardedGradScaler
 from scale_core.state import load_sharded_state_dict, sharded_state_dict
 from scale_core.testing import run_ranks
 from scale_fsdp import MixedPrecision, OffloadOptimizer, fully_shard
-from scale_fsdp.offload.backward import UsedGradient
+from scale_fsdp.offload.backward import ConsumedGradient
 
 STEPS = 4
 
@@ -131,7 +131,7 @@ def is_updated_when_its_reduction_is_reported() -> None:
         other.step()
         other.zero_grad()
         assert_alike(mine, theirs)
-        assert all(isinstance(shard.grad, UsedGradient) for shard in mine.parameters())
+        assert all(isinstance(shard.grad, ConsumedGradient) for shard in mine.parameters())
         ours.step()
         assert_alike(mine, theirs)
 

@@ -8,11 +8,11 @@ import torch
 from fsdp_beside import adam, noise, sharded
 from torch import nn
 
-from scale_core.autograd_hooks import on_local_grads
+from scale_core.autograd_hooks import register_local_grad_hook
 from scale_core.testing import run_ranks
 from scale_fsdp import FullyShardedDataParallel, MixedPrecision, fully_shard
 from scale_fsdp.api import resolve_precision
-from scale_fsdp.unit import unit_of
+from scale_fsdp.runtime.unit import unit_of
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -72,7 +72,7 @@ def train_in(policy: MixedPrecision) -> dict[str, torch.dtype]:
     model = sharded(Watcher(), [""], mixed_precision=policy)
     optimizer = adam(model.parameters())
     local: list[torch.dtype] = []
-    handle = on_local_grads(lambda params, grads: local.extend(grad.dtype for grad in grads))
+    handle = register_local_grad_hook(lambda params, grads: local.extend(grad.dtype for grad in grads))
     out = model(noise(4, 3), torch.ones(4, dtype=torch.int64))
     out["logits"].float().sum().backward()
     optimizer.step()

@@ -11,13 +11,13 @@ from fsdp_cases import differing_weights
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from scale_core.autograd_hooks import on_local_grads
+from scale_core.autograd_hooks import register_local_grad_hook
 from scale_core.comm.group import group_of
 from scale_core.shard import full_shape, shard_of
 from scale_core.state import load_sharded_state_dict, sharded_state_dict
 from scale_core.testing import run_ranks
 from scale_fsdp import fully_shard, reshard_to
-from scale_fsdp.unit import units_in
+from scale_fsdp.runtime.unit import units_in
 
 
 def assert_on_ranks(fn, world, *args):
@@ -386,7 +386,7 @@ def show_flat_parameters() -> list[str]:
 
 
 def report_flat_gradients() -> list[str]:
-    """What `on_local_grads` tells of a flat unit: this rank's own gradient, unreduced, in the order of the buffer."""
+    """What `register_local_grad_hook` shows of a flat unit: its own gradient, in the order of the buffer."""
     plain = perceptron()
     model = sharded(plain, ["0", ""], flatten_parameters=True)
     heard: dict[str, Tensor] = {}
@@ -396,7 +396,7 @@ def report_flat_gradients() -> list[str]:
             heard[shard_of(param).name] = grad.clone()
             assert grad.numel() == full_shape(param).numel()
 
-    handle = on_local_grads(listen)
+    handle = register_local_grad_hook(listen)
     for each in (model, plain):
         each(noise(2, 5, seed=dist.get_rank())).sum().backward()
     handle.remove()

@@ -13,9 +13,9 @@ from torch import nn
 
 from scale_core.testing import run_ranks
 from scale_fsdp import FullyShardedDataParallel, full_optim_state_dict, fully_shard
-from scale_fsdp.state_dict.methods import WithState
+from scale_fsdp.state_dict.methods import StateDictMethods
 
-METHODS = [name for name in vars(WithState) if not name.startswith("_")]
+METHODS = [name for name in vars(StateDictMethods) if not name.startswith("_")]
 
 
 @pytest.mark.parametrize("name", METHODS)

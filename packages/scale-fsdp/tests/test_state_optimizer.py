@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from scale_core.testing import run_ranks
 from scale_fsdp import FullyShardedDataParallel, full_optim_state_dict, fully_shard, shard_optim_state_dict
+from scale_fsdp.runtime.unit import unit_of
 from scale_fsdp.state_dict.optimizer import _contract_of
-from scale_fsdp.unit import unit_of
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "Adadelta": torch.optim.Adadelta,

@@ -18,7 +18,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from scale_core.flat.buffer import live_buffers
 from scale_core.testing import run_ranks
 from scale_fsdp import fully_shard
-from scale_fsdp.unit import units_in
+from scale_fsdp.runtime.unit import units_in
 
 
 def assert_on_ranks(fn, world, *args):

@@ -14,7 +14,7 @@ from scale_core.comm.group import group_of
 from scale_core.flat.buffer import State
 from scale_core.testing import run_ranks
 from scale_fsdp import StepError, fully_shard, register_forward_method
-from scale_fsdp.unit import units_in
+from scale_fsdp.runtime.unit import units_in
 
 PLACES = ("block", "root", "entry", "exit", "method", "evaluation")
 
@@ -62,9 +62,9 @@ def interrupt(model: nn.Module, place: str, patch: pytest.MonkeyPatch) -> None:
 
     root = units_in(model)[0].root
     if place == "entry":
-        patch.setattr(root, "announce", now)
+        patch.setattr(root, "record", now)
     elif place == "exit":
-        patch.setattr(root, "leave", now)
+        patch.setattr(root, "end_forward", now)
     elif place == "root":
         model.head.now = True
     else:
@@ -84,7 +84,7 @@ def left_behind(model: nn.Module) -> list[str]:
     units = units_in(model)
     wrong = [f"{unit.name} is in use" for unit in units if unit.use_count or unit.in_backward]
     wrong += [f"{unit.name} is gathered" for unit in units for b in unit.buffers if b.state is not State.SHARDED]
-    shards = {id(param) for unit in units for buffer in unit.buffers for param in buffer.exposed}
+    shards = {id(param) for unit in units for buffer in unit.buffers for param in buffer.sharded_params}
     return wrong + [f"{name} is no shard" for name, param in model.named_parameters() if id(param) not in shards]
 
 
@@ -133,4 +133,4 @@ def test_what_the_others_make_of_it_does_not_hide_the_interruption(monkeypatch: 
     model.head.now = True
     with pytest.raises(KeyboardInterrupt) as caught:
         model(noise(2, 3))
-    assert caught.value.__notes__ == ["the other ranks could not be told: nobody there"]
+    assert caught.value.__notes__ == ["the other ranks could not be reached: nobody there"]

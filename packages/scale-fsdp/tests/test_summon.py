@@ -11,7 +11,7 @@ from scale_core.comm.group import group_of
 from scale_core.simulate import simulate
 from scale_core.testing import run_ranks
 from scale_fsdp import fully_shard
-from scale_fsdp.unit import units_in
+from scale_fsdp.runtime.unit import units_in
 
 CASES = [Case(wrapping="deep"), Case(wrapping="leaves", flatten=True), Case(wrapper=True), Case(precision="bf16")]
 

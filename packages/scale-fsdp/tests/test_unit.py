@@ -9,8 +9,8 @@ from scale_core.comm.group import group_of
 from scale_core.consistency.execution_order import Event
 from scale_core.testing import run_ranks
 from scale_fsdp import fully_shard
-from scale_fsdp.step import root_of
-from scale_fsdp.unit import Unit, unit_of
+from scale_fsdp.runtime.step import root_of
+from scale_fsdp.runtime.unit import Unit, unit_of
 
 
 def mixed_unit() -> Unit:
@@ -30,10 +30,10 @@ def moved_together() -> None:
         layer.reset_parameters()
     assert len(unit.buffers) == 2 and unit.root is None
     for buffer in unit.buffers:  # Before there is a root.
-        for whole, name in zip(unit.gather_whole(buffer), buffer.names, strict=True):
+        for whole, name in zip(unit.gather_full_params(buffer), buffer.names, strict=True):
             assert whole.shape == plain.get_parameter(name).shape
     history = root_of(unit).contract.history
-    root_of(unit).enter(unit, "")
+    root_of(unit).begin_forward(unit, "")
     unit.release()
     assert not unit.gathered and history.current.log == []
     unit.gather()
@@ -45,32 +45,37 @@ def moved_together() -> None:
         Event("gather", "#1"),
     ]
     with torch.no_grad():
-        unit.buffers[1].exposed[0].mul_(2)
+        unit.buffers[1].sharded_params[0].mul_(2)
     assert unit.is_stale or group_of().size == 1
     unit.release()
     assert not unit.gathered and not unit.is_stale
+
+
+def reduced_grads(unit: Unit) -> list[torch.Tensor]:
+    grads = [param.grad for buffer in unit.buffers for param in buffer.sharded_params]
+    return [grad for grad in grads if grad is not None]
 
 
 def withheld() -> None:
     """A rank that has failed sends zeros; what had waited is there again when that is over."""
     unit = mixed_unit()
     root_of(unit)
-    grads = []
     for buffer in unit.buffers:
-        for whole in buffer.wholes:
+        for whole in buffer.unsharded_params:
             whole.grad = torch.ones(whole.shape, dtype=whole.dtype)
-        for index in range(len(buffer.wholes)):
-            buffer.gradient.pack(index, accumulate=True)
+        for index in range(len(buffer.unsharded_params)):
+            buffer.gradient.accumulate(index, wide=True)
     unit.commit()
-    unit.withhold_gradients()
-    unit.reduce()
+    for buffer in unit.buffers:
+        buffer.gradient.use_zeros()
+    unit.reduce(unit.trained_buffers())
     unit.wait_reduced()
     unit.discard()
-    assert unit.reduced_params() == [] and all(buffer.has_gradient for buffer in unit.buffers)
-    unit.reduce()
+    assert reduced_grads(unit) == [] and all(buffer.has_gradient for buffer in unit.buffers)
+    unit.reduce(unit.trained_buffers())
     unit.commit()
-    grads = [param.grad for param in unit.reduced_params()]
-    assert len(grads) == 4 and all(bool((grad == 1).all()) for grad in grads if grad is not None)
+    grads = reduced_grads(unit)
+    assert len(grads) == 4 and all(bool((grad == 1).all()) for grad in grads)
     assert not any(buffer.has_gradient for buffer in unit.buffers)
 
 

@@ -12,7 +12,7 @@ from scale_core.comm.group import group_of
 from scale_core.flat.buffer import State
 from scale_core.testing import run_ranks
 from scale_fsdp import fully_shard
-from scale_fsdp.unit import unit_of, units_in
+from scale_fsdp.runtime.unit import unit_of, units_in
 
 
 def layers() -> nn.Sequential:
@@ -197,7 +197,7 @@ def test_a_unit_that_runs_by_itself_fetches_nothing_of_the_rest(num_ranks: int) 
 def test_a_unit_of_another_model_is_not_fetched() -> None:
     model, other = sharded(layers()), sharded(layers())
     model[0].set_modules_to_forward_prefetch([other[2]])
-    with pytest.raises(ValueError, match=r"unit '0' was told to fetch a Linear ahead that is no unit of this model"):
+    with pytest.raises(ValueError, match=r"unit '0' was told to prefetch a Linear that is no unit of this model"):
         model(data(0, 0))
 
 

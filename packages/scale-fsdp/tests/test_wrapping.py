@@ -10,9 +10,9 @@ from torch import nn
 from wrapping_models import Block, Model, linears
 
 import scale_fsdp.wrapping.auto_wrap as wrap_module
-from scale_core.shard import Shard, mark
+from scale_core.shard import Shard, set_shard
 from scale_fsdp import FullyShardedDataParallel, fully_shard, get_fsdp_instances
-from scale_fsdp.unit import units_in
+from scale_fsdp.runtime.unit import units_in
 from scale_fsdp.wrapping.auto_wrap import auto_wrap, enable_wrap, fully_shard_modules, plan_units, wrap
 from scale_fsdp.wrapping.policy import class_policy, config_auto_wrap_policy, size_policy
 
@@ -151,7 +151,7 @@ def test_what_is_wrapped_already_is_left_alone():
 def test_what_is_sharded_in_place_already_is_left_alone():
     model = nn.Sequential(linears(4, 4), nn.Linear(4, 4, bias=False))
     for param in model[0].parameters():
-        mark(param, Shard("", (4, 4), 0, 16))
+        set_shard(param, Shard("", (4, 4), 0, 16))
     assert plan_units(model, class_policy(nn.Linear)) == ["1"]
     assert plan_units(model, size_policy(17)) == []
 

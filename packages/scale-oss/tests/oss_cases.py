@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from scale_core.comm.group import Group, group_of
-from scale_core.flat.buffer import FlatBuffer, Groups
+from scale_core.flat.buffer import FlatBuffer, ShardGroups
 from scale_core.flat.layout import FlatLayout
 from scale_core.shard import shard_of
-from scale_core.state.param_ownership import tell_flat
+from scale_core.state.param_ownership import register_flat_param
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -133,11 +133,11 @@ class Shards:
         self.units: list[FlatBuffer] = []
         for members in (names[: len(names) // 2], names[len(names) // 2 :]):
             layout = FlatLayout.plan(members, [tuple(plain[n].shape) for n in members], self.group.size, atom)
-            groups = Groups(self.group, replicas or Group())
+            groups = ShardGroups(self.group, replicas or Group())
             self.units.append(FlatBuffer(members, [plain[n] for n in members], layout, groups, flatten=flatten))
             if flatten:
-                tell_flat(self.units[-1])
-        named = [zip(unit.names, unit.exposed, strict=not flatten) for unit in self.units]
+                register_flat_param(self.units[-1])
+        named = [zip(unit.names, unit.sharded_params, strict=not flatten) for unit in self.units]
         self.params = {name: param for unit in named for name, param in unit}
 
     def wholes(self) -> dict[str, Tensor]:
@@ -145,7 +145,7 @@ class Shards:
         return {
             name: whole.clone()
             for unit in self.units
-            for name, whole in zip(unit.names, unit.gather_whole(), strict=True)
+            for name, whole in zip(unit.names, unit.gather_full_params(), strict=True)
         }
 
 

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from scale_core.comm.group import Group, group_of
 from scale_core.compat import fake_tensors
-from scale_core.shard import Held, shard_of
+from scale_core.shard import Placement, shard_of
 from scale_core.testing import run_ranks
 from scale_oss.bucket import Bucket
-from scale_oss.partition import BucketPartition, cut_evenly, give_whole
+from scale_oss.partition import BucketPartition, assign_whole, cut_evenly
 
 SHAPES: list[tuple[int, ...]] = [(5, 3), (4,), (), (2, 2)]
 
@@ -24,7 +24,7 @@ def params(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
 def partition(world_size: int, whole: bool) -> BucketPartition:
     names = ["weight", "bias", "scale", "matrix"]
     if whole:
-        return give_whole(names, SHAPES, [index % world_size for index in range(4)], world_size)
+        return assign_whole(names, SHAPES, [index % world_size for index in range(4)], world_size)
     return cut_evenly(names, SHAPES, world_size)
 
 
@@ -66,7 +66,7 @@ def reduce_and_commit(whole: bool) -> None:
         for index, param in enumerate(mine):
             if index != 2:
                 param.grad = torch.full_like(param, float(group.rank + index))
-                bucket.gradient.pack(index)
+                bucket.gradient.accumulate(index)
                 assert param.grad is None
         bucket.reduce(1 << 22)
         bucket.commit()
@@ -95,7 +95,7 @@ def test_parameters_and_pieces_have_their_memory_in_one_buffer_and_are_marked() 
         assert torch.equal(piece.reshape(-1), old.reshape(-1)[span.start : span.stop])
         shard = shard_of(piece)
         assert shard is not None and (shard.start, shard.stop, shard.shape) == (span.start, span.stop, tuple(old.shape))
-        assert [(axis.held, axis.group) for axis in shard.axes] == [(Held.SHARD, group)]
+        assert [(axis.placement, axis.group) for axis in shard.axes] == [(Placement.SHARD, group)]
 
 
 @pytest.mark.parametrize("whole", [False, True])

@@ -278,9 +278,9 @@ def test_a_scaler_steps_it_and_skips_a_step_of_both() -> None:
 def test_what_it_can_not_tell_apart_is_refused() -> None:
     with pytest.raises(ValueError, match=r"no parameter's name has 'lm_head' in it; they are scale, mix"):
         split_by(Net(), MATRIX, OTHER, other_names=["lm_head"])
-    with pytest.raises(ValueError, match=r"no parameter for 'matrix': use one optimizer, OSS\(.*AdamW"):
+    with pytest.raises(ValueError, match=r"no parameter for 'matrix'. Use one optimizer, OSS\(.*AdamW"):
         split_by(nn.LayerNorm(3), MATRIX, OTHER)
-    with pytest.raises(ValueError, match=r"no parameter for 'other': use one optimizer"):
+    with pytest.raises(ValueError, match=r"no parameter for 'other'. Use one optimizer"):
         split_by(nn.Linear(3, 3, bias=False), MATRIX, OTHER)
     shards = Shards(plain_params(), group_of(), flatten=True)
     flat = model_of(shards.params)

@@ -28,7 +28,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 from scale_core.comm.group import group_of
 from scale_core.consistency.contract import ContractError, ScaleDistributedError
-from scale_core.shard import Axis, Held, Shard, mark, shard_of
+from scale_core.shard import Axis, Placement, Shard, set_shard, shard_of
 from scale_core.testing import run_ranks
 from scale_oss import OSS
 from scale_oss import full_param_bucket as whole
@@ -275,13 +275,13 @@ def refuse() -> list[str]:
     assert OSS(flat.params.values(), torch.optim.AdamW).in_place_buckets  # Its elements are updated one by one.
 
     torn = nn.Parameter(torch.zeros(2))
-    mark(torn, Shard("torn", (5,), 0, 2, (Axis(group, Held.SHARD),)))
+    set_shard(torn, Shard("torn", (5,), 0, 2, (Axis(group, Placement.SHARD),)))
     refused(ValueError, lambda: OSS([torn], Lamb))
     summand = nn.Parameter(torch.zeros(2))
-    mark(summand, Shard("summand", (2,), 0, 2, (Axis(group, Held.PARTIAL),)))
+    set_shard(summand, Shard("summand", (2,), 0, 2, (Axis(group, Placement.PARTIAL),)))
     refused(ValueError, lambda: OSS([summand], Lamb))
     twice = nn.Parameter(torch.zeros(2))
-    mark(twice, Shard("twice", (4, 2), 0, 2, (Axis(group, Held.SHARD), Axis(group, Held.SHARD))))
+    set_shard(twice, Shard("twice", (4, 2), 0, 2, (Axis(group, Placement.SHARD), Axis(group, Placement.SHARD))))
     refused(ValueError, lambda: OSS([twice], Lamb))
 
     shards = Shards(plain_params(MATRICES))
@@ -290,7 +290,7 @@ def refuse() -> list[str]:
     refused(ContractError, optimizer.step)
     give_gradients(shards.params.values(), 0)
     optimizer.step()  # Nothing has been sent before, so the group still works.
-    shards.units[0].rehouse(shards.units[0].shard.double())
+    shards.units[0].set_storage(shards.units[0].shard.double())
     give_gradients(shards.params.values(), 1)
     refused(RuntimeError, optimizer.step)
 

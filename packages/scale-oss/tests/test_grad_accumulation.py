@@ -85,13 +85,13 @@ def test_the_reduction_gets_a_sum_once_and_it_is_kept_until_all_has_gone_well() 
     assert taken is not None and torch.equal(taken, before) and holder.accumulation.pop(holder.param) is None
     holder.accumulation.rollback()
     assert torch.equal(grad_of(holder.param), before)
-    holder.accumulation.lend(holder.param, copied=True)
+    holder.accumulation.stash(holder.param, copied=True)
     grad_of(holder.param)
     assert holder.param.grad is not None
     holder.param.grad.zero_()  # It was used up.
     holder.accumulation.rollback()
     assert torch.equal(grad_of(holder.param), before)
-    holder.accumulation.lend(holder.param, copied=False)
+    holder.accumulation.stash(holder.param, copied=False)
     holder.param.grad = None
     holder.accumulation.clear()
     assert holder.param.grad is None

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from scale_core.comm.group import Group, group_of
 from scale_core.consistency.contract import Contract, ContractError
 from scale_core.optim.step_checks import watch_optimizers
-from scale_core.shard import Axis, Held, Shard, mark
+from scale_core.shard import Axis, Placement, Shard, set_shard
 from scale_core.testing import run_ranks
 from scale_oss import OSS, ShardedDataParallel
 from scale_oss.oss import step_bucket_by_bucket
@@ -125,7 +125,7 @@ def test_one_rank_updates_all_for_an_optimizer_that_looks_at_all_tensors() -> No
 
 def test_what_looks_at_all_tensors_does_not_take_shards_nor_anything_the_meta_device() -> None:
     shard = nn.Parameter(torch.zeros(2))
-    mark(shard, Shard("weight", (4,), 0, 2, (Axis(Group(), Held.SHARD),)))
+    set_shard(shard, Shard("weight", (4,), 0, 2, (Axis(Group(), Placement.SHARD),)))
     with pytest.raises(ValueError, match=r"Distance needs all tensors on one rank, but 'weight' is a shard"):
         OSS([("weight", shard)], Distance, together=True)
     with pytest.raises(ValueError, match=r"'weight' is on the meta device.*model\.to_empty"):
@@ -158,7 +158,7 @@ def test_a_group_that_is_refused_leaves_nothing_behind() -> None:
 
 
 def test_what_has_no_shape_or_no_size_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"'weight' has no shape yet: run the model once"):
+    with pytest.raises(ValueError, match=r"'weight' has no shape yet. Run the model once"):
         OSS(nn.LazyLinear(3).named_parameters(), torch.optim.SGD, lr=0.1)
     with pytest.raises(ValueError, match=r"expected bucket_numel of at least 1 element, got 0"):
         OSS(layers().parameters(), torch.optim.SGD, lr=0.1, bucket_numel=0)
@@ -168,7 +168,7 @@ def test_a_copy_that_would_update_nothing_is_refused() -> None:
     model = layers()
     optimizer = OSS(model.parameters(), torch.optim.Adam)
     for copied in (optimizer, ShardedDataParallel(model, optimizer)):
-        with pytest.raises(TypeError, match=r"copy the module and build OSS\(copied\.parameters\(\), \.\.\.\)"):
+        with pytest.raises(TypeError, match=r"Copy the module and build OSS\(copied\.parameters\(\), \.\.\.\)"):
             copy.deepcopy(copied)
     copy.deepcopy(model)
 
@@ -275,7 +275,7 @@ def test_a_parameter_that_was_moved_to_another_dtype_is_refused_and_one_that_was
     assert torch.equal(model[0].weight, expected)
     model.to(torch.float64)
     with pytest.raises(
-        RuntimeError, match=r"was torch.float32 on cpu when OSS was built.*convert or move the model first"
+        RuntimeError, match=r"was torch.float32 on cpu when OSS was built.*Convert or move the model first"
     ):
         optimizer.step()
 

@@ -33,7 +33,7 @@ from scale_core.consistency.contract import ContractError
 from scale_core.snapshot import SnapshotError, load_snapshot, save_snapshot
 from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
 from scale_core.state.dcp import dcp_target
-from scale_core.state.param_ownership import Holding
+from scale_core.state.param_ownership import ParamSlice
 from scale_core.testing import run_ranks
 from scale_core.tree import tensors_in
 from scale_oss import OSS, ShardedDataParallel
@@ -78,7 +78,7 @@ def gather_and_go_on(name: str, sharded: bool, recipient: int) -> list[str]:
         fresh.load_state_dict(copy.deepcopy(gathered))
         train(fresh, fresh_params.values(), range(3, 5))
     else:
-        with pytest.raises(RuntimeError, match=r"call optimizer\.consolidate_state_dict\(\) on all ranks"):
+        with pytest.raises(RuntimeError, match=r"Call optimizer\.consolidate_state_dict\(\) on all ranks"):
             ours.state_dict()
         wrong, fresh_params = [], None
     saved = plain.state_dict()
@@ -151,7 +151,7 @@ def ask_before_the_first_step() -> list[str]:
     first, second = nn.Linear(3, 1), nn.Linear(1, 1)
     grown = OSS(first.parameters(), torch.optim.AdamW, lr=0.1, limit_seconds=20)
     if dist.get_rank() == 0:
-        grown.state_holding(Holding("weight", first.weight, (1, 3), 0, 3))
+        grown.sharded_state(ParamSlice("weight", first.weight, (1, 3), 0, 3))
     grown.add_param_group({"params": second.parameters()})
     assert grown.state_dict()["state"] == {}
     return messages
@@ -196,7 +196,7 @@ def state_by_parameter() -> None:
         cls, kwargs = OPTIMIZERS[name]
         ours = OSS(params.values(), cls, bucket_numel=BUCKET_NUMEL, **kwargs)
         train(ours, params.values(), range(2))
-        places = [ours.state_holding(Holding("", param, tuple(param.shape), 0, 0)) for param in params.values()]
+        places = [ours.sharded_state(ParamSlice("", param, tuple(param.shape), 0, 0)) for param in params.values()]
         mine = [param for param, place in zip(params.values(), places, strict=True) if place.state != "nothing"]
         assert {id(param) for param in ours.state} == {id(param) for param in mine} and len(ours.state) == len(mine)
         for param, place in zip(params.values(), places, strict=True):
@@ -416,7 +416,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written() -> None:
                 "'exp_avg' of 'parameter 6 of group 0' has shape (2, 2), expected (5, 13) or a number",
                 "has the option 'momentum', which this one does not know, and no 'betas'",
                 "a state of parameter 99, which is in none of its groups",
-                "got NoneType: load the saved file on every rank, or call consolidate_state_dict(recipient_rank=-1)",
+                "got NoneType. Load the saved file on every rank, or call consolidate_state_dict(recipient_rank=-1)",
             ),
             strict=True,
         ):

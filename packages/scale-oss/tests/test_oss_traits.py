@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from scale_core.optim.traits import KINDS, check_kind, works_by_element
+from scale_core.optim.traits import KINDS, check_kind, is_elementwise
 from scale_oss import OSS
 
 
@@ -22,9 +22,9 @@ def test_every_class_of_torch_is_cut_taken_whole_or_refused_by_name() -> None:
             continue
         if name in ("LBFGS", "SparseAdam"):
             with pytest.raises(ValueError, match=f"OSS can't shard {name}: it "):
-                works_by_element(kind)
+                is_elementwise(kind)
         else:
-            assert works_by_element(kind) == (name not in whole), name
+            assert is_elementwise(kind) == (name not in whole), name
 
 
 def test_what_looks_at_all_tensors_is_refused_until_one_rank_updates_all() -> None:
@@ -43,16 +43,16 @@ def test_what_looks_at_all_tensors_is_refused_until_one_rank_updates_all() -> No
 def test_what_measures_gradients_goes_around_oss_and_not_into_it() -> None:
     listening = type("AdaScaleWrapper", (torch.optim.SGD,), {"listens_to_gradients": True})
     with pytest.raises(ValueError, match=r"OSS can't shard AdaScaleWrapper: .*put AdaScale around, AdaScale\(OSS\("):
-        works_by_element(listening)
+        is_elementwise(listening)
 
 
 def test_of_any_other_class_nothing_is_assumed() -> None:
-    assert not works_by_element(Mine)
+    assert not is_elementwise(Mine)
 
 
 def test_what_is_no_class_of_optimizers_is_refused() -> None:
     with pytest.raises(TypeError, match=r"expected optim to be a class of optimizers, such as torch.optim.AdamW"):
-        works_by_element(torch.nn.Linear)  # type: ignore[arg-type]  # what a user may write
+        is_elementwise(torch.nn.Linear)  # type: ignore[arg-type]  # what a user may write
 
 
 def test_the_defaults_of_an_optimizer_that_was_built_will_do_as_arguments() -> None:

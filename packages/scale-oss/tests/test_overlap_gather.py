@@ -1,4 +1,4 @@
-"""overlap_gather.py: whatever a module computes with, reads or loads has arrived before."""
+"""The overlap of the all-gather: whatever a module computes with, reads or loads has arrived before."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 from scale_core.comm.group import Group
 from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import Event
-from scale_oss.overlap_gather import RootGatherWait, register_gather_waits
+from scale_oss.sharded_ddp import RootGatherWait, register_gather_waits
 
 
 class OnItsWay:
@@ -133,6 +133,6 @@ def test_a_copy_waits_for_nothing_and_is_not_made_too_early() -> None:
         buckets[0].send()
         assert copied(torch.ones(1, 4)).isfinite().all() and copied.state_dict() and buckets[0].is_gathering
         for make in (copy.deepcopy, pickle.dumps):
-            with pytest.raises(RuntimeError, match=r"call optimizer\.wait\(\) before"):
+            with pytest.raises(RuntimeError, match=r"Call optimizer\.wait\(\) before"):
                 make(model)
         buckets[0].wait()

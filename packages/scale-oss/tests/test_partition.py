@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from scale_oss.partition import choose_owners, cut_evenly, give_whole, group_from_the_end, group_in_buckets
+from scale_oss.partition import assign_whole, choose_owners, cut_evenly, group_from_the_end, group_in_buckets
 
 SHAPES: list[tuple[int, ...]] = [(7, 3), (), (5,), (0, 4), (1, 1, 9), (100, 3)]
 NAMES = [f"parameter {index}" for index in range(len(SHAPES))]
@@ -19,7 +19,7 @@ NAMES = [f"parameter {index}" for index in range(len(SHAPES))]
 def test_every_element_belongs_to_one_rank(world_size: int, whole: bool) -> None:
     if whole:
         owners = choose_owners([math.prod(shape) for shape in SHAPES], world_size)
-        partition = give_whole(NAMES, SHAPES, owners, world_size)
+        partition = assign_whole(NAMES, SHAPES, owners, world_size)
         assert partition.padding == 0
     else:
         partition = cut_evenly(NAMES, SHAPES, world_size)

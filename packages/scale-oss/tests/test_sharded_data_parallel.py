@@ -20,10 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import scale_oss
-from scale_core.autograd_hooks import on_local_grads
+from scale_core.autograd_hooks import register_local_grad_hook
 from scale_core.comm.group import group_of
 from scale_core.optim.grad_scaler import ShardedGradScaler
-from scale_core.shard import Axis, Held, Shard, mark
+from scale_core.shard import Axis, Placement, Shard, set_shard
 from scale_core.testing import run_ranks
 from scale_core.uneven_inputs import current_share, join
 from scale_oss import OSS, ShardedDataParallel
@@ -73,7 +73,7 @@ def parameters_are_waited_for_where_they_are_used() -> None:
         model(data(group_of().rank)).square().mean().backward()
         optimizer.step()
         assert all(bucket.is_gathering for bucket in optimizer.buckets)
-        with pytest.raises(RuntimeError, match=r"call optimizer\.wait\(\) before"):
+        with pytest.raises(RuntimeError, match=r"Call optimizer\.wait\(\) before"):
             copy.deepcopy(model.module)
         with torch.no_grad():
             way(model)
@@ -145,7 +145,7 @@ def refusals() -> list[str]:
     both = [OSS(whole.parameters(), torch.optim.SGD, lr=0.1), OSS(whole[2].parameters(), torch.optim.SGD, lr=0.1)]
     shard = nn.Module()
     shard.weight = nn.Parameter(torch.zeros(2))
-    mark(shard.weight, Shard("weight", (4,), 0, 2, (Axis(group_of(), Held.SHARD),)))
+    set_shard(shard.weight, Shard("weight", (4,), 0, 2, (Axis(group_of(), Placement.SHARD),)))
     for module, optimizers in (
         (half, first),
         (whole, both),
@@ -414,7 +414,7 @@ def uneven_inputs() -> list[float]:
 
 def local_gradients() -> None:
     heard: list[Tensor] = []
-    handle = on_local_grads(lambda params, grads: heard.extend(grad.clone() for grad in grads))
+    handle = register_local_grad_hook(lambda params, grads: heard.extend(grad.clone() for grad in grads))
     model, _ = sharded(nn.Sequential(nn.Linear(6, 2, bias=False)))
     model(data(group_of().rank)).sum().backward()
     handle.remove()
@@ -678,8 +678,8 @@ def test_an_optimizer_may_come_within_what_is_around_it() -> None:
 def test_what_would_go_wrong_without_a_word_is_refused() -> None:
     for messages in run_ranks(refusals, 2):
         patterns = [
-            "accumulated under no_sync(), has not been reduced: call model.reduce()",
-            "convert or move the model first",
+            "accumulated under no_sync(), has not been reduced. Call model.reduce()",
+            "Convert or move the model first",
             "no gradient waits for it",
             "'2.weight' trains, but no optimizer holds it",
             "is in two of the optimizers",

@@ -83,6 +83,18 @@ class Plain:
         return total
 
 
+def micro_batches(x: Tensor, target: Tensor, chunks: int = 4) -> list[tuple[Tensor, Tensor]]:
+    """Inputs and target of each micro-batch."""
+    return list(zip(x.chunk(chunks), target.chunk(chunks), strict=True))
+
+
+def step_beside(pipe: DistributedPipe, plain: Plain, x: Tensor, target: Tensor) -> list[str]:
+    """A step of both, in the pipeline's order of sums; returns what differs, to the bit."""
+    expected = plain.step(micro_batches(x, target, pipe.chunks), mse, order_in(pipe))
+    loss = pipe.step(x, target=target, loss_fn=mse)
+    return differences(pipe, plain.grads) + [f"loss {loss} and {expected}"] * (not torch.equal(loss, expected))
+
+
 def stage_names(pipe: DistributedPipe) -> dict[str, int]:
     """By the plain name of each parameter on this rank, its stage."""
     return {name: index for index, stage in pipe.stages.items() for name, _ in stage.named_parameters()}

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from scale_core.comm.group import Group
-from scale_pipe.distributed.comm import p2p as links
-from scale_pipe.distributed.comm.p2p import Links
+from scale_pipe.distributed import p2p
+from scale_pipe.distributed.p2p import P2PChannel
 
 _LIMIT = 30.0
 _TENSOR, _ANSWER = 1, 2  # The only tags: which transfer a message is of, its place alone says.
@@ -74,7 +74,7 @@ def in_order_transport(*ranks: int) -> Iterator[None]:
     """Lets pipelines over these ranks send their tensors so; headers stay as they are."""
     transport = InOrder(ranks)
 
-    def compute_on(self: Links, device: torch.device) -> None:
+    def set_device(self: P2PChannel, device: torch.device) -> None:
         self.device = device
         self._on_device = True
 
@@ -83,7 +83,7 @@ def in_order_transport(*ranks: int) -> Iterator[None]:
         return transport
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Links, "compute_on", compute_on)
-        patch.setattr(links, "torch_group", torch_group)
+        patch.setattr(P2PChannel, "set_device", set_device)
+        patch.setattr(p2p, "torch_group", torch_group)
         yield
     transport.end()

@@ -1,6 +1,7 @@
 """Every builder with the sizes it is tried at, and small schedules that are wrong on purpose."""
 
 from collections.abc import Callable
+from itertools import accumulate
 
 from scale_pipe import (
     Schedule,
@@ -14,6 +15,7 @@ from scale_pipe import (
     zb_h1,
     zb_v,
 )
+from scale_pipe.schedules.list_scheduling import Codes, Problem
 
 BUILDERS: dict[str, Callable[[int, int], Schedule]] = {
     "gpipe": gpipe,
@@ -45,3 +47,11 @@ def changed(schedule: Schedule, rank: int, change: Callable[[list], None]) -> Sc
     actions = [list(row) for row in schedule.actions]
     change(actions[rank])
     return Schedule(schedule.name, schedule.placement, schedule.num_micro_batches, tuple(map(tuple, actions)))
+
+
+def keeps_caps(problem: Problem, codes: Codes) -> bool:
+    """Returns whether complete orders keep the cap of each rank at all times."""
+    return all(
+        max(accumulate((code < problem.size) - (code >= 2 * problem.size) for code in order)) <= cap
+        for order, cap in zip(codes, problem.caps, strict=True)
+    )

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed_cases import Plain, batch, differences, mlp, mse, order_in
+from distributed_cases import Plain, batch, differences, micro_batches, mlp, mse, order_in, step_beside
 from torch import Tensor, nn
 
 from scale_core import ContractError, ScaleDistributedError, StepError
@@ -76,7 +76,7 @@ def failures() -> list[str]:
     """Each stage fails in each of its computations; the next step is as if nothing had been."""
     rank, size, wrong = dist.get_rank(), dist.get_world_size(), []
     x, target = batch(8)
-    parts = list(zip(x.chunk(4), target.chunk(4), strict=True))
+    parts = micro_batches(x, target)
     schedules = (("1f1b", 1), ("zb_h1", 1), ("gpipe", 1)) if size == 3 else (("zb_v", 2), ("1f1b", 1))
     for schedule, each in schedules:
         layers = 16 // (size * each)
@@ -182,10 +182,7 @@ def wrong_use() -> dict[str, str]:
         told["refused"] = str(error)
     small.step(x, target=target, loss_fn=mse)
     pipe.zero_grad()
-    plain = Plain(mlp(2))
-    plain.step(list(zip(x.chunk(4), target.chunk(4), strict=True)), mse, order_in(pipe))
-    pipe.step(x, target=target, loss_fn=mse)
-    return {**told, "afterwards": "; ".join(differences(pipe, plain.grads))}
+    return {**told, "afterwards": "; ".join(step_beside(pipe, Plain(mlp(2)), x, target))}
 
 
 TOLD = {
@@ -193,7 +190,7 @@ TOLD = {
     "no tensor": "expected Tensor, but got int",
     "other target": "the mini-batch has 8 samples, and target has 5",
     "other sizes": "has 8 samples, and inputs.args[0][1] [3, 8] has 3",
-    "no loss": "has to be a tensor with one element, and is a tensor [2, 8]: pass loss_fn=",
+    "no loss": "has to be a tensor with one element, and is a tensor [2, 8]. Pass loss_fn=",
     "detached loss": "the loss does not depend on anything that requires a gradient",
     "stage inputs": "stage 1 was given inputs of 2 samples, but the mini-batch has 8: give every stage inputs of the",
     "no stage": "stage_inputs has inputs for stage 7, but there are 2 stages, 0 to 1",
@@ -205,10 +202,10 @@ TOLD = {
     "loss in an evaluation": "stage 1 on rank 1 raised ValueError in the forward: the output is a tensor without",
     "refused": "no schedule was found; ZB-V stays: rank 0: one micro-batch on each of its 2 stages must fit",
     "optimizer": "raised OSError in the optimizer's step: no step",
-    "step that is done": "Stages 1 had been stepped by then, which can't be taken back",
+    "step that is done": "Stages 1 had been stepped by then, which can't be undone",
     "evaluation": "expected Tensor, but got nothing",
     "shapes": "mat1 and mat2 shapes cannot be multiplied (1x6 and 8x8)\n  it was given float32[1, 6] by stage 0",
-    "function": "raised TypeError in the forward of micro-batch 0: what goes from one stage to the next is sent",
+    "function": "raised TypeError in the forward of micro-batch 0: what a stage returns is sent",
     "sparse": "expected a strided tensor to send, but got one of layout torch.sparse_coo",
     "afterwards": "",
 }
@@ -290,6 +287,6 @@ def test_a_rank_that_dies_is_named_by_each_of_the_others_with_the_stage_that_the
     for rank, stage in ((0, 1), (2, 1), (3, 2)):
         first, second = (tmp_path / str(rank)).read_text().split("\n====\n")
         assert first.startswith(f"ScaleDistributedError step 2: rank {rank} waited for the ")
-        assert f"of stage {stage} for stage {rank}" in first and f"(stage {stage} stands on rank {stage})" in first
-        assert "rank 1: left no word: it has died" in first and "(in a step)" in first
+        assert f"of stage {stage} for stage {rank}" in first and f"(stage {stage} is on rank {stage})" in first
+        assert "rank 1: no flight record: it has exited" in first and "(in a step)" in first
         assert "have lost each other in an earlier step" in second

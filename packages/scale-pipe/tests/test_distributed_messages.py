@@ -13,22 +13,18 @@ from torch import Tensor
 
 from scale_core import group_of
 from scale_core.testing import run_ranks
-from scale_pipe.distributed.comm import packing as envelope
-from scale_pipe.distributed.comm.messages import (
+from scale_pipe.distributed.messages import WHOLE, ChunkSize, Failure, Flow, Payload, Slot, pack, unpack
+from scale_pipe.distributed.p2p import (
     HEADER_LENGTH,
-    Content,
-    Failure,
-    Share,
-    TensorForm,
+    P2PChannel,
+    P2PError,
+    PayloadMeta,
     as_bytes,
     dense,
-    empty,
-    form_of,
-    pack,
-    unpack,
+    empty_like_meta,
+    pack_message,
+    unpack_message,
 )
-from scale_pipe.distributed.comm.p2p import LinkError, Links
-from scale_pipe.distributed.program.plan import Flow, Slot
 
 Pair = namedtuple("Pair", "first second")  # noqa: PYI024  # One of the old kind.
 
@@ -85,11 +81,11 @@ LAYOUTS = {
 def test_a_tensor_travels_as_bytes_with_its_strides(name: str) -> None:
     tensor = LAYOUTS[name]()
     sent = dense(tensor)
-    form = form_of(*pack([sent])).tensors[0]
-    arrived = empty(form)
+    meta = PayloadMeta.of(*pack([sent])).tensors[0]
+    arrived = empty_like_meta(meta)
     as_bytes(arrived).copy_(as_bytes(sent))
     assert torch.equal(arrived, tensor) and arrived.dtype == tensor.dtype
-    assert form.requires_grad == tensor.requires_grad and sent.is_leaf
+    assert meta.requires_grad == tensor.requires_grad and sent.is_leaf
     if name not in ("with gaps", "expanded", "complex"):  # The conjugate is taken when it is read.
         assert arrived.stride() == tensor.stride() and sent.data_ptr() == tensor.data_ptr(), "copied"
 
@@ -102,26 +98,26 @@ def test_what_has_no_memory_of_its_own_is_refused() -> None:
 def test_small_tensors_stand_in_one_message_and_are_not_copied_on_the_way_in() -> None:
     tensors = [build() for name, build in LAYOUTS.items() if name not in ("with gaps", "expanded", "complex")]
     tensors = [dense(tensor) for tensor in tensors]
-    form = form_of(*pack(tensors))
-    assert envelope.fits(form)
+    meta = PayloadMeta.of(*pack(tensors))
+    assert meta.is_packed
     header = list(range(HEADER_LENGTH))
-    memory = envelope.packed(header, form, tensors)
-    assert memory.numel() == envelope.empty_for(form).numel()
-    assert envelope.header_of(memory).tolist() == header
-    found = envelope.tensors_of(memory, form)
+    memory = pack_message(header, meta, tensors)
+    assert memory.numel() == meta.ranges[-1][1]
+    assert memory[: 8 * HEADER_LENGTH].view(torch.int64).tolist() == header
+    found = unpack_message(memory, meta)
     for ours, theirs in zip(found, tensors, strict=True):
         assert torch.equal(ours, theirs) and ours.stride() == theirs.stride()
         assert ours.numel() == 0 or ours.data_ptr() % ours.dtype.itemsize == 0
     before = found[1]._version
     found[0].add_(1)
     assert found[1]._version == before, "a change of one tensor is none of another"
-    assert not envelope.fits(form_of(*pack(torch.empty(1 << 16))))
+    assert not PayloadMeta.of(*pack(torch.empty(1 << 16))).is_packed
 
 
-def test_forms_say_what_they_are() -> None:
-    assert str(TensorForm((2, 3), (3, 1), torch.bfloat16, False)) == "bfloat16[2, 3]"
-    assert str(form_of(*pack(None))) == "no tensor"
-    assert Share(2, 8, 4).weight == 0.25 and Share(0, 0, 4).weight == 0.25
+def test_payloads_say_what_they_are() -> None:
+    assert str(Payload(*pack([torch.zeros(2, 3).bfloat16(), 7]), WHOLE)) == "bfloat16[2, 3]"
+    assert str(Payload(*pack(None), WHOLE)) == "no tensor"
+    assert ChunkSize(2, 8, 4).weight == 0.25 and ChunkSize(0, 0, 4).weight == 0.25
 
 
 SLOT = Slot(Flow.ACTIVATION, "", 0, 1, 0)
@@ -138,14 +134,14 @@ def steps() -> list[Any]:
         large * 2,  # As expected, in two messages.
         failure,
         large * 3,
-        Share(0, 0, 3),
+        ChunkSize(0, 0, 3),
         [large, small, None],
         [large * 4, small, None],
         [large, small, 7],
         (small,),
         failure,
         (small * 2,),
-        Share(0, 0, 3),
+        ChunkSize(0, 0, 3),
         (torch.zeros(0, 3), torch.ones(2)),
         (torch.zeros(0, 3), torch.ones(2) * 2),
         (torch.zeros(0, 3), large),
@@ -157,30 +153,30 @@ def steps() -> list[Any]:
 def both_ends() -> list[str]:
     torch.manual_seed(0)
     rank, wrong = dist.get_rank(), []
-    links = Links(group_of(), {SLOT: 1 << 21}, torch.device("cpu"), 20.0)
+    channel = P2PChannel(group_of(), {SLOT: 1 << 21}, torch.device("cpu"), 20.0)
     for number, sent in enumerate(steps()):
-        message = sent if isinstance(sent, Failure | Share) else Content(*pack(sent), Share(2, 8, 4))
+        message = sent if isinstance(sent, Failure | ChunkSize) else Payload(*pack(sent), ChunkSize(2, 8, 4))
         if rank == 0:
-            links.send(SLOT, 1, message)
-            links.finish()
+            channel.send(SLOT, 1, message)
+            channel.wait_sends()
             continue
-        links.post(SLOT, 0)
-        found = links.take(SLOT, 0)
-        if isinstance(found, Content) and isinstance(message, Content):
-            same = found.structure == message.structure and found.share == message.share
+        channel.post_receive(SLOT, 0)
+        found = channel.receive(SLOT, 0)
+        if isinstance(found, Payload) and isinstance(message, Payload):
+            same = found.structure == message.structure and found.chunk_size == message.chunk_size
             same = same and len(found.tensors) == len(message.tensors)
             same = same and all(map(torch.equal, found.tensors, message.tensors))
             same = same and [t.requires_grad for t in found.tensors] == [t.requires_grad for t in message.tensors]
         else:
             same = type(found) is type(message) and found == message
         wrong += [f"{number}: {found}"] * (not same)
-    short = Links(group_of(), {SLOT: 1 << 22}, torch.device("cpu"), 0.2)
+    short = P2PChannel(group_of(), {SLOT: 1 << 22}, torch.device("cpu"), 0.2)
     if rank == 1:
-        short.post(SLOT, 0)
+        short.post_receive(SLOT, 0)
         try:
-            short.take(SLOT, 0)
+            short.receive(SLOT, 0)
             wrong.append("nothing was waited for")
-        except LinkError as error:
+        except P2PError as error:
             told = "activation of stage 0 for stage 1, micro-batch 0: the transfer with rank 0 failed"
             wrong += [str(error)] * (told not in str(error) or error.peer != 0 or error.slot != SLOT)
     return wrong

@@ -1,4 +1,4 @@
-"""samples.py of `DistributedPipe`: who measures gradients is told, of each, which micro-batch it is of.
+"""`MicrobatchGrads`: observers learn of each gradient which micro-batch it belongs to.
 
 One process holds all stages here; stages on several ranks are tested with scale-adascale, by whoever measures.
 """
@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from scale_core.comm.group import Group
-from scale_core.microbatch_grads import Listener, SampledStep, Terms, on_sampled_steps
+from scale_core.microbatch_grads import MicrobatchStep, StepObserver, StepSignature, on_microbatch_steps
 from scale_pipe import DistributedPipe, StageError
-from scale_pipe.distributed.microbatch_grads import check_terms, ranks_with_parameters, sample_slots
-from scale_pipe.distributed.program.plan import Flow, SharedParameter, Slot
-from scale_pipe.schedules.placement import Placement
+from scale_pipe.distributed.messages import Flow, Slot
+from scale_pipe.distributed.microbatch_grads import check_signatures, ranks_with_parameters
+from scale_pipe.distributed.program import SharedParameter, microbatch_grad_slots
+from scale_pipe.schedules.placement import StagePlacement
 
 CHUNKS = 3
 
@@ -41,17 +42,17 @@ class Measures:
 
     def __init__(self, params: list[Tensor]) -> None:
         self.params = params
-        self.step: SampledStep | None = None
+        self.step: MicrobatchStep | None = None
         self.found: dict[tuple[int, int], Tensor] = {}
         self.ends: list[int | None] = []
         self.weights: Sequence[float] = ()
         self.hooks = [param.register_hook(self._hook(number)) for number, param in enumerate(params)]
-        self.handle = on_sampled_steps(self.begins)
+        self.handle = on_microbatch_steps(self.begins)
 
-    def begins(self, step: SampledStep) -> Listener:
+    def begins(self, step: MicrobatchStep) -> StepObserver:
         assert {id(param) for param in step.params} == {id(param) for param in self.params}
         self.step = step
-        return Listener(self._ended, lambda: self.ends.append(None), self._whole)
+        return StepObserver(self._ended, lambda: self.ends.append(None), self._whole)
 
     def _ended(self, weights: Sequence[float]) -> None:
         self.weights = weights
@@ -127,10 +128,10 @@ def test_who_refuses_a_step_fails_it_before_anything_is_computed() -> None:
     pipe = DistributedPipe(layers(tied=False), balance=[4], chunks=CHUNKS)
     x, target = batch()
 
-    def refuses(step: SampledStep) -> Listener:
+    def refuses(step: MicrobatchStep) -> StepObserver:
         raise RuntimeError("clip gradients later")
 
-    handle = on_sampled_steps(refuses)
+    handle = on_microbatch_steps(refuses)
     with pytest.raises(StageError, match=r"measured by: clip gradients later"):
         pipe.step(x, target=target, loss_fn=nn.functional.mse_loss)
     handle.remove()
@@ -148,7 +149,7 @@ def test_nothing_is_hooked_where_nobody_listens_nor_after_a_step() -> None:
         return nn.functional.mse_loss(output, to)
 
     pipe.step(x, target=target, loss_fn=loss_fn)
-    handle = on_sampled_steps(lambda step: Listener(lambda number: None, lambda: None, lambda param, grad: None))
+    handle = on_microbatch_steps(lambda step: StepObserver(lambda number: None, lambda: None, lambda param, grad: None))
     pipe.step(x, target=target, loss_fn=loss_fn)
     handle.remove()
     assert hooked == [False] * CHUNKS + [True] * CHUNKS
@@ -161,15 +162,15 @@ def test_an_optimizer_that_is_measured_steps_when_the_step_has_ended() -> None:
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
     optimizer.register_step_pre_hook(lambda *_: told.append("steps"))
     x, target = batch()
-    handle = on_sampled_steps(lambda step: Listener(lambda number: told.append("ended"), lambda: None, print))
+    handle = on_microbatch_steps(lambda step: StepObserver(lambda number: told.append("ended"), lambda: None, print))
     pipe.step(x, target=target, loss_fn=nn.functional.mse_loss, optimizer=optimizer)
     handle.remove()
     assert told == ["ended", "steps"]
 
 
 def test_gradients_of_samples_go_to_the_first_rank_that_holds_a_parameter() -> None:
-    placement = Placement.wave(2)
-    slots = sample_slots(placement, [SharedParameter("up", (0, 1, 3)), SharedParameter("down", (0, 3))], 2)
+    placement = StagePlacement.wave(2)
+    slots = microbatch_grad_slots(placement, [SharedParameter("up", (0, 1, 3)), SharedParameter("down", (0, 3))], 2)
     assert slots == [Slot(Flow.SAMPLE, "up", 1, 0, batch) for batch in range(2)]
 
 
@@ -216,19 +217,19 @@ def test_micro_batches_of_unequal_size_are_told_with_what_they_count() -> None:
 
 
 def test_other_terms_are_refused_only_where_one_rank_would_wait_for_the_other() -> None:
-    both, alone = Terms((0, 1), "one"), Terms((0,), "one")
-    check_terms({0: [both], 1: [both]})
-    check_terms({0: [alone], 1: []})
-    check_terms({0: [alone, both], 1: [both], 2: []})
-    check_terms({0: [Terms((0, 4), "its")], 1: []})  # With a rank of another pipeline.
+    both, alone = StepSignature((0, 1), "one"), StepSignature((0,), "one")
+    check_signatures({0: [both], 1: [both]})
+    check_signatures({0: [alone], 1: []})
+    check_signatures({0: [alone, both], 1: [both], 2: []})
+    check_signatures({0: [StepSignature((0, 4), "its")], 1: []})  # With a rank of another pipeline.
     with pytest.raises(RuntimeError, match=r"rank 0 has one, and rank 1 nothing.*model_parallel_group="):
-        check_terms({0: [both], 1: []})
+        check_signatures({0: [both], 1: []})
     with pytest.raises(RuntimeError, match="rank 1 has one and two, and rank 0 one"):
-        check_terms({1: [both, Terms((0, 1), "two")], 0: [both]})
+        check_signatures({1: [both, StepSignature((0, 1), "two")], 0: [both]})
 
 
 def test_ranks_whose_stages_have_no_parameters_are_left_out() -> None:
-    placement, group = Placement.loop(2), Group(1, 2, None, "gloo", (4, 7))
+    placement, group = StagePlacement.loop(2), Group(1, 2, None, "gloo", (4, 7))
     has, has_none = nn.Linear(1, 1), nn.Tanh()
     assert ranks_with_parameters([has, has], placement, group) is group
     assert ranks_with_parameters([has, has_none], placement, group) == Group()

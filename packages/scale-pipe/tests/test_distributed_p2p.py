@@ -11,7 +11,7 @@ from distributed_in_order import in_order_transport
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from scale_core.microbatch_grads import Listener, on_sampled_steps
+from scale_core.microbatch_grads import StepObserver, on_microbatch_steps
 from scale_core.testing import run_ranks
 from scale_pipe import DistributedPipe, pop, skippable, stash
 
@@ -88,7 +88,9 @@ def four_ranks() -> list[str]:
                 pipe = DistributedPipe(woven(8, skips, tied), name, balance=balance, chunks=4, limit_seconds=60.0)
                 wrong += compare(pipe, woven(8, skips, tied), f"{name}, {skips}")
         # Gradients of shared parameters by micro-batch, for whoever measures them.
-        handle = on_sampled_steps(lambda step: Listener(lambda weights: None, lambda: None, lambda param, grad: None))
+        handle = on_microbatch_steps(
+            lambda step: StepObserver(lambda weights: None, lambda: None, lambda param, grad: None)
+        )
         pipe = DistributedPipe(woven(8, [(0, 7)], (0, 3, 7)), balance=[2] * 4, chunks=4, limit_seconds=60.0)
         wrong += compare(pipe, woven(8, [(0, 7)], (0, 3, 7)), "measured")
         handle.remove()

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed_cases import Plain, batch, differences, mlp, mse, order_in
+from distributed_cases import Plain, batch, differences, micro_batches, mlp, mse, order_in, step_beside
 from pipe_u_net import u_net
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from scale_core.testing import run_ranks
-from scale_pipe import DistributedPipe, Placement, Schedule, StageError, gpipe, interleaved_1f1b, weave
-from scale_pipe.distributed.comm.p2p import Links
+from scale_pipe import DistributedPipe, Schedule, StageError, StagePlacement, build_schedule, gpipe, interleaved_1f1b
+from scale_pipe.distributed.p2p import P2PChannel
 from scale_pipe.schedules.action import backward, forward, input_gradient, weight_gradient
 
 SCHEDULES = {
@@ -52,7 +52,7 @@ def compare(pipe: DistributedPipe, model: nn.Sequential, steps: list[tuple[Tenso
     rank, size = dist.get_rank(), dist.get_world_size()
     plain, wrong = Plain(model), []
     for x, target in steps:
-        parts = list(zip(x.chunk(pipe.chunks), target.chunk(pipe.chunks), strict=True))
+        parts = micro_batches(x, target, pipe.chunks)
         expected = plain.step(parts, mse, order_in(pipe))
         last = pipe.schedule.placement.rank_of[-1]
         given = (x,) if rank == 0 else ()
@@ -98,7 +98,7 @@ def u_nets() -> list[str]:
 
 def own_schedules() -> list[str]:
     """Schedules that are nobody's: stages on ranks in any order, gradients apart on some stages alone."""
-    placement = Placement((1, 0, 1))
+    placement = StagePlacement((1, 0, 1))
     orders = [
         [forward(1, m) for m in range(3)]
         + [input_gradient(1, 1), backward(1, 0), input_gradient(1, 2), weight_gradient(1, 2), weight_gradient(1, 1)],
@@ -116,7 +116,7 @@ def own_schedules() -> list[str]:
             backward(0, 0),
         ],
     ]
-    mine = weave("mine", placement, 3, orders)
+    mine = build_schedule("mine", placement, 3, orders)
     model = mlp()
     pipe = DistributedPipe(mlp(), mine, balance=[5, 4, 3])
     return compare_off_first(pipe, model) + compare(
@@ -143,7 +143,7 @@ def on_a_mesh() -> list[str]:
 def in_order() -> list[str]:
     """As on transports without tags: what arrives is taken in the order of the list."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Links, "in_order", property(lambda links: True))
+        patch.setattr(P2PChannel, "matches_by_order", property(lambda links: True))
         return [
             words
             for name, each in SCHEDULES.items()
@@ -160,7 +160,7 @@ def compare_off_first(pipe: DistributedPipe, model: nn.Sequential) -> list[str]:
     """The first stage stands on rank 1."""
     x, target = batch(6)
     plain = Plain(model)
-    parts = list(zip(x.chunk(3), target.chunk(3), strict=True))
+    parts = micro_batches(x, target, 3)
     expected = plain.step(parts, mse, order_in(pipe))
     loss = pipe.step(*((x,) if dist.get_rank() == 1 else ()), target=target, loss_fn=mse)
     return differences(pipe, plain.grads) + [f"loss {loss} and {expected}"] * (not torch.equal(loss, expected))
@@ -198,9 +198,7 @@ def test_a_pipeline_of_one_rank_is_the_plain_model() -> None:
 def test_a_pipeline_needs_no_process_group_in_a_world_of_one() -> None:
     x, target = batch()
     plain, pipe = Plain(mlp()), DistributedPipe(mlp(), "zb_v", balance=[6, 6], chunks=4)
-    expected = plain.step(list(zip(x.chunk(4), target.chunk(4), strict=True)), mse, order_in(pipe))
-    assert torch.equal(pipe.step(x, target=target, loss_fn=mse), expected)
-    assert differences(pipe, plain.grads) == []
+    assert step_beside(pipe, plain, x, target) == []
     assert torch.equal(pipe.evaluate(x), torch.cat([mlp()(part) for part in x.chunk(4)]))
 
 
@@ -208,14 +206,14 @@ def test_a_pipeline_needs_no_process_group_in_a_world_of_one() -> None:
     ("arguments", "told"),
     [
         ({"schedule": "1f1bb"}, "there is no schedule '1f1bb'; there are gpipe"),
-        ({"schedule": "zb_v", "stages_per_rank": 3}, "'zb_v' has 2 stages on each rank, but there are to be 3"),
+        ({"schedule": "zb_v", "stages_per_rank": 3}, "'zb_v' has 2 stages on each rank, but stages_per_rank is 3"),
         ({"chunks": 0}, "chunks must be at least 1, but is 0"),
         ({"schedule": "gpipe", "balance": [4, 4]}, r"balance \[4, 4\] places 8 layers, but .* 12.*balance_by_time"),
-        ({"balance": [6, 6]}, "'1f1b' has 1 stage on each rank, but there are to be 2"),
+        ({"balance": [6, 6]}, "'1f1b' has 1 stage on each rank, but stages_per_rank is 2"),
         ({"schedule": gpipe(1, 2), "balance": [6, 6]}, r"the schedule has 1 stages, but balance \[6, 6\] makes 2"),
         ({"balance": None}, "a balance is needed"),
         ({"checkpoint": "sometimes"}, "checkpoint is not one of 'always', 'except_last', or 'never', but 'sometimes'"),
-        ({"schedule": Schedule("two", Placement.loop(2), 1, ((), ()))}, "'two' has 2 ranks, but the group has 1"),
+        ({"schedule": Schedule("two", StagePlacement.loop(2), 1, ((), ()))}, "'two' has 2 ranks, but the group has 1"),
     ],
 )
 def test_numbers_that_do_not_fit_are_named(arguments: dict[str, Any], told: str) -> None:

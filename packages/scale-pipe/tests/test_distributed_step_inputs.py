@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed_cases import Plain, batch, differences, mlp, mse, order_in
+from distributed_cases import Plain, batch, differences, micro_batches, mlp, mse, order_in, step_beside
 from torch import Tensor, nn
+from torch.nn import functional
 
 from scale_core.testing import run_ranks
-from scale_pipe import DeferredBatchNorm, DistributedPipe, NoChunk, split
+from scale_pipe import DeferredBatchNorm, DistributedPipe, NoChunk, StageError, split
+from scale_pipe.distributed.step_inputs import check_mean_loss
 
 
 @dataclass
@@ -124,10 +126,7 @@ def dynamic() -> list[str]:
         x, target = torch.randn(8, 2), torch.zeros(8, 1)
         x[:, 0] = torch.tensor(columns).repeat_interleave(2)
         x = torch.cat([x[:, :1], batch(8, 1)[0]], 1)
-        expected = plain.step(list(zip(x.chunk(4), target.chunk(4), strict=True)), mse, order_in(pipe))
-        loss = pipe.step(x, target=target, loss_fn=mse)
-        wrong += [f"{step}: {words}" for words in differences(pipe, plain.grads)]
-        wrong += [f"{step}: loss {loss} and {expected}"] * (not torch.equal(loss, expected))
+        wrong += [f"{step}: {words}" for words in step_beside(pipe, plain, x, target)]
     return wrong
 
 
@@ -159,14 +158,9 @@ def gradients_that_are_not_there() -> list[str]:
             layers[index].requires_grad_(False)
         for schedule in ("1f1b", "zb_h1"):
             x, target = batch(6)
-            pipe, plain = (
-                DistributedPipe(layers, schedule, balance=[1 + len(frozen), 5 - len(frozen)], chunks=3),
-                Plain(layers),
-            )
+            pipe = DistributedPipe(layers, schedule, balance=[1 + len(frozen), 5 - len(frozen)], chunks=3)
             layers.zero_grad()
-            expected = plain.step(list(zip(x.chunk(3), target.chunk(3), strict=True)), mse, order_in(pipe))
-            loss = pipe.step(x, target=target, loss_fn=mse)
-            wrong += differences(pipe, plain.grads) + [f"{loss} and {expected}"] * (not torch.equal(loss, expected))
+            wrong += step_beside(pipe, Plain(layers), x, target)
     return wrong
 
 
@@ -197,10 +191,7 @@ def checkpointed() -> list[str]:
         model, x, target = mlp(), *batch(8)
         pipe, plain = DistributedPipe(mlp(), "zb_v", balance=[3] * 4, chunks=4, checkpoint=mode), Plain(model)
         for _ in range(2):
-            expected = plain.step(list(zip(x.chunk(4), target.chunk(4), strict=True)), mse, order_in(pipe))
-            loss = pipe.step(x, target=target, loss_fn=mse)
-            wrong += [f"{mode}: {words}" for words in differences(pipe, plain.grads)]
-            wrong += [f"{mode}: {loss} and {expected}"] * (not torch.equal(loss, expected))
+            wrong += [f"{mode}: {words}" for words in step_beside(pipe, plain, x, target)]
     norms = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 8), nn.BatchNorm1d(8))
     pipe = DistributedPipe(norms, "1f1b", balance=[1, 2], chunks=4, deferred_batch_norm=True)
     x, target = batch(6)  # Three micro-batches of the four that there could be.
@@ -222,7 +213,7 @@ def autocast() -> list[str]:
     for schedule, balance in (("1f1b", [2, 2]), ("zb_v", [1, 1, 1, 1])):
         pipe, plain = DistributedPipe(_mixed(), schedule, balance=balance, chunks=4), Plain(_mixed())
         x, target = batch(8)
-        parts = list(zip(x.chunk(4), target.chunk(4), strict=True))
+        parts = micro_batches(x, target)
         expected = plain.step(parts, _mse_of_floats, order_in(pipe), _call_in_autocast)
         with torch.autocast("cpu", torch.bfloat16):
             loss = pipe.step(x, target=target, loss_fn=_mse_of_floats)
@@ -276,7 +267,7 @@ def by_names() -> list[str]:
     x, target = batch(6)
     plain = Plain(model)
     pipe = DistributedPipe(split(model, ["blocks.0", "blocks.2", "head"]), "zb_v", chunks=3)
-    parts = list(zip(x.chunk(3), target.chunk(3), strict=True))
+    parts = micro_batches(x, target, 3)
     expected = plain.step(parts, mse, order_in(pipe), partial(_call_with, gain=0.5))
     loss = pipe.step(x, target=target, loss_fn=mse, gain=0.5)
     wrong = differences(pipe, plain.grads) + [f"{loss} and {expected}"] * (not torch.equal(loss, expected))
@@ -314,3 +305,49 @@ def outcomes() -> list[dict[str, list[str]]]:
 @pytest.mark.parametrize("name", CASES)
 def test_a_pipeline_is_the_plain_model(name: str, outcomes: list[dict[str, list[str]]]) -> None:
     assert [outcome[name] for outcome in outcomes] == [[], []]
+
+
+@pytest.mark.parametrize(
+    "loss_fn, title",
+    [
+        (nn.MSELoss(reduction="sum"), "MSELoss"),
+        (partial(functional.cross_entropy, reduction="sum"), "cross_entropy"),
+        (partial(partial(functional.mse_loss, reduction="sum"), weight=None), "mse_loss"),
+        (partial(nn.L1Loss(reduction="sum")), "L1Loss"),
+    ],
+)
+def test_a_sum_is_refused(loss_fn: Any, title: str) -> None:
+    with pytest.raises(
+        ValueError, match=f'{title} has reduction="sum"\\. Write reduction="mean"; or, .* N \\* sum_loss'
+    ):
+        check_mean_loss(loss_fn)
+
+
+def test_means_and_what_says_nothing_are_taken() -> None:
+    means: list[Any] = [
+        None,
+        nn.MSELoss(),
+        nn.KLDivLoss(reduction="batchmean"),
+        functional.mse_loss,
+        partial(functional.mse_loss, reduction="mean"),
+        partial(partial(functional.mse_loss, reduction="sum"), reduction="mean"),
+        lambda output: output.sum(),
+    ]
+    for loss_fn in means:
+        check_mean_loss(loss_fn)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # That is what is meant.
+def test_a_step_refuses_it_and_what_the_error_says_to_write_has_the_gradients_of_the_sum() -> None:
+    layers = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    batch, target, sum_loss = torch.randn(5, 3), torch.randn(5, 2), nn.MSELoss(reduction="sum")
+    expected = torch.autograd.grad(sum_loss(layers(batch), target), list(layers.parameters()))
+    pipe = DistributedPipe(layers, "gpipe", balance=[2], chunks=2)
+    for call in (pipe.step, pipe.evaluate):
+        with pytest.raises(StageError, match='MSELoss has reduction="sum"'):
+            call(batch, target=target, loss_fn=sum_loss)
+    assert all(parameter.grad is None for parameter in pipe.parameters())
+    loss = pipe.step(batch, target=target, loss_fn=lambda output, target: 5 * sum_loss(output, target) / len(target))
+    torch.testing.assert_close(loss, sum_loss(layers(batch), target).detach())
+    for parameter, gradient in zip(pipe.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)

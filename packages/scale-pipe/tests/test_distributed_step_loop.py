@@ -13,16 +13,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed_cases import Plain, batch, differences, mlp, mse, order_in
+from distributed_cases import Plain, batch, differences, micro_batches, mlp, mse, order_in, step_beside
 from torch import Tensor, nn
 
 from scale_core import ScaleDistributedError
 from scale_core.testing import run_ranks
 from scale_pipe import DistributedPipe, StageError
-
-
-def parts_of(x: Tensor, target: Tensor, chunks: int = 4) -> list[tuple[Tensor, Tensor]]:
-    return list(zip(x.chunk(chunks), target.chunk(chunks), strict=True))
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, nullcontext])
@@ -33,7 +29,7 @@ def test_a_step_computes_gradients_in_whatever_mode_it_is_called(mode: Any) -> N
         pipe.step(x, target=target, loss_fn=mse)
     pipe.step(x, target=target, loss_fn=mse)  # Gradients that were made in inference mode could not be added to.
     for _ in range(2):
-        plain.step(parts_of(x, target), mse, order_in(pipe))
+        plain.step(micro_batches(x, target), mse, order_in(pipe))
     assert differences(pipe, plain.grads) == []
 
 
@@ -71,9 +67,7 @@ def test_a_view_that_a_custom_function_returns_is_the_next_stages_to_change() ->
     layers = [nn.Linear(8, 8), Viewing(copies=False), Triples(), nn.Linear(8, 8)]
     plain = Plain(nn.Sequential(layers[0], Viewing(copies=True), *layers[2:]))
     pipe = DistributedPipe(copy.deepcopy(nn.Sequential(*layers)), "gpipe", balance=[2, 2], chunks=4, stages_per_rank=2)
-    pipe.step(x, target=target, loss_fn=mse)
-    plain.step(parts_of(x, target), mse, order_in(pipe))
-    assert differences(pipe, plain.grads) == []
+    assert step_beside(pipe, plain, x, target) == []
     whole = DistributedPipe(nn.Sequential(*layers), "gpipe", balance=[1, 3], chunks=4, stages_per_rank=2)
     with pytest.raises(StageError, match="is a view and is being modified inplace"):
         whole.step(x, target=target, loss_fn=mse)
@@ -169,9 +163,7 @@ def test_a_buffer_arrives_as_it_was_when_it_was_handed_on() -> None:
     plain.model.load_state_dict(layers.state_dict())
     x, target = batch()
     pipe = DistributedPipe(layers, "gpipe", balance=[1, 1], chunks=4)
-    expected = plain.step(parts_of(x, target), mse, order_in(pipe))
-    assert torch.equal(pipe.step(x, target=target, loss_fn=mse), expected)
-    assert differences(pipe, plain.grads) == []
+    assert step_beside(pipe, plain, x, target) == []
 
 
 def test_inputs_of_a_stage_that_are_not_cut_go_to_as_many_micro_batches_as_there_are() -> None:
@@ -187,7 +179,7 @@ def test_a_step_that_is_interrupted_leaves_gradients_as_they_were_and_is_the_las
     x, target = batch()
     pipe, plain = DistributedPipe(mlp(), "1f1b", balance=[12], chunks=4), Plain(mlp())
     pipe.step(x, target=target, loss_fn=mse)
-    plain.step(parts_of(x, target), mse, order_in(pipe))
+    plain.step(micro_batches(x, target), mse, order_in(pipe))
     calls = []
 
     def interrupted(output: Tensor, target: Tensor) -> Tensor:
@@ -222,7 +214,7 @@ def test_an_evaluation_that_fails_leaves_the_gradients_of_wrappers() -> None:
     pipe, plain = DistributedPipe(mlp(), "1f1b", balance=[12], chunks=4), Plain(mlp())
     pipe.stages[0] = Wrapper(pipe.stages[0])
     pipe.step(x, target=target, loss_fn=mse)
-    plain.step(parts_of(x, target), mse, lambda name: range(4))
+    plain.step(micro_batches(x, target), mse, lambda name: range(4))
     with pytest.raises(StageError, match="mat1 and mat2"):
         pipe.evaluate(x[:, :5])
     assert differences(pipe, plain.grads) == []
@@ -293,7 +285,7 @@ def other_calls() -> dict[str, Any]:
     for name in ("1f1b", "zb_v"):
         each = 1 if name == "1f1b" else 2
         pipe, plain = DistributedPipe(mlp(), name, balance=[12 // size // each] * size * each, chunks=4), Plain(mlp())
-        plain.step(parts_of(x, target), mse, order_in(pipe))
+        plain.step(micro_batches(x, target), mse, order_in(pipe))
         pipe.step(x, target=target, loss_fn=mse)
         for odd in range(size):
             for evaluates in (rank == odd, rank != odd):
@@ -302,10 +294,7 @@ def other_calls() -> dict[str, Any]:
                     pipe.evaluate(x) if evaluates else pipe.step(x, target=target, loss_fn=mse)
                 seconds = time.monotonic() - began
                 found[f"{name} {odd} {evaluates}"] = str(raised.value).splitlines()[0], seconds, evaluates
-        wrong = differences(pipe, plain.grads)
-        plain.step(parts_of(x, target), mse, order_in(pipe))
-        pipe.step(x, target=target, loss_fn=mse)
-        found[name] = wrong + differences(pipe, plain.grads)
+        found[name] = differences(pipe, plain.grads) + step_beside(pipe, plain, x, target)
     return found
 
 

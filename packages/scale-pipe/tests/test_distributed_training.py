@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed_cases import Plain, batch, differences, mlp, mse, order_in, turns
+from distributed_cases import Plain, batch, differences, micro_batches, mlp, mse, step_beside, turns
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from scale_core import ShardedGradScaler
-from scale_core.microbatch_grads import Listener, on_sampled_steps
+from scale_core.microbatch_grads import StepObserver, on_microbatch_steps
 from scale_core.testing import run_ranks
 from scale_pipe import DistributedPipe, StageError, draw, simulate, validate
-from scale_pipe.distributed.profile import link_times
+from scale_pipe.distributed.profile import measure_link_times
 
 WORDS = 7
 
@@ -59,7 +59,7 @@ def tied_grads(pipe: DistributedPipe, steps: list[tuple[Tensor, Tensor]]) -> dic
         stages = {0: 0, 1: 1, 2: 2, 3: 2, 4: 3}
     for x, target in steps:
         plain = Plain(model)
-        parts = list(zip(x.chunk(pipe.chunks), target.chunk(pipe.chunks), strict=True))
+        parts = micro_batches(x, target, pipe.chunks)
         plain.step(parts, nn.functional.cross_entropy, lambda name: orders[stages[int(name[0])]])
         plain.grads["0.weight"] += plain.grads.pop("4.weight")
         for name, grad in plain.grads.items():
@@ -121,7 +121,7 @@ def tied() -> list[str]:
     x, target = words(8)
     v.step(x, target=target, loss_fn=nn.functional.cross_entropy)
     plain = tied_model()
-    for part, to in zip(x.chunk(4), target.chunk(4), strict=True):
+    for part, to in micro_batches(x, target):
         (nn.functional.cross_entropy(plain(part), to) / 4).backward()
     for title, param in v.named_parameters():
         expected_grad = plain.get_parameter(title).grad
@@ -157,7 +157,7 @@ def optimizers() -> list[str]:
     }
     for x, target in steps:
         orders = Plain(model)
-        parts = list(zip(x.chunk(4), target.chunk(4), strict=True))
+        parts = micro_batches(x, target)
         orders.step(parts, mse, lambda name: turns(pipe_of["own"].schedule)[int(name.split(".")[0]) // 3])
         for name, param in model.named_parameters():
             param.grad = orders.grads.get(name)
@@ -183,7 +183,7 @@ def norms() -> list[str]:
         pipe, model = DistributedPipe(mlp(), "1f1b", balance=[5, 7], chunks=4), mlp()
         pipe.step(x, target=target, loss_fn=mse)
         plain = Plain(model)
-        plain.step(list(zip(x.chunk(4), target.chunk(4), strict=True)), mse, lambda name: range(4))
+        plain.step(micro_batches(x, target), mse, lambda name: range(4))
         for name, param in model.named_parameters():
             param.grad = plain.grads[name]
         expected = nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm_type)
@@ -258,20 +258,18 @@ def measured() -> list[str]:
     first = pipe.schedule
     for seed in range(4):
         x, target = batch(6, seed=seed)
-        expected = plain.step(list(zip(x.chunk(3), target.chunk(3), strict=True)), mse, order_in(pipe))
-        wrong += ["loss"] * (not torch.equal(pipe.step(x, target=target, loss_fn=mse), expected))
-        wrong += [f"step {seed}: {words}" for words in differences(pipe, plain.grads)]
+        wrong += [f"step {seed}: {words}" for words in step_beside(pipe, plain, x, target)]
     wrong += ["not solved"] * (pipe.schedule is first)
     validate(pipe.schedule, memory_cap=3)
     found = pipe.measured()
-    wrong += ["spans"] * (len(found.spans) != sum(map(len, pipe.schedule.computes())))
+    wrong += ["spans"] * (len(found.spans) != sum(map(len, pipe.schedule.compute_actions())))
     wrong += ["clock"] * (found.spans[0].start != 0 or any(span.end < span.start for span in found.spans))
-    for rank, actions in enumerate(pipe.schedule.computes()):
+    for rank, actions in enumerate(pipe.schedule.compute_actions()):
         wrong += ["order"] * (tuple(span.action for span in found.spans if span.rank == rank) != actions)
     own = tuple(span.action for span in pipe.last_trace)
-    wrong += ["own spans"] * (own != pipe.schedule.computes()[dist.get_rank()])
+    wrong += ["own spans"] * (own != pipe.schedule.compute_actions()[dist.get_rank()])
     wrong += ["picture"] * ("<svg" not in draw([simulate(pipe.schedule, found.costs), found]))
-    links = link_times(pipe.schedule.placement, pipe._traffic.links, pipe._traffic.probes, pipe.group, 60)
+    links = measure_link_times(pipe.schedule.placement, pipe._channels.p2p, pipe._channels.probes, pipe.group, 60)
     everyones: list[Any] = [None, None]
     dist.all_gather_object(everyones, links)
     wrong += [f"links {links}"] * (everyones[0] != everyones[1])
@@ -331,7 +329,9 @@ def failing_late() -> list[str]:
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
     fails = optimizer.register_step_pre_hook(_raise) if rank == 1 else None
     x, target = batch(8)
-    handle = on_sampled_steps(lambda step: Listener(lambda weights: None, lambda: None, lambda param, grad: None))
+    handle = on_microbatch_steps(
+        lambda step: StepObserver(lambda weights: None, lambda: None, lambda param, grad: None)
+    )
     try:
         pipe.step(x, target=target, loss_fn=mse, optimizer=optimizer)
         wrong.append(f"nothing was raised on rank {rank}")
@@ -378,7 +378,7 @@ def replicas() -> list[str]:
             pipe.stages[index] = DistributedDataParallel(stage, process_group=across[rank % 2])
         order = order_in_wrapped(pipe)
         for plain, (x, target) in zip(plains, batches, strict=True):
-            plain.step(list(zip(x.chunk(4), target.chunk(4), strict=True)), mse, order)
+            plain.step(micro_batches(x, target), mse, order)
         x, target = batches[rank // 2]
         pipe.step(x, target=target, loss_fn=mse)
         means = {name: (plains[0].grads[name] / 2 + plains[1].grads[name] / 2) for name in plains[0].grads}

@@ -1,4 +1,4 @@
-"""A mini-batch is cut as torch cuts, whatever it is nested in, and what does not go together is said by name."""
+"""Mini-batches are cut, copied to devices, and outputs are merged; errors name what does not fit."""
 
 import re
 from dataclasses import dataclass
@@ -14,9 +14,10 @@ from scale_pipe.microbatch import (
     NoChunk,
     batch_size_of,
     check_chunks,
+    copy_to,
     cut,
+    describe_arguments,
     gather,
-    in_words,
     micro_batch_sizes,
     scatter,
     scatter_each,
@@ -158,6 +159,52 @@ def test_a_tensor_without_dimensions_is_named_as_such() -> None:
 
 def test_errors_say_what_a_module_was_given() -> None:
     given = Arguments((torch.ones(2, 3), [None]), {"mask": torch.ones(2, dtype=torch.bool), "flag": True})
-    assert in_words(given) == "Tensor [2, 3] float32, NoneType, mask=Tensor [2] bool, flag=bool"
-    assert in_words(Arguments((), {})) == "nothing"
-    assert in_words(Arguments(tuple(range(9)), {})).endswith("int, ...")
+    assert describe_arguments(given) == "Tensor [2, 3] float32, NoneType, mask=Tensor [2] bool, flag=bool"
+    assert describe_arguments(Arguments((), {})) == "nothing"
+    assert describe_arguments(Arguments(tuple(range(9)), {})).endswith("int, ...")
+
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+
+
+def test_tensors_that_are_there_are_themselves() -> None:
+    tree = {"x": (torch.ones(2), 3)}
+    assert copy_to(CPU, tree) is tree
+
+
+def test_all_others_are_copied_and_their_gradients_come_back() -> None:
+    x = torch.ones(2, 3, requires_grad=True)
+    moved = copy_to(META, [x, {"again": x}, "word", torch.ones(1, device="meta")])
+    assert moved[0].is_meta and moved[0].shape == (2, 3) and moved[0] is moved[1]["again"] and moved[2] == "word"
+    assert moved[0].requires_grad and moved[0].grad_fn is not None
+
+
+@pytest.mark.parametrize(
+    "outputs, message",
+    [
+        ([torch.tensor(1.0)] * 2, "the output is a tensor without dimensions for each of 2 micro-batches"),
+        ([(rows(1), 1), (rows(1), 2)], r"output\[1\] is no tensor and differs between micro-batches: 1 for 0, 2 for 1"),
+        ([(rows(1), None), (rows(1),)], r"micro-batches 0 and 1 differ at output\[1\]"),
+        ([{"a": rows(1)}, {"b": rows(1)}], r"differ at output\['a'\]"),
+        ([rows(1, 2), rows(1, 3)], r"of micro-batch 0 is \[1, 2\] float32, and of micro-batch 1 \[1, 3\] float32"),
+        ([[rows(1)], [rows(1).double()]], r"output\[0\] .* \[1, 2\] float32, and .* \[1, 2\] float64"),
+        ([[rows(1)], [1]], r"output\[0\] is a Tensor for micro-batch 0, and a int for 1"),
+    ],
+)
+def test_outputs_that_do_not_go_together_are_named(outputs: list[Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        gather(outputs)
+
+
+def test_one_output_in_two_places_has_to_be_one_in_all_micro_batches() -> None:
+    x, y = rows(1), rows(2)
+    joined = gather([(x, x), (y, y)])
+    assert joined[0] is joined[1] and torch.equal(joined[0], torch.cat([x, y]))
+    with pytest.raises(ValueError, match="is one tensor with another output for micro-batch 0"):
+        gather([(x, x), (y, y.clone())])
+
+
+def test_what_is_no_number_in_all_outputs_is_the_same() -> None:
+    assert str(gather([(torch.ones(1), float("nan"))] * 2 + [(torch.ones(1), float("nan"))])[1]) == "nan"
+    with pytest.raises(ValueError, match=r"output\[1\] is no tensor and differs between micro-batches: nan for 0, 1.0"):
+        gather([(torch.ones(1), float("nan")), (torch.ones(1), 1.0)])

@@ -5,6 +5,7 @@ import gc
 import pickle
 import traceback
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import numpy
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from scale_checkpoint import RecomputationError, check_recomputation, is_checkpointing, is_recomputing
 from scale_pipe import Pipe, pop, skippable, stash
+from scale_pipe.one_process.pipe import resolve_devices
 
 
 def layers() -> nn.Sequential:
@@ -315,7 +317,7 @@ def test_a_layer_that_was_replaced_is_found_before_it_computes_something_else() 
     in_its_partition.partitions[0][1] = nn.Tanh()  # type: ignore[operator, index]
     del gone._modules["1"]
     for pipe in (by_name, in_its_partition, gone):
-        with pytest.raises(RuntimeError, match=r"layer '1' of the pipeline is a .*replace layers before that, Pipe\("):
+        with pytest.raises(RuntimeError, match=r"layer '1' of the pipeline is a .*Replace layers before Pipe\("):
             pipe(x)
 
 
@@ -360,3 +362,111 @@ def test_a_skip_that_a_layer_between_would_overwrite_is_refused_whatever_is_comp
             continue
         with pytest.raises(RuntimeError, match=r"'skip' is stashed, and a layer overwrites it in place before it is"):
             pipe(torch.ones(2, 2))
+
+
+CPU = torch.device("cpu")
+
+
+def test_devices_are_what_they_are_called() -> None:
+    assert resolve_devices(["cpu", CPU, "meta"], [1, 1, 1]) == [CPU, CPU, torch.device("meta")]
+
+
+def test_without_accelerators_all_partitions_are_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
+    assert resolve_devices(None, [1, 2]) == [CPU, CPU] and resolve_devices(None, None) == [CPU]
+
+
+def test_an_accelerator_has_its_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
+    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
+    assert resolve_devices(None, [1, 1]) == [first, second]
+    assert resolve_devices(["cuda", "cuda:0", "cpu"], None) == [second, first, CPU]
+    with pytest.raises(
+        ValueError, match=r"no device 'cuda:2', as devices\[1\] names it: this process sees 2 of the type"
+    ):
+        resolve_devices(["cuda:1", "cuda:2"], None)
+
+
+def test_what_is_no_device_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
+    wrong: Any
+    for wrong in ("gpu:0", None, "cuda:0", "cuda"):
+        with pytest.raises(ValueError, match=r"there is no device .*, as devices\[1\] names it.*sees no accelerators"):
+            resolve_devices(["cpu", wrong], None)
+    for wrong in ("cpu", CPU, 2):
+        with pytest.raises(TypeError, match=r"devices are a list, one for each partition, but got .*write devices=\["):
+            resolve_devices(wrong, None)
+
+
+@skippable(stash=["skip"])
+class Stash(nn.Linear):
+    def forward(self, input: Tensor) -> Any:
+        yield stash("skip", input)
+        return super().forward(input)
+
+
+@skippable(pop=["skip"])
+class Pop(nn.Module):
+    def forward(self, input: Tensor) -> Iterator[Any]:
+        return input + (yield pop("skip"))  # type: ignore[return-value]
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(Stash(2, 2), nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), Pop())
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return list(one) == list(other) and all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_names_are_those_of_the_layers_in_any_balance() -> None:
+    plain = model()
+    expected = {key: value.clone() for key, value in plain.state_dict().items()}
+    pipe = Pipe(plain, [1, 1, 1])
+    assert same(pipe.state_dict(), expected)
+    assert [name for name, _ in pipe.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    other, again = Pipe(model(), [2, 1]), model()
+    other.load_state_dict(pipe.state_dict())
+    again.load_state_dict(pipe.state_dict())
+    assert same(other.state_dict(), expected) and same(again.state_dict(), expected)
+
+
+def as_fairscale(state: dict[str, Tensor], prefix: str = "") -> dict[str, Tensor]:
+    """The same state as FairScale's Pipe with a balance [1, 2] names it, whose skippable layers hold a module."""
+    named = {}
+    for key, value in state.items():
+        layer, name = key.split(".", 1)
+        named[f"{prefix}partitions.{int(layer != '0')}.{layer}.{'module.' if layer == '0' else ''}{name}"] = value
+    return named
+
+
+def test_state_of_fairscale_is_loaded_into_any_balance() -> None:
+    saved, pipe = model().state_dict(), Pipe(model(), [2, 1])
+    foreign = as_fairscale(saved)
+    assert "partitions.0.0.module.weight" in foreign and "partitions.1.1.0.weight" in foreign
+    pipe.load_state_dict(foreign)
+    assert same(pipe.state_dict(), saved)
+    outer = nn.ModuleDict({"pipe": Pipe(model(), [1, 2])})
+    outer.load_state_dict(as_fairscale(saved, "pipe."))
+    assert same(outer["pipe"].state_dict(), saved)
+
+
+def test_keys_that_belong_to_nothing_are_still_refused() -> None:
+    pipe = Pipe(model(), [2, 1])
+    with pytest.raises(RuntimeError, match=r'Unexpected key.*"9\.weight"'):
+        pipe.load_state_dict({**pipe.state_dict(), "partitions.1.9.weight": torch.ones(1)})
+    with pytest.raises(RuntimeError, match="Missing key"):
+        pipe.load_state_dict({})
+
+
+def test_a_layer_of_that_name_is_itself() -> None:
+    made = nn.Sequential()
+    made.add_module("partitions", nn.Sequential(nn.Linear(2, 2)))
+    pipe = Pipe(made, [1])
+    assert list(pipe.state_dict()) == ["partitions.0.weight", "partitions.0.bias"]
+    saved = {key: torch.full_like(value, 3) for key, value in pipe.state_dict().items()}
+    pipe.load_state_dict(saved)
+    assert same(pipe.state_dict(), saved) and isinstance(pipe.partitions, nn.ModuleList)

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from scale_checkpoint import checkpoint_wrapper
 from scale_pipe import DeferredBatchNorm
-from scale_pipe.batch_norm import begin_mini_batch
 
 
 def deferred(norm: nn.Module, chunks: int) -> Any:
@@ -46,7 +45,7 @@ def test_each_micro_batch_is_normalised_by_itself() -> None:
 def test_fewer_micro_batches_than_chunks_are_a_whole_mini_batch_where_the_pipeline_says_so() -> None:
     plain, batch = nn.BatchNorm1d(3), torch.randn(6, 3)
     norm = deferred(plain, chunks=8)
-    begin_mini_batch(nn.Sequential(norm), 3)
+    norm.begin_mini_batch(3)
     for piece in batch.chunk(3):
         norm(piece)
     plain(batch)
@@ -147,6 +146,6 @@ def test_what_cannot_be_deferred_is_refused() -> None:
             with pytest.raises(ValueError, match=f"number of chunks must be positive integer, got {chunks}"):
                 make(nn.ReLU(), chunks=chunks)
     lazy = nn.Sequential(nn.BatchNorm1d(3), nn.LazyBatchNorm1d())
-    with pytest.raises(ValueError, match="'1' is a LazyBatchNorm1d, and nobody knows its number of channels yet"):
+    with pytest.raises(ValueError, match="'1' is a LazyBatchNorm1d, whose number of channels is not known yet"):
         DeferredBatchNorm.convert_deferred_batch_norm(lazy)
     assert type(lazy[0]) is nn.BatchNorm1d  # What is refused was not changed.

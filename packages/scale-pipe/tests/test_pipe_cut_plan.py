@@ -1,4 +1,4 @@
-"""Which stage holds what, as the docstring's table has it; and what is wrong with cuts, in words."""
+"""Which stage holds what, as the docstring's table has it; and errors of cuts that cannot be."""
 
 from typing import Any
 
@@ -22,8 +22,8 @@ def language_model() -> nn.Module:
 def test_each_cut_begins_a_stage() -> None:
     plan = plan_cuts(language_model(), ["h.2", "norm"])
     assert plan.num_stages == 3
-    assert plan.frames == {"", "h"}
-    assert plan.stages == {
+    assert plan.split_modules == {"", "h"}
+    assert plan.stages_of == {
         "wte": (0,),
         "h.0": (0,),
         "h.1": (0,),
@@ -32,13 +32,13 @@ def test_each_cut_begins_a_stage() -> None:
         "norm": (2,),
         "head": (2,),
     }
-    assert "drop" not in plan.stages
+    assert "drop" not in plan.stages_of
 
 
-def test_a_cut_inside_of_a_module_makes_it_a_frame() -> None:
+def test_a_cut_inside_of_a_module_splits_it() -> None:
     plan = plan_cuts(language_model(), ["h.2", "h.2.linear1"])
-    assert plan.frames == {"", "h", "h.2"}
-    assert {name: stages for name, stages in plan.stages.items() if name.startswith("h.2")} == {
+    assert plan.split_modules == {"", "h", "h.2"}
+    assert {name: stages for name, stages in plan.stages_of.items() if name.startswith("h.2")} == {
         "h.2.self_attn": (1,),
         "h.2.linear1": (2,),
         "h.2.linear2": (2,),
@@ -49,9 +49,9 @@ def test_a_cut_inside_of_a_module_makes_it_a_frame() -> None:
 
 def test_what_is_held_elsewhere_counts_by_itself() -> None:
     plan = plan_cuts(language_model(), ["h.2", "norm"], {"wte": [2, 0], "h.1.norm2": 1, "drop": 0})
-    assert plan.stages["wte"] == (0, 2) and plan.where("wte") == "stages 0, 2"
-    assert plan.stages["h.1.norm2"] == (1,) and plan.stages["h.1.norm1"] == (0,) and "h.1" in plan.frames
-    assert plan.stages["drop"] == (0,) and plan.holds(0, "drop") and not plan.holds(1, "drop")
+    assert plan.stages_of["wte"] == (0, 2) and plan.describe_stages("wte") == "stages 0, 2"
+    assert plan.stages_of["h.1.norm2"] == (1,) and plan.stages_of["h.1.norm1"] == (0,) and "h.1" in plan.split_modules
+    assert plan.stages_of["drop"] == (0,) and plan.holds(0, "drop") and not plan.holds(1, "drop")
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_what_is_held_elsewhere_counts_by_itself() -> None:
         (["decoder"], ValueError, r"no module named 'decoder'"),
         (["h"], TypeError, r"'h' is a ModuleList, which is never called.*cut at its first module: 'h.0'"),
         (["norm", "h.2"], ValueError, r"'h.2' is registered before 'norm'; write \['h.2', 'norm'\]"),
-        (["h.2", "h.2"], ValueError, r"'h.2' stands there twice"),
+        (["h.2", "h.2"], ValueError, r"'h.2' is named twice"),
         ("h.2", TypeError, r"cuts are a list of names, as \[\"blocks.4\", \"blocks.8\"\], but got 'h.2'"),
     ],
 )

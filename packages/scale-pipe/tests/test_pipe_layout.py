@@ -7,7 +7,7 @@ import pytest
 from torch import Tensor, nn
 
 from scale_pipe import Namespace, skippable, stash, verify_skippables
-from scale_pipe.skip.layout import Skip, skip_layout
+from scale_pipe.skip.layout import Skip, inspect_skip_layout
 
 
 def stashing(*names: str) -> nn.Module:
@@ -21,8 +21,8 @@ def popping(*names: str) -> nn.Module:
 def test_the_layout_names_what_crosses_a_cut_in_the_order_of_the_stashes() -> None:
     layers = [stashing("b", "a"), nn.ReLU(), popping("a"), stashing("c"), popping("c"), popping("b")]
     partitions = [nn.Sequential(*layers[:2]), nn.Sequential(*layers[2:5]), nn.Sequential(layers[5])]
-    assert skip_layout(partitions) == [Skip((None, "b"), 0, 2), Skip((None, "a"), 0, 1)]
-    assert skip_layout([nn.Sequential(*layers)]) == []
+    assert inspect_skip_layout(partitions) == [Skip((None, "b"), 0, 2), Skip((None, "a"), 0, 1)]
+    assert inspect_skip_layout([nn.Sequential(*layers)]) == []
 
 
 def test_pairs_that_match_are_accepted_in_any_nesting() -> None:

@@ -3,15 +3,22 @@
 from random import Random
 
 import pytest
+from pipe_schedules import keeps_caps
 
-from scale_pipe import Costs, Placement, simulate, validate, weave
-from scale_pipe.schedules.solver.annealing import _fits, _step
-from scale_pipe.schedules.solver.partial_order import Change, Evaluator, backbone_of, in_order, whole_orders
-from scale_pipe.schedules.solver.problem import Codes, Problem, evaluate
-from scale_pipe.schedules.solver.search import one_by_one
+from scale_pipe import Costs, StagePlacement, build_schedule, simulate, validate
+from scale_pipe.schedules.list_scheduling import Codes, Problem, evaluate
+from scale_pipe.schedules.solver.annealing import _keeps_cap, _propose_move
+from scale_pipe.schedules.solver.partial_order import (
+    Change,
+    Evaluator,
+    drop_weight_gradients,
+    insert_weight_gradients,
+    renumber_micro_batches,
+)
+from scale_pipe.schedules.solver.search import sequential_orders
 
 
-def problem_of(placement: Placement, num_micro_batches: int, cap: int, link: float) -> Problem:
+def problem_of(placement: StagePlacement, num_micro_batches: int, cap: int, link: float) -> Problem:
     """A problem of uneven stages, some times of which are nothing."""
     stages = range(placement.num_stages)
     costs = Costs.measured(
@@ -20,83 +27,85 @@ def problem_of(placement: Placement, num_micro_batches: int, cap: int, link: flo
         [0.5 + stage % 4 / 4 if stage else 0.0 for stage in stages],
         link,
     )
-    return Problem.of(placement, num_micro_batches, costs, (cap,) * placement.num_ranks)
+    return Problem.build(placement, num_micro_batches, costs, (cap,) * placement.num_ranks)
 
 
 def neighbours(problem: Problem, orders: Codes, number: int, seed: int):
     """Yields (orders, where they differ from the ones before), each a step from the last that runs."""
     random = Random(seed)
-    by_kind = (1, 0, -1) if problem.is_whole(orders) else (1, -1, 0)
+    by_kind = (1, 0, -1) if problem.has_weight_gradients(orders) else (1, -1, 0)
     effects = [effect for effect in by_kind for _ in range(problem.size)]
     evaluator, current = Evaluator(problem), [list(order) for order in orders]
-    timing = evaluator.time(current, patience=0.75)
+    timing = evaluator.evaluate(current, patience=0.75)
     while number:
         rank = random.randrange(len(current))
-        changed = _step(problem, current[rank], random.randrange(len(current[rank])), random)
-        if changed is None or not _fits(problem, effects, rank, current[rank], *changed):
+        changed = _propose_move(problem, current[rank], random.randrange(len(current[rank])), random)
+        if changed is None or not _keeps_cap(problem, effects, rank, current[rank], *changed):
             continue
         number -= 1
         first, part = changed
         new = [list(order) for order in current]
         new[rank][first : first + len(part)] = part
         yield new, Change(timing, rank, first)
-        found = evaluator.time(new, patience=0.75)
+        found = evaluator.evaluate(new, patience=0.75)
         if found is not None:
             current, timing = new, found
 
 
 CASES = [
-    (Placement.wave(2), 3, 2, 0.0),
-    (Placement.wave(3), 5, 4, 0.25),
-    (Placement.loop(3, 2), 4, 5, 0.0),
-    (Placement((0, 1, 2, 0)), 4, 2, 0.5),
+    (StagePlacement.wave(2), 3, 2, 0.0),
+    (StagePlacement.wave(3), 5, 4, 0.25),
+    (StagePlacement.loop(3, 2), 4, 5, 0.0),
+    (StagePlacement((0, 1, 2, 0)), 4, 2, 0.5),
 ]
 
 
 @pytest.mark.parametrize("placement, num_micro_batches, cap, link", CASES)
 @pytest.mark.parametrize("whole", [False, True])
 def test_from_a_change_on_it_is_what_it_is_from_the_start(
-    placement: Placement, num_micro_batches: int, cap: int, link: float, whole: bool
+    placement: StagePlacement, num_micro_batches: int, cap: int, link: float, whole: bool
 ) -> None:
     problem = problem_of(placement, num_micro_batches, cap, link)
-    orders = one_by_one(problem)
+    orders = sequential_orders(problem)
     num_running = 0
-    for new, change in neighbours(problem, orders if whole else backbone_of(problem, orders), 300, seed=1):
+    for new, change in neighbours(problem, orders if whole else drop_weight_gradients(problem, orders), 300, seed=1):
         evaluator = Evaluator(problem)
-        expected = evaluator.time(new, patience=0.75)
+        expected = evaluator.evaluate(new, patience=0.75)
         visits = evaluator.visits
-        assert evaluator.time(new, patience=0.75, change=change) == expected
+        assert evaluator.evaluate(new, patience=0.75, change=change) == expected
         assert evaluator.visits - visits <= visits, "it passes no more actions"
         if expected is None:
             continue  # a deadlock
         num_running += 1
-        found = whole_orders(problem, new, expected)
-        assert all(problem.fits(order, rank) for rank, order in enumerate(found))
-        plain = evaluate(problem, found)
-        assert plain is not None
-        assert plain.makespan == pytest.approx(expected.makespan, rel=1e-12)
-        assert plain.rank_ends == pytest.approx(expected.rank_ends, rel=1e-12)
+        found = insert_weight_gradients(problem, new, expected)
+        assert keeps_caps(problem, found)
+        rank_ends = evaluate(problem, found)
+        assert rank_ends is not None
+        assert max(rank_ends) == pytest.approx(expected.makespan, rel=1e-12)
+        assert rank_ends == pytest.approx(list(expected.rank_ends), rel=1e-12)
         for limit in (expected.makespan - 1e-6, expected.makespan):
-            assert (evaluator.time(new, limit, 0.75) is None) == (limit < expected.makespan)
-        assert evaluator.time(new, expected.makespan, 0.75, change) == expected
+            assert (evaluator.evaluate(new, limit, 0.75) is None) == (limit < expected.makespan)
+        assert evaluator.evaluate(new, expected.makespan, 0.75, change) == expected
     assert num_running > 20
 
 
 def test_it_finds_orders_that_deadlock() -> None:
-    problem = problem_of(Placement.loop(2), 2, 2, 0.0)
+    problem = problem_of(StagePlacement.loop(2), 2, 2, 0.0)
     # rank 0 wants the gradient of the first micro-batch before the second forward, rank 1 both forwards first
-    assert Evaluator(problem).time([[0, 4, 1, 5], [2, 3, 6, 7]]) is None
-    assert Evaluator(problem).time([[0, 1, 4, 5], [2, 3, 6, 7]]) is not None
+    assert Evaluator(problem).evaluate([[0, 4, 1, 5], [2, 3, 6, 7]]) is None
+    assert Evaluator(problem).evaluate([[0, 1, 4, 5], [2, 3, 6, 7]]) is not None
 
 
 def test_weight_gradients_stand_where_a_rank_is_idle_or_a_place_is_needed() -> None:
-    placement = Placement.loop(2)
+    placement = StagePlacement.loop(2)
     costs = Costs.uniform(2, forward=1.0, input_gradient=1.0, weight_gradient=1.0)
-    problem = Problem.of(placement, 3, costs, (2, 3))
-    backbone = [[0, 1, 6, 2, 7, 8], [3, 9, 4, 10, 5, 11]]
-    timing = Evaluator(problem).time(backbone)
+    problem = Problem.build(placement, 3, costs, (2, 3))
+    partial = [[0, 1, 6, 2, 7, 8], [3, 9, 4, 10, 5, 11]]
+    timing = Evaluator(problem).evaluate(partial)
     assert timing is not None
-    schedule = weave("backbone", placement, 3, problem.orders(whole_orders(problem, backbone, timing)))
+    schedule = build_schedule(
+        "partial", placement, 3, problem.orders(insert_weight_gradients(problem, partial, timing))
+    )
     assert str(schedule).splitlines()[1:] == [
         "rank 0: F0.0 F0.1 I0.0 W0.0 F0.2 I0.1 W0.1 I0.2 W0.2",  # W0.0 makes room for F0.2, W0.1 fills a gap
         "rank 1: F1.0 I1.0 F1.1 I1.1 W1.0 F1.2 I1.2 W1.1 W1.2",  # W1.0 fills the gap before F1.2
@@ -106,15 +115,15 @@ def test_weight_gradients_stand_where_a_rank_is_idle_or_a_place_is_needed() -> N
 
 
 def test_patience_is_the_share_of_a_weight_gradient_that_must_fit() -> None:
-    problem = Problem.of(Placement.loop(2), 2, Costs.uniform(2, weight_gradient=1.5), (2, 2))
-    backbone = [[0, 1, 4, 5], [2, 6, 3, 7]]
-    patient, hasty = (Evaluator(problem).time(backbone, patience=patience) for patience in (1.0, 0.5))
+    problem = Problem.build(StagePlacement.loop(2), 2, Costs.uniform(2, weight_gradient=1.5), (2, 2))
+    partial = [[0, 1, 4, 5], [2, 6, 3, 7]]
+    patient, hasty = (Evaluator(problem).evaluate(partial, patience=patience) for patience in (1.0, 0.5))
     assert patient is not None
     assert hasty is not None
-    assert patient.paid_at == [[], []]
-    assert hasty.paid_at == [[3], []], "rank 0 is idle for 1 before I0.1, where 1.5 are owed"
+    assert patient.weights_before == [[], []]
+    assert hasty.weights_before == [[3], []], "rank 0 is idle for 1 before I0.1, where 1.5 are owed"
 
 
 def test_micro_batches_are_put_in_order() -> None:
-    assert in_order([3, 1, 2, 7, 0, 4], 4) == [0, 1, 2, 4, 3, 7 - 2]
-    assert in_order([6, 2, 5], 4) == [5, 2, 6]
+    assert renumber_micro_batches([3, 1, 2, 7, 0, 4], 4) == [0, 1, 2, 4, 3, 7 - 2]
+    assert renumber_micro_batches([6, 2, 5], 4) == [5, 2, 6]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from scale_pipe.partition.partition import contents_in_words, partition
+from scale_pipe.partition.partition import describe_layers, partition
 
 CPU = torch.device("cpu")
 
@@ -106,10 +106,10 @@ def test_a_balance_may_be_of_integers_of_any_library() -> None:
 
 
 def test_a_partition_is_named_by_its_layers() -> None:
-    assert contents_in_words(partition(layers(3), [1, 2], [CPU] * 2).modules[0]).startswith("layer 0 (")
-    assert contents_in_words(nn.Sequential(nn.Tanh(), nn.ReLU())) == "layers 0 (Tanh), 1 (ReLU)"
-    assert contents_in_words(nn.Sequential(nn.Tanh(), *(nn.ReLU() for _ in range(4)))) == "layers 0 (Tanh) to 4 (ReLU)"
-    assert contents_in_words(nn.Linear(1, 1)) == "Linear"
+    assert describe_layers(partition(layers(3), [1, 2], [CPU] * 2).modules[0]).startswith("layer 0 (")
+    assert describe_layers(nn.Sequential(nn.Tanh(), nn.ReLU())) == "layers 0 (Tanh), 1 (ReLU)"
+    assert describe_layers(nn.Sequential(nn.Tanh(), *(nn.ReLU() for _ in range(4)))) == "layers 0 (Tanh) to 4 (ReLU)"
+    assert describe_layers(nn.Linear(1, 1)) == "Linear"
 
 
 class Doubled(nn.Sequential):

@@ -1,4 +1,4 @@
-"""Absent tensors know what can be known without values, take nothing for it, and refuse the rest."""
+"""Placeholder tensors know what can be known without values, take nothing for it, and refuse the rest."""
 
 import copy
 import pickle
@@ -10,8 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from scale_pipe import AbsentTensorError
-from scale_pipe.module_split.placeholder_tensor import Absent, absent, absent_in, holds_absent, received, shape_of
+from scale_pipe import PlaceholderTensorError
+from scale_pipe.module_split.placeholder_tensor import (
+    PlaceholderTensor,
+    has_placeholder,
+    resolve,
+    to_meta,
+    unresolved_placeholder,
+)
 
 
 @dataclass
@@ -20,11 +26,11 @@ class Output:
     hidden: Tensor
 
 
-def some(*shape: int, dtype: torch.dtype = torch.float32) -> Absent:
-    return absent(torch.empty(shape, dtype=dtype, device="meta"), "module 'wte' of stage 0", "cpu")
+def some(*shape: int, dtype: torch.dtype = torch.float32) -> PlaceholderTensor:
+    return PlaceholderTensor(torch.empty(shape, dtype=dtype, device="meta"), "module 'wte' of stage 0", "cpu")
 
 
-def test_operators_give_absent_tensors_of_the_right_shape_dtype_and_device() -> None:
+def test_operators_give_placeholders_of_the_right_shape_dtype_and_device() -> None:
     x = some(2, 3, 4)
     linear = nn.Linear(4, 5)
     for result, expected in (
@@ -36,24 +42,24 @@ def test_operators_give_absent_tensors_of_the_right_shape_dtype_and_device() -> 
         (x[:, -1], torch.ones(2, 4)),
         (torch.empty_like(x), torch.ones(2, 3, 4)),
     ):
-        assert isinstance(result, Absent) and result.origin == "module 'wte' of stage 0"
+        assert isinstance(result, PlaceholderTensor) and result.origin == "module 'wte' of stage 0"
         assert result.shape == expected.shape and result.dtype == expected.dtype and result.device == expected.device
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert linear(x).dtype == torch.bfloat16
-    assert repr(x) == "Absent([2, 3, 4], torch.float32, from module 'wte' of stage 0)"
+    assert repr(x) == "PlaceholderTensor([2, 3, 4], torch.float32, from module 'wte' of stage 0)"
 
 
 def test_no_random_numbers_are_drawn() -> None:
     before = torch.get_rng_state()
     dropped = F.dropout(some(2, 3), 0.5)
-    assert isinstance(torch.rand_like(some(3)), Absent) and isinstance(dropped.normal_(), Absent)
+    assert isinstance(torch.rand_like(some(3)), PlaceholderTensor) and isinstance(dropped.normal_(), PlaceholderTensor)
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_writing_into_one_leaves_it_absent() -> None:
+def test_writing_into_one_leaves_it_a_placeholder() -> None:
     x = some(2, 3)
     x += 1
-    assert x.mul_(torch.ones(3)) is x and absent_in([{"x": (x,)}]) is x
+    assert x.mul_(torch.ones(3)) is x and unresolved_placeholder([{"x": (x,)}]) is x
 
 
 def test_what_is_filled_like_one_is_there() -> None:
@@ -80,7 +86,7 @@ def test_what_is_filled_like_one_is_there() -> None:
 )
 def test_what_needs_values_is_an_error_that_names_their_maker(reads: object) -> None:
     assert callable(reads)
-    with pytest.raises(AbsentTensorError, match="from module 'wte' of stage 0"):
+    with pytest.raises(PlaceholderTensorError, match="from module 'wte' of stage 0"):
         reads(some(2, 3))
 
 
@@ -91,9 +97,9 @@ def test_a_resolved_one_behaves_as_what_was_received_and_gradients_flow() -> Non
     assert type(result) is Tensor and result.item() == pytest.approx(3 * values.sum().item())
     result.backward()
     assert values.grad is not None and torch.equal(values.grad, torch.full((2, 3), 3.0))
-    assert x.requires_grad and absent_in((x,)) is None and received({"x": [x]})["x"][0] is values
+    assert x.requires_grad and unresolved_placeholder((x,)) is None and resolve({"x": [x]})["x"][0] is values
     other = x + some(2, 3)
-    assert isinstance(other, Absent) and other.resolved is None
+    assert isinstance(other, PlaceholderTensor) and other.resolved is None
 
 
 def test_trees_are_searched_for_them() -> None:
@@ -105,17 +111,17 @@ def test_trees_are_searched_for_them() -> None:
         (Output(torch.ones(1), x), True),
         ((torch.ones(1), nn.Parameter(torch.ones(1)), None), False),
     ):
-        assert holds_absent(tree) is found
+        assert has_placeholder(tree) is found
 
 
 def test_shapes_are_one_object_where_they_are_equal_and_keep_strides() -> None:
     x = torch.rand(3, 4).t()
-    assert shape_of(x) is shape_of(torch.rand(3, 4).t()) and shape_of(x).stride() == (1, 4)
-    assert shape_of(x) is not shape_of(torch.rand(4, 3)) and shape_of(x).is_meta
-    assert len(pickle.dumps([shape_of(torch.rand(2, 2)) for _ in range(100)])) < 600
+    assert to_meta(x) is to_meta(torch.rand(3, 4).t()) and to_meta(x).stride() == (1, 4)
+    assert to_meta(x) is not to_meta(torch.rand(4, 3)) and to_meta(x).is_meta
+    assert len(pickle.dumps([to_meta(torch.rand(2, 2)) for _ in range(100)])) < 600
 
 
 def test_it_is_copied_and_pickled() -> None:
     x = some(2, 3)
     for other in (copy.deepcopy(x), copy.copy(x), pickle.loads(pickle.dumps(x))):
-        assert isinstance(other, Absent) and other.shape == (2, 3) and other.origin == x.origin
+        assert isinstance(other, PlaceholderTensor) and other.shape == (2, 3) and other.origin == x.origin

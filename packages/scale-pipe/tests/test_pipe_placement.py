@@ -2,17 +2,23 @@
 
 import pytest
 
-from scale_pipe import Placement
+from scale_pipe import StagePlacement
 
 
 def test_placements_are_those_of_the_table() -> None:
-    assert Placement.loop(4, 2).stages_of == ((0, 4), (1, 5), (2, 6), (3, 7))
-    assert Placement.wave(4).stages_of == ((0, 7), (1, 6), (2, 5), (3, 4))
-    assert Placement.wave(4, 4).stages_of == ((0, 7, 8, 15), (1, 6, 9, 14), (2, 5, 10, 13), (3, 4, 11, 12))
+    assert StagePlacement.loop(4, 2).stages_of == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert StagePlacement.wave(4).stages_of == ((0, 7), (1, 6), (2, 5), (3, 4))
+    assert StagePlacement.wave(4, 4).stages_of == ((0, 7, 8, 15), (1, 6, 9, 14), (2, 5, 10, 13), (3, 4, 11, 12))
 
 
 def test_a_placement_says_its_shape() -> None:
-    shapes = [Placement.loop(3), Placement.loop(3, 2), Placement.wave(3), Placement.wave(3, 4), Placement((0, 0, 1))]
+    shapes = [
+        StagePlacement.loop(3),
+        StagePlacement.loop(3, 2),
+        StagePlacement.wave(3),
+        StagePlacement.wave(3, 4),
+        StagePlacement((0, 0, 1)),
+    ]
     assert [one.shape for one in shapes] == ["loop", "loop", "V", "wave", "ranks 0 0 1"]
 
 
@@ -21,11 +27,11 @@ def test_a_placement_says_its_shape() -> None:
 )
 def test_a_placement_without_a_stage_for_each_rank_is_refused(rank_of: tuple[int, ...], told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        Placement(rank_of)
+        StagePlacement(rank_of)
 
 
 def test_numbers_are_positive_integers() -> None:
     with pytest.raises(ValueError, match="num_ranks must be at least 1, but is 0"):
-        Placement.wave(0)
+        StagePlacement.wave(0)
     with pytest.raises(TypeError, match=r"stages_per_rank must be an integer, but is 2\.0"):
-        Placement.loop(4, 2.0)  # type: ignore[arg-type]
+        StagePlacement.loop(4, 2.0)  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ import torch
 from split_models import Tower, run_in_turn
 from torch import Tensor, nn
 
-from scale_pipe import AbsentTensorError, SplitError, split
+from scale_pipe import PlaceholderTensorError, SplitError, split
 
 INPUT = torch.linspace(-1, 1, 20).view(5, 4)
 CUTS = ["blocks.1", "blocks.3"]
@@ -26,7 +26,7 @@ CUTS = ["blocks.1", "blocks.3"]
     ],
 )
 def test_a_value_that_was_not_handed_over_is_named_with_its_maker(odd: str, message: str) -> None:
-    with pytest.raises(AbsentTensorError, match=message):
+    with pytest.raises(PlaceholderTensorError, match=message):
         run_in_turn(split(Tower(odd), CUTS), INPUT)
 
 
@@ -106,7 +106,7 @@ def test_what_the_messages_say_mends_it() -> None:
 
 def test_a_stage_is_given_what_the_stage_before_returns_and_nothing_else() -> None:
     first, second = split(Tower(), ["blocks.1"])
-    with pytest.raises(TypeError, match=r"stage 1 takes what stage 0 returns, one Handed.*but got Tensor, mask"):
+    with pytest.raises(TypeError, match=r"stage 1 takes what stage 0 returns, one StageOutput.*but got Tensor, mask"):
         second(INPUT, mask=None)
     with pytest.raises(TypeError, match="unexpected keyword argument 'labels'"):
         second(first(INPUT), labels=None)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from pipe_schedules import BUILDERS
 
-from scale_pipe import Placement, Schedule, one_forward_one_backward, zb_v
+from scale_pipe import Schedule, StagePlacement, one_forward_one_backward, zb_v
 
 
 def test_a_schedule_prints_as_the_table_of_what_ranks_compute() -> None:
@@ -42,7 +42,7 @@ def test_a_file_that_holds_no_schedule_is_refused_by_its_name(tmp_path: Path) ->
 
 def test_there_is_one_list_for_each_rank() -> None:
     with pytest.raises(ValueError, match="the placement has 3 ranks, but there are 2 lists"):
-        Schedule("short", Placement.loop(3), 1, ((), ()))
+        Schedule("short", StagePlacement.loop(3), 1, ((), ()))
 
 
 def test_a_schedule_says_whether_gradients_are_computed_apart() -> None:

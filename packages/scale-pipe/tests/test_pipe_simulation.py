@@ -3,8 +3,8 @@
 import pytest
 from pipe_schedules import BUILDERS
 
-from scale_pipe import Costs, Placement, gpipe, lower_bound, one_forward_one_backward, simulate
-from scale_pipe.schedules.solver.problem import Problem, evaluate
+from scale_pipe import Costs, StagePlacement, gpipe, lower_bound, one_forward_one_backward, simulate
+from scale_pipe.schedules.list_scheduling import Problem, evaluate
 
 UNEVEN = Costs.measured([1.0, 2.0], [1.5, 1.0], [0.5, 0.25], link=0.5)
 
@@ -36,7 +36,7 @@ def test_the_bubble_is_that_of_the_busiest_rank() -> None:
 
 def test_live_micro_batches_rise_with_forwards_and_fall_with_weight_gradients() -> None:
     simulation = simulate(one_forward_one_backward(2, 2))
-    assert simulation.live(0) == [(0, 0), (0, 1), (1, 2), (6, 1), (9, 0)]
+    assert simulation.live_over_time(0) == [(0, 0), (0, 1), (1, 2), (6, 1), (9, 0)]
 
 
 def test_a_simulation_prints_as_a_table() -> None:
@@ -61,12 +61,12 @@ def test_the_solvers_evaluation_and_the_simulator_agree_on_every_builder(link: f
             [0.5 + stage / 16 for stage in range(stages)],
             link,
         )
-        problem = Problem.of(schedule.placement, 5, costs, (100,) * 3)
-        times = evaluate(problem, problem.codes(schedule.computes()))
-        assert times is not None
+        problem = Problem.build(schedule.placement, 5, costs, (100,) * 3)
+        rank_ends = evaluate(problem, problem.codes(schedule.compute_actions()))
+        assert rank_ends is not None
         if name != "dualpipe-v":  # it has backwards of both kinds together, too
-            assert times.makespan == pytest.approx(simulate(schedule, costs).makespan, rel=1e-12)
-        assert times.makespan <= simulate(schedule, costs).makespan + 1e-9
+            assert max(rank_ends) == pytest.approx(simulate(schedule, costs).makespan, rel=1e-12)
+        assert max(rank_ends) <= simulate(schedule, costs).makespan + 1e-9
 
 
 def test_no_schedule_beats_its_bound() -> None:
@@ -96,11 +96,11 @@ def test_no_schedule_beats_its_bound() -> None:
 def test_bounds_are_those_of_the_table(
     ranks: int, batches: int, input_gradient: float, bubbles: tuple[float, ...]
 ) -> None:
-    def bound(placement: Placement, cap: float | None) -> float:
+    def bound(placement: StagePlacement, cap: float | None) -> float:
         times = {"input_gradient": input_gradient, "weight_gradient": 2 - input_gradient}
         return round(lower_bound(placement, batches, Costs.uniform(placement.num_stages, **times), cap).bubble, 4)
 
-    v, loop, wave = Placement.wave(ranks), Placement.loop(ranks, 2), Placement.wave(ranks, 4)
+    v, loop, wave = StagePlacement.wave(ranks), StagePlacement.loop(ranks, 2), StagePlacement.wave(ranks, 4)
     found = [bound(v, cap) for cap in (ranks, ranks + 1, 1.5 * ranks, None)] + [bound(loop, ranks), bound(wave, ranks)]
     assert found == list(bubbles)
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from scale_pipe import Costs, MemoryCapError, Placement, Schedule, simulate, solve, validate
-from scale_pipe.schedules.solver.candidates import classic_schedules, fits
+from scale_pipe import Costs, MemoryCapError, Schedule, StagePlacement, simulate, solve, validate
+from scale_pipe.schedules.solver.search import classic_schedules, keeps_caps
 from scale_pipe.schedules.solver.solver import VISITS_AT_4_X_8
 
 
@@ -67,7 +67,7 @@ def test_in_a_v_the_busiest_of_uneven_stages_is_never_idle(input_gradient: float
     costs = Costs.measured(
         scale, [input_gradient * time for time in scale], [(2 - input_gradient) * time for time in scale]
     )
-    in_a_v = solve(costs, 4, 8, memory_cap=cap, placement=Placement.wave(4))
+    in_a_v = solve(costs, 4, 8, memory_cap=cap, placement=StagePlacement.wave(4))
     validate(in_a_v.schedule, memory_cap=cap)
     assert in_a_v.bubble == pytest.approx(0, abs=1e-9)
     assert in_a_v.makespan == pytest.approx(8 * 3 * (1.2 + 1.5), rel=1e-12)
@@ -83,7 +83,7 @@ def test_it_is_never_slower_than_a_classic_schedule_and_keeps_the_cap(ranks: int
         validate(solution.schedule, memory_cap=cap)
         assert solution.makespan >= solution.best_bound - 1e-9
         for classic in classic_schedules(ranks, stages, batches):
-            if fits(classic, (cap or float("inf"),) * ranks):
+            if keeps_caps(classic, (cap or float("inf"),) * ranks):
                 assert solution.makespan <= simulate(classic, costs).makespan + 1e-9
 
 
@@ -124,7 +124,7 @@ def test_what_cannot_be_solved_is_refused() -> None:
     with pytest.raises(ValueError, match="3 ranks, but costs for 2 stages"):
         solve(Costs.uniform(2), 3, 4)
     with pytest.raises(ValueError, match="num_ranks is 2, but the placement has 4 ranks"):
-        solve(Costs.uniform(4), 2, 4, placement=Placement.loop(4))
+        solve(Costs.uniform(4), 2, 4, placement=StagePlacement.loop(4))
 
 
 def test_a_solution_says_how_good_it_is() -> None:

@@ -219,7 +219,7 @@ def test_only_the_inputs_that_are_asked_for_are_passed_on() -> None:
 def test_a_frame_whose_forward_was_replaced_is_refused() -> None:
     model = nn.Sequential(Tower(), nn.Linear(3, 3))
     checkpoint_wrapper(model[0])
-    with pytest.raises(ValueError, match=r"'0' is cut through, but its forward was replaced \(TreatedForward\)"):
+    with pytest.raises(ValueError, match=r"'0' is cut through, but its forward was replaced \(CheckpointedForward\)"):
         split(model, ["0.blocks.2"])
 
 

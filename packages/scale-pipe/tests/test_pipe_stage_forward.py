@@ -1,4 +1,4 @@
-"""A frame's modules are what they are to everyone, but for who calls them while the stage runs."""
+"""The modules of a split module are the model's own, but for their calls while the stage runs."""
 
 import copy
 import gc
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from scale_pipe import SplitError, split
-from scale_pipe.module_split.stage_forward import Parts
+from scale_pipe.module_split.stage_forward import StageModules
 
 SEEN: dict[str, Any] = {}
 
@@ -57,12 +57,12 @@ def test_outside_of_a_run_the_parts_are_the_modules_themselves() -> None:
     model = Looks()
     first, second = split(model, ["unit"])
     parts = first._modules
-    assert isinstance(parts, Parts) and parts["first"] is model.first and parts.get("none", 3) == 3
+    assert isinstance(parts, StageModules) and parts["first"] is model.first and parts.get("none", 3) == 3
     assert dict(parts.items())["first"] is next(iter(parts.values())) is first.first
     with pytest.raises(SplitError, match="'unit' is on stage 1, and was called here by itself"):
         first.unit(torch.ones(1, 3))
     kept = copy.deepcopy(second)
-    assert type(kept._modules) is Parts and kept.unit[0] is not model.unit[0]
+    assert type(kept._modules) is StageModules and kept.unit[0] is not model.unit[0]
 
 
 def test_a_stage_is_freed_with_its_last_reference() -> None:

@@ -9,12 +9,12 @@ from scale_pipe import (
     Action,
     DeadlockError,
     MemoryCapError,
-    Placement,
     Schedule,
     ScheduleError,
+    StagePlacement,
+    build_schedule,
     gpipe,
     validate,
-    weave,
     zb_h1,
 )
 
@@ -51,7 +51,7 @@ def test_an_action_that_stands_twice_is_named() -> None:
 @pytest.mark.parametrize(
     "action, told",
     [
-        ("F1.0", "stage 1 stands on rank 1"),
+        ("F1.0", "stage 1 is on rank 1"),
         ("F5.0", "there are stages 0 to 1 only"),
         ("F0.2", "there are micro-batches 0 to 1 only"),
         ("SG0.0", "nothing to transfer"),
@@ -73,19 +73,19 @@ def test_ranks_that_wait_for_one_another_are_named() -> None:
     crossed = swapped(gpipe(2, 2), 1, "RA1.0", "RA1.1")
     crossed = swapped(crossed, 1, "F1.0", "F1.1")
     validate(crossed, transport="posted")
-    refused(crossed, 1, "RA1.1", "would be given SA0.0 of rank 0", transport="buffered")
-    with pytest.raises(DeadlockError, match=r"wait rank 0 at SA0\.0 for RA1\.0 of rank 1; rank 1 at RA1\.1"):
+    refused(crossed, 1, "RA1.1", "would receive SA0.0 of rank 0", transport="buffered")
+    with pytest.raises(DeadlockError, match=r"rank 0 waits at SA0\.0 for RA1\.0 of rank 1; rank 1 waits at RA1\.1"):
         validate(crossed, transport="rendezvous")
 
 
 def test_a_real_deadlock_is_found_in_every_model() -> None:
-    placement = Placement.loop(2)
+    placement = StagePlacement.loop(2)
     rows = ("F0.0 SA0.0 RG0.0 B0.0 F0.1 SA0.1 RG0.1 B0.1 S0", "RA1.0 RA1.1 F1.0 F1.1 B1.0 SG1.0 B1.1 SG1.1 S1")
     actions = tuple(tuple(map(Action.parse, row.split())) for row in rows)
     schedule = Schedule("stuck", placement, 2, actions)
     for transport in ("posted", "buffered", "rendezvous"):
         with pytest.raises(
-            DeadlockError, match=r"there wait rank 0 at .* for .* of rank 1; rank 1 at .* for .* of rank 0"
+            DeadlockError, match=r"rank 0 waits at .* for .* of rank 1; rank 1 waits at .* for .* of rank 0"
         ):
             validate(schedule, transport=transport)
 
@@ -93,7 +93,7 @@ def test_a_real_deadlock_is_found_in_every_model() -> None:
 def test_orders_that_deadlock_are_refused_where_they_are_woven() -> None:
     orders = [[Action.parse(text) for text in row.split()] for row in ("F0.0 B0.0 F0.1 B0.1", "F1.0 F1.1 B1.0 B1.1")]
     with pytest.raises(DeadlockError, match=r"rank 0 waits before B0\.0 for I1\.0 or B1\.0; rank 1 waits before F1\.1"):
-        weave("stuck", Placement.loop(2), 2, orders)
+        build_schedule("stuck", StagePlacement.loop(2), 2, orders)
 
 
 def test_the_action_that_goes_over_the_memory_cap_is_named() -> None:

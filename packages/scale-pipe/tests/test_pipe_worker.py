@@ -15,14 +15,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from scale_checkpoint import disable_checkpointing, is_checkpointing, is_recomputing
 from scale_checkpoint import state as phase
 from scale_pipe.one_process import worker as workers
-from scale_pipe.one_process.worker import Surroundings, Workers
+from scale_pipe.one_process.worker import CallerContext, Workers
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
 
 def in_a_thread(task: Any) -> Any:
     """What a task returns in a thread that has the surroundings of this one."""
-    surroundings = Surroundings([CPU])
+    surroundings = CallerContext([CPU])
     with ThreadPoolExecutor(1) as executor:
         return executor.submit(surroundings.call, CPU, task).result()
 
@@ -113,10 +113,10 @@ def test_a_mode_that_would_miss_what_a_worker_does_is_refused() -> None:
         FlopCounterMode(display=False),
         pytest.raises(RuntimeError, match=r"_FlopCounterMode is active.*outside of it"),
     ):
-        Surroundings([CPU])
+        CallerContext([CPU])
     with Seen(), pytest.raises(RuntimeError, match=r"Seen is active around the pipeline"):
-        Surroundings([CPU])
+        CallerContext([CPU])
     with torch.device("meta"):  # A worker takes this one over.
-        assert Surroundings([CPU]).call(CPU, lambda: torch.ones(1)).is_meta
+        assert CallerContext([CPU]).call(CPU, lambda: torch.ones(1)).is_meta
     with FlopCounterMode(display=False):  # Without a thread of its own there is nothing to miss.
         assert Workers([CPU]).run([(CPU, lambda: 1)]) == [1]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from scale_checkpoint import checkpoint_wrapper
 from scale_pipe import Namespace, pop, skippable, stash
-from scale_pipe.skip.namespace import popped_by, stashed_by
+from scale_pipe.skip.namespace import popped_keys, stashed_keys
 from scale_pipe.skip.tracker import run_with_skips
 
 Commands = Generator[Any, Any, Any]
@@ -79,8 +79,8 @@ def test_namespaces_keep_equal_names_apart() -> None:
     x = torch.ones(2)
     assert torch.equal(nn.Sequential(*layers)(x), 4 * x + 2 * x + x)
     assert copy.deepcopy(outer) == outer == pickle.loads(pickle.dumps(outer)) != inner
-    assert stashed_by(nn.Sequential(*layers)) == [(outer, "skip"), (inner, "skip")]
-    assert stashed_by(copy.deepcopy(layers[0])) == [(outer, "skip")]
+    assert stashed_keys(nn.Sequential(*layers)) == [(outer, "skip"), (inner, "skip")]
+    assert stashed_keys(copy.deepcopy(layers[0])) == [(outer, "skip")]
 
 
 def test_some_names_can_be_isolated_alone() -> None:
@@ -91,7 +91,7 @@ def test_some_names_can_be_isolated_alone() -> None:
     space = Namespace()
     two: Any = Two()
     assert two.isolate(space, only=["b"]) is two
-    assert stashed_by(two) == [(None, "a"), (space, "b")]
+    assert stashed_keys(two) == [(None, "a"), (space, "b")]
     with pytest.raises(ValueError, match="'c' is not among the names of a Two"):
         two.isolate(space, only=["c"])
     with pytest.raises(TypeError, match="takes a list of names, got 'ab'"):
@@ -106,7 +106,7 @@ def test_a_partition_gets_what_it_pops_and_hands_out_what_it_stashes() -> None:
     assert output.tolist() == [3, 3] and not left
     _, left = run_with_skips(nn.Sequential(Stash(), Pop()), {}, x)  # What is popped inside stays inside.
     assert not left
-    assert popped_by(nn.Sequential(nn.Sequential(Pop()))) == [key]
+    assert popped_keys(nn.Sequential(nn.Sequential(Pop()))) == [key]
 
 
 def test_what_runs_inside_of_another_partition_does_not_mix_with_it() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from scale_core.comm.collectives import UNIT_TAGS
-from scale_tp.comm import tag_of, wide, wide_dtype
+from scale_tp.comm import accumulation_dtype, call_tag, to_accumulation_dtype
 
 
 @pytest.mark.parametrize(
@@ -22,12 +22,12 @@ from scale_tp.comm import tag_of, wide, wide_dtype
 )
 def test_half_precision_is_widened_and_nothing_else(dtype: torch.dtype, expected: torch.dtype) -> None:
     tensor = torch.ones(2, dtype=dtype)
-    assert wide_dtype(dtype) == wide(tensor).dtype == expected
-    assert (wide(tensor) is tensor) == (dtype == expected)
+    assert accumulation_dtype(dtype) == to_accumulation_dtype(tensor).dtype == expected
+    assert (to_accumulation_dtype(tensor) is tensor) == (dtype == expected)
 
 
 def test_tags_are_those_of_units_and_differ_where_a_word_does() -> None:
     words = ("sum", torch.float32, (2, 3))
-    assert tag_of(*words) == tag_of("sum", torch.float32, (2, 3))
-    assert tag_of(*words) in UNIT_TAGS
-    assert len({tag_of("sum", torch.float32, (2, size)) for size in range(20)}) > 18
+    assert call_tag(*words) == call_tag("sum", torch.float32, (2, 3))
+    assert call_tag(*words) in UNIT_TAGS
+    assert len({call_tag("sum", torch.float32, (2, size)) for size in range(20)}) > 18

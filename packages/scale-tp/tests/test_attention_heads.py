@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from scale_tp.attention_heads import ATTENTION_RULES, AttentionRule, heads_of
+from scale_tp.attention_heads import ATTENTION_RULES, AttentionRule, find_heads
 from scale_tp.split import Split
 
 
@@ -18,33 +18,33 @@ def _module(**attributes: int) -> nn.Module:
 
 def test_heads_are_cut_between_ranks_and_attributes_follow() -> None:
     module = _module(num_heads=6, num_key_value_heads=3, num_key_value_groups=2, head_dim=4, all_head_size=24)
-    heads = heads_of(module, "attn", {"q_proj": 24, "k_proj": 12, "v_proj": 12}, 2, ATTENTION_RULES)
+    heads = find_heads(module, "attn", {"q_proj": 24, "k_proj": 12, "v_proj": 12}, 2, ATTENTION_RULES)
     assert heads is not None and heads.head_size == 4
     assert heads.split.query.sizes == (4, 2) and heads.split.key_value.sizes == (2, 1)
-    assert heads.mended(0) == {
+    assert heads.local_attributes(0) == {
         "num_heads": 4, "num_key_value_heads": 2, "num_key_value_groups": 2, "all_head_size": 16
     }  # fmt: skip
-    assert heads.mended(1)["num_heads"] == 2
+    assert heads.local_attributes(1)["num_heads"] == 2
 
 
 def test_ranks_that_share_a_key_value_head_have_fewer_queries_for_it() -> None:
     module = _module(n_heads=4, n_kv_heads=1, n_rep=4)
-    heads = heads_of(module, "attn", {"wq": 8, "wk": 2}, 3, ATTENTION_RULES)
+    heads = find_heads(module, "attn", {"wq": 8, "wk": 2}, 3, ATTENTION_RULES)
     assert heads is not None
-    assert [heads.mended(rank)["n_rep"] for rank in range(3)] == [2, 1, 1]
-    assert heads.mended(2)["n_kv_heads"] == 1
+    assert [heads.local_attributes(rank)["n_rep"] for rank in range(3)] == [2, 1, 1]
+    assert heads.local_attributes(2)["n_kv_heads"] == 1
 
 
 def test_numbers_that_a_module_does_not_hold_are_those_of_its_configuration() -> None:
     module, config = nn.Module(), type("Config", (), {"num_attention_heads": 3, "num_key_value_heads": 1})()
     module.config = config
-    heads = heads_of(module, "attn", {"q_proj": 6, "k_proj": 2}, 2, ATTENTION_RULES)
-    assert heads is not None and heads.split.query.sizes == (2, 1) and heads.mended(0) == {}
+    heads = find_heads(module, "attn", {"q_proj": 6, "k_proj": 2}, 2, ATTENTION_RULES)
+    assert heads is not None and heads.split.query.sizes == (2, 1) and heads.local_attributes(0) == {}
 
 
 def test_a_fused_projection_holds_queries_keys_and_values() -> None:
-    heads = heads_of(_module(num_heads=5, split_size=20), "attn", {"c_attn": 60}, 2, ATTENTION_RULES)
-    assert heads is not None and heads.mended(1) == {"num_heads": 2, "split_size": 8}
+    heads = find_heads(_module(num_heads=5, split_size=20), "attn", {"c_attn": 60}, 2, ATTENTION_RULES)
+    assert heads is not None and heads.local_attributes(1) == {"num_heads": 2, "split_size": 8}
 
 
 class GPTNeoXAttention(nn.Module):
@@ -61,37 +61,37 @@ class CodeGenAttention(nn.Module):
 
 
 def test_what_stands_head_by_head_is_cut_between_heads() -> None:
-    heads = heads_of(GPTNeoXAttention(), "attn", {"query_key_value": 36}, 2, ATTENTION_RULES)
-    assert heads is not None and heads.split_of("query_key_value") == Split.even(36, 2, block=12)
+    heads = find_heads(GPTNeoXAttention(), "attn", {"query_key_value": 36}, 2, ATTENTION_RULES)
+    assert heads is not None and heads.projection_split("query_key_value") == Split.even(36, 2, block=12)
     own = AttentionRule("mine", fused=("mix",), layout="by_head")
     grouped = _module(num_heads=4, num_key_value_heads=2)
     with pytest.raises(ValueError, match=r"'attn.mix': .* got 4 heads and 2 key-value heads: give it the style 'colwi"):
-        heads_of(grouped, "attn", {"mix": 16}, 2, (own,))
+        find_heads(grouped, "attn", {"mix": 16}, 2, (own,))
 
 
 def test_what_a_projection_of_all_three_holds_is_not_guessed() -> None:
     with pytest.raises(ValueError, match=r"no rule fits its projections query_key_value: .*fused=.*layout='by_head'"):
-        heads_of(_module(num_heads=4), "attn", {"query_key_value": 24}, 2, ATTENTION_RULES)
+        find_heads(_module(num_heads=4), "attn", {"query_key_value": 24}, 2, ATTENTION_RULES)
     with pytest.raises(ValueError, match=r"computes with its projection query_key_value, but no rule fits"):
-        heads_of(nn.Module(), "attn", {"query_key_value": 24}, 2, ATTENTION_RULES)
+        find_heads(nn.Module(), "attn", {"query_key_value": 24}, 2, ATTENTION_RULES)
     with pytest.raises(ValueError, match=r"\(CodeGenAttention\) computes with its attribute num_attention_heads"):
-        heads_of(CodeGenAttention(), "attn", {"qkv_proj": 24}, 2, ATTENTION_RULES)
+        find_heads(CodeGenAttention(), "attn", {"qkv_proj": 24}, 2, ATTENTION_RULES)
 
 
 def test_copies_of_key_value_heads_within_one_projection_are_refused() -> None:
     module = _module(num_heads=4, num_key_value_heads=1)
     with pytest.raises(ValueError, match=r"'attn.qkv_proj': expected at least one key-value head for each of 2 ranks"):
-        heads_of(module, "attn", {"qkv_proj": 12}, 2, ATTENTION_RULES)
+        find_heads(module, "attn", {"qkv_proj": 12}, 2, ATTENTION_RULES)
 
 
 def test_a_rule_of_ones_own_goes_before() -> None:
     own = AttentionRule("mine", query=("mix",), heads=("parts",))
-    heads = heads_of(_module(parts=4), "attn", {"mix": 8}, 2, (own, *ATTENTION_RULES))
-    assert heads is not None and heads.mended(0) == {"parts": 2}
+    heads = find_heads(_module(parts=4), "attn", {"mix": 8}, 2, (own, *ATTENTION_RULES))
+    assert heads is not None and heads.local_attributes(0) == {"parts": 2}
 
 
 def test_a_module_without_heads_has_none() -> None:
-    assert heads_of(nn.Module(), "mlp", {"up": 8}, 2, ATTENTION_RULES) is None
+    assert find_heads(nn.Module(), "mlp", {"up": 8}, 2, ATTENTION_RULES) is None
 
 
 @pytest.mark.parametrize(
@@ -113,4 +113,4 @@ def test_a_module_without_heads_has_none() -> None:
 )
 def test_what_does_not_fit_is_refused(attributes: dict[str, int], children: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        heads_of(_module(**attributes), "attn", children, 3, ATTENTION_RULES)
+        find_heads(_module(**attributes), "attn", children, 3, ATTENTION_RULES)

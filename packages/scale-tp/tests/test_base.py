@@ -25,7 +25,7 @@ from scale_core.state import load_sharded_state_dict, sharded_state_dict, target
 from scale_core.state.chunks import LocalShard
 from scale_core.testing import run_ranks
 from scale_tp import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, VocabParallelEmbedding, split_heads
-from scale_tp.layers.base import ParallelModule, Placement
+from scale_tp.layers.base import ParallelModule, ParamSharding
 from scale_tp.split import Split
 
 
@@ -54,7 +54,7 @@ def whole_values(model: nn.Module) -> dict[str, torch.Tensor]:
     found = {}
     for path, module in model.named_modules():
         if isinstance(module, ParallelModule):
-            found |= {f"{path}.{name}": module.whole_parameter(name) for name in module.placements}
+            found |= {f"{path}.{name}": module.full_parameter(name) for name in module.shardings}
     return found
 
 
@@ -95,7 +95,7 @@ def save_in_all_ways(folder: str) -> None:
 
 def whole_values_of(model: nn.Module, whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     names = {name for path, m in model.named_modules() if isinstance(m, ParallelModule) for name in
-             (f"{path}.{n}" for n in m.placements)}  # fmt: skip
+             (f"{path}.{n}" for n in m.shardings)}  # fmt: skip
     return {name: whole[name] for name in names}
 
 
@@ -187,14 +187,14 @@ def test_a_tensor_of_another_shape_is_refused_with_both_that_would_fit() -> None
 
 
 def test_a_placement_says_what_each_rank_has() -> None:
-    placement = Placement((5, 3), 1, Split.even(3, 2))
+    placement = ParamSharding((5, 3), 1, Split.even(3, 2))
     assert [placement.local_shape(rank) for rank in range(2)] == [(5, 2), (5, 1)]
     whole = torch.arange(15.0).view(5, 3)
-    assert torch.equal(placement.take(whole, 1), whole[:, 2:])
-    shard = placement.shard(Group(1, 2, ranks=(0, 1)), "weight")
+    assert torch.equal(placement.local_part(whole, 1), whole[:, 2:])
+    shard = placement.shard_spec(Group(1, 2, ranks=(0, 1)), "weight")
     assert (shard.name, shard.shape, shard.gathered) == ("weight", (5, 3), False)
-    assert Placement((4,)).local_shape(1) == (4,)
-    assert Placement((4,)).take(whole, 1) is whole
+    assert ParamSharding((4,)).local_shape(1) == (4,)
+    assert ParamSharding((4,)).local_part(whole, 1) is whole
 
 
 def test_a_layer_of_ones_own_gets_its_parts_and_their_values() -> None:
@@ -203,8 +203,10 @@ def test_a_layer_of_ones_own_gets_its_parts_and_their_values() -> None:
 
         def __init__(self, group: Group) -> None:
             super().__init__(group)
-            self.place("scale", Placement((5,), 0, Split.even(5, group.size)), device=None, dtype=torch.float64)
-            self.initialise("scale", nn.init.normal_)
+            self.add_parameter(
+                "scale", ParamSharding((5,), 0, Split.even(5, group.size)), device=None, dtype=torch.float64
+            )
+            self.init_parameter("scale", nn.init.normal_)
 
     torch.manual_seed(1)
     expected = torch.empty(5, dtype=torch.float64).normal_()

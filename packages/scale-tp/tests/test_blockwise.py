@@ -9,7 +9,12 @@ import torch
 import torch.nn.functional as F
 
 from scale_tp.context_parallel import blockwise
-from scale_tp.context_parallel.blockwise import Attended, attend, attend_backward, merge
+from scale_tp.context_parallel.blockwise import (
+    PartialAttention,
+    block_attention,
+    block_attention_backward,
+    merge_partial,
+)
 
 
 def _inputs(length: int = 6) -> list[torch.Tensor]:
@@ -33,11 +38,11 @@ def test_a_block_equals_torch_whatever_pieces_it_is_taken_in(
     monkeypatch.setattr(blockwise, "_PIECE", piece)
     output, *gradients = _expected(diagonal)
     query, key, value = _inputs()
-    found = attend(query, key, value, scale=0.3, diagonal=diagonal)
+    found = block_attention(query, key, value, scale=0.3, diagonal=diagonal)
     torch.testing.assert_close(found.output, output, rtol=0, atol=1e-14)
     given = output.cos()
     offset = (given * found.output).sum(-1)
-    parts = attend_backward(given, offset, found.log_sum, query, key, value, scale=0.3, diagonal=diagonal)
+    parts = block_attention_backward(given, offset, found.lse, query, key, value, scale=0.3, diagonal=diagonal)
     for mine, whole in zip(parts, gradients, strict=True):
         torch.testing.assert_close(mine, whole, rtol=0, atol=1e-13)
 
@@ -46,17 +51,23 @@ def test_blocks_over_parts_of_the_keys_merge_to_all_of_them_in_any_order() -> No
     query, key, value = _inputs()
     output, *_ = _expected(False)
     for cuts in ((0, 2, 6), (0, 1, 5, 6)):
-        total = Attended(torch.zeros_like(output), torch.full(output.shape[:-1], -torch.inf, dtype=output.dtype))
+        total = PartialAttention(
+            torch.zeros_like(output), torch.full(output.shape[:-1], -torch.inf, dtype=output.dtype)
+        )
         for start, stop in reversed(list(itertools.pairwise(cuts))):
-            part = attend(query, key[:, :, start:stop], value[:, :, start:stop], scale=0.3, diagonal=False)
-            merge(total, slice(0, 6), part)
+            part = block_attention(query, key[:, :, start:stop], value[:, :, start:stop], scale=0.3, diagonal=False)
+            merge_partial(total, slice(0, 6), part)
         torch.testing.assert_close(total.output, output, rtol=0, atol=1e-14)
 
 
 def test_scores_too_large_for_their_exponentials_are_no_matter() -> None:
     query, key, value = _inputs()
-    total = Attended(torch.zeros(2, 2, 3, 6, 5).double(), torch.full((2, 2, 3, 6), -torch.inf).double())
+    total = PartialAttention(torch.zeros(2, 2, 3, 6, 5).double(), torch.full((2, 2, 3, 6), -torch.inf).double())
     for half in (slice(0, 3), slice(3, 6)):
-        merge(total, slice(0, 6), attend(1e4 * query, key[:, :, half], value[:, :, half], scale=1.0, diagonal=False))
+        merge_partial(
+            total,
+            slice(0, 6),
+            block_attention(1e4 * query, key[:, :, half], value[:, :, half], scale=1.0, diagonal=False),
+        )
     one_hot = (1e4 * query @ key[:, :, None].mT).softmax(-1) @ value[:, :, None]
     torch.testing.assert_close(total.output, one_hot, rtol=0, atol=1e-12)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from scale_core.comm import work as pending
 from scale_core.comm.group import Group, group_of
 from scale_core.testing import run_ranks
-from scale_tp.async_tp.all_reduce_matmul import copied_linear, linear_sum
+from scale_tp.async_tp.all_reduce_matmul import linear_all_reduce, linear_with_grad_all_reduce
 from scale_tp.async_tp.collective_matmul import gather_linear, linear_scatter
 from scale_tp.layers.linear import ColumnParallelLinear, RowParallelLinear
 from scale_tp.mappings import scatter_to_sequence_parallel_region
@@ -106,13 +106,13 @@ def _equals_plain() -> None:
 def _transfers_begin_before_the_products() -> None:
     """A log of what begins, what is waited for and what is multiplied: of each round, the product stands between."""
     group, log = group_of(), []
-    begin, wait = pending.Pending.__init__, pending.Pending.wait
+    begin, wait = pending.CollectiveWork.__init__, pending.CollectiveWork.wait
 
-    def logged_begin(self: pending.Pending, op: str, *args: object, **kwargs: object) -> None:
+    def logged_begin(self: pending.CollectiveWork, op: str, *args: object, **kwargs: object) -> None:
         log.append("begin")
         begin(self, op, *args, **kwargs)  # type: ignore[arg-type]
 
-    def logged_wait(self: pending.Pending, *args: object) -> Tensor:
+    def logged_wait(self: pending.CollectiveWork, *args: object) -> Tensor:
         log.append("wait")
         return wait(self, *args)  # type: ignore[arg-type]
 
@@ -122,7 +122,7 @@ def _transfers_begin_before_the_products() -> None:
                 log.append("multiply")
             return func(*args, **(kwargs or {}))
 
-    pending.Pending.__init__, pending.Pending.wait = logged_begin, logged_wait  # type: ignore[method-assign]
+    pending.CollectiveWork.__init__, pending.CollectiveWork.wait = logged_begin, logged_wait  # type: ignore[method-assign]
     weight, x = torch.randn(2, 3, requires_grad=True), torch.randn(4, 1, 3, requires_grad=True)
 
     def logged(act: Callable[[], Tensor]) -> tuple[list[str], list[str]]:
@@ -137,10 +137,10 @@ def _transfers_begin_before_the_products() -> None:
         with Multiplied():
             gathers = logged(lambda: gather_linear(x, [weight], group, sizes=[4, 4], pieces=2)[0])
             scatters = logged(lambda: linear_scatter(x, weight, group, sizes=[2, 2], pieces=2))
-            copies = logged(lambda: copied_linear(x, weight, None, group)[1])
-            sums = logged(lambda: linear_sum(x, weight, group, 2))
+            copies = logged(lambda: linear_with_grad_all_reduce(x, weight, None, group)[1])
+            sums = logged(lambda: linear_all_reduce(x, weight, group, 2))
     finally:
-        pending.Pending.__init__, pending.Pending.wait = begin, wait  # type: ignore[method-assign]
+        pending.CollectiveWork.__init__, pending.CollectiveWork.wait = begin, wait  # type: ignore[method-assign]
     # The own part is multiplied first where it is gathered, and last where it is summed.
     assert gathers[0] == ["begin", "begin", "multiply", "wait", "multiply", "wait", "multiply"]
     assert scatters[0] == ["multiply", "begin", "multiply", "begin", "multiply", "wait", "wait"]
@@ -302,7 +302,7 @@ def test_sizes_and_pieces_that_make_no_sense_are_refused() -> None:
     x, weight = torch.zeros(3, 1, 2), torch.zeros(4, 2)
     with pytest.raises(ValueError, match=r"expected pieces to be at least 1, got 0"):
         gather_linear(x, [weight], group, pieces=0)
-    with pytest.raises(ValueError, match=r"of which rank 1 has the 3 positions of its input, got \[3, 4\]"):
+    with pytest.raises(ValueError, match=r"of which rank 1 has the 3 of its tensor, got \[3, 4\]"):
         gather_linear(x, [weight], group, sizes=[3, 4])
-    with pytest.raises(ValueError, match=r"the parts of 2 ranks, which add up to 3 positions, got \[1, 1\]"):
+    with pytest.raises(ValueError, match=r"the parts of 2 ranks, which add up to the 3 .*, got \[1, 1\]"):
         linear_scatter(x, weight, group, sizes=[1, 1])

@@ -7,18 +7,16 @@ import torch
 from torch import Tensor
 
 from scale_core.comm.group import Group, group_of
-from scale_core.comm.work import Pending, TransferError
+from scale_core.comm.work import CollectiveWork, TransferError
 from scale_core.testing import run_ranks
 from scale_tp.comm import (
-    Coming,
-    Purpose,
-    as_it_is,
-    gather_along,
-    part_along,
-    parts_of,
-    sizes_of_all,
-    sum_over,
-    sum_scatter_along,
+    PendingTensor,
+    all_gather_along,
+    all_reduce_sum,
+    check_sizes,
+    gather_sizes,
+    local_slice,
+    reduce_scatter_along,
 )
 from scale_tp.split import even_sizes
 
@@ -46,29 +44,29 @@ def move_in_all_ways() -> int:
             own = tensor_of(group.rank, shape, dtype)
             before = own.clone()
             expected = sum_in_rank_order(shape, dtype, group.size)
-            assert torch.equal(sum_over(own, group), expected), (dtype, shape)
+            assert torch.equal(all_reduce_sum(own, group), expected), (dtype, shape)
             for dim in range(-1, len(shape)):
                 total = shape[dim]
                 uneven = [*([0] * (group.size - 1)), total]
                 for sizes in (None, even_sizes(total, group.size), uneven):
                     known = even_sizes(total, group.size) if sizes is None else sizes
                     mine = expected.split(list(known), dim)[group.rank]
-                    part = sum_scatter_along(own, group, dim, sizes)
+                    part = reduce_scatter_along(own, group, dim, sizes)
                     assert torch.equal(part, mine), (dtype, shape, dim, sizes)
                     assert part.is_contiguous()
-                    whole = gather_along(mine, group, dim, known)
+                    whole = all_gather_along(mine, group, dim, known)
                     assert torch.equal(whole, expected)
                     assert whole.is_contiguous()
-                    assert torch.equal(part_along(expected, group, dim, sizes), mine)
+                    assert torch.equal(local_slice(expected, group, dim, sizes), mine)
                     checked += 1
             assert torch.equal(own, before), "nobody writes to an argument"
     # Not told the sizes, ranks ask each other; what is not contiguous is read as it is.
     own = torch.full((2, group.rank + 1), float(group.rank)).T
     expected = torch.cat([torch.full((rank + 1, 2), float(rank)) for rank in range(group.size)])
-    assert torch.equal(gather_along(own, group, 0), expected)
-    assert torch.equal(sum_over(torch.ones(3, 2).T, group), torch.full((2, 3), float(group.size)))
-    assert torch.equal(sum_over(torch.tensor([2, 3]), group), torch.tensor([2, 3]) * group.size)
-    assert sizes_of_all(group.rank + 1, group) == [rank + 1 for rank in range(group.size)]
+    assert torch.equal(all_gather_along(own, group, 0), expected)
+    assert torch.equal(all_reduce_sum(torch.ones(3, 2).T, group), torch.full((2, 3), float(group.size)))
+    assert torch.equal(all_reduce_sum(torch.tensor([2, 3]), group), torch.tensor([2, 3]) * group.size)
+    assert gather_sizes(group.rank + 1, group) == [rank + 1 for rank in range(group.size)]
     return checked
 
 
@@ -79,21 +77,21 @@ def test_sums_are_in_rank_order_and_parts_are_of_any_size(num_ranks: int) -> Non
 
 def test_a_world_of_one_moves_nothing() -> None:
     tensor = torch.randn(3, 2)
-    for move in (gather_along, sum_scatter_along, part_along):
+    for move in (all_gather_along, reduce_scatter_along, local_slice):
         assert move(tensor, Group(), 0) is tensor
-    assert sum_over(tensor, Group()) is tensor
+    assert all_reduce_sum(tensor, Group()) is tensor
 
 
 def test_sizes_that_do_not_fit_are_refused() -> None:
     two = Group(rank=1, size=2, ranks=(0, 1))
     with pytest.raises(ValueError, match=r"parts of 2 ranks, which add up to the 5 .* got \[2, 2\]"):
-        parts_of(5, two, [2, 2])
+        check_sizes(5, two, [2, 2])
     with pytest.raises(ValueError, match=r"of which rank 1 has the 3 of its tensor, got \[3, 2\]"):
-        sizes_of_all(3, two, [3, 2])
+        gather_sizes(3, two, [3, 2])
     with pytest.raises(ValueError, match="sizes of 2 ranks"):
-        gather_along(torch.ones(3), two, 0, [1, 1, 1])
+        all_gather_along(torch.ones(3), two, 0, [1, 1, 1])
     with pytest.raises(ValueError, match="add up to the 3"):
-        part_along(torch.ones(3), two, 0, [1, 1])
+        local_slice(torch.ones(3), two, 0, [1, 1])
 
 
 class Failing:
@@ -106,8 +104,8 @@ class Failing:
 def test_a_transfer_that_fails_says_what_it_was_for() -> None:
     """What the transport says names a rank at most; that two inputs differ in shape is seen by their shapes."""
     two = Group(rank=1, size=2, ranks=(2, 5))
-    pending = Pending("all_gather", [(0, Failing())], torch.zeros(6))
-    coming = Coming(Purpose("a sum", (2, 3), torch.float32, two), pending, as_it_is)
+    pending = CollectiveWork("all_gather", [(0, Failing())], torch.zeros(6))
+    coming = PendingTensor("a sum", torch.zeros(2, 3), two, pending)
     with pytest.raises(TransferError, match="all_gather with rank 0 failed: Timed out") as caught:
         coming.wait()
     (note,) = caught.value.__notes__

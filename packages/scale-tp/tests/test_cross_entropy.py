@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -65,6 +66,17 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
+@contextmanager
+def chunks_of(rows: int | None, width: int) -> Iterator[None]:
+    """Widens so many rows at a time."""
+    before = module._CHUNK_ELEMENTS
+    module._CHUNK_ELEMENTS = before if rows is None else rows * max(width, 1)
+    try:
+        yield
+    finally:
+        module._CHUNK_ELEMENTS = before
+
+
 def compare(group: Group, dtype: torch.dtype, words: int, chunk_rows: int | None, case: dict[str, Any]) -> None:
     target = TARGET.clamp(max=words - 1) if case.get("ignore_index") is None else TARGET.clamp(0, words - 1)
     whole = logits_of(dtype, words).requires_grad_()
@@ -79,7 +91,8 @@ def compare(group: Group, dtype: torch.dtype, words: int, chunk_rows: int | None
     before = own.detach().clone()
     expected = plain(whole, target, **case)
     given = None if "z_loss" in case else words  # Not told, the ranks ask each other.
-    found = vocab_parallel_cross_entropy(own, target, vocabulary_size=given, chunk_rows=chunk_rows, group=group, **case)
+    with chunks_of(chunk_rows, own.shape[-1]):
+        found = vocab_parallel_cross_entropy(own, target, vocabulary_size=given, group=group, **case)
     assert found.dtype == expected.dtype
     # Both round each of a few sums of some ten terms; measured in units of the last place of what is summed.
     close = {"rtol": 8 * torch.finfo(found.dtype).eps, "atol": 32 * torch.finfo(found.dtype).eps}
@@ -121,11 +134,17 @@ def gathered(group: Group) -> None:
         torch.ones(WORDS) * head(x[:, 1:]),
         torch.zeros(WORDS) + head(x[:, 1:]),
         gather_from_model_parallel_region(part, group, dim=2),
+        head(x[:, 1:]).detach(),
+        torch.cat([head(x[:, 1:])[:1], head(x[:, 1:])[1:]]) @ torch.eye(WORDS),
     ):
         with pytest.raises(
-            ValueError, match=r"got all 11, from a layer that gathers its output: build it with gather_ou"
+            ValueError, match=r"same logits on all ranks, of 11 words, as from a layer that gathers .* gather_output=Fa"
         ):
             vocab_parallel_cross_entropy(logits, TARGET, group=group)
+    # Zeros of each rank's words, as of a head that begins with zeros, are the same on all ranks as well.
+    zeros = torch.zeros(2, 5, 4)
+    found = vocab_parallel_cross_entropy(zeros, TARGET.clamp(0, 3), group=group)
+    torch.testing.assert_close(found, torch.full((2, 5), 4.0 * group.size).log())
     # What each rank takes of them is fine.
     own = Split.even(WORDS, group.size).take(head(x[:, 1:]), group.rank, -1)
     found = vocab_parallel_cross_entropy(own, TARGET, group=group)
@@ -211,8 +230,8 @@ def test_no_more_than_a_chunk_is_copied_whatever_the_memory_of_the_logits(way: s
     before, version, words = base.clone(), base._version, logits.shape[-1]
     target = torch.randint(words, logits.shape[:-1], generator=torch.Generator().manual_seed(2))
     chunk, options = 3, {"label_smoothing": 0.1, "z_loss": 1e-3}
-    with Storages(base, target) as forward:
-        losses = vocab_parallel_cross_entropy(logits, target, chunk_rows=chunk, **options)
+    with chunks_of(chunk, words), Storages(base, target) as forward:
+        losses = vocab_parallel_cross_entropy(logits, target, **options)
     assert max(forward.num_bytes) == chunk * words * 4
     seed = torch.ones_like(losses)
     with Storages(base, target, losses, seed) as backward:
@@ -233,7 +252,7 @@ def test_no_more_than_a_chunk_is_copied_whatever_the_memory_of_the_logits(way: s
     assert torch.equal(base, before) and base._version == version
 
 
-def test_a_chunk_has_so_many_bytes_unless_a_number_of_rows_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_has_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_CHUNK_ELEMENTS", 8 * 256)
     logits, target = torch.randn(64, 256).bfloat16(), torch.arange(64)
     with Storages(logits, target) as found:
@@ -266,7 +285,6 @@ def test_a_chunk_has_so_many_bytes_unless_a_number_of_rows_is_given(monkeypatch:
         (torch.ones(2, 3), torch.zeros(2, dtype=torch.long), {"ignore_index": 1.5}, "to be an integer, got 1.5"),
         (torch.ones(2, 3), torch.zeros(2, dtype=torch.long, device="meta"), {}, "device of the logits, cpu, got meta"),
         (torch.ones(2, 3), torch.zeros(2, dtype=torch.long), {"reduction": "avg"}, "none, mean, sum, got 'avg'"),
-        (torch.ones(2, 3), torch.zeros(2, dtype=torch.long), {"chunk_rows": 0}, "chunk_rows to be at least 1"),
         (torch.ones(2, 3), torch.zeros(2, dtype=torch.long), {"vocabulary_size": 3.0}, "to be an integer, got 3.0"),
         (
             torch.ones(2, 3),

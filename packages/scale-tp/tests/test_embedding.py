@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from scale_core.comm.group import Group, group_of
-from scale_core.shard import Held, shard_of
+from scale_core.shard import Placement, shard_of
 from scale_core.testing import run_ranks
 from scale_tp import ParallelEmbedding, VocabParallelEmbedding, gather_from_sequence_parallel_region
 
@@ -37,7 +37,7 @@ def weights(output: Tensor) -> Tensor:
 def compare(kind: Any, num_words: int, features: int, dtype: torch.dtype, ids: Tensor, **options: Any) -> None:
     plain, ours = pair(kind, num_words, features, group_of(), dtype, **options)
     case, rank = (kind, num_words, features, dtype, options), ours.group.rank
-    take = ours.placements["weight"].take
+    take = ours.shardings["weight"].local_part
     if "max_norm" not in options:
         assert torch.equal(ours.get_master_weight(), plain.weight), case
     for _ in range(2):
@@ -86,7 +86,7 @@ def look_up_in_all_ways() -> None:
     (expected * weights(expected)).sum().backward()
     (found * weights(found)).sum().backward()
     assert torch.equal(ours.weight.grad, ours.split.take(plain.weight.grad, group.rank))
-    assert [axis.held for axis in shard_of(ours.weight).axes] == [Held.SHARD]
+    assert [axis.placement for axis in shard_of(ours.weight).axes] == [Placement.SHARD]
     # A rank without words has a gradient, too.
     few = VocabParallelEmbedding(1, 5, group=group)
     few(torch.tensor([0, 0])).sum().backward()
@@ -133,7 +133,7 @@ def test_a_table_on_meta_gets_the_values_of_the_plain_one_later(kind: Any) -> No
         torch.manual_seed(3)
         layer.reset_parameters()
         parts.append(layer.weight.detach())
-    assert torch.equal(layer.split.join(parts, layer.placements["weight"].dim), whole)
+    assert torch.equal(layer.split.join(parts, layer.shardings["weight"].dim), whole)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -9,8 +9,8 @@ import torch
 
 from scale_core.comm.group import Group, group_of
 from scale_core.testing import run_ranks
-from scale_tp.async_tp.lazy_input import Arrival
-from scale_tp.layers.linear_ops import check_features, check_parts
+from scale_tp.async_tp.lazy_input import DeferredInput
+from scale_tp.layers.linear_ops import check_num_features, check_parallel_input
 from scale_tp.mappings import copy_to_model_parallel_region
 from scale_tp.split import Split
 
@@ -19,8 +19,8 @@ FIVE = Split.even(5, 2)
 
 
 def test_a_tensor_of_so_many_features_or_one_on_its_way_is_accepted() -> None:
-    check_features("Layer", torch.ones(2, 3), 3)
-    check_features("Layer", Arrival(torch.ones(2, 3), TWO, None, 1), 3)
+    check_num_features("Layer", torch.ones(2, 3), 3)
+    check_num_features("Layer", DeferredInput(torch.ones(2, 3), TWO, None, 1), 3)
 
 
 @pytest.mark.parametrize(
@@ -34,28 +34,28 @@ def test_a_tensor_of_so_many_features_or_one_on_its_way_is_accepted() -> None:
 )
 def test_what_is_no_such_tensor_is_refused(given: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        check_features("Layer", given, 3)
+        check_num_features("Layer", given, 3)
 
 
 def test_features_that_other_ranks_have_divided_are_refused() -> None:
     with pytest.raises(ValueError, match=r"got \[2, 4\]: divide alike$"):
-        check_features("Layer", torch.ones(2, 4), 3, mend="divide alike")
+        check_num_features("Layer", torch.ones(2, 4), 3, fix="divide alike")
     nothing: Any = None
     with pytest.raises(TypeError, match=r"Layer: expected a tensor \[..., 2\], got NoneType"):
-        check_parts("Layer", nothing, TWO, FIVE, None, mend="divide alike")
-    assert check_parts("Layer", torch.ones(4, 2), TWO, FIVE, None, mend="divide alike") == 2
+        check_parallel_input("Layer", nothing, TWO, FIVE, None, fix="divide alike")
+    assert check_parallel_input("Layer", torch.ones(4, 2), TWO, FIVE, None, fix="divide alike") == 2
     with pytest.raises(ValueError, match=r"Layer: expected the 5 input features .* \[3, 2\] .*, got 3 of them: divide"):
-        check_parts("Layer", torch.ones(4, 3), TWO, FIVE, 2, mend="divide alike")
+        check_parallel_input("Layer", torch.ones(4, 3), TWO, FIVE, 2, fix="divide alike")
     elsewhere = copy_to_model_parallel_region(torch.ones(4, 2, requires_grad=True), Group(0, 2, None, "fake", (0, 2)))
     with pytest.raises(ValueError, match=r"between ranks \[0, 1\], but its input .* between ranks \[0, 2\]"):
-        check_parts("Layer", elsewhere, TWO, FIVE, None, mend="divide alike")
+        check_parallel_input("Layer", elsewhere, TWO, FIVE, None, fix="divide alike")
 
 
 def _where_one_rank_has_too_many() -> None:
     group = group_of()
     # Rank 0 has its 3 of 5, and learns at once that rank 1 has not its 2.
     with pytest.raises(ValueError, match=r"got \[3, 3\] of them"):
-        check_parts("Layer", torch.ones(4, 3), group, FIVE, None, mend="divide alike")
+        check_parallel_input("Layer", torch.ones(4, 3), group, FIVE, None, fix="divide alike")
 
 
 def test_the_first_time_all_ranks_learn_of_an_input_that_fits_one_of_them_alone() -> None:

@@ -1,4 +1,4 @@
-"""mappings.py: who has the same part, and gradients of copies that are summed over them."""
+"""mappings.py: gradients of copies, which are summed over the ranks that hold them."""
 
 from __future__ import annotations
 
@@ -6,22 +6,20 @@ import torch
 
 from scale_core.comm.group import Group, group_of
 from scale_core.testing import run_ranks
-from scale_tp.mappings import has_copies, holders, sum_gradients_of_copies
+from scale_tp.mappings import reduce_grads_of_copies
 from scale_tp.split import Split, split_heads
 
 
-def test_holders_are_the_ranks_with_the_same_indices() -> None:
-    split = split_heads(6, 2, 4).key_value
-    assert [holders(split, rank) for rank in range(4)] == [[0, 1], [0, 1], [2, 3], [2, 3]]
-    assert has_copies(split)
-    assert not has_copies(Split.even(3, 2))
-    assert not has_copies(Split.even(1, 3))  # Two ranks have nothing, which is no copy of anything.
+def test_ranks_with_the_same_indices_have_copies() -> None:
+    assert split_heads(6, 2, 4).key_value.has_copies
+    assert not Split.even(3, 2).has_copies
+    assert not Split.even(1, 3).has_copies  # Two ranks have nothing, which is no copy of anything.
 
 
 def test_without_copies_a_parameter_is_left_as_it_is() -> None:
     param = torch.ones(2)
-    assert sum_gradients_of_copies(param, Group(0, 2, None, "fake", (0, 1)), Split.even(4, 2)) is param
-    assert sum_gradients_of_copies(param, Group(), Split(2, (((0, 2),),))) is param
+    assert reduce_grads_of_copies(param, Group(0, 2, None, "fake", (0, 1)), Split.even(4, 2)) is param
+    assert reduce_grads_of_copies(param, Group(), Split(2, (((0, 2),),))) is param
 
 
 def _summed(dtype: torch.dtype) -> list[float]:
@@ -29,7 +27,7 @@ def _summed(dtype: torch.dtype) -> list[float]:
     split = split_heads(4, 2, 3).key_value  # the first two ranks share the first head
     param = torch.ones(2, dtype=dtype, requires_grad=True)
     weight = torch.tensor([1.0, 256.0], dtype=dtype) * (1 + group.rank)
-    (sum_gradients_of_copies(param, group, split) * weight).sum().backward()
+    (reduce_grads_of_copies(param, group, split) * weight).sum().backward()
     assert param.grad is not None
     return param.grad.tolist()
 

@@ -17,7 +17,7 @@ from scale_core.testing import run_ranks
 from scale_tp import mappings as regions
 from scale_tp.async_tp import all_reduce_matmul as overlap_sums
 from scale_tp.async_tp import collective_matmul as overlap
-from scale_tp.async_tp.lazy_input import Arrival, ArrivingTensor
+from scale_tp.async_tp.lazy_input import DeferredInput, DeferredInputTensor
 from scale_tp.conversion.parallelize import parallelize
 from scale_tp.conversion.styles import GPT2_PLAN, Plan
 from scale_tp.mappings import scatter_to_sequence_parallel_region
@@ -55,14 +55,14 @@ class Counting:
     """Counts what overlaps, and what does not, forward and backward."""
 
     PLACES = (
-        (regions, "sum_over"),
-        (regions, "gather_along"),
-        (regions, "sum_scatter_along"),
-        (overlap, "multiply_gathered"),
-        (overlap, "multiply_scattered"),
-        (overlap, "begin_gather"),
-        (overlap, "begin_sum_scatter"),
-        (overlap_sums, "begin_sum"),
+        (regions, "all_reduce_sum"),
+        (regions, "all_gather_along"),
+        (regions, "reduce_scatter_along"),
+        (overlap, "all_gather_chunks"),
+        (overlap, "reduce_scatter_chunks"),
+        (overlap, "start_all_gather"),
+        (overlap, "start_reduce_scatter"),
+        (overlap_sums, "start_all_reduce"),
     )
 
     def __enter__(self) -> Counter[str]:
@@ -88,13 +88,15 @@ class Counting:
 def _as_often_as_without(counts: Counter[str], pieces: int, sequence_parallel: bool) -> None:
     """Of two blocks of two perceptrons each, two forwards and one backward."""
     if sequence_parallel:
-        assert counts["multiply_gathered"] == 2 * 4 + 4, "into the columns, and into the rows' backward"
-        assert counts["multiply_scattered"] == 2 * 4 and counts["begin_sum_scatter"] == 4
+        assert counts["all_gather_chunks"] == 2 * 4 + 4, "into the columns, and into the rows' backward"
+        assert counts["reduce_scatter_chunks"] == 2 * 4 and counts["start_reduce_scatter"] == 4
         # What has no product beside it: behind the last block, before the loss, the norms and biases of a part.
-        assert counts["begin_gather"] == 0 and counts["gather_along"] == 5 and counts["sum_scatter_along"] == 0
+        assert (
+            counts["start_all_gather"] == 0 and counts["all_gather_along"] == 5 and counts["reduce_scatter_along"] == 0
+        )
     else:
         # The head's gradient is the fifth; what is left are the words.
-        assert counts["begin_sum"] == 2 * 4 * pieces + 5 and counts["sum_over"] == 2
+        assert counts["start_all_reduce"] == 2 * 4 * pieces + 5 and counts["all_reduce_sum"] == 2
 
 
 class _Own(torch.autograd.Function):
@@ -114,23 +116,23 @@ def _read_by_others() -> None:
     whole = torch.arange(14, dtype=torch.float64).view(1, 7, 2)
     part = scatter_to_sequence_parallel_region(whole, group).requires_grad_()
 
-    def arriving() -> ArrivingTensor:
-        return ArrivingTensor(Arrival(part, group, 1, 2))
+    def arriving() -> DeferredInputTensor:
+        return DeferredInputTensor(DeferredInput(part, group, 1, 2))
 
     told = arriving()
     assert isinstance(told, Tensor) and told.shape == (1, 7, 2) and told.size(1) == 7 and told.dim() == 3
     assert told.dtype == torch.float64 and told.device == part.device and len(told) == 1 and told.requires_grad
-    assert not told.arrival.has_arrived
+    assert not told.deferred.is_available
     # Whoever computes with it gets the whole, and its gradient goes to everybody's part.
     doubled = told * 2
-    assert type(doubled) is Tensor and torch.equal(doubled, whole * 2) and told.arrival.has_arrived
+    assert type(doubled) is Tensor and torch.equal(doubled, whole * 2) and told.deferred.is_available
     (found,) = torch.autograd.grad(doubled.sum(), part)
     assert torch.equal(found, torch.full_like(part, 2.0 * group.size))
     # So it is where it is read without gradients first, as by a statistic.
     told = arriving()
     with torch.no_grad():
         assert told.mean() == whole.mean()
-    assert torch.equal(torch.cat([told, told]).sum(), 2 * whole.sum()) and told.arrival.whole().requires_grad
+    assert torch.equal(torch.cat([told, told]).sum(), 2 * whole.sum()) and told.deferred.gather().requires_grad
     # What would lose the gradient is refused, in the backward pass at the latest.
     with pytest.raises(RuntimeError, match=r"a torch.autograd.Function was given the sequence before it was gathered"):
         _Own.apply(arriving()).sum().backward()

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import scale_tp
 from scale_core.comm.group import Group, group_of
-from scale_core.shard import Held, shard_of
+from scale_core.shard import Placement, shard_of
 from scale_core.testing import run_ranks
 from scale_tp import ColumnParallelLinear, RowParallelLinear, Split, copy_to_model_parallel_region
 
@@ -43,7 +43,7 @@ def plain_layer(in_features: int, out_features: int, bias: bool, dtype: torch.dt
 def fill_bias(layer: Any) -> None:
     with torch.no_grad():
         whole = torch.linspace(-1, 1, layer.out_features)
-        layer.bias.copy_(layer.placements["bias"].take(whole, layer.group.rank))
+        layer.bias.copy_(layer.shardings["bias"].local_part(whole, layer.group.rank))
 
 
 def gradients(output: Tensor, *tensors: Tensor | None) -> list[Tensor]:
@@ -141,7 +141,7 @@ def integers_are_exact(group: Group) -> None:
     assert torch.equal(x.grad, y.grad)
     for layer, plain in ((column, first), (row, second)):
         for name, param in layer.named_parameters():
-            assert torch.equal(param.grad, layer.placements[name].take(plain.get_parameter(name).grad, group.rank))
+            assert torch.equal(param.grad, layer.shardings[name].local_part(plain.get_parameter(name).grad, group.rank))
 
 
 def input_divided_elsewhere(group: Group) -> None:
@@ -186,8 +186,8 @@ def survive_copies(group: Group) -> None:
     layer = RowParallelLinear(5, 3, group=group)
     expected = shard_of(layer.weight)
     assert expected.shape == (3, 5)
-    assert [axis.held for axis in expected.axes] == [Held.SHARD]
-    assert [axis.held for axis in shard_of(layer.bias).axes] == [Held.REPLICATE]
+    assert [axis.placement for axis in expected.axes] == [Placement.SHARD]
+    assert [axis.placement for axis in shard_of(layer.bias).axes] == [Placement.REPLICATE]
     buffer = io.BytesIO()
     torch.save(layer, buffer)
     buffer.seek(0)
@@ -289,7 +289,7 @@ def test_a_layer_on_meta_gets_the_values_of_the_plain_one_later(kind: Any) -> No
         layer.reset_parameters()
         parts.append(layer.weight.detach())
         assert not layer.bias.any()
-    assert torch.equal(layer.split.join(parts, layer.placements["weight"].dim), plain.weight)
+    assert torch.equal(layer.split.join(parts, layer.shardings["weight"].dim), plain.weight)
 
 
 def test_a_whole_state_dict_is_loaded_by_parts() -> None:

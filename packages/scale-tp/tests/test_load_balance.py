@@ -6,10 +6,10 @@ import torch
 from scale_core.comm.group import Group, group_of
 from scale_core.testing import run_ranks
 from scale_tp.context_parallel.load_balance import (
-    held_lengths,
-    held_positions,
     join_sequence,
-    positions,
+    position_ids,
+    rank_lengths,
+    rank_positions,
     split_sequence,
 )
 
@@ -18,20 +18,20 @@ from scale_tp.context_parallel.load_balance import (
 @pytest.mark.parametrize("length", [0, 1, 3, 7, 12, 29])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_each_position_is_held_once_and_lengths_differ_by_one_at_most(length: int, num_ranks: int, order: str) -> None:
-    held = held_positions(length, num_ranks, order)
+    held = rank_positions(length, num_ranks, order)
     assert sorted(at for stretches in held for stretch in stretches for at in stretch) == list(range(length))
-    lengths = held_lengths(length, num_ranks, order)
+    lengths = rank_lengths(length, num_ranks, order)
     assert sum(lengths) == length and max(lengths) - min(lengths) <= 1
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_in_zigzag_order_all_ranks_have_the_same_number_of_pairs_to_compute(num_ranks: int) -> None:
-    pairs = [sum(at + 1 for held in stretches for at in held) for stretches in held_positions(24, num_ranks)]
+    pairs = [sum(at + 1 for held in stretches for at in held) for stretches in rank_positions(24, num_ranks)]
     assert len(set(pairs)) == 1
     if num_ranks > 1:
         first, *_, last = [
             sum(at + 1 for held in stretches for at in held)
-            for stretches in held_positions(24, num_ranks, "contiguous")
+            for stretches in rank_positions(24, num_ranks, "contiguous")
         ]
         assert last > 2 * first
 
@@ -40,19 +40,19 @@ def test_in_zigzag_order_all_ranks_have_the_same_number_of_pairs_to_compute(num_
 @pytest.mark.parametrize("local", [1, 2, 5])
 def test_a_sequence_that_divides_needs_no_length(local: int, num_ranks: int) -> None:
     for order in ("zigzag", "contiguous"):
-        assert held_lengths(local * num_ranks, num_ranks, order) == [local] * num_ranks
+        assert rank_lengths(local * num_ranks, num_ranks, order) == [local] * num_ranks
 
 
 def test_an_unknown_order_is_refused_with_those_that_are_known() -> None:
     with pytest.raises(ValueError, match=r"expected order to be one of 'zigzag', 'contiguous', got 'striped'"):
-        held_positions(8, 2, "striped")  # type: ignore[arg-type]
+        rank_positions(8, 2, "striped")  # type: ignore[arg-type]
 
 
 def test_positions_are_those_that_a_split_of_all_positions_gives() -> None:
     for rank in range(3):
         group = Group(rank, 3, None, "fake", (0, 1, 2))
         whole = torch.arange(11)
-        assert torch.equal(positions(11, group), split_sequence(whole, group, dim=0))
+        assert torch.equal(position_ids(11, group), split_sequence(whole, group, dim=0))
 
 
 def test_a_gradient_of_a_part_is_zero_for_the_other_positions() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +11,13 @@ from torch import Tensor
 import scale_tp
 from scale_core.comm.group import Group, group_of
 from scale_core.testing import run_ranks
+from scale_tp.mappings import (
+    RegionExit,
+    check_in_region,
+    copy_many_to_model_parallel_region,
+    copy_to_region,
+    region_groups,
+)
 from scale_tp.split import even_sizes
 
 LENGTH = 5
@@ -81,7 +90,7 @@ def each_region_with_its_gradient() -> None:
 def several(group: Group) -> None:
     """Several tensors in one message; of one that wants no gradient nothing is sent."""
     tensors = [numbers(3, seed=1), numbers(2, 2, seed=2).requires_grad_(), numbers(seed=3).requires_grad_()]
-    copies = scale_tp.copy_all_to_model_parallel_region(*tensors, group=group)
+    copies = copy_many_to_model_parallel_region(*tensors, group=group)
     assert all(torch.equal(copy, tensor) for copy, tensor in zip(copies, tensors, strict=True))
     weights = [[numbers(*tensor.shape, seed=30 + r) for tensor in tensors] for r in range(group.size)]
     loss = sum((copy * w).sum() for copy, w in zip(copies, weights[group.rank], strict=True))
@@ -137,3 +146,46 @@ def test_sizes_that_do_not_fit_are_refused_before_anything_is_sent() -> None:
     for name in regions:
         with pytest.raises(TypeError, match=r"expected a tensor to bring into the divided region .* got NoneType"):
             getattr(scale_tp, f"{name}_parallel_region")(None, two)
+
+
+ONE, OTHER = (Group(0, 2, None, "fake", ranks) for ranks in ((0, 1), (0, 2)))
+
+
+def test_a_tensor_knows_the_ranks_of_the_regions_that_it_was_computed_in() -> None:
+    x = torch.ones(2, requires_grad=True)
+    assert region_groups(x) == [] and region_groups(x.detach()) == [] and region_groups(x * 2) == []
+    inside, elsewhere = copy_to_region(x * 2, ONE), copy_to_region(x, OTHER)
+    assert region_groups((inside + 1).relu()) == [ONE]
+    assert set(region_groups(inside + elsewhere)) == {ONE, OTHER}
+
+
+class Out(RegionExit):
+    """Comes out."""
+
+    @staticmethod
+    def forward(ctx: Any, group: Group, tensor: Tensor) -> Tensor:
+        ctx.group = group
+        return tensor * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        return None, gradient
+
+
+def test_what_has_left_a_region_is_not_in_it_and_may_enter_another_one() -> None:
+    inside = copy_to_region(torch.ones(2, requires_grad=True), ONE)
+    outside: Tensor = Out.apply(ONE, inside)
+    assert region_groups(outside) == [] and region_groups(outside.relu() + 1) == []
+    assert region_groups(copy_to_region(outside, OTHER)) == [OTHER]
+
+
+def test_what_is_said_to_be_inside_must_have_been_brought_there() -> None:
+    x = torch.ones(2, requires_grad=True)
+    assert check_in_region("Layer", copy_to_region(x, ONE) * 2, ONE)
+    assert not check_in_region("Layer", x, Group())
+    assert not check_in_region("Layer", x.detach(), ONE)
+    with torch.no_grad():
+        assert not check_in_region("Layer", x, ONE)
+    for outside in (x, x * 2, copy_to_region(x, OTHER)):
+        with pytest.raises(ValueError, match=r"Layer: input_is_inside=True, but .* pass scale_tp.copy_to_model_par"):
+            check_in_region("Layer", outside, ONE)

@@ -12,10 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 import scale_tp
 from scale_core.comm.group import Group, group_of
 from scale_core.testing import run_ranks
-from scale_tp.conversion.modules import Columns, Rows
-from scale_tp.layers.base import Placement
-from scale_tp.layers.input_region import Entrance
-from scale_tp.layers.module_swap import divide, part_of
+from scale_tp.conversion.modules import ColumnParallelMixin, RowParallelMixin
+from scale_tp.layers.base import ParamSharding
+from scale_tp.layers.linear_ops import SharedInput
+from scale_tp.layers.module_swap import local_parameter, swap_class
 from scale_tp.split import Split
 
 TWO = Group(1, 2, None, "fake", (0, 1))
@@ -23,11 +23,11 @@ TWO = Group(1, 2, None, "fake", (0, 1))
 
 def _columns() -> nn.Linear:
     module, split = nn.Linear(4, 3), Split.even(3, 2)
-    placements = {"weight": Placement((3, 4), 0, split), "bias": Placement((3,), 0, split)}
-    parts = {name: part_of(param, placements[name], TWO) for name, param in module.named_parameters()}
-    entrance = Entrance(TWO, 1, "inside")
-    facts = {"path": "up", "split": split, "entrance": entrance, "gathers": False, "randomness": None}
-    divide(module, Columns, TWO, placements, **facts)
+    shardings = {"weight": ParamSharding((3, 4), 0, split), "bias": ParamSharding((3,), 0, split)}
+    parts = {name: local_parameter(param, shardings[name], TWO) for name, param in module.named_parameters()}
+    entrance = SharedInput(TWO, 1, "inside")
+    facts = {"path": "up", "split": split, "shared_input": entrance, "gather_output": False, "region_rng": None}
+    swap_class(module, ColumnParallelMixin, TWO, shardings, **facts)
     for name, part in parts.items():
         module.register_parameter(name, part)
     return module
@@ -49,19 +49,21 @@ def test_a_divided_module_keeps_its_class_its_names_and_its_part() -> None:
 def test_one_class_is_made_of_each_pair_of_classes() -> None:
     assert type(_columns()) is type(_columns())
     rows = nn.Linear(3, 3)
-    divide(rows, Rows, TWO, {})
-    assert type(rows) is not type(_columns()) and isinstance(rows, Rows)
-    with pytest.raises(AssertionError, match=r"Rows declares none of .*'gathers'"):
-        divide(nn.Linear(3, 3), Rows, TWO, {}, gathers=True)
+    swap_class(rows, RowParallelMixin, TWO, {})
+    assert type(rows) is not type(_columns()) and isinstance(rows, RowParallelMixin)
+    with pytest.raises(AssertionError, match=r"RowParallelMixin declares none of .*'gathers'"):
+        swap_class(nn.Linear(3, 3), RowParallelMixin, TWO, {}, gathers=True)
 
 
 def test_a_part_has_memory_of_its_own() -> None:
     whole = nn.Parameter(torch.arange(6.0).view(3, 2), requires_grad=False)
-    part = part_of(whole, Placement((3, 2), 0, Split.even(3, 2)), TWO)
+    part = local_parameter(whole, ParamSharding((3, 2), 0, Split.even(3, 2)), TWO)
     assert part.tolist() == [[4.0, 5.0]] and not part.requires_grad
     whole.data.zero_()
     assert part.tolist() == [[4.0, 5.0]]
-    meta = part_of(nn.Parameter(torch.empty(3, 2, device="meta")), Placement((3, 2), 1, Split.even(2, 2)), TWO)
+    meta = local_parameter(
+        nn.Parameter(torch.empty(3, 2, device="meta")), ParamSharding((3, 2), 1, Split.even(2, 2)), TWO
+    )
     assert meta.is_meta and meta.shape == (3, 1)
 
 

@@ -9,11 +9,10 @@ import torch
 from torch import nn
 
 from scale_core.comm.group import Group
-from scale_tp.conversion.modules import Columns, Rows, is_linear, is_transposed, outputs_dim
-from scale_tp.layers.base import Placement
-from scale_tp.layers.input_region import Entrance
-from scale_tp.layers.linear_ops import product
-from scale_tp.layers.module_swap import divide, part_of
+from scale_tp.conversion.modules import ColumnParallelMixin, RowParallelMixin, is_linear, is_transposed, output_dim
+from scale_tp.layers.base import ParamSharding
+from scale_tp.layers.linear_ops import SharedInput, linear
+from scale_tp.layers.module_swap import local_parameter, swap_class
 from scale_tp.split import Split
 
 TWO = Group(1, 2, None, "fake", (0, 1))
@@ -40,25 +39,30 @@ class Deaf(nn.Linear):
 def test_linear_layers_are_those_with_torchs_forward_and_transposed_ones() -> None:
     assert is_linear(nn.Linear(2, 3)) and is_linear(Deaf(2, 3)) and is_linear(Conv1D(3, 2))
     assert not is_linear(OwnLinear(2, 3)) and not is_linear(nn.Bilinear(2, 2, 2))
-    assert outputs_dim(nn.Linear(2, 3)) == 0 and outputs_dim(Conv1D(3, 2)) == 1
+    assert output_dim(nn.Linear(2, 3)) == 0 and output_dim(Conv1D(3, 2)) == 1
 
 
 def test_both_kinds_compute_what_they_are() -> None:
     plain, transposed, x = nn.Linear(4, 3), Conv1D(3, 4), torch.randn(2, 5, 4)
-    assert torch.equal(product(x, plain.weight, plain.bias, transposed=is_transposed(plain)), plain(x))
+    assert torch.equal(linear(x, plain.weight, plain.bias, transposed=is_transposed(plain)), plain(x))
     expected = x @ transposed.weight + transposed.bias
     torch.testing.assert_close(
-        product(x, transposed.weight, transposed.bias, transposed=is_transposed(transposed)), expected
+        linear(x, transposed.weight, transposed.bias, transposed=is_transposed(transposed)), expected
     )
-    torch.testing.assert_close(product(x, transposed.weight, None, transposed=True), x @ transposed.weight)
+    torch.testing.assert_close(linear(x, transposed.weight, None, transposed=True), x @ transposed.weight)
 
 
-def _rows(splits_input: bool) -> nn.Linear:
+def _rows(split_input: bool) -> nn.Linear:
     rows = nn.Linear(5, 3)
-    facts: dict[str, Any] = {"splits_input": splits_input, "sums": True, "sequence_parallel": False, "randomness": None}
-    placement = Placement((3, 5), 1, Split.even(5, 2))
-    part = part_of(rows.weight, placement, TWO)
-    divide(rows, Rows, TWO, {"weight": placement}, path="blocks.0.down", split=placement.split, **facts)
+    facts: dict[str, Any] = {
+        "split_input": split_input,
+        "reduce_output": True,
+        "sequence_parallel": False,
+        "region_rng": None,
+    }
+    placement = ParamSharding((3, 5), 1, Split.even(5, 2))
+    part = local_parameter(rows.weight, placement, TWO)
+    swap_class(rows, RowParallelMixin, TWO, {"weight": placement}, path="blocks.0.down", split=placement.split, **facts)
     rows.weight = part
     return rows
 
@@ -71,17 +75,22 @@ def test_an_input_that_is_cut_in_another_way_is_refused() -> None:
 
 
 def test_an_input_that_is_no_tensor_or_of_another_width_is_refused_by_the_layers_name() -> None:
-    for splits_input, width in ((False, 2), (True, 5)):
-        rows = _rows(splits_input)
+    for split_input, width in ((False, 2), (True, 5)):
+        rows = _rows(split_input)
         with pytest.raises(TypeError, match=rf"'blocks.0.down': expected a tensor \[..., {width}\], got NoneType"):
             rows(None)
     with pytest.raises(ValueError, match=r"'blocks.0.down': expected an input \[..., 5\], got \[1, 3\]"):
         rows(torch.zeros(1, 3))
     columns, split = nn.Linear(4, 6), Split.even(6, 2)
-    facts: dict[str, Any] = {"gathers": False, "randomness": None, "entrance": Entrance(TWO, 1, "copy"), "split": split}
-    placements = {"weight": Placement((6, 4), 0, split), "bias": Placement((6,), 0, split)}
-    parts = {name: part_of(param, placements[name], TWO) for name, param in columns.named_parameters()}
-    divide(columns, Columns, TWO, placements, path="blocks.0.up", **facts)
+    facts: dict[str, Any] = {
+        "gather_output": False,
+        "region_rng": None,
+        "shared_input": SharedInput(TWO, 1, "copy"),
+        "split": split,
+    }
+    shardings = {"weight": ParamSharding((6, 4), 0, split), "bias": ParamSharding((6,), 0, split)}
+    parts = {name: local_parameter(param, shardings[name], TWO) for name, param in columns.named_parameters()}
+    swap_class(columns, ColumnParallelMixin, TWO, shardings, path="blocks.0.up", **facts)
     for name, part in parts.items():
         columns.register_parameter(name, part)
     with pytest.raises(

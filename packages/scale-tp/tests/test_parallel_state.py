@@ -14,7 +14,8 @@ import scale_tp
 from scale_core.comm.group import group_of
 from scale_core.compat import process_groups, time_limit
 from scale_core.testing import run_ranks
-from scale_tp.parallel_state import axis_group, layer_group
+from scale_tp import parallel_state
+from scale_tp.parallel_state import axis_group, tensor_parallel_group
 
 GETTERS = [f"get_{axis}_parallel_{what}" for axis in ("model", "data", "pipeline", "context") for what in
            ("rank", "world_size", "ranks")]  # fmt: skip
@@ -28,7 +29,7 @@ def _undivided() -> Iterator[None]:
 
 def test_one_process_needs_no_initialisation() -> None:
     assert not scale_tp.model_parallel_is_initialized()
-    assert layer_group().size == 1
+    assert tensor_parallel_group().size == 1
     assert [getattr(scale_tp, name)() for name in GETTERS] == [0, 1, [0]] * 4
     assert scale_tp.get_model_parallel_src_rank() == 0
     assert scale_tp.get_model_parallel_group() is None
@@ -78,7 +79,7 @@ def test_fairscales_arguments_are_accepted_by_position_and_by_name() -> None:
 def divide_and_destroy() -> dict[str, Any]:
     told: dict[str, Any] = {}
     world, rank = group_of().size, dist.get_rank()
-    for call, name in ((scale_tp.get_model_parallel_rank, "rank"), (layer_group, "layer")):
+    for call, name in ((scale_tp.get_model_parallel_rank, "rank"), (tensor_parallel_group, "layer")):
         with pytest.raises(ValueError, match=r"4 ranks have not been divided yet.*initialize_model_parallel"):
             call()
         told[name] = "refused"
@@ -101,20 +102,20 @@ def divide_and_destroy() -> dict[str, Any]:
         scale_tp.destroy_model_parallel()
         assert len(process_groups()) == before, "no group is left"
     scale_tp.initialize_model_parallel(2, 1, 2)
-    assert scale_tp.get_data_context_parallel_ranks() == [rank % 2, rank % 2 + 2]
+    assert parallel_state.get_data_context_parallel_ranks() == [rank % 2, rank % 2 + 2]
     assert scale_tp.get_data_context_parallel_world_size() == 2
-    assert scale_tp.get_data_context_parallel_rank() == rank // 2
+    assert parallel_state.get_data_context_parallel_rank() == rank // 2
     total = torch.tensor([float(rank)])
     dist.all_reduce(total, group=scale_tp.get_data_context_parallel_group())
     assert total.item() == 2 * (rank % 2) + 2
     scale_tp.destroy_model_parallel()
     assert len(process_groups()) == before
-    told["own"] = layer_group(dist.group.WORLD).size
+    told["own"] = tensor_parallel_group(dist.group.WORLD).size
     # A default group that goes first takes the others with it, and nothing is left to be destroyed.
     scale_tp.initialize_model_parallel(world)
     dist.destroy_process_group()
     scale_tp.destroy_model_parallel()
-    assert layer_group().size == 1
+    assert tensor_parallel_group().size == 1
     return told
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -18,12 +19,12 @@ from scale_core import clip_grad_norm, group_of, shard_of
 from scale_core.comm.group import Group
 from scale_core.testing import run_ranks
 from scale_tp.attention_heads import AttentionRule
-from scale_tp.conversion.modules import Rows
+from scale_tp.conversion.modules import RowParallelMixin
 from scale_tp.conversion.parallelize import parallelize
 from scale_tp.conversion.styles import GPT2_PLAN, Plan, Style
 from scale_tp.layers.base import ParallelModule
 from scale_tp.layers.linear import RowParallelLinear
-from scale_tp.layers.module_swap import divide
+from scale_tp.layers.module_swap import swap_class
 from scale_tp.state_dict import full_state_dict
 
 LORA_PLAN: Plan = {
@@ -183,8 +184,8 @@ def _other_styles() -> None:
     for name, param in model.named_parameters():
         path, _, leaf = name.rpartition(".")
         module = model.get_submodule(path)
-        placement, whole = module.placements[leaf], plain.get_parameter(name).grad
-        expected = placement.take(whole, group_of().rank)
+        placement, whole = module.shardings[leaf], plain.get_parameter(name).grad
+        expected = placement.local_part(whole, group_of().rank)
         torch.testing.assert_close(
             param.grad, expected, rtol=0, atol=1e-13, msg=lambda text, name=name: f"{name} {text}"
         )
@@ -246,7 +247,7 @@ def _same_gradients(plain: nn.Module, model: nn.Module, act: Any) -> None:
         for name, param in module.named_parameters(recurse=False):
             whole = plain.get_submodule(path).get_parameter(name).grad
             divided = isinstance(module, ParallelModule)
-            expected = module.placements[name].take(whole, group_of().rank) if divided else whole
+            expected = module.shardings[name].local_part(whole, group_of().rank) if divided else whole
             torch.testing.assert_close(param.grad, expected, rtol=0, atol=1e-12)
 
 
@@ -429,7 +430,7 @@ def test_arguments_of_another_kind_are_refused() -> None:
     message = r"got test_parallelize.Lora: give the style to the layer in it, '0.up.base_layer'"
     _refused(lora, {"0.up": "colwise"}, message, TypeError)
     lora[0].up.lora_dropout = nn.Dropout(0.1)
-    _refused(lora, {"0.up.base_layer": "colwise_rep"}, r"'0.up' drops 0.1 of what the small layers beside '0.up.base_")
+    _refused(lora, {"0.up.base_layer": "colwise_rep"}, r"'0.up' drops 0.1 of what the adapters of '0.up.base_")
     _refused(block, {}, "expected a plan that names a module at least, got an empty one")
     rule: Any = AttentionRule("one")
     message = r"to be a tuple of scale_tp.AttentionRule, got AttentionRule: write attention_rules=\(AttentionRule"
@@ -438,15 +439,103 @@ def test_arguments_of_another_kind_are_refused() -> None:
         parallelize(torch.ones(1), {"0": "colwise"}, TWO)  # type: ignore[arg-type]
 
 
-def test_parameters_beside_divided_layers_need_a_word() -> None:
-    """Each rank would have a summand of their gradients, or the whole, and nothing would show which."""
+class NormedBlock(nn.Module):
+    """A block that holds its norm, a scale of its branch and a small head beside its divided layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 7), nn.Linear(7, 6)
+        self.scale, self.head = nn.Parameter(torch.linspace(0.5, 1.5, 6)), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.scale * self.down(self.up(self.norm(x)).relu())
+        y: Tensor = self.head(x)
+        return y
+
+
+def _torchs_own_plan() -> None:
+    torch.manual_seed(0)
+    plain = NormedBlock().double()
+    model = parallelize(copy.deepcopy(plain), {"up": "colwise", "down": "rowwise"}, group_of())
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (plain, model)]
+    for step in range(5):
+        x = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        _same_gradients(plain, model, lambda each, x=x: each(x))
+        for optimizer in optimizers:
+            optimizer.step()
+    assert type(model.norm) is nn.LayerNorm and not isinstance(model.head, ParallelModule)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_torchs_own_plan_for_a_block_that_holds_its_norm_gives_the_plain_models_numbers(num_ranks: int) -> None:
+    run_ranks(_torchs_own_plan, num_ranks)
+
+
+class HeadNorm(nn.Module):
+    """Attention with a norm of each head, whose gradient is a summand on each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = 2, 4
+        self.q_proj, self.k_proj, self.v_proj = nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(6, 8)
+        self.q_norm, self.o_proj = nn.RMSNorm(4), nn.Linear(8, 6)
+
+
+def test_a_parameter_that_fits_a_part_of_any_size_needs_a_style() -> None:
+    """Each rank would have a summand of its gradient, or the whole, and nothing would show which."""
     plan = {"0.up": "colwise", "0.down": "rowwise"}
     block = nn.Sequential(Block())
     block[0].act = nn.Sequential(nn.PReLU())
-    _refused(block, plan, r"'0.act.0' \(PReLU\) has parameters and stands beside divided layers: give it .*'replicate'")
-    block[0].act, block[0].scale = nn.ReLU(), nn.Parameter(torch.ones(7))
-    _refused(block, plan, r"'0' \(Block\) has parameters and stands beside divided layers")
+    message = r"'0.act.0.weight' \[1\] \(PReLU\) is a sibling of divided layers, has no style, .* Add '0.act.0': 'repl"
+    _refused(block, plan, message)
+    block[0].act, block[0].scale = nn.ReLU(), nn.Parameter(torch.ones(1))
+    _refused(block, plan, r"'0.scale' \[1\] \(Block\) is a sibling of divided layers, has no style")
     parallelize(block, plan | {"0": "replicate"}, Group())
+    del block[0].scale
+    block[0].scale = nn.Linear(6, 1, bias=False)
+    _refused(block, plan, r"'0.scale.weight' \[1, 6\] \(Linear\) is a sibling of divided layers")
+    block[0].scale = nn.Parameter(torch.ones(5, 1))  # A factor of each position.
+    _refused(block, plan, r"'0.scale' \[5, 1\] \(Block\) is a sibling of divided layers")
+    heads = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "colwise") | {"o_proj": "rowwise"}
+    _refused(HeadNorm(), heads, r"'q_norm.weight' \[4\] \(RMSNorm\) .* Add 'q_norm': .* 'replicated_with_grad_allreduc")
+    parallelize(HeadNorm(), heads | {"q_norm": "replicated_with_grad_allreduce"}, TWO, sync_module_states=False)
+
+
+class UnnamedHeads(nn.Module):
+    """Attention that says its head size by another name, and has one whole key-value head or norms of each head."""
+
+    def __init__(self, beside: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self.width_of_head = 2
+        self.wq, self.wo = nn.Linear(6, 8), nn.Linear(8, 6)
+        for name, module in beside.items():
+            self.add_module(name, module)
+
+
+@pytest.mark.parametrize(
+    ("beside", "refused"),
+    [
+        ({"q_norm": nn.RMSNorm(2)}, r"'q_norm.weight' \[2\] \(RMSNorm\) .* Add 'q_norm': "),
+        ({"norms": nn.ModuleDict({"q": nn.LayerNorm(4)})}, r"'norms.q.weight' \[4\] \(LayerNorm\)"),
+        ({"key_value": nn.Linear(6, 2)}, r"'key_value.weight' \[2, 6\] \(Linear\)"),
+        ({"mixed": nn.Linear(2, 2)}, r"'mixed.weight' \[2, 2\] \(Linear\)"),
+        ({"norm": nn.LayerNorm(6), "head": nn.Linear(6, 3), "gate": nn.Linear(6, 6)}, None),
+        ({"adapter": nn.Sequential(nn.Linear(6, 2), nn.Linear(2, 2), nn.Linear(2, 6))}, None),
+        ({"stem": nn.Conv1d(3, 4, 2), "channels": nn.BatchNorm1d(4), "words": nn.Embedding(9, 2)}, None),
+    ],
+)
+def test_parameters_of_the_size_of_a_head_are_found_where_no_attribute_says_it(
+    beside: Mapping[str, nn.Module], refused: str | None
+) -> None:
+    plan = {"wq": "colwise", "wo": "rowwise"}
+    if refused is not None:
+        _refused(UnnamedHeads(beside), plan, refused)
+        plan |= {
+            name: "replicated_with_grad_allreduce"
+            for name, _ in UnnamedHeads(beside).named_modules()
+            if any(name.startswith(each) for each in beside)
+        }
+    parallelize(UnnamedHeads(beside), plan, TWO, sync_module_states=False)
 
 
 class OneKey(nn.Module):
@@ -499,7 +588,7 @@ def test_a_divided_model_is_not_divided_again_nor_between_other_ranks() -> None:
         ),
     ):
         model = nn.Sequential(Block())
-        divide(model[0].down, Rows, group, {})
+        swap_class(model[0].down, RowParallelMixin, group, {})
         _refused(model, {"0.down": "rowwise"}, message)
     ours = nn.Sequential(nn.Linear(3, 4), RowParallelLinear(4, 3, group=Group(0, 2, None, "fake", (0, 2))))
     _refused(ours, {"0": "colwise"}, r"'1' is divided between the ranks \[0, 2\]")

@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import scale_tp
 from scale_core.comm.group import group_of
 from scale_core.testing import run_ranks
-from scale_tp import RandomStreams, get_cuda_rng_tracker, get_rng_tracker
+from scale_tp import get_cuda_rng_tracker, get_rng_tracker
+from scale_tp.random import RNGStatesTracker
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +30,7 @@ def seeded(seed: int, count: int) -> list[Tensor]:
 def test_a_stream_is_what_its_seed_gives_and_leaves_the_others_alone() -> None:
     first, second = seeded(11, 2), seeded(22, 2)
     torch.manual_seed(11)
-    streams = RandomStreams()
+    streams = RNGStatesTracker()
     streams.add("other", 22)
     with streams.fork("other"):
         assert torch.equal(torch.rand(3), second[0])
@@ -41,7 +42,7 @@ def test_a_stream_is_what_its_seed_gives_and_leaves_the_others_alone() -> None:
 
 
 def test_streams_can_be_kept_and_put_back() -> None:
-    streams = RandomStreams()
+    streams = RNGStatesTracker()
     streams.add("other", 5)
     kept = streams.get_states()
     with streams.fork("other"):
@@ -56,7 +57,7 @@ def test_streams_can_be_kept_and_put_back() -> None:
 
 def test_streams_within_each_other() -> None:
     one, two = seeded(1, 2), seeded(2, 1)
-    streams = RandomStreams()
+    streams = RNGStatesTracker()
     streams.add("one", 1)
     streams.add("two", 2)
     with streams.fork("one"):
@@ -68,7 +69,7 @@ def test_streams_within_each_other() -> None:
 
 def test_a_stream_within_itself_goes_on() -> None:
     expected = seeded(1, 5)
-    streams = RandomStreams()
+    streams = RNGStatesTracker()
     streams.add("one", 1)
     streams.add("two", 2)
     found = []
@@ -85,7 +86,7 @@ def test_a_stream_within_itself_goes_on() -> None:
 
 
 def test_what_can_not_be_is_refused() -> None:
-    streams = RandomStreams()
+    streams = RNGStatesTracker()
     with pytest.raises(KeyError, match=r"cuda rng state model-parallel-rng is not added \(there are: none\)"):
         streams.fork().__enter__()
     streams.add("one", 1)
@@ -176,7 +177,7 @@ def test_ranks_draw_alike_but_in_the_stream_of_their_part_of_the_model() -> None
 def test_streams_hold_for_cuda_too() -> None:
     torch.manual_seed(22)
     expected = torch.rand(3, device="cuda")
-    streams = RandomStreams()
+    streams = RNGStatesTracker()
     streams.add("other", 22)
     before = torch.cuda.get_rng_state()
     with streams.fork("other"):

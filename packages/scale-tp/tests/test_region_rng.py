@@ -11,17 +11,17 @@ from parallelize_cases import gpt2, loss_of, tokens
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from scale_core.comm.control_plane import exchange
+from scale_core.comm.collectives import exchange
 from scale_core.comm.group import Group, group_of
 from scale_core.testing import run_ranks
 from scale_tp.conversion.parallelize import parallelize
 from scale_tp.conversion.styles import GPT2_PLAN
 from scale_tp.layers.base import ParallelModule
-from scale_tp.random import DividedRandomness, drops
+from scale_tp.random import RegionRNG, has_dropout
 
 
-def _randomness(rank: int, size: int = 2) -> DividedRandomness:
-    return DividedRandomness(Group(rank, size, None, "fake", tuple(range(size))))
+def _randomness(rank: int, size: int = 2) -> RegionRNG:
+    return RegionRNG(Group(rank, size, None, "fake", tuple(range(size))))
 
 
 def test_inside_ranks_draw_differently_and_outside_alike_however_much_they_drew() -> None:
@@ -32,7 +32,7 @@ def test_inside_ranks_draw_differently_and_outside_alike_however_much_they_drew(
         for _ in range(2):
             divided.enter()
             inside.append(tuple(torch.rand(2 + rank)[:2].tolist()))
-            divided.leave()
+            divided.exit()
             outside.append(torch.rand(()).item())
     assert len(set(inside)) == 6
     assert outside[:2] == outside[2:4] == outside[4:] and outside[0] != outside[1]
@@ -44,27 +44,27 @@ def test_the_same_random_state_draws_the_same_again() -> None:
         torch.manual_seed(9)
         divided.enter()
         found.append(torch.rand(3).tolist())
-        divided.leave()
+        divided.exit()
     assert found[0] == found[1]
 
 
 def test_where_nothing_can_be_dropped_the_random_state_is_not_touched() -> None:
     module, divided = nn.Module(), _randomness(0)
     module.attention_dropout, module.drop = 0.0, nn.Dropout(0.0)
-    assert not drops(module)
+    assert not has_dropout(module)
     before = torch.get_rng_state()
-    divided.before(module, ())
-    divided.enter_if_wanted()
+    divided.pre_forward(module, ())
+    divided.enter_if_needed()
     assert torch.equal(torch.get_rng_state(), before)
     module.attention_dropout = 0.1
-    assert drops(module) and not drops(module.eval())
+    assert has_dropout(module) and not has_dropout(module.eval())
     module.train().attention_dropout = 0.0
     module.drop.p = 0.5
-    divided.before(module, ())
-    divided.enter_if_wanted()
+    divided.pre_forward(module, ())
+    divided.enter_if_needed()
     assert not torch.equal(torch.get_rng_state(), before)
     within = torch.get_rng_state()
-    divided.enter_if_wanted()  # It is entered already.
+    divided.enter_if_needed()  # It is entered already.
     assert torch.equal(torch.get_rng_state(), within)
 
 
@@ -74,8 +74,8 @@ def test_an_error_inside_leaves_the_numbers_of_all_ranks_where_they_were() -> No
         torch.manual_seed(1)
         divided.enter()
         if not fails:
-            divided.leave()
-        divided.after(nn.Identity(), (), None)
+            divided.exit()
+        divided.post_forward(nn.Identity(), (), None)
         states.append(torch.rand(()).item())
     assert states[0] == states[1]
 
@@ -83,21 +83,21 @@ def test_an_error_inside_leaves_the_numbers_of_all_ranks_where_they_were() -> No
 def test_dropout_at_any_depth_is_seen_unless_it_is_switched_off() -> None:
     module = nn.Module()
     module.act = nn.Sequential(nn.GELU(), nn.Sequential(nn.Dropout(0.5)))
-    assert drops(module)
+    assert has_dropout(module)
     module.act[1].eval()
-    assert not drops(module)
+    assert not has_dropout(module)
     module.act[0].attention_dropout = 0.1
-    assert drops(module)
+    assert has_dropout(module)
 
 
 def test_copies_have_not_entered() -> None:
     divided = _randomness(0)
     divided.enter()
-    for other in (copy.deepcopy(divided), pickle.loads(pickle.dumps(DividedRandomness(Group())))):
+    for other in (copy.deepcopy(divided), pickle.loads(pickle.dumps(RegionRNG(Group())))):
         before = torch.get_rng_state()
-        other.leave()
+        other.exit()
         assert torch.equal(torch.get_rng_state(), before)
-    divided.leave()
+    divided.exit()
 
 
 def _models_with_dropout_stay_alike() -> None:
@@ -120,7 +120,7 @@ def _models_with_dropout_stay_alike() -> None:
             numbers.append(int(loss.double().view(torch.int64)))
         for module in model.modules():
             for name, param in module.named_parameters(recurse=False):
-                if not (isinstance(module, ParallelModule) and module.placements[name].split is not None):
+                if not (isinstance(module, ParallelModule) and module.shardings[name].split is not None):
                     numbers.append(param.detach().view(torch.int32).sum().item())
         rows = exchange(numbers, group_of())
         assert rows[0] == rows[1], (sequence_parallel, recompute)
@@ -141,6 +141,6 @@ def test_parameters_that_are_not_divided_stay_equal_under_dropout() -> None:
 def test_a_module_without_dropout_is_told_by_its_attributes() -> None:
     module = nn.Module()
     module.drop_path, module.dropped = 0.2, "no number"
-    assert drops(module)
+    assert has_dropout(module)
     with pytest.raises(AttributeError):
         module.dropout  # noqa: B018

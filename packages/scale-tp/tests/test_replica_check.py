@@ -15,8 +15,8 @@ from torch.distributed.fsdp import fully_shard
 from scale_core.comm.group import group_of
 from scale_core.testing import run_ranks
 from scale_tp.conversion.parallelize import parallelize
-from scale_tp.conversion.replica_check import watch_first_forward
-from scale_tp.layers.whole_init import initialise_whole
+from scale_tp.conversion.replica_check import check_first_forward
+from scale_tp.layers.full_init import init_as_full
 
 PLAN = {"unused": "colwise_rep", "up": "colwise", "down": "rowwise", "words": "embedding_rowwise"}
 
@@ -53,7 +53,7 @@ ALIKE: dict[str, Callable[[nn.Module], object]] = {
 }
 APART: dict[str, Callable[[nn.Module], object]] = {
     "as divided": lambda model: None,
-    "drawn as a whole": lambda model: initialise_whole(model, lambda model: model.apply(_fill)),
+    "drawn as a whole": lambda model: init_as_full(model, lambda model: model.apply(_fill)),
     "all the same value": lambda model: [nn.init.constant_(param, 0.3) for param in model.parameters()],
 }
 
@@ -101,5 +101,5 @@ def test_ranks_that_hold_the_same_in_place_of_their_parts_say_so() -> None:
 
 def test_one_process_has_nothing_to_compare() -> None:
     model = nn.Linear(2, 2)
-    watch_first_forward(model, group_of())
+    check_first_forward(model, group_of())
     model(torch.ones(2))

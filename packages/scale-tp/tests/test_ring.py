@@ -9,7 +9,7 @@ from torch import Tensor
 
 from scale_core.comm.group import Group, group_of
 from scale_core.testing import run_ranks
-from scale_tp.context_parallel.load_balance import held_positions
+from scale_tp.context_parallel.load_balance import rank_positions
 from scale_tp.context_parallel.ring import blocks, ring_attention
 
 CASES = [
@@ -28,7 +28,7 @@ CASES = [
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("length", [1, 5, 8, 21])
 def test_the_blocks_of_all_ranks_are_the_pairs_that_attention_looks_at(length: int, causal: bool, order: str) -> None:
-    held = held_positions(length, 3, order)
+    held = rank_positions(length, 3, order)
     at = [[position for stretch in stretches for position in stretch] for stretches in held]
     seen = torch.zeros(length, length, dtype=torch.int64)
     for queries in range(3):
@@ -41,7 +41,7 @@ def test_the_blocks_of_all_ranks_are_the_pairs_that_attention_looks_at(length: i
 
 
 def test_in_zigzag_order_every_step_of_every_rank_is_one_block_of_the_same_size() -> None:
-    held = held_positions(32, 4)
+    held = rank_positions(32, 4)
     for queries in range(4):
         for keys in range(4):
             ((rows, num_keys, diagonal),) = blocks(held[queries], held[keys], causal=True)

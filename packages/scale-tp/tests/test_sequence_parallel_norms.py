@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import register_parametrization
 
 from scale_core.comm.group import Group, group_of
-from scale_core.shard import Held, shard_of
+from scale_core.shard import Placement, shard_of
 from scale_core.testing import run_ranks
 from scale_tp import (
     ParallelLayerNorm,
@@ -21,8 +21,8 @@ from scale_tp import (
     RowParallelLinear,
     Split,
     gather_from_sequence_parallel_region,
+    register_grad_all_reduce,
     scatter_to_sequence_parallel_region,
-    sum_gradients_over,
 )
 from scale_tp import mappings as regions_module
 
@@ -94,22 +94,22 @@ def on_parts_of_a_sequence() -> None:
         compare(plain_kind(3, **options), ours, group)
         for param in ours.parameters():
             shard = shard_of(param)
-            assert [axis.held for axis in shard.axes] == [Held.REPLICATE]
+            assert [axis.placement for axis in shard.axes] == [Placement.REPLICATE]
             assert (shard.start, shard.stop, shard.shape) == (0, 3, (3,))
     own = OwnNorm()
     weight = own.weight
-    assert sum_gradients_over(own, group) is own
+    assert register_grad_all_reduce(own, group) is own
     assert isinstance(own, OwnNorm)
     assert type(own).__name__ == "OwnNorm"
     assert own.weight is weight
     compare(OwnNorm(), own, group)
     assert own.weight is weight
     with pytest.raises(ValueError, match="OwnNorm are summed already: once is enough"):
-        sum_gradients_over(own, group)
+        register_grad_all_reduce(own, group)
     with pytest.raises(
         ValueError, match="got a RowParallelLinear that is divided between them, and sums what has to be"
     ):
-        sum_gradients_over(RowParallelLinear(3, 3, group=group), group)
+        register_grad_all_reduce(RowParallelLinear(3, 3, group=group), group)
     assert f"gradients summed over {group.size} ranks" in repr(own)
     buffer = io.BytesIO()
     torch.save(own, buffer)
@@ -126,11 +126,11 @@ def on_parts_of_a_sequence() -> None:
 def one_message(group: Group) -> None:
     """All parameters of a norm together."""
     sent = []
-    sum_over = regions_module.sum_over
-    regions_module.sum_over = lambda tensor, ranks: sent.append(tensor.numel()) or sum_over(tensor, ranks)  # type: ignore
+    sum_over = regions_module.all_reduce_sum
+    regions_module.all_reduce_sum = lambda tensor, ranks: sent.append(tensor.numel()) or sum_over(tensor, ranks)  # type: ignore
     norm = ParallelLayerNorm(3, group=group)
     norm(torch.randn(2, 3)).sum().backward()
-    regions_module.sum_over = sum_over
+    regions_module.all_reduce_sum = sum_over
     assert sent == [6]
 
 
@@ -159,7 +159,7 @@ def test_each_rank_gets_the_gradient_of_the_whole_sequence(num_ranks: int) -> No
 
 def test_what_is_no_module_is_refused() -> None:
     with pytest.raises(TypeError, match="expected a module, such as a norm, got Parameter"):
-        sum_gradients_over(nn.Parameter(torch.ones(2)))  # type: ignore[arg-type]
+        register_grad_all_reduce(nn.Parameter(torch.ones(2)))  # type: ignore[arg-type]
 
 
 class Around(nn.Module):
@@ -169,14 +169,16 @@ class Around(nn.Module):
 
 
 def test_parameters_that_are_not_the_modules_own_are_refused() -> None:
-    message = r"got a Around that has them in 'inner': pass these, as in sum_gradients_over\(module.get_submodule\('inn"
+    message = (
+        r"got a Around that has them in 'inner': pass these, as in register_grad_all_reduce\(module.get_submodule\('inn"
+    )
     with pytest.raises(ValueError, match=message):
-        sum_gradients_over(Around())
+        register_grad_all_reduce(Around())
     norm = nn.LayerNorm(3)
     register_parametrization(norm, "weight", Double())
     with pytest.raises(ValueError, match=r"got a .* whose weight is parametrized: call .*remove_parametrizations"):
-        sum_gradients_over(norm)
-    assert isinstance(sum_gradients_over(nn.Identity()), nn.Identity)
+        register_grad_all_reduce(norm)
+    assert isinstance(register_grad_all_reduce(nn.Identity()), nn.Identity)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from scale_core.comm.group import Group
-from scale_tp.conversion.sequence_region import Stretch, divide_stretch, stretch_of
-from scale_tp.conversion.styles import Style, resolve
+from scale_tp.conversion.sequence_region import SequenceRegion, find_sequence_region, install_sequence_region
+from scale_tp.conversion.styles import Style, resolve_styles
 
 
 class Feed(nn.Module):
@@ -28,10 +28,10 @@ class Block(nn.Module):
         self.other, self.last = nn.Linear(4, 6), nn.Linear(6, 4)
 
 
-def _found(model: nn.Module, plan: dict[str, str | Style] | None = None) -> Stretch:
+def _found(model: nn.Module, plan: dict[str, str | Style] | None = None) -> SequenceRegion:
     modules = dict(model.named_modules())
     whole = {"(.*up|.*other)": "colwise", "(.*down|.*last)": "rowwise", **(plan or {})}
-    return stretch_of(model, modules, resolve(whole, modules))
+    return find_sequence_region(model, modules, resolve_styles(whole, modules))
 
 
 def _model() -> nn.Module:
@@ -41,12 +41,12 @@ def _model() -> nn.Module:
 
 
 def test_it_goes_over_the_blocks_and_norms_in_them_compute_on_a_part() -> None:
-    stretch = _found(_model())
-    assert stretch.path == "blocks" and len(stretch.blocks) == 2
-    assert list(stretch.alike) == ["blocks.0.norm", "blocks.1.norm"]
-    assert stretch.holds("blocks.1.feed.up") and not stretch.holds("norm")
+    region = _found(_model())
+    assert region.path == "blocks" and len(region.blocks) == 2
+    assert list(region.replicated) == ["blocks.0.norm", "blocks.1.norm"]
+    assert region.contains("blocks.1.feed.up") and not region.contains("norm")
     # What the block holds itself is gathered at the layer, since the block goes on with a part.
-    assert list(stretch.gathering) == ["blocks.0.feed", "blocks.1.feed"]
+    assert list(region.gathering) == ["blocks.0.feed", "blocks.1.feed"]
 
 
 def test_a_model_without_one_list_of_blocks_is_refused() -> None:
@@ -63,14 +63,14 @@ def test_a_model_without_one_list_of_blocks_is_refused() -> None:
 def test_a_module_of_which_it_is_not_known_what_it_computes_on_is_refused() -> None:
     between = _model()
     between.blocks[1].feed.norm = nn.LayerNorm(6)
-    with pytest.raises(ValueError, match=r"'blocks.1.feed.norm' \(LayerNorm\) stands between divided layers"):
+    with pytest.raises(ValueError, match=r"'blocks.1.feed.norm' \(LayerNorm\) is between divided layers"):
         _found(between)
-    assert "blocks.1.feed.norm" not in _found(between, {".*feed.norm": "replicated_with_grad_allreduce"}).alike
+    assert "blocks.1.feed.norm" not in _found(between, {".*feed.norm": "replicated_with_grad_allreduce"}).replicated
     mixing = _model()
     mixing.blocks[0].conv = nn.Conv1d(4, 4, 3)
     with pytest.raises(ValueError, match=r"'blocks.0.conv' \(Conv1d\) is not divided, and may need the whole sequence"):
         _found(mixing)
-    assert list(_found(mixing, {".*conv": "sequence_parallel"}).alike) == ["blocks.0.norm", "blocks.1.norm"]
+    assert list(_found(mixing, {".*conv": "sequence_parallel"}).replicated) == ["blocks.0.norm", "blocks.1.norm"]
 
 
 class Part(nn.Module):
@@ -101,7 +101,7 @@ class Passing(nn.Module):
 def _passing(rank: int, dropout: float = 0.5) -> Passing:
     """One process plays a rank of two: nothing is sent before the last block."""
     model = Passing(dropout)
-    divide_stretch(model, Stretch("blocks", model.blocks, {}, {}), Group(rank, 2, None, "fake", (0, 1)))
+    install_sequence_region(model, SequenceRegion("blocks", model.blocks, {}, {}), Group(rank, 2, None, "fake", (0, 1)))
     return model
 
 

@@ -86,7 +86,7 @@ def test_heads_are_dealt_with_their_key_value_heads(
 
 def test_of_copies_the_first_counts() -> None:
     split = split_heads(6, 2, 4).key_value
-    assert [split.counts(rank) for rank in range(4)] == [True, False, True, False]
+    assert [split.is_first_copy(rank) for rank in range(4)] == [True, False, True, False]
     assert not split.is_in_rank_order
     whole = torch.arange(2)
     assert torch.equal(split.join([split.take(whole, rank) for rank in range(4)]), whole)
@@ -96,8 +96,8 @@ def test_ranges_that_have_something_in_common_are_the_same_or_refused() -> None:
     """Put together, they would be more than the whole."""
     with pytest.raises(ValueError, match=r"the same or to have nothing in common, got \[2, 5\) beside .* reach to 3"):
         Split(5, (((0, 3),), ((2, 5),)))
-    assert split_heads(6, 2, 4).key_value.copies_are_whole and Split.even(5, 2).copies_are_whole
-    assert not Split(2, (((0, 1), (1, 2)), ((0, 1),))).copies_are_whole
+    assert split_heads(6, 2, 4).key_value.has_only_full_copies and Split.even(5, 2).has_only_full_copies
+    assert not Split(2, (((0, 1), (1, 2)), ((0, 1),))).has_only_full_copies
 
 
 def test_equal_splits_are_equal() -> None:

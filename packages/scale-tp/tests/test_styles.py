@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from scale_tp.conversion.styles import NOT_SUPPORTED, STYLES, Plan, Style, check_carried, resolve
+from scale_tp.conversion.styles import STYLES, UNSUPPORTED_STYLES, Plan, Style, check_model_plan, resolve_styles
 
 NAMES = [
     "",
@@ -30,35 +30,35 @@ NAMES = [
     ],
 )
 def test_a_key_is_a_name_or_a_name_with_stars_or_an_expression(key: str, found: list[str]) -> None:
-    assert list(resolve({key: "colwise"}, NAMES)) == found
+    assert list(resolve_styles({key: "colwise"}, NAMES)) == found
 
 
 def test_a_star_stands_for_one_part_between_dots_alone() -> None:
     with pytest.raises(ValueError, match=r"'layers.\*.q_proj' matches none of the 14 modules"):
-        resolve({"layers.*.q_proj": "colwise"}, NAMES)
+        resolve_styles({"layers.*.q_proj": "colwise"}, NAMES)
 
 
 def test_names_near_one_that_matches_nothing_are_listed() -> None:
     with pytest.raises(
         ValueError, match=r"'layers.\*.attn.q_prog' matches none .*; near it are 'layers.\*.attn.q_proj'"
     ):
-        resolve({"layers.*.attn.q_prog": "colwise"}, NAMES)
+        resolve_styles({"layers.*.attn.q_prog": "colwise"}, NAMES)
     with pytest.raises(ValueError, match=r"'model.layers.0.up' matches none .*near it are 'layers.\*.up'"):
-        resolve({"model.layers.0.up": "colwise"}, NAMES)
+        resolve_styles({"model.layers.0.up": "colwise"}, NAMES)
     with pytest.raises(ValueError, match=r"'zzz' matches none of the 14 modules; there are 'embed_tokens', 'layers'"):
-        resolve({"zzz": "colwise"}, NAMES)
+        resolve_styles({"zzz": "colwise"}, NAMES)
 
 
 def test_a_plan_that_a_model_carries_may_speak_of_what_it_does_not_have() -> None:
     plan = {"experts": "moe_tp_experts", "norm": "replicate"}
-    assert list(resolve(plan, NAMES, needs_all=False)) == ["norm"]
+    assert list(resolve_styles(plan, NAMES, needs_all=False)) == ["norm"]
     with pytest.raises(ValueError, match=r"the style 'moe_tp_experts' is not supported"):
-        resolve(plan, [*NAMES, "experts"], needs_all=False)
+        resolve_styles(plan, [*NAMES, "experts"], needs_all=False)
 
 
 def test_styles_are_given_by_name_or_as_they_are_in_the_order_of_the_modules() -> None:
     own = Style("outputs", output="part", stacked=3)
-    assert resolve({"norm": own, "embed_tokens": "embedding_rowwise"}, NAMES) == {
+    assert resolve_styles({"norm": own, "embed_tokens": "embedding_rowwise"}, NAMES) == {
         "embed_tokens": Style("words"),
         "norm": own,
     }
@@ -79,7 +79,7 @@ def test_styles_are_given_by_name_or_as_they_are_in_the_order_of_the_modules() -
 )
 def test_what_can_not_be_meant_is_refused(plan: Plan, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        resolve(plan, NAMES)
+        resolve_styles(plan, NAMES)
 
 
 @pytest.mark.parametrize(
@@ -102,11 +102,11 @@ def test_a_style_that_can_not_be_is_refused(fields: dict[str, Any], error: type[
 
 def test_a_style_is_a_style_or_a_name() -> None:
     with pytest.raises(TypeError, match=r"'norm': expected a style or the name of one, got int"):
-        resolve({"norm": 3}, NAMES)  # type: ignore[dict-item]
+        resolve_styles({"norm": 3}, NAMES)  # type: ignore[dict-item]
 
 
 def test_two_keys_may_agree() -> None:
-    assert len(resolve({"norm": "colwise", "no[r]m": "colwise"}, NAMES)) == 1
+    assert len(resolve_styles({"norm": "colwise", "no[r]m": "colwise"}, NAMES)) == 1
 
 
 CARRIED: Plan = {
@@ -125,15 +125,15 @@ def test_of_a_carried_plan_that_is_not_supported_what_is_left_is_shown() -> None
     with pytest.raises(
         ValueError, match=r"plan that Net carries asks for 'moe_tp_experts' of .*divides experts"
     ) as told:
-        check_carried("Net", CARRIED, names)
+        check_model_plan("Net", CARRIED, names)
     _, _, shown = str(told.value).partition("parallelize(model, ")
     left = ast.literal_eval(shown.removesuffix(")"))
     assert left == {"layers.*.q": "colwise", "layers.*.experts_too": "rowwise"}
-    assert list(resolve(left, names)) == ["layers.0.q", "layers.0.experts_too"]
+    assert list(resolve_styles(left, names)) == ["layers.0.q", "layers.0.experts_too"]
     # What stands beside such a projection divides what it gives.
     with pytest.raises(ValueError, match=r"'mla_kv_a_proj' of 'layers.\*.latent.down'.*nothing is left of it"):
-        check_carried("Net", CARRIED, ["layers.0.latent", "layers.0.latent.down", "layers.0.latent.up"])
-    check_carried("Net", CARRIED, ["layers.0.q"])
+        check_model_plan("Net", CARRIED, ["layers.0.latent", "layers.0.latent.down", "layers.0.latent.up"])
+    check_model_plan("Net", CARRIED, ["layers.0.q"])
 
 
 def test_a_carried_plan_that_matches_nothing_is_refused_with_the_names_that_there_are() -> None:
@@ -143,9 +143,9 @@ def test_a_carried_plan_that_matches_nothing_is_refused_with_the_names_that_ther
         match=r"that PeftModel carries matches none of its 4 modules.*its 'layers.\*.q' does not; near it are "
         r"'base_model.model.layers.\*.q'.*parallelize\(model, \{'base_model.model.layers.\*.q': 'colwise', ...\}\)",
     ):
-        check_carried("PeftModel", CARRIED, names)
+        check_model_plan("PeftModel", CARRIED, names)
 
 
 def test_every_style_of_transformers_is_known_or_refused_by_name() -> None:
     registered = pytest.importorskip("transformers.distributed.tensor_parallel").ALL_PARALLEL_STYLES
-    assert set(registered) <= {*STYLES, *NOT_SUPPORTED}
+    assert set(registered) <= {*STYLES, *UNSUPPORTED_STYLES}

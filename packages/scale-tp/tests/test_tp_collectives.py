@@ -18,7 +18,7 @@ from parallelize_cases import gpt2, llama
 from torch import Tensor, nn
 
 from scale_core.comm import collectives
-from scale_core.comm.control_plane import exchange
+from scale_core.comm.collectives import exchange
 from scale_core.comm.group import group_of
 from scale_core.testing import run_ranks
 from scale_tp import (
@@ -32,9 +32,9 @@ from scale_tp import (
 from scale_tp import comm as moves
 
 COUNTED = {
-    "sum": moves.sum_over,
-    "gather": moves.gather_along,
-    "sum of parts": moves.sum_scatter_along,
+    "sum": moves.all_reduce_sum,
+    "gather": moves.all_gather_along,
+    "sum of parts": moves.reduce_scatter_along,
     "copies": collectives.all_to_all,  # Nothing else of what is here sends to chosen ranks.
     "question": exchange,
 }

@@ -24,7 +24,7 @@ from scale_core.testing import run_ranks
 from scale_tp.conversion.parallelize import parallelize
 from scale_tp.conversion.styles import GPT2_PLAN
 from scale_tp.layers.linear import ColumnParallelLinear
-from scale_tp.state_dict import full_state_dict, load_full_tensors
+from scale_tp.state_dict import full_state_dict, load_full_state_dict
 
 
 def _divided(kind: str, seed: int = 0) -> nn.Module:
@@ -68,7 +68,7 @@ def _load(folder: str, saved: dict[str, Any]) -> None:
         for loss in losses:  # Training goes on as it would have, but for the order in which sums are rounded.
             torch.testing.assert_close(_step(model, optimizer), loss, rtol=0, atol=2e-6)
         again = _divided(kind, seed=3)
-        load_full_tensors(again, iter(whole.items()))
+        load_full_state_dict(again, iter(whole.items()))
         assert all(torch.equal(value, whole[name]) for name, value in full_state_dict(again).items())
 
 
@@ -144,18 +144,18 @@ def test_a_simulated_state_dict_is_whole() -> None:
 def test_whole_tensors_that_do_not_fit_are_named() -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     given = {name: torch.ones_like(value) for name, value in model.state_dict().items()}
-    load_full_tensors(model, given)
+    load_full_state_dict(model, given)
     assert model[0].weight.tolist() == [[1.0] * 3] * 2 and model[1].num_batches_tracked == 1
     with pytest.raises(
         ValueError, match=r"'1.extra' is no parameter or buffer of Sequential: rename it, or pass strict"
     ):
-        load_full_tensors(model, given | {"1.extra": torch.ones(1)})
-    load_full_tensors(model, {"1.extra": torch.ones(1)}, strict=False)
+        load_full_state_dict(model, given | {"1.extra": torch.ones(1)})
+    load_full_state_dict(model, {"1.extra": torch.ones(1)}, strict=False)
     with pytest.raises(ValueError, match=r"'0.weight': expected a whole tensor of shape \(2, 3\), got \(3, 2\)"):
-        load_full_tensors(model, given | {"0.weight": torch.ones(3, 2)})
+        load_full_state_dict(model, given | {"0.weight": torch.ones(3, 2)})
     del given["1.bias"]
     with pytest.raises(ValueError, match=r"1 tensors of Sequential were not given, such as '1.bias'"):
-        load_full_tensors(model, given)
+        load_full_state_dict(model, given)
 
 
 def test_the_full_state_of_a_plain_model_is_a_copy_of_its_own() -> None:

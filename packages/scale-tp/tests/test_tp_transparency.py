@@ -142,7 +142,7 @@ def train(model: nn.Module, case: Case, clip: Any) -> tuple[list[Tensor], list[T
 def part_of(model: Divided, name: str, whole: Tensor) -> Tensor:
     module_name, _, param_name = name.rpartition(".")
     module = model.get_submodule(module_name)
-    return module.placements[param_name].take(whole, module.group.rank) if hasattr(module, "placements") else whole
+    return module.shardings[param_name].local_part(whole, module.group.rank) if hasattr(module, "shardings") else whole
 
 
 def five_steps() -> int:
@@ -239,9 +239,9 @@ def two_lengths() -> None:
     expected.backward()
     found.backward()
     for path, module in ours.named_modules():
-        for name, placement in getattr(module, "placements", {}).items():
+        for name, placement in getattr(module, "shardings", {}).items():
             whole = plain.get_submodule(path).get_parameter(name).grad
-            torch.testing.assert_close(module.get_parameter(name).grad, placement.take(whole, group.rank))
+            torch.testing.assert_close(module.get_parameter(name).grad, placement.local_part(whole, group.rank))
 
 
 def several_backward_passes_or_one() -> None:

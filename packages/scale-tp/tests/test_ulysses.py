@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from attention_cases import Case, divided_attention, own_parts, whole_attention
 from torch import Tensor
 
-from scale_core.comm.control_plane import exchange
+from scale_core.comm.collectives import exchange
 from scale_core.comm.group import Group, group_of
 from scale_core.testing import run_ranks
 from scale_tp.context_parallel.load_balance import join_sequence, split_sequence

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from scale_tp.layers.embedding import local_padding, local_words
+from scale_tp.layers.embedding import local_ids, local_padding_idx
 from scale_tp.split import Split
 
 
@@ -14,7 +14,7 @@ def test_each_word_is_a_row_of_one_rank_and_no_row_where_no_rank_has_it() -> Non
         table, found = torch.arange(100, 100 + num_words), torch.zeros(ids.shape, dtype=torch.long)
         for (own,) in Split.even(num_words, num_ranks).ranges:
             part = table[own[0] : own[1]]
-            rows, others, unknown = local_words(ids, own, num_words)
+            rows, others, unknown = local_ids(ids, own, num_words)
             assert torch.equal(unknown, (ids < 0) | (ids >= num_words))
             assert (rows[unknown] == max(len(part), 1)).all()
             assert not rows[others & ~unknown].any()
@@ -25,5 +25,5 @@ def test_each_word_is_a_row_of_one_rank_and_no_row_where_no_rank_has_it() -> Non
 
 def test_the_padding_word_is_one_ranks_alone() -> None:
     ranges = [own for (own,) in Split.even(7, 3).ranges]
-    assert [local_padding(3, own) for own in ranges] == [None, 0, None]
-    assert [local_padding(None, own) for own in ranges] == [None] * 3
+    assert [local_padding_idx(3, own) for own in ranges] == [None, 0, None]
+    assert [local_padding_idx(None, own) for own in ranges] == [None] * 3

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from scale_tp import weight_init as initialising
 from scale_tp.split import Split
-from scale_tp.weight_init import blocks_of, initialise_part, whole_noise
+from scale_tp.weight_init import blocks_of, full_noise, init_shard
 
 INITIALISERS: dict[str, Callable[[Tensor], object]] = {
     "xavier_normal": nn.init.xavier_normal_,
@@ -58,7 +58,7 @@ def test_a_part_has_the_values_of_the_whole_and_random_numbers_go_on_alike(
             for rank in range(split.num_ranks):
                 part = torch.zeros_like(split.take(whole, rank, dim).contiguous())
                 torch.manual_seed(4)
-                initialise_part(part, shape, dim, split, rank, fill)
+                init_shard(part, shape, dim, split, rank, fill)
                 assert torch.equal(part, split.take(whole, rank, dim)), (split, dim, rank)
                 assert torch.equal(torch.get_rng_state(), after)
 
@@ -72,7 +72,7 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if isinstance(out, Tensor) and not isinstance(out, initialising.WholeOfPart):
+        if isinstance(out, Tensor) and not isinstance(out, initialising.FullInitTensor):
             self.numel = max(self.numel, out.numel())
         return out
 
@@ -83,9 +83,9 @@ def test_the_whole_matrix_is_never_built(name: str, monkeypatch: pytest.MonkeyPa
     initialising._draws_in_blocks.cache_clear()
     part, split = torch.zeros(10, 40), Split.even(40, 4)
     nothing = torch.zeros(10, 40)
-    initialise_part(nothing, (40, 40), 0, split, 1, INITIALISERS[name])  # Tries once what blocks draw.
+    init_shard(nothing, (40, 40), 0, split, 1, INITIALISERS[name])  # Tries once what blocks draw.
     with Largest() as largest:
-        initialise_part(part, (40, 40), 0, split, 1, INITIALISERS[name])
+        init_shard(part, (40, 40), 0, split, 1, INITIALISERS[name])
     assert part.count_nonzero() > 390
     assert largest.numel == 400
     initialising._draws_in_blocks.cache_clear()
@@ -100,7 +100,7 @@ def test_where_blocks_draw_other_numbers_the_whole_is_drawn(monkeypatch: pytest.
     whole = nn.init.normal_(torch.empty(11, 9))
     torch.manual_seed(0)
     part = torch.zeros(6, 9)
-    initialise_part(part, (11, 9), 0, split, 0, nn.init.normal_)
+    init_shard(part, (11, 9), 0, split, 0, nn.init.normal_)
     assert torch.equal(part, whole[:6])
     initialising._draws_in_blocks.cache_clear()
 
@@ -110,7 +110,7 @@ def test_noise_is_the_part_of_the_whole_noise() -> None:
     torch.manual_seed(1)
     whole = torch.empty(shape).bernoulli_(0.3)
     torch.manual_seed(1)
-    part = whole_noise(torch.ones(3, 3, 4), shape, 1, split, 1, lambda noise: noise.bernoulli_(0.3))
+    part = full_noise(torch.ones(3, 3, 4), shape, 1, split, 1, lambda noise: noise.bernoulli_(0.3))
     assert torch.equal(part, whole[:, 4:])
 
 
@@ -122,7 +122,7 @@ def test_the_whole_can_be_kept() -> None:
         torch.manual_seed(0)
         split = Split.even(5, num_ranks)
         part = torch.zeros(split.sizes[0], 3)
-        kept = initialise_part(part, (5, 3), 0, split, 0, nn.init.normal_, keep_whole=True)
+        kept = init_shard(part, (5, 3), 0, split, 0, nn.init.normal_, keep_full=True)
         assert torch.equal(kept, expected)
         assert torch.equal(part, expected[: len(part)])
         assert kept is not part
@@ -130,13 +130,13 @@ def test_the_whole_can_be_kept() -> None:
 
 def test_on_the_meta_device_nothing_is_drawn() -> None:
     before = torch.get_rng_state()
-    initialise_part(torch.empty(3, 2, device="meta"), (5, 2), 0, Split.even(5, 2), 0, nn.init.normal_)
+    init_shard(torch.empty(3, 2, device="meta"), (5, 2), 0, Split.even(5, 2), 0, nn.init.normal_)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_part_of_another_shape_is_refused() -> None:
     with pytest.raises(ValueError, match=r"expected a part of shape \[3, 2\] of a tensor \[5, 2\], got \[2, 2\]"):
-        initialise_part(torch.zeros(2, 2), (5, 2), 0, Split.even(5, 2), 0, nn.init.normal_)
+        init_shard(torch.zeros(2, 2), (5, 2), 0, Split.even(5, 2), 0, nn.init.normal_)
 
 
 @pytest.mark.parametrize("total", [0, 1, 5, 16, 31, 32, 33])
@@ -162,7 +162,7 @@ def test_on_cuda_a_part_has_the_values_of_the_whole(name: str, dtype: torch.dtyp
         for rank in range(3):
             part = torch.zeros_like(split.take(whole, rank, dim).contiguous())
             torch.manual_seed(0)
-            initialise_part(part, shape, dim, split, rank, INITIALISERS[name])
+            init_shard(part, shape, dim, split, rank, INITIALISERS[name])
             assert torch.equal(part, split.take(whole, rank, dim))
             assert torch.equal(torch.cuda.get_rng_state(), after)
     kind = torch.ops.aten.normal_ if name == "xavier_normal" else torch.ops.aten.uniform_

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from scale_checkpoint import BudgetError
-from scale_checkpoint.live_memory import LiveBytes
+from scale_checkpoint.live_memory import LiveMemory
 from scale_core.comm.group import group_of
 from scale_train.cli import parse
 from scale_train.config.options import DataOptions, ModelOptions, Options, ParallelOptions
 from scale_train.config.resolve import budget_bytes
-from scale_train.config.validate import check
+from scale_train.config.validate import check_options
 from scale_train.errors import InputError
 from scale_train.model import GPT, ModelConfig
 from scale_train.parallelize import activations
@@ -31,7 +31,7 @@ def test_no_bit_of_loss_and_gradients_changes_and_less_is_kept() -> None:
             model = copy.deepcopy(plain)
             checkpoint_blocks(model, choice, offload=offload)
             torch.manual_seed(1)
-            with LiveBytes(torch.device("cpu")) as live:
+            with LiveMemory(torch.device("cpu")) as live:
                 loss = model(tokens[:, :-1], tokens[:, 1:])
                 kept[choice, offload] = live.current_bytes
             live.close()
@@ -71,8 +71,8 @@ def test_a_budget_is_planned_on_the_model_that_trains(monkeypatch: pytest.Monkey
     num_parameters = sum(param.numel() for param in model.parameters())
     asked_for: list[Any] = []
 
-    def plan(*args: Any, beside_bytes: int) -> str:
-        asked_for.append((args, beside_bytes))
+    def plan(*args: Any, other_bytes: int) -> str:
+        asked_for.append((args, other_bytes))
         if args[2] < 100:
             raise BudgetError("a step takes at least 3 MiB", 3 << 20)
         return "the plan"
@@ -100,5 +100,5 @@ def test_budgets_are_read_and_wrong_words_refused() -> None:
         (asked("budget:2GiB", offload=True), "the plan of .* says what is offloaded"),
     ):
         with pytest.raises(InputError, match=said):
-            check(options, 1)
-    check(asked("budget:2GiB"), 1)
+            check_options(options, 1)
+    check_options(asked("budget:2GiB"), 1)

@@ -10,17 +10,17 @@ from scale_core.comm.group import group_of
 from scale_core.testing import run_ranks
 from scale_train.checkpoint import CHECKPOINTS, load, save
 from scale_train.config.options import DataOptions, ModelOptions, OptimizerOptions, Options, ParallelOptions, RunOptions
-from scale_train.config.validate import check
+from scale_train.config.validate import check_options
 from scale_train.data.sampler import windows_at
 from scale_train.data.text import read_text
 from scale_train.errors import InputError
-from scale_train.parallelize.adascale import is_of_adascale, worth_of
-from scale_train.reporting.reporters import Silent, StepRecord
-from scale_train.state import Training, build
-from scale_train.trainer import one_step, seed_step, train
+from scale_train.parallelize.adascale import adascale_stats, is_adascale_option
+from scale_train.reporting.reporters import Reporter, StepRecord
+from scale_train.state import TrainState, build_state
+from scale_train.trainer import seed_step, train, train_step
 
 
-class Records(Silent):
+class Records(Reporter):
     def __init__(self) -> None:
         self.found: list[StepRecord] = []
         self.advanced: list[int] = []
@@ -49,8 +49,8 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-def start(options: Options) -> tuple[Training, Records]:
-    training = build(options, read_text(options.data.text), group_of())
+def start(options: Options) -> tuple[TrainState, Records]:
+    training = build_state(options, read_text(options.data.text), group_of())
     training.reporter = records = Records()
     return training, records
 
@@ -62,7 +62,7 @@ def facts(records: Records) -> list[tuple[float, ...]]:
 def curve(options: Options) -> tuple[list[tuple[float, ...]], list[int]]:
     training, records = start(options)
     train(training, lambda now: None)
-    assert training.position >= options.optimizer.steps
+    assert training.schedule_step >= options.optimizer.steps
     return facts(records), records.advanced
 
 
@@ -84,7 +84,7 @@ def test_a_training_is_over_when_its_steps_were_worth_those_of_the_smaller_batch
 def saved_and_resumed(options: Options, folder: str) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]]]:
     training, records = start(options)
     for _ in range(2):
-        one_step(training)
+        train_step(training)
     save(training, Path(folder) / CHECKPOINTS)
     first = len(records.found)
     train(training, lambda now: None)
@@ -162,14 +162,14 @@ def test_all_ways_to_spread_have_the_same_gains_and_a_resumed_run_goes_on_with_t
 def test_without_it_a_step_is_a_step(text):
     training, records = start(options_for(text, adascale=False, steps=3))
     train(training, lambda now: None)
-    assert training.step == training.position == 3 and records.advanced == [1, 2, 3]
+    assert training.step == training.schedule_step == 3 and records.advanced == [1, 2, 3]
     assert all(record.gain is None for record in records.found)
 
 
 def test_the_noise_scale_its_interval_and_what_follows_of_it_are_in_each_record(text, monkeypatch):
     training, records = start(options_for(text))
     seconds = {4: 0.6, 16: 1.0}
-    monkeypatch.setattr(training.pass_clock, "seconds_by_batch", lambda step, batch: seconds)
+    monkeypatch.setattr(training.microbatch_timer, "step_seconds_by_batch", lambda step, batch: seconds)
     train(training, lambda now: None)
     last, optimizer = records.found[-1], training.optimizer
     noise = optimizer.noise_scale(16 / 4)
@@ -187,8 +187,8 @@ def test_the_batch_that_is_suggested_is_that_of_the_best_goodput(text):
         expected = max(
             (4, 8, 16, 32), key=lambda m, s=seconds: m / (s[4] + (m - 4) / 12 * (s[16] - s[4])) / (noise + m)
         )
-        assert worth_of(training.optimizer, 16, seconds).suggested_batch == expected
-    assert worth_of(training.optimizer, 16, {}).suggested_batch is None
+        assert adascale_stats(training.optimizer, 16, seconds).suggested_batch == expected
+    assert adascale_stats(training.optimizer, 16, {}).suggested_batch is None
 
 
 @pytest.mark.parametrize(
@@ -200,10 +200,10 @@ def test_the_batch_that_is_suggested_is_that_of_the_best_goodput(text):
 )
 def test_what_can_not_be_measured_is_refused(text, parallel, optimizer, words):
     with pytest.raises(InputError, match=words):
-        check(options_for(text, parallel, **optimizer), 1)
+        check_options(options_for(text, parallel, **optimizer), 1)
 
 
 def test_what_adascale_keeps_in_parameter_groups_is_no_option_of_the_command_line(text):
     training, _ = start(options_for(text))
-    kept = {key for group in training.optimizer.param_groups for key in group if is_of_adascale(key)}
+    kept = {key for group in training.optimizer.param_groups for key in group if is_adascale_option(key)}
     assert kept == {"adascale", "adascale_run"}

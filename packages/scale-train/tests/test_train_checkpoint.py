@@ -10,16 +10,25 @@ from scale_core.comm.group import Group, group_of
 from scale_core.snapshot import SnapshotError
 from scale_core.testing import run_ranks
 from scale_train import checkpoint
-from scale_train.checkpoint import CHECKPOINTS, METRICS, Place, check_same_model, choose_place, describe, load, save
+from scale_train.checkpoint import (
+    CHECKPOINTS,
+    METRICS,
+    RunPaths,
+    check_same_model,
+    checkpoint_metadata,
+    load,
+    resolve_paths,
+    save,
+)
 from scale_train.config.options import DataOptions, ModelOptions, OptimizerOptions, Options, ParallelOptions, RunOptions
 from scale_train.data.text import read_text
 from scale_train.errors import InputError
-from scale_train.reporting.reporters import Silent, StepRecord
-from scale_train.state import Training, build
-from scale_train.trainer import one_step
+from scale_train.reporting.reporters import Reporter, StepRecord
+from scale_train.state import TrainState, build_state
+from scale_train.trainer import train_step
 
 
-class Losses(Silent):
+class Losses(Reporter):
     def __init__(self) -> None:
         self.values: dict[int, float] = {}
 
@@ -37,21 +46,21 @@ def options_for(text: Path, parallel: str = "none", **model) -> Options:
     )
 
 
-def start(options: Options, group: Group) -> Training:
-    return build(options, read_text(options.data.text), group)
+def start(options: Options, group: Group) -> TrainState:
+    return build_state(options, read_text(options.data.text), group)
 
 
-def losses_until_the_end(training: Training) -> dict[int, float]:
+def losses_until_the_end(training: TrainState) -> dict[int, float]:
     training.reporter = losses = Losses()
     while training.step < training.options.optimizer.steps:
-        one_step(training)
+        train_step(training)
     return losses.values
 
 
 def save_half_way(options: Options, folder: Path) -> dict[int, float]:
     training = start(options, group_of())
     for _ in range(3):
-        one_step(training)
+        train_step(training)
     save(training, folder)
     return losses_until_the_end(training)
 
@@ -118,7 +127,7 @@ def test_each_way_to_spread_goes_on_from_every_other_at_any_number_of_ranks(text
 
 def test_a_checkpoint_says_what_it_is_in_plain_json(text):
     training = start(options_for(text), Group())
-    document = json.loads(json.dumps(describe(training)))
+    document = json.loads(json.dumps(checkpoint_metadata(training)))
     assert document["data"]["drawn"] == 0 and document["model"]["width"] == 16
     assert document["parameters"]["embedding.weight"] == [256, 16]
 
@@ -145,7 +154,7 @@ def test_what_does_not_make_another_model_may_differ(text, point):
 
 def test_a_path_that_is_too_long_is_one_line():
     with pytest.raises(InputError, match=r"--resume x+: cannot be read \(File name too long\)"):
-        choose_place(RunOptions(resume=Path("x" * 300)))
+        resolve_paths(RunOptions(resume=Path("x" * 300)))
 
 
 def test_a_parameter_that_only_the_checkpoint_has_is_named_too():
@@ -178,42 +187,44 @@ def test_a_damaged_checkpoint_is_refused_in_one_line(text, point):
 def test_a_full_disk_says_so_and_names_the_checkpoint_that_stays(text, tmp_path, monkeypatch):
     training = start(options_for(text), Group())
     first = save(training, tmp_path)
-    one_step(training)
+    train_step(training)
 
     def full(*args):
         raise SnapshotError("saving failed") from OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(checkpoint, "save_snapshot", full)
-    with pytest.raises(InputError, match=r"cannot save step 1 in .*: the disk is full; the last whole .*step-00000000"):
+    with pytest.raises(
+        InputError, match=r"cannot save step 1 in .*: the disk is full; the last complete .*step-00000000"
+    ):
         save(training, tmp_path)
     assert training.checkpoint == first and training.saved_step == 0
 
 
 def test_a_new_run_gets_a_new_folder_each_time(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    places = [choose_place(RunOptions()) for _ in range(2)]
-    assert places == [Place(Path("scale-runs/lm-1"), None), Place(Path("scale-runs/lm-2"), None)]
-    assert choose_place(RunOptions(out=Path("mine"))).folder.is_dir()
+    places = [resolve_paths(RunOptions()) for _ in range(2)]
+    assert places == [RunPaths(Path("scale-runs/lm-1"), None), RunPaths(Path("scale-runs/lm-2"), None)]
+    assert resolve_paths(RunOptions(out=Path("mine"))).folder.is_dir()
 
 
 def test_a_run_never_writes_into_a_folder_that_holds_something(tmp_path, point):
     with pytest.raises(InputError, match="exists; name a new folder, or continue it with --resume"):
-        choose_place(RunOptions(out=tmp_path))
+        resolve_paths(RunOptions(out=tmp_path))
     with pytest.raises(InputError, match="exists; name a new folder, or leave --out away"):
-        choose_place(RunOptions(out=tmp_path, resume=tmp_path / "run"))
+        resolve_paths(RunOptions(out=tmp_path, resume=tmp_path / "run"))
 
 
 def test_resuming_goes_on_in_the_run_from_its_last_whole_checkpoint(tmp_path, point):
     run = tmp_path / "run"
-    assert choose_place(RunOptions(resume=run)) == Place(run, point)
-    assert choose_place(RunOptions(resume=point)) == Place(run, point)
-    assert choose_place(RunOptions(resume=run, out=run)) == Place(run, point)
+    assert resolve_paths(RunOptions(resume=run)) == RunPaths(run, point)
+    assert resolve_paths(RunOptions(resume=point)) == RunPaths(run, point)
+    assert resolve_paths(RunOptions(resume=run, out=run)) == RunPaths(run, point)
 
 
 def test_resuming_into_another_folder_takes_the_curve_along(tmp_path, point):
     (tmp_path / "run" / METRICS).write_text('{"step": 1}\n')
-    place = choose_place(RunOptions(resume=point, out=tmp_path / "copy"))
-    assert place == Place(tmp_path / "copy", point)
+    place = resolve_paths(RunOptions(resume=point, out=tmp_path / "copy"))
+    assert place == RunPaths(tmp_path / "copy", point)
     assert (tmp_path / "copy" / METRICS).read_text() == '{"step": 1}\n'
 
 
@@ -222,18 +233,18 @@ def test_an_older_checkpoint_needs_a_folder_of_its_own(text, tmp_path, point):
     training.step = 5
     save(training, point.parent)
     with pytest.raises(InputError, match="step-00000005 is newer and stays; name a new folder with --out"):
-        choose_place(RunOptions(resume=point))
-    assert choose_place(RunOptions(resume=point, out=tmp_path / "new")).point == point
+        resolve_paths(RunOptions(resume=point))
+    assert resolve_paths(RunOptions(resume=point, out=tmp_path / "new")).resume_from == point
 
 
 def test_what_cannot_be_resumed_is_said(tmp_path):
     with pytest.raises(InputError, match="no such folder"):
-        choose_place(RunOptions(resume=tmp_path / "nowhere"))
+        resolve_paths(RunOptions(resume=tmp_path / "nowhere"))
     with pytest.raises(InputError, match="neither a run"):
-        choose_place(RunOptions(resume=tmp_path))
+        resolve_paths(RunOptions(resume=tmp_path))
     (tmp_path / CHECKPOINTS).mkdir()
-    with pytest.raises(InputError, match="there is no whole checkpoint in it"):
-        choose_place(RunOptions(resume=tmp_path))
+    with pytest.raises(InputError, match="there is no complete checkpoint in it"):
+        resolve_paths(RunOptions(resume=tmp_path))
     with pytest.raises(InputError, match="cannot be written"):
         (tmp_path / "file").write_text("")
-        choose_place(RunOptions(out=tmp_path / "file" / "folder"))
+        resolve_paths(RunOptions(out=tmp_path / "file" / "folder"))

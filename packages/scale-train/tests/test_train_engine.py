@@ -8,33 +8,34 @@ from scale_core.testing import run_ranks
 from scale_oss import ShardedDataParallel
 from scale_train.config.options import OptimizerOptions, ParallelOptions
 from scale_train.model import GPT, ModelConfig
-from scale_train.parallelize.engine import spread
+from scale_train.parallelize.engine import parallelize_gpt
 
 CPU = torch.device("cpu")
 
 
-def spread_here(parallel: str, group: Group):
+def parallelized(parallel: str, group: Group):
     torch.manual_seed(0)
-    return spread(GPT(ModelConfig(1, 16, 2)), ParallelOptions(parallel=parallel), OptimizerOptions(), group, CPU)
+    options = ParallelOptions(parallel=parallel)
+    return parallelize_gpt(GPT(ModelConfig(1, 16, 2)), options, OptimizerOptions(), group, CPU)
 
 
 @pytest.mark.parametrize("parallel", ["fsdp", "sharded-ddp", "oss", "ddp", "none"])
 def test_a_world_of_one_needs_no_torch_distributed(parallel):
-    engine = spread_here(parallel, Group())
+    engine = parallelized(parallel, Group())
     tokens = torch.zeros(2, 4, dtype=torch.int64)
     engine.model(tokens, tokens).backward()
     assert engine.clip(1e-3).item() > 0
-    squares = sum(float(param.grad.square().sum()) for param in engine.with_gradients())
+    squares = sum(float(param.grad.square().sum()) for param in engine.params_with_gradients())
     assert squares**0.5 == pytest.approx(1e-3, rel=1e-3)
-    assert engine.model is engine.plain or isinstance(engine.model, ShardedDataParallel)
+    assert engine.model is engine.raw_model or isinstance(engine.model, ShardedDataParallel)
 
 
 def decayed_names() -> list[tuple[list[str], bool, bool]]:
     found = []
     for parallel in ("fsdp", "ddp", "oss", "sharded-ddp"):
-        engine = spread_here(parallel, group_of())
+        engine = parallelized(parallel, group_of())
         optimizer = engine.optimizer
-        names = {param: name for name, param in engine.plain.named_parameters()}
+        names = {param: name for name, param in engine.raw_model.named_parameters()}
         decayed = [
             names[param] for group in optimizer.param_groups if group["weight_decay"] for param in group["params"]
         ]

@@ -9,7 +9,7 @@ from scale_train.config.options import OptimizerOptions, ParallelOptions
 from scale_train.data.sampler import windows_at
 from scale_train.evaluate import bits_per_byte, held_out_starts, sum_over_ranks
 from scale_train.model import GPT, ModelConfig
-from scale_train.parallelize.engine import spread
+from scale_train.parallelize.engine import parallelize_gpt
 
 TEXT = torch.arange(150, dtype=torch.uint8)
 CPU = torch.device("cpu")
@@ -17,7 +17,8 @@ CPU = torch.device("cpu")
 
 def evaluated(parallel: str, group: Group) -> float:
     torch.manual_seed(0)
-    engine = spread(GPT(ModelConfig(1, 16, 2)), ParallelOptions(parallel=parallel), OptimizerOptions(), group, CPU)
+    options = ParallelOptions(parallel=parallel)
+    engine = parallelize_gpt(GPT(ModelConfig(1, 16, 2)), options, OptimizerOptions(), group, CPU)
     starts = held_out_starts(len(TEXT), 8, 0)
     bits = bits_per_byte(engine, TEXT, starts, 8, 4, group)
     assert engine.model.training

@@ -12,7 +12,7 @@ import pytest
 from scale_train.cli import main
 from scale_train.config.options import Options, ParallelOptions
 from scale_train.errors import InputError
-from scale_train.launch import Outcome, _check_environment, is_under_torchrun
+from scale_train.launch import RankExit, _check_environment, is_under_torchrun
 from scale_train.reporting.metrics import read_metrics
 
 STEPS = 8
@@ -107,8 +107,8 @@ def test_ranks_that_somebody_else_started_are_joined(monkeypatch):
 
 def test_what_one_rank_alone_finds_it_says_and_what_all_find_rank_0_says():
     for found_by, speakers in (("all", [0]), ("machine", [0, 2]), ("rank", [0, 1, 2, 3])):
-        outcome = Outcome(2, "what", found_by)
-        said = [rank for rank in range(4) if outcome.is_to_be_said({"RANK": str(rank), "LOCAL_RANK": str(rank % 2)})]
+        outcome = RankExit(2, "what", found_by)
+        said = [rank for rank in range(4) if outcome.should_print({"RANK": str(rank), "LOCAL_RANK": str(rank % 2)})]
         assert said == speakers
 
 

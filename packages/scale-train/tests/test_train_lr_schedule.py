@@ -1,25 +1,25 @@
 import pytest
 import torch
 
-from scale_train.lr_schedule import Schedule
+from scale_train.lr_schedule import LRSchedule
 
 
 def test_the_rate_climbs_in_a_line_and_falls_in_half_a_cosine():
-    schedule = Schedule(peak=1.0, warmup=2, steps=6, floor=0.1)
+    schedule = LRSchedule(peak=1.0, warmup=2, steps=6, floor=0.1)
     assert [round(schedule.at(step), 3) for step in range(7)] == [0.5, 1.0, 1.0, 0.868, 0.55, 0.232, 0.1]
 
 
 def test_beyond_the_last_step_the_rate_stays_at_its_floor():
-    assert Schedule(peak=2.0, warmup=0, steps=4).at(100) == pytest.approx(0.2)
+    assert LRSchedule(peak=2.0, warmup=0, steps=4).at(100) == pytest.approx(0.2)
 
 
 def test_a_warm_up_as_long_as_the_training_never_falls():
-    rates = [Schedule(peak=1.0, warmup=5, steps=5).at(step) for step in range(5)]
+    rates = [LRSchedule(peak=1.0, warmup=5, steps=5).at(step) for step in range(5)]
     assert rates == sorted(rates)
 
 
 def test_all_groups_of_an_optimizer_get_the_rate():
     params = [torch.zeros(1, requires_grad=True) for _ in range(2)]
     optimizer = torch.optim.SGD([{"params": params[:1]}, {"params": params[1:], "lr": 7.0}], lr=1.0)
-    assert Schedule(peak=1.0, warmup=4, steps=8).apply(optimizer, 1) == 0.5
+    assert LRSchedule(peak=1.0, warmup=4, steps=8).apply(optimizer, 1) == 0.5
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]

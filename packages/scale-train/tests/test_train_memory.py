@@ -1,14 +1,14 @@
 import pytest
 import torch
 
-from scale_core.shard import Shard, mark
+from scale_core.shard import Shard, set_shard
 from scale_train import memory
 from scale_train.config.options import ModelOptions, Options, ParallelOptions
 from scale_train.errors import InputError
 from scale_train.memory import (
     check_fits,
+    format_bytes,
     held_bytes,
-    in_words,
     machine_bytes,
     peak_bytes,
     replicated_bytes,
@@ -35,7 +35,7 @@ def test_a_whole_parameter_holds_itself_its_gradient_and_two_moments():
 
 def test_a_shard_says_what_the_whole_would_need():
     param = torch.nn.Parameter(torch.zeros(5, 3))
-    mark(param, Shard("weight", (10, 3), 0, 15))
+    set_shard(param, Shard("weight", (10, 3), 0, 15))
     optimizer = stepped(param)
     assert held_bytes([param], [param], optimizer) == 4 * 15 * 4 + 4
     assert replicated_bytes([param], optimizer) == 4 * 30 * 4 + 4
@@ -44,7 +44,7 @@ def test_a_shard_says_what_the_whole_would_need():
 def test_a_parameter_that_others_update_needs_as_much_state_as_one_that_this_rank_updates():
     whole, others = torch.nn.Parameter(torch.zeros(10, 3)), torch.nn.Parameter(torch.zeros(20))
     piece = torch.nn.Parameter(torch.zeros(5, 3))
-    mark(piece, Shard("weight", (10, 3), 0, 15))
+    set_shard(piece, Shard("weight", (10, 3), 0, 15))
     optimizer = stepped(piece)
     assert held_bytes([whole, others], [piece], optimizer) == 50 * 4 + 3 * 15 * 4 + 4
     assert replicated_bytes([whole, others], optimizer) == 4 * 50 * 4 + 2 * 4
@@ -70,7 +70,7 @@ def test_a_model_that_the_machine_cannot_hold_once_for_each_rank_is_refused(monk
 
 
 def test_a_container_s_limit_is_the_machine_s_memory(monkeypatch, tmp_path):
-    monkeypatch.setattr(memory, "_LIMIT_OF_THE_CONTAINER", tmp_path / "memory.max")
+    monkeypatch.setattr(memory, "_CGROUP_LIMIT", tmp_path / "memory.max")
     (tmp_path / "memory.max").write_text("max\n")
     whole = machine_bytes()
     assert whole is not None and whole > 100e6
@@ -85,5 +85,5 @@ def test_the_peak_of_a_process_is_more_than_torch_alone_needs():
 @pytest.mark.parametrize(
     "num_bytes, words", [(0, "0 B"), (999, "999 B"), (3_440_000, "3.44 MB"), (651e6, "651 MB"), (2.5e10, "25.0 GB")]
 )
-def test_bytes_in_words_have_two_or_three_digits(num_bytes, words):
-    assert in_words(num_bytes) == words
+def test_bytes_as_text_have_two_or_three_digits(num_bytes, words):
+    assert format_bytes(num_bytes) == words

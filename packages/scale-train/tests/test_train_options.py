@@ -7,15 +7,15 @@ import torch
 
 from scale_train.config.options import DataOptions, ModelOptions, OptimizerOptions, Options, ParallelOptions, RunOptions
 from scale_train.config.resolve import MAX_RANKS_PER_CORE, model_config, num_local_ranks
-from scale_train.config.validate import check, without_effect
+from scale_train.config.validate import check_options, options_without_effect
 from scale_train.errors import InputError
 
 CPU = Options(parallel=ParallelOptions(device="cpu"))
 
 
 def test_the_defaults_make_a_training():
-    check(CPU, 1)
-    check(CPU, 2)
+    check_options(CPU, 1)
+    check_options(CPU, 2)
 
 
 def test_a_size_by_name_can_be_changed_number_by_number():
@@ -25,12 +25,12 @@ def test_a_size_by_name_can_be_changed_number_by_number():
 
 def test_an_unknown_size_lists_those_that_exist():
     with pytest.raises(InputError, match="--size huge: no such size; there are tiny, small, gpt3-125m"):
-        check(Options(model=ModelOptions(size="huge")), 1)
+        check_options(Options(model=ModelOptions(size="huge")), 1)
 
 
 def test_heads_that_do_not_divide_the_width_are_named():
     with pytest.raises(InputError, match="width is 128 and heads is 3"):
-        check(Options(model=ModelOptions(heads=3)), 1)
+        check_options(Options(model=ModelOptions(heads=3)), 1)
 
 
 @pytest.mark.parametrize(
@@ -41,15 +41,15 @@ def test_a_batch_that_does_not_divide_says_which_would(batch, ranks, accumulate,
     with pytest.raises(
         InputError, match=f"--batch {batch} does not divide into {ranks} ranks x {accumulate}.*take {nearest}$"
     ):
-        check(options, ranks)
+        check_options(options, ranks)
 
 
 def test_one_plain_process_has_one_rank():
     options = Options(parallel=ParallelOptions(parallel="none", device="cpu"))
-    check(options, 1)
+    check_options(options, 1)
     assert num_local_ranks(options) == 1
     with pytest.raises(InputError, match="--parallel none is one process, but there are 2 ranks"):
-        check(options, 2)
+        check_options(options, 2)
 
 
 def test_more_ranks_than_devices_are_refused():
@@ -91,7 +91,7 @@ def test_cuda_without_a_gpu_is_refused(monkeypatch):
 )
 def test_numbers_out_of_range_are_named_with_their_flag(options, flag):
     with pytest.raises(InputError, match=flag):
-        check(options, 1)
+        check_options(options, 1)
 
 
 @pytest.mark.parametrize(
@@ -113,11 +113,11 @@ def test_numbers_out_of_range_are_named_with_their_flag(options, flag):
 )
 def test_layers_that_can_not_be_divided_so_are_refused(parallel, ranks, message):
     with pytest.raises(InputError, match=re.escape(message)):
-        check(Options(parallel=ParallelOptions(**parallel)), ranks)
+        check_options(Options(parallel=ParallelOptions(**parallel)), ranks)
 
 
 def test_ranks_that_divide_layers_share_a_part_of_the_batch():
-    check(Options(data=DataOptions(batch=3), parallel=ParallelOptions(tensor_parallel=4, parallel="none")), 4)
+    check_options(Options(data=DataOptions(batch=3), parallel=ParallelOptions(tensor_parallel=4, parallel="none")), 4)
 
 
 @pytest.mark.parametrize(
@@ -150,4 +150,4 @@ def test_ranks_that_divide_layers_share_a_part_of_the_batch():
     ],
 )
 def test_what_has_no_effect_is_said(parallel, lines):
-    assert without_effect(Options(parallel=parallel)) == lines
+    assert options_without_effect(Options(parallel=parallel)) == lines

@@ -11,19 +11,19 @@ from scale_core.testing import run_ranks
 from scale_train.checkpoint import load, save
 from scale_train.config.options import DataOptions, ModelOptions, OptimizerOptions, Options, ParallelOptions
 from scale_train.config.resolve import pipeline_shape
-from scale_train.config.validate import check, without_effect
+from scale_train.config.validate import check_options, options_without_effect
 from scale_train.data.text import read_text
 from scale_train.errors import InputError
 from scale_train.model import generate
-from scale_train.parallelize.pipeline import cuts
-from scale_train.reporting.reporters import Silent, StepRecord
-from scale_train.state import Training, build
-from scale_train.trainer import evaluate, one_step
+from scale_train.parallelize.pipeline import stage_boundaries
+from scale_train.reporting.reporters import Reporter, StepRecord
+from scale_train.state import TrainState, build_state
+from scale_train.trainer import evaluate, train_step
 
 STEPS = 4
 
 
-class Recorder(Silent):
+class Recorder(Reporter):
     def __init__(self) -> None:
         self.losses: list[float] = []
         self.norms: list[float | None] = []
@@ -43,15 +43,15 @@ def options_for(text: Path, parallel: str = "pipe", *, clip: float = 0.5, **more
     return replace(options, run=replace(options.run, log_every=1, seed=1))
 
 
-def train(training: Training, steps: int) -> Recorder:
+def train(training: TrainState, steps: int) -> Recorder:
     training.reporter = recorder = Recorder()
     while training.step < steps:
-        one_step(training)
+        train_step(training)
     return recorder
 
 
-def begin(options: Options, group: Group) -> Training:
-    return build(options, read_text(options.data.text), group)
+def begin(options: Options, group: Group) -> TrainState:
+    return build_state(options, read_text(options.data.text), group)
 
 
 def go_on(options: Options, point: Path, group: Group) -> list[float]:
@@ -69,7 +69,7 @@ def trained(several: list[Options], folder: Path, resumed: list[Options]) -> lis
         point = save(training, folder / str(number))
         rest = train(training, STEPS)
         bits = evaluate(training)
-        text = generate(training.engine.plain, torch.tensor([97]), 2, context=16, seed=0, temperature=0.5).tolist()
+        text = generate(training.engine.raw_model, torch.tensor([97]), 2, context=16, seed=0, temperature=0.5).tolist()
         others = [go_on(other, point, group) for other in resumed] if number == 0 else []
         results.append((first.losses + rest.losses, first.norms + rest.norms, bits, text, others, point))
     return results
@@ -128,7 +128,7 @@ def test_pipelines_beside_each_other_train_as_one_and_each_rank_makes_its_stages
     plain = options_for(text, "none", accumulate=3)
     [(losses, norms, bits, *_)] = trained([plain], tmp_path / "plain", [])
     training = begin(plain, Group())
-    values = {name: param.detach().clone() for name, param in training.engine.plain.named_parameters()}
+    values = {name: param.detach().clone() for name, param in training.engine.raw_model.named_parameters()}
     values["head.weight"] = values["embedding.weight"]
     stages = {}
     for where, first, (own, own_norms), rest, own_bits, params, _ in by_rank:
@@ -166,13 +166,13 @@ def test_the_batch_divides_among_pipelines(text):
     with pytest.raises(
         InputError, match=r"--batch 7 does not divide among 2 pipelines.*4 ranks, 2 stages.*multiple of 2"
     ):
-        check(replace(options, data=replace(options.data, batch=7)), 4)
+        check_options(replace(options, data=replace(options.data, batch=7)), 4)
 
 
 def test_blocks_are_divided_evenly():
-    assert cuts(4, 2) == ["blocks.2"]
-    assert cuts(10, 4) == ["blocks.2", "blocks.5", "blocks.7"]
-    assert cuts(3, 1) == []
+    assert stage_boundaries(4, 2) == ["blocks.2"]
+    assert stage_boundaries(10, 4) == ["blocks.2", "blocks.5", "blocks.7"]
+    assert stage_boundaries(3, 1) == []
 
 
 @pytest.mark.parametrize(
@@ -190,14 +190,14 @@ def test_blocks_are_divided_evenly():
 )
 def test_what_makes_no_pipeline_is_said_before_anything_starts(text, changes, message):
     with pytest.raises(InputError, match=message):
-        check(options_for(text, **changes), 2)
+        check_options(options_for(text, **changes), 2)
 
 
 def test_any_batch_will_do_and_what_has_no_effect_is_said(text):
     options = options_for(text)
-    check(replace(options, data=replace(options.data, batch=7)), 2)
-    assert without_effect(options) == []
+    check_options(replace(options, data=replace(options.data, batch=7)), 2)
+    assert options_without_effect(options) == []
     flags = options_for(text, "ddp", stages=2, schedule="zb_v")
-    assert without_effect(flags) == [
+    assert options_without_effect(flags) == [
         f"{flag} has no effect with --parallel ddp" for flag in ("--stages", "--schedule", "--chunks")
     ]

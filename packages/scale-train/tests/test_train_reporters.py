@@ -6,15 +6,15 @@ from rich.console import Console
 
 from scale_train.reporting.metrics import MetricsFile, begin_metrics, read_metrics
 from scale_train.reporting.reporters import (
-    Bar,
     EvaluationRecord,
-    Json,
-    Metrics,
-    Plain,
-    Several,
-    Silent,
+    JsonReporter,
+    MetricsReporter,
+    MultiReporter,
+    PlainReporter,
+    ProgressBarReporter,
+    Reporter,
     StepRecord,
-    TensorBoard,
+    TensorBoardReporter,
     make_reporter,
 )
 
@@ -33,12 +33,12 @@ def record(step: int = 10) -> StepRecord:
 
 
 def test_a_plain_line_holds_step_loss_speed_peak_and_time_left(capsys):
-    Plain().step(record())
+    PlainReporter().step(record())
     assert capsys.readouterr().out == "step 10/400  loss 1.250  12,346 tokens/s  peak 450 MB/rank  1:23 left\n"
 
 
 def test_every_json_line_is_one_object_with_an_event(capsys):
-    reporter = Json()
+    reporter = JsonReporter()
     reporter.note("hello")
     reporter.step(record())
     reporter.evaluation(EvaluationRecord(10, 2.5))
@@ -52,7 +52,7 @@ def test_every_json_line_is_one_object_with_an_event(capsys):
 
 def test_the_bar_shows_the_numbers_of_the_last_step_and_lets_notes_scroll_by():
     screen = io.StringIO()
-    bar = Bar(400, 0, Console(file=screen, force_terminal=True, width=120))
+    bar = ProgressBarReporter(400, 0, Console(file=screen, force_terminal=True, width=120))
     bar.advance(10)
     bar.step(record())
     bar.note("text with [brackets]")
@@ -74,7 +74,7 @@ def test_the_bar_shows_the_numbers_of_the_last_step_and_lets_notes_scroll_by():
 
 def test_metrics_keep_steps_and_judgements(tmp_path):
     begin_metrics(tmp_path / "metrics.jsonl", 0)
-    metrics = Metrics(MetricsFile(tmp_path / "metrics.jsonl", pytest.fail))
+    metrics = MetricsReporter(MetricsFile(tmp_path / "metrics.jsonl", pytest.fail))
     metrics.step(record(10))
     metrics.evaluation(EvaluationRecord(10, 2.5))
     first, second = read_metrics(tmp_path / "metrics.jsonl")
@@ -86,7 +86,7 @@ def test_metrics_keep_steps_and_judgements(tmp_path):
     "log_format, begins", [("auto", "step 10/400"), ("plain", "step 10/400"), ("json", '{"event"')]
 )
 def test_outside_a_terminal_lines_are_plain_unless_json_is_asked_for(tmp_path, capsys, monkeypatch, log_format, begins):
-    monkeypatch.setattr(TensorBoard, "is_installed", staticmethod(lambda: False))
+    monkeypatch.setattr(TensorBoardReporter, "is_installed", staticmethod(lambda: False))
     begin_metrics(tmp_path / "metrics.jsonl", 0)
     make_reporter(log_format, 400, 0, tmp_path).step(record())
     assert capsys.readouterr().out.startswith(begins)
@@ -96,11 +96,11 @@ def test_outside_a_terminal_lines_are_plain_unless_json_is_asked_for(tmp_path, c
 def test_several_reporters_all_hear_everything():
     heard = []
 
-    class Listener(Silent):
+    class Listener(Reporter):
         def __getattribute__(self, name):
             return lambda *args: heard.append(name)
 
-    several = Several(Listener(), Listener())
+    several = MultiReporter(Listener(), Listener())
     several.note("a")
     several.advance(1)
     several.step(record())

@@ -17,9 +17,9 @@ def kill_self(number: int) -> None:
 def test_a_signal_is_noted_and_its_handler_given_back(number):
     before = signal.getsignal(number)
     with StopSignal() as stop:
-        assert stop.agreed(Group()) == 0
+        assert stop.received_by_any_rank(Group()) == 0
         kill_self(number)
-        assert stop.agreed(Group()) == number
+        assert stop.received_by_any_rank(Group()) == number
     assert signal.getsignal(number) is before
 
 
@@ -42,7 +42,7 @@ def stop_on_rank_1() -> int:
     with StopSignal() as stop:
         if group.rank == 1:
             kill_self(signal.SIGTERM)
-        return stop.agreed(group)
+        return stop.received_by_any_rank(group)
 
 
 def test_all_ranks_stop_when_one_is_asked_to():

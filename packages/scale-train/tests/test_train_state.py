@@ -1,12 +1,14 @@
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from scale_core.comm.group import Group
+from scale_train import state
 from scale_train.config.options import DataOptions, ModelOptions, Options, ParallelOptions
 from scale_train.data.text import read_text
-from scale_train.state import Clock, build
+from scale_train.state import MicrobatchTimer, StepTimer, build_state
 
 
 def test_the_same_seed_builds_the_same_weights(tmp_path: Path):
@@ -17,8 +19,8 @@ def test_the_same_seed_builds_the_same_weights(tmp_path: Path):
         model=ModelOptions(layers=1, width=16, heads=2),
         parallel=ParallelOptions(parallel="none", device="cpu"),
     )
-    first, second = (build(options, read_text((text,)), Group()) for _ in range(2))
-    for one, other in zip(first.engine.plain.parameters(), second.engine.plain.parameters(), strict=True):
+    first, second = (build_state(options, read_text((text,)), Group()) for _ in range(2))
+    for one, other in zip(first.engine.raw_model.parameters(), second.engine.raw_model.parameters(), strict=True):
         assert torch.equal(one, other)
     assert first.step == 0 and first.saved_step == -1 and first.sampler.num_bytes == len(first.text.train)
 
@@ -26,7 +28,7 @@ def test_the_same_seed_builds_the_same_weights(tmp_path: Path):
 def test_speed_leaves_out_what_is_no_training_and_the_time_left_does_not(monkeypatch):
     now = SimpleNamespace(seconds=100.0)
     monkeypatch.setattr("scale_train.state.time", SimpleNamespace(monotonic=lambda: now.seconds))
-    clock = Clock(started=100.0, _last=100.0)
+    clock = StepTimer(started=100.0, _last=100.0)
     now.seconds, clock.steps = 110.0, 5
     assert clock.steps_per_second() == 0.5
     with clock.paused():
@@ -34,3 +36,25 @@ def test_speed_leaves_out_what_is_no_training_and_the_time_left_does_not(monkeyp
     now.seconds, clock.steps = 120.0, 10
     assert clock.steps_per_second() == 2.5
     assert clock.seconds_for(10) == 20.0
+
+
+def test_a_pass_is_timed_without_the_last_one_of_a_step(monkeypatch):
+    times = iter([0.0, 9.0, 10.0, 12.0, 14.0, 16.0])
+    monkeypatch.setattr(state, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    timer = MicrobatchTimer(torch.device("cpu"))
+    assert timer.microbatch_seconds() is None and timer.step_seconds_by_batch(1.0, 32) == {}
+    for index in (0, 1, 0, 1, 2, 3):  # Of two steps; the passes of the last one take two seconds.
+        timer.record_start(index)
+    assert timer.microbatch_seconds() == pytest.approx(2.0)
+    assert timer.step_seconds_by_batch(11.0, 32) == pytest.approx({32: 11.0, 8: 5.0})
+
+
+def test_a_step_of_one_pass_or_one_that_was_faster_than_its_passes_tells_nothing(monkeypatch):
+    times = iter([0.0, 5.0, 10.0])
+    monkeypatch.setattr(state, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    timer = MicrobatchTimer(torch.device("cpu"))
+    timer.record_start(0)
+    assert timer.step_seconds_by_batch(1.0, 32) == {}
+    for index in (0, 1):
+        timer.record_start(index)
+    assert timer.step_seconds_by_batch(1.0, 32) == {}

@@ -1,7 +1,7 @@
-from scale_train.reporting.summary import Report, readable
+from scale_train.reporting.summary import RunSummary, readable
 
 
-def report(**changes) -> Report:
+def report(**changes) -> RunSummary:
     facts = {
         "steps": 400,
         "held_out_bits_per_byte": 2.34567,
@@ -14,7 +14,7 @@ def report(**changes) -> Report:
         "checkpoint": "run/checkpoints/step-00000400",
         "plot": "run/loss.png",
     }
-    return Report(**{**facts, **changes})
+    return RunSummary(**{**facts, **changes})
 
 
 def test_the_report_shows_held_out_loss_memory_beside_ddp_and_a_sample():
@@ -37,7 +37,7 @@ def test_without_a_sample_nothing_is_said_of_one():
 
 
 def test_machines_get_the_same_facts():
-    assert report().facts()["held_memory_bytes"] == (6_600_000, 6_500_000)
+    assert report().as_dict()["held_memory_bytes"] == (6_600_000, 6_500_000)
 
 
 def test_generated_bytes_never_move_the_terminal():

@@ -8,19 +8,19 @@ from scale_core.comm.group import Group, group_of
 from scale_core.shard import full_shape
 from scale_core.testing import run_ranks
 from scale_train.model import GPT, ModelConfig
-from scale_train.parallelize.tensor import divide_blocks, two_axes
+from scale_train.parallelize.tensor import mesh_axes, parallelize_blocks
 
 CONFIG = ModelConfig(layers=2, width=12, heads=3)
 
 
 def _axes_and_parts() -> tuple[tuple[int, ...], tuple[int, ...], list[tuple[int, ...]]]:
-    axes = two_axes(group_of(), 2)
+    axes = mesh_axes(group_of(), 2)
     torch.manual_seed(0)
     model = GPT(CONFIG)
     whole = [tuple(param.shape) for param in model.parameters()]
     tokens = torch.arange(10).view(2, 5)
     expected = model(tokens)
-    divide_blocks(model, axes, sequence_parallel=True, overlap_pieces=2)
+    parallelize_blocks(model, axes, sequence_parallel=True, overlap_pieces=2)
     assert [tuple(full_shape(param)) for param in model.parameters()] == whole
     torch.testing.assert_close(model(tokens), expected)
     # One token is a sequence of which a rank has nothing; so is the first step of a text that is generated.
@@ -37,12 +37,12 @@ def test_neighbours_divide_layers_and_the_others_see_other_data() -> None:
 
 def test_without_the_other_axis_a_group_is_all_of_one() -> None:
     group = Group(1, 3, None, "fake", (0, 1, 2))
-    assert two_axes(group, 1) == (group, Group())
-    assert two_axes(group, 3) == (Group(), group)
+    assert mesh_axes(group, 1) == (group, Group())
+    assert mesh_axes(group, 3) == (Group(), group)
 
 
 def test_on_one_rank_a_model_stays_as_it_is() -> None:
     model = GPT(CONFIG)
     before = [type(module) for module in model.modules()]
-    divide_blocks(model, two_axes(Group(), 1), sequence_parallel=False)
+    parallelize_blocks(model, mesh_axes(Group(), 1), sequence_parallel=False)
     assert [type(module) for module in model.modules()] == before

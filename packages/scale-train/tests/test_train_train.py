@@ -9,9 +9,9 @@ from scale_core.testing import run_ranks
 from scale_train import train as run
 from scale_train.config.options import DataOptions, ModelOptions, OptimizerOptions, Options, ParallelOptions, RunOptions
 from scale_train.errors import InputError, RanksLost
-from scale_train.reporting.summary import Report
-from scale_train.state import Training
-from scale_train.train import language_model
+from scale_train.reporting.summary import RunSummary
+from scale_train.state import TrainState
+from scale_train.train import train_language_model
 
 
 def options_for(folder: Path, text: Path, parallel: str) -> Options:
@@ -24,12 +24,12 @@ def options_for(folder: Path, text: Path, parallel: str) -> Options:
     )
 
 
-def run_here(folder: Path, text: Path) -> Report:
-    return language_model(options_for(folder, text, "fsdp"), group_of())
+def run_here(folder: Path, text: Path) -> RunSummary:
+    return train_language_model(options_for(folder, text, "fsdp"), group_of())
 
 
-def run_in_part(folder: Path, text: Path) -> list[Report]:
-    return [language_model(options_for(folder / way, text, way), group_of()) for way in ("sharded-ddp", "oss")]
+def run_in_part(folder: Path, text: Path) -> list[RunSummary]:
+    return [train_language_model(options_for(folder / way, text, way), group_of()) for way in ("sharded-ddp", "oss")]
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_what_is_sharded_in_part_is_reported_as_what_each_rank_holds(text, tmp_p
 
 
 def test_one_process_and_two_shards_judge_the_held_out_text_alike(text, tmp_path, capsys):
-    alone = language_model(options_for(tmp_path / "alone", text, "none"), Group())
+    alone = train_language_model(options_for(tmp_path / "alone", text, "none"), Group())
     together = run_ranks(run_here, 2, tmp_path / "together", text)[0]
     assert together.held_out_bits_per_byte == pytest.approx(alone.held_out_bits_per_byte, rel=1e-4)
     assert "none on 1 rank (cpu)" in capsys.readouterr().out
@@ -86,21 +86,21 @@ def test_a_picture_that_cannot_be_drawn_costs_one_note(text, tmp_path, monkeypat
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(run, "plot_loss", full)
-    report = language_model(options_for(tmp_path / "run", text, "none"), Group())
+    report = train_language_model(options_for(tmp_path / "run", text, "none"), Group())
     assert report.plot == ""
     out = capsys.readouterr().out
     assert out.count(f"cannot write {tmp_path / 'run' / 'loss.png'}: the disk is full") == 1 and "plot  " not in out
 
 
-def test_a_run_that_loses_the_others_names_the_way_on(text, tmp_path, monkeypatch):
-    def lose(training: Training, save: object) -> float:
+def test_a_run_that_loses_the_others_names_how_to_resume(text, tmp_path, monkeypatch):
+    def lose(training: TrainState, save: object) -> float:
         training.step, training.checkpoint = 7, Path("runs/a/checkpoints/step-00000004")
         raise ScaleDistributedError("rank 1 is gone\nmore", step=7, unit="")
 
     monkeypatch.setattr(run, "train", lose)
     message = r"^lost the other ranks after step 7 \(rank 1 is gone\); go on with --resume runs/a, from step-00000004$"
     with pytest.raises(RanksLost, match=message):
-        language_model(options_for(tmp_path / "run", text, "none"), Group())
+        train_language_model(options_for(tmp_path / "run", text, "none"), Group())
 
 
 def read_another_text_on_rank_1(folder: Path, text: Path) -> str:

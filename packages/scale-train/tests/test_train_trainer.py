@@ -12,13 +12,13 @@ from scale_train import trainer as loop
 from scale_train.config.options import DataOptions, ModelOptions, OptimizerOptions, Options, ParallelOptions, RunOptions
 from scale_train.data.text import read_text
 from scale_train.errors import Interrupted, TrainingDiverged
-from scale_train.reporting.reporters import EvaluationRecord, Silent, StepRecord
+from scale_train.reporting.reporters import EvaluationRecord, Reporter, StepRecord
 from scale_train.signals import StopSignal
-from scale_train.state import Training, build
-from scale_train.trainer import forward_backward, keep, seed_step, train
+from scale_train.state import TrainState, build_state
+from scale_train.trainer import forward_backward, save_if_finite, seed_step, train
 
 
-class Diary(Silent):
+class Diary(Reporter):
     def __init__(self) -> None:
         self.entries: list[str] = []
 
@@ -42,8 +42,8 @@ def options(tmp_path: Path) -> Options:
     )
 
 
-def start(options: Options) -> tuple[Training, list[str]]:
-    training = build(options, read_text(options.data.text), Group())
+def start(options: Options) -> tuple[TrainState, list[str]]:
+    training = build_state(options, read_text(options.data.text), Group())
     diary = Diary()
     training.reporter = diary
     return training, diary.entries
@@ -52,7 +52,7 @@ def start(options: Options) -> tuple[Training, list[str]]:
 def test_a_training_steps_saves_evaluates_and_ends_with_a_checkpoint_and_a_judgement(options):
     training, entries = start(options)
 
-    def save(now: Training) -> None:
+    def save(now: TrainState) -> None:
         now.saved_step = now.step
         entries.append(f"save {now.step}")
 
@@ -68,13 +68,13 @@ def test_micro_batches_have_the_gradient_of_the_whole_batch(options):
     parts, _ = start(replace(options, parallel=replace(options.parallel, accumulate=2)))
     losses = [forward_backward(training) for training in (whole, parts)]
     torch.testing.assert_close(*losses)
-    for one, other in zip(whole.engine.plain.parameters(), parts.engine.plain.parameters(), strict=True):
+    for one, other in zip(whole.engine.raw_model.parameters(), parts.engine.raw_model.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad)
 
 
 def test_a_signal_ends_the_training_after_the_step_and_its_save(options, monkeypatch):
     training, entries = start(options)
-    monkeypatch.setattr(StopSignal, "agreed", lambda self, group: 2 if training.step == 3 else 0)
+    monkeypatch.setattr(StopSignal, "received_by_any_rank", lambda self, group: 2 if training.step == 3 else 0)
     with pytest.raises(Interrupted, match="stopped after step 3, which is saved") as caught:
         train(training, lambda now: entries.append(f"save {now.step}"))
     assert caught.value.exit_code == 130
@@ -84,7 +84,7 @@ def test_a_signal_ends_the_training_after_the_step_and_its_save(options, monkeyp
 def test_a_loss_that_is_no_number_stops_the_training(options):
     training, _ = start(options)
     with torch.no_grad():
-        training.engine.plain.norm.weight.fill_(float("nan"))
+        training.engine.raw_model.norm.weight.fill_(float("nan"))
     with pytest.raises(TrainingDiverged, match="the loss is nan at step 2, which is not saved: take a smaller --lr"):
         train(training, lambda now: None)
 
@@ -95,15 +95,15 @@ def test_a_state_with_a_number_that_is_not_finite_is_never_saved(options, monkey
     training, _ = start(options)
     saved: list[int] = []
 
-    def save(now: Training) -> None:
+    def save(now: TrainState) -> None:
         now.saved_step = now.step
         now.checkpoint = Path("runs/a/checkpoints", f"step-{now.step:08}")
         saved.append(now.step)
-        weight = now.engine.plain.norm.weight
+        weight = now.engine.raw_model.norm.weight
         if now.step == 2:
-            monkeypatch.setattr(loop, "one_step", lambda now: spoil(now, weight))
+            monkeypatch.setattr(loop, "train_step", lambda now: spoil(now, weight))
 
-    def spoil(now: Training, weight: torch.Tensor) -> None:
+    def spoil(now: TrainState, weight: torch.Tensor) -> None:
         now.step += 1
         if where == "loss":
             now.loss = torch.tensor(float("nan"))
@@ -125,9 +125,9 @@ def spoil_rank_1() -> str:
     weights = list(torch.nn.Linear(1, 1).parameters())
     training.engine = SimpleNamespace(params=lambda: weights)
     training.optimizer = torch.optim.SGD(weights)
-    training.way_on = lambda: ""
+    training.resume_hint = lambda: ""
     try:
-        keep(training, lambda now: None)
+        save_if_finite(training, lambda now: None)
     except TrainingDiverged as error:
         return str(error)
     return ""

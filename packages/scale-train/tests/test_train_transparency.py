@@ -10,9 +10,9 @@ from scale_core.comm.group import Group, group_of
 from scale_core.testing import run_ranks
 from scale_train.config.options import DataOptions, ModelOptions, OptimizerOptions, Options, ParallelOptions, RunOptions
 from scale_train.data.text import read_text
-from scale_train.reporting.reporters import Silent, StepRecord
-from scale_train.state import build
-from scale_train.trainer import one_step
+from scale_train.reporting.reporters import Reporter, StepRecord
+from scale_train.state import build_state
+from scale_train.trainer import train_step
 
 STEPS = 5
 
@@ -22,7 +22,7 @@ class Curve(NamedTuple):
     norms: list[float | None]
 
 
-class Recorder(Silent):
+class Recorder(Reporter):
     def __init__(self) -> None:
         self.curve = Curve([], [])
 
@@ -42,10 +42,10 @@ def options_for(text: Path, parallel: str, *, clip: float = 0.0, fused: bool = F
 
 
 def curve_of(options: Options, group: Group) -> Curve:
-    training = build(options, read_text(options.data.text), group)
+    training = build_state(options, read_text(options.data.text), group)
     training.reporter = recorder = Recorder()
     while training.step < options.optimizer.steps:
-        one_step(training)
+        train_step(training)
     return recorder.curve
 
 

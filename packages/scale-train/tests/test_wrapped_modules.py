@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import scale_train
 from scale_core.testing import run_ranks
 from scale_fsdp import FSDPConfig, MixedPrecision, describe, fully_shard
-from scale_fsdp.unit import unit_of, units_in
+from scale_fsdp.runtime.unit import unit_of, units_in
 from scale_train import with_wrapped_modules
 
 BLOCKS = r"layers\.\d+"

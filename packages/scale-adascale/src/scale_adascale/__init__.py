@@ -3,11 +3,10 @@
 `adascale` is the optimizer; read it first. Below it:
 
 - `gain`, `noise_scale`, `batch_size`: the formulas, numbers in and numbers out;
-- `squared_norms`, `param_info`, `process_groups`: squares of gradients, and which rank holds what how often;
-- `adam_preconditioner`: gradients as Adam scales them;
-- `grad_hooks`, `local_grad_norms`, `norm_reduction`: from each local gradient to the sums over all ranks;
-- `step_statistics`, `estimates`: what one step gives, and what is known after all steps;
-- `optimizer_wrapper`, `grad_scaler`, `validation`, `gradient_checks`: the inner optimizer, and what is refused;
+- `local_grad_norms`, `norm_reduction`, `squared_norms`: from each local gradient to the sums over all ranks;
+- `step_statistics`, `estimates`: what one step gives, and the averages of all steps;
+- `param_info`, `adam_preconditioner`: which rank holds what how often, and gradients as Adam scales them;
+- `validation`, `gradient_checks`: what is refused;
 - `gain_scheduler`: a training that is counted in steps of the small batch.
 """
 
@@ -32,7 +31,7 @@ __all__ = [
     "until_steps",
 ]
 
-# Their home is where people import them from: tracebacks and documentation show that path.
+# Tracebacks and documentation show the path that people import from.
 for _name in __all__:
     globals()[_name].__module__ = __name__
 del _name

@@ -1,40 +1,105 @@
 """`AdaScale`: an optimizer around another one, which multiplies its learning rates by the gain of the large batch.
 
-Gradients are measured (`optimizer_wrapper`), `gain` and `step` turn that into estimates (`step_statistics`,
-`estimates`, `gain`), and the inner optimizer steps.
+A step, in the order of time: hooks on parameters measure each local gradient (`local_grad_norms`); when the last pass
+has ended the squared norms are summed over all ranks (`norm_reduction`); `step` and `gain` turn the sums into
+estimates (`step_statistics`, `estimates`, `gain`), and the inner optimizer steps.
 """
 
 from __future__ import annotations
 
-import weakref
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import SGD, Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from scale_adascale.adam_preconditioner import is_adaptive
-from scale_adascale.estimates import Estimates
+from scale_adascale.estimates import GROUP_KEY, Estimates, EstimatorState, without_fairscale
 from scale_adascale.gain import check_scale, gain
-from scale_adascale.grad_scaler import scale_of, scaler_of_step
 from scale_adascale.noise_scale import NoiseScale, noise_scale
-from scale_adascale.norm_reduction import Meter
-from scale_adascale.optimizer_wrapper import Listening
-from scale_adascale.process_groups import data_group_of, model_group_of
-from scale_adascale.step_statistics import Settings, default_smoothing
+from scale_adascale.norm_reduction import NormReducer
+from scale_adascale.param_info import data_group_of, model_group_of
+from scale_adascale.step_statistics import Settings, StepStatistics, default_smoothing
 from scale_adascale.validation import (
     check_num_gradients,
     check_numbers,
     check_optimizer,
-    check_plain,
     check_rule,
-    check_smoothing,
     check_trains,
+    no_scaler_error,
+    no_step_error,
+    undivided_error,
+    uneven_step_error,
 )
-from scale_core.comm.group import GroupLike, check_not_forgotten
+from scale_core import uneven_inputs
+from scale_core.comm.group import GroupLike, check_initialized
+from scale_core.state.param_ownership import ParamSlice
 
 
-class AdaScale(Listening):
+class OptimizerWrapper(Optimizer):
+    """An optimizer around another one, whose parameter groups, state, state hooks and other attributes it shows."""
+
+    _optimizer: Optimizer
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        super().__setstate__({"defaults": optimizer.defaults})  # What torch's own constructor makes beside groups.
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Those of the inner optimizer."""
+        return self._optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """That of the inner optimizer."""
+        return self._optimizer.state
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The inner optimizer, by which `ShardedDataParallel` finds an OSS."""
+        return self._optimizer
+
+    @property
+    def construction(self) -> str:
+        """The line that builds it, for errors."""
+        return f"AdaScale({type(self._optimizer).__name__}(model.parameters(), ...))"
+
+    def sharded_state(self, holding: ParamSlice) -> ParamSlice:
+        """This rank's part of a parameter's state, as the inner optimizer says."""
+        inner: Callable[[ParamSlice], ParamSlice] | None = getattr(self._optimizer, "sharded_state", None)
+        return holding if inner is None else inner(holding)
+
+    # The hooks are on the inner optimizer's state.
+
+    def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
+        return self._optimizer.register_state_dict_pre_hook(hook, prepend)
+
+    def register_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
+        return self._optimizer.register_state_dict_post_hook(hook, prepend)
+
+    def register_load_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
+        return self._optimizer.register_load_state_dict_pre_hook(hook, prepend)
+
+    def register_load_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
+        return self._optimizer.register_load_state_dict_post_hook(hook, prepend)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_optimizer":
+            raise AttributeError(name)
+        return getattr(self._optimizer, name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "an AdaScale can't be copied or pickled, because it has hooks on the parameters of this very model. Copy "
+            "the model, build AdaScale(...) for it, and load optimizer.state_dict()"
+        )
+
+
+class AdaScale(OptimizerWrapper):
     """Large batches with the learning rates of small ones: wraps any optimizer, and is one to schedulers and scalers.
 
         >>> import torch
@@ -72,15 +137,19 @@ class AdaScale(Listening):
             that divide gradients by something, such as RMSprop, it must be said.
         preconditioned: Measure gradients as Adam and AdamW use them, divided by the root of the mean second moment of
             their tensor. None is whether they are Adam's or AdamW's.
+        grad_scaler: The scaler that multiplies losses and steps, torch's `GradScaler` or `ShardedGradScaler`.
 
     Attributes:
+        grad_scaler: May be set later, before the first backward pass, as where a trainer builds it.
         progress: Steps of the small batch that the training is worth so far: the sum of the gains of its steps.
 
     Raises:
         RuntimeError: A launcher has started several ranks, and torch.distributed is not initialised.
-        TypeError: `optimizer` is no optimizer, or an AdaScale, or LBFGS.
+        TypeError: `optimizer` is no optimizer, or an AdaScale, or LBFGS, or has DTensors.
         ValueError: A number out of its range, groups that do not fit, or an optimizer whose rule must be said.
     """
+
+    listens_to_gradients = True  # OSS refuses a class that has this: no backward brings gradients to its pieces.
 
     def __init__(
         self,
@@ -96,22 +165,26 @@ class AdaScale(Listening):
         model_parallel_group: GroupLike = None,
         power: float | None = None,
         preconditioned: bool | None = None,
+        grad_scaler: GradScaler | None = None,
     ) -> None:
         if process_group is None and world_size is None:
-            check_not_forgotten()
+            check_initialized()
         check_optimizer(optimizer, AdaScale)
         data = data_group_of(optimizer, process_group)
-        check_numbers(data, world_size, num_gradients_to_accumulate, power)
-        check_plain(optimizer)
+        check_numbers(data, world_size, num_gradients_to_accumulate, power, smoothing)
         check_rule(optimizer, data, power, preconditioned)
-        check_smoothing(smoothing)
         samples = data.size * num_gradients_to_accumulate
         check_scale(samples if scale is None else scale)
         model = model_group_of(optimizer, data, model_parallel_group)
         check_trains(optimizer, data, model)
-        as_adam = is_adaptive(optimizer) if preconditioned is None else preconditioned
-        meter = Meter(optimizer, data, model, preconditioned=as_adam)
-        settings = Settings(
+        is_adam = is_adaptive(optimizer)
+        reducer = NormReducer(
+            optimizer, data, model, preconditioned=is_adam if preconditioned is None else preconditioned
+        )
+        super().__init__(optimizer)
+        self.grad_scaler = grad_scaler
+        self._power = power if power is not None else (0.5 if is_adam else 1.0)
+        self._settings = Settings(
             num_ranks=data.size,
             num_gradients=num_gradients_to_accumulate,
             scale=float(samples if scale is None else scale),
@@ -119,14 +192,15 @@ class AdaScale(Listening):
             is_scaled_loss=is_scaled_loss,
             debias=debias_ewma,
         )
-        super().__init__(optimizer, meter, settings)
-        self._power = power if power is not None else (0.5 if is_adaptive(optimizer) else 1.0)
-        self._scaler: weakref.ref[GradScaler] | None = None
+        self._state = EstimatorState(optimizer)
+        self._statistics = StepStatistics(reducer, self._settings, self._state)
+        self._is_unhooked = False
+        self._register_hooks()
 
     # The gain.
 
     def gain(self, pg_idx: int | None = None) -> float:
-        """Returns how many steps of the small batch the step is worth whose gradients are there, or else the last one.
+        """Returns how many steps of the small batch this step is worth, or the last one before the last backward pass.
 
         Args:
             pg_idx: The number of a parameter group; None is all of them together.
@@ -136,11 +210,11 @@ class AdaScale(Listening):
         """
         estimates = self._estimates()
         if pg_idx is None:
-            return gain(estimates.together(), self._settings.scale)
+            return gain(estimates.total(), self._settings.scale)
         if not 0 <= pg_idx < len(estimates.groups):
             raise IndexError(
-                f"expected the number of one of {len(estimates.groups)} parameter groups, from 0, got {pg_idx}: leave "
-                "it out for all of them together"
+                f"expected the number of one of {len(estimates.groups)} parameter groups, from 0, got {pg_idx}. "
+                "Leave it out for all of them together"
             )
         return gain(estimates.groups[pg_idx].moments, self._settings.scale)
 
@@ -178,24 +252,96 @@ class AdaScale(Listening):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._is_due():
-            self._scaler = scaler_of_step()
-            loss_scale = scale_of(self._scaler)
-            estimates = self._sampling.estimates(loss_scale, is_step=True)
-            self._sampling.step_is_taken(loss_scale)
-            worth = gain(estimates.together(), self._settings.scale)
-            self._reading.write(estimates.with_progress(worth, scaled=self._scaler is not None))
-        elif self._is_unhooked and any(group["lr"] for group in self.param_groups):
-            self._reading.write(self._reading.estimates.with_progress(self.gain(), scaled=self._scaler is not None))
-        rates = [group["lr"] for group in self.param_groups]
+        groups, scale = self._optimizer.param_groups, self._settings.scale
+        if self._has_step():
+            estimates = self._statistics.estimates(self._loss_scale(), is_step=True)
+            self._statistics.commit_step(self._loss_scale())
+            estimates = estimates.with_progress(gain(estimates.total(), scale))
+            self._state.store(estimates)
+        else:
+            estimates = self._estimates()
+            if self._is_unhooked and any(group["lr"] for group in groups):
+                estimates = estimates.with_progress(gain(estimates.total(), scale))
+                self._state.store(estimates)
+        rates = [group["lr"] for group in groups]
         try:
-            for number, group in enumerate(self.param_groups):
-                group["lr"] = group["lr"] * self.gain(number) ** self._power
+            for group, average in zip(groups, estimates.groups, strict=True):
+                group["lr"] = group["lr"] * gain(average.moments, scale) ** self._power
             result = self._optimizer.step(*args[1:], **kwargs)
         finally:
-            for group, rate in zip(self.param_groups, rates, strict=True):
+            for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate
         return result if closure is None else loss
+
+    def _has_step(self) -> bool:
+        """Whether the gradients of a whole step are there; False where nothing is measured, or nothing can change.
+
+        Raises RuntimeError if a step would be one with the gradients of some passes only, or with others than measured.
+        """
+        statistics, number = self._statistics, self._settings.num_gradients
+        if not statistics.local.hooks.is_active or not (
+            statistics.passes or any(group["lr"] for group in self._optimizer.param_groups)
+        ):
+            return False  # torch's checkpoint functions step once with a learning rate of 0, so that there is a state.
+        statistics.check_measured()
+        statistics.count_zero_gradient_pass()
+        if uneven_inputs.active_share is not None:
+            raise uneven_step_error()
+        if statistics.passes != number or statistics.local.in_backward:
+            raise no_step_error(statistics.passes, number, statistics.local)
+        if number > 1 and not (self._settings.is_scaled_loss or statistics.is_divided):
+            raise undivided_error(number)
+        return True
+
+    def _estimates(self) -> Estimates:
+        """With the gradients that are there already, if those of a whole step are."""
+        return self._statistics.estimates(self._loss_scale())
+
+    def _loss_scale(self) -> float:
+        return 1.0 if self.grad_scaler is None else float(self.grad_scaler.get_scale())
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # A scaler asks before each step. No, even if the inner optimizer does: gradients must be unscaled before it.
+        if self.grad_scaler is None:
+            raise no_scaler_error()
+        return False
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients; what was measured of them counts as nothing, unless a step was taken.
+
+        Raises:
+            RuntimeError: More backward passes were to come before the next step.
+        """
+        if not self._statistics.local.failed:
+            self._check_between_steps("zero_grad", "Don't zero_grad in backward")
+        self._statistics.reset()
+        self._optimizer.zero_grad(set_to_none=set_to_none)
+        self._statistics.on_zero_grad(to_zeros=not set_to_none)
+        self._register_hooks()  # On what was unfrozen.
+
+    def scale_grad_by_num_grads_to_accum(self) -> None:
+        """Divides the gradients by the number of those that were added up, where losses were not.
+
+        Raises:
+            RuntimeError: Losses are (`is_scaled_loss`); more backward passes are to come; or it was done already.
+        """
+        statistics, number = self._statistics, self._settings.num_gradients
+        if self._settings.is_scaled_loss:
+            raise RuntimeError(
+                "Must use unscaled loss for scale_grad_by_num_grads_to_accum(): AdaScale was built for losses that "
+                "are divided by the number of gradients. Leave this call out, or pass is_scaled_loss=False"
+            )
+        if statistics.passes != number or statistics.is_divided:
+            came = "they are divided already" if statistics.is_divided else f"{statistics.passes} came"
+            raise RuntimeError(
+                f"scale_grad_by_num_grads_to_accum(): expected {number} gradients to divide by, but {came}. Call it "
+                "once, between the last backward() and step()"
+            )
+        statistics.is_divided = True
+        grads = [holder.grad for holder in statistics.reducer.holders if holder.grad is not None]
+        if grads:  # Of small models a rank may have no piece.
+            torch._foreach_div_(grads, float(number))
 
     # What may be changed between steps.
 
@@ -212,7 +358,7 @@ class AdaScale(Listening):
     @property
     def progress(self) -> float:
         """Steps of the small batch that the training is worth so far."""
-        return self._reading.estimates.progress
+        return self._state.estimates.progress
 
     @property
     def num_gradients_to_accumulate(self) -> int:
@@ -233,11 +379,11 @@ class AdaScale(Listening):
             RuntimeError: More backward passes are to come before the next step.
             ValueError: The scale is below 1.
         """
-        self._check_at_rest("set_scale", "Don't change scale in backward phase")
+        self._check_before_passes("set_scale", "Don't change scale in backward phase")
         check_scale(scale)
         if update_estimate:
-            self._reading.write(self._reading.estimates.at_scale(self._settings.scale, scale))
-        self._sampling.batches_change(scale=float(scale), is_small_batch_kept=not update_estimate)
+            self._state.store(self._state.estimates.at_scale(self._settings.scale, scale))
+        self._statistics.set_batch_geometry(scale=float(scale), is_small_batch_kept=not update_estimate)
 
     def set_num_gradients_to_accumulate(self, num_gradients_to_accumulate: int, update_smoothing: bool = True) -> None:
         """Changes the number of backward passes between two steps; the scale mostly has to be set, too.
@@ -250,18 +396,93 @@ class AdaScale(Listening):
             RuntimeError: More backward passes are to come before the next step.
             ValueError: The number is below 1.
         """
-        self._check_at_rest("set_num_gradients_to_accumulate", "Don't change num_grad_to_accum in backward")
+        self._check_before_passes("set_num_gradients_to_accumulate", "Don't change num_grad_to_accum in backward")
         check_num_gradients(num_gradients_to_accumulate)
-        self._sampling.batches_change(num_gradients=int(num_gradients_to_accumulate))
-        self._sampling.forget_last()  # The next gradient may be that of another batch.
+        self._statistics.set_batch_geometry(num_gradients=int(num_gradients_to_accumulate))
+        self._statistics.reset_consecutive()  # The next gradient may be that of another batch.
         if update_smoothing:
             self._settings.smoothing = default_smoothing(self._settings.num_samples)
 
-    def _estimates(self) -> Estimates:
-        """With the gradients that are there already, if those of a whole step are, and their scale is known."""
-        if self._scaler is None and self._reading.estimates.is_scaled:
-            return self._reading.estimates  # Loaded: which scaler there is, its first step will tell.
-        return self._sampling.estimates(scale_of(self._scaler))
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group to the inner optimizer; its gain begins at 1.
+
+        Raises:
+            RuntimeError: More backward passes are to come before the next step.
+        """
+        self._check_before_passes("add_param_group", "Can't add parameter group during backward")
+        self._optimizer.add_param_group(param_group)
+        self._state.store(self._state.estimates)  # So that each group has some, which checkpoints expect.
+        self._statistics.reset_consecutive()
+        self._register_hooks()
+
+    def unhook(self) -> None:
+        """Stops to measure until `hook`, and drops what it keeps of gradients; steps go on with the last gain.
+
+        Raises:
+            RuntimeError: A step of a pipeline is under way, whose ranks would wait for what this one has measured.
+        """
+        if self._statistics.local.in_microbatch_step:
+            raise RuntimeError(
+                "unhook() inside of a pipeline's step, some of whose gradients have been measured, and other ranks "
+                "would wait for their sum. Call it after pipe.step(...), or before it on all ranks"
+            )
+        self._is_unhooked = True
+        self._statistics.remove_hooks()
+
+    def hook(self) -> None:
+        """Measures again, from the next backward pass on, after `unhook`."""
+        self._is_unhooked = False
+        self._register_hooks()
+
+    def _register_hooks(self) -> None:
+        if not self._is_unhooked:
+            self._statistics.register_hooks([p for group in self._optimizer.param_groups for p in group["params"]])
+
+    # State.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the inner optimizer's state; AdaScale's averages are in its parameter groups.
+
+        Raises:
+            RuntimeError: More backward passes are to come before the next step.
+        """
+        self._check_between_steps("state_dict", "Don't checkpoint in backward")
+        return self._optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what `state_dict` has returned, an inner optimizer's own state, or one of FairScale's AdaScale.
+
+        Raises:
+            RuntimeError: More backward passes are to come before the next step.
+            ValueError: It has other parameter groups; nothing was loaded.
+        """
+        self._check_between_steps("load_state_dict", "Don't load checkpoint in backward")
+        own, averages = without_fairscale(state_dict, len(self.param_groups))
+        before = [(group, group.pop(GROUP_KEY)) for group in self.param_groups if GROUP_KEY in group]
+        try:
+            self._optimizer.load_state_dict(own)
+        except BaseException:
+            for group, row in before:
+                group[GROUP_KEY] = row
+            raise
+        if averages is not None:
+            self._state.store(replace(self._state.estimates, groups=tuple(averages)))
+        self._statistics.reset()
+        self._statistics.reset_consecutive()
+
+    def _check_before_passes(self, method: str, what: str) -> None:
+        """Raises as below, and also when all passes have come and the step has not."""
+        self._check_between_steps(method, what, or_before_step=self._statistics.passes > 0)
+
+    def _check_between_steps(self, method: str, what: str, *, or_before_step: bool = False) -> None:
+        """Raises RuntimeError amid the passes of a step; `what` is FairScale's text for this method."""
+        passes, number = self._statistics.passes, self._settings.num_gradients
+        if self._statistics.local.in_backward or 0 < passes < number or or_before_step:
+            raise RuntimeError(
+                f"{what}: {method}() in the middle of a step, of whose backward passes {passes} of {number} have "
+                f"ended. Call it after optimizer.step(), or pass num_gradients_to_accumulate={max(1, passes)} if no "
+                "more are to come"
+            )
 
 
 class AdaScaleWrapper(AdaScale):
@@ -275,23 +496,9 @@ class AdaScaleWrapper(AdaScale):
         4.0
 
     Args:
-        params: For the optimizer.
-        world_size: As in `AdaScale`, and so are those below up to `debias_ewma`.
-        scale: As there.
-        smoothing: As there.
-        num_gradients_to_accumulate: As there.
-        debias_ewma: As there.
+        params: The parameters, or groups of them, for the optimizer.
         optim_cls: The class of the optimizer.
-        is_scaled_loss: As in `AdaScale`, and so are those below.
-        process_group: As there.
-        model_parallel_group: As there.
-        power: As there.
-        preconditioned: As there.
-        **additional_optim_args: For the optimizer.
-
-    Raises:
-        TypeError: As in `AdaScale`.
-        ValueError: As in `AdaScale`.
+        **additional_optim_args: For the optimizer. All others, and errors, are those of `AdaScale`.
     """
 
     def __init__(
@@ -309,6 +516,7 @@ class AdaScaleWrapper(AdaScale):
         model_parallel_group: GroupLike = None,
         power: float | None = None,
         preconditioned: bool | None = None,
+        grad_scaler: GradScaler | None = None,
         **additional_optim_args: Any,
     ) -> None:
         super().__init__(
@@ -323,4 +531,5 @@ class AdaScaleWrapper(AdaScale):
             model_parallel_group=model_parallel_group,
             power=power,
             preconditioned=preconditioned,
+            grad_scaler=grad_scaler,
         )

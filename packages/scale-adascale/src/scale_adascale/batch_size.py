@@ -32,7 +32,7 @@ class Speed(NamedTuple):
 
 
 class Suggestion(NamedTuple):
-    """A batch size, and what speaks for it.
+    """A batch size and its estimated goodput.
 
     Attributes:
         batch_size: Samples of one step, over all ranks.
@@ -48,7 +48,7 @@ class Suggestion(NamedTuple):
 
 
 def fit_speed(seconds: Mapping[int, float]) -> Speed:
-    """Returns the line with the least sum of squared relative errors, neither part of which is below 0.
+    """Fits a line with the least sum of squared relative errors, both parts of which are at least 0.
 
     Args:
         seconds: Measured seconds of a step, by batch size.
@@ -58,7 +58,7 @@ def fit_speed(seconds: Mapping[int, float]) -> Speed:
     """
     if not seconds or any(not size > 0 or not 0 < each < math.inf for size, each in seconds.items()):
         raise ValueError(
-            f"expected seconds of a step by batch size, all above 0, got {dict(seconds)}: measure some steps of one "
+            f"expected seconds of a step by batch size, all above 0, got {dict(seconds)}. Measure some steps of one "
             "batch size at least, such as {256: 0.21, 512: 0.34}"
         )
     # Divided by the seconds themselves, so that all measurements count alike: 1 = a x + b y.
@@ -102,7 +102,7 @@ def suggest_batch_size(
     speed = fit_speed(seconds)
     sizes = sorted({*seconds, *(2 * size for size in seconds)} if candidates is None else set(candidates))
     if not sizes or sizes[0] < 1:
-        raise ValueError(f"expected candidates of at least 1, and one at least, got {sizes}: pass batch sizes")
+        raise ValueError(f"expected candidates of at least 1, and one at least, got {sizes}. Pass batch sizes")
     found = []
     for size in sizes:
         throughput = size / seconds.get(size, speed.seconds(size))
@@ -111,22 +111,21 @@ def suggest_batch_size(
     return max(found, key=lambda each: each.goodput)
 
 
-# Two gradients of one batch, so that one worker which accumulates nothing knows how noisy they are.
-#
-# The estimates are as good as those of two workers, and cost a second forward and backward pass of half the size.
-
 Batch = TypeVar("Batch")
 
 
 def halves(batch: Batch) -> Iterator[Batch]:
     """Yields the first half of a batch and the second, for two backward passes in place of one.
 
+    So one worker which accumulates nothing has two gradients per step. Its estimates are as good as those of two
+    workers, and cost a second forward and backward pass of half the size.
+
         >>> import torch
         >>> [half.tolist() for half in halves(torch.arange(4))]
         [[0, 1], [2, 3]]
 
     Args:
-        batch: Tensors, in whatever they stand; all have their samples along the first dimension.
+        batch: Tensors [samples, ...], in any nest of lists, tuples and dicts.
 
     Raises:
         ValueError: The samples are no even number, or not the same for all tensors.
@@ -135,21 +134,15 @@ def halves(batch: Batch) -> Iterator[Batch]:
     size = next(iter(sizes), 0)
     if len(sizes) != 1 or size % 2 or not size:
         raise ValueError(
-            f"expected tensors with one even number of samples, got {sorted(sizes)}: pass the tensors that have the "
-            "samples of one batch, and drop the last sample of an odd one"
+            f"expected tensors with one even number of samples, got {sorted(sizes)}. Pass the tensors of one batch, "
+            "and drop the last sample of an odd one"
         )
-    yield _part(batch, 0, size // 2)
-    yield _part(batch, size // 2, size // 2)
+    yield cast(Batch, map_tensors(lambda tensor: tensor[: size // 2], batch))
+    yield cast(Batch, map_tensors(lambda tensor: tensor[size // 2 :], batch))
 
 
-def _part(batch: Batch, first: int, size: int) -> Batch:
-    return cast(Batch, map_tensors(lambda tensor: tensor.narrow(0, first, size), batch))
-
-
-# The fixed rules for large batches, beside which AdaScale is to be judged: what the learning rate is multiplied by.
-#
-# Each is a function of the scale and of how far the training is, so that `torch.optim.lr_scheduler.LambdaLR` can use
-# it.
+# The fixed rules for large batches, to compare AdaScale with: factors of the learning rate, for
+# `torch.optim.lr_scheduler.LambdaLR`.
 #
 #     rule            factor at scale S                    steps
 #     linear          S                                    T / S      Goyal et al., arXiv 1706.02677
@@ -160,7 +153,7 @@ def _part(batch: Batch, first: int, size: int) -> Batch:
 
 
 def linear(scale: float) -> float:
-    """Returns the scale itself.
+    """The factor of linear scaling, the scale itself.
 
     Raises:
         ValueError: The scale is below 1.
@@ -170,7 +163,7 @@ def linear(scale: float) -> float:
 
 
 def square_root(scale: float) -> float:
-    """Returns the square root of the scale.
+    """The factor of square root scaling.
 
     Raises:
         ValueError: The scale is below 1.
@@ -180,7 +173,7 @@ def square_root(scale: float) -> float:
 
 
 def legw(scale: float, epoch: float, base_warmup_epochs: float) -> float:
-    """Returns the factor of "linear-epoch gradual warm-up": the square root, reached over a longer warm-up.
+    """The factor of "linear-epoch gradual warm-up": the square root, reached over a longer warm-up.
 
     Args:
         scale: How many times the batch is as large as the base.

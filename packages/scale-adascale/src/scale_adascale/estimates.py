@@ -1,8 +1,8 @@
-"""What AdaScale knows: averages per parameter group, the noise of all of them together, and how far the training is.
+"""Moving averages of what steps have measured: per parameter group for the gain, of all groups for the noise scale.
 
-It is kept as lists of numbers in the optimizer's own parameter groups, where schedulers keep theirs. So whatever saves
-an optimizer saves it, too: `state_dict()` that loads with `weights_only=True`, torch's distributed checkpoints, OSS,
-snapshots.
+They are kept as lists of numbers in the optimizer's own parameter groups, where schedulers keep theirs. So whatever
+saves an optimizer saves them, too: `state_dict()` that loads with `weights_only=True`, torch's distributed checkpoints,
+OSS, snapshots.
 """
 
 from __future__ import annotations
@@ -13,65 +13,134 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from scale_adascale.gain import Average, Moments, bounded
-from scale_adascale.noise_scale import NoiseAverage
+from scale_adascale.gain import Moments, bounded
 
+GROUP_KEY = "adascale"  # In each parameter group: variance, square, weight, count.
+RUN_KEY = "adascale_run"  # The same in all groups: progress, is_preconditioned, and the noise average.
+
+# Of the noise scale, whatever that of gains is: to tell how sure it is takes some tens of steps.
 _LEAST_SMOOTHING = 0.95
-"""Of the noise scale, whatever that of gains is: to tell how sure it is takes some tens of steps."""
 
-OF_GROUP = "adascale"
-OF_RUN = "adascale_run"
+
+@dataclass(frozen=True)
+class Average:
+    """The moving average of the moments of one parameter group."""
+
+    variance: float = 0.0
+    square: float = 1.0  # Before anything was measured, so that the gain is 1.
+    weight: float = 0.0  # How much of an exponential average has been filled, from 0 towards 1.
+    count: float = 0.0  # of steps
+
+    @property
+    def moments(self) -> Moments:
+        """The averages."""
+        return Moments(self.variance, self.square)
+
+    def updated(self, new: Moments, smoothing: float, *, debias: bool) -> Average:
+        """The average with the moments of one more step; `smoothing` of the old one stays, from 0 to below 1.
+
+        With `debias` an exponential average is divided by the part of it that was filled, as Adam does. Otherwise it is
+        the plain mean of the first 1 / (1 - smoothing) steps, and an exponential average from then on (AdaScale,
+        appendix B.3).
+        """
+        weight, count = smoothing * self.weight + (1 - smoothing), self.count + 1
+        if debias:
+            keep = smoothing * self.weight / weight
+        elif count * (1 - smoothing) < 1:
+            keep = self.count / count
+        else:
+            keep = smoothing if self.count else 0.0
+        variance, square = (keep * old + (1 - keep) * now for old, now in zip(self.moments, new, strict=True))
+        return Average(variance, square, weight, count)
+
+    def as_list(self) -> list[float]:
+        """The four numbers."""
+        return [self.variance, self.square, self.weight, self.count]
+
+
+@dataclass(frozen=True)
+class NoiseAverage:
+    """Moving averages of the two moments and of their squares, by which their confidence interval is known.
+
+    Unlike `Average` they are not cut off at 0, so that they are without bias.
+    """
+
+    variance: float = 0.0
+    square: float = 0.0
+    variance_squared: float = 0.0
+    square_squared: float = 0.0
+    product: float = 0.0  # of variance and square
+    weight: float = 0.0  # how much of the exponential averages has been filled
+    weights_squared: float = 0.0  # the sum of the squares of the weights of steps, before division by `weight`^2
+
+    def updated(self, new: Moments, smoothing: float, overlap: int = 1) -> NoiseAverage:
+        """The averages with the moments of one more step; `overlap` is in how many steps each gradient has a part.
+
+        Successive gradients that are compared have a part in two; so many steps are then as sure as one, at worst.
+        """
+        weight = smoothing * self.weight + (1 - smoothing)
+        keep = smoothing * self.weight / weight
+        variance, square = new
+        values = (variance, square, variance**2, square**2, variance * square)
+        mixed = [keep * old + (1 - keep) * now for old, now in zip(self.as_list(), values, strict=False)]
+        mixed += [weight, smoothing**2 * self.weights_squared + overlap * (1 - smoothing) ** 2]
+        return NoiseAverage(*mixed)
+
+    def with_variance_scaled(self, factor: float) -> NoiseAverage:
+        """The averages for a batch of scale 1 whose variance is so many times as large."""
+        return replace(
+            self,
+            variance=factor * self.variance,
+            variance_squared=factor**2 * self.variance_squared,
+            product=factor * self.product,
+        )
+
+    @property
+    def effective_steps(self) -> float:
+        """How many steps of equal weight would average as well; 0 before the first."""
+        return self.weight**2 / self.weights_squared if self.weights_squared else 0.0
+
+    def as_list(self) -> list[float]:
+        """The seven numbers."""
+        means = [self.variance, self.square, self.variance_squared, self.square_squared, self.product]
+        return [*means, self.weight, self.weights_squared]
 
 
 @dataclass(frozen=True)
 class Estimates:
-    """Averages of what the steps of a training have measured.
+    """Averages of what the steps of a training have measured."""
 
-    Attributes:
-        groups: One average for each parameter group.
-        noise: Of all groups together, for the noise scale.
-        progress: Steps of the small batch that the training is worth so far, the sum of its gains.
-        is_preconditioned: The averages are those of preconditioned gradients.
-        is_scaled: A scaler has multiplied the losses of the last step.
-    """
-
-    groups: tuple[Average, ...]
-    noise: NoiseAverage = field(default_factory=NoiseAverage)
-    progress: float = 0.0
-    is_preconditioned: bool = False
-    is_scaled: bool = False
+    groups: tuple[Average, ...]  # one for each parameter group
+    noise: NoiseAverage = field(default_factory=NoiseAverage)  # of all groups together
+    progress: float = 0.0  # the sum of the gains: steps of the small batch
+    is_preconditioned: bool = False  # The averages are those of preconditioned gradients.
 
     @classmethod
-    def of_nothing(cls, num_groups: int) -> Estimates:
-        """Before the first step, of so many parameter groups."""
+    def empty(cls, num_groups: int) -> Estimates:
+        """Before the first step."""
         return cls(tuple(Average() for _ in range(num_groups)))
 
     @classmethod
-    def of(cls, groups: Sequence[Mapping[str, Any]]) -> Estimates:
-        """What stands in parameter groups; what does not begins anew."""
-        averages = (Average.from_list(group[OF_GROUP]) if OF_GROUP in group else Average() for group in groups)
-        estimates = cls(tuple(averages))
-        if not groups or OF_RUN not in groups[0]:
-            return estimates
-        progress, preconditioned, scaled, *noise = groups[0][OF_RUN]
-        return replace(
-            estimates,
-            noise=NoiseAverage.from_list(noise),
-            progress=float(progress),
-            is_preconditioned=bool(preconditioned),
-            is_scaled=bool(scaled),
+    def from_groups(cls, groups: Sequence[Mapping[str, Any]]) -> Estimates:
+        """Those in parameter groups; a group that has none begins anew."""
+        averages = tuple(
+            Average(*map(float, group[GROUP_KEY])) if GROUP_KEY in group else Average() for group in groups
         )
+        if not groups or RUN_KEY not in groups[0]:
+            return cls(averages)
+        progress, preconditioned, *noise = groups[0][RUN_KEY]
+        return cls(averages, NoiseAverage(*map(float, noise)), float(progress), bool(preconditioned))
 
     @property
     def has_begun(self) -> bool:
         """Whether any step was measured."""
         return any(each.count for each in self.groups)
 
-    def together(self) -> Moments:
+    def total(self) -> Moments:
         """The moments of all groups together."""
         return Moments(sum(each.variance for each in self.groups), sum(each.square for each in self.groups))
 
-    def after(
+    def updated(
         self,
         sample: Sequence[Moments | None],
         smoothing: float,
@@ -80,101 +149,75 @@ class Estimates:
         preconditioned: bool,
         overlap: int = 1,
     ) -> Estimates:
-        """Returns the estimates when one more step was measured.
+        """The estimates with one more step: the moments of each group, not bounded; None where nothing was measured.
 
-        Args:
-            sample: The moments of each group, not cut off; None where nothing could be measured.
-            smoothing: The part of the old averages that stays.
-            debias: See `Average.after`.
-            preconditioned: Gradients were divided by what Adam divides them by. What was measured in the other way is
-                forgotten: it has other units.
-            overlap: See `NoiseAverage.after`.
+        Averages of preconditioned and of raw gradients have other units: when that changes the old ones are dropped.
         """
         measured = [moments for moments in sample if moments is not None]
         if not measured:
             return self
-        old = self if preconditioned == self.is_preconditioned else Estimates.of_nothing(len(self.groups))
-        groups = (
-            average if moments is None else average.after(bounded(moments), smoothing, debias=debias)
+        old = self if preconditioned == self.is_preconditioned else Estimates.empty(len(self.groups))
+        groups = tuple(
+            average if moments is None else average.updated(bounded(moments), smoothing, debias=debias)
             for average, moments in zip(old.groups, sample, strict=True)
         )
         total = Moments(sum(each.variance for each in measured), sum(each.square for each in measured))
-        noise = old.noise.after(total, max(smoothing, _LEAST_SMOOTHING), overlap)
-        return replace(self, groups=tuple(groups), noise=noise, is_preconditioned=preconditioned)
+        noise = old.noise.updated(total, max(smoothing, _LEAST_SMOOTHING), overlap)
+        return replace(self, groups=groups, noise=noise, is_preconditioned=preconditioned)
 
     def at_scale(self, old: float, new: float) -> Estimates:
-        """Returns them with FairScale's change of the variances when the scale changes."""
-        return self.with_groups([average.at_scale(old, new) for average in self.groups])
+        """The variances multiplied by old / new, as FairScale does when the scale changes."""
+        return replace(self, groups=tuple(replace(each, variance=each.variance * (old / new)) for each in self.groups))
 
-    def with_groups(self, groups: Sequence[Average]) -> Estimates:
-        """Returns them with other averages."""
-        return replace(self, groups=tuple(groups))
-
-    def with_noise(self, noise: NoiseAverage) -> Estimates:
-        """Returns them with other averages of the noise of all groups."""
-        return replace(self, noise=noise)
-
-    def with_progress(self, gain: float, *, scaled: bool = False) -> Estimates:
-        """Returns them after a step that was worth so many steps of the small batch, with a scaler or without."""
-        return replace(self, progress=self.progress + gain, is_scaled=scaled)
+    def with_progress(self, gain: float) -> Estimates:
+        """After a step of this gain."""
+        return replace(self, progress=self.progress + gain)
 
 
-class Reading:
-    """The estimates as they stand in an optimizer's parameter groups, into which others may load a state.
-
-    Args:
-        optimizer: It is given what begins anew, where nothing stands there.
-    """
+class EstimatorState:
+    """The estimates in an optimizer's parameter groups, into which others may load a state."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._rows: list[Any] = []
-        self._estimates = Estimates.of(optimizer.param_groups)
-        self.write(self._estimates)
+        self._estimates = Estimates.from_groups(optimizer.param_groups)
+        self.store(self._estimates)
 
     @property
     def estimates(self) -> Estimates:
-        """What stands there now."""
-        rows = [group.get(OF_GROUP) for group in self._optimizer.param_groups]
+        """Those that are there now."""
+        rows = [group.get(GROUP_KEY) for group in self._optimizer.param_groups]
         if len(rows) != len(self._rows) or any(row is not own for row, own in zip(rows, self._rows, strict=True)):
-            self.write(Estimates.of(self._optimizer.param_groups))
+            self.store(Estimates.from_groups(self._optimizer.param_groups))
         return self._estimates
 
-    def write(self, estimates: Estimates) -> None:
+    def store(self, estimates: Estimates) -> None:
         """Puts estimates there."""
-        flags = [float(estimates.is_preconditioned), float(estimates.is_scaled)]
-        run = [estimates.progress, *flags, *estimates.noise.as_list()]
+        run = [estimates.progress, float(estimates.is_preconditioned), *estimates.noise.as_list()]
         self._rows = [average.as_list() for average in estimates.groups]
         for group, row in zip(self._optimizer.param_groups, self._rows, strict=True):
-            group[OF_GROUP], group[OF_RUN] = row, list(run)
+            group[GROUP_KEY], group[RUN_KEY] = row, list(run)
         self._estimates = estimates
 
 
-_SAVED_AS = "adascale"
+_FAIRSCALE_KEY = "adascale"
 
 
 def without_fairscale(state_dict: Mapping[str, Any], num_groups: int) -> tuple[dict[str, Any], list[Average] | None]:
-    """Takes what FairScale's AdaScale has saved out of an optimizer's state.
-
-    Args:
-        state_dict: The optimizer's.
-        num_groups: How many parameter groups it is loaded into.
-
-    Returns:
-        The state without it, and the average of each parameter group; None where FairScale has not saved it.
+    """An optimizer's state without what FairScale's AdaScale has added, and its average of each parameter group.
 
     Raises:
         ValueError: It has averages of another number of parameter groups.
     """
     state = dict(state_dict["state"])
-    saved = state.pop(_SAVED_AS, None)
+    saved = state.pop(_FAIRSCALE_KEY, None)
     if saved is None:
         return dict(state_dict), None
     squares, variances = saved["grad_sqr_avg"], saved["grad_var_avg"]
     if not len(squares) == len(variances) == num_groups:
         raise ValueError(
             f"expected a FairScale AdaScale with averages of {num_groups} parameter groups, got those of "
-            f"{len(squares)}: build the optimizer with the groups that it was saved with, or load "
+            f"{len(squares)}. Build the optimizer with the groups that it was saved with, or load "
             "{**state_dict, 'state': state without 'adascale'}, with which the gain begins anew"
         )
     weights = saved.get("grad_var_avg_unbias", [0.0] * len(squares))

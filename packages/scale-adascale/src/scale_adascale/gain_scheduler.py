@@ -1,4 +1,4 @@
-"""A training that is counted in steps of the small batch, whatever the batch is: until the gains sum up to T.
+"""Trainings that are counted in steps of the small batch, whatever the batch is: until the gains sum up to T.
 
 So the number of steps and the schedule of the small batch stay what they are (AdaScale, algorithm 1).
 """
@@ -20,53 +20,53 @@ Batch = TypeVar("Batch")
 
 
 def until_steps(
-    batches: Iterable[Batch], optimizer: AdaScale, steps: float, *, first_turn: int | None = None
+    batches: Iterable[Batch], optimizer: AdaScale, steps: float, *, first_epoch: int | None = None
 ) -> Iterator[Batch]:
-    """Yields batches, all of them again and again, until the training is worth so many steps of the small batch.
+    """Yields batches, epoch after epoch, until the training is worth so many steps of the small batch.
 
         for batch in until_steps(loader, optimizer, steps=10_000):
             loss(model(batch)).backward()
             optimizer.step()
             optimizer.zero_grad()
 
-    A loader's sampler that has `set_epoch` is told the number of each turn. Under accumulation batches are
-    micro-batches, and it ends between two steps.
+    `set_epoch` of the loader's sampler, if it has one, is called with the number of each epoch. Under accumulation
+    batches are micro-batches, and it ends between two steps.
 
     Args:
         batches: What can be gone through more than once, such as a `DataLoader`.
         optimizer: The AdaScale that steps. Steps that it has taken before count.
         steps: Steps of the small batch.
-        first_turn: The number that `set_epoch` is told first. If None it is 0 at the beginning, and where a training
-            goes on, a number that no turn with a step in it has had: the steps that it is worth so far.
+        first_epoch: The first number for `set_epoch`. If None it is 0 at the beginning, and where a training goes on, a
+            number that no epoch with a step in it has had: the steps that it is worth so far.
 
     Raises:
         TypeError: The optimizer is no AdaScale.
         ValueError: There are no batches, or none any more; or `steps` is below 0.
     """
-    _check_counts(optimizer)
+    _check_adascale(optimizer)
     if not is_real(steps) or not steps >= 0:
-        raise ValueError(f"expected steps of 0 or more, got {steps!r}: pass those of the small batch")
-    epoch = math.ceil(optimizer.progress) if first_turn is None else first_turn
+        raise ValueError(f"expected steps of 0 or more, got {steps!r}. Pass those of the small batch")
+    epoch = math.ceil(optimizer.progress) if first_epoch is None else first_epoch
     while optimizer.progress < steps:
         set_epoch = getattr(getattr(batches, "sampler", None), "set_epoch", None)
         if set_epoch is not None:
             set_epoch(epoch)
-        yielded = 0
+        is_empty = True
         for batch in batches:
-            yielded += 1
+            is_empty = False
             yield batch
             if optimizer.progress >= steps:
                 return
-        if not yielded:
+        if is_empty:
             raise ValueError(
                 f"the batches have come to their end after {optimizer.progress:.1f} of {steps} steps of the small "
-                "batch: pass what can be gone through again, such as a DataLoader, and no iterator"
+                "batch. Pass what can be iterated over again, such as a DataLoader, and no iterator"
             )
         epoch += 1
 
 
 class GainScheduler:
-    """Has a scheduler step as often as the training has made steps of the small batch.
+    """Steps a learning rate scheduler once per step of the small batch.
 
         >>> import torch
         >>> from scale_adascale import AdaScale, GainScheduler
@@ -100,8 +100,8 @@ class GainScheduler:
         *,
         total_steps: int | None = None,
     ) -> None:
-        _check_counts(optimizer)
-        _check_steps_alone(scheduler)
+        _check_adascale(optimizer)
+        _check_scheduler(scheduler)
         if not is_real(steps_per_call) or not steps_per_call > 0:
             raise ValueError(
                 f"expected steps_per_call above 0, got {steps_per_call!r}: pass 1, or the steps of an epoch"
@@ -116,10 +116,10 @@ class GainScheduler:
         self._count = int(optimizer.progress / steps_per_call)
 
     def step(self) -> None:
-        """Catches up with the optimizer, up to the end of the schedule."""
+        """Steps the scheduler as often as the optimizer's progress says, up to the end of the schedule."""
         due = int(self._optimizer.progress / self._steps_per_call)
         while self._count < due and (self._total_steps is None or self._count + 1 < self._total_steps):
-            if not _goes_on(self.scheduler):
+            if not _has_next(self.scheduler):
                 break
             self.scheduler.step()
             self._count += 1
@@ -138,27 +138,24 @@ class GainScheduler:
         self._count = state_dict["count"]
 
 
-def _goes_on(scheduler: Any) -> bool:
-    """Whether a scheduler has a learning rate for one more step.
-
-    `OneCycleLR` has `total_steps` of them, the first before any step. It takes one step more, for which it goes beyond
-    the end of its line, and raises at the next.
-    """
+def _has_next(scheduler: Any) -> bool:
+    """Whether a scheduler has a learning rate for one more step."""
+    # `OneCycleLR` has `total_steps` of them, the first before any step. It takes one step more, beyond the end of its
+    # line, and raises at the next.
     members = getattr(scheduler, "_schedulers", None)
     if members is None:
         total = getattr(scheduler, "total_steps", None)
         return not isinstance(total, int) or scheduler.last_epoch + 1 < total
     milestones = getattr(scheduler, "_milestones", None)
     if milestones is None:  # A ChainedScheduler: all of them step together.
-        return all(_goes_on(member) for member in members)
+        return all(_has_next(member) for member in members)
     coming = scheduler.last_epoch + 1
     if coming in milestones or bisect_right(milestones, coming) < len(milestones):
-        return True  # Another one follows; one that ends before its turn is over raises, as it does without this.
-    return _goes_on(members[-1])
+        return True  # Another one follows; one that ends before its milestone raises, as it does without this.
+    return _has_next(members[-1])
 
 
-def _check_steps_alone(scheduler: Any) -> None:
-    """Refuses a scheduler that follows something else than the number of steps."""
+def _check_scheduler(scheduler: Any) -> None:
     parameters = inspect.signature(scheduler.step).parameters.values()
     wanted = [
         each.name
@@ -169,15 +166,14 @@ def _check_steps_alone(scheduler: Any) -> None:
         name = type(scheduler).__name__
         raise TypeError(
             f"expected a scheduler that follows the number of steps, got {name}, whose step({', '.join(wanted)}) "
-            "follows a value that is measured, at every call: it needs no count of steps, so leave GainScheduler out "
-            f"and call {name}.step({', '.join(wanted)}) itself, after each evaluation"
+            f"follows a measured value. Leave GainScheduler out and call {name}.step({', '.join(wanted)}) itself, "
+            "after each evaluation"
         )
 
 
-def _check_counts(optimizer: Any) -> None:
-    """Refuses an optimizer that counts no progress."""
+def _check_adascale(optimizer: Any) -> None:
     if not isinstance(optimizer, AdaScale):
         raise TypeError(
-            f"expected the AdaScale that steps, which counts steps of the small batch, got {type(optimizer).__name__}: "
-            "write optimizer = AdaScale(optimizer), and pass that one"
+            f"expected the AdaScale that steps, which counts steps of the small batch, got {type(optimizer).__name__}. "
+            "Write optimizer = AdaScale(optimizer), and pass that one"
         )

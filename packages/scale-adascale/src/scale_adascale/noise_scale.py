@@ -1,4 +1,4 @@
-"""The gradient noise scale: the batch size above which more samples per step stop to pay, and how sure that is.
+"""The gradient noise scale: the batch size above which more samples per step stop to pay, with a confidence interval.
 
 B = tr(Sigma) / |G|^2, with Sigma the covariance of the gradient of a single sample and G the expected gradient
 (McCandlish et al., "An Empirical Model of Large-Batch Training", arXiv 1812.06162, section 2.2; both parts without
@@ -12,12 +12,11 @@ samples, is about B (section 2.3).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import NormalDist
 from typing import NamedTuple
 
-from scale_adascale.gain import Moments, is_real
+from scale_adascale.estimates import NoiseAverage
+from scale_adascale.gain import is_real
 
 
 class NoiseScale(NamedTuple):
@@ -47,87 +46,10 @@ class NoiseScale(NamedTuple):
         return self.value
 
 
-@dataclass(frozen=True)
-class NoiseAverage:
-    """Moving averages of the two moments, and of their squares, by which one knows how sure they are.
-
-    Unlike what the gain is computed from these are not cut off at 0, so that they are without bias.
-
-    Attributes:
-        variance: Mean of the variances of a batch of scale 1.
-        square: Mean of the squared norms of the expected gradient.
-        variance_squared: Mean of variance^2.
-        square_squared: Mean of square^2.
-        product: Mean of variance * square.
-        weight: How much of the exponential averages has been filled.
-        weights_squared: The sum of the squares of the weights of single steps, before division by `weight`^2.
-    """
-
-    variance: float = 0.0
-    square: float = 0.0
-    variance_squared: float = 0.0
-    square_squared: float = 0.0
-    product: float = 0.0
-    weight: float = 0.0
-    weights_squared: float = 0.0
-
-    def after(self, new: Moments, smoothing: float, overlap: int = 1) -> NoiseAverage:
-        """Returns the averages when one more step was measured.
-
-        Args:
-            new: What it has measured.
-            smoothing: The part of the old averages that stays.
-            overlap: In how many steps each gradient has a part: successive gradients that are compared, in two; so many
-                steps are then as sure as one would be, at worst.
-        """
-        weight = smoothing * self.weight + (1 - smoothing)
-        keep = smoothing * self.weight / weight
-        variance, square = new
-        values = (variance, square, variance**2, square**2, variance * square)
-        mixed = [keep * old + (1 - keep) * now for old, now in zip(self.as_list(), values, strict=False)]
-        squares = smoothing**2 * self.weights_squared + overlap * (1 - smoothing) ** 2
-        return NoiseAverage.from_list([*mixed, weight, squares])
-
-    def times(self, factor: float) -> NoiseAverage:
-        """Returns the averages for a batch of scale 1 whose variance is so many times as large."""
-        return NoiseAverage(
-            factor * self.variance,
-            self.square,
-            factor**2 * self.variance_squared,
-            self.square_squared,
-            factor * self.product,
-            self.weight,
-            self.weights_squared,
-        )
-
-    @property
-    def effective_steps(self) -> float:
-        """How many steps of equal weight would average as well; 0 before the first."""
-        return self.weight**2 / self.weights_squared if self.weights_squared else 0.0
-
-    def as_list(self) -> list[float]:
-        """The seven numbers."""
-        means = [self.variance, self.square, self.variance_squared, self.square_squared, self.product]
-        return [*means, self.weight, self.weights_squared]
-
-    @classmethod
-    def from_list(cls, numbers: Sequence[float]) -> NoiseAverage:
-        """The inverse of `as_list`."""
-        return cls(*(float(number) for number in numbers))
-
-
 def noise_scale(average: NoiseAverage, base_batch_size: float, confidence: float = 0.95) -> NoiseScale:
-    """Returns the noise scale in samples, with Fieller's interval for the ratio of two means.
+    """The noise scale from moments of a batch of scale 1 of `base_batch_size` samples, with Fieller's interval.
 
     The interval takes steps for independent, and means of them for normal: believe it after some tens of steps.
-
-    Args:
-        average: Moments of a batch of scale 1.
-        base_batch_size: How many samples such a batch has.
-        confidence: How often the interval is to hold the true value, above 0 and below 1.
-
-    Raises:
-        ValueError: A number out of its range.
     """
     if not (is_real(base_batch_size) and base_batch_size > 0):
         raise ValueError(f"expected base_batch_size above 0, got {base_batch_size!r}: pass the samples of scale 1")
@@ -149,7 +71,7 @@ def noise_scale(average: NoiseAverage, base_batch_size: float, confidence: float
 
 
 def efficiency(batch_size: float, noise: float, base_batch_size: float) -> float:
-    """Returns what a sample of this batch size is worth, beside one of the base batch size.
+    """What a sample of this batch size is worth, beside one of the base batch size.
 
     (B + b) / (B + m), with noise scale B, base b and batch size m (Pollux, arXiv 2008.12260, section 3.1).
     """

@@ -1,245 +1,182 @@
-"""From squares that each rank has measured to those of all ranks: one small vector, summed by one all-reduce.
+"""Sums the squared norms that ranks have measured over all ranks: one small vector, one asynchronous all-reduce.
 
-It is under way while whatever stands between backward pass and step goes on, and nobody waits for it before the gain is
-asked for. It has two numbers per parameter group; for Adam three per parameter, the third of which is the part that a
-rank has of the second moments, since what gradients are divided by is known when these are added up. Only where ranks
-have other parts of the model, and so other parameters, second moments travel ahead.
+It runs while other work between backward pass and step goes on, and is waited for when the gain is read. The vector has
+two numbers per parameter group; for Adam three per parameter, the third of which is this rank's part of the second
+moments, since what gradients are divided by is known when these are added up. Only where ranks have other parts of the
+model, and so other parameters, second moments are reduced ahead.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from scale_adascale.adam_preconditioner import sum_over
-from scale_adascale.gradient_checks import not_averaged, own_part
-from scale_adascale.param_info import identity_of, plan_of
-from scale_adascale.squared_norms import Tally, inner_product, part_of, sum_of_squares
+from scale_adascale.gradient_checks import checksum_term, not_averaged_error
+from scale_adascale.param_info import param_info_of
+from scale_adascale.squared_norms import NormAccumulator, inner_product, part_of, sum_of_squares
 from scale_core import compat
-from scale_core.comm.control_plane import exchange
+from scale_core.comm.collectives import all_reduce, exchange, torch_group
 from scale_core.comm.group import Group, group_of
-from scale_core.comm.work import Pending
+from scale_core.comm.work import CollectiveWork
 
 
-class Measured(NamedTuple):
-    """What all ranks have measured together, per parameter group.
+class SquaredNorms(NamedTuple):
+    """Of the gradients of one step, per parameter group."""
 
-    Attributes:
-        local: The sum of the squared norms of all gradients that the step averages.
-        total: The squared norm of their average.
-    """
-
-    local: list[float]
-    total: list[float]
+    local: list[float]  # the sum of the squared norms of all gradients that the step averages
+    total: list[float]  # the squared norm of their average
 
 
-class Compared(NamedTuple):
-    """What is known of the gradients of two successive steps, per parameter group.
+class ConsecutiveNorms(NamedTuple):
+    """Of the gradients of two successive steps, per parameter group."""
 
-    Attributes:
-        product: Their inner product.
-        last: The squared norm of the older one.
-        new: That of the newer one.
-    """
-
-    product: list[float]
-    last: list[float]
+    product: list[float]  # their inner product
+    last: list[float]  # the squared norm of the older one
     new: list[float]
 
 
-class Sent:
-    """What is on its way between the ranks, if anything is; nobody may drop it before it has come."""
-
-    def __init__(self) -> None:
-        self.pending: Pending | None = None
-
-    def take(self) -> None:
-        """Forgets it, once it has come."""
-        pending, self.pending = self.pending, None
-        if pending is not None:
-            pending.wait()
-
-    def abandon(self) -> None:
-        """Gives it up: nobody is left who would wait for it."""
-        pending, self.pending = self.pending, None
-        if pending is not None:
-            pending.abandon()
-
-
-class Meter:
-    """Adds up what ranks have measured.
-
-    Args:
-        optimizer: What steps; its parameter groups are measured one by one.
-        data: The ranks that have other data.
-        model: The ranks that have other parts of the model.
-        preconditioned: Gradients are measured as Adam sees them.
-
-    Raises:
-        ValueError: See `weights_of`.
-    """
+class NormReducer:
+    """Adds up what ranks have measured of the gradients of each parameter group; raises as `norm_weights` does."""
 
     def __init__(self, optimizer: Optimizer, data: Group, model: Group, *, preconditioned: bool) -> None:
         self._optimizer, self._data, self._model = optimizer, data, model
-        self.preconditioned = preconditioned
-        self._plan = plan_of(optimizer, data, model)
-        self._is_by_param = False  # What was sent is told by parameter, and not by group.
-        self._num_looks = 0  # at whether gradients are averaged
-        self._num_groups_agreed = 0  # Of how many parameter groups all ranks are known to have as many.
+        self.preconditioned = preconditioned  # Gradients are measured as Adam sees them.
+        self._info, self._key = param_info_of(optimizer, data, model), key_of(optimizer)
+        self._is_by_param = False  # The vector that is under way has numbers per parameter, not per group.
+        self._num_steps = 0  # whose gradients' bits were compared
+        self._num_groups_agreed = 0  # All ranks are known to have so many parameter groups.
 
     @property
     def params(self) -> list[Tensor]:
-        """The parameters at the last `look_up`, group by group."""
-        return self._plan.params
+        """The parameters at the last `refresh`, group by group."""
+        return self._info.params
 
     @property
     def holders(self) -> list[Tensor]:
         """What has the averaged gradient of each of these: the parameter itself, or this rank's piece of it."""
-        return self._plan.holders
+        return self._info.holders
 
     @property
     def model_ranks(self) -> tuple[int, ...]:
         """The ranks that have other parts of the model, this one among them."""
         return self._model.ranks
 
-    def look_up(self) -> None:
-        """Looks up again who has what, if there are other parameters than before or somebody else reduces them.
-
-        Raises:
-            ValueError: See `weights_of`.
-        """
-        if identity_of(self._optimizer) != self._plan.made_for:
-            self._plan = plan_of(self._optimizer, self._data, self._model)
+    def refresh(self) -> None:
+        """Looks up again which rank has what, if there are other parameters than before or another reducer."""
+        if key_of(self._optimizer) != self._key:
+            self._info = param_info_of(self._optimizer, self._data, self._model)
+            self._key = key_of(self._optimizer)
 
     @torch.no_grad()
-    def send(self, sums: Iterable[Tensor], *, by_moments: bool, elsewhere: frozenset[int] = frozenset()) -> Pending:
-        """Starts to add up what all ranks have; all of them call it together.
+    def start(
+        self, squares: Iterable[Tensor], *, by_moments: bool, uncounted: frozenset[int] = frozenset()
+    ) -> CollectiveWork:
+        """Starts the sum of a step's squared norms; all ranks call it together, and then `read`.
 
-        Args:
-            sums: Vectors [k], fp64, of the squares of the gradients of each parameter on this rank, on any devices.
-            by_moments: There are second moments to divide gradients by.
-            elsewhere: Numbers of parameters that other ranks have as well, and count.
-
-        Returns:
-            A handle for `read`.
+        `squares` are vectors [k], fp64, of this rank's own gradients by parameter, on any devices; with `by_moments`
+        they are divided by second moments. Other ranks count the parameters of the indices in `uncounted`.
         """
-        self.look_up()
-        plan = self._plan
-        local = _added_up([each.to(plan.device) for each in sums], plan.local_weights)
-        weights = [_without(elsewhere, plan.local_weights), _without(elsewhere, plan.total_weights)]
-        return self._send([local, self._total_squares()], weights, by_moments)
+        info = self._info
+        local = _sum_of([each.to(info.device) for each in squares], info.local_weights)
+        weights = [_zeroed(info.local_weights, uncounted), _zeroed(info.total_weights, uncounted)]
+        return self._start([local, self._total_squares()], weights, by_moments)
 
     @torch.no_grad()
-    def send_products(
-        self, others: Sequence[Tensor | None], *, by_moments: bool, elsewhere: frozenset[int] = frozenset()
-    ) -> Pending:
-        """Starts to add up what the averaged gradients and others of the same parameters have in common.
+    def start_consecutive(
+        self, last_grads: Sequence[Tensor | None], *, by_moments: bool, uncounted: frozenset[int] = frozenset()
+    ) -> CollectiveWork:
+        """Starts the sum of products of the gradients of `holders` and of the step before, of one rank of data.
 
-        Args:
-            others: The gradients of the step before, in the order of `holders`.
-            by_moments: See `send`.
-            elsewhere: Numbers of parameters that are not to count: other ranks do, or they were frozen in one of both
-                steps.
-
-        Returns:
-            A handle for `read_compared`.
+        `uncounted` has those that were frozen in one of both steps, too.
         """
         assert self._data.size == 1, "of several ranks, each has a gradient of its own"
-        self.look_up()
-        plan = self._plan
-        products, last = torch.zeros_like(plan.total_weights), torch.zeros_like(plan.total_weights)
-        for number, (holder, other) in enumerate(zip(plan.holders, others, strict=True)):
+        info = self._info
+        products, last = torch.zeros_like(info.total_weights), torch.zeros_like(info.total_weights)
+        for index, (holder, other) in enumerate(zip(info.holders, last_grads, strict=True)):
             if other is not None:
-                last[number] = sum_of_squares(other).to(plan.device)
+                last[index] = sum_of_squares(other).to(info.device)
                 if holder.grad is not None:
-                    products[number] = inner_product(holder.grad, other).to(plan.device)
-        weights = [_without(elsewhere, plan.total_weights)] * 3
-        return self._send([products, last, self._total_squares()], weights, by_moments)
+                    products[index] = inner_product(holder.grad, other).to(info.device)
+        weights = [_zeroed(info.total_weights, uncounted)] * 3
+        return self._start([products, last, self._total_squares()], weights, by_moments)
 
-    def _send(self, rows: list[Tensor], weights: list[Tensor], by_moments: bool) -> Pending:
-        """Starts to add up rows of squares, [k] each, with their weights."""
+    def _total_squares(self) -> Tensor:
+        """The squares of this rank's part of the averaged gradients, [k]; of what all have alike, of its portion."""
+        info = self._info
+        rows = zip(info.params, info.holders, info.portions, strict=True)
+        for index, (param, holder, portion) in enumerate(rows):
+            grad = holder.grad
+            if grad is None or portion is None or not param.requires_grad:  # Frozen, one is left from before.
+                continue
+            if grad.device not in info.totals:
+                info.totals[grad.device] = NormAccumulator(len(info.holders), grad.device)
+            info.totals[grad.device].set(index, grad if portion == (0, 1) else part_of(grad, *portion), stays=True)
+        found = [accumulator.squares().to(info.device) for accumulator in info.totals.values()]
+        for accumulator in info.totals.values():
+            accumulator.clear()
+        return _sum_of(found, info.total_weights)
+
+    def _start(self, rows: list[Tensor], weights: list[Tensor], by_moments: bool) -> CollectiveWork:
+        """Starts the sum over all ranks of rows [k] with their weights, and of a checksum of the averaged gradients."""
+        info = self._info
         self._is_by_param = by_moments and self._model.size == 1
         if self._is_by_param:
-            rows = [*(row * weight for row, weight in zip(rows, weights, strict=True)), self._plan.moments.part()]
+            rows = [*(row * weight for row, weight in zip(rows, weights, strict=True)), info.moments.local_means()]
         else:
-            self._check_groups()
-            factors = self._plan.moments.divisors() if by_moments else None
+            if len(self._optimizer.param_groups) != self._num_groups_agreed:
+                self._check_num_groups()
+            factors = info.moments.divisors() if by_moments else None
             weights = weights if factors is None else [weight * factors for weight in weights]
             rows = [self._by_group(row, weight) for row, weight in zip(rows, weights, strict=True)]
-        return self._sum_over_ranks(torch.cat([*rows, self._check()]))
+        owners = zip(info.params, info.holders, info.is_shared, strict=True)
+        shared = [holder.grad for param, holder, is_shared in owners if is_shared and param.requires_grad]
+        checksum = checksum_term(self._data, info.fingerprint, shared, info.device, step=self._num_steps)
+        self._num_steps += 1
+        vector = torch.cat([*rows, checksum])
+        pending = CollectiveWork("all_reduce", [], vector)
+        for group in self._groups_of_sum():
+            vector = pending.wait()
+            pending = all_reduce(vector.to(compat.control_device(torch_group(group), vector.device)), group)
+        return pending
 
-    def _check_groups(self) -> None:
-        """Asks all ranks of the sum, before the first one, for the length of theirs: other lengths end a process.
-
-        Raises:
-            RuntimeError: They have other numbers of parameter groups; on all ranks that were asked.
-        """
+    def _check_num_groups(self) -> None:
+        """Compares the number of parameter groups: vectors of other lengths would end a process."""
         number = len(self._optimizer.param_groups)
-        if number == self._num_groups_agreed:
-            return
         for group in self._groups_of_sum():
             found = [row[0] for row in exchange([number], group)]
             if len(set(found)) > 1:
                 raise RuntimeError(
                     "expected the same number of parameter groups on all ranks, whose gains are measured group by "
-                    f"group, got {', '.join(map(str, found))} on the ranks {', '.join(map(str, group.ranks))}: pass "
+                    f"group, got {', '.join(map(str, found))} on the ranks {', '.join(map(str, group.ranks))}. Pass "
                     "the same groups everywhere; a group without a parameter on this rank is {'params': []}"
                 )
         self._num_groups_agreed = number
 
-    def _check(self) -> Tensor:
-        """A number, [1], that is zero when ranks with other data are summed up, if they have the same averages."""
-        plan = self._plan
-        rows = zip(plan.params, plan.holders, plan.is_shared, strict=True)
-        shared = [holder.grad for param, holder, is_shared in rows if is_shared and param.requires_grad]
-        look, self._num_looks = self._num_looks, self._num_looks + 1
-        return own_part(self._data, plan.fingerprint, shared, plan.device, look=look)
+    def read(self, pending: CollectiveWork) -> SquaredNorms:
+        """Waits for what was started; raises RuntimeError if ranks with other data have other averaged gradients."""
+        return SquaredNorms(*self._read(pending, 2))
 
-    def _total_squares(self) -> Tensor:
-        """The squares of what this rank has of the averaged gradients; of what all have alike it measures its part."""
-        plan = self._plan
-        rows = zip(plan.params, plan.holders, plan.portions, strict=True)
-        for number, (param, holder, portion) in enumerate(rows):
-            grad = holder.grad
-            if grad is None or portion is None or not param.requires_grad:  # Frozen, one is left from before.
-                continue
-            if grad.device not in plan.totals:
-                plan.totals[grad.device] = Tally(len(plan.holders), grad.device)
-            plan.totals[grad.device].take(number, grad if portion == (0, 1) else part_of(grad, *portion), stays=True)
-        found = [tally.squares().to(plan.device) for tally in plan.totals.values()]
-        for tally in plan.totals.values():
-            tally.clear()
-        return _added_up(found, plan.total_weights)
+    def read_consecutive(self, pending: CollectiveWork) -> ConsecutiveNorms:
+        """As `read`, of `start_consecutive`."""
+        return ConsecutiveNorms(*self._read(pending, 3))
 
-    def read(self, pending: Pending) -> Measured:
-        """Waits for what was sent, and returns it as numbers.
-
-        Raises:
-            RuntimeError: Ranks with other data have other gradients, or other parameters.
-        """
-        return Measured(*self._numbers(pending, 2))
-
-    def read_compared(self, pending: Pending) -> Compared:
-        """As `read`, of what `send_products` has sent."""
-        return Compared(*self._numbers(pending, 3))
-
-    def _numbers(self, pending: Pending, parts: int) -> list[list[float]]:
-        """By part and group; the one place where a step waits for the device."""
+    def _read(self, pending: CollectiveWork, num_rows: int) -> list[list[float]]:
+        """By row and group; the one place where a step waits for the device."""
         size = len(self._optimizer.param_groups)
         vector = pending.wait()
         if self._is_by_param:
-            *rows, moments = vector[:-1].view(parts + 1, -1)
-            factors = self._plan.moments.divisors_of(moments)
+            *rows, moments = vector[:-1].view(num_rows + 1, -1)
+            factors = self._info.moments.divisors_of(moments)
             vector = torch.cat([*(self._by_group(row, factors) for row in rows), vector[-1:]])
-        *values, check = compat.values_of(vector, simulated=[1.0] * (parts * size) + [0.0])
-        if check and all(map(math.isfinite, values)):
-            raise not_averaged(self._data)
-        return [values[size * part : size * (part + 1)] for part in range(parts)]
+        *values, checksum = compat.values_of(vector, simulated=[1.0] * (num_rows * size) + [0.0])
+        if checksum and all(map(math.isfinite, values)):
+            raise not_averaged_error(self._data)
+        return [values[size * row : size * (row + 1)] for row in range(num_rows)]
 
     def _groups_of_sum(self) -> list[Group]:
         """The groups over which vectors are added up, one after the other."""
@@ -247,29 +184,28 @@ class Meter:
         everyone = group_of() if len(found) > 1 else Group()
         return [everyone] if everyone.size > 1 and everyone.size == self._data.size * self._model.size else found
 
-    def _sum_over_ranks(self, vector: Tensor) -> Pending:
-        *first, last = self._groups_of_sum() or [Group()]
-        for group in first:
-            vector = sum_over(vector, group).wait()
-        return Pending("all_reduce", [], vector) if last.size == 1 else sum_over(vector, last)
-
     def _by_group(self, squares: Tensor, weights: Tensor) -> Tensor:
         """Sums weighted squares [k] by parameter group, [number of groups]."""
         num_groups = len(self._optimizer.param_groups)
         if num_groups == 1:
             return torch.dot(squares, weights).reshape(1)
-        index = self._plan.index.to(squares.device)
+        index = self._info.group_index.to(squares.device)
         return squares.new_zeros(num_groups).index_add_(0, index, squares * weights)
 
 
-def _added_up(vectors: Sequence[Tensor], like: Tensor) -> Tensor:
+def key_of(optimizer: Optimizer) -> tuple[Any, ...]:
+    """What a `ParamInfo` depends on: the parameters by identity and group, and whether a reducer fills the pieces."""
+    is_given_reduced = getattr(optimizer, "gets_reduced_gradients", False)
+    return (is_given_reduced, *(tuple(map(id, group["params"])) for group in optimizer.param_groups))
+
+
+def _sum_of(vectors: Sequence[Tensor], like: Tensor) -> Tensor:
     """The sum of vectors [k]; zeros where there are none."""
     return sum(vectors[1:], vectors[0]) if vectors else torch.zeros_like(like)
 
 
-def _without(elsewhere: frozenset[int], weights: Tensor) -> Tensor:
-    """Weights [k] with zeros at these numbers."""
-    if not elsewhere:
+def _zeroed(weights: Tensor, indices: frozenset[int]) -> Tensor:
+    """Weights [k] with zeros at these indices."""
+    if not indices:
         return weights
-    numbers = torch.tensor(sorted(elsewhere)).to(weights.device, non_blocking=True)
-    return weights.index_fill(0, numbers, 0.0)
+    return weights.index_fill(0, torch.tensor(sorted(indices)).to(weights.device, non_blocking=True), 0.0)

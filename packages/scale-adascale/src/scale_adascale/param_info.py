@@ -1,4 +1,19 @@
-"""Who has what of an optimizer's parameters, looked up once and kept until there are others."""
+"""Which rank holds which part of an optimizer's parameters, and how often what it measures of them counts.
+
+The ranks of a training have two directions: along one they have other data (data parallelism, fully sharded or not),
+along the other other parts of the model (tensor and pipeline parallelism). A sum over all of them, of what each has,
+is right if what several ranks have alike is divided by their number.
+
+    parameter of                    own gradient    averaged gradient
+    DDP over D ranks                1               1 / D              the average is on every rank
+    FSDP over D ranks               1               1                  each has another piece of it
+    FSDP over F, replicas of D/F    1               F / D
+    tensor parallel, split over T   1               as above           each has other elements of both
+    tensor parallel, replicated     1 / T           as above, / T
+    the same, without `Shard`       1 / T           as above, / T      where other parameters are split over T ranks
+    a copy of what others have      0               0                  `Shard.counted` is False
+    a stage of a pipeline           1               as above           no other stage has it
+"""
 
 from __future__ import annotations
 
@@ -11,219 +26,208 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from scale_adascale.adam_preconditioner import Part, SecondMoments
+from scale_adascale.adam_preconditioner import MomentShard, SecondMoments
 from scale_adascale.gradient_checks import fingerprint
-from scale_adascale.squared_norms import Tally
-from scale_core.autograd_hooks import are_local_grads_reported
-from scale_core.comm.group import Group
-from scale_core.shard import Axis, Held, shard_of, title_of
-
-# How often a number counts that a rank measures of a parameter, so that each element of each gradient counts once.
-#
-# The ranks of a training have two directions: along one they have other data (data parallelism, fully sharded or not),
-# along the other other parts of the model (tensor and pipeline parallelism). A sum over all of them, of what each has,
-# is right if what several ranks have alike is divided by their number.
-#
-#     parameter of                    own gradient    averaged gradient
-#     DDP over D ranks                1               1 / D              the average is on every rank
-#     FSDP over D ranks               1               1                  each has another piece of it
-#     FSDP over F, replicas of D/F    1               F / D
-#     tensor parallel, split over T   1               as above           each has other elements of both
-#     tensor parallel, replicated     1 / T           as above, / T
-#     the same, not said of it        1 / T           as above, / T              where others say that T ranks share it
-#     a copy of what others have      0               0                          `Shard.counted` is False
-#     a stage of a pipeline           1               as above           no other stage has it
+from scale_adascale.squared_norms import NormAccumulator
+from scale_core.autograd_hooks import lacks_autograd_hooks
+from scale_core.comm.group import Group, GroupLike, group_of
+from scale_core.microbatch_grads import pipeline_ranks
+from scale_core.shard import Axis, Placement, shard_of, title_of
 
 
-class Weights(NamedTuple):
-    """What to multiply squares with, before they are summed over all ranks.
+def all_params(optimizer: Optimizer) -> list[Tensor]:
+    """The parameters of an optimizer, group by group."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
-    Attributes:
-        local: Those of this rank's own gradient.
-        share: And those of what it has of the averaged gradient with this, too: 1 over how many ranks with other data
-            have the same.
+
+# The groups of ranks.
+
+
+def data_group_of(optimizer: Optimizer, given: GroupLike) -> Group:
+    """The ranks with other data: as given, or all; this one alone where all are stages of one pipeline."""
+    announced, data = pipeline_ranks(all_params(optimizer)), group_of(given)
+    pipeline = Group() if announced is None else announced.ranks
+    if pipeline.size == 1:
+        return data
+    if given is None and set(data.ranks) == set(pipeline.ranks):
+        return Group()
+    if len(set(data.ranks) & set(pipeline.ranks)) > 1:
+        raise ValueError(
+            f"expected process_group to be the ranks that have the same stages as this one, for other data, got "
+            f"{list(data.ranks)}, of which some have other stages of the pipeline over {list(pipeline.ranks)}. Pass "
+            "AdaScale(..., process_group=those of the replicas of this rank's stages, as mesh['replica'])"
+        )
+    return data
+
+
+def model_group_of(optimizer: Optimizer, data: Group, given: GroupLike) -> Group:
+    """The ranks with other parts of the model: as given, or those over which parameters are split, or of the pipeline.
+
+    A rank of a pipeline whose stages have no parameters has none to measure, and is not among them.
     """
+    if given is not None:
+        return group_of(given)
+    params = all_params(optimizer)
+    found = model_split_groups(params, data)
+    announced = pipeline_ranks(params)
+    if announced is not None and announced.with_parameters.size > 1:
+        found[announced.with_parameters.ranks] = announced.with_parameters
+    if len(found) > 1:
+        raise ValueError(
+            f"the model is divided over the ranks {' and '.join(str(list(ranks)) for ranks in found)}, beside those "
+            f"with other data, {list(data.ranks)}. Pass AdaScale(..., model_parallel_group=the group of all that have "
+            "other parts of the model), and process_group for those with other data"
+        )
+    return next(iter(found.values()), Group())
 
-    local: float
-    share: float
+
+def model_split_groups(params: Iterable[Tensor], data: Group) -> dict[tuple[int, ...], Group]:
+    """The groups over which parameters are split or copied, beside the data parallel one, by their ranks."""
+    axes = (axis for param in params for axis in _axes(param))
+    return {axis.group.ranks: axis.group for axis in axes if not _is_within(axis.group, data)}
+
+
+# The weights of norms.
+
+
+class NormWeights(NamedTuple):
+    """What squared norms are multiplied by, before they are summed over all ranks."""
+
+    local: float  # of this rank's own gradient
+    share: float  # 1 over how many ranks with other data have the same part of the averaged gradient
 
     @property
     def total(self) -> float:
-        """Those of what this rank has of the averaged gradient."""
+        """Of this rank's part of the averaged gradient."""
         return self.local * self.share
 
 
-def weights_of(param: Tensor, holder: Tensor, data: Group, model: Group, splits: Iterable[Group] = ()) -> Weights:
-    """Returns how much the squares of one parameter's gradients count.
+def norm_weights(param: Tensor, holder: Tensor, data: Group, model: Group, splits: Iterable[Group] = ()) -> NormWeights:
+    """The weights of one parameter, whose averaged gradient is that of `holder`: itself, or a piece of it.
 
-    Args:
-        param: The parameter, or what `parameters()` shows of it; `shard_of` tells who has the rest.
-        holder: What has its averaged gradient: the parameter itself, or a piece of it.
-        data: The ranks that have other data.
-        model: The ranks that have other parts of the model, for the same data.
-        splits: The groups over which parameters of the model are split; one that says nothing of them is alike there.
-
-    Raises:
-        ValueError: It is divided among ranks that are in neither group, or among ranks with other data though nobody
-            puts it together for a forward; or it is a partial sum.
+    One without a `Shard` is alike on the ranks of `splits`, over which other parameters of the model are split. Raises
+    ValueError for one that is split over ranks in neither group, or over `data` by a tensor parallel layer.
     """
     _check_gathered(param, data)
     shard, share = shard_of(param), 1.0 / data.size
     local = 1.0 if shard is None or shard.counted else 0.0
-    split = False
+    is_split = False
     for axis in _axes(param):
-        if _is_along(axis.group, model):
-            split = True
-            local /= axis.group.size if axis.held is Held.REPLICATE else 1
-        elif not _is_along(axis.group, data):
+        if _is_within(axis.group, model):
+            is_split = True
+            local /= axis.group.size if axis.placement is Placement.REPLICATE else 1
+        elif not _is_within(axis.group, data):
             raise ValueError(
                 f"{title_of(param)} is shared by the ranks {list(axis.group.ranks)}, which AdaScale knows neither as "
                 f"ranks with other data, {list(data.ranks)}, nor as ranks with other parts of the model, "
-                f"{list(model.ranks)}: pass AdaScale(..., process_group=the data parallel ranks, "
+                f"{list(model.ranks)}. Pass AdaScale(..., process_group=the data parallel ranks, "
                 "model_parallel_group=those of tensor and pipeline parallelism)"
             )
-    if not split:
+    if not is_split:
         local /= math.prod(group.size for group in splits)
     for axis in _axes(holder):
-        share *= axis.group.size if axis.held is Held.SHARD and _is_along(axis.group, data) else 1
-    return Weights(local, share)
+        share *= axis.group.size if axis.placement is Placement.SHARD and _is_within(axis.group, data) else 1
+    return NormWeights(local, share)
 
 
 def _check_gathered(param: Tensor, data: Group) -> None:
-    """Ranks with other data may divide a parameter only if they put it together: otherwise they divide the model."""
-    over = [axis.group for axis in _axes(param) if axis.held is Held.SHARD and _is_along(axis.group, data)]
-    if len(over) < 2 and (not over or are_local_grads_reported(param)):
+    # Ranks with other data may divide a parameter only if they put it together: otherwise they divide the model.
+    over = [axis.group for axis in _axes(param) if axis.placement is Placement.SHARD and _is_within(axis.group, data)]
+    if len(over) < 2 and (not over or lacks_autograd_hooks(param)):
         return
     ranks = " and over ".join(str(list(group.ranks)) for group in over)
     raise ValueError(
         f"{title_of(param)} is divided over the ranks {ranks} by a layer that computes with its piece, as tensor "
         f"parallel ones do, but AdaScale takes all of {list(data.ranks)} for ranks with other data, and would measure "
-        "too small a gain: pass AdaScale(..., process_group=the data parallel ranks), for tensor parallelism alone "
+        "too small a gain. Pass AdaScale(..., process_group=the data parallel ranks), for tensor parallelism alone "
         "a group of this rank only"
     )
-
-
-def splits_of(params: Iterable[Tensor], data: Group) -> dict[tuple[int, ...], Group]:
-    """Returns the groups over which parameters are split or copied, beside that of other data, by their ranks."""
-    axes = (axis for param in params for axis in _axes(param))
-    return {axis.group.ranks: axis.group for axis in axes if not _is_along(axis.group, data)}
 
 
 def _axes(param: Tensor) -> list[Axis]:
     shard = shard_of(param)
     axes = [] if shard is None else [axis for axis in shard.axes if axis.group.size > 1]
     for axis in axes:
-        if axis.held is Held.PARTIAL:
+        if axis.placement is Placement.PARTIAL:
             raise ValueError(
                 f"{title_of(param)} is a partial sum over the ranks {list(axis.group.ranks)}, so no rank knows its "
-                "gradient: reduce it in the backward pass, as scale-tp's layers do"
+                "gradient. Reduce it in the backward pass, as scale-tp's layers do"
             )
     return axes
 
 
-def _is_along(group: Group, other: Group) -> bool:
+def _is_within(group: Group, other: Group) -> bool:
     return set(group.ranks) <= set(other.ranks)
 
 
-_LARGE, _OF_A_CALL = 1 << 17, 1 << 14
-"""Elements of a gradient from which on it takes longer to read it than to call what reads it, and those of a call."""
+# All of it for one optimizer.
+
+# Elements of a gradient from which on it takes longer to read it than to call what reads it, and those of a call.
+_LARGE, _CALL_COST = 1 << 17, 1 << 14
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Who has what of the k parameters of an optimizer, group by group.
+class ParamInfo:
+    """Which part this rank has of the k parameters of an optimizer, group by group."""
 
-    Attributes:
-        made_for: See `identity_of`.
-        params: The parameters.
-        holders: What has the averaged gradient of each: the parameter itself, or this rank's piece of it.
-        is_shared: Of each, whether all ranks with other data have the same averaged gradient.
-        portions: Of the averaged gradient of each, which part of how many this rank reads; None if another reads it.
-        device: Where squares are added up.
-        index: [k] the number of the group of each, int64.
-        local_weights: [k] fp64, how often the squares of own gradients count.
-        total_weights: [k] fp64, and those of averaged ones, of which shared ones are measured part by part.
-        fingerprint: See `agreement.fingerprint`.
-        moments: The second moments of Adam; of other optimizers nothing may be asked.
-        totals: By device, what squares of averaged gradients are added up in.
-    """
-
-    made_for: tuple[Any, ...]
     params: list[Tensor]
-    holders: list[Tensor]
-    is_shared: list[bool]
-    portions: list[tuple[int, int] | None]
-    device: torch.device
-    index: Tensor
-    local_weights: Tensor
-    total_weights: Tensor
+    holders: list[Tensor]  # what has the averaged gradient of each: the parameter itself, or this rank's piece of it
+    is_shared: list[bool]  # Do all ranks with other data have the same averaged gradient?
+    portions: list[tuple[int, int] | None]  # the part of how many that this rank reads of it; None if another reads it
+    device: torch.device  # where squares are added up
+    group_index: Tensor  # [k] int64
+    local_weights: Tensor  # [k] fp64, of own gradients
+    total_weights: Tensor  # [k] fp64, of averaged gradients, of which shared ones are measured in portions
     fingerprint: int
-    moments: SecondMoments
-    totals: dict[torch.device, Tally] = field(default_factory=dict)
+    moments: SecondMoments  # of Adam; not to be used with other optimizers
+    totals: dict[torch.device, NormAccumulator] = field(default_factory=dict)  # of averaged gradients
 
 
-def identity_of(optimizer: Optimizer) -> tuple[Any, ...]:
-    """Returns what plans differ by: the parameters by identity and group, and whether others reduce gradients."""
-    return (_is_given_reduced(optimizer), *(tuple(map(id, group["params"])) for group in optimizer.param_groups))
-
-
-def plan_of(optimizer: Optimizer, data: Group, model: Group) -> Plan:
-    """Looks up who has what.
-
-    Args:
-        optimizer: What steps.
-        data: The ranks that have other data.
-        model: The ranks that have other parts of the model.
-
-    Raises:
-        ValueError: See `weights_of`.
-    """
-    groups = optimizer.param_groups
-    params: list[Tensor] = [param for group in groups for param in group["params"]]
-    measured: Any = getattr(optimizer, "measured", None)
-    pieces = {} if measured is None else {id(param): piece for param, piece in measured()}
+def param_info_of(optimizer: Optimizer, data: Group, model: Group) -> ParamInfo:
+    """Builds it; raises as `norm_weights` does."""
+    groups, params = optimizer.param_groups, all_params(optimizer)
+    grad_holders: Any = getattr(optimizer, "grad_holders", None)
+    pieces = {} if grad_holders is None else {id(param): piece for param, piece in grad_holders()}
     states: list[Tensor] = [pieces.get(id(param), param) for param in params]
-    holders = states if _is_given_reduced(optimizer) else params
-    splits = splits_of(params, data)
-    weights = [weights_of(*each, data, model, splits.values()) for each in zip(params, holders, strict=True)]
+    holders = states if getattr(optimizer, "gets_reduced_gradients", False) else params
+    splits = model_split_groups(params, data)
+    weights = [norm_weights(*each, data, model, splits.values()) for each in zip(params, holders, strict=True)]
     is_shared = [data.size > 1 and math.isclose(each.share * data.size, 1.0) for each in weights]
     device = next((holder.device for holder in holders), torch.device("cpu"))
     totals = [each.local if shared else each.total for each, shared in zip(weights, is_shared, strict=True)]
-    of_states = [
-        known if state is holder else weights_of(param, state, data, model, splits.values())
+    moment_shards = [
+        MomentShard(
+            param,
+            state,
+            (known if state is holder else norm_weights(param, state, data, model, splits.values())).share,
+        )
         for param, state, holder, known in zip(params, states, holders, weights, strict=True)
     ]
-    parts = [Part(param, state, known.share) for param, state, known in zip(params, states, of_states, strict=True)]
-    return Plan(
-        made_for=identity_of(optimizer),
+    return ParamInfo(
         params=params,
         holders=holders,
         is_shared=is_shared,
         portions=_portions([holder.numel() for holder in holders], is_shared, data),
         device=device,
-        index=torch.tensor([number for number, group in enumerate(groups) for _ in group["params"]], device=device),
+        group_index=torch.tensor([index for index, group in enumerate(groups) for _ in group["params"]], device=device),
         local_weights=torch.tensor([each.local for each in weights], dtype=torch.float64, device=device),
         total_weights=torch.tensor(totals, dtype=torch.float64, device=device),
         fingerprint=fingerprint(params),
-        moments=SecondMoments(optimizer, parts, data, splits, device),
+        moments=SecondMoments(optimizer, moment_shards, data, splits, device),
     )
 
 
 def _portions(numels: list[int], is_shared: list[bool], data: Group) -> list[tuple[int, int] | None]:
-    """What is shared all ranks read together: of large gradients each its part, and of the small ones each some."""
+    """Of large shared gradients each rank reads its part; the small ones are dealt out to the ranks."""
     portions: list[tuple[int, int] | None] = [(0, 1)] * len(numels)
     read = [0] * data.size
-    for number in sorted(range(len(numels)), key=lambda number: (-numels[number], number)):
-        if not is_shared[number]:
+    for index in sorted(range(len(numels)), key=lambda index: (-numels[index], index)):
+        if not is_shared[index]:
             continue
-        if numels[number] >= _LARGE:
-            portions[number] = (data.rank, data.size)
+        if numels[index] >= _LARGE:
+            portions[index] = (data.rank, data.size)
         else:
             reader = read.index(min(read))
-            portions[number] = (0, 1) if reader == data.rank else None
-            read[reader] += numels[number] + _OF_A_CALL
+            portions[index] = (0, 1) if reader == data.rank else None
+            read[reader] += numels[index] + _CALL_COST
     return portions
-
-
-def _is_given_reduced(optimizer: Optimizer) -> bool:
-    return bool(getattr(optimizer, "gets_reduced_gradients", False))

@@ -1,9 +1,8 @@
 """Activation checkpointing and offload for PyTorch.
 
-`wrapper` has `checkpoint_wrapper` and `apply_checkpointing`; read it first, then `recompute/` (one call, computed
-again) and `offload/` (saved tensors on the host or in a file). `planner/` decides by measurement what is done with each
-block, `memory_tracker` shows memory by module. Below all of them: `state` (which pass a module is in), `tree`,
-`saved_tensors`, `live_memory`.
+`wrapper` has `checkpoint_wrapper` and `apply_checkpointing`. `recompute/` is one call, computed again in the backward:
+begin with `forward`. `offload/` moves saved tensors to the host or to a file. `planner/` chooses for each block by
+measurement, and `memory_tracker` shows memory by module.
 """
 
 from scale_checkpoint.memory_tracker import (

@@ -1,4 +1,4 @@
-"""The bytes of all storages that operators have made and that still live, counted as they come and go.
+"""Live memory: the bytes of all storages that operators have made and that still live, by a dispatch mode.
 
 This is the count that plans, the tracker and the benchmarks mean by memory. It sees every storage that an operator
 returns, on the CPU as on any other device, from the call that makes it to the end of its last reference, so it is
@@ -19,27 +19,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class LiveBytes(TorchDispatchMode):
-    """While it is active, counts the live bytes of one device, from zero: what stood before is not counted.
+class LiveMemory(TorchDispatchMode):
+    """While it is active, counts the live bytes of one device, from zero: what was there before is not counted."""
 
-    Args:
-        device: Whose storages are counted; those of other devices are not.
-
-    Attributes:
-        current_bytes: What lives now.
-        peak_bytes: The most that lived at any one time.
-    """
-
-    _elsewhere: ClassVar[int] = 0  # how many `elsewhere()` are open
+    _elsewhere: ClassVar[int] = 0  # how many `not_counted()` are open
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
-        self.current_bytes = 0
-        self.peak_bytes = 0
+        self.current_bytes = 0  # what lives now
+        self.peak_bytes = 0  # the most that lived at any one time
         self._numbers: dict[int, int] = {}  # by the identity of the storage, which is stable as long as it lives
-        self._sizes: list[int] = []  # by number; 0 where it is not counted or has died
-        self._watches: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._sizes: list[int] = []  # by number; 0 where it is not counted or was released
+        self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -47,20 +39,20 @@ class LiveBytes(TorchDispatchMode):
         """Runs `func`, and takes the storages of its results into the count."""
         kwargs = kwargs or {}
         for tensor in _tensors((args, *kwargs.values())):
-            self.number(tensor)  # What is met as an argument first was there before: its views are no new memory.
-        self.before(func)
+            self.storage_number(tensor)  # An unknown argument was there before: its views are no new memory.
+        self.on_operator(func)
         results = func(*args, **kwargs)
         for tensor in _tensors((results,)):
             self._observe(tensor)
         return results
 
-    def before(self, func: Any) -> None:
-        """Called before each operator; for those who follow what is running."""
+    def on_operator(self, func: Any) -> None:
+        """Called before each operator; for subclasses."""
 
-    def changed(self, number: int, delta: int) -> None:
-        """Called after a storage came or went; for those who follow each of them."""
+    def on_change(self, number: int, delta: int) -> None:
+        """Called after a storage was made, resized or released; for subclasses."""
 
-    def number(self, tensor: Tensor) -> int:
+    def storage_number(self, tensor: Tensor) -> int:
         """Returns the number of a tensor's storage in order of appearance; -1 for a tensor that has none."""
         storage = _storage(tensor)
         if storage is None:
@@ -77,8 +69,8 @@ class LiveBytes(TorchDispatchMode):
         return [number for number, size in enumerate(self._sizes) if size]
 
     def close(self) -> None:
-        """Stops to follow: what dies from now on changes nothing."""
-        self._watches.clear()
+        """Stops counting: what is released from now on changes nothing."""
+        self._refs.clear()
         self._numbers.clear()
 
     def _observe(self, tensor: Tensor) -> None:
@@ -86,7 +78,7 @@ class LiveBytes(TorchDispatchMode):
         if storage is None:
             return
         number = self._numbers.get(id(storage))
-        counted = tensor.device == self.device and not LiveBytes._elsewhere
+        counted = tensor.device == self.device and not LiveMemory._elsewhere
         if number is None:
             size = storage.nbytes() if counted else 0
             number = self._enter(storage, size)
@@ -100,13 +92,13 @@ class LiveBytes(TorchDispatchMode):
         number = len(self._sizes)
         self._sizes.append(size)
         self._numbers[id(storage)] = number
-        self._watches[number] = weakref.ref(storage, partial(self._died, id(storage), number))
+        self._refs[number] = weakref.ref(storage, partial(self._on_release, id(storage), number))
         return number
 
-    def _died(self, key: int, number: int, _: weakref.ref[torch.UntypedStorage]) -> None:
+    def _on_release(self, key: int, number: int, _: weakref.ref[torch.UntypedStorage]) -> None:
         if self._numbers.get(key) == number:
             del self._numbers[key]
-            del self._watches[number]
+            del self._refs[number]
         size, self._sizes[number] = self._sizes[number], 0
         self._change(number, -size)
 
@@ -114,17 +106,17 @@ class LiveBytes(TorchDispatchMode):
         if delta:
             self.current_bytes += delta
             self.peak_bytes = max(self.peak_bytes, self.current_bytes)
-            self.changed(number, delta)
+            self.on_change(number, delta)
 
 
 @contextmanager
-def elsewhere() -> Iterator[None]:
-    """What operators make inside counts as another memory's: the stand-in for the host where the device is the CPU."""
-    LiveBytes._elsewhere += 1
+def not_counted() -> Iterator[None]:
+    """What operators make inside is not counted: the host's memory, where the device is the CPU."""
+    LiveMemory._elsewhere += 1
     try:
         yield
     finally:
-        LiveBytes._elsewhere -= 1
+        LiveMemory._elsewhere -= 1
 
 
 def storage_bytes(tensors: Sequence[Tensor]) -> int:

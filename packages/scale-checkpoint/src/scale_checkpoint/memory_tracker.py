@@ -1,4 +1,4 @@
-"""Memory by module over steps as they are: where it is made, and where it peaks.
+"""Memory tracker: live memory by module over real steps, where it is made and where it peaks.
 
     >>> import torch
     >>> from torch import nn
@@ -13,7 +13,7 @@
     1       GELU    32.00 KiB  72.00 KiB  -32.00 KiB  168.26 KiB
     2       Linear   8.00 KiB  80.00 KiB   64.25 KiB  168.26 KiB
 
-A backward leaves gradients behind, and lets go of what the forward has kept.
+A backward leaves gradients behind, and releases what the forward has kept.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch import nn
 
 from scale_checkpoint.planner.chart import MIB, format_bytes, new_figure, table
 from scale_checkpoint.planner.step import device_of
-from scale_checkpoint.planner.trace import StepTrace, following
+from scale_checkpoint.planner.trace import StepTrace, trace_step
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class LayerTrace:
         module_name: Qualified; empty for what runs outside of the model.
         kind: The name of its class.
         is_forward: Whether it is a forward or a backward.
-        start_bytes: What lived when it began, over what stood when the tracker was started.
+        start_bytes: What lived when it began, over the memory when the tracker was started.
         peak_bytes: The most that lived while it ran.
         end_bytes: What lived when it ended.
     """
@@ -56,7 +56,7 @@ class LayerTrace:
 
     @property
     def memory_diff(self) -> int:
-        """What it has left behind: in a forward activations, in a backward gradients less what it let go of."""
+        """What it has left behind: in a forward activations, in a backward gradients less what it released."""
         return self.end_bytes - self.start_bytes
 
 
@@ -93,7 +93,7 @@ class LayerMemoryTracker:
         self._stack = ExitStack()
         self._running = trace, kinds
         self._stack.callback(self._finish)
-        self._stack.enter_context(following(trace, modules))
+        self._stack.enter_context(trace_step(trace, modules))
 
     def stop(self) -> None:
         """Stops to follow; what was found is added to `memory_traces`."""
@@ -121,7 +121,7 @@ class LayerMemoryTracker:
     @property
     def memory_traces(self) -> list[LayerTrace]:
         """Every pass that changed anything, in the order of time, and so far where the tracker is not stopped yet."""
-        return self._finished if self._running is None else [*self._finished, *_taken(*self._running)]
+        return self._finished if self._running is None else [*self._finished, *_layer_traces(*self._running)]
 
     @property
     def forward_traces(self) -> list[LayerTrace]:
@@ -135,22 +135,19 @@ class LayerMemoryTracker:
 
     @property
     def max_memory(self) -> int:
-        """The most bytes that lived, over what stood before."""
+        """The most bytes that lived, over the memory at the start."""
         return max((trace.peak_bytes for trace in self.memory_traces), default=0)
 
     @property
     def summary(self) -> str:
         """The table and the largest producers, as text."""
         largest = self.top_forward_activation_producers(5)
-        told = ", ".join(f"{trace.module_name} ({format_bytes(trace.memory_diff)})" for trace in largest)
-        return f"{self.table()}\npeak {format_bytes(self.max_memory)} over what stood before; most is kept by {told}"
+        names = ", ".join(f"{trace.module_name} ({format_bytes(trace.memory_diff)})" for trace in largest)
+        peak = format_bytes(self.max_memory)
+        return f"{self.table()}\npeak {peak} over the memory at the start; most is kept by {names}"
 
     def top_forward_activation_producers(self, top: int = 10) -> list[LayerTrace]:
-        """Returns the forward passes that leave most behind, the largest first.
-
-        Args:
-            top: How many.
-        """
+        """Returns the forward passes that leave most behind, the largest first."""
         inside = [trace for trace in self.forward_traces if trace.module_name]
         return sorted(inside, key=lambda trace: -trace.memory_diff)[:top]
 
@@ -168,40 +165,17 @@ class LayerMemoryTracker:
         return table(("module", "class", "forward", "peak", "backward", "peak"), rows)
 
     def plot(self, path: str | PathLike[str]) -> None:
-        """Draws memory over the passes; needs matplotlib.
-
-        Args:
-            path: A picture, replaced if it is there.
-
-        Raises:
-            ImportError: matplotlib is not installed.
-            OSError: The picture cannot be written.
-        """
+        """Draws memory over the passes; needs matplotlib."""
         plot_layers(self.memory_traces, path)
 
     def save_traces(self, path: str | PathLike[str]) -> None:
-        """Writes the traces as JSON.
-
-        Args:
-            path: A file, replaced if it is there.
-
-        Raises:
-            OSError: It cannot be written.
-        """
+        """Writes the traces as JSON, in the place of a file that is there."""
         content = [asdict(trace) for trace in self.memory_traces]
         Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> LayerMemoryTracker:
-        """Returns a tracker with the traces that `save_traces` has written.
-
-        Args:
-            path: The file.
-
-        Raises:
-            ValueError: It holds no traces.
-            OSError: It cannot be read.
-        """
+        """Returns a tracker with the traces that `save_traces` has written; a ValueError where the file holds none."""
         tracker = cls()
         try:
             tracker._finished = [LayerTrace(**entry) for entry in json.loads(Path(path).read_text("utf-8"))]
@@ -216,16 +190,16 @@ class LayerMemoryTracker:
         self._finished, self._running = self.memory_traces, None
 
 
-def _taken(trace: StepTrace, kinds: dict[str, str]) -> list[LayerTrace]:
-    taken = []
+def _layer_traces(trace: StepTrace, kinds: dict[str, str]) -> list[LayerTrace]:
+    traces = []
     for index, is_backward in trace.order:
         visit = trace.visits[index]
         run = visit.backward if is_backward else visit.forward
         assert run is not None
         sizes = (run.start_bytes, run.peak_bytes, trace.current_bytes if run is trace.running else run.end_bytes)
         if len(set(sizes)) > 1:  # Between two of its children a module often does nothing.
-            taken.append(LayerTrace(visit.name, kinds.get(visit.name, ""), not is_backward, *sizes))
-    return taken
+            traces.append(LayerTrace(visit.name, kinds.get(visit.name, ""), not is_backward, *sizes))
+    return traces
 
 
 def _signed(num_bytes: int) -> str:
@@ -283,13 +257,6 @@ def find_best_reset_points(activation_sizes: Sequence[int], num_checkpoints: int
 
     >>> find_best_reset_points([4, 1, 3, 6, 2], 1)
     (8, [3])
-
-    Args:
-        activation_sizes: None negative; more than `num_checkpoints`.
-        num_checkpoints: Cuts.
-
-    Returns:
-        The largest sum, and the index of the first size of each part but the first.
     """
     low, high = max(activation_sizes, default=0), sum(activation_sizes)
     while low < high:
@@ -304,7 +271,7 @@ def find_best_reset_points(activation_sizes: Sequence[int], num_checkpoints: int
 
 
 def _cuts(sizes: Sequence[int], most: int) -> list[int]:
-    """Where parts begin if each takes as many sizes as `most` holds."""
+    """Where parts begin if the sum of each is at most `most`."""
     cuts, filled = [], 0
     for index, size in enumerate(sizes):
         filled += size
@@ -315,16 +282,7 @@ def _cuts(sizes: Sequence[int], most: int) -> list[int]:
 
 
 def plot_layers(traces: Sequence[LayerTrace], path: str | PathLike[str]) -> None:
-    """Draws memory over the passes of a tracker, and what each forward leaves behind.
-
-    Args:
-        traces: In the order of time.
-        path: A picture, replaced if it is there; its ending says its kind.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-        OSError: The picture cannot be written.
-    """
+    """Draws memory over the passes of a tracker, and what each forward leaves behind."""
     figure = new_figure(height=6)
     above, below = figure.subplots(2)
     for is_forward, label in ((True, "forward"), (False, "backward")):

@@ -1,7 +1,6 @@
-"""Which pass a checkpointed module is in: what code inside of one may ask, and what switches checkpointing off.
+"""Which pass a checkpointed module is in, by thread: what layers inside may ask, and what switches checkpointing off.
 
-There is one answer for the whole house: whoever recomputes in another way enters `checkpointing` and `recomputing`
-around it, so that layers inside see the same.
+Another package that recomputes enters `checkpointing` and `recomputing` around it, so that layers inside see the same.
 """
 
 from __future__ import annotations
@@ -11,51 +10,32 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 
-class _Phase(threading.local):
+class _State(threading.local):
     """Of one thread: a backward pass on an accelerator runs in a thread of its own."""
 
     checkpointing = False
-    recomputing = 0  # How many recomputations run inside of one another.
+    recompute_depth = 0  # recomputations within one another: a backward in a forward recomputes what ran before it
     disabled = False
-    aside = False
+    internal = False  # this package's own operators run, such as copies that leave
 
 
-_phase = _Phase()
+STATE = _State()
+"""Read and set by the forward of every checkpointed module, without a call."""
 
 
 def is_checkpointing() -> bool:
     """Whether this is the first forward of a checkpointed module, whose activations are not kept."""
-    return _phase.checkpointing
+    return STATE.checkpointing
 
 
 def is_recomputing() -> bool:
     """Whether a checkpointed module is computed again, in the backward pass."""
-    return _phase.recomputing > 0
-
-
-def recomputations() -> int:
-    """How many recomputations run inside of one another; a backward in a forward recomputes what came before it."""
-    return _phase.recomputing
+    return STATE.recompute_depth > 0
 
 
 def is_disabled() -> bool:
     """Whether this is inside `disable_checkpointing`."""
-    return _phase.disabled
-
-
-def is_aside() -> bool:
-    """Whether what runs now is this package's own work, as a copy that leaves, and not the module's."""
-    return _phase.aside
-
-
-class Aside(AbstractContextManager[None]):
-    """Around this package's own operators: who follows a module's leaves them out, since they come when they like."""
-
-    def __enter__(self) -> None:
-        self._before, _phase.aside = _phase.aside, True
-
-    def __exit__(self, *_: object) -> None:
-        _phase.aside = self._before
+    return STATE.disabled
 
 
 @contextmanager
@@ -68,36 +48,42 @@ def disable_checkpointing() -> Iterator[None]:
     >>> with disable_checkpointing():
     ...     output = block(torch.ones(1, 2))
     """
-    before, _phase.disabled = _phase.disabled, True
+    before, STATE.disabled = STATE.disabled, True
     try:
         yield
     finally:
-        _phase.disabled = before
+        STATE.disabled = before
 
 
-class _Entered(AbstractContextManager[None]):
-    """Sets the answers, and sets them back; a class, since it is entered on the way of every module's forward."""
-
-    def __init__(self, recomputing: bool) -> None:
-        self._recomputing = recomputing
+class InternalOps(AbstractContextManager[None]):
+    """Around this package's own operators: dispatch modes that follow a module's leave them out."""
 
     def __enter__(self) -> None:
-        self._before = _phase.checkpointing, _phase.recomputing, _phase.disabled
-        # What is first run inside of a recomputation is both.
-        _phase.checkpointing = not self._recomputing
-        _phase.recomputing += self._recomputing
-        if self._recomputing:  # Whoever disables a backward comes too late: the forward was checkpointed.
-            _phase.disabled = False
+        self._before, STATE.internal = STATE.internal, True
 
     def __exit__(self, *_: object) -> None:
-        _phase.checkpointing, _phase.recomputing, _phase.disabled = self._before
+        STATE.internal = self._before
 
 
-def checkpointing() -> AbstractContextManager[None]:
+@contextmanager
+def checkpointing() -> Iterator[None]:
     """Around the first forward of what will be computed again."""
-    return _Entered(recomputing=False)
+    before, STATE.checkpointing = STATE.checkpointing, True
+    try:
+        yield
+    finally:
+        STATE.checkpointing = before
 
 
-def recomputing() -> AbstractContextManager[None]:
-    """Around what is computed again."""
-    return _Entered(recomputing=True)
+@contextmanager
+def recomputing() -> Iterator[None]:
+    """Around what is computed again; what first runs inside is both checkpointed and recomputed.
+
+    `disable_checkpointing` around a backward comes too late, since the forward was checkpointed.
+    """
+    before = STATE.checkpointing, STATE.recompute_depth, STATE.disabled
+    STATE.checkpointing, STATE.recompute_depth, STATE.disabled = False, before[1] + 1, False
+    try:
+        yield
+    finally:
+        STATE.checkpointing, STATE.recompute_depth, STATE.disabled = before

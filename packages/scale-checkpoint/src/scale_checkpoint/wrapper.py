@@ -1,4 +1,4 @@
-"""A module's activations computed again, or kept elsewhere: `checkpoint_wrapper` and `apply_checkpointing`."""
+"""Checkpointing and offload of modules: `checkpoint_wrapper`, `apply_checkpointing`, `checkpoint_modules`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from scale_checkpoint.offload.offload import MIN_BYTES, check_target
 from scale_checkpoint.offload.storage import Target
-from scale_checkpoint.recompute.forward import TreatedForward, treat, treat_no_more, treated
-from scale_checkpoint.recompute.policy import SELECTIVE, OperatorPolicy, policy_of
-from scale_checkpoint.recompute.recompute import Treatment
+from scale_checkpoint.recompute.forward import CheckpointedForward, get_forward, unwrap_forward, wrap_forward
+from scale_checkpoint.recompute.policy import SELECTIVE, OperatorPolicy, resolve_policy
+from scale_checkpoint.recompute.recompute import CheckpointConfig
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -22,8 +22,8 @@ Operators: TypeAlias = Iterable[str | OpOverload | OpOverloadPacket]
 """Operators by name, as regular expressions, or `torch.ops` themselves."""
 
 How: TypeAlias = Literal["keep", "recompute", "offload", "selective"] | OperatorPolicy | Operators
-"""What is done with a module's activations: kept, computed again, or moved away; or computed again but for what is dear
-("selective"), or for what these operators, or those that a policy names, have computed."""
+"""What is done with a module's activations: kept, recomputed or offloaded; or recomputed but for the results of
+expensive operators ("selective"), of these operators, or of those that a policy names."""
 
 
 def checkpoint_wrapper(
@@ -48,7 +48,7 @@ def checkpoint_wrapper(
         >>> list(model.state_dict())[:2]
         ['0.weight', '0.bias']
 
-    Wrapped twice in the same way it is as if wrapped once.
+    Wrapping twice with the same settings wraps once.
 
     Args:
         module: Changed in place.
@@ -66,14 +66,14 @@ def checkpoint_wrapper(
 
     Raises:
         TypeError: `module` is no module, or is a list of modules, which is never called.
-        ValueError: It is checkpointed in another way already; an operator has no such name; `offload_to` is no target;
-            `min_bytes` is negative.
+        ValueError: It is checkpointed with other settings already; an operator has no such name; `offload_to` is no
+            target; `min_bytes` is negative.
         NotADirectoryError: There is no such folder.
     """
     target: Target | None = "host" if offload_to_cpu and offload_to is None else offload_to
     check_target("host" if target is None else target, min_bytes)
-    policy = None if keep is None else policy_of(keep)
-    _treat(module, Treatment(True, policy, target, min_bytes, preserve_random_state))
+    policy = None if keep is None else resolve_policy(keep)
+    _wrap(module, CheckpointConfig(True, policy, target, min_bytes, preserve_random_state))
     return module
 
 
@@ -85,7 +85,7 @@ def apply_checkpointing(
     offload_inputs: bool = False,
     min_bytes: int = MIN_BYTES,
 ) -> M:
-    """Says what a module does with its activations, whatever it did before.
+    """Sets what a module does with its activations, whatever it did before.
 
     Args:
         module: Changed in place.
@@ -105,58 +105,37 @@ def apply_checkpointing(
             negative.
         NotADirectoryError: There is no such folder.
     """
-    give(module, treatment_for(how, offload_to=offload_to, offload_inputs=offload_inputs, min_bytes=min_bytes))
+    set_config(module, config_for(how, offload_to=offload_to, offload_inputs=offload_inputs, min_bytes=min_bytes))
     return module
 
 
-def give(module: nn.Module, treatment: Treatment | None) -> None:
-    """Gives a module a treatment in the place of the one that it has; None makes it plain.
-
-    Args:
-        module: Changed in place.
-        treatment: Of `treatment_for`.
-
-    Raises:
-        TypeError: `module` is no module, or is a list of modules.
-    """
+def set_config(module: nn.Module, config: CheckpointConfig | None) -> None:
+    """Sets a module's config in the place of its present one; None makes it plain."""
     _check_is_called(module)
-    treat_no_more(module)
-    if treatment is not None:
-        _treat(module, treatment)
+    unwrap_forward(module)
+    if config is not None:
+        _wrap(module, config)
 
 
-def treatment_for(
+def config_for(
     how: How, *, offload_to: Target = "host", offload_inputs: bool = False, min_bytes: int = MIN_BYTES
-) -> Treatment | None:
-    """Returns what `apply_checkpointing` does with a module; None leaves it plain. Changes nothing.
-
-    Args:
-        how: See `apply_checkpointing`; so the others.
-        offload_to: Where to.
-        offload_inputs: Of a module that is recomputed.
-        min_bytes: Smaller storages stay.
-
-    Raises:
-        ValueError: `how` is another word; an operator has no such name; `offload_to` is no target; `min_bytes` is
-            negative.
-        TypeError: `how` holds what is no operator.
-        NotADirectoryError: There is no such folder.
-    """
+) -> CheckpointConfig | None:
+    """Returns the config that `apply_checkpointing` sets, with the same arguments and errors; None for "keep"."""
     check_target(offload_to, min_bytes)
     inputs_to = offload_to if offload_inputs else None
     if isinstance(how, str) and how != SELECTIVE:
         if how == "keep":
             return None
         if how == "recompute":
-            return Treatment(offload_to=inputs_to, min_bytes=min_bytes)
+            return CheckpointConfig(offload_to=inputs_to, min_bytes=min_bytes)
         if how == "offload":
-            return Treatment(recompute=False, offload_to=offload_to, min_bytes=min_bytes)
+            return CheckpointConfig(recompute=False, offload_to=offload_to, min_bytes=min_bytes)
         raise ValueError(f'how: expected "keep", "recompute", "offload", "selective" or operators, got {how!r}')
-    return Treatment(keep=policy_of(how), offload_to=inputs_to, min_bytes=min_bytes)
+    return CheckpointConfig(keep=resolve_policy(how), offload_to=inputs_to, min_bytes=min_bytes)
 
 
 def is_checkpointed(module: nn.Module) -> bool:
-    """Whether a module's own activations are recomputed or offloaded; what it holds, or what holds it, does not count.
+    """Whether a module's own activations are recomputed or offloaded; its children and parents do not count.
 
     >>> from torch import nn
     >>> from scale_checkpoint import checkpoint_wrapper, is_checkpointed
@@ -166,18 +145,18 @@ def is_checkpointed(module: nn.Module) -> bool:
     Args:
         module: Any module.
     """
-    return treated(module) is not None
+    return get_forward(module) is not None
 
 
-def _treat(module: nn.Module, treatment: Treatment) -> None:
+def _wrap(module: nn.Module, config: CheckpointConfig) -> None:
     _check_is_called(module)
-    present = treated(module)
+    present = get_forward(module)
     if present is None:
-        treat_no_more(module)
-        treat(module, TreatedForward(module, treatment))
-    elif present.treatment != treatment:
+        unwrap_forward(module)
+        wrap_forward(module, CheckpointedForward(module, config))
+    elif present.config != config:
         raise ValueError(
-            f"a {type(module).__name__} is checkpointed already, as {present.treatment}, and was to be as {treatment}: "
+            f"a {type(module).__name__} is checkpointed already, with {present.config}, not with {config}: "
             'wrap it once, or call apply_checkpointing(module, "keep") first'
         )
 
@@ -234,22 +213,21 @@ def checkpoint_modules(
     """
     if isinstance(select, str):
         raise TypeError(f"select holds several patterns, but got one string, {select!r}: write [{select!r}]")
-    # A module that stands in two places is chosen by either of its names, once.
-    names: dict[nn.Module, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        if name:
-            names.setdefault(module, []).append(name)
+    names = _names_of(model)
     if isinstance(select, type):
         chosen = _by_class(names, select, how)
+    elif callable(select):
+        decided = {module: select(called[0], module) for module, called in names.items() if _is_called(module)}
+        chosen = {module: each for module, each in decided.items() if each is not None}
     else:
-        chosen = _by_function(names, select) if callable(select) else _by_pattern(names, select, how)
-    # Nothing is changed before all is known to be right; what is said of several modules is read once.
-    told: dict[int, Treatment | None] = {}
-    for said in chosen.values():
-        if id(said) not in told:
-            told[id(said)] = treatment_for(said, offload_to=offload_to, offload_inputs=offload_inputs)
-    for module, said in chosen.items():
-        give(module, told[id(said)])
+        chosen = dict.fromkeys(modules_by_name(model, select, "select"), how)
+    # Nothing is changed before all is checked; operators given as an iterator for several modules are read once.
+    configs: dict[int, CheckpointConfig | None] = {}
+    for each in chosen.values():
+        if id(each) not in configs:
+            configs[id(each)] = config_for(each, offload_to=offload_to, offload_inputs=offload_inputs)
+    for module, each in chosen.items():
+        set_config(module, configs[id(each)])
     return [names[module][0] for module in chosen]
 
 
@@ -263,31 +241,36 @@ def _by_class(names: dict[nn.Module, list[str]], of: type[nn.Module], how: How) 
     return chosen
 
 
-def _by_function(names: dict[nn.Module, list[str]], select: ModulePolicy) -> dict[nn.Module, How]:
-    decided = {module: select(called[0], module) for module, called in names.items() if _is_called(module)}
-    return {module: how for module, how in decided.items() if how is not None}
-
-
-def _by_pattern(names: dict[nn.Module, list[str]], patterns: Collection[str], how: How) -> dict[nn.Module, How]:
-    chosen: set[nn.Module] = set()
+def modules_by_name(model: nn.Module, patterns: Collection[str], argument: str) -> list[nn.Module]:
+    """Returns the modules whose whole names patterns match, in the model's order; a ValueError names `argument`."""
+    names, chosen = _names_of(model), set[nn.Module]()
     for pattern in patterns:
         try:
             whole = re.compile(pattern)
         except re.error as error:
-            raise ValueError(f"select: {pattern!r} is no regular expression: {error}") from error
+            raise ValueError(f"{argument}: {pattern!r} is no regular expression: {error}") from error
         matched = [module for module, called in names.items() if any(map(whole.fullmatch, called))]
         runs = {module for module in matched if _is_called(module)}
         if not runs:
-            raise ValueError(f"select: {pattern!r} {_why_nothing(pattern, matched, names)}")
+            raise ValueError(f"{argument}: {pattern!r} {_describe_no_match(pattern, matched, names)}")
         chosen |= runs
-    return {module: how for module in names if module in chosen}
+    return [module for module in names if module in chosen]
+
+
+def _names_of(model: nn.Module) -> dict[nn.Module, list[str]]:
+    # A module with two names is chosen by either of them, once.
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if name:
+            names.setdefault(module, []).append(name)
+    return names
 
 
 def _is_called(module: nn.Module) -> bool:
     return not isinstance(module, nn.ModuleList | nn.ModuleDict)
 
 
-def _why_nothing(pattern: str, matched: list[nn.Module], names: dict[nn.Module, list[str]]) -> str:
+def _describe_no_match(pattern: str, matched: list[nn.Module], names: dict[nn.Module, list[str]]) -> str:
     if matched:
         name, title = names[matched[0]][0], type(matched[0]).__name__
         inside = re.escape(name) + r"\.[^.]+"

@@ -1,16 +1,16 @@
-"""When things happen in a backward pass.
+"""Hooks of a backward pass: before a module's backward, after it, per gradient, at its end, and around its reduction.
 
-Autograd calls nobody when it enters or leaves a module. These are the four places where it can be made to: a tensor's
-gradient arrives (the module's outputs: before its backward; its inputs: after it), a parameter's gradient is whole,
-and the whole pass has ended. Beside them stand `on_local_grads`, by which others see what a rank computed by itself
-before it is averaged away; `on_arriving_grads`, by which they see what it was averaged into while the pass still runs;
-and `on_reduced_grads`, by which they learn when that stands in `param.grad`.
+Autograd calls nothing when it enters or leaves a module, so the hooks are put on tensors: on a module's outputs (before
+its backward), on its inputs (after it), on a parameter, and on the engine for the end. Three hooks more are called by
+the package that reduces gradients: `register_local_grad_hook` with the gradients of this rank before they are averaged,
+`register_reduced_grad_hook` with the average while the pass still runs, and `register_grad_published_hook` when the
+average is in `param.grad`.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Container, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -20,23 +20,24 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from scale_core import compat
+from scale_core.compat import graph_task_id, next_node_number, queue_callback
 from scale_core.tree import map_tensors, tensors_in
 
-LocalGradsCallback = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
+LocalGradsHook = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
 
-ArrivingGradsCallback = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
+ReducedGradsHook = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
 
-ReducedGradsCallback = Callable[[Sequence[Tensor]], None]
+GradPublishedHook = Callable[[Sequence[Tensor]], None]
 
-_local_grads_callbacks: OrderedDict[int, LocalGradsCallback] = OrderedDict()  # a handle can't refer weakly to a dict
-_arriving_grads_callbacks: OrderedDict[int, ArrivingGradsCallback] = OrderedDict()
-_reduced_grads_callbacks: OrderedDict[int, tuple[ReducedGradsCallback, Container[Tensor]]] = OrderedDict()
+local_grad_hooks: OrderedDict[int, LocalGradsHook] = OrderedDict()  # a handle can't refer weakly to a dict
+reduced_grad_hooks: OrderedDict[int, ReducedGradsHook] = OrderedDict()
+grad_published_hooks: OrderedDict[int, tuple[GradPublishedHook, Container[Tensor]]] = OrderedDict()
 _reported: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_open_tasks: Counter[int] = Counter()  # autograd's numbers of the passes whose end is waited for
 
 
 class _Identity(torch.autograd.Function):
-    """The same values as a tensor of its own: not a view, and with hooks of its own."""
+    """The same values as a new tensor that is no view and has hooks of its own."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -47,14 +48,14 @@ class _Identity(torch.autograd.Function):
         return grad
 
 
-def own_outputs(outputs: Any) -> Any:
-    """Returns outputs through which only the caller's gradients arrive, whatever is done to them afterwards, and first.
+def alias_outputs(outputs: Any) -> Any:
+    """Returns outputs whose hooks see the caller's gradients alone, before the backward of anything in the module.
 
-    A view that is changed in place takes its history from its base, and loses the hooks it has; a tensor that
-    somebody inside has returned already carries his. What was computed after all outputs and kept elsewhere, as a
-    penalty on weights in an attribute, has its backward before theirs, since autograd goes back in order.
+    A view that is changed in place takes its history from its base and loses its hooks; a tensor that an inner module
+    has returned already has hooks of that. What was computed after all outputs and kept elsewhere, as a penalty on
+    weights in an attribute, would run its backward before theirs, since autograd goes back in order.
     """
-    in_order = compat.is_newest(tensors_in(outputs))
+    in_order = are_newest_nodes(tensors_in(outputs))
 
     def own(tensor: Tensor) -> Tensor:
         if not tensor.requires_grad or (in_order and not (tensor._is_view() or tensor._backward_hooks)):
@@ -63,6 +64,13 @@ def own_outputs(outputs: Any) -> Any:
         return identity
 
     return map_tensors(own, outputs)
+
+
+def are_newest_nodes(tensors: Iterable[Tensor]) -> bool:
+    """Whether autograd has recorded no operation on this thread since these tensors were computed."""
+    newest = next_node_number() - 1  # Autograd goes back from the newest operation to the oldest.
+    numbers = (int(tensor.grad_fn._sequence_nr()) for tensor in tensors if tensor.grad_fn is not None)
+    return max(numbers, default=newest) >= newest
 
 
 def before_backward(outputs: Any, callback: Callable[[], None]) -> bool:
@@ -80,9 +88,9 @@ def before_backward(outputs: Any, callback: Callable[[], None]) -> bool:
 def after_backward(inputs: Any, callback: Callable[[], None]) -> tuple[Any, bool]:
     """Calls `callback` once the gradients of all tensors in `inputs` have been computed.
 
-    The module must compute with what is returned: its own aliases of the inputs. A hook on an input itself would
-    wait for everybody else who uses that tensor. Where the module's first operation on an input is in place, autograd
-    takes the alias out of the graph, and its gradient is not waited for: with no other input, nobody calls.
+    The module must compute with the returned aliases: a hook on an input itself would wait for every other use of that
+    tensor. Where the module's first operation on an input is in place, autograd takes the alias out of the graph, and
+    its gradient is not waited for: with no other input, `callback` is not called.
 
     Returns:
         The inputs, and whether there was a tensor that needs a gradient.
@@ -92,7 +100,7 @@ def after_backward(inputs: Any, callback: Callable[[], None]) -> tuple[Any, bool
     def alias(tensor: Tensor) -> Tensor:
         if not tensor.requires_grad:
             return tensor
-        # A differentiable view: an in-place operation on it is seen, with its history, by whoever holds the input.
+        # A differentiable view: an in-place operation on it is seen, with its history, through the input.
         aliases.append(tensor.view_as(tensor))
         return aliases[-1]
 
@@ -105,43 +113,52 @@ def after_backward(inputs: Any, callback: Callable[[], None]) -> tuple[Any, bool
 
 
 def after_gradient(param: nn.Parameter, callback: Callable[[Tensor], None]) -> RemovableHandle:
-    """Calls `callback` with the parameter as soon as its gradient of this pass stands in `param.grad`."""
+    """Calls `callback` with the parameter as soon as its gradient of this pass is in `param.grad`."""
     handle: RemovableHandle = param.register_post_accumulate_grad_hook(callback)
     return handle
 
 
-def once_after_backward(callback: Callable[[], None]) -> None:
+def queue_post_backward(callback: Callable[[], None]) -> None:
     """Calls `callback` at the very end of the backward pass that is running now.
 
     Raises:
         RuntimeError: No backward pass is running.
     """
-    compat.queue_after_backward(callback)
+    queue_callback(callback)
 
 
-def at_end_of_backward(finish: Callable[[], None], fail: Callable[[], None]) -> None:
-    """Calls `finish` at the very end of the backward pass that is running now, or `fail` where it does not come so far.
+def register_post_backward(finish: Callable[[], None], fail: Callable[[], None]) -> None:
+    """Calls `finish` at the end of the backward pass that runs now, or `fail` where the pass fails.
 
-    Autograd calls nobody when a backward pass fails. But it drops what was to be called at its end, before the error
-    reaches the user. What `fail` itself raises nobody sees: the user is about to see the error of the pass.
+    Autograd has no hook for a failed pass, but it drops the callbacks for its end before the error reaches the user.
+    Errors of `fail` itself are suppressed: the user is about to see the error of the pass.
 
     Raises:
         RuntimeError: No backward pass is running.
     """
-    once_after_backward(_EndOfBackward(finish, fail))
+    queue_callback(_EndOfBackward(finish, fail))
 
 
 def in_backward() -> bool:
     """Whether the caller runs inside a backward pass, as the recomputation of a checkpointed module does."""
-    return compat.in_backward()
+    return graph_task_id() != -1
 
 
-def on_local_grads(callback: LocalGradsCallback) -> RemovableHandle:
+def is_nested() -> bool:
+    """Whether the backward pass that runs now is inside of another one, whose end `register_post_backward` waits for.
+
+    So is that of a reentrant checkpoint, which ends before the pass around it has averaged gradients.
+    """
+    task = graph_task_id()
+    return any(other != task for other in _open_tasks)
+
+
+def register_local_grad_hook(callback: LocalGradsHook) -> RemovableHandle:
     """Calls `callback(params, grads)` with gradients as this rank computed them, before they are reduced.
 
-    Each backward pass is told of by itself: where gradients of several passes are added up before they are reduced, as
-    under `no_sync()` of scale-fsdp, each one is that of its pass alone. scale-oss tells of the sum, when it is reduced:
-    its parameters are whole, so that a hook on them sees each pass.
+    It is called for each backward pass by itself: where gradients of several passes are accumulated, as under
+    `no_sync()` of scale-fsdp, each call has those of its pass alone. scale-oss calls it with the sum, at the reduction:
+    its parameters are whole, so a hook on a parameter sees each pass.
 
     Args:
         callback: Gets the parameters as `parameters()` yields them and, in the same order, the whole local gradient
@@ -151,39 +168,39 @@ def on_local_grads(callback: LocalGradsCallback) -> RemovableHandle:
     Returns:
         A handle; `handle.remove()` ends the calls.
     """
-    handle = RemovableHandle(_local_grads_callbacks)
-    _local_grads_callbacks[handle.id] = callback
+    handle = RemovableHandle(local_grad_hooks)
+    local_grad_hooks[handle.id] = callback
     return handle
 
 
-def mark_reported(params: Sequence[Tensor]) -> None:
-    """Records that no gradient comes to these parameters by itself: `report_local_grads` tells of all they get."""
+def mark_without_autograd_hooks(params: Sequence[Tensor]) -> None:
+    """Records that autograd gives these parameters no gradients: only `call_local_grad_hooks` reports them."""
     for param in params:
         _reported[param] = None
 
 
-def are_local_grads_reported(param: Tensor) -> bool:
-    """Whether a hook on this parameter would never be called, and `on_local_grads` tells of its gradients."""
+def lacks_autograd_hooks(param: Tensor) -> bool:
+    """Whether a hook of autograd on this parameter would never be called."""
     return param in _reported
 
 
-def local_grads_wanted() -> bool:
-    """Whether anybody has asked for local gradients."""
-    return bool(_local_grads_callbacks)
+def has_local_grad_hooks() -> bool:
+    """Whether there are hooks for local gradients."""
+    return bool(local_grad_hooks)
 
 
-def report_local_grads(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-    """Hands a unit's local gradients to everybody who asked by `on_local_grads`."""
+def call_local_grad_hooks(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    """Calls the hooks of `register_local_grad_hook` with a unit's local gradients."""
     with torch.no_grad():
-        for callback in list(_local_grads_callbacks.values()):
+        for callback in list(local_grad_hooks.values()):
             callback(params, grads)
 
 
-def on_arriving_grads(callback: ArrivingGradsCallback) -> RemovableHandle:
+def register_reduced_grad_hook(callback: ReducedGradsHook) -> RemovableHandle:
     """Calls `callback(params, grads)` when gradients of local shards are reduced, while the pass of other modules runs.
 
-    They stand aside until the pass has ended well on every rank, and are dropped where it has not. Then they are what
-    `param.grad` becomes: that very tensor, unless another one comes to it, as a late gradient of this pass.
+    The gradients become `param.grad` when the pass has succeeded on every rank, and are dropped otherwise: the very
+    same tensors, unless a late gradient of this pass replaces one.
 
     Args:
         callback: Gets local shards as `parameters()` yields them, none of which has a gradient of an earlier pass, and
@@ -192,23 +209,23 @@ def on_arriving_grads(callback: ArrivingGradsCallback) -> RemovableHandle:
     Returns:
         A handle; `handle.remove()` ends the calls.
     """
-    handle = RemovableHandle(_arriving_grads_callbacks)
-    _arriving_grads_callbacks[handle.id] = callback
+    handle = RemovableHandle(reduced_grad_hooks)
+    reduced_grad_hooks[handle.id] = callback
     return handle
 
 
-def report_arriving_grads(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-    """Hands a unit's reduced gradients to everybody who asked by `on_arriving_grads`."""
+def call_reduced_grad_hooks(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    """Calls the hooks of `register_reduced_grad_hook` with a unit's reduced gradients."""
     with torch.no_grad():
-        for callback in list(_arriving_grads_callbacks.values()):
+        for callback in list(reduced_grad_hooks.values()):
             callback(params, grads)
 
 
-def on_reduced_grads(callback: ReducedGradsCallback, at_once: Container[Tensor] = ()) -> RemovableHandle:
-    """Calls `callback(params)` when the gradients of these local shards stand in `param.grad`, whole for this pass.
+def register_grad_published_hook(callback: GradPublishedHook, at_once: Container[Tensor] = ()) -> RemovableHandle:
+    """Calls `callback(params)` when the gradients of these local shards are in `param.grad`, complete for this pass.
 
-    No hook of autograd tells of it: a shard's gradient comes from the other ranks. It is summed up, added to the
-    gradient of earlier passes, and its reduction waited for. That is so when the pass has ended well on every rank.
+    No hook of autograd can do that: a shard's gradient comes from the other ranks. It is reduced, added to the gradient
+    of earlier passes, and published when the pass has succeeded on every rank.
 
     Args:
         callback: Gets local shards as `parameters()` yields them. It may take a gradient away, by `param.grad = None`.
@@ -219,51 +236,57 @@ def on_reduced_grads(callback: ReducedGradsCallback, at_once: Container[Tensor] 
     Returns:
         A handle; `handle.remove()` ends the calls.
     """
-    handle = RemovableHandle(_reduced_grads_callbacks)
-    _reduced_grads_callbacks[handle.id] = callback, at_once
+    handle = RemovableHandle(grad_published_hooks)
+    grad_published_hooks[handle.id] = callback, at_once
     return handle
 
 
-def used_at_once(param: Tensor) -> bool:
-    """Whether somebody uses this shard's gradient up before the pass is over (see `on_reduced_grads`)."""
-    return any(param in at_once for _, at_once in _reduced_grads_callbacks.values())
+def is_consumed_in_backward(param: Tensor) -> bool:
+    """Whether a hook of `register_grad_published_hook` consumes this shard's gradient before the pass is over."""
+    return any(param in at_once for _, at_once in grad_published_hooks.values())
 
 
-def arriving_grads_wanted() -> bool:
-    """Whether anybody has asked for gradients before the pass is over."""
-    return bool(_arriving_grads_callbacks) or any(at_once for _, at_once in _reduced_grads_callbacks.values())
+def has_reduced_grad_hooks() -> bool:
+    """Whether there are hooks for gradients before the pass is over."""
+    return bool(reduced_grad_hooks) or any(at_once for _, at_once in grad_published_hooks.values())
 
 
-def reduced_grads_wanted() -> bool:
-    """Whether anybody has asked for reduced gradients."""
-    return bool(_reduced_grads_callbacks)
+def has_grad_published_hooks() -> bool:
+    """Whether there are hooks for published gradients."""
+    return bool(grad_published_hooks)
 
 
-def report_reduced_grads(params: Sequence[Tensor]) -> None:
-    """Tells everybody who asked by `on_reduced_grads` that nothing more comes to these gradients in this pass.
-
-    Called inside the backward pass, once per pass and parameter, by whoever has reduced them.
-    """
+def call_grad_published_hooks(params: Sequence[Tensor]) -> None:
+    """Calls the hooks of `register_grad_published_hook`, once per pass and parameter, inside the backward pass."""
     with torch.no_grad():
-        for callback, _ in list(_reduced_grads_callbacks.values()):
+        for callback, _ in list(grad_published_hooks.values()):
             callback(params)
 
 
 class _EndOfBackward:
-    """Called by autograd when a backward pass has ended, and dropped without a call where it has failed."""
+    """A callback that autograd calls at the end of a backward pass, and drops uncalled when the pass fails."""
 
     def __init__(self, finish: Callable[[], None], fail: Callable[[], None]) -> None:
         self._finish = finish
         self._fail: Callable[[], None] | None = fail
+        self._task = graph_task_id()
+        _open_tasks[self._task] += 1
 
     def __call__(self) -> None:
         self._fail = None
+        self._close()
         self._finish()
 
     def __del__(self) -> None:
         if self._fail is not None:
+            self._close()
             with suppress(Exception):
                 self._fail()
+
+    def _close(self) -> None:
+        _open_tasks[self._task] -= 1
+        if not _open_tasks[self._task]:
+            del _open_tasks[self._task]
 
 
 def _ignoring_the_gradient(callback: Callable[[], None]) -> Callable[[Tensor], None]:

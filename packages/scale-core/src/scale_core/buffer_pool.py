@@ -1,10 +1,10 @@
-"""Memory of large buffers on the host: in huge pages, and kept between its uses.
+"""Large host buffers in huge pages, reused between steps.
 
-Every step needs the same few sizes again and again: full buffers, flat gradients, what a reduction receives. The C
-library returns such memory to the system when it is freed, and the system zeroes it, page by page, when it is filled
-again, which takes five to nine times as long as the filling. So new memory asks for pages of 2 MiB in place of 4 KiB
-(`madvise`, MADV_HUGEPAGE), where the system has them. And what is freed is kept for the next buffer of the same size:
-two at most, so that a process holds no more than two units beside what it uses.
+Every step allocates the same few sizes: full buffers, flat gradients, receive buffers. The C library returns such
+memory to the system when it is freed, and the system zeroes it again page by page, which takes five to nine times as
+long as filling it. So new memory asks for pages of 2 MiB in place of 4 KiB (`madvise`, MADV_HUGEPAGE), and freed memory
+is kept for the next buffer of the same size: two at most, so that a process holds no more than two units beside what it
+uses.
 """
 
 from __future__ import annotations
@@ -27,32 +27,28 @@ SMALLEST_BYTES = 1 << 20
 MAX_IDLE = 2
 """As many as are gathered at once: the unit that computes and the one that is fetched ahead."""
 
-_idle: list[torch.UntypedStorage] = []  # What was released last stands last.
+_idle: list[torch.UntypedStorage] = []  # The last freed is last.
 
 
 def empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns a new tensor [numel] with any content."""
+    """Returns a new tensor [numel], uninitialised."""
     tensor = torch.empty(0, dtype=dtype, device=device)
     if not _is_large(numel * dtype.itemsize, tensor):
         return torch.empty(numel, dtype=dtype, device=device)
-    _fill(tensor.untyped_storage(), numel * dtype.itemsize)
+    _set_memory(tensor.untyped_storage(), numel * dtype.itemsize)
     return tensor.resize_(numel)
 
 
-def fill(tensor: Tensor) -> None:
-    """Gives a tensor without memory some, with any content; it and its views stay the objects that they are."""
+def allocate(tensor: Tensor) -> None:
+    """Gives a tensor without memory uninitialised memory; it and its views stay the same objects."""
     if _is_large(tensor.nbytes, tensor):
-        _fill(tensor.untyped_storage(), tensor.nbytes)
+        _set_memory(tensor.untyped_storage(), tensor.nbytes)
     else:
         tensor.untyped_storage().resize_(tensor.nbytes)
 
 
 def free(tensor: Tensor) -> None:
-    """Takes the memory of a tensor away; its views see none until `fill`.
-
-    Raises:
-        RuntimeError: Something outside of torch, as an array of NumPy, shares the memory.
-    """
+    """Frees the memory of a tensor; its views have none until `allocate`."""
     storage = tensor.untyped_storage()
     if not (_is_large(storage.nbytes(), tensor) and compat.can_swap_memory() and storage.resizable()):
         storage.resize_(0)
@@ -64,22 +60,22 @@ def free(tensor: Tensor) -> None:
 
 
 def free_unshared(tensor: Tensor) -> None:
-    """Frees a tensor that its caller forgets, unless somebody else has a view of it."""
+    """Frees a tensor that its caller drops, unless another view of it exists."""
     if compat.can_swap_memory() and tensor.untyped_storage().resizable() and compat.is_unshared(tensor):
         free(tensor)
 
 
 def trim() -> None:
-    """Gives back all memory that is kept."""
+    """Returns all memory that is kept to the system."""
     _idle.clear()
 
 
 def trim_after(owner: object) -> None:
-    """Gives back what is kept when `owner`, whose buffers it was for, is collected."""
+    """Calls `trim` when `owner` is collected."""
     weakref.finalize(owner, trim).atexit = False
 
 
-def _fill(storage: torch.UntypedStorage, num_bytes: int) -> None:
+def _set_memory(storage: torch.UntypedStorage, num_bytes: int) -> None:
     for kept in tuple(_idle):
         if kept.nbytes() == num_bytes:
             with suppress(ValueError):  # Another thread has taken it.

@@ -1,9 +1,8 @@
-"""What differs between torch versions, and what torch keeps private: one function each.
+"""torch's private functions, and what differs between its versions: one function each.
 
-No other file asks for a version. Where another one uses a name with an underscore, it is one that has been the same
-over many versions: an attribute of tensors or modules (`_version`, `_parameters`), a `_foreach` operator, a dispatch
-mode. Only the accelerator that is none takes a file of its own, `simulate.fake_device`, which asks here whether torch
-is right.
+No other file asks for a version. Where another file uses a name with an underscore, it has been the same over many
+versions: an attribute of tensors or modules (`_version`, `_parameters`), a `_foreach` operator, a dispatch mode. Only
+the simulated accelerator has a file of its own, `simulate.fake_device`.
 """
 
 from __future__ import annotations
@@ -28,12 +27,21 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 DEFAULT_TORCH = "2.13"
-"""The torch version, as major.minor, that the house is built and measured on."""
+"""The torch version, as major.minor, on which everything is tested and measured."""
 
 STAND_IN = "sim"
 """The type of the device that stands in for an accelerator in a simulation."""
 
 _HOST = torch.device("cpu")
+
+# The autograd engine: a callback at the end of the backward pass that runs now; the number of the pass that
+# runs on this thread, -1 outside of one; the number that the next operation's node gets.
+queue_callback: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+# Whether torch.profiler records now. If it ends while gloo still carries a collective that was started under it, torch
+# 2.13 writes to memory that the profiler has freed, and the process crashes later.
+profiler_runs: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
 def all_gather_single(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Any:
@@ -49,7 +57,7 @@ def reduce_scatter_single(output: Tensor, full: Tensor, group: dist.ProcessGroup
 
 
 def control_device(group: dist.ProcessGroup, wished: torch.device = _HOST) -> torch.device:
-    """Where small control messages go: the wished device if the group can reach it, else the host."""
+    """The device of small control messages: the wished one if the group can reach it, else the host."""
     return wished if wished.type in _device_types(group) else _HOST
 
 
@@ -59,14 +67,9 @@ def reaches_host(group: dist.ProcessGroup) -> bool:
 
 
 def gloo_twin(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A process group of the same ranks for tensors on the host, over gloo; all of them call this together.
-
-    It lives as long as somebody holds it, and stands in none of torch's lists: torch names new groups by how many there
-    are on a rank, so ranks that are in different numbers of groups could not make one when they need it.
-
-    Raises:
-        RuntimeError: A rank did not come within the group's own limit.
-    """
+    """A gloo process group of the same ranks, for tensors on the host; all of them call this together."""
+    # It lives while it is referenced, and is in none of torch's lists: torch names new groups by how many
+    # there are on a rank, so ranks that are in different numbers of groups could not make one when they need it.
     c10d = cast(Any, dist)
     store = c10d.PrefixStore("scale_core/host", dist.distributed_c10d._get_process_group_store(group))
     rank, size = group.rank(), group.size()
@@ -84,32 +87,25 @@ def _device_types(group: dist.ProcessGroup) -> list[str]:
 
 
 def time_limit(group: dist.ProcessGroup) -> timedelta:
-    """How long the group's own operations may take."""
+    """The timeout of the group's own operations."""
     backend = cast(Any, group)._get_backend(cast(Any, group)._device_types[0])
     limit: timedelta = backend.options._timeout
     return limit
 
 
 def default_store() -> Store | None:
-    """The store by which the ranks found each other, or None where there is none."""
+    """The rendezvous store, or None where there is none."""
     if not dist.is_initialized():
         return None
     store: Store = dist.distributed_c10d._get_default_store()
     return store
 
 
-def queue_after_backward(callback: Callable[[], None]) -> None:
-    """Calls `callback` when the backward pass that is running now has ended."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-
 def add_gradients(edges: Iterable[GradientEdge], gradients: Iterable[Tensor], leaves: Iterable[Tensor]) -> None:
-    """Adds what follows from the gradients of edges to the `grad` of leaves, as `torch.autograd.backward` does.
-
-    The engine is called as that calls it in torch 2.8 to 2.15, without what comes before: it would look at shapes that
-    come from the engine itself, and copy the context, which takes longer than all of the engine's own work where
-    graphs are small. Where torch has no such engine any more, it is called itself.
-    """
+    """Adds what follows from the gradients of `edges` to the `grad` of leaves, as `torch.autograd.backward` does."""
+    # The engine is called as that calls it in torch 2.8 to 2.15, without what comes before: it would look at shapes
+    # that come from the engine itself, and copy the context, which takes longer than all of the engine's own work where
+    # graphs are small. Where torch has no such engine any more, it is called itself.
     edges, gradients, leaves = tuple(edges), tuple(gradients), tuple(leaves)
     engine: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
     if engine is None:
@@ -119,41 +115,24 @@ def add_gradients(edges: Iterable[GradientEdge], gradients: Iterable[Tensor], le
 
 
 def gradient_edge(tensor: Tensor) -> GradientEdge:
-    """Where the gradient of a tensor is taken in; the graph behind it stays while the edge does, without the tensor.
-
-    torch 2.8 forgets the node of a user's `autograd.Function` with its last tensor. A view has a node of torch's own.
-    """
+    """The edge that takes a tensor's gradient; it keeps the graph behind it alive without the tensor."""
+    # torch 2.8 forgets the node of a user's `autograd.Function` with its last tensor. A view has a node of torch's own.
     if "ownership_token" not in GradientEdge._fields and isinstance(tensor.grad_fn, cast(Any, torch._C)._FunctionBase):
         with torch.enable_grad():
             tensor = tensor.view_as(tensor)
     return get_gradient_edge(tensor)
 
 
-def is_newest(tensors: Iterable[Tensor]) -> bool:
-    """Whether autograd has recorded nothing on this thread since the newest of these tensors was computed.
-
-    It goes back from the newest operation to the oldest, as far as gradients have come.
-    """
-    numbers = [int(tensor.grad_fn._sequence_nr()) for tensor in tensors if tensor.grad_fn is not None]
-    newest: int = torch._C._autograd._get_sequence_nr()  # of the next operation
-    return max(numbers, default=newest - 1) >= newest - 1
-
-
-def may_not_change_in_place(tensor: Tensor) -> bool:
-    """Whether autograd refuses to change a view in place: one that a function of Python made, or one of several."""
+def forbids_in_place(tensor: Tensor) -> bool:
+    """Whether autograd refuses to change a view in place: one made by a Python function, or one of several."""
     if not (tensor.requires_grad and tensor._is_view()):
         return False
     private = cast(Any, torch._C)._autograd
     return bool(private._get_creation_meta(tensor) != private.CreationMeta.DEFAULT)
 
 
-def in_backward() -> bool:
-    """Whether the caller runs inside a backward pass."""
-    return bool(torch._C._current_graph_task_id() != -1)
-
-
-def is_only_asked_for(leaf: Tensor) -> bool:
-    """Whether the pass that runs now is one of torch.autograd.grad for this leaf, which adds to no gradient."""
+def is_autograd_grad(leaf: Tensor) -> bool:
+    """Whether the current pass is one of torch.autograd.grad for this leaf, which accumulates no gradient."""
     node = torch.autograd.graph.get_gradient_edge(leaf).node
     try:
         torch._C._will_engine_execute_node(node)
@@ -162,17 +141,8 @@ def is_only_asked_for(leaf: Tensor) -> bool:
     return False
 
 
-def profiler_runs() -> bool:
-    """Whether torch.profiler is recording now.
-
-    Where it ends while gloo still carries a collective that was begun under it, torch 2.13 writes to memory that the
-    profiler has freed, and the process dies when the profile does.
-    """
-    return bool(torch._C._autograd._profiler_enabled())
-
-
 def accelerator() -> torch.device | None:
-    """This process's current accelerator, or what stands in for one in a simulation; None where there is none."""
+    """The current accelerator, or its stand-in in a simulation; None where there is none."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     stand_in = getattr(torch, STAND_IN, None)
@@ -180,19 +150,19 @@ def accelerator() -> torch.device | None:
 
 
 def process_groups() -> list[dist.ProcessGroup]:
-    """The process groups that this rank is a member of, the default one first."""
+    """The process groups of this rank, the default one first."""
     if not (dist.is_available() and dist.is_initialized()):
         return []
     return list(dist.distributed_c10d._world.pg_map)
 
 
-def takes_data_of(param: Tensor, memory: Tensor) -> bool:
-    """Whether `param.data = memory` is possible: torch's own question when it converts a module's parameters."""
+def can_set_data(param: Tensor, memory: Tensor) -> bool:
+    """Whether `param.data = memory` is possible: torch's own check when it converts a module's parameters."""
     return bool(torch._has_compatible_shallow_copy_type(param, memory))
 
 
 def flatten_mesh(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """The group of all ranks of a mesh; None is the default group, where it holds all of them."""
+    """The group of all ranks of a mesh; None is the default group, where it has all of them."""
     if mesh.size() == dist.get_world_size():
         return None
     flat: DeviceMesh = mesh._flatten()
@@ -200,46 +170,33 @@ def flatten_mesh(mesh: DeviceMesh) -> dist.ProcessGroup | None:
 
 
 def untraced(function: Callable[P, R]) -> Callable[P, R]:
-    """Keeps torch.compile out of a function; what is compiled around it goes on without a graph there."""
+    """Keeps torch.compile out of a function; the code around it is compiled up to a graph break."""
     kept_out: Callable[P, R] = cast(Any, torch)._disable_dynamo(function)
     return kept_out
 
 
 def ends_recomputation(error: BaseException) -> bool:
-    """Whether this is no failure: torch ends a checkpoint's recomputation by it, once it has all that is needed."""
+    """Whether torch ends a checkpoint's recomputation by this exception, once it has all that it needs."""
     return type(error).__name__ == "_StopRecomputationError"
 
 
 def simulation_supported() -> bool:
-    """Whether the private parts of torch that a simulation stands on are those of the default version."""
+    """Whether this is the torch version whose private parts a simulation uses."""
     return torch.__version__.split(".")[:2] == DEFAULT_TORCH.split(".")
 
 
 def require_simulation() -> None:
-    """Refuses a torch whose private parts were not tried.
-
-    Raises:
-        RuntimeError: torch is not of the default version.
-    """
+    """Refuses a torch version on which simulations were not tested."""
     if not simulation_supported():
         raise RuntimeError(
-            f"simulation stands on private parts of torch {DEFAULT_TORCH}, but this is torch {torch.__version__}: "
+            f"simulation needs private parts of torch {DEFAULT_TORCH}, but this is torch {torch.__version__}: "
             f"install torch=={DEFAULT_TORCH}.* to simulate"
         )
 
 
 @contextmanager
 def fake_default_group(rank: int, world_size: int, device: str = "cpu") -> Iterator[None]:
-    """The default group of a world of which only this rank exists: its collectives return at once and move nothing.
-
-    Args:
-        rank: The rank that exists.
-        world_size: How many there are said to be.
-        device: Where their tensors are, beside the host.
-
-    Raises:
-        RuntimeError: There is a default group already, or torch is not of the default version.
-    """
+    """A default group in which only this rank exists: its collectives return at once and move nothing."""
     require_simulation()
     if dist.is_initialized():
         raise RuntimeError(
@@ -261,11 +218,7 @@ def fake_default_group(rank: int, world_size: int, device: str = "cpu") -> Itera
 
 
 def fake_tensors() -> AbstractContextManager[object]:
-    """Inside, every tensor that is created has a shape, a dtype and a storage of a size, but no memory.
-
-    Raises:
-        RuntimeError: torch is not of the default version.
-    """
+    """A context in which new tensors have a shape, a dtype and a storage size, but no memory."""
     require_simulation()
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -274,7 +227,7 @@ def fake_tensors() -> AbstractContextManager[object]:
 
 
 def without_fake_tensors() -> AbstractContextManager[object]:
-    """Inside, tensors are real again, as what asks for their values needs it (a `DeviceMesh`, for one)."""
+    """A context in which tensors are real again, for code that needs values (a `DeviceMesh`, for one)."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     mode: AbstractContextManager[object] = unset_fake_temporarily()
@@ -282,14 +235,14 @@ def without_fake_tensors() -> AbstractContextManager[object]:
 
 
 def active_fake_mode() -> object | None:
-    """The innermost fake mode: another one than the caller's own means that torch only works a shape out."""
+    """The innermost fake mode; another one than the caller's means that torch only computes a shape."""
     from torch import _guards
 
     return _guards.active_fake_mode()
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Whether a tensor is one of a simulation, without memory."""
+    """Whether a tensor belongs to a simulation and has no memory."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(tensor, FakeTensor)
@@ -301,25 +254,25 @@ def can_swap_memory() -> bool:
 
 
 def swap_memory(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
-    """Exchanges the memory of two storages, of which one has none; whoever has a view of one sees that."""
+    """Exchanges the memory of two storages, of which one has none; all views see that."""
     cast(Any, storage)._swap_data_ptr_(other)
 
 
 def is_unshared(tensor: Tensor) -> bool:
-    """Whether nobody else has a view of a tensor's memory, or the tensor itself on the side of C++, as DLPack may."""
+    """Whether a tensor has no other view and no other owner in C++, as by DLPack."""
     storage = tensor.untyped_storage()  # Counts as one more.
     return cast(Any, tensor)._use_count() == 1 and torch._C._storage_Use_Count(storage._cdata) <= 2
 
 
 def plain_tensor_types() -> frozenset[type]:
-    """The tensor types that hold one storage of their own; others are wrappers around such, as DTensor is."""
+    """The tensor types with one storage of their own; others, such as DTensor, are wrappers."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return frozenset((Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor))
 
 
 def inner_tensors(tensor: Tensor) -> list[Tensor]:
-    """The plain tensors that a wrapper such as DTensor is made of, or the tensor itself."""
+    """The plain tensors inside a wrapper such as DTensor, or the tensor itself."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
@@ -328,17 +281,14 @@ def inner_tensors(tensor: Tensor) -> list[Tensor]:
 
 
 def wrap_no_grad_function(function: Callable[..., Any], around: Callable[..., Any]) -> None:
-    """Has one of torch's functions for clipping call `around(own, ...)`, where `own` does what it did until now.
-
-    They are closures that call what they wrap without gradients. That is replaced inside of them, so that whoever has
-    imported one by name has the new one, too.
-    """
+    """Replaces one of torch's clipping functions by `around(own, ...)`, also where it was imported by name."""
+    # They are closures that call what they wrap without gradients: that is replaced inside of them.
     own = cast(Any, function).__wrapped__
     (cell,) = (cell for cell in function.__closure__ or () if cell.cell_contents is own)
     cell.cell_contents = functools.partial(around, own)
 
 
-def device_that_is_here(device: torch.device | str) -> torch.device | None:
+def available_device(device: torch.device | str) -> torch.device | None:
     """The device, or None where this machine has no accelerator of that type."""
     wanted = torch.device(device)
     missing = wanted.type == "cuda" and not torch.cuda.is_available()
@@ -346,8 +296,8 @@ def device_that_is_here(device: torch.device | str) -> torch.device | None:
 
 
 def hook_parameter_vectors(look: Callable[[Any], None]) -> None:
-    """Calls `look` with each parameter before torch makes a vector of it, or puts a part of a vector into it."""
-    # Both functions call it for each parameter, also where somebody has imported them by name.
+    """Calls `look` with each parameter before torch copies it into or out of a vector."""
+    # Both functions call it for each parameter, also where they were imported by name.
     own = convert_parameters._check_param_device
 
     def look_then_check(param: Tensor, old_param_device: int | None) -> int:
@@ -358,12 +308,7 @@ def hook_parameter_vectors(look: Callable[[Any], None]) -> None:
 
 
 def values_of(tensor: Tensor, *, simulated: list[float]) -> list[float]:
-    """The values of a tensor [n] as numbers: the one place where a step waits for what a device has computed.
-
-    Args:
-        tensor: One dimension, floating point.
-        simulated: [n] what to take for its values in a simulation, whose tensors have none.
-    """
+    """The values of a tensor [n] as numbers: the one place where a step waits for the device."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     values: list[float] = list(simulated) if isinstance(tensor, FakeTensor) else tensor.tolist()
@@ -371,12 +316,7 @@ def values_of(tensor: Tensor, *, simulated: list[float]) -> list[float]:
 
 
 def ranks_of_operation(group: Any) -> tuple[int, ...]:
-    """The global ranks of the group that a collective operator was called with.
-
-    Args:
-        group: What stands in the operator's arguments: a boxed process group in torch's `c10d` library; a process
-            group or its name in `_c10d_functional`.
-    """
+    """The global ranks of a collective operator's group argument."""
     if isinstance(group, str):
         group = cast(Any, dist.distributed_c10d)._resolve_process_group(group)
     elif not isinstance(group, dist.ProcessGroup):

@@ -1,8 +1,7 @@
-"""Hooks of a module that each of its parts takes along where it is cut, as into the stages of a pipeline.
+"""Module hooks that are registered on each part when a module is cut, as into the stages of a pipeline.
 
-A hook around a whole module is most often about its inputs or outputs, which no part has. Those of this kind are about
-what stands in it, and do the same for a part: whoever cuts a module registers them on every part, so that what was
-divided or watched before stays so.
+Most hooks of a module are about its inputs or outputs, which no part has. Those of this kind are about the layers in
+it, and do the same for a part, so cutting the module must not drop them.
 """
 
 from __future__ import annotations
@@ -10,29 +9,19 @@ from __future__ import annotations
 from torch import nn
 
 
-class ForEachPart:
-    """What is a forward hook or pre-hook, or whose methods are, and does for a part of its module what it does for all.
+class ForEachShardHook:
+    """Base class of forward hooks and pre-hooks, or of their owners, that work on each part of a module."""
 
-    The same object hooks all parts of a process, one after the other.
-    """
+    # The same object hooks all parts of a process, one after the other.
 
 
 def is_for_each_part(hook: object) -> bool:
-    """Whether each part of a module takes a hook along.
-
-    Args:
-        hook: Of any module.
-    """
-    return isinstance(getattr(hook, "__self__", hook), ForEachPart)
+    """Whether each part of a module takes this hook."""
+    return isinstance(getattr(hook, "__self__", hook), ForEachShardHook)
 
 
 def take_hooks(part: nn.Module, whole: nn.Module) -> bool:
-    """Registers on a part the hooks that each part of its module takes along; returns whether there are any.
-
-    Args:
-        part: A module without such hooks.
-        whole: The module that is cut.
-    """
+    """Registers on `part` the hooks of `whole` that each part takes; returns whether there are any."""
     found = False
     for key, before in whole._forward_pre_hooks.items():
         if is_for_each_part(before):

@@ -1,8 +1,7 @@
-"""What a local shard is a piece of: the contract between the packages.
+"""Metadata of local shards: which elements of which parameter a tensor holds, and who holds the others.
 
-An optimizer wrapper, a gradient norm, a checkpoint and a tensor-parallel layer all ask one question of a tensor that
-`parameters()` yields: which elements of which tensor are you, and who holds the others? The answer stands here, in a
-map beside the tensor and never in hidden attributes on it.
+Optimizer wrappers, gradient norms, checkpoints and tensor-parallel layers all ask this of tensors that `parameters()`
+yields. The answer is in a map beside the tensor, never in hidden attributes on it.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ Ranges: TypeAlias = tuple[tuple[tuple[int, int], ...], ...]
 """For each dimension the indices that are taken of it, as ranges [first, one past the last) in their order."""
 
 
-class Held(enum.Enum):
-    """How the ranks of one mesh axis hold a tensor between them."""
+class Placement(enum.Enum):
+    """How the ranks of one mesh axis hold a tensor."""
 
     SHARD = "each rank holds other elements"
     REPLICATE = "each rank holds the same elements with the same values"
@@ -37,7 +36,7 @@ class Axis:
     """One axis of the mesh: its ranks, and how they hold the tensor."""
 
     group: Group
-    held: Held
+    placement: Placement
 
 
 @dataclass(frozen=True)
@@ -78,9 +77,9 @@ class Shard:
     def of_ranges(
         cls, name: str, shape: Sequence[int], ranges: Ranges, axes: tuple[Axis, ...] = (), *, counted: bool = True
     ) -> Self:
-        """Returns the piece of a parameter that has these indices of each dimension, and all combinations of them.
+        """Returns the piece of a parameter that has these indices of each dimension, in all combinations.
 
-        Where these are one range of elements, it says so. Modules compute with such a piece as it is.
+        If these are one range of elements, `start` and `stop` say so. Modules compute with such a piece as it is.
         """
         whole = tuple(((0, size),) for size in shape)
         if shape and len(ranges[0]) == 1 and ranges[1:] == whole[1:]:
@@ -91,7 +90,7 @@ class Shard:
         return cls(name, tuple(shape), 0, numel, axes, ranges=ranges, counted=counted, gathered=False)
 
     def cut(self, name: str, start: int, stop: int, axes: tuple[Axis, ...], unit: str = "") -> Self:
-        """Returns a piece of this piece, its elements [start, stop), as further axes hold it between them."""
+        """Returns elements [start, stop) of this piece, as further axes shard it."""
         place = (name, self.shape, self.start + start, self.start + stop)
         return type(self)(*place, axes + self.axes, unit, self.ranges, self.counted, first_copy=self.first_copy)
 
@@ -102,7 +101,7 @@ class Shard:
 
     @property
     def title(self) -> str:
-        """What errors call it."""
+        """The name in errors."""
         return f"'{self.name}'" if self.name else f"a parameter of shape {self.shape}"
 
     @property
@@ -112,51 +111,51 @@ class Shard:
 
 
 class Stages(Protocol):
-    """A model of which each rank of a group holds other parameters: a pipeline.
+    """A pipeline: a model of which each rank of a group holds other parameters.
 
-    Its stages may be wrapped at any time, so they are no marks on tensors.
+    Its stages may be wrapped at any time, so they are not registered as tensors.
     """
 
     @property
     def group(self) -> Group:
-        """The ranks that hold a stage each, or several."""
+        """The ranks that hold stages."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's, as they are now, by the names of the whole model."""
+        """This rank's current parameters, by the names of the whole model."""
 
     def counted_elsewhere(self) -> Collection[Tensor]:
-        """Of these, the copies of shared parameters that another rank counts in a norm."""
+        """Copies of shared parameters that another rank counts in a norm."""
 
 
 _shards: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _stages: weakref.WeakKeyDictionary[Stages, None] = weakref.WeakKeyDictionary()  # in the order in which they were built
-_at_first_mark: list[Callable[[], None]] = []
+_on_first_shard: list[Callable[[], None]] = []
 
 
-def mark(param: Tensor, shard: Shard) -> None:
-    """Records that `param` is this piece; a later mark replaces an earlier one."""
+def set_shard(param: Tensor, shard: Shard) -> None:
+    """Records that `param` is this piece; replaces an earlier record."""
     _shards[param] = shard
-    _first_mark()
+    _run_callbacks()
 
 
-def mark_stages(model: Stages) -> None:
+def register_stages(model: Stages) -> None:
     """Records that the parameters of `model` are those of this rank's stages; held weakly."""
     _stages[model] = None
-    _first_mark()
+    _run_callbacks()
 
 
-def at_first_mark(callback: Callable[[], None]) -> None:
+def on_first_shard(callback: Callable[[], None]) -> None:
     """Calls `callback` once, when this process gets its first shard or stage."""
-    _at_first_mark.append(callback)
+    _on_first_shard.append(callback)
 
 
-def _first_mark() -> None:
-    while _at_first_mark:
-        _at_first_mark.pop()()
+def _run_callbacks() -> None:
+    while _on_first_shard:
+        _on_first_shard.pop()()
 
 
-def marked_parameters() -> Iterator[Tensor]:
-    """Yields all parameters of this process that are marked, or that are a stage's."""
+def registered_parameters() -> Iterator[Tensor]:
+    """Yields all registered shards of this process, and the parameters of its stages."""
     yield from list(_shards)
     for model in list(_stages):
         yield from names_of_stages(model)
@@ -168,14 +167,9 @@ def names_of_stages(model: Stages) -> dict[Tensor, str]:
 
 
 def stages_of(params: Iterable[Tensor]) -> list[Stages]:
-    """Returns the pipelines over several ranks that have one of these parameters, in the order they were built.
-
-    Of no parameters at all, one that has none of them on this rank, where others may have some: such a rank takes part
-    in a norm with nothing. Pipelines over the same ranks are met at once, so of these any one will do.
-
-    Raises:
-        ValueError: Of no parameters, it can't be told which ranks are meant.
-    """
+    """Returns the pipelines over several ranks that have one of these parameters, in the order they were built."""
+    # Of no parameters at all, one that has none of them on this rank, where others may have some: such a rank takes
+    # part in a norm with nothing. Pipelines over the same ranks are met at once, so of these any one will do.
     several = [model for model in _stages if model.group.size > 1]
     if not several:
         return []
@@ -196,23 +190,21 @@ def stages_of(params: Iterable[Tensor]) -> list[Stages]:
 
 
 def shard_of(param: Tensor) -> Shard | None:
-    """Returns what `param` is a piece of, or None if it is a whole tensor of its own."""
+    """Returns the shard metadata of `param`, or None if it is a whole tensor."""
     found: Shard | None = _shards.get(param)
     return found
 
 
 def title_of(param: Tensor) -> str:
-    """Returns what errors call a parameter: its qualified name where that is known, or else its shape."""
+    """Returns a parameter's name in errors: its qualified name where that is known, or else its shape."""
     shard = shard_of(param)
     return f"a parameter of shape {tuple(param.shape)}" if shard is None else shard.title
 
 
 def unit_shard_of(param: Tensor) -> Shard | None:
-    """Returns what a unit has cut `param` out of, or None if its module computes with it as it is.
-
-    A parameter of a tensor parallel layer is such: a piece to those who take norms or write files, and to those who cut
-    and gather parameters between other ranks a parameter like any.
-    """
+    """Returns the metadata of a shard that a unit gathers, or None if its module computes with it as it is."""
+    # A parameter of a tensor parallel layer is such: a piece to those who take norms or write files, and to those who
+    # cut and gather parameters between other ranks a parameter like any.
     shard = shard_of(param)
     return shard if shard is not None and shard.gathered else None
 
@@ -220,11 +212,11 @@ def unit_shard_of(param: Tensor) -> Shard | None:
 def is_divided(param: Tensor) -> bool:
     """Whether other ranks hold other elements of the parameter that `param` is a piece of."""
     shard = shard_of(param)
-    return shard is not None and any(axis.held is Held.SHARD and axis.group.size > 1 for axis in shard.axes)
+    return shard is not None and any(axis.placement is Placement.SHARD and axis.group.size > 1 for axis in shard.axes)
 
 
 def check_undivided(params: Iterable[tuple[str, Tensor]], group: Group, what: str) -> None:
-    """Refuses to take ranks for replicas that hold different parts of a parameter: they would get one another's values.
+    """Refuses a group of replicas whose ranks hold different parts of a parameter: it would mix their values.
 
     Args:
         params: Parameters with their names, before anything cuts them for `group`.
@@ -250,7 +242,7 @@ def check_undivided(params: Iterable[tuple[str, Tensor]], group: Group, what: st
         if shard is None or shard.gathered:
             continue
         for axis in shard.axes:
-            if axis.held is Held.SHARD and len(set(axis.group.ranks).intersection(group.ranks)) > 1:
+            if axis.placement is Placement.SHARD and len(set(axis.group.ranks).intersection(group.ranks)) > 1:
                 raise ValueError(
                     f"{what}: '{name}' is a part {list(param.shape)} of a parameter {list(shard.shape)} that its layer "
                     f"divides between the ranks {list(axis.group.ranks)}, and {what} was given "
@@ -260,18 +252,18 @@ def check_undivided(params: Iterable[tuple[str, Tensor]], group: Group, what: st
 
 
 def full_shape(param: Tensor) -> torch.Size:
-    """Returns the shape of the whole parameter, whether `param` is a piece of it or all of it."""
+    """Returns the shape of the whole parameter, for a shard or a whole one."""
     shard = shard_of(param)
     return param.shape if shard is None else torch.Size(shard.shape)
 
 
 def full_numel(param: Tensor) -> int:
-    """Returns the number of elements of the whole parameter, whether `param` is a piece of it or all of it."""
+    """Returns the number of elements of the whole parameter, for a shard or a whole one."""
     return full_shape(param).numel()
 
 
 def elements_of(whole: Tensor, start: int, stop: int, ranges: Ranges = ()) -> Tensor:
-    """Returns the elements `[start, stop)` of a whole tensor, or of what `ranges` leave of it; one dimension."""
+    """Returns the elements `[start, stop)` of a whole tensor, or of its `ranges`; 1-D."""
     for dim, held in enumerate(ranges):
         if held != ((0, whole.shape[dim]),):
             whole = torch.cat([whole.narrow(dim, first, last - first) for first, last in held], dim)

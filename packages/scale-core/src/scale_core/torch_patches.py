@@ -1,9 +1,9 @@
-"""What torch's own functions for clipping, wrapping, vectors and saving do with shards.
+"""torch's own functions on shards: clipping, gradient scaling, wrapping, vectors and saving.
 
-Programs clip by `torch.nn.utils.clip_grad_norm_`, wrap by `DistributedDataParallel`, make vectors of parameters and
-save `optimizer.state_dict()`. On shards these would compute with one rank's part without a word. So they are changed
-when the first tensor of the process is marked as a shard, or the first pipeline is built, and not before. With
-parameters that are no shards they do what they always did.
+Programs call `torch.nn.utils.clip_grad_norm_`, wrap by `DistributedDataParallel`, make vectors of parameters, scale by
+`GradScaler` and save `optimizer.state_dict()`. On shards these would silently compute with one rank's part. So they are
+patched when the first tensor of the process is registered as a shard, or the first pipeline is built, and not before.
+With parameters that are no shards they do what they always did.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad as torchs
@@ -22,35 +23,36 @@ from torch.optim import Optimizer
 from scale_core import compat
 from scale_core.comm.group import group_of
 from scale_core.optim.clip_grad import (
-    Measured,
+    MeasuredGradient,
     check_finite,
     clip,
     gradient_holders,
+    has_gradient_keeper,
     has_kept_gradients,
-    is_kept,
     is_shared,
     measured_gradients,
     norm_of,
     warn_if_used_up,
 )
-from scale_core.shard import at_first_mark, check_undivided, is_divided, marked_parameters, shard_of, stages_of
-from scale_core.state.torch_state_dict import view
+from scale_core.shard import check_undivided, is_divided, on_first_shard, registered_parameters, shard_of, stages_of
+from scale_core.state.torch_state_dict import install_hooks
 
 
 @functools.cache
 def install() -> None:
-    """Changes torch's functions, also for who has imported them by name; once is enough."""
+    """Patches torch's functions, also for those who imported them by name; once is enough."""
     compat.wrap_no_grad_function(torchs.clip_grad_norm_, _clip_grad_norm)
     compat.wrap_no_grad_function(torchs.clip_grad_value_, _clip_grad_value)
     compat.wrap_no_grad_function(torchs._get_total_norm, _get_total_norm)
     compat.wrap_no_grad_function(torchs._clip_grads_with_norm_, _clip_grads_with_norm)
     compat.hook_parameter_vectors(_refuse_vector)
     register_module_module_registration_hook(_refuse_replicas)
-    Optimizer.state_dict = _viewed(Optimizer.state_dict)  # type: ignore[method-assign]
-    Optimizer.load_state_dict = _viewed(Optimizer.load_state_dict)  # type: ignore[method-assign]
+    GradScaler._unscale_grads_ = _refuse_lone_scaler(GradScaler._unscale_grads_)  # type: ignore[method-assign]
+    Optimizer.state_dict = _with_hooks(Optimizer.state_dict)  # type: ignore[method-assign]
+    Optimizer.load_state_dict = _with_hooks(Optimizer.load_state_dict)  # type: ignore[method-assign]
 
 
-at_first_mark(install)
+on_first_shard(install)
 
 
 # Clipping. Each function gets torch's own one first, and then what that was called with.
@@ -93,7 +95,7 @@ def _get_total_norm(
             "model's, it has no gradients: leave the call out"
         )
     owners = _owners_of(given)
-    gradients = [Measured(owner, owner, tensor) for owner, tensor in zip(owners, given, strict=True)]
+    gradients = [MeasuredGradient(owner, owner, tensor) for owner, tensor in zip(owners, given, strict=True)]
     stages = stages_of(owners)
     if not stages and not any(is_shared(owner) for owner in owners):
         return own(given, norm_type, error_if_nonfinite, foreach)
@@ -127,11 +129,9 @@ def _clip_grad_value(
 
 
 def _owners_of(tensors: list[Tensor]) -> list[Tensor]:
-    """For each tensor, the marked parameter that it is the gradient of, or else itself.
-
-    torch keeps the object that it has given as `param.grad` while somebody holds it, so it can be told by identity.
-    """
-    leaves = (param for param in marked_parameters() if param.is_leaf)
+    """For each tensor, the registered parameter that it is the gradient of, or else itself."""
+    # torch keeps the object that it has given as `param.grad` while it is referenced, so identity tells.
+    leaves = (param for param in registered_parameters() if param.is_leaf)
     by_grad = {id(grad): (grad, param) for param in leaves if (grad := param.grad) is not None}
     owners = []
     for tensor in tensors:
@@ -140,17 +140,36 @@ def _owners_of(tensors: list[Tensor]) -> list[Tensor]:
     return owners
 
 
+# Scaling.
+
+
+def _refuse_lone_scaler(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuses torch's scaler on sharded gradients: it looks for inf and NaN on one rank alone."""
+    # A scaler that has its own method, as ours and that of torch's FSDP, has the ranks agree.
+
+    @functools.wraps(own)
+    def unscale(self: GradScaler, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        if type(self)._unscale_grads_ is unscale:
+            for param in (param for group in optimizer.param_groups for param in group["params"]):
+                if (shard := shard_of(param)) is not None and is_divided(param):
+                    raise RuntimeError(
+                        f"{type(self).__name__}.step({type(optimizer).__name__}): torch's scaler looks for inf and NaN "
+                        f"in this rank's gradients alone, and of {shard.title} other ranks have other elements: some "
+                        "would step and others not. Write scaler = scale_core.ShardedGradScaler(...), which has all "
+                        "ranks agree"
+                    )
+        return own(self, optimizer, *args, **kwargs)
+
+    return unscale
+
+
 # Wrapping.
 
 
 def _refuse_replicas(outer: nn.Module, name: str, inner: nn.Module | None) -> None:
-    """Refuses DistributedDataParallel around what it would overwrite with rank 0's part.
-
-    torch calls this where a module is put into another one: here when its group is known, and before it sends anything.
-
-    Raises:
-        ValueError: The module has shards, or parts that ranks of the group divide between them.
-    """
+    """Refuses DistributedDataParallel around a module that it would overwrite with rank 0's part."""
+    # torch calls this where a module is put into another one: here when its group is known, and before it sends
+    # anything.
     if not isinstance(outer, DistributedDataParallel) or inner is None:
         return
     ignored = set(getattr(inner, "_ddp_params_and_buffers_to_ignore", ()))
@@ -165,7 +184,7 @@ def _refuse_replicas(outer: nn.Module, name: str, inner: nn.Module | None) -> No
                 "by itself: train it as it is, without DistributedDataParallel; for replicas of it, pass fully_shard a "
                 "mesh of two dimensions"
             )
-    if (kept := next((listed for listed, param in params if is_kept(param)), None)) is not None:
+    if (kept := next((listed for listed, param in params if has_gradient_keeper(param)), None)) is not None:
         raise ValueError(
             f"DistributedDataParallel: '{kept}' and others are under ShardedDataParallel, which averages their "
             "gradients: train that as it is, without DistributedDataParallel"
@@ -176,13 +195,8 @@ def _refuse_replicas(outer: nn.Module, name: str, inner: nn.Module | None) -> No
 
 
 def _refuse_vector(param: Any) -> None:
-    """Refuses a vector of parameters of which other ranks have other elements.
-
-    It would be that of another model, of another size on each rank; and one put into them would stand elsewhere.
-
-    Raises:
-        RuntimeError: This parameter is such.
-    """
+    """Refuses a vector of parameters of which other ranks have other elements."""
+    # It would be that of another model, of another size on each rank; and one put into them would stand elsewhere.
     shard = shard_of(param) if isinstance(param, Tensor) and is_divided(param) else None
     if shard is not None:
         where = (
@@ -200,12 +214,12 @@ def _refuse_vector(param: Any) -> None:
 # Saving.
 
 
-def _viewed(own: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of optimizers, of which each gets the hooks first that it needs on shards, before its first step too."""
+def _with_hooks(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a method of Optimizer, to install the state-dict hooks of an optimizer on shards first."""
 
     @functools.wraps(own)
     def with_hooks(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        view(self, loads=args[0] if args else kwargs.get("state_dict"))
+        install_hooks(self, loads=args[0] if args else kwargs.get("state_dict"))
         return own(self, *args, **kwargs)
 
     return with_hooks

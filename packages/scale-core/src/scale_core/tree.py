@@ -1,8 +1,7 @@
-"""Tensors inside whatever a module takes or returns.
+"""Tensors in nested containers: the inputs and outputs of modules.
 
 `torch.utils._pytree` knows tuples, named tuples, lists, dicts and the output classes that libraries register with it.
-What nobody registered is taken apart here: dataclasses, and classes of one's own that are lists, tuples or mappings.
-Everything else is a leaf.
+Unregistered dataclasses and subclasses of lists, tuples and mappings are taken apart here. Everything else is a leaf.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ _ATOMS = frozenset((type(None), bool, int, float, str))
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     """Returns `tree` with `function` applied to each tensor in it; containers keep their type.
 
-    A tensor that stands in several places is mapped once, so those who compare by `is` still find it the same. A tree
-    in which nothing changes (`function` returns each tensor itself) is returned as the very same object; otherwise
-    the containers on the way to what changes are new, and made without a call of their constructors.
+    A tensor in several places is mapped once, so that identity is preserved. A tree in which nothing changes
+    (`function` returns each tensor itself) is returned as the very same object; otherwise the containers on the way to
+    what changes are new, and made without a call of their constructors.
     """
     mapped: dict[int, Tensor] = {}
 
@@ -34,11 +33,19 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
             mapped[id(tensor)] = function(tensor)
         return mapped[id(tensor)]
 
-    return _map(once, tree)
+    return _map(once, tree, copies=False)
+
+
+def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Returns a copy of `tree`, all its containers new ones of the same type, with `function` applied to each leaf.
+
+    What is filled or changed in `tree` later makes no difference to it.
+    """
+    return _map(function, tree, copies=True)
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
-    """Yields each tensor in `tree`, in order; one that stands in several places is yielded each time."""
+    """Yields each tensor in `tree`, in order; one in several places is yielded each time."""
     if isinstance(tree, Tensor):
         yield tree
         return
@@ -52,7 +59,8 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
             yield from tensors_in(part)
 
 
-def _map(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
+def _map(function: Callable[[Any], Any], tree: Any, copies: bool) -> Any:
+    """Copies containers on the way to what changes, or all; without `copies`, only tensors are leaves."""
     kind = type(tree)
     if isinstance(tree, Tensor):
         return function(tree)
@@ -60,26 +68,28 @@ def _map(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
         return tree
     # What modules take and return as a rule; the general way costs twenty times as much, and each unit takes it.
     if kind is tuple or kind is list:
-        parts = [_map(function, part) for part in tree]
-        return tree if all(map(operator.is_, parts, tree)) else kind(parts)
+        parts = [_map(function, part, copies) for part in tree]
+        return tree if not copies and all(map(operator.is_, parts, tree)) else kind(parts)
     if kind is dict:
-        items = {key: _map(function, part) for key, part in tree.items()}
-        return tree if all(map(operator.is_, items.values(), tree.values())) else items
+        items = {key: _map(function, part, copies) for key, part in tree.items()}
+        return tree if not copies and all(map(operator.is_, items.values(), tree.values())) else items
     leaves, spec = pytree.tree_flatten(tree)
-    mapped = [_map_leaf(function, leaf) for leaf in leaves]
-    if all(new is old for new, old in zip(mapped, leaves, strict=True)):
+    if len(leaves) == 1 and leaves[0] is tree:
+        return _map_leaf(function, tree, copies)
+    mapped = [_map_leaf(function, leaf, copies) for leaf in leaves]
+    if not copies and all(map(operator.is_, mapped, leaves)):
         return tree
     return pytree.tree_unflatten(mapped, spec)
 
 
-def _map_leaf(function: Callable[[Tensor], Tensor], leaf: Any) -> Any:
+def _map_leaf(function: Callable[[Any], Any], leaf: Any, copies: bool) -> Any:
     if isinstance(leaf, Tensor):
         return function(leaf)
     # A class may be both, a mapping with the same tensors as attributes, as the outputs of transformers are.
-    items = {key: new for key, old in _items(leaf) if (new := _map(function, old)) is not old}
-    fields = {name: new for name, old in _fields(leaf) if (new := _map(function, old)) is not old}
+    items = {key: new for key, old in _items(leaf) if (new := _map(function, old, copies)) is not old or copies}
+    fields = {name: new for name, old in _fields(leaf) if (new := _map(function, old, copies)) is not old or copies}
     if not items and not fields:
-        return leaf
+        return function(leaf) if copies else leaf
     fresh = _copy(leaf, items)
     for name, value in fields.items():
         object.__setattr__(fresh, name, value)  # A frozen dataclass, too, is not finished yet.
@@ -87,7 +97,7 @@ def _map_leaf(function: Callable[[Tensor], Tensor], leaf: Any) -> Any:
 
 
 def _items(leaf: Any) -> Iterator[tuple[Any, Any]]:
-    """What a container of an unregistered class holds, by key or by place."""
+    """The items of a container of an unregistered class, by key or index."""
     if isinstance(leaf, MutableMapping):
         yield from leaf.items()
     elif isinstance(leaf, list | tuple):
@@ -97,15 +107,14 @@ def _items(leaf: Any) -> Iterator[tuple[Any, Any]]:
 def _fields(leaf: Any) -> Iterator[tuple[str, Any]]:
     if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
         for field in dataclasses.fields(leaf):
-            yield field.name, getattr(leaf, field.name, None)
+            if hasattr(leaf, field.name):
+                yield field.name, getattr(leaf, field.name)
 
 
 def _copy(leaf: Any, changed: dict[Any, Any]) -> Any:
-    """A shallow copy with other items.
-
-    Not by the class's own constructor, nor `dataclasses.replace`: it may want arguments that nobody knows here, and
-    what it does it has done already.
-    """
+    """A shallow copy with other items."""
+    # Not by the class's own constructor, nor `dataclasses.replace`: it may want unknown arguments, and
+    # what it does it has done already.
     cls: Any = type(leaf)
     if isinstance(leaf, tuple):
         fresh = tuple.__new__(cls, [changed.get(place, part) for place, part in enumerate(leaf)])

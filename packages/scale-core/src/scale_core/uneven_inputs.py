@@ -1,8 +1,8 @@
-"""Ranks that run out of data before the others.
+"""Ranks that run out of data before the others: `for batch in join(loader)`.
 
-A rank that leaves the loop leaves the others waiting for its shards. So all ranks stay in it until the last of them has
-no more batches: one that has run out gets its last batch again, computes, and its gradients count nothing. The others
-then share the average among themselves, so that a step equals that of one process on the samples that there are.
+A rank that leaves the loop leaves the others waiting for its shards. So all ranks stay in it until the last one has no
+more batches: a rank that has run out gets its last batch again, computes, and its gradients count as zero. The others
+share the average among themselves, so that a step equals that of one process on the samples that there are.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Generic, TypeVar
 
-from scale_core.comm.control_plane import exchange
+from scale_core.comm.collectives import exchange
 from scale_core.comm.group import GroupLike, group_of
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Share:
-    """What this rank's gradients count in the step that runs now.
+class LossShare:
+    """The weight of this rank's gradients in the current step.
 
     Attributes:
         weight: The factor for this rank's gradients; 0 where it has run out.
@@ -31,13 +31,13 @@ class Share:
     divisor: int
 
 
-_share: Share | None = None
+active_share: LossShare | None = None  # None: every rank counts alike.
 _FAILED = -1
 
 
-def current_share() -> Share | None:
-    """Returns what this rank's gradients count now; None where every rank counts alike."""
-    return _share
+def current_share() -> LossShare | None:
+    """Returns the weight of this rank's gradients; None where every rank counts alike."""
+    return active_share
 
 
 class join(Generic[T]):  # noqa: N801  # it reads as a verb, `for batch in join(loader)`, as `range` and `zip` do
@@ -81,7 +81,7 @@ class join(Generic[T]):  # noqa: N801  # it reads as a verb, `for batch in join(
         self.active = False
 
     def __iter__(self) -> Iterator[T]:
-        global _share
+        global active_share
         mine = iter(self._batches)
         last: list[T] = []
         first = True
@@ -90,24 +90,24 @@ class join(Generic[T]):  # noqa: N801  # it reads as a verb, `for batch in join(
                 try:
                     new = list(islice(mine, 1))
                 except Exception:
-                    self._tell([_FAILED, 0])  # The others would wait for this rank's number.
+                    self._exchange([_FAILED, 0])  # The others would wait for this rank's number.
                     raise
                 self.active, last = bool(new), new or last
                 counts = self._counts_of_all(new)
                 if not any(counts):
                     return
                 if first and not all(counts):
-                    raise ValueError(_without_any(counts))
+                    raise ValueError(_no_batch_message(counts))
                 first = False
-                _share = self._share_of(counts)
+                active_share = self._share_of(counts)
                 yield last[0]
         finally:
-            _share = None
+            active_share = None
 
     def _counts_of_all(self, new: list[T]) -> list[int]:
-        """How many samples each rank has in its next batch, by rank; 0 where it has no more."""
+        """The number of samples in each rank's next batch, by rank; 0 where it has no more."""
         count = sum(1 if self._samples is None else int(self._samples(batch)) for batch in new)
-        rows = self._tell([count, len(new)])
+        rows = self._exchange([count, len(new)])
         if failed := [rank for rank, (count, _) in enumerate(rows) if count == _FAILED]:
             raise RuntimeError(
                 f"join: rank {', '.join(map(str, failed))} could not get its next batch, and has raised why; all ranks "
@@ -117,18 +117,18 @@ class join(Generic[T]):  # noqa: N801  # it reads as a verb, `for batch in join(
             raise ValueError(f"join: expected every batch to have a sample, got {[row[0] for row in rows]}, by rank")
         return [count for count, _ in rows]
 
-    def _tell(self, row: list[int]) -> list[list[int]]:
+    def _exchange(self, row: list[int]) -> list[list[int]]:
         return exchange(row, self._group, limit_seconds=self._limit_seconds)
 
-    def _share_of(self, counts: Sequence[int]) -> Share | None:
+    def _share_of(self, counts: Sequence[int]) -> LossShare | None:
         mine = counts[self._group.rank]
         if self._samples is not None:
-            return Share(mine / sum(counts), 1)
+            return LossShare(mine / sum(counts), 1)
         active = sum(1 for count in counts if count)
-        return Share(float(bool(mine)), active) if active < len(counts) else None
+        return LossShare(float(bool(mine)), active) if active < len(counts) else None
 
 
-def _without_any(counts: Sequence[int]) -> str:
+def _no_batch_message(counts: Sequence[int]) -> str:
     ranks = [rank for rank, count in enumerate(counts) if not count]
     return (
         f"join: rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} of {len(counts)} "

@@ -1,21 +1,17 @@
 """Fully sharded data parallel (ZeRO-3): every rank keeps one shard of parameters, gradients and optimizer state.
 
-One step reads from top to bottom, each file knowing only those below it: `step` (what torch and autograd call, in the
-order of time), `backward` (the backward pass, and how a pass ends), `root` (the order among units), `unit` (one unit
-and its buffers), then `scale_core.flat.buffer` and `scale_core.comm.collectives`. `shard_module` makes units; what
-stands around them is in `wrapping` (which modules), `state_dict` (what is saved and loaded), `reshard` (what changes
-its place) and `offload` (optimizer state on the host).
+Here stands what users call: `shard_module` (`fully_shard`), `fsdp_module` (what it adds to a module), the wrapper
+`fully_sharded_data_parallel`. `wrapping` chooses modules, `state_dict` saves and loads, `reshard` changes ranks, dtypes
+and devices, `offload` keeps optimizer state on the host. A training step is in `runtime`: begin with its `step`.
 """
+
+import importlib
+import typing
 
 from scale_core.consistency.contract import StepError
 from scale_fsdp.api import MixedPrecision
-from scale_fsdp.config import FSDPConfig
-from scale_fsdp.description import Description, describe
-from scale_fsdp.ema import ShardedEMA
 from scale_fsdp.forward_methods import register_forward_method
-from scale_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
-from scale_fsdp.offload.optimizer import OffloadOptimizer
-from scale_fsdp.reshard.reshard import reshard_to
+from scale_fsdp.fully_sharded_data_parallel import FSDPConfig, FullyShardedDataParallel
 from scale_fsdp.shard_module import fully_shard
 from scale_fsdp.state_dict.full import full_state_dict
 from scale_fsdp.state_dict.local import consolidate_shard_weights
@@ -37,6 +33,12 @@ from scale_fsdp.wrapping.policy import (
     no_split_policy,
     size_policy,
 )
+
+if typing.TYPE_CHECKING:
+    from scale_fsdp.description import Description, describe
+    from scale_fsdp.ema import ShardedEMA
+    from scale_fsdp.offload.optimizer import OffloadOptimizer
+    from scale_fsdp.reshard.reshard import reshard_to
 
 __version__ = "2026.11.0"
 __all__ = [
@@ -70,7 +72,31 @@ __all__ = [
     "wrap",
 ]
 
-for _name in __all__:  # Tracebacks and documentation show the path by which people import.
+# No training step of a plain `fully_shard` needs these, so they are imported when asked for.
+_LAZY = {
+    "Description": "scale_fsdp.description",
+    "OffloadOptimizer": "scale_fsdp.offload.optimizer",
+    "ShardedEMA": "scale_fsdp.ema",
+    "describe": "scale_fsdp.description",
+    "reshard_to": "scale_fsdp.reshard.reshard",
+}
+
+
+def __getattr__(name: str) -> typing.Any:
+    """Imports a name of `_LAZY` on first use."""
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_LAZY[name]), name)
+    value.__module__ = __name__
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+for _name in set(__all__) - set(_LAZY):  # Tracebacks and documentation show the path by which people import.
     if globals()[_name].__module__.startswith(__name__):  # `StepError` is scale-core's.
         globals()[_name].__module__ = __name__
 del _name

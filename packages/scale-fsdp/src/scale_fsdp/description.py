@@ -1,12 +1,12 @@
-"""What a sharded model is made of and what it costs, before anything is sent: `print(describe(model))`.
+"""Description of a sharded model: its units, their memory on this rank and padding, `print(describe(model))`.
 
-Whoever chooses units wants to see them: which there are, how large, in which dtypes, what padding they carry, what they
-take on this rank and what is whole at once. All of it follows from the layout, so every rank says it by itself, and
-nothing has to have run. What has run adds the order in which units are gathered.
+All of it follows from the layout, so every rank computes it without communication and before any pass. Passes that have
+run add the order in which units are gathered.
 """
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ from torch import nn
 
 from scale_core.consistency.execution_order import PassKind
 from scale_core.flat.buffer import FlatBuffer
-from scale_fsdp.unit import Unit, paths_in, units_in
+from scale_fsdp.runtime.unit import Unit, module_names, units_in
 
 _HEAD = ("unit", "class", "parameters", "elements", "shard", "padding", "shards in", "computes", "reduces", "lives on")
 _SHARDS = (
@@ -25,8 +25,8 @@ _SHARDS = (
 _SIDES = "<<>>>><<<<"
 
 
-def table_of(description: Description) -> str:
-    """Returns the description as lines: units, memory on this rank, cuts, and the order of gathers."""
+def format_table(description: Description) -> str:
+    """The description as lines: units, memory on this rank, cuts, and the order of gathers."""
     units = description.units
     owned = [buffer for unit in units for buffer in unit.buffers]
     elements = description.num_elements
@@ -49,12 +49,12 @@ def table_of(description: Description) -> str:
 
 
 def short_dtype(dtype: torch.dtype) -> str:
-    """Returns the name of a dtype without its package."""
+    """The name of a dtype without `torch.`."""
     return str(dtype).removeprefix("torch.")
 
 
 def size_text(num_bytes: int) -> str:
-    """Returns a size in the unit that leaves one to four digits before the point."""
+    """A size in the unit that leaves one to four digits before the point."""
     size = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:
@@ -64,7 +64,7 @@ def size_text(num_bytes: int) -> str:
 
 
 def _rows(unit: DescribedUnit) -> list[tuple[str, ...]]:
-    """One line for each buffer of a unit; its name and class stand in the first."""
+    """A line for each buffer of a unit; the first has the unit's name and class."""
     name = unit.name or "root"
     if not unit.buffers:
         return [(name, unit.module_class, "0", "0", "0", "0", "", "", "", _notes(unit, None))]
@@ -127,14 +127,15 @@ def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
     ]
 
 
-def _wrapped(names: Sequence[str], width: int = 100) -> list[str]:
-    """Names one after the other, in lines of at most `width` characters where names are that short."""
-    lines = [""]
-    for name in names:
-        if lines[-1] and len(lines[-1]) + 2 + len(name) > width:
-            lines.append("")
-        lines[-1] += f", {name}" if lines[-1] else name
-    return [f"  {line}" for line in lines]
+def _wrapped(names: Sequence[str]) -> list[str]:
+    return textwrap.wrap(
+        ", ".join(names),
+        102,
+        initial_indent="  ",
+        subsequent_indent="  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _count(number: int, what: str) -> str:
@@ -150,22 +151,22 @@ class DescribedBuffer:
 
     Attributes:
         names: Qualified names.
-        num_elements: Of all of them, whole.
+        num_elements: Of all of them, on all ranks together.
         shard_numel: Elements of every rank's shard, padding included.
         padding: Elements of all shards together that belong to no parameter.
-        num_ranks: The ranks between which they are cut.
-        num_copies: How many times that many ranks hold all of them: more than once with hybrid sharding.
+        num_ranks: Ranks that they are sharded over.
+        num_copies: Replicas of these, more than one with hybrid sharding.
         dtype: Of the shards, their gradients and the optimizer's states.
         compute_dtype: Of the gathered parameters.
-        reduce_dtype: Of the gradients on their way.
-        device: Where the shards live.
-        compute_device: Where they are gathered.
+        reduce_dtype: Of the gradients when they are reduced.
+        device: Of the shards.
+        compute_device: Of the gathered parameters.
         trains: Any of them wants a gradient.
-        shard_bytes: What this rank's shard takes.
-        gathered_bytes: What the gathered parameters take beside it; 0 where the shard is all of them.
+        shard_bytes: Of this rank's shard.
+        gathered_bytes: Of the gathered parameters beside it; 0 where the shard is all of them.
         kept_bytes: What of that stays between forward and backward.
-        flat_gradient_bytes: What the gradients of all ranks' elements take before they are reduced.
-        trained_bytes: What this rank's elements that train take, and so their gradients and each optimizer's state.
+        flat_gradient_bytes: Of the gradients before they are reduced.
+        trained_bytes: Of this rank's elements that train, and so of their gradients and each optimizer state.
         cut_at_elements: Names of those that were to be cut between rows, and are cut at any element.
     """
 
@@ -191,15 +192,15 @@ class DescribedBuffer:
 
 @dataclass(frozen=True)
 class DescribedUnit:
-    """One unit.
+    """One unit, as `fully_shard` made it.
 
     Attributes:
-        name: Its module's qualified name; "" is the module that was asked about.
+        name: Its module's qualified name; "" is the module that was described.
         module_class: The name of its module's class.
-        buffers: Its parameters by dtype, device and kind; empty where others own all that it uses.
+        buffers: Its parameters by dtype, device and whether they train; empty where other units own all that it uses.
         reshard_after_forward: It is released between forward and backward, all of it or all but a part.
         shares_with: Names of the units that own parameters which this one uses as well.
-        around: Names of the units that it stands in, the outermost first.
+        around: Names of the units around it, the outermost first.
     """
 
     name: str
@@ -211,45 +212,45 @@ class DescribedUnit:
 
     @property
     def num_parameters(self) -> int:
-        """Parameters that it owns."""
+        """Number of parameters that it owns."""
         return sum(len(buffer.names) for buffer in self.buffers)
 
     @property
     def num_elements(self) -> int:
-        """Elements of the parameters that it owns, whole."""
+        """Elements of the parameters that it owns, on all ranks together."""
         return sum(buffer.num_elements for buffer in self.buffers)
 
     @property
     def gathered_bytes(self) -> int:
-        """What its gathered parameters take."""
+        """Bytes of its gathered parameters."""
         return sum(buffer.gathered_bytes for buffer in self.buffers)
 
     @property
     def kept_bytes(self) -> int:
-        """What of them stays between forward and backward."""
+        """Bytes of them that stay between forward and backward."""
         return sum(buffer.kept_bytes for buffer in self.buffers)
 
     @property
     def flat_gradient_bytes(self) -> int:
-        """What its gradients take before they are reduced."""
+        """Bytes of its gradients before they are reduced."""
         return sum(buffer.flat_gradient_bytes for buffer in self.buffers if buffer.trains)
 
 
 @dataclass(frozen=True)
 class Description:
-    """A sharded model: its units, and what they take on this rank, in bytes. `str` of it is a table.
+    """A sharded model: its units, and their memory on this rank, in bytes. `str` of it is a table.
 
     Activations are not counted, nor are temporary copies of a collective.
 
     Attributes:
-        model_class: The name of the class of the module that was asked about.
+        model_class: The name of the class of the module that was described.
         units: In the order of `named_modules`.
-        shards: Parameters, always there.
-        gathered_at_most: Whole parameters at once: a unit, those around it, those that it shares with, what stays of
-            others after their forward, and the largest other one, which is fetched ahead.
+        shards: Of parameters, always there.
+        gathered_at_most: Of full parameters at once: a unit, those around it, those that it shares with, what stays of
+            others after their forward, and the largest other one, which is prefetched.
         gradients: Of the shards that train, once reduced.
-        flat_gradients_at_most: One unit's own gradients before they are reduced; under `no_sync` all units' together.
-        state_of_elementwise_optimizer: Each state of an optimizer that keeps one number per element, in the dtype of
+        flat_gradients_at_most: Of one unit's gradients before they are reduced; under `no_sync` all units' together.
+        state_of_elementwise_optimizer: Of each state of an optimizer that keeps one number per element, in the dtype of
             the shards: Adam has two, SGD with momentum one.
         gather_order: For each kind of pass that has run, the names of the units in the order in which they were used.
     """
@@ -265,26 +266,26 @@ class Description:
 
     @property
     def num_elements(self) -> int:
-        """Elements of all parameters, whole; `sum(p.numel() for p in model.parameters())` counts this rank's alone."""
+        """Elements of all parameters on all ranks; `sum(p.numel() for p in model.parameters())` counts this rank's."""
         return sum(unit.num_elements for unit in self.units)
 
     @property
     def cut_at_elements(self) -> tuple[str, ...]:
-        """Names of the parameters that fell back to cuts at any element, since rows would have padded too much."""
+        """Names of the parameters that are cut at any element, since cuts between rows would have padded too much."""
         return tuple(name for unit in self.units for buffer in unit.buffers for name in buffer.cut_at_elements)
 
     def __str__(self) -> str:
-        return table_of(self)
+        return format_table(self)
 
 
 def describe(model: nn.Module) -> Description:
-    """Says what the units of a model are and what they take on this rank; sends nothing.
+    """Describes the units of a model and their memory on this rank; sends nothing.
 
     Args:
         model: A module that `fully_shard` was called on, or that holds such modules.
 
     Raises:
-        ValueError: There is no unit in it.
+        ValueError: It has no unit.
     """
     units = units_in(model)
     if not units:
@@ -292,7 +293,7 @@ def describe(model: nn.Module) -> Description:
             f"describe: no module in this {type(model).__name__} is sharded: call fully_shard(model) first; "
             "what a policy would make of it, plan_units(model, policy) shows before"
         )
-    paths = paths_in(model)
+    paths = module_names(model)
     described = tuple(_describe_unit(unit, units, paths) for unit in units)
     buffers = [buffer for unit in described for buffer in unit.buffers]
     trained = sum(buffer.trained_bytes for buffer in buffers)
@@ -304,12 +305,12 @@ def describe(model: nn.Module) -> Description:
         gradients=trained,
         flat_gradients_at_most=max((unit.flat_gradient_bytes for unit in described), default=0),
         state_of_elementwise_optimizer=trained,
-        gather_order=_orders(units, paths),
+        gather_order=_gather_orders(units, paths),
     )
 
 
-def one_line(unit: Unit) -> str:
-    """Returns what `print(model)` shows beside the module of a unit."""
+def unit_summary(unit: Unit) -> str:
+    """What `print(model)` shows beside the module of a unit."""
     parts = []
     for buffer in unit.buffers:
         frozen = "" if buffer.trains else ", frozen"
@@ -318,26 +319,22 @@ def one_line(unit: Unit) -> str:
 
 
 def _describe_unit(unit: Unit, units: Sequence[Unit], paths: Mapping[int, str]) -> DescribedUnit:
-    around = [other for other in units if other is not unit and _holds(other, unit)]
+    around = [other for other in units if other is not unit and unit.module in other.module.modules()]
     return DescribedUnit(
         name=paths[id(unit.module)],
         module_class=type(unit.module).__name__,
         buffers=tuple(_describe_buffer(buffer, unit.reshard_after_forward) for buffer in unit.buffers),
         reshard_after_forward=unit.reshard_after_forward,
-        shares_with=tuple(paths.get(id(lender.module), lender.name) for lender in unit.shared_owners),
+        shares_with=tuple(paths.get(id(owner.module), owner.name) for owner in unit.shared_owners),
         around=tuple(paths[id(other.module)] for other in around),
     )
-
-
-def _holds(outer: Unit, inner: Unit) -> bool:
-    return any(module is inner.module for module in outer.module.modules())
 
 
 def _describe_buffer(buffer: FlatBuffer, reshard_after_forward: bool) -> DescribedBuffer:
     layout, part = buffer.layout, buffer.groups.part
     gathered = 0 if buffer.is_aliased else layout.full_numel * buffer.compute_dtype.itemsize
     kept = gathered // part.size if part is not None else 0
-    trained = [buffer.exposed_of(i).requires_grad for i in range(len(layout.entries))]
+    trained = [buffer.sharded_param(i).requires_grad for i in range(len(layout.entries))]
     trained_numel = (
         layout.shard_numel * any(trained)
         if buffer.flatten
@@ -366,21 +363,21 @@ def _describe_buffer(buffer: FlatBuffer, reshard_after_forward: bool) -> Describ
 
 
 def _gathered_at_most(units: Sequence[DescribedUnit]) -> int:
-    """The largest sum of gathered units that a pass can come to, whatever its order."""
+    """The largest sum of gathered units in any order of a pass."""
     sizes = {unit.name: (unit.gathered_bytes, unit.kept_bytes) for unit in units}
     most = 0
     for unit in units:
-        whole = {unit.name, *unit.around}
-        whole |= {lender for other in units if other.name in whole for lender in other.shares_with}
-        rest = [size for name, size in sizes.items() if name not in whole]
-        ahead = max((gathered - kept for gathered, kept in rest), default=0)
-        here = sum(sizes.get(name, (0, 0))[0] for name in whole)
-        most = max(most, here + sum(kept for _, kept in rest) + ahead)
+        running = {unit.name, *unit.around}
+        running |= {owner for other in units if other.name in running for owner in other.shares_with}
+        rest = [size for name, size in sizes.items() if name not in running]
+        prefetched = max((gathered - kept for gathered, kept in rest), default=0)
+        gathered_now = sum(sizes.get(name, (0, 0))[0] for name in running)
+        most = max(most, gathered_now + sum(kept for _, kept in rest) + prefetched)
     return most
 
 
-def _orders(units: Sequence[Unit], paths: Mapping[int, str]) -> dict[str, tuple[str, ...]]:
-    """The recorded passes of those models that the units belong to; a unit that was not asked about is left out."""
+def _gather_orders(units: Sequence[Unit], paths: Mapping[int, str]) -> dict[str, tuple[str, ...]]:
+    """The recorded passes of the models that the units belong to, restricted to these units."""
     names = {id(unit): paths[id(unit.module)] for unit in units}
     orders: dict[str, tuple[str, ...]] = {}
     for root in {id(unit.root): unit.root for unit in units if unit.root is not None}.values():

@@ -1,8 +1,8 @@
-"""Methods other than `forward` that compute with a unit's parameters.
+"""`register_forward_method`: methods other than `forward` that compute with a unit's parameters.
 
-A unit is gathered when it is called, and `model.encode(x)` is no call of the model. Once a method is registered, it
-runs as the forward does: gathered before, released after, with a backward of its own. While it runs, calls of the
-module itself are a part of it: `generate` gathers its outermost unit once, not for every token.
+A unit is gathered when it is called, and `model.encode(x)` is no call of the model. A registered method runs as the
+forward does: gathered before, released after, with a backward of its own. Calls of the module while it runs are a
+part of it: `generate` gathers its outermost unit once, not for every token.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any, cast
 from torch import nn
 
 from scale_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
-from scale_fsdp.step import post_forward, pre_forward
-from scale_fsdp.unit import Unit, unit_of
+from scale_fsdp.runtime.step import post_forward, pre_forward
+from scale_fsdp.runtime.unit import Unit, unit_of
 
 
 def register_forward_method(module: nn.Module, method_name: str) -> None:
@@ -70,22 +70,18 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
             f"register_forward_method: {method_name!r} of a {title} runs when what it returns is asked, and by then "
             "its parameters are released: let it return its results at once, or call it inside summon_full_params()"
         )
-    if isinstance(module.__dict__.get(method_name), _Gathered):
+    if isinstance(module.__dict__.get(method_name), _UnshardedMethod):
         return
-    if _INSIDE not in module.__dict__:
-        module.__dict__[_INSIDE] = _notice(unit)
-    object.__setattr__(module, method_name, _Gathered(module, method_name, unit, module.__dict__[_INSIDE]))
+    if _RUNNING not in module.__dict__:
+        module.__dict__[_RUNNING] = _track_forward(unit)
+    object.__setattr__(module, method_name, _UnshardedMethod(module, method_name, unit, module.__dict__[_RUNNING]))
 
 
-_INSIDE = "_scale_inside"
+_RUNNING = "_scale_running_methods"
 
 
-class _Inside:
-    """Whether the forward, or a registered method, of one module runs now: its own calls then go past the unit's hooks.
-
-    Args:
-        unit: The module's.
-    """
+class _RunningMethods:
+    """Counts the running forwards and registered methods of one module; calls inside of them skip the unit's hooks."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit, self._depth = unit, 0
@@ -106,27 +102,20 @@ class _Inside:
         return output if self else post_forward(self._unit, module, args, kwargs, output)
 
 
-class _InPlace:
-    """What is called in the place of a module's method; it is copied and pickled with the module.
+class _MethodWrapper:
+    """Called in place of a method of a unit's module, with which it is copied and pickled."""
 
-    Args:
-        module: The unit's module.
-        name: The method's name.
-        unit: What is gathered.
-        inside: Of the module, shared by all its methods.
-    """
-
-    def __init__(self, module: nn.Module, name: str, unit: Unit, inside: _Inside) -> None:
-        self._module, self._name, self._unit, self._inside = module, name, unit, inside
-        # The module's own, as other libraries patch methods in; otherwise it is found in the class.
+    def __init__(self, module: nn.Module, name: str, unit: Unit, running: _RunningMethods) -> None:
+        self._module, self._name, self._unit, self._running = module, name, unit, running
+        # A method that another library has put into the instance; otherwise it is found in the class.
         self._patched = None if hasattr(type(module), name) and name not in vars(module) else getattr(module, name)
         functools.update_wrapper(cast(Any, self), self._method)
 
     def __getstate__(self) -> tuple[Any, ...]:
-        return self._module, self._name, self._unit, self._inside, self._patched
+        return self._module, self._name, self._unit, self._running, self._patched
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self._module, self._name, self._unit, self._inside, self._patched = state
+        self._module, self._name, self._unit, self._running, self._patched = state
         functools.update_wrapper(cast(Any, self), self._method)
 
     @property
@@ -138,24 +127,24 @@ class _InPlace:
         return cast(Callable[..., Any], found.__get__(self._module, type(self._module)))
 
 
-class _Forward(_InPlace):
-    """A module's forward, which is noticed to run."""
+class _TrackedForward(_MethodWrapper):
+    """A module's forward, counted while it runs."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._inside:
+        with self._running:
             return self._method(*args, **kwargs)
 
 
-class _Gathered(_InPlace):
-    """A method of a unit's module that runs gathered."""
+class _UnshardedMethod(_MethodWrapper):
+    """A method that runs with the unit's parameters gathered."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         unit, module = self._unit, self._module
-        if self._inside:  # Called by the forward, or by another registered method: gathered already.
+        if self._running:  # Called by the forward, or by another registered method: gathered already.
             return self._method(*args, **kwargs)
         try:
             args, kwargs = pre_forward(unit, module, args, kwargs, method=self._name)
-            with self._inside:
+            with self._running:
                 output = self._method(*args, **kwargs)
         except BaseException:
             post_forward(unit, module, args, kwargs, None)  # It sees the error, and ends the pass.
@@ -163,19 +152,19 @@ class _Gathered(_InPlace):
         return post_forward(unit, module, args, kwargs, output)
 
 
-def _notice(unit: Unit) -> _Inside:
-    """Begins to notice whether the forward of the unit's module runs."""
-    module, inside = unit.module, _Inside(unit)
+def _track_forward(unit: Unit) -> _RunningMethods:
+    """Wraps the forward of the unit's module, and the unit's hooks around it."""
+    module, running = unit.module, _RunningMethods(unit)
     replaced = 0
     hooks: Any
     for hooks, own, other in (
-        (module._forward_pre_hooks, pre_forward, inside.pre_forward),
-        (module._forward_hooks, post_forward, inside.post_forward),
+        (module._forward_pre_hooks, pre_forward, running.pre_forward),
+        (module._forward_hooks, post_forward, running.post_forward),
     ):
         for key, hook in hooks.items():
             if isinstance(hook, functools.partial) and hook.func is own:
                 hooks[key] = other
                 replaced += 1
     assert replaced == 2, "a unit has one hook before and one after its module's forward"
-    object.__setattr__(module, "forward", _Forward(module, "forward", unit, inside))
-    return inside
+    object.__setattr__(module, "forward", _TrackedForward(module, "forward", unit, running))
+    return running

@@ -1,4 +1,4 @@
-"""What a sharded module can do beyond the plain one: clip, accumulate without sending, and be seen whole."""
+"""`FSDPModule`: the methods that `fully_shard` adds to a module, under the names of FSDP2 and FairScale."""
 
 from __future__ import annotations
 
@@ -11,128 +11,33 @@ from torch import Tensor, nn
 
 from scale_core.consistency.execution_order import Event
 from scale_core.optim.clip_grad import clip_grad_norm
-from scale_fsdp.backward import BackwardRoot
-from scale_fsdp.description import one_line
-from scale_fsdp.guards import guarded_forward, refuse_in_use, watch_modules
-from scale_fsdp.param_registry import remember
-from scale_fsdp.reshard.convert import Converting
-from scale_fsdp.state_dict.methods import WithState
-from scale_fsdp.step import follow_trainable, root_of
-from scale_fsdp.summon import applying, summoned
-from scale_fsdp.unit import Unit, unit_of, units_in
-
-# What is otherwise done by itself, done by hand: gather, release, fetch ahead, leave gradients unreduced.
-#
-# The verbs are those that FSDP2's users know. Each acts on the unit that the module is; those with `recurse` on the
-# units inside as well.
+from scale_fsdp.reshard.convert import ConversionMethods
+from scale_fsdp.runtime.checks import check_not_in_use, check_not_replaced
+from scale_fsdp.runtime.param_registry import register_owner
+from scale_fsdp.runtime.root import Root
+from scale_fsdp.runtime.step import follow_user_changes, guarded_forward, root_of
+from scale_fsdp.runtime.unit import Unit, unit_of, units_in
+from scale_fsdp.state_dict.methods import StateDictMethods
+from scale_fsdp.summon import full_params, full_params_for_apply
 
 
-class Unsharding:
-    """A gather that `unshard(async_op=True)` has started."""
+class UnshardHandle:
+    """Returned by `unshard(async_op=True)`."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
 
     def wait(self) -> None:
         """Returns when the module's parameters are whole."""
-        _wait_pinned(self._unit)
+        _wait_unshard(self._unit)
 
 
-class ByHand(nn.Module):
-    """The methods of a sharded module by which its user takes over."""
+class FSDPModule(StateDictMethods, ConversionMethods):
+    """The methods that `fully_shard` adds to a module. Call them on the outermost one.
 
-    def unshard(self, async_op: bool = False) -> Unsharding | None:
-        """Gathers this unit's parameters; they stay whole, in the dtype that they are computed in, until `reshard()`.
-
-        All ranks call it together. What is shown are copies: a change to them is lost.
-
-        Args:
-            async_op: Return a handle whose `wait()` ends the gather, in place of waiting here.
-        """
-        unit = _unit_at(self, "unshard")
-        _pin(unit)
-        if async_op:
-            return Unsharding(unit)
-        _wait_pinned(unit)
-        return None
-
-    def reshard(self) -> None:
-        """Releases this unit's parameters, unless they are in use by a forward or backward pass."""
-        _unpin(_unit_at(self, "reshard"))
-
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> Self:
-        """Whether backward passes reduce the gradients; without, they wait on this rank, as inside `no_sync()`."""
-        for unit in _units_at(self, "set_requires_gradient_sync", recurse):
-            unit.synchronizes = requires_gradient_sync
-        return self
-
-    def set_reshard_after_forward(self, reshard_after_forward: bool, *, recurse: bool = True) -> Self:
-        """Whether the parameters are released between forward and backward, from the next pass on."""
-        for unit in _units_at(self, "set_reshard_after_forward", recurse):
-            unit.reshard_after_forward = reshard_after_forward
-        return self
-
-    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> Self:
-        """Whether the parameters are released after the backward; what stays is gathered anew after a step."""
-        for unit in _units_at(self, "set_reshard_after_backward", recurse):
-            unit.reshard_after_backward = reshard_after_backward
-        return self
-
-    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
-        """Begins to gather these units whenever this one is opened in a forward, beside the one that comes next."""
-        unit = _unit_at(self, "set_modules_to_forward_prefetch")
-        unit.prefetch["forward"] = [_unit_at(module, "set_modules_to_forward_prefetch") for module in modules]
-
-    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
-        """Begins to gather these units whenever this one is opened in a backward, beside the one that comes next."""
-        unit = _unit_at(self, "set_modules_to_backward_prefetch")
-        unit.prefetch["backward"] = [_unit_at(module, "set_modules_to_backward_prefetch") for module in modules]
-
-
-def _pin(unit: Unit) -> None:
-    """Starts to gather a unit, which stays gathered until `_unpin`."""
-    root_of(unit).recover()
-    unit.kept_unsharded = True
-    for each in (*unit.shared_owners, unit):
-        if not each.use_count and each.is_stale:
-            each.release()  # An optimizer has stepped since it was gathered.
-        each.gather()
-
-
-def _wait_pinned(unit: Unit) -> None:
-    """Waits for what `_pin` has started, and puts the whole parameters into the module."""
-    if unit.kept_unsharded:
-        for each in (*unit.shared_owners, unit):
-            each.wait_gathered()
-        follow_trainable(unit)
-        unit.to_unsharded()
-
-
-def _unpin(unit: Unit) -> None:
-    """Back to the shards, unless a forward or a backward is under way."""
-    unit.kept_unsharded = False
-    if unit.root is not None and not unit.use_count and not unit.in_backward:
-        for each in (unit, *unit.shared_owners):
-            if not (each.use_count or each.in_backward or each.kept_unsharded):
-                each.release()
-        unit.to_sharded()
-
-
-def _unit_at(module: nn.Module, method: str) -> Unit:
-    unit = unit_of(module)
-    if unit is None:
-        raise ValueError(
-            f"{method}: this {type(module).__name__} is not sharded by itself: call fully_shard(module) first"
-        )
-    return unit
-
-
-def _units_at(module: nn.Module, method: str, recurse: bool) -> list[Unit]:
-    return units_in(module) if recurse else [_unit_at(module, method)]
-
-
-class ShardedModule(WithState, ByHand, Converting):
-    """The methods that `fully_shard` adds to a module. Call them on the outermost one."""
+    `unshard`, `reshard` and the setters, which are FSDP2's, act on the unit that the module is; those with `recurse`
+    on the units inside as well.
+    """
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales all gradients in place so that their norm over all ranks is at most `max_norm`.
@@ -156,19 +61,17 @@ class ShardedModule(WithState, ByHand, Converting):
             return clip_grad_norm(self.parameters(), float(max_norm), float(norm_type), contract.limit_seconds)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears all gradients, those that wait under `no_sync` for their reduction included.
-
-        An optimizer's own `zero_grad` can't see these: where a micro-batch is thrown away under `no_sync`, call this.
-        """
+        """Clears all gradients, with those accumulated under `no_sync`, which an optimizer's `zero_grad` can't see."""
         for unit in units_in(self):
-            unit.drop_gradients()
+            for buffer in unit.buffers:
+                buffer.gradient.drop()
         super().zero_grad(set_to_none)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, backward passes keep their gradients on this rank, unreduced; the first one outside sends the sum.
+        """Inside, backward passes accumulate gradients on this rank; the first one outside reduces the sum.
 
-        Less to send for gradient accumulation, at the price of the full gradients' memory.
+        Gradient accumulation sends less so, at the price of the full gradients' memory.
 
         Raises:
             ValueError: Called on a unit inside the sharded model.
@@ -184,17 +87,17 @@ class ShardedModule(WithState, ByHand, Converting):
     def summon_full_params(self, recurse: bool = True, volatile: bool = False) -> Iterator[None]:
         """Inside, the parameters are whole, in the dtype that they are trained in, under their names.
 
-        All ranks enter together. Changes are kept: each rank takes its own piece of what it sees at the end, so all
-        must make the same change.
+        All ranks enter together. Changes are kept: at the end each rank takes its own shard of the parameters it has,
+        so all must make the same change.
 
         Args:
             recurse: The units inside as well.
-            volatile: Throw changes away.
+            volatile: Drop changes.
 
         Raises:
             RuntimeError: Inside a forward or backward pass, or inside another `summon_full_params`.
         """
-        units = units_in(self) if recurse else [unit for unit in (unit_of(self),) if unit is not None]
+        units = _units_at(self, "summon_full_params", recurse)
         for unit in units:
             if unit.root is not None:
                 unit.root.recover()
@@ -203,15 +106,16 @@ class ShardedModule(WithState, ByHand, Converting):
                     "summon_full_params: the parameters are in use, by a forward or backward pass or by another "
                     "summon_full_params around this one: call it between steps"
                 )
-        with summoned(units, keep=not volatile):
+        check_not_replaced(units)
+        with full_params(units, keep=not volatile):
             yield
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
         """Calls `fn` with each module inside, children first, and with this one, as to initialise their weights.
 
-        The parameters of the unit that a module belongs to are whole, in the dtype that they are trained in, and what
-        `fn` makes of them is kept: on all ranks, what it makes of them on rank 0. No more is gathered at a time than
-        one unit and those around it. All ranks call it together.
+        The parameters of the module's unit are whole, in the dtype that they are trained in, and all ranks keep the
+        values that `fn` gives them on rank 0. No more is gathered at a time than one unit and those around it. All
+        ranks call it together.
 
         Args:
             fn: Called with each module; must not touch parameters of units inside that.
@@ -219,44 +123,122 @@ class ShardedModule(WithState, ByHand, Converting):
         Raises:
             RuntimeError: The parameters are in use.
         """
-        unit = unit_of(self)
-        assert unit is not None
-        refuse_in_use([unit], "apply")
-        with applying(unit):
+        unit = _unit_at(self, "apply")
+        check_not_in_use([unit], "apply")
+        check_not_replaced([unit])
+        with full_params_for_apply(unit):
             return super().apply(fn)
 
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gathers this unit's parameters; they stay whole, in the dtype that they are computed in, until `reshard()`.
+
+        All ranks call it together. The whole parameters are copies: a change to them is lost.
+
+        Args:
+            async_op: Return a handle whose `wait()` ends the gather, in place of waiting here.
+        """
+        unit = _unit_at(self, "unshard")
+        root_of(unit).recover()
+        check_not_replaced([unit])
+        unit.kept_unsharded = True
+        for each in (*unit.shared_owners, unit):
+            if not each.use_count and each.is_stale:
+                each.release()  # An optimizer has stepped since it was gathered.
+            each.gather()
+        if async_op:
+            return UnshardHandle(unit)
+        _wait_unshard(unit)
+        return None
+
+    def reshard(self) -> None:
+        """Releases this unit's parameters, unless they are in use by a forward or backward pass."""
+        unit = _unit_at(self, "reshard")
+        check_not_replaced([unit])
+        unit.kept_unsharded = False
+        if unit.root is not None and not unit.use_count and not unit.in_backward:
+            for each in (unit, *unit.shared_owners):
+                if not (each.use_count or each.in_backward or each.kept_unsharded):
+                    each.release()
+            unit.to_sharded()
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> Self:
+        """Whether backward passes reduce the gradients; if not, they accumulate on this rank, as in `no_sync()`."""
+        for unit in _units_at(self, "set_requires_gradient_sync", recurse):
+            unit.synchronizes = requires_gradient_sync
+        return self
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, *, recurse: bool = True) -> Self:
+        """Whether the parameters are released between forward and backward, from the next pass on."""
+        for unit in _units_at(self, "set_reshard_after_forward", recurse):
+            unit.reshard_after_forward = reshard_after_forward
+        return self
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> Self:
+        """Whether the parameters are released after the backward; what stays is gathered anew after a step."""
+        for unit in _units_at(self, "set_reshard_after_backward", recurse):
+            unit.reshard_after_backward = reshard_after_backward
+        return self
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """Units whose gathers start with this one's in a forward, beside the one that comes next."""
+        unit = _unit_at(self, "set_modules_to_forward_prefetch")
+        unit.prefetch["forward"] = [_unit_at(module, "set_modules_to_forward_prefetch") for module in modules]
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """Units whose gathers start with this one's in a backward, beside the one that comes next."""
+        unit = _unit_at(self, "set_modules_to_backward_prefetch")
+        unit.prefetch["backward"] = [_unit_at(module, "set_modules_to_backward_prefetch") for module in modules]
+
     def extra_repr(self) -> str:
-        """What `print(model)` shows beside the class: the plain module's own words, and what is sharded."""
-        unit = unit_of(self)
-        assert unit is not None
-        return ", ".join(filter(None, [super().extra_repr(), one_line(unit)]))
+        """What `print(model)` shows beside the class: the plain module's own text, and what is sharded."""
+        from scale_fsdp.description import unit_summary  # Not needed by any step.
+
+        return ", ".join(filter(None, [super().extra_repr(), unit_summary(_unit_at(self, "extra_repr"))]))
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """What deepcopy and pickle ask for: the plain class, of which the copy's own class is made, and the state.
+        """For deepcopy and pickle: the plain class, of which the copy's own class is made, and the state.
 
         Raises:
-            RuntimeError: The parameters are in use, so that what is in the module is not what it keeps.
+            RuntimeError: The parameters are in use.
         """
-        unit = unit_of(self)
-        assert unit is not None
-        refuse_in_use([unit], "deepcopy and pickle")
+        check_not_in_use([_unit_at(self, "deepcopy and pickle")], "deepcopy and pickle")
         _, plain = type(self).__bases__
         return _new, (plain,), super().__getstate__()  # type: ignore[no-untyped-call]  # typeshed leaves it untyped
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        self._make_known()
+        self._register_unit()
 
-    def _make_known(self) -> None:
-        """Enters a copy, or what was read from a file, where the process looks for units; once it is whole."""
+    def _register_unit(self) -> None:
+        """Registers the parameters of a copy, or of what was read from a file, once it is complete."""
         unit = unit_of(self)
         if unit is not None and unit.is_restored and "_modules" in vars(self):
-            remember(unit)
-            watch_modules(unit)
+            register_owner(unit)
+
+
+def _wait_unshard(unit: Unit) -> None:
+    if unit.kept_unsharded:
+        for each in (*unit.shared_owners, unit):
+            each.wait_gathered()
+        follow_user_changes(unit)
+        unit.to_unsharded()
+
+
+def _unit_at(module: nn.Module, method: str) -> Unit:
+    unit = unit_of(module)
+    if unit is None:
+        raise ValueError(
+            f"{method}: this {type(module).__name__} is not sharded by itself: call fully_shard(module) first"
+        )
+    return unit
+
+
+def _units_at(module: nn.Module, method: str, recurse: bool) -> list[Unit]:
+    return units_in(module) if recurse else [_unit_at(module, method)]
 
 
 def _new(plain: type[nn.Module]) -> nn.Module:
-    """Returns a module of the class that one of class `plain` has as a unit, without any state yet."""
+    """Returns an empty module of the class that one of class `plain` has as a unit."""
     cls = sharded_class(cast(Hashable, plain))
     return cls.__new__(cls)
 
@@ -265,17 +247,16 @@ def _new(plain: type[nn.Module]) -> nn.Module:
 def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     """Returns the class that a module of this class has as a unit, under the same name."""
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "forward": guarded_forward(cls)}
-    return type(cls.__name__, (ShardedModule, cls), names)
+    return type(cls.__name__, (FSDPModule, cls), names)
 
 
-def outermost_root(module: nn.Module) -> BackwardRoot:
-    """Returns what the units of a model share, given the model.
+def outermost_root(module: nn.Module) -> Root:
+    """Returns the root of a model, given its outermost unit.
 
     Raises:
         ValueError: The module is a unit inside a sharded model.
     """
-    unit = unit_of(module)
-    assert unit is not None
+    unit = _unit_at(module, "clip_grad_norm_ and no_sync")
     root = root_of(unit)
     if root.outermost is not unit:
         raise ValueError(

@@ -1,26 +1,27 @@
-"""`FullyShardedDataParallel`: a thin module around a sharded one, for those who construct, subclass and unwrap it."""
+"""`FullyShardedDataParallel`: a module around a sharded one, as FairScale's; and `FSDPConfig`, its arguments."""
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
+import functools
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from scale_core.comm.group import GroupLike
 from scale_fsdp.api import MixedPrecision, UnitOptions
-from scale_fsdp.fsdp_module import ShardedModule
+from scale_fsdp.fsdp_module import FSDPModule
+from scale_fsdp.runtime.unit import unit_of
 from scale_fsdp.shard_module import fully_shard
 from scale_fsdp.state_dict.local import consolidate_shard_weights
-from scale_fsdp.state_dict.optimizer import HasState
-from scale_fsdp.unit import unit_of
 
-# FairScale's arguments that tuned its own machinery: nothing here corresponds to them, and no result depends on them.
+# FairScale's arguments that tuned its own machinery, on which no result depends.
 _WITHOUT_EFFECT = frozenset(
     {
         "process_group_reduce_scatter",
@@ -34,33 +35,48 @@ _WITHOUT_EFFECT = frozenset(
     }
 )
 
-# What an argument of FairScale's that is not here stands for, and what says the same.
-_SAID_OTHERWISE = {
+# FairScale's arguments that have another name here.
+_REPLACED = {
     "force_input_to_fp32": "it casts what comes into a unit to fp32, as every unit does that computes in it: give that "
     "unit a policy of its own, mixed_precision=MixedPrecision(param_dtype=torch.float32)",
 }
 
 
-class FullyShardedDataParallel(nn.Module):
-    """Shards `module` in place by `fully_shard` and stands around it, as FairScale's class of this name does.
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
-    Names are those of the plain module throughout: in `named_parameters`, `named_modules` and the state dict the
-    wrapper leaves no trace. Attributes that it lacks are those of the module.
+
+def _delegate(method: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate[FullyShardedDataParallel, _P], _R]:
+    """Returns a method of the wrapper that calls this one of its module."""
+
+    @functools.wraps(method)
+    def call(self: FullyShardedDataParallel, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        found: _R = getattr(self.module, method.__name__)(*args, **kwargs)
+        return found
+
+    return call
+
+
+class FullyShardedDataParallel(nn.Module):
+    """Shards `module` in place by `fully_shard` and wraps it, as FairScale's class of this name does.
+
+    `named_parameters`, `named_modules` and the state dict have the names of the plain module, without the wrapper.
+    Attributes that the wrapper lacks are those of the module.
 
     Args:
-        module: The module to shard; `.module` gives it back. Around one that is sharded already the wrapper adds
-            nothing, and takes no other argument.
+        module: The module to shard; `.module` gives it back. For one that is sharded already there is no other
+            argument.
         process_group: As for `fully_shard`.
         reshard_after_forward: As for `fully_shard`.
         mixed_precision: As for `fully_shard`; True is fp16.
         flatten_parameters: As for `fully_shard`.
-        **kwargs: The other arguments of `fully_shard`. Arguments of FairScale's that only tuned its machinery are
-            taken with a warning and have no effect.
+        **kwargs: The other arguments of `fully_shard`. FairScale's arguments that only tuned its machinery have no
+            effect, and warn.
 
     Raises:
         TypeError: An unknown argument; names the nearest one.
-        ValueError: As for `fully_shard`; an argument of FairScale's that is said in another way here; an argument
-            beside a module that is sharded already, and keeps to what was said then.
+        ValueError: As for `fully_shard`; an argument of FairScale's that has another name here; an argument for a
+            module that is sharded already.
     """
 
     def __init__(
@@ -78,14 +94,14 @@ class FullyShardedDataParallel(nn.Module):
             "reshard_after_forward": reshard_after_forward,
             "mixed_precision": mixed_precision,
             "flatten_parameters": flatten_parameters,
-            **_known(kwargs),
+            **_known_arguments(kwargs),
         }
-        if isinstance(module, ShardedModule):
+        if isinstance(module, FSDPModule):
             _refuse_options(module, options)
         else:
             fully_shard(module, **options)
         self.module = module
-        self.register_load_state_dict_pre_hook(_into_module)  # type: ignore[no-untyped-call]  # torch has no types here
+        self.register_load_state_dict_pre_hook(_add_module_prefix)  # type: ignore[no-untyped-call]  # torch has no types here
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module."""
@@ -95,27 +111,27 @@ class FullyShardedDataParallel(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "module" or name.startswith("__"):  # Those are asked for by name only to copy or pickle this.
+            if name == "module" or name.startswith("__"):  # Asked for by copy and pickle.
                 raise
             return getattr(self.module, name)
 
     def __getitem__(self, key: Any) -> Any:
-        return self._sharded[key]  # type: ignore[index]  # whatever the module answers
+        return self.module[key]  # type: ignore[index]  # what the module answers
 
     @property
     def rank(self) -> int:
-        """This process's number among the ranks that share the model."""
-        return self._options.ranks.whole.rank
+        """This process's rank among those that share the model."""
+        return self._options.mesh_info.whole.rank
 
     @property
     def world_size(self) -> int:
         """The number of ranks that share the model."""
-        return self._options.ranks.whole.size
+        return self._options.mesh_info.whole.size
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """These ranks, to torch; None in a world of one that torch.distributed knows nothing of."""
-        return self._options.ranks.whole.process_group
+        """torch's group of these ranks; None in a world of one without torch.distributed."""
+        return self._options.mesh_info.whole.process_group
 
     @property
     def flatten_parameters(self) -> bool:
@@ -124,29 +140,27 @@ class FullyShardedDataParallel(nn.Module):
 
     @property
     def reshard_after_forward(self) -> bool | int:
-        """What was asked for when the module was sharded."""
+        """As given when the module was sharded."""
         return self._options.reshard_after_forward
 
     @property
     def mixed_precision(self) -> bool:
-        """Whether the module computes in another dtype than its parameters have between the passes."""
+        """Whether the module computes in another dtype than its parameters are trained in."""
         return self._options.precision.param_dtype is not None
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """See `ShardedModule.clip_grad_norm_`."""
-        return self._sharded.clip_grad_norm_(max_norm, norm_type)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """See `ShardedModule.zero_grad`."""
-        self._sharded.zero_grad(set_to_none)
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """See `ShardedModule.no_sync`."""
-        return self._sharded.no_sync()
-
-    def summon_full_params(self, recurse: bool = True, volatile: bool = False) -> AbstractContextManager[None]:
-        """See `ShardedModule.summon_full_params`."""
-        return self._sharded.summon_full_params(recurse, volatile)
+    # FSDPModule's, which nn.Module has too or subclasses call by super().
+    clip_grad_norm_ = _delegate(FSDPModule.clip_grad_norm_)
+    zero_grad = _delegate(FSDPModule.zero_grad)
+    no_sync = _delegate(FSDPModule.no_sync)
+    summon_full_params = _delegate(FSDPModule.summon_full_params)
+    state_dict = _delegate(FSDPModule.state_dict)
+    load_state_dict = _delegate(FSDPModule.load_state_dict)
+    local_state_dict = _delegate(FSDPModule.local_state_dict)
+    local_metadata_dict = _delegate(FSDPModule.local_metadata_dict)
+    load_local_state_dict = _delegate(FSDPModule.load_local_state_dict)
+    gather_full_optim_state_dict = _delegate(FSDPModule.gather_full_optim_state_dict)
+    get_shard_from_optim_state_dict = _delegate(FSDPModule.get_shard_from_optim_state_dict)
+    consolidate_shard_weights = staticmethod(consolidate_shard_weights)
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
@@ -160,40 +174,8 @@ class FullyShardedDataParallel(nn.Module):
         yield prefix, self
         yield from self.module.named_modules(memo, prefix, remove_duplicate)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """See `ShardedModule.state_dict`."""
-        return self._sharded.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """See `ShardedModule.load_state_dict`."""
-        return self._sharded.load_state_dict(state_dict, strict, assign)
-
-    def local_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """See `ShardedModule.local_state_dict`."""
-        return self._sharded.local_state_dict(*args, **kwargs)
-
-    def local_metadata_dict(self) -> dict[str, Any]:
-        """See `ShardedModule.local_metadata_dict`."""
-        return self._sharded.local_metadata_dict()
-
-    def load_local_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
-        """See `ShardedModule.load_local_state_dict`."""
-        return self._sharded.load_local_state_dict(state_dict, strict)
-
-    consolidate_shard_weights = staticmethod(consolidate_shard_weights)
-
-    def gather_full_optim_state_dict(self, optim: HasState, recipient_rank: int | None = 0) -> dict[str, Any] | None:
-        """See `ShardedModule.gather_full_optim_state_dict`."""
-        return self._sharded.gather_full_optim_state_dict(optim, recipient_rank)
-
-    def get_shard_from_optim_state_dict(
-        self, full_optim_state_dict: Mapping[str, Any], optim: HasState | None = None
-    ) -> dict[str, Any]:
-        """See `ShardedModule.get_shard_from_optim_state_dict`."""
-        return self._sharded.get_shard_from_optim_state_dict(full_optim_state_dict, optim)
-
     def _fqn_modifiers(self) -> dict[str, str]:
-        """What torch.distributed.checkpoint asks: `module` is no part of the names, unless it is the module's own."""
+        """For torch.distributed.checkpoint: this wrapper's `module` is no part of the names."""
         return {"module": "module"}
 
     @property
@@ -202,41 +184,35 @@ class FullyShardedDataParallel(nn.Module):
         assert unit is not None
         return unit.options
 
-    @property
-    def _sharded(self) -> ShardedModule:
-        module = self.module
-        assert isinstance(module, ShardedModule)
-        return module
 
-
-def _into_module(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Renames a plain state dict's entries to where torch looks for them: below `module`."""
+def _add_module_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Renames a plain state dict's entries to where torch looks for them, below `module`."""
     for name in [name for name in state_dict if name.startswith(prefix)]:
         state_dict[f"{prefix}module.{name[len(prefix) :]}"] = state_dict.pop(name)
 
 
 def _refuse_options(module: nn.Module, options: Mapping[str, Any]) -> None:
-    """A unit was told how it is sharded when it became one: what a wrapper says later would be lost in silence."""
+    """Refuses options for a module that is sharded already: they would have no effect."""
     defaults = {name: parameter.default for name, parameter in inspect.signature(fully_shard).parameters.items()}
-    told = [
+    given = [
         f"{name}={value!r}"
         for name, value in options.items()
         if type(value) is not type(defaults[name]) or value != defaults[name]  # 1 equals True, and means another thing.
     ]
-    if told:
+    if given:
         raise ValueError(
             f"this {type(module).__name__} is sharded already, and a FullyShardedDataParallel around it can't change "
-            f"how: give {', '.join(told)} to the fully_shard(...) that made it a unit, or leave that call out"
+            f"how: give {', '.join(given)} to the fully_shard(...) that made it a unit, or leave that call out"
         )
 
 
-def _known(kwargs: dict[str, Any]) -> dict[str, Any]:
+def _known_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
     known = set(inspect.signature(fully_shard).parameters)
     if kwargs.pop("cpu_offload", False):  # FairScale's first name for it, which fairseq still uses.
         kwargs["move_params_to_cpu"] = True
     ignored = sorted(_WITHOUT_EFFECT & kwargs.keys())
-    unknown = sorted(kwargs.keys() - known - _WITHOUT_EFFECT - _SAID_OTHERWISE.keys())
-    for name, how in _SAID_OTHERWISE.items():
+    unknown = sorted(kwargs.keys() - known - _WITHOUT_EFFECT - _REPLACED.keys())
+    for name, how in _REPLACED.items():
         if kwargs.get(name):
             raise ValueError(f"FullyShardedDataParallel({name}={kwargs[name]!r}) is said in another way: {how}")
     if unknown:
@@ -246,3 +222,59 @@ def _known(kwargs: dict[str, Any]) -> dict[str, Any]:
     if ignored:
         warnings.warn(f"FullyShardedDataParallel: {', '.join(ignored)} has no effect here", UserWarning, stacklevel=3)
     return {name: value for name, value in kwargs.items() if name in known}
+
+
+@dataclass(frozen=True)
+class FSDPConfig:
+    """Arguments of `FullyShardedDataParallel` and `fully_shard` as one value, as a configuration file holds them.
+
+    The names are those of Tango's class.
+
+        >>> FSDPConfig(reshard_after_forward=False).as_kwargs()
+        {'reshard_after_forward': False}
+
+    Attributes:
+        reshard_after_forward: Release the parameters between forward and backward.
+        move_params_to_cpu: Keep the shards on the host.
+        move_grads_to_cpu: Keep the gradients of the shards on the host; None is where the shards are.
+        mixed_precision: A policy; True is fp16 parameters and reduction.
+        error_if_nonfinite: Give a step up in which a rank computes an infinity or a NaN.
+
+    Raises:
+        TypeError: A value is of another type.
+    """
+
+    reshard_after_forward: bool = True
+    move_params_to_cpu: bool = False
+    move_grads_to_cpu: bool | None = None
+    mixed_precision: bool | MixedPrecision = False
+    error_if_nonfinite: bool = False
+
+    def __post_init__(self) -> None:
+        # A file gives whatever its author wrote, and the string "false" counts as true.
+        for name, value in self._items():
+            kinds = (bool, MixedPrecision) if name == "mixed_precision" else (bool,)
+            may_be_none = name == "move_grads_to_cpu" and value is None
+            if not isinstance(value, kinds) and not may_be_none:
+                expected = " or a ".join(["bool", *(kind.__name__ for kind in kinds[1:])])
+                raise TypeError(
+                    f"FSDPConfig({name}=...): expected a {expected}{' or None' * (name == 'move_grads_to_cpu')}, "
+                    f"got {value!r}; write {name}=True or {name}=False"
+                )
+
+    def as_kwargs(self) -> dict[str, Any]:
+        """Returns as keyword arguments what differs from the defaults."""
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        return {name: value for name, value in self._items() if value != defaults[name]}
+
+    def wrap(self, module: nn.Module) -> FullyShardedDataParallel:
+        """Returns a wrapper around the module, sharded by these arguments; `.module` gives it back.
+
+        Raises:
+            ValueError: As for `FullyShardedDataParallel`.
+        """
+        return FullyShardedDataParallel(module, **self.as_kwargs())
+
+    def _items(self) -> list[tuple[str, Any]]:
+        """The values as they are; `dataclasses.asdict` would take a policy apart."""
+        return [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]

@@ -1,4 +1,4 @@
-"""Whole copies of parameters in the places of their shards: to look at, to change, to initialise."""
+"""Full parameters in the module tree, in place of their shards: to look at, to change, to initialise."""
 
 from __future__ import annotations
 
@@ -11,101 +11,115 @@ import torch
 from torch import nn
 
 from scale_core.flat.buffer import FlatBuffer
-from scale_core.optim.step_checks import mark_copies
-from scale_fsdp.unit import Unit, flat_name_of, set_param
+from scale_core.optim.step_checks import register_unsharded
+from scale_fsdp.runtime.checks import param_replaced
+from scale_fsdp.runtime.unit import ParamSlot, Unit, flat_param_name, set_param
 
-Wholes: TypeAlias = dict[FlatBuffer, list[nn.Parameter]]
+FullParams: TypeAlias = dict[FlatBuffer, list[nn.Parameter]]
 
-_applying: ContextVar[Wholes | None] = ContextVar("what apply() has gathered around the unit it is at", default=None)
+# Those of the units around the one that `apply()` is at.
+_gathered_by_apply: ContextVar[FullParams | None] = ContextVar("full parameters gathered by apply()", default=None)
 
 
 @contextmanager
-def summoned(units: Iterable[Unit], *, keep: bool) -> Iterator[None]:
-    """Inside, the parameters of these units are whole, in the dtype that they are trained in. All ranks enter together.
+def full_params(units: Iterable[Unit], *, keep: bool) -> Iterator[None]:
+    """Inside, these units, none of them in use, show full parameters in the dtype they are trained in.
 
-    Args:
-        units: None of them in use.
-        keep: Take over what was changed: of each parameter, each rank takes its own piece.
+    All ranks enter together. With `keep`, each rank takes its own shard of what has become of them.
     """
-    units, wholes = list(units), dict[FlatBuffer, list[nn.Parameter]]()
+    units, full = list(units), FullParams()
     for unit in units:
-        _summon(unit, wholes)
+        _show_full_params(unit, full)
+    replaced: list[tuple[Unit, ParamSlot]] = []
     try:
         yield
+        replaced = _replaced_slots(units, full)
     finally:
         for unit in units:
-            _dismiss(unit)
+            _show_shards(unit)
         if keep:
-            _take_pieces(wholes, wholes)
+            _write_back(full, full)
+    for unit, slot in replaced:
+        raise param_replaced(unit, slot)
 
 
 @contextmanager
-def showing_flat(units: Iterable[Unit]) -> Iterator[None]:
-    """Inside, summoned units show their flat parameters too, as this rank's own state has them."""
+def full_params_for_apply(unit: Unit) -> Iterator[None]:
+    """Inside, the unit shows full parameters; at the end all ranks take over those of rank 0. May be nested."""
+    around = _gathered_by_apply.get()
+    full: FullParams = {} if around is None else around
+    token = _gathered_by_apply.set(full)
+    before = set(full)
+    _show_full_params(unit, full)
+    own = [buffer for buffer in full if buffer not in before]
+    try:
+        yield
+        for _, slot in _replaced_slots([unit], full):
+            raise param_replaced(unit, slot)
+        for buffer in own:
+            unit.options.mesh_info.broadcast_from_rank_0(full[buffer])
+        _write_back(full, own)
+    finally:
+        for buffer in own:
+            del full[buffer]
+        _show_shards(unit)
+        _gathered_by_apply.reset(token)
+
+
+@contextmanager
+def with_flat_params(units: Iterable[Unit]) -> Iterator[None]:
+    """Inside, units in `summon_full_params` show their flat parameters too, for a rank's local state."""
     hidden = [unit for unit in units if unit.in_summon]
     for unit in hidden:
-        _show_flat(unit, shown=True)
+        _show_flat_params(unit, shown=True)
     try:
         yield
     finally:
         for unit in hidden:
-            _show_flat(unit, shown=False)
+            _show_flat_params(unit, shown=False)
 
 
-@contextmanager
-def applying(unit: Unit) -> Iterator[None]:
-    """Inside, the unit's parameters are whole; in the end, what rank 0 has made of them is taken over.
-
-    Another unit may be opened so inside this one.
-    """
-    around = _applying.get()
-    wholes: Wholes = {} if around is None else around
-    token = _applying.set(wholes)
-    before = set(wholes)
-    _summon(unit, wholes)
-    own = [buffer for buffer in wholes if buffer not in before]
-    try:
-        yield
-        for buffer in own:
-            unit.options.ranks.share(wholes[buffer])
-        _take_pieces(wholes, own)
-    finally:
-        for buffer in own:
-            del wholes[buffer]
-        _dismiss(unit)
-        _applying.reset(token)
-
-
-def _summon(unit: Unit, wholes: Wholes) -> None:
-    """Gathers what is not among the wholes yet, what others lend to the unit as well, and shows it."""
+def _show_full_params(unit: Unit, full: FullParams) -> None:
+    """Gathers what is not in `full` yet, with what the unit shares with others, and shows it."""
     for owner in (unit, *unit.shared_owners):
         for buffer in owner.buffers:
-            if buffer not in wholes:
+            if buffer not in full:
                 trains = buffer.trains and buffer.dtype.is_floating_point
-                wholes[buffer] = [nn.Parameter(tensor, requires_grad=trains) for tensor in owner.gather_whole(buffer)]
-                mark_copies(wholes[buffer], buffer)
+                gathered = owner.gather_full_params(buffer)
+                full[buffer] = [nn.Parameter(tensor, requires_grad=trains) for tensor in gathered]
+                register_unsharded(full[buffer], buffer)
     unit.in_summon = True
-    _show_flat(unit, shown=False)
+    _show_flat_params(unit, shown=False)
     for module, attribute, buffer, number in unit.slots:
-        if buffer in wholes:
-            set_param(module, attribute, wholes[buffer][number])
+        if buffer in full:
+            set_param(module, attribute, full[buffer][number])
 
 
-def _dismiss(unit: Unit) -> None:
+def _replaced_slots(units: Iterable[Unit], full: FullParams) -> list[tuple[Unit, ParamSlot]]:
+    """The slots that hold another tensor than the full parameter, which would be lost."""
+    slots = ((unit, slot) for unit in units for slot in unit.slots if slot.buffer in full)
+    return [
+        (unit, slot)
+        for unit, slot in slots
+        if slot.module._parameters.get(slot.attribute) is not full[slot.buffer][slot.number]
+    ]
+
+
+def _show_shards(unit: Unit) -> None:
     unit.in_summon = False
-    _show_flat(unit, shown=True)
+    _show_flat_params(unit, shown=True)
     unit.to_sharded()
 
 
-def _show_flat(unit: Unit, *, shown: bool) -> None:
-    """Puts a unit's flat parameters into its module, or None: beside whole ones, each element would be there twice."""
+def _show_flat_params(unit: Unit, *, shown: bool) -> None:
+    """Sets a unit's flat parameters, or None: beside full ones, each element would be there twice."""
     for number, buffer in enumerate(unit.buffers if unit.options.flatten else ()):
-        unit.module._parameters[flat_name_of(number)] = buffer.exposed[0] if shown else None
+        unit.module._parameters[flat_param_name(number)] = buffer.sharded_params[0] if shown else None
 
 
 @torch.no_grad()
-def _take_pieces(wholes: Wholes, buffers: Iterable[FlatBuffer]) -> None:
+def _write_back(full: FullParams, buffers: Iterable[FlatBuffer]) -> None:
     for buffer in buffers:
         buffer.release()
-        for index, tensor in enumerate(wholes[buffer]):
+        for index, tensor in enumerate(full[buffer]):
             buffer.load(index, tensor)

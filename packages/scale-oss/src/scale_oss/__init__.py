@@ -2,10 +2,9 @@
 
 `oss` is the optimizer, `sharded_ddp` the model around it; read these first. Below them:
 
-- `partition`, `bucketing`, `bucket`, `full_param_bucket`: who updates what, and the flat memory of it;
-- `step`, `overlap_gather`: the step on this rank's parts, and the all-gather of what it has updated;
-- `reducer`, `grad_accumulation`, `recovery`: gradients reduced in the backward pass, summed, or given up on all ranks;
-- `state_placement`, `gather_state`, `state_dict`, `state_by_param`: state by the plain optimizer's keys;
+- `partition`, `bucketing`, `bucket`, `full_param_bucket`: which rank updates what, and its flat memory;
+- `reducer`, `grad_accumulation`: gradients reduced in the backward pass, aborted, or accumulated;
+- `state_placement`, `gather_state`, `state_dict`: state by the plain optimizer's keys;
 - `chained_optimizer`: two optimizers for one model, as one.
 """
 

@@ -13,43 +13,21 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from scale_core.autograd_hooks import local_grads_wanted, report_local_grads
-from scale_core.comm.collectives import Pending, all_gather
+from scale_core import uneven_inputs
+from scale_core.autograd_hooks import call_local_grad_hooks, has_local_grad_hooks
+from scale_core.comm.collectives import CollectiveWork, all_gather
 from scale_core.comm.group import Group
 from scale_core.consistency.execution_order import Event
 from scale_core.flat.gradient import FlatGradient
 from scale_core.flat.reduction import Reduction
-from scale_core.shard import Axis, Held, Shard, mark, shard_of
+from scale_core.shard import Axis, Placement, Shard, set_shard, shard_of
 from scale_core.streams import HostStream
-from scale_core.uneven_inputs import current_share
 from scale_oss.partition import BucketPartition
 from scale_oss.state_placement import Range, ShardedParam, StatePlacement
 
 
 class Bucket:
-    """Parameters of one dtype and device, replicated; each rank of the group updates its part of them.
-
-    Args:
-        params: The user's parameters, equal on all ranks; they get their memory in the bucket's buffer.
-        partition: The layout of the buffer, and which rank updates what.
-        group: The W ranks.
-        title: The bucket's name in messages, the same on all ranks and unique.
-        unflattened: Indices of the parameters that keep their own memory and strides, and are copied from and to the
-            buffer.
-
-    Attributes:
-        names: The parameters' names, for errors.
-        full: [partition.full_numel], all parameters.
-        pieces: Per parameter, the part that this rank updates: a parameter in its local shape, a view of `full`.
-        placements: Per parameter, where its state is kept.
-        gradient: This rank's own gradients, where they are reduced here.
-        needs_gather: A step may change the parameters on some rank; the all-gather has to follow.
-        gather_event: The name of the all-gather of the updated parameters.
-        reduce_event: The name of the reduction of the gradients.
-        master: This rank's part unrounded, where parameters are sent in another dtype.
-        is_gathering: An all-gather of updated parameters is under way.
-        averaged: Indices of the parameters whose gradients were reduced into the pieces; the same on all ranks.
-    """
+    """Parameters of one dtype and device, replicated; each rank of the group updates its part of them."""
 
     def __init__(
         self,
@@ -59,43 +37,46 @@ class Bucket:
         title: str = "bucket 0",
         unflattened: Collection[int] = (),
     ) -> None:
-        self.params, self.partition, self.group, self.title = list(params), partition, group, title
-        self.unflattened = set(unflattened)
+        self.params, self.partition, self.group = list(params), partition, group
+        self.title = title  # its name in messages, the same on all ranks and unique
+        self.unflattened = set(unflattened)  # indices that keep their own memory and strides, and are copied
         self.gather_event, self.reduce_event = Event("parameters", title), Event("reduction", title)
         self.names = [entry.name for entry in partition.entries]
         self.dtype, self.device = params[0].dtype, params[0].device
-        self.full = torch.zeros(partition.full_numel, dtype=self.dtype, device=self.device)
+        self.full = torch.zeros(partition.full_numel, dtype=self.dtype, device=self.device)  # all parameters
         self._addresses = [_address(self.view(index)) for index in range(len(self.params))]
         self.flatten(range(len(self.params)))
         self.spans = partition.spans_by_rank[group.rank]
         self._own_part = self.full.narrow(0, partition.start(group.rank), partition.sizes[group.rank])
-        self.master: Tensor | None = None
+        self.master: Tensor | None = None  # this rank's part unrounded, where parameters are sent in another dtype
         self._wire_dtype = self.dtype
-        axes = (Axis(group, Held.SHARD),)
+        axes = (Axis(group, Placement.SHARD),)
         trains = self.dtype.is_floating_point or self.dtype.is_complex  # torch allows no other dtypes.
+        # Per parameter the part that this rank updates: a parameter in its local shape, a view of `full`.
         self.pieces = [nn.Parameter(view, requires_grad=trains) for view in self._pieces_of(self._own_part)]
         for param, piece, span, entry in zip(self.params, self.pieces, self.spans, partition.entries, strict=True):
             within = shard_of(param)  # Its layer may have sharded it between other ranks.
             if within is None:
-                mark(piece, Shard(entry.name, entry.shape, span.start, span.stop, axes))
+                set_shard(piece, Shard(entry.name, entry.shape, span.start, span.stop, axes))
             else:
-                mark(piece, within.cut(entry.name, span.start, span.stop, axes))
+                set_shard(piece, within.cut(entry.name, span.start, span.stop, axes))
         self.placements = [self._placement(index) for index in range(len(self.params))]
-        self.gradient = FlatGradient(self.params, partition, self.dtype, self.dtype)
+        self.gradient = FlatGradient(self.params, partition, self.dtype, self.dtype)  # this rank's own
+        self.gradient.holds = False
         self.gradient.names = self.names
         sizes = None if partition.is_even else partition.sizes
         self._sizes = sizes
         self.reduction = Reduction(group, Group(), self.dtype, self.device, HostStream(), sizes)
-        self.needs_gather = False
-        self.averaged: set[int] = set()
+        self.needs_gather = False  # A step may change the parameters on some rank.
+        self.averaged: set[int] = set()  # indices whose gradients were reduced into the pieces, alike on all ranks
         self._consumed: set[int] = set()  # indices used by steps since gradients were last cleared
         self._consumed_grads: dict[int, Tensor | None] = {}  # of the last step, until a pass begins
         self._restored: set[int] = set()  # indices among them that were restored
         self._updating: list[nn.Parameter] = []  # parameters that the all-gather under way changes
-        self.is_gathering = False
+        self.is_gathering = False  # The all-gather of updated parameters is under way.
         self._gather = _PendingGather()
         # A program that ends after its last step never waits for it.
-        weakref.finalize(self, self._gather.abandon)
+        weakref.finalize(self, self._gather.cancel)
         self._wire_buffer: Tensor | None = None
 
     # The parameters.
@@ -116,19 +97,15 @@ class Bucket:
         return [index for index, (param, home) in homes if param.numel() and _address(param.data) != home]
 
     def resync_storage(self) -> None:
-        """Moves parameters back into the buffer whose data was replaced, as by `param.data = ...`.
-
-        Raises:
-            RuntimeError: One changed its dtype or device.
-        """
+        """Moves parameters back into the buffer whose data was replaced, as by `param.data = ...`."""
         moved_indices = self.moved_indices()
         for index in moved_indices:
             param = self.params[index]
             if param.dtype != self.dtype or param.device != self.device:
                 raise RuntimeError(
                     f"'{self.names[index]}' was {self.dtype} on {self.device} when OSS was built, and is "
-                    f"{param.dtype} on {param.device} now: convert or move the model first, "
-                    "then build OSS(model.parameters(), ...)"
+                    f"{param.dtype} on {param.device} now. Convert or move the model first, then build "
+                    "OSS(model.parameters(), ...)"
                 )
         self.flatten(moved_indices)
 
@@ -155,33 +132,22 @@ class Bucket:
                 piece.grad = grad.reshape(-1)[span.start : span.stop].view(span.shape).to(piece.dtype)
 
     def reduce(self, tag: int, wire_dtype: torch.dtype | None = None) -> None:
-        """Starts to average the packed gradients; parameters without one count as zeros.
-
-        Args:
-            tag: The messages' tag.
-            wire_dtype: The dtype in which they are sent; None is the parameters' own.
-        """
-        share = current_share()
+        """Starts to average the packed gradients, sent in `wire_dtype`; parameters without one count as zeros."""
+        share = uneven_inputs.active_share
         if share is not None and not share.weight:
             self.gradient.drop()
-        given = self.gradient.given()
+        given = self.gradient.has_grad()
         flat = self.gradient.take(self.device)
-        if given and local_grads_wanted():
-            report_local_grads([self.params[i] for i in given], [self.view(i, flat) for i in given])
+        if given and has_local_grad_hooks():
+            call_local_grad_hooks([self.params[i] for i in given], [self.view(i, flat) for i in given])
         if share is not None and share.weight not in (0, 1):
             flat.mul_(share.weight)
         self.reduction.start(flat.to(wire_dtype or self.dtype), tag, None if share is None else share.divisor)
 
     def commit(self, limit_seconds: float | None = None) -> None:
-        """Adds the reduced gradients to those of the pieces.
-
-        Raises:
-            TransferError: See `Pending.wait`.
-        """
+        """Adds the reduced gradients to those of the pieces."""
         for reduced in self.reduction.results(limit_seconds):
-            self.needs_gather = (
-                True  # Even if it is frozen before the step, which the plain optimizer would not ask either.
-            )
+            self.needs_gather = True  # Even if it is frozen before the step: the plain optimizer would not ask either.
             self.averaged.update(index for index, param in enumerate(self.params) if param.requires_grad)
             views = self._pieces_of(reduced)
             for param, piece, view, placement in zip(self.params, self.pieces, views, self.placements, strict=True):
@@ -240,12 +206,10 @@ class Bucket:
     # Updated parameters.
 
     def all_gather(self, tag: int, wire_dtype: torch.dtype | None = None) -> None:
-        """Starts to send the part that this rank has updated to all ranks.
+        """Starts to send the part that this rank has updated to all ranks, in `wire_dtype`.
 
-        Args:
-            tag: The messages' tag.
-            wire_dtype: The dtype in which it is sent; None is the parameters' own. With another one every rank computes
-                with rounded parameters, this one too, and keeps its own part unrounded as `master`.
+        With another dtype than the parameters' every rank computes with rounded ones, this one too, and keeps its own
+        part unrounded as `master`.
         """
         self.wait()
         self.needs_gather = False
@@ -261,7 +225,7 @@ class Bucket:
             self._all_gather_rounded(tag, self._wire_dtype)
         self.is_gathering = True
         if self.group.size == 1:
-            self.wait()  # Nothing travels.
+            self.wait()  # Nothing is sent.
 
     def _all_gather_rounded(self, tag: int, wire_dtype: torch.dtype) -> None:
         self._wire_buffer = self.full.new_empty(self.full.shape, dtype=wire_dtype)
@@ -282,11 +246,7 @@ class Bucket:
         piece.data.copy_(unrounded)
 
     def wait(self, limit_seconds: float | None = None) -> None:
-        """Returns when the parameters are up to date.
-
-        Raises:
-            TransferError: See `Pending.wait`.
-        """
+        """Returns when the parameters are up to date."""
         pending, self._gather.pending, self.is_gathering = self._gather.pending, None, False
         if pending is None:
             return
@@ -337,27 +297,16 @@ class _PendingGather:
     """The all-gather of a bucket, if one is under way. It outlives the bucket, into whose buffer it writes."""
 
     def __init__(self) -> None:
-        self.pending: Pending | None = None
+        self.pending: CollectiveWork | None = None
 
-    def abandon(self) -> None:
+    def cancel(self) -> None:
         pending, self.pending = self.pending, None
         if pending is not None:
-            pending.abandon()
+            pending.cancel()
 
 
 class InPlaceBucket:
-    """Shards that are updated where they are, so that nothing is sent.
-
-    Those of an optimizer that updates each element by itself, and tensors that one rank holds whole already.
-
-    Args:
-        shards: The parameters.
-        elementwise: Each element is updated by itself; else one rank holds all of each parameter.
-
-    Attributes:
-        params: This rank's shards, as the user's model has them.
-        placements: Where the state of each is kept.
-    """
+    """Shards that are updated where they are: of element-wise optimizers, or tensors that one rank holds whole."""
 
     def __init__(self, shards: Sequence[ShardedParam], elementwise: bool) -> None:
         self.params = [shard.param for shard in shards]
@@ -369,10 +318,8 @@ class InPlaceBucket:
         return [placement.optimizer_param for placement in self.placements if placement.optimizer_param is not None]
 
     def mark_updated(self) -> None:
-        """Increments the versions of the updated parameters, by which gathered copies are known to be stale.
-
-        On all ranks alike: one without elements of a parameter must gather it again with the others.
-        """
+        """Increments the versions of the updated parameters, by which gathered copies are known to be stale."""
+        # On all ranks alike: one without elements of a parameter must gather it again with the others.
         increment_version([param for param in self.params if param.grad is not None])
 
 

@@ -23,28 +23,12 @@ from scale_core.consistency.execution_order import Event
 from scale_core.shard import check_undivided, is_divided, unit_shard_of
 from scale_oss.bucket import Bucket, InPlaceBucket
 from scale_oss.full_param_bucket import FullParamBucket
-from scale_oss.partition import choose_owners, cut_evenly, give_whole, group_from_the_end, group_in_rounds
+from scale_oss.partition import assign_whole, choose_owners, cut_evenly, group_from_the_end, group_in_rounds
 from scale_oss.state_placement import ShardedParam, StatePlacement, check_not_flat, gather_shards
 
 
 class BucketAssigner:
-    """Assigns parameters to buckets.
-
-    Args:
-        group: The ranks.
-        contract: Explains failed waits.
-        optim_name: The optimizer's class, for errors.
-        number: The optimizer's number, the same on all ranks.
-        elementwise: The optimizer updates each element by itself.
-        together: It looks at all tensors together, so that the first rank updates all of them.
-        bucket_numel: Elements of a bucket; where full parameters are sent to their owners, elements per owner.
-
-    Attributes:
-        replicated: Buckets of replicated parameters, in the order in which they were given.
-        in_place: Buckets of shards that are updated where they are.
-        full_param: Buckets of shards that are gathered into full parameters for the step.
-        placements: Where the state of each parameter is kept, by the parameter's `id`, in the order of the optimizer.
-    """
+    """Assigns parameters to buckets."""
 
     def __init__(
         self,
@@ -63,10 +47,10 @@ class BucketAssigner:
         self._elementwise, self._together, self._bucket_numel = elementwise, together, bucket_numel
         # Elements that each rank owns; frozen parameters have no state, so they are counted apart.
         self._loads: dict[tuple[tuple[int, ...], bool], list[int]] = {}
-        self.replicated: list[Bucket] = []
-        self.in_place: list[InPlaceBucket] = []
-        self.full_param: list[FullParamBucket] = []
-        self.placements: dict[int, StatePlacement] = {}
+        self.replicated: list[Bucket] = []  # of replicated parameters, in the order in which they were given
+        self.in_place: list[InPlaceBucket] = []  # of shards that are updated where they are
+        self.full_param: list[FullParamBucket] = []  # of shards that are gathered into full parameters for the step
+        self.placements: dict[int, StatePlacement] = {}  # by the parameter's `id`, in the order of the optimizer
 
     @property
     def shard_buckets(self) -> list[InPlaceBucket | FullParamBucket]:
@@ -74,17 +58,9 @@ class BucketAssigner:
         return [*self.in_place, *self.full_param]
 
     def add(self, groups: Sequence[Mapping[str, Any]], first: int = 0) -> list[dict[str, Any]]:
-        """Assigns the parameters of these groups.
+        """Assigns the parameters of groups, from number `first` on; returns groups for this rank's optimizer.
 
-        Args:
-            groups: Parameter groups.
-            first: The number of the first one.
-
-        Returns:
-            The groups with the parameters of this rank's optimizer.
-
-        Raises:
-            ValueError: A shard can't be gathered, or its ranks are not all in the group; nothing has changed then.
+        Raises ValueError for a shard that can't be gathered, or ranks that are not all in the group; changes nothing.
         """
         placements: dict[int, StatePlacement] = {}
         for number, group in enumerate(groups, first):
@@ -136,7 +112,7 @@ class BucketAssigner:
             check_not_flat(param, name, self._optim_name)
         if unit_shard_of(param) is None and param.is_meta:
             raise ValueError(
-                f"OSS: '{name}' is on the meta device, where there is nothing to update: call "
+                f"OSS: '{name}' is on the meta device, where there is nothing to update. Call "
                 "model.to_empty(device=...) and initialise it before"
             )
         if self._together and (unit_shard_of(param) is not None or is_divided(param)):
@@ -170,10 +146,10 @@ class BucketAssigner:
         if self._elementwise:
             partition = cut_evenly(names, shapes, size)
         elif self._together:
-            partition = give_whole(names, shapes, [0] * len(params), size)
+            partition = assign_whole(names, shapes, [0] * len(params), size)
         else:
             owners = self._choose_owners([param.numel() for param in params], self._group, params[0].requires_grad)
-            partition = give_whole(names, shapes, owners, size)
+            partition = assign_whole(names, shapes, owners, size)
         title = f"bucket {len(self.replicated)} of optimizer {self._number}"
         unflattened = [index for index, param in enumerate(params) if param in keep_strides]
         return Bucket(params, partition, self._group, title, unflattened)
@@ -235,16 +211,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def check_no_layer_shards(groups: Sequence[Mapping[str, Any]], ranks: Group, first: int = 0) -> None:
-    """Checks that no parameter is sharded by its layer between ranks of this group, whose parts would be mixed.
-
-    Args:
-        groups: Parameter groups.
-        ranks: The optimizer's.
-        first: The number of the first one.
-
-    Raises:
-        ValueError: One is.
-    """
+    """Checks that no parameter is sharded by its layer between ranks of this group, whose parts would be mixed."""
     for number, group in enumerate(groups, first):
         params = group["params"]
         named = ((param_name(group, number, index), param) for index, param in enumerate(params))
@@ -252,20 +219,12 @@ def check_no_layer_shards(groups: Sequence[Mapping[str, Any]], ranks: Group, fir
 
 
 def describe_groups(groups: Sequence[Mapping[str, Any]], first: int = 0) -> Iterator[str]:
-    """Yields a line per parameter, which must be equal on all ranks.
-
-    Args:
-        groups: Parameter groups.
-        first: The number of the first one.
-
-    Raises:
-        ValueError: One belongs to a lazy module that has never run.
-    """
+    """Yields a line per parameter, which must be equal on all ranks."""
     for number, group in enumerate(groups, first):
         for index, param in enumerate(group["params"]):
             if is_lazy(param):
                 raise ValueError(
-                    f"OSS: '{param_name(group, number, index)}' has no shape yet: run the model once, model(batch), "
+                    f"OSS: '{param_name(group, number, index)}' has no shape yet. Run the model once, model(batch), "
                     "and build OSS(...) then"
                 )
             shard = unit_shard_of(param)

@@ -1,8 +1,4 @@
-"""Two optimizers for one model: one for its hidden matrices, one for all else.
-
-Muon and its like are made for the matrices between layers; embeddings, heads, biases and norms go to an element-wise
-one. Which is which is a question of the whole shapes: a shard of a matrix may have one dimension.
-"""
+"""Two optimizers for one model: one for its hidden matrices, such as Muon, and an element-wise one for all else."""
 
 from __future__ import annotations
 
@@ -16,19 +12,18 @@ from torch.optim import Optimizer
 
 from scale_core.comm.group import GroupLike
 from scale_core.shard import full_shape
-from scale_core.state.param_ownership import Holding, flat_buffer_of
-from scale_oss.oss import BUCKET_NUMEL, OSS, clip_together
+from scale_core.state.param_ownership import ParamSlice, flat_buffer_of
+from scale_oss.oss import BUCKET_NUMEL, OSS, clip_grads_of
 
-Recipe = tuple[type[Optimizer], Mapping[str, Any]]
-"""A class of optimizers and its arguments."""
+OptimizerSpec = tuple[type[Optimizer], Mapping[str, Any]]  # a class and its arguments
 
 _KINDS = ("matrix", "other")
 
 
 def split_by(
     model: nn.Module,
-    matrix: Recipe,
-    other: Recipe,
+    matrix: OptimizerSpec,
+    other: OptimizerSpec,
     *,
     other_names: Sequence[str] = (),
     group: GroupLike = None,
@@ -38,7 +33,7 @@ def split_by(
     r"""Gives the hidden matrices of a model to one optimizer and all its other parameters to another.
 
     A hidden matrix has two dimensions, has elements, and is no embedding: no parameter of an `nn.Embedding` or
-    `nn.EmbeddingBag`, nor one that is tied to such, as a head often is. A head of its own is told by its name.
+    `nn.EmbeddingBag`, nor one that is tied to such, as a head often is. Name an untied head in `other_names`.
 
         >>> import torch
         >>> from scale_oss import split_by
@@ -78,7 +73,7 @@ def split_by(
         if not params:
             single = recipes["other" if kind == "matrix" else "matrix"][0].__name__
             raise ValueError(
-                f"split_by: the model has no parameter for '{kind}': use one optimizer, "
+                f"split_by: the model has no parameter for '{kind}'. Use one optimizer, "
                 f"OSS(model.parameters(), torch.optim.{single}, ...)"
             )
     made = {
@@ -100,15 +95,9 @@ class SplitOptimizer(Optimizer):
 
     Its parameter groups are those of the two, the very same objects, so that a scheduler changes what they step with.
 
-    Args:
-        model: The model.
-        matrix: The optimizer of its hidden matrices.
-        other: That of all else.
-        other_names: As in `split_by`.
-
     Attributes:
-        matrix: As given.
-        other: As given.
+        matrix: The optimizer of the hidden matrices.
+        other: That of all else.
     """
 
     def __init__(self, model: nn.Module, matrix: OSS, other: OSS, other_names: Sequence[str] = ()) -> None:
@@ -146,7 +135,7 @@ class SplitOptimizer(Optimizer):
         filter_params_fn: Callable[[Iterator[nn.Parameter]], Iterable[nn.Parameter]] | None = None,
     ) -> Tensor:
         """Scales all gradients by one norm, that of both optimizers' together; see `OSS.clip_grad_norm`."""
-        return clip_together(self.optimizers, max_norm, norm_type, filter_params_fn)
+        return clip_grads_of(self.optimizers, max_norm, norm_type, filter_params_fn)
 
     def wait(self) -> None:
         """Returns when the parameters are whole again; see `OSS.wait`."""
@@ -211,11 +200,11 @@ class SplitOptimizer(Optimizer):
         for optimizer, local in zip(self.optimizers, checked, strict=True):
             optimizer.load_checked(local)
 
-    def state_holding(self, holding: Holding) -> Holding:
-        """See `OSS.state_holding`."""
+    def sharded_state(self, holding: ParamSlice) -> ParamSlice:
+        """See `OSS.sharded_state`."""
         for optimizer in self.optimizers:
             if optimizer.holds(holding.owner):
-                return optimizer.state_holding(holding)
+                return optimizer.sharded_state(holding)
         raise ValueError(f"'{holding.name}' is with neither optimizer")
 
     def _sync_param_groups(self) -> None:
@@ -230,10 +219,7 @@ class _ChainedState(MutableMapping[Tensor, Any]):
         self._optimizers = optimizers
 
     def __getitem__(self, key: Tensor) -> Any:
-        for optimizer in self._optimizers:
-            if key in optimizer.state:
-                return optimizer.state[key]
-        raise KeyError(key)
+        return self._state_with(key)[key]
 
     def __setitem__(self, key: Tensor, value: Any) -> None:
         for optimizer in self._optimizers:
@@ -244,10 +230,12 @@ class _ChainedState(MutableMapping[Tensor, Any]):
         raise KeyError(key)
 
     def __delitem__(self, key: Tensor) -> None:
+        del self._state_with(key)[key]
+
+    def _state_with(self, key: Tensor) -> MutableMapping[Tensor, Any]:
         for optimizer in self._optimizers:
             if key in optimizer.state:
-                del optimizer.state[key]
-                return
+                return optimizer.state
         raise KeyError(key)
 
     def __iter__(self) -> Iterator[Tensor]:
@@ -259,7 +247,7 @@ class _ChainedState(MutableMapping[Tensor, Any]):
 
 
 def _split_params(model: nn.Module, other_names: Sequence[str]) -> dict[str, list[tuple[str, nn.Parameter]]]:
-    """The named parameters of each kind."""
+    """The named parameters of each kind, by their full shapes: a shard of a matrix may have one dimension."""
     named = list(model.named_parameters())
     embeddings = {
         id(param)
@@ -280,7 +268,7 @@ def _split_params(model: nn.Module, other_names: Sequence[str]) -> dict[str, lis
         if buffer is not None:
             raise ValueError(
                 f"split_by: '{name}' is one flat parameter that holds {len(buffer.names)}, as '{buffer.names[0]}', so "
-                "matrices can't be told from others: shard the model with flatten_parameters=False"
+                "matrices can't be found in it. Shard the model with flatten_parameters=False"
             )
         shape = full_shape(param)
         is_matrix = len(shape) == 2 and shape.numel() > 0 and id(param) not in embeddings

@@ -27,18 +27,7 @@ from scale_oss.state_placement import Range, ShardedParam, StatePlacement
 
 
 class FullParamBucket:
-    """Parameters of one dtype and device, sharded over one group; each has one owner, which steps on it.
-
-    Args:
-        shards: The parameters.
-        owners: The rank of the group that owns each.
-        title: The bucket's name in messages and errors.
-        contract: Compares the ranks and explains failed waits.
-
-    Attributes:
-        params: This rank's shards, as the user's model has them.
-        placements: Where the state of each is kept: by its owner.
-    """
+    """Parameters of one dtype and device, sharded over one group; each has one owner, which steps on it."""
 
     def __init__(self, shards: Sequence[ShardedParam], owners: Sequence[int], title: str, contract: Contract) -> None:
         self.group = shards[0].group
@@ -66,29 +55,17 @@ class FullParamBucket:
         return [placement.optimizer_param for placement in self.placements if placement.optimizer_param is not None]
 
     def prepare(self) -> None:
-        """Checks which parameters have a gradient; changes nothing.
-
-        Raises:
-            RuntimeError: A parameter was converted, moved or sharded after OSS was built.
-            ContractError: The ranks have gradients of different parameters.
-        """
+        """Checks which parameters have a gradient; changes nothing."""
         self._check_params()
         given = [index for index, param in enumerate(self.params) if param.grad is not None]
         if given != self._with_grad:  # The ranks compare whenever it changes.
             has = set(given)
             lines = [f"'{p.name}' has {'a' if i in has else 'no'} gradient" for i, p in enumerate(self.placements)]
-            self._contract.agree(f"the gradients that OSS steps with, in {self._title}", lines)
+            self._contract.check_equal(f"the gradients that OSS steps with, in {self._title}", lines)
             self._with_grad = given
 
     def gather_to_owners(self) -> bool:
-        """Sends the shards that have a gradient to their owners, with their gradients.
-
-        Returns:
-            Whether there are any; the same on all ranks.
-
-        Raises:
-            RuntimeError: A rank can't be reached.
-        """
+        """Sends the shards that have a gradient to their owners, with their gradients."""
         if not self._with_grad:
             return False
         sent = [tensor for index in self._by_owner() for tensor in _flat_with_grad(self.params[index])]
@@ -101,11 +78,7 @@ class FullParamBucket:
         return True
 
     def scatter_to_shards(self) -> None:
-        """Sends the updated shards back, and frees the full parameters.
-
-        Raises:
-            RuntimeError: A rank can't be reached.
-        """
+        """Sends the updated shards back, and frees the full parameters."""
         sent = [
             self._full_param(index).detach().view(-1)[slice(*self._pieces[index][peer])]
             for peer in range(self.group.size)
@@ -131,7 +104,7 @@ class FullParamBucket:
     # A message holds one rank's shards, one parameter after the other, in the order of the bucket.
 
     def _by_owner(self) -> list[int]:
-        """The parameters that travel, in the order of their owners."""
+        """The parameters that are sent, in the order of their owners."""
         return sorted(self._with_grad, key=lambda index: (self.placements[index].owner, index))
 
     def _owned(self) -> list[int]:

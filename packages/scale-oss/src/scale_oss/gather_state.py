@@ -13,34 +13,27 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from scale_core.comm.collectives import all_gather, all_to_all
-from scale_core.comm.control_plane import exchange_text
+from scale_core.comm.collectives import all_gather, all_to_all, exchange_text
 from scale_core.comm.group import Group
 from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import Event, message_tag
-from scale_core.tree import map_tensors
+from scale_core.tree import map_tensors, tensors_in
 from scale_oss.partition import group_in_buckets
 from scale_oss.state_placement import Range, StatePlacement
 
-State = dict[Any, Any]
-"""An optimizer's state of one parameter: tensors, numbers, and containers of them."""
+State = dict[Any, Any]  # An optimizer's state of one parameter: tensors, numbers, and containers of them.
 
 
 class Recipient(NamedTuple):
-    """The rank that gets the whole state.
+    """The rank that gets the whole state."""
 
-    Attributes:
-        rank: The global rank; None is all ranks.
-        is_me: Whether this rank gets it.
-    """
-
-    rank: int | None
-    is_me: bool
+    rank: int | None  # the global rank; None is all ranks
+    is_this_rank: bool
 
     def members(self, group: Group) -> list[int]:
         """The ranks of a group that get it."""
         if group.size == 1:
-            return [0] if self.is_me else []
+            return [0] if self.is_this_rank else []
         return [member for member, rank in enumerate(group.ranks) if self.rank in (None, rank)]
 
 
@@ -51,22 +44,10 @@ def gather_states(
     contract: Contract,
     bucket_numel: int,
 ) -> dict[int, State]:
-    """Gathers the state of each parameter on the host. All ranks call it together.
+    """Gathers the state of each parameter on the host of the recipient, by the number of its placement.
 
-    Args:
-        placements: Of all parameters.
-        states: This rank's states, by the optimizer's parameters.
-        recipient: The rank that gets them.
-        contract: Explains failed waits.
-        bucket_numel: Elements of the parameters whose state is sent together.
-
-    Returns:
-        On the recipient the state of each parameter that has one, by the number of its placement; else nothing.
-
-    Raises:
-        ValueError: On all ranks alike: a state of an element-wise optimizer is neither a number nor a tensor of the
-            parameter's shape, or the ranks have not stepped alike.
-        ScaleDistributedError: A rank did something else.
+    All ranks call it together; on all ranks alike it raises ValueError where a state of an element-wise optimizer is
+    neither a number nor a tensor of the parameter's shape, or ranks have not stepped alike.
     """
     found: dict[int, State] = {}
     by_group: dict[Group, list[int]] = {}
@@ -123,7 +104,7 @@ class _StateGather:
 
         Numbers have their values: they are the same on all ranks that have them.
         """
-        problems = "\n".join(self._problems())
+        problems = "\n".join(self._unsupported())
         mine = {
             number: self._described(number, state)
             for number, state in self._mine.items()
@@ -133,12 +114,12 @@ class _StateGather:
         for text in self._exchange_text(pickle.dumps(mine).decode("latin-1")):
             found.update(pickle.loads(text.encode("latin-1")))
         if not problems:
-            problems = "\n".join(self._disagreements(found))
+            problems = "\n".join(self._mismatches(found))
         if raised := [f"{text} (on rank {rank})" for rank, text in enumerate(self._exchange_text(problems)) if text]:
             raise ValueError(raised[0])
         return dict(sorted(found.items()))
 
-    def _problems(self) -> Iterator[str]:
+    def _unsupported(self) -> Iterator[str]:
         for number, state in self._mine.items():
             placement = self._placements[number]
             if placement.owner is not None or placement.optimizer_param is None:
@@ -151,7 +132,7 @@ class _StateGather:
                         "Build an optimizer that needs whole tensors by OSS(..., elementwise=False)"
                     )
 
-    def _disagreements(self, found: Mapping[int, State]) -> Iterator[str]:
+    def _mismatches(self, found: Mapping[int, State]) -> Iterator[str]:
         for number, state in self._mine.items():
             if not _same_state(self._described(number, state), found.get(number, {})):
                 yield (
@@ -185,7 +166,7 @@ class _StateGather:
 
     def _gather(self, turn: int, dtype: torch.dtype, described: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """One tensor of each parameter's state, on the host, by the `id` of its description."""
-        held = {number: self._held(number, tensor) for number, tensor in described.items()}
+        held = {number: self._ranges(number, tensor) for number, tensor in described.items()}
         sizes = [sum(held[number][rank].numel for number in described) for rank in range(self._group.size)]
         device = next(iter(self._placements.values())).param.device
         mine = [
@@ -206,7 +187,7 @@ class _StateGather:
             whole[id(tensor)] = flat.view(tensor.shape)
         return whole
 
-    def _held(self, number: int, tensor: Tensor) -> Sequence[Range]:
+    def _ranges(self, number: int, tensor: Tensor) -> Sequence[Range]:
         """The elements of a state that each rank has."""
         placement = self._placements[number]
         if placement.owner is None:
@@ -233,16 +214,8 @@ def _numel(placement: StatePlacement) -> int:
 
 
 def large_tensors_in(state: Any) -> list[Tensor]:
-    """Returns the tensors of a state with at least one dimension, in order, each once."""
-    found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        if tensor.ndim:
-            found.append(tensor)
-        return tensor
-
-    map_tensors(note, state)
-    return found
+    """The tensors of a state with at least one dimension, in order, each once."""
+    return list({id(tensor): tensor for tensor in tensors_in(state) if tensor.ndim}.values())
 
 
 _ANY = torch.zeros(())

@@ -1,6 +1,6 @@
 """Gradient accumulation that a failing backward pass can't spoil.
 
-Accumulated gradients stand in `param.grad`, as in plain PyTorch, where anybody may read, scale or clear them. What a
+Accumulated gradients are in `param.grad`, as in plain PyTorch, where users may read, scale or clear them. What a
 failing pass adds to a sum can't be subtracted again: not to the bit, and not at all where it was a NaN. So each sum is
 set aside before the gradient of another pass is added, and merged with it when that pass has succeeded.
 """
@@ -15,21 +15,14 @@ from torch import Tensor, nn
 
 
 class GradAccumulation:
-    """Accumulated gradients of one rank's parameters, around the backward pass that runs now.
-
-    Args:
-        on_set_aside: Called inside the pass when a sum is set aside, so that the end of the pass is seen; held weakly.
-
-    Attributes:
-        seen: The parameters that got a gradient in this pass, by id; the gradient hook enters them.
-        sums: The sums that were set aside, with their parameters, by id.
-    """
+    """Accumulated gradients of one rank's parameters, around the backward pass that runs now."""
 
     def __init__(self, on_set_aside: Callable[[], None]) -> None:
+        # Called inside the pass when a sum is set aside, so that the end of the pass is seen.
         self._on_set_aside = weakref.WeakMethod(on_set_aside)
         self._watched: set[int] = set()
-        self.seen: dict[int, nn.Parameter] = {}
-        self.sums: dict[int, tuple[nn.Parameter, Tensor]] = {}
+        self.seen: dict[int, nn.Parameter] = {}  # by id, what got a gradient in this pass; the gradient hook enters it
+        self.sums: dict[int, tuple[nn.Parameter, Tensor]] = {}  # by id, what was set aside
         self._merged: set[int] = set()  # ids whose sum is in `param.grad`, or reduced, already
 
     def watch(self, param: nn.Parameter) -> None:
@@ -52,14 +45,12 @@ class GradAccumulation:
         self._merged.add(id(param))
         return self.sums[id(param)][1]
 
-    def lend(self, param: nn.Parameter, *, copied: bool) -> None:
+    def stash(self, param: nn.Parameter, *, copied: bool) -> None:
         """Keeps the sum in `param.grad` of a parameter that got no gradient in this pass, while it is reduced.
 
-        Args:
-            param: The parameter.
-            copied: Leave a copy in `param.grad`, because the reduction writes into what it is given.
+        With `copied` it leaves a copy there, because the reduction writes into what it is given.
         """
-        assert param.grad is not None, "there is no sum to lend"
+        assert param.grad is not None, "there is no sum to stash"
         self.sums[id(param)] = param, param.grad
         self._merged.add(id(param))
         if copied:

@@ -1,7 +1,7 @@
 """`OSS`: any optimizer, with its state sharded between the ranks (ZeRO-1).
 
-The model stays whole on every rank, and so do its gradients; each rank updates its part of the parameters, with an
-optimizer that holds the state of that part alone, and the ranks then give each other what they have updated.
+Parameters and gradients are replicated. Each rank updates its part of the parameters, with an optimizer that holds the
+state of that part alone, and an all-gather brings the updated parts to all ranks.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from scale_core.comm.control_plane import exchange_text
+from scale_core.comm.collectives import exchange_text
 from scale_core.comm.group import GroupLike, group_of
 from scale_core.compat import profiler_runs
-from scale_core.consistency.all_ranks import do_alike
-from scale_core.consistency.contract import Contract, next_number
+from scale_core.consistency.all_ranks import call_on_all_ranks
+from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import Event, message_tag
+from scale_core.consistency.flight_recorder import next_unique_id
 from scale_core.optim.clip_grad import check_max_norm, clip_factor, grad_norm
-from scale_core.optim.step_checks import step_for_all
-from scale_core.optim.traits import KINDS, check_kind, constructor_arguments, works_by_element
+from scale_core.optim.step_checks import allow_full_state
+from scale_core.optim.traits import KINDS, check_kind, constructor_arguments, is_elementwise
 from scale_oss.bucketing import BucketAssigner, check_no_layer_shards, describe_groups
 from scale_oss.full_param_bucket import FullParamBucket
 from scale_oss.state_dict import OSSStateDictMixin, StateByParam
@@ -32,8 +33,7 @@ from scale_oss.state_placement import ranks_of_shards
 
 _MASTER = "master_param"
 
-BUCKET_NUMEL = 2**23
-"""Elements of a bucket: some tens of megabytes: enough for full speed, small against a model."""
+BUCKET_NUMEL = 2**23  # Elements of a bucket, some tens of megabytes: enough for full speed, small against a model.
 
 
 class OSS(OSSStateDictMixin):
@@ -64,14 +64,14 @@ class OSS(OSSStateDictMixin):
         broadcast_buffer_size: FairScale's; without effect.
         broadcast_fp16: Send updated parameters in half precision: less to send, and every rank computes with rounded
             parameters. The unrounded ones are in the optimizer's state, as `master_param`. May be set later as an
-            attribute. Pieces of shards travel as they are.
+            attribute. Pieces of shards are sent as they are.
         force_broadcast_object: FairScale's; without effect.
         elementwise: Whether `optim` updates each element by itself, so that tensors may be cut. None is what is known
             of torch.optim's own classes; of any other class, False: right for all that look at one tensor at a time.
         together: Whether `optim` looks at all tensors together, as Prodigy and D-Adaptation do, which estimate one step
             size. Then the first rank updates all of them and has all of the state: nothing is shared out, and results
             are right. Not for shards.
-        bucket_numel: Elements that travel together; of shards that are put together for the step, elements that each
+        bucket_numel: Elements that are sent together; of shards that are put together for the step, elements that each
             rank gets at a time.
         limit_seconds: The longest wait for another rank; None is the group's own limit, at most ten minutes.
         **defaults: Arguments of `optim`; the `defaults` of one that was built will do, too.
@@ -107,7 +107,7 @@ class OSS(OSSStateDictMixin):
         limit_seconds: float | None = None,
         **defaults: Any,
     ) -> None:
-        known = works_by_element(optim)
+        known = is_elementwise(optim)
         check_kind(optim, elementwise=elementwise, together=together)
         self.elementwise = (known and not together) if elementwise is None else elementwise
         self.together = together
@@ -116,22 +116,20 @@ class OSS(OSSStateDictMixin):
         self._optim_class = optim
         self._built = False
         self._consolidated = None
-        self.waits_by_itself = True
+        self.waits_in_step = True
         self.gets_reduced_gradients = False
         self.reduced_by: weakref.ref[nn.Module] | None = None
         super().__init__(params, dict(defaults))
         self.group = ranks_of_shards(self._all_params()) if group is None else group_of(group)
         check_no_layer_shards(self.param_groups, self.group)
         self.contract = Contract(self.group, limit_seconds)
-        how = (
-            f"{optim.__name__}, elementwise={self.elementwise}, together={together}, {bucket_numel} elements per bucket"
-        )
-        self.contract.agree("the parameters given to OSS", [how, *describe_groups(self.param_groups)])
+        settings = f"{optim.__name__}, elementwise={self.elementwise}, {together=}, {bucket_numel} elements per bucket"
+        self.contract.check_equal("the parameters given to OSS", [settings, *describe_groups(self.param_groups)])
         self._assigner = BucketAssigner(
             self.group,
             self.contract,
             optim.__name__,
-            next_number("the number of an OSS", self.contract),
+            next_unique_id("OSS", self.group),
             elementwise=self.elementwise,
             together=together,
             bucket_numel=bucket_numel,
@@ -148,13 +146,13 @@ class OSS(OSSStateDictMixin):
 
     def _build_optimizer(self, groups: list[dict[str, Any]], defaults: dict[str, Any]) -> Optimizer:
         """The optimizer of this rank's part; what it refuses on one rank, as Muon a vector, is raised on all."""
-        made = do_alike(
+        made = call_on_all_ranks(
             lambda: self._optim_class(groups, **constructor_arguments(self._optim_class, defaults)),
             f"the start of {self._optim_class.__name__}",
             self.contract,
         )
         if self.together:
-            step_for_all(made)
+            allow_full_state(made)
         return made
 
     # The step.
@@ -190,7 +188,7 @@ class OSS(OSSStateDictMixin):
         copy_options(self.optim.param_groups, self.param_groups)
         for shards in self.in_place_buckets:
             shards.mark_updated()
-        if self.waits_by_itself or profiler_runs():  # No transfer may be under way when a profiler ends.
+        if self.waits_in_step or profiler_runs():  # No transfer may be under way when a profiler ends.
             self.wait()
         return loss
 
@@ -222,7 +220,7 @@ class OSS(OSSStateDictMixin):
             ValueError: `max_norm` is below 0 or not a number, `norm_type` is not above 0, or `filter_params_fn` returns
                 none of the parameters.
         """
-        return clip_together([self], max_norm, norm_type, filter_params_fn)
+        return clip_grads_of([self], max_norm, norm_type, filter_params_fn)
 
     def wait(self) -> None:
         """Returns when the parameters are up to date after a step that overlaps the next forward pass."""
@@ -239,8 +237,8 @@ class OSS(OSSStateDictMixin):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            "an OSS can't be copied or pickled: it updates the parameters of this very model, and its state is shared "
-            "between the ranks: copy the module and build OSS(copied.parameters(), ...) and its wrapper anew, or save "
+            "an OSS can't be copied or pickled: it updates the parameters of this very model, and its state is sharded "
+            "between the ranks. Copy the module and build OSS(copied.parameters(), ...) and its wrapper anew, or save "
             "optimizer.state_dict()"
         )
 
@@ -260,9 +258,9 @@ class OSS(OSSStateDictMixin):
         what = f"a group of {self._optim_class.__name__}"
         try:
             check_no_layer_shards([group], self.group, number)
-            self.contract.agree("a parameter group added to OSS", list(describe_groups([group], number)))
+            self.contract.check_equal("a parameter group added to OSS", list(describe_groups([group], number)))
             (stepped,) = self._assigner.add([group], number)
-            do_alike(lambda: self.optim.add_param_group(stepped), what, self.contract)
+            call_on_all_ranks(lambda: self.optim.add_param_group(stepped), what, self.contract)
         except BaseException:
             del self.param_groups[number:], self.optim.param_groups[number:]
             self._assigner.rollback(group["params"])
@@ -273,15 +271,14 @@ class OSS(OSSStateDictMixin):
 
     def partition_parameters(self) -> list[list[dict[str, Any]]]:
         """Returns, by rank, the parameter groups with those parameters of which the rank updates some part."""
-        everyones = self._assigner.params_by_rank()
         return [
             [{**group, "params": [p for p in group["params"] if id(p) in updated]} for group in self.param_groups]
-            for updated in everyones
+            for updated in self._assigner.params_by_rank()
         ]
 
     @property
     def params_with_gradients(self) -> list[nn.Parameter]:
-        """Where averaged gradients stand before a step, which is what `ShardedGradScaler` divides."""
+        """What has averaged gradients before a step, for `ShardedGradScaler` to divide."""
         return self.local_params if self.gets_reduced_gradients else self._all_params()
 
     @property
@@ -290,7 +287,7 @@ class OSS(OSSStateDictMixin):
         pieces = [piece for bucket in self.buckets for piece in bucket.optimizer_params]
         return pieces + [param for bucket in self._assigner.shard_buckets for param in bucket.params]
 
-    def measured(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+    def grad_holders(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
         """Yields each parameter and what has its averaged gradient on this rank, in an order that all ranks have."""
         for bucket in self.buckets:
             yield from zip(bucket.params, bucket.pieces, strict=True)
@@ -300,11 +297,7 @@ class OSS(OSSStateDictMixin):
     # The parts of the step, in order.
 
     def _resync_storage(self) -> None:
-        """Moves replaced parameters back into the buckets, and loads and syncs unrounded ones.
-
-        Raises:
-            RuntimeError: A parameter changed its dtype or device.
-        """
+        """Moves replaced parameters back into the buckets, and loads and syncs unrounded ones."""
         states = self.optim.state
         for bucket in self.buckets:
             bucket.resync_storage()
@@ -328,7 +321,7 @@ class OSS(OSSStateDictMixin):
             for name, param in zip(bucket.names, bucket.params, strict=True):
                 if param.grad is not None:
                     raise RuntimeError(
-                        f"the gradient of '{name}', accumulated under no_sync(), has not been reduced: call "
+                        f"the gradient of '{name}', accumulated under no_sync(), has not been reduced. Call "
                         "model.reduce(), or run the last backward() before the step outside of no_sync()"
                     )
             bucket.restore_consumed_grads()
@@ -376,19 +369,15 @@ def copy_options(source: Sequence[Mapping[str, Any]], target: Sequence[dict[str,
 
 
 def step_on_one_rank(optim: Optimizer, contract: Contract, kwargs: Mapping[str, Any]) -> None:
-    """Steps on the first rank, which has all parameters, and copies its hyperparameters to the others.
-
-    Raises:
-        ScaleDistributedError: A rank can't be reached.
-    """
+    """Steps on the first rank, which has all parameters, and copies its hyperparameters to the others."""
     group, mine = contract.group, ""
     if group.rank == 0:
         optim.step(**kwargs)
         options = [{key: value for key, value in each.items() if key != "params"} for each in optim.param_groups]
         mine = pickle.dumps(options).hex()
     with contract.waiting(Event("the owner's options", "")):
-        told = exchange_text(mine, group, limit_seconds=contract.limit_seconds)[0]
-    copy_options(pickle.loads(bytes.fromhex(told)), optim.param_groups)
+        packed = exchange_text(mine, group, limit_seconds=contract.limit_seconds)[0]
+    copy_options(pickle.loads(bytes.fromhex(packed)), optim.param_groups)
 
 
 def step_bucket_by_bucket(
@@ -400,12 +389,7 @@ def step_bucket_by_bucket(
 ) -> None:
     """Steps on one part of the parameters after the other, so that each is gathered beside the next step.
 
-    Args:
-        optim: Has all parameters, and looks at one at a time.
-        parts: Of its parameters.
-        after_part: Called with the number of each part when it is updated.
-        contract: Is told of a failure.
-        kwargs: Of the step.
+    `optim` looks at one parameter at a time. `after_part` is called with the number of each part when it is updated.
     """
     groups = stepped = optim.param_groups
     try:
@@ -428,15 +412,7 @@ def step_full_param_buckets(
 ) -> None:
     """Steps on local parameters, then on the full parameters of each bucket, which are gathered and sent back.
 
-    Args:
-        optim: Has all of them.
-        here: Local parameters, possibly none on this rank; None where no rank has any.
-        buckets: Of shards; the same on all ranks.
-        contract: Is told of a failure.
-        kwargs: Of the step.
-
-    Raises:
-        RuntimeError: A rank can't be reached.
+    `here` is None where no rank has local parameters, and may be empty on some.
     """
     groups = stepped = optim.param_groups
     try:
@@ -471,7 +447,7 @@ def _step_params(optim: Optimizer, params: Sequence[nn.Parameter], kwargs: Mappi
         optim.param_groups = groups
 
 
-def clip_together(
+def clip_grads_of(
     optimizers: Sequence[OSS],
     max_norm: float,
     norm_type: float = 2.0,
@@ -484,14 +460,14 @@ def clip_together(
     if wanted.isdisjoint(map(id, params)):
         raise ValueError(
             "clip_grad_norm: filter_params_fn returned none of the optimizer's parameters, and nothing would be "
-            "clipped: have it return some of those that it is given, each once, such as a list of them"
+            "clipped. Have it return some of those that it is given, each once, such as a list of them"
         )
     chosen: list[tuple[nn.Parameter, nn.Parameter]] = []  # measured, scaled
     for optimizer in optimizers:
         optimizer.shard_grads()
         reduced = optimizer.gets_reduced_gradients
         # Full gradients are scaled in full, so that every rank sees the same ones.
-        chosen += [(piece, piece if reduced else p) for p, piece in optimizer.measured() if id(p) in wanted]
+        chosen += [(piece, piece if reduced else p) for p, piece in optimizer.grad_holders() if id(p) in wanted]
     contract = optimizers[0].contract
     with contract.waiting(Event("gradient norm", "")):
         norm = grad_norm([piece for piece, _ in chosen], norm_type, contract.limit_seconds)

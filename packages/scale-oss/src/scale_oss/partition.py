@@ -13,24 +13,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from scale_core.flat.layout import Entry, FlatLayout, Span
+from scale_core.flat.layout import FlatLayout, LayoutEntry, ShardSpan
 
 
 @dataclass(frozen=True)
 class BucketPartition:
-    """The layout of a bucket's flat buffer, and its division between the ranks.
+    """The layout of a bucket's flat buffer, and its division between the ranks."""
 
-    Attributes:
-        entries: Each parameter's place in the buffer.
-        sizes: Consecutive elements of the buffer that each rank updates, by rank.
-        spans_by_rank: The elements of each parameter among them, by rank.
-        owners: The rank that updates each parameter, where each is given to one; else empty.
-    """
-
-    entries: tuple[Entry, ...]
-    sizes: tuple[int, ...]
-    spans_by_rank: tuple[tuple[Span, ...], ...]
-    owners: tuple[int, ...] = ()
+    entries: tuple[LayoutEntry, ...]  # each parameter's place in the buffer
+    sizes: tuple[int, ...]  # consecutive elements of the buffer that each rank updates, by rank
+    spans_by_rank: tuple[tuple[ShardSpan, ...], ...]  # the elements of each parameter among them, by rank
+    owners: tuple[int, ...] = ()  # the rank that updates each parameter, where each is given to one
 
     @cached_property
     def full_numel(self) -> int:
@@ -66,12 +59,12 @@ def cut_evenly(names: Sequence[str], shapes: Sequence[tuple[int, ...]], world_si
     return BucketPartition(tuple(layout.entries), (layout.shard_numel,) * world_size, spans)
 
 
-def give_whole(
+def assign_whole(
     names: Sequence[str], shapes: Sequence[tuple[int, ...]], owners: Sequence[int], world_size: int
 ) -> BucketPartition:
-    """Gives each parameter whole to its owner; those of one owner stand together.
+    """Gives each parameter whole to its owner; those of one owner are contiguous.
 
-    >>> partition = give_whole(["a", "b", "c"], [(2, 2), (3,), (5,)], owners=[1, 0, 1], world_size=2)
+    >>> partition = assign_whole(["a", "b", "c"], [(2, 2), (3,), (5,)], owners=[1, 0, 1], world_size=2)
     >>> partition.sizes, [entry.offset for entry in partition.entries]
     ((3, 9), [3, 0, 7])
     """
@@ -86,12 +79,14 @@ def give_whole(
         sum(n for n, owner in zip(numels, owners, strict=True) if owner == rank) for rank in range(world_size)
     )
     entries = tuple(
-        Entry(name, shape, max(1, numel), "parameter", offset)
+        LayoutEntry(name, shape, max(1, numel), "parameter", offset)
         for name, shape, numel, offset in zip(names, shapes, numels, offsets, strict=True)
     )
     spans = tuple(
         tuple(
-            Span(0, numel, offset - sum(sizes[:rank]), shape) if owner == rank else Span(0, 0, 0, (0, *shape[1:]))
+            ShardSpan(0, numel, offset - sum(sizes[:rank]), shape)
+            if owner == rank
+            else ShardSpan(0, 0, 0, (0, *shape[1:]))
             for shape, numel, owner, offset in zip(shapes, numels, owners, offsets, strict=True)
         )
         for rank in range(world_size)
@@ -102,15 +97,11 @@ def give_whole(
 def choose_owners(numels: Sequence[int], world_size: int, loads: Sequence[int] = ()) -> list[int]:
     """Gives whole parameters to ranks: the largest first, each to the rank that has least (Graham, 1969).
 
-    A rank ends with at most an even share of all and the largest parameter; of equals the first rank is taken.
+    A rank ends with at most an even share of all and the largest parameter; of equals the first rank is taken. `loads`
+    has the elements that each rank has already. A parameter without elements counts as one, so that it has an owner.
 
     >>> choose_owners([7, 3, 2, 2], world_size=2)
     [0, 1, 1, 1]
-
-    Args:
-        numels: Elements of each parameter; one without any counts as one, so that it, too, has its owner.
-        world_size: The number of ranks.
-        loads: What each rank has already, by rank.
     """
     held = list(loads) or [0] * world_size
     owners = [0] * len(numels)

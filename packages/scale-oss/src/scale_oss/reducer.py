@@ -11,20 +11,20 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from scale_core.autograd_hooks import after_gradient, at_end_of_backward, in_backward
+from scale_core.autograd_hooks import after_gradient, in_backward, register_post_backward
 from scale_core.comm.work import TransferError
+from scale_core.consistency.all_ranks import all_gather_failures, all_gather_json, format_abort
 from scale_core.consistency.contract import Contract, ContractError, ScaleDistributedError, StepError
 from scale_core.consistency.execution_order import Event, PassKind, message_tag
-from scale_core.consistency.recovery import given_up, tell, tell_reasons
+from scale_core.tree import tensors_in
 from scale_oss.bucket import Bucket
 from scale_oss.grad_accumulation import GradAccumulation
 from scale_oss.oss import OSS
-from scale_oss.skipped_backward import SKIPPED, PendingForwards, describe_unmatched
 
 _ONE_WRAPPER = (
     "Several models in one backward pass have no common order of buckets if the ranks use different parameters. Make "
@@ -33,28 +33,18 @@ _ONE_WRAPPER = (
 
 
 class BackwardStatus(NamedTuple):
-    """One rank's status at the end of a pass, exchanged by `Contract.close`.
+    """One rank's status at the end of a pass, exchanged by `Contract.end_checked`."""
 
-    Attributes:
-        num_late: Buckets that got gradients after their reduction.
-        num_unused: Parameters that were reduced as zeros.
-        num_unmatched: Forward passes without a backward.
-        order_is_rebuilt: Buckets are reduced in the order in which they became ready.
-        failed: The pass failed here, and zeros were reduced for the rest.
-        skipped: It failed because this rank did not run it.
-        has_grads: There were gradients to reduce.
-    """
-
-    num_late: int = 0
-    num_unused: int = 0
-    num_unmatched: int = 0
-    order_is_rebuilt: bool = False
-    failed: bool = False
-    skipped: bool = False
-    has_grads: bool = False
+    num_late: int = 0  # buckets that got gradients after their reduction
+    num_unused: int = 0  # parameters that were reduced as zeros
+    num_unmatched: int = 0  # forward passes without a backward
+    order_is_rebuilt: bool = False  # Buckets are reduced in the order in which they became ready.
+    failed: bool = False  # The pass failed here, and zeros were reduced for the rest.
+    skipped: bool = False  # It failed because this rank did not run it.
+    has_grads: bool = False  # There were gradients to reduce.
 
     def pack(self) -> tuple[int, int, int]:
-        """Returns the three integers that `Contract.close` sends."""
+        """Returns the three integers that `Contract.end_checked` sends."""
         flags = self.order_is_rebuilt + 2 * self.failed + 4 * self.skipped + 8 * self.has_grads
         return self.num_late, self.num_unused, 16 * self.num_unmatched + flags
 
@@ -65,26 +55,11 @@ class BackwardStatus(NamedTuple):
         return BackwardStatus(num_late, num_unused, rest // 16, *flags)
 
 
-# The reductions of one backward pass, in an order that is the same on all ranks.
-#
-# A bucket is reduced when all its gradients have come and those before it are under way, beside the backward of the
-# next ones. Which parameters a rank has used may depend on its data: what is missing at the end counts as zeros.
-
-
 class ReductionSchedule:
-    """Bucket reductions of one backward pass, in one order on all ranks; one travels at a time.
+    """Bucket reductions of one backward pass, in one order on all ranks; one is under way at a time.
 
-    Args:
-        buckets: All buckets.
-        order: Their numbers in the order of reduction. Those without a gradient on any rank are left out.
-        contract: Compares the reductions between the ranks.
-        in_half: Send gradients of fp32 parameters in fp16.
-
-    Attributes:
-        ready_order: The buckets whose gradients are complete, in that order.
-        unused: Parameters that were reduced as zeros, and whether they had no gradient of an earlier pass.
-        has_grads: There were gradients to reduce.
-        is_compared: The ranks have compared the pass.
+    A bucket is reduced when all its gradients have come and those before it are under way, beside the backward of the
+    next ones. Which parameters a rank has used may depend on its data: what is missing at the end counts as zeros.
     """
 
     def __init__(self, buckets: Sequence[Bucket], order: Sequence[int], contract: Contract, *, in_half: bool) -> None:
@@ -95,10 +70,11 @@ class ReductionSchedule:
         self._unreduced = [number for number in order if due[number]]
         self._is_announced = False  # The next reduction has been compared between the ranks.
         self._reducing: int | None = None
-        self.ready_order: list[int] = []
+        self.ready_order: list[int] = []  # buckets whose gradients are complete
+        # Parameters that were reduced as zeros, and whether they had no gradient of an earlier pass.
         self.unused: dict[tuple[int, int], bool] = {}
-        self.has_grads = False
-        self.is_compared = False
+        self.has_grads = False  # There were gradients to reduce.
+        self.is_compared = False  # between the ranks
 
     def mark_ready(self, number: int, index: int) -> None:
         """Counts a packed gradient; reduces its bucket, and those after it, as soon as they are ready."""
@@ -110,11 +86,7 @@ class ReductionSchedule:
                 self._reduce_next()
 
     def reduce_remaining(self, before: Callable[[int], None]) -> None:
-        """Reduces the remaining buckets, and waits for the last one.
-
-        Args:
-            before: Called with the number of each, before it is reduced.
-        """
+        """Reduces the remaining buckets, calling `before` with the number of each, and waits for the last one."""
         while self._unreduced:
             before(self._unreduced[0])
             self._reduce_next()
@@ -127,7 +99,7 @@ class ReductionSchedule:
         event = bucket.reduce_event
         if not self._is_announced:
             try:
-                self._contract.announce(event)
+                self._contract.record(event)
             except ContractError as error:
                 error.add_note(_ONE_WRAPPER)
                 raise
@@ -149,34 +121,108 @@ class ReductionSchedule:
                 self._buckets[number].reduction.wait(self._contract.limit_seconds)
 
 
+# A backward that one rank skips, as where its loss failed or a batch was skipped, leaves the others waiting in theirs.
+
+_SKIPPED = (
+    "its forward pass was followed by no backward pass: an error in its loss was caught, its batch was skipped, or a "
+    "forward pass of this rank alone was not under torch.no_grad()"
+)
+
+
+class PendingForwards:
+    """Forward passes of this rank to which no backward has come since the ranks last agreed.
+
+    A skipped backward is seen when the outputs of its forward are gone, or when the next forward begins.
+    """
+
+    def __init__(self, on_backward: Callable[[], None]) -> None:
+        self._on_backward = weakref.WeakMethod(on_backward)
+        self._unmatched: list[weakref.ref[_BackwardHook]] = []  # in the order of the calls; dead if its graph is freed
+        self._num_matched = 0
+        self._per_pass = 1  # forwards that the last backward pass has reached
+        self._accepted = 0  # unmatched forwards on every rank alike, such as those whose outputs are only looked at
+
+    def watch(self, outputs: Any, *, counts: bool = True) -> None:
+        """Hooks the graph of a forward pass, whose backward all ranks must run if it `counts`."""
+        # A view that is changed in place gets another grad_fn; its base keeps its own.
+        roots = [tensor._base if tensor._base is not None else tensor for tensor in tensors_in(outputs)]
+        nodes = {root.grad_fn for root in roots if root.grad_fn is not None}
+        if nodes:
+            hook = _BackwardHook(self)
+            if counts:
+                self._unmatched.append(weakref.ref(hook))
+            for node in nodes:
+                node.register_prehook(hook)
+
+    def match(self, hook: _BackwardHook) -> None:
+        """A backward has reached the outputs of a forward."""
+        before = len(self._unmatched)
+        self._unmatched = [ref for ref in self._unmatched if ref() is not hook]
+        self._num_matched += before - len(self._unmatched)
+        on_backward = self._on_backward()
+        if on_backward is not None:
+            on_backward()
+
+    def has_skipped(self, *, in_step: bool) -> bool:
+        """Whether this rank has skipped a backward pass, as far as it can tell now.
+
+        Where another forward begins on all ranks together (`in_step`), a graph that is still alive counts as well, if a
+        backward has always come before this point.
+        """
+        if self.num_unmatched <= self._accepted:
+            return False
+        is_freed = any(ref() is None for ref in self._unmatched)
+        return is_freed or (in_step and self.num_unmatched >= self._per_pass + self._accepted)
+
+    @property
+    def num_unmatched(self) -> int:
+        """Forward passes without a backward."""
+        return len(self._unmatched)
+
+    def drop_skipped(self) -> None:
+        """Forgets the forwards of one skipped pass, which was aborted."""
+        del self._unmatched[: self._per_pass]
+
+    def accept_baseline(self) -> None:
+        """Takes the present number of unmatched forwards for normal: all ranks have skipped as many."""
+        self._accepted = self.num_unmatched
+
+    def reset_baseline(self) -> None:
+        """After a pass that succeeded: forgets matched and freed forwards; others may still get their backward."""
+        self._accepted = min(self._accepted, self.num_unmatched)
+        self._per_pass, self._num_matched = self._num_matched or self._per_pass, 0
+        self._unmatched = [ref for ref in self._unmatched if ref() is not None]
+
+    def clear(self) -> None:
+        """Forgets all forwards: the pass has failed."""
+        self._unmatched, self._num_matched = [], 0
+
+
+class _BackwardHook:
+    """Held by the graph of a forward pass alone, and called when a backward reaches its outputs."""
+
+    def __init__(self, pending: PendingForwards) -> None:
+        self._pending = weakref.ref(pending)
+
+    def __call__(self, grads: tuple[Tensor | None, ...]) -> None:
+        pending = self._pending()
+        if pending is not None:
+            pending.match(self)
+
+
 _live: weakref.WeakSet[Reducer] = weakref.WeakSet()
 
 
 class Reducer:
-    """Reduces the gradients of buckets in backward passes.
-
-    Args:
-        optimizers: They hold the buckets; more buckets may be added.
-        contract: Compares the passes between the ranks.
-        in_half: Send gradients of fp32 parameters in fp16.
-
-    Attributes:
-        buckets: By number, as they were added.
-        require_backward_grad_sync: Backward passes reduce; False under `no_sync()`.
-        begins_step: The next forward pass is the first of a step.
-        schedule: The reductions of the pass that runs now, or is replayed; None outside of one.
-        finalize_is_queued: Autograd will call `_finalize_backward` or `_on_backward_failed`.
-        pending_forwards: Forward passes that wait for their backward.
-        accumulation: What passes without reduction have left in `param.grad`.
-    """
+    """Reduces the gradients of buckets in backward passes."""
 
     def __init__(self, optimizers: Sequence[OSS], contract: Contract, *, in_half: bool) -> None:
         self.contract = contract
         self.buckets: list[Bucket] = []
-        self.require_backward_grad_sync = True
-        self.begins_step = True
-        self.schedule: ReductionSchedule | None = None
-        self.finalize_is_queued = False
+        self.require_backward_grad_sync = True  # False under `no_sync()`
+        self.begins_step = True  # The next forward pass is the first of a step.
+        self.schedule: ReductionSchedule | None = None  # of the pass that runs now, or is replayed
+        self.finalize_is_queued = False  # Autograd will call `_finalize_backward` or `_on_backward_failed`.
         self.pending_forwards = PendingForwards(self._queue_finalize)
         self.accumulation = GradAccumulation(self._queue_finalize)
         self._optimizers, self._in_half = optimizers, in_half
@@ -190,8 +236,7 @@ class Reducer:
     def prepare(self, *, in_step: bool = False) -> None:
         """Before a forward pass: aborts a pass that failed or was skipped, and hooks the parameters that train now.
 
-        Args:
-            in_step: All ranks begin this forward together.
+        All ranks begin this forward together if `in_step`.
         """
         if not in_backward():
             if self.finalize_is_queued or self.schedule is not None:
@@ -218,11 +263,7 @@ class Reducer:
         self.contract.begin(PassKind("backward", grad=True, training=True), new_step=True)
 
     def reduce_now(self) -> bool:
-        """Reduces the gradients accumulated in `param.grad`; all ranks call it together.
-
-        Returns:
-            Whether any rank had gradients.
-        """
+        """Reduces the gradients accumulated in `param.grad` on all ranks; returns whether any had some."""
         self.prepare()
         self.begin_backward()
         some_had_grads = self._finish()
@@ -235,7 +276,7 @@ class Reducer:
         """At the first gradient of a pass: has autograd call back when the pass ends or fails."""
         if not self.finalize_is_queued:
             self.finalize_is_queued = True
-            at_end_of_backward(self._finalize_backward, self._on_backward_failed)
+            register_post_backward(self._finalize_backward, self._on_backward_failed)
 
     def _make_grad_hook(self, number: int, index: int) -> Callable[[Tensor], None]:
         held = weakref.ref(self)  # Autograd's hooks are invisible to the garbage collector.
@@ -266,10 +307,10 @@ class Reducer:
             self._abort_skipped_backward(in_step=False)
             self.begin_backward()
         assert self.schedule is not None, "a pass that has begun runs"
-        bucket.gradient.pack(index)
+        bucket.gradient.accumulate(index)
         if id(param) in self.accumulation.sums and (total := self.accumulation.pop(param)) is not None:
             param.grad = total
-            bucket.gradient.pack(index)  # Adds it.
+            bucket.gradient.accumulate(index)  # Adds it.
         self.schedule.mark_ready(number, index)
 
     # The end of the pass.
@@ -301,8 +342,8 @@ class Reducer:
         bucket = self.buckets[number]
         for index, param in enumerate(bucket.params):
             if param.grad is not None:
-                self.accumulation.lend(param, copied=len(bucket.params) == 1)  # One alone is taken over, not packed.
-                bucket.gradient.pack(index)
+                self.accumulation.stash(param, copied=len(bucket.params) == 1)  # One alone is taken over, not packed.
+                bucket.gradient.accumulate(index)
 
     def _compare_and_commit(self, schedule: ReductionSchedule) -> bool:
         """Compares the pass between the ranks and adds the reduced gradients to the pieces; see `_finish`."""
@@ -316,18 +357,25 @@ class Reducer:
         )
         statuses = self._compare(schedule, mine)
         if any(status.failed for status in statuses):
-            raise StepError(self._abort_message(tell_reasons(None, self.contract)), step=self.contract.step)
+            raise StepError(self._abort_message(all_gather_failures(None, self.contract)), step=self.contract.step)
         unmatched = [status.num_unmatched for status in statuses]
         if len(set(unmatched)) > 1:
-            raise StepError(describe_unmatched(self.contract.step, unmatched), step=self.contract.step)
+            raise StepError(
+                f"pass {self.contract.step} was given up on all ranks: the numbers of forward passes without a "
+                f"backward differ, {unmatched} by rank. Skip a batch on all ranks or on none, and run a forward pass "
+                "without a backward under torch.no_grad()",
+                step=self.contract.step,
+            )
         self.pending_forwards.reset_baseline()
         if any(status.num_late for status in statuses):
-            for number in sorted({number for numbers in tell(late, self.contract) for number in numbers}):
+            for number in sorted({number for numbers in all_gather_json(late, self.contract) for number in numbers}):
                 self.buckets[number].reduce(message_tag(Event("late reduction", self.buckets[number].title)))
         for bucket in self.buckets:
             with self.contract.waiting(bucket.reduce_event):
                 bucket.commit(self.contract.limit_seconds)
-        self.accumulation.clear()
+        self.accumulation.seen = {}
+        if self.accumulation.sums:
+            self.accumulation.clear()
         if all(status.num_unused for status in statuses):
             self._restore_unused(schedule.unused)
         if not all(status.order_is_rebuilt for status in statuses):
@@ -336,13 +384,13 @@ class Reducer:
 
     def _compare(self, schedule: ReductionSchedule, mine: BackwardStatus) -> list[BackwardStatus]:
         """Ends the pass in the contract; returns every rank's status."""
-        rows = self.contract.close(*mine.pack())
+        rows = self.contract.end_checked(*mine.pack())
         schedule.is_compared = True
         return [BackwardStatus.unpack(row) for row in rows]
 
     def _restore_unused(self, unused: dict[tuple[int, int], bool]) -> None:
         """Takes the gradient of zeros away from parameters that no rank has used, as in plain PyTorch."""
-        by_rank = tell([list(key) for key in sorted(unused)], self.contract)
+        by_rank = all_gather_json([list(key) for key in sorted(unused)], self.contract)
         unused_everywhere = set.intersection(*({(number, index) for number, index in keys} for keys in by_rank))
         for (number, index), had_none in unused.items():
             if (number, index) in unused_everywhere and had_none:
@@ -350,7 +398,7 @@ class Reducer:
 
     def _rebuild_order(self, ready: list[int]) -> None:
         """Reduces buckets from now on in the order in which they became ready on rank 0."""
-        of_first = tell(ready, self.contract)[0]
+        of_first = all_gather_json(ready, self.contract)[0]
         self._order = [*of_first, *(number for number in self._order if number not in of_first)]
         self._order_is_rebuilt = True
 
@@ -376,7 +424,7 @@ class Reducer:
                 pass  # It is raised on all ranks.
             elif self._can_abort_together(error):
                 self._replay(BackwardStatus(failed=True))
-                error.add_note(self._abort_message(tell_reasons(error, self.contract)))
+                error.add_note(self._abort_message(all_gather_failures(error, self.contract)))
             else:
                 self.contract.report_failure(error)
         except ScaleDistributedError:
@@ -393,38 +441,28 @@ class Reducer:
         """Aborts the passes that the others run, or have run, and this rank has skipped.
 
         Gradients of the pass that runs now stay.
-
-        Args:
-            in_step: See `PendingForwards.has_skipped`.
-
-        Raises:
-            ScaleDistributedError: The others did something else, or can't be reached.
         """
-        while not self.contract.alone and self.pending_forwards.has_skipped(in_step=in_step):
+        while self.contract.group.size > 1 and self.pending_forwards.has_skipped(in_step=in_step):
             try:
                 if all(status.skipped for status in self._replay(BackwardStatus(failed=True, skipped=True))):
-                    self.pending_forwards.accept_unmatched()
+                    self.pending_forwards.accept_baseline()
                 else:
                     self.pending_forwards.drop_skipped()
-                    tell(SKIPPED, self.contract)
+                    all_gather_json(_SKIPPED, self.contract)
             finally:
                 self._cancel_reductions()
 
     def _can_abort_together(self, error: BaseException) -> bool:
-        """Whether the others will come to a comparison where they can be told of this error."""
-        if self.contract.alone or isinstance(error, TransferError | ScaleDistributedError):
+        """Whether the others will come to a comparison where they learn of this error."""
+        if self.contract.is_single_rank or isinstance(error, TransferError | ScaleDistributedError):
             return False
-        # Another model in the same backward pass has broken the group: nobody waits for this one.
+        # Another model in the same backward pass has broken the group: no rank waits for this one.
         if any(each.contract.is_broken and each.contract.group == self.contract.group for each in _live):
             return False
         return self.schedule is None or not self.schedule.is_compared
 
     def _replay(self, mine: BackwardStatus) -> list[BackwardStatus]:
-        """Reduces zeros for all buckets that the others still wait for; returns every rank's status.
-
-        Raises:
-            ScaleDistributedError: The others did something else, or can't be reached.
-        """
+        """Reduces zeros for all buckets that the others still wait for; returns every rank's status."""
         if self.schedule is None:
             self.begin_backward()
         assert self.schedule is not None, "a pass that has begun runs"
@@ -436,13 +474,13 @@ class Reducer:
     def _cancel_reductions(self) -> None:
         """Drops the pass and its results."""
         self.schedule = None
-        self.contract.history.break_off()
+        self.contract.history.reset()
         for bucket in self.buckets:
-            bucket.reduction.abandon()
+            bucket.reduction.cancel()
 
     def _abort_message(self, reasons: Sequence[str]) -> str:
         what_now = (
-            "Parameters and optimizer state are as before it, and so are gradients that were accumulated: call "
+            "Parameters and optimizer state are as before it, and so are gradients that were accumulated. Call "
             "optimizer.zero_grad(), and training can go on with the next batch."
         )
-        return given_up(f"pass {self.contract.step}", reasons, what_now)
+        return format_abort(f"pass {self.contract.step}", reasons, what_now)

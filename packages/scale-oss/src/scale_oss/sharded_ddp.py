@@ -1,14 +1,13 @@
-"""`ShardedDataParallel`: gradients reduced bucket by bucket in the backward pass, straight into shards (ZeRO-2).
+"""`ShardedDataParallel`: gradients are reduce-scattered bucket by bucket in the backward pass (ZeRO-2).
 
-Beside `OSS`, no rank keeps more of the averaged gradients than the part that it updates, and what is sent is no more
-than plain data parallelism sends: the reduced part of each gradient one way, the updated part of each parameter the
-other.
+A rank keeps the averaged gradients of the part that its `OSS` updates. As many bytes are sent as in plain data
+parallelism: a reduce-scatter of gradients, and an all-gather of updated parameters.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -17,18 +16,17 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from scale_core import uneven_inputs
 from scale_core.autograd_hooks import in_backward
 from scale_core.comm.collectives import broadcast
 from scale_core.comm.group import GroupLike, group_of
 from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import Event
-from scale_core.optim.clip_grad import keep_gradients
-from scale_core.optim.step_checks import mark_stepped_by, watch_optimizers
+from scale_core.optim.clip_grad import register_gradient_keeper
+from scale_core.optim.step_checks import register_owner, watch_optimizers
 from scale_core.shard import unit_shard_of
-from scale_core.uneven_inputs import current_share
 from scale_oss.bucket import Bucket
 from scale_oss.oss import OSS
-from scale_oss.overlap_gather import RootGatherWait, register_gather_waits
 from scale_oss.reducer import Reducer
 
 
@@ -40,35 +38,24 @@ def unwrap_optimizer(optimizer: Any) -> Any:
     return inner if isinstance(inner, OSS) else optimizer
 
 
-# What a `ShardedDataParallel` refuses: parameters whose gradients nobody would average, or two would.
-#
-# They would train on, each rank by itself, and nobody would see it.
-
-
 def check_optimizers(module: nn.Module, optimizers: Sequence[OSS], process_group: GroupLike) -> None:
-    """Checks that the optimizers can be given the averaged gradients of this module.
-
-    Raises:
-        TypeError: One is no `OSS`.
-        ValueError: There is none, or their ranks differ; the gradients of one, or of the model, are reduced elsewhere;
-            a parameter is in two of them, or trains and is in none.
-    """
+    """Checks that the optimizers can be given the averaged gradients of this module."""
     for name, member in module.named_modules():
         if isinstance(member, DistributedDataParallel):
             what = f"'{name}'" if name else "the model"
             raise ValueError(
                 f"ShardedDataParallel: {what} is under DistributedDataParallel, which "
-                "would average the same gradients: wrap the plain model, ShardedDataParallel(model.module, optimizer)"
+                "would average the same gradients. Wrap the plain model, ShardedDataParallel(model.module, optimizer)"
             )
     for optimizer in optimizers:
         if not isinstance(optimizer, OSS):
             raise TypeError(
-                f"ShardedDataParallel: expected sharded_optimizer to be an OSS, got {type(optimizer).__name__}: "
-                "build OSS(model.parameters(), torch.optim.AdamW, lr=...), or take DistributedDataParallel"
+                f"ShardedDataParallel: expected sharded_optimizer to be an OSS, got {type(optimizer).__name__}. "
+                "Build OSS(model.parameters(), torch.optim.AdamW, lr=...), or take DistributedDataParallel"
             )
         if optimizer.reduced_by is not None and optimizer.reduced_by() is not None:
             raise ValueError(
-                "ShardedDataParallel: another wrapper reduces the gradients of this optimizer already: wrap the model "
+                "ShardedDataParallel: another wrapper reduces the gradients of this optimizer already. Wrap the model "
                 "once, or delete that wrapper (del model) before another one is built"
             )
     if not optimizers:
@@ -78,7 +65,7 @@ def check_optimizers(module: nn.Module, optimizers: Sequence[OSS], process_group
         groups.add(group_of(process_group).ranks)
     if len(groups) > 1:
         raise ValueError(
-            f"ShardedDataParallel and its optimizers are on different ranks: {sorted(map(list, groups))}: pass the "
+            f"ShardedDataParallel and its optimizers are on different ranks: {sorted(map(list, groups))}. Pass the "
             "same group to OSS(..., group=group) and ShardedDataParallel(..., process_group=group)"
         )
     held: dict[int, str] = {}
@@ -86,19 +73,13 @@ def check_optimizers(module: nn.Module, optimizers: Sequence[OSS], process_group
         for bucket in optimizer.buckets:
             for param, name in zip(bucket.params, bucket.names, strict=True):
                 if id(param) in held:
-                    raise ValueError(f"'{name}' is in two of the optimizers: give each parameter to one of them")
+                    raise ValueError(f"'{name}' is in two of the optimizers. Give each parameter to one of them")
                 held[id(param)] = name
     check_params_held(module, [bucket for optimizer in optimizers for bucket in optimizer.buckets])
 
 
 def check_params_held(module: nn.Module, buckets: Sequence[Bucket]) -> None:
-    """Checks that every parameter that trains is in an optimizer.
-
-    After `load_state_dict(..., assign=True)` the model has other parameters; new ones may train.
-
-    Raises:
-        ValueError: One is in none.
-    """
+    """Checks that every parameter that trains is in an optimizer; after `load_state_dict(assign=True)` some are not."""
     held = {id(param) for bucket in buckets for param in bucket.params}
     named = ((name, p) for name, p in module.named_parameters() if p.requires_grad and id(p) not in held)
     name, param = next(named, ("", None))
@@ -106,14 +87,108 @@ def check_params_held(module: nn.Module, buckets: Sequence[Bucket]) -> None:
         return
     if unit_shard_of(param) is not None:
         raise ValueError(
-            f"'{name}' is a shard, and a sharded model averages its gradients by itself: train it with the OSS alone, "
+            f"'{name}' is a shard, and a sharded model averages its gradients by itself. Train it with the OSS alone, "
             "without ShardedDataParallel"
         )
     raise ValueError(
-        f"'{name}' trains, but no optimizer holds it, so its gradient would never be averaged: add it to OSS(...), "
+        f"'{name}' trains, but no optimizer holds it, so its gradient would never be averaged. Add it to OSS(...), "
         "freeze it by requires_grad_(False), or, if load_state_dict(..., assign=True) has put it there, load without "
         "assign"
     )
+
+
+# The overlap of the all-gather: each module waits in its forward pre-hook for its updated parameters.
+#
+# A parent may read a child's parameters without calling the child: torch's attention reads the weights of its
+# projection, and a `ParameterList` never runs. So modules of torch.nn other than containers wait for all parameters
+# inside, and those of modules that were never seen to run are waited for before the whole model.
+
+_CONTAINERS = (
+    nn.Module,
+    nn.ModuleDict,
+    nn.ModuleList,
+    nn.Sequential,
+    nn.Transformer,
+    nn.TransformerDecoder,
+    nn.TransformerEncoder,
+)
+
+
+class GatherWait:
+    """The wait of one module."""
+
+    def __init__(self, buckets: Sequence[Bucket], contract: Contract | None, *, has_run: bool = False) -> None:
+        self._buckets, self._contract = buckets, contract  # A copy has none, and nothing to wait for.
+        self.has_run = has_run  # Its forward is known to be called, or another module waits in its place.
+
+    def pre_forward(self, *_: Any) -> None:
+        """Forward pre-hook."""
+        self.has_run = True
+        for bucket in self._buckets:
+            if bucket.is_gathering:
+                self.wait()
+                return
+
+    def wait(self, *_: Any) -> None:
+        """Returns when the parameters have arrived; also a hook."""
+        for bucket in self._buckets:
+            if bucket.is_gathering and self._contract is not None:
+                with self._contract.waiting(bucket.gather_event):
+                    bucket.wait(self._contract.limit_seconds)
+
+    def __reduce__(self) -> Any:
+        """A copy has parameters of its own and waits for nothing; torch copies parameters before hooks."""
+        if any(bucket.is_gathering for bucket in self._buckets):
+            raise RuntimeError(
+                "a module was copied or pickled before its updated parameters had arrived from the other ranks. "
+                "Call optimizer.wait() before, on all ranks, or build ShardedDataParallel(..., overlap_gather=False)"
+            )
+        return GatherWait, ((), None)
+
+
+class RootGatherWait:
+    """The wait before the whole model, for modules that were not seen to run."""
+
+    def __init__(self, waits: Iterable[GatherWait] = ()) -> None:
+        self.waits = list(waits)
+
+    def __call__(self, *_: Any) -> None:
+        for waiting in self.waits:
+            if not waiting.has_run:
+                waiting.wait()
+
+    def __reduce__(self) -> Any:
+        return RootGatherWait, ()
+
+
+def register_gather_waits(model: nn.Module, buckets: Sequence[Bucket], contract: Contract) -> list[GatherWait]:
+    """Registers the waits of modules, before their forward and before their state is read or loaded; returns them."""
+    places = {id(param): number for number, bucket in enumerate(buckets) for param in bucket.params}
+    inside: set[nn.Module] = set()  # Others read their parameters, or may do so.
+    waits = []
+    for module in model.modules():  # The outer ones first.
+        members = list(module.modules()) if _may_read_children(module) else [module]
+        inside.update(members[1:])
+        numbers = _numbers_in(members, places)
+        if numbers:
+            waiting = GatherWait([buckets[number] for number in numbers], contract, has_run=module in inside)
+            # Before hooks that were there already: those of weight and spectral norm compute with parameters.
+            module.register_forward_pre_hook(waiting.pre_forward, prepend=True)
+            module.register_state_dict_pre_hook(waiting.wait)
+            # The all-gather would overwrite what is loaded.
+            module.register_load_state_dict_pre_hook(waiting.wait)
+            waits.append(waiting)
+    return waits
+
+
+def _may_read_children(module: nn.Module) -> bool:
+    """Whether this is a module of torch's own that is no mere container, or derived from one."""
+    return any(base.__module__.startswith("torch.nn.") and base not in _CONTAINERS for base in type(module).__mro__)
+
+
+def _numbers_in(members: Sequence[nn.Module], places: Mapping[int, int]) -> list[int]:
+    params = (param for member in members for param in member._parameters.values())
+    return sorted({places[id(param)] for param in params if id(param) in places})
 
 
 class ShardedDataParallel(nn.Module):
@@ -138,12 +213,12 @@ class ShardedDataParallel(nn.Module):
         process_group: The ranks; the optimizers' own if None, and no other.
         broadcast_buffers: All ranks take rank 0's buffers before each forward pass.
         sync_models_at_startup: All ranks take rank 0's parameters and buffers now.
-        reduce_buffer_size: FairScale's; the size of what travels together is `OSS(bucket_numel=...)`.
+        reduce_buffer_size: FairScale's; the size of a bucket is `OSS(bucket_numel=...)`.
         auto_refresh_trainable: FairScale's; what trains is looked up in every pass.
         reduce_fp16: Send gradients of fp32 parameters in half precision.
         warn_on_trainable_params_changed: FairScale's; without effect.
-        overlap_gather: Updated parameters travel beside the next forward pass, and are waited for where they are first
-            used: by a module's forward, by `parameters()` or `state_dict()` of this wrapper. Off, `step` waits.
+        overlap_gather: Updated parameters are gathered beside the next forward pass, and waited for at their first
+            use: by a module's forward, by `parameters()` or `state_dict()` of this wrapper. Off, `step` waits.
 
     Raises:
         TypeError: An optimizer is no `OSS`.
@@ -186,7 +261,7 @@ class ShardedDataParallel(nn.Module):
         self._held_ids: set[int] = set()  # their parameters, by id
         for optimizer in optimizers:
             optimizer.gets_reduced_gradients = True
-            optimizer.waits_by_itself = not overlap_gather
+            optimizer.waits_in_step = not overlap_gather
             optimizer.reduced_by = weakref.ref(self)
         if sync_models_at_startup:
             self._sync_model()
@@ -233,9 +308,9 @@ class ShardedDataParallel(nn.Module):
         Raises:
             RuntimeError: `join()` counts the steps.
         """
-        if current_share() is not None:
+        if uneven_inputs.active_share is not None:
             raise RuntimeError(
-                "join() counts whole steps, and no_sync() makes one of several backward passes: let join() yield all "
+                "join() counts whole steps, and no_sync() makes one of several backward passes. Let join() yield all "
                 "micro-batches of a step together and sum their losses, or leave no_sync() out"
             )
         before, self._reducer.require_backward_grad_sync = self._reducer.require_backward_grad_sync, False
@@ -254,7 +329,7 @@ class ShardedDataParallel(nn.Module):
         """
         if not self._reducer.reduce_now():
             raise RuntimeError(
-                "reduce(): no gradient waits for it: call it once, after the backward passes under no_sync()"
+                "reduce(): no gradient waits for it. Call it once, after the backward passes under no_sync()"
             )
 
     # Gradient norms and clipping, torch's too.
@@ -272,7 +347,7 @@ class ShardedDataParallel(nn.Module):
         """
         for optimizer in self.sharded_optimizers:
             optimizer.shard_grads()
-        return {id(param): piece for each in self.sharded_optimizers for param, piece in each.measured()}
+        return {id(param): piece for each in self.sharded_optimizers for param, piece in each.grad_holders()}
 
     # The module.
 
@@ -318,7 +393,7 @@ class ShardedDataParallel(nn.Module):
             if converted.dtype != probe.dtype or converted.device != probe.device:
                 raise RuntimeError(
                     f"the optimizer holds parameters in {probe.dtype} on {probe.device}, which can't become "
-                    f"{converted.dtype} on {converted.device} now: convert or move the model first, then build OSS(...)"
+                    f"{converted.dtype} on {converted.device} now. Convert or move the model first, then build OSS(...)"
                 )
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         return self
@@ -356,9 +431,9 @@ class ShardedDataParallel(nn.Module):
         if new:
             for optimizer, bucket in ((each, bucket) for each in self.sharded_optimizers for bucket in each.buckets):
                 if bucket in new:
-                    mark_stepped_by(optimizer, bucket.params, bucket.names, self)
+                    register_owner(optimizer, bucket.params, bucket.names, self)
             self._registered += new
             self._held_ids |= {id(param) for bucket in new for param in bucket.params}
-            keep_gradients((param for bucket in new for param in bucket.params), self)
+            register_gradient_keeper((param for bucket in new for param in bucket.params), self)
             if self._overlaps:
                 self._root_wait.waits += register_gather_waits(self.module, new, self._contract)

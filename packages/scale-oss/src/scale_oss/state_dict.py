@@ -1,4 +1,11 @@
-"""State dicts of OSS: the whole state in the form of the plain optimizer, and the part of each rank."""
+"""State dicts of OSS: the whole state in the form of the plain optimizer, and the part of each rank.
+
+    {"state": {0: {"step": tensor(3.), "exp_avg": tensor([[...]])}, ...},
+     "param_groups": [{"lr": 0.001, ..., "params": [0, 1, ...]}]}
+
+Parameters have the numbers that the plain optimizer gives them, and tensors are full: so a state loads at any number of
+ranks, and into the plain optimizer and out of it.
+"""
 
 from __future__ import annotations
 
@@ -11,38 +18,25 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from scale_core.comm.control_plane import exchange
+from scale_core.comm.collectives import exchange
 from scale_core.comm.group import Group
-from scale_core.consistency.all_ranks import refuse_alike
+from scale_core.consistency.all_ranks import raise_on_all_ranks
 from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import Event
 from scale_core.shard import unit_shard_of
 from scale_core.state.param_groups import REGROUP
-from scale_core.state.param_ownership import Holding
+from scale_core.state.param_ownership import ParamSlice
 from scale_core.state.validation import StateMismatch
 from scale_core.tree import map_tensors
 from scale_oss.bucketing import BucketAssigner, param_name
 from scale_oss.gather_state import Recipient, State, gather_states, large_tensors_in
 from scale_oss.state_placement import StatePlacement, check_gatherable
 
-# The state of a sharded optimizer in the form of the plain one, and back.
-#
-#     {"state": {0: {"step": tensor(3.), "exp_avg": tensor([[...]])}, ...},
-#      "param_groups": [{"lr": 0.001, ..., "params": [0, 1, ...]}]}
-#
-# Parameters have the numbers that the plain optimizer gives them, and tensors are whole: so a state loads at any number
-# of ranks, and into the plain optimizer and out of it.
-
 _NAMES = frozenset({"params", "param_names"})
 
 
 def plain_state_dict(groups: Sequence[Mapping[str, Any]], states: Mapping[int, State]) -> dict[str, Any]:
-    """Returns a state dict as the plain optimizer of these groups gives it.
-
-    Args:
-        groups: Of all parameters.
-        states: The state of each parameter by its number.
-    """
+    """Returns a state dict as the plain optimizer of these groups gives it."""
     packed, number = [], 0
     for group in groups:
         options = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
@@ -57,18 +51,7 @@ def local_state_dict(
     placements: Sequence[StatePlacement],
     live: Mapping[Tensor, State],
 ) -> dict[str, Any]:
-    """Cuts this rank's part out of a plain state dict, as a state dict of this rank's optimizer.
-
-    Args:
-        state_dict: In the form of the plain optimizer; neither changed nor shared by the result.
-        groups: Of all parameters.
-        placements: Of all parameters, in the same order.
-        live: The present state of this rank's optimizer, for comparison.
-
-    Raises:
-        TypeError: It is no state dict.
-        StateMismatch: It is that of other parameters, or of another optimizer.
-    """
+    """Cuts this rank's part out of a plain state dict, as a state dict of this rank's optimizer."""
     numbers = _check_groups(state_dict, groups)
     unknown = [number for number in state_dict["state"] if number not in numbers]
     if unknown:
@@ -110,7 +93,7 @@ def _check_groups(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> list[
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise TypeError(
             f"expected a state dict of an optimizer, {{'state': ..., 'param_groups': ...}}, got "
-            f"{type(state_dict).__name__}: load the saved file on every rank, or call "
+            f"{type(state_dict).__name__}. Load the saved file on every rank, or call "
             "consolidate_state_dict(recipient_rank=-1) before state_dict()"
         )
     saved_groups = state_dict["param_groups"]
@@ -161,12 +144,7 @@ def _local_part(placement: StatePlacement, tensor: Tensor) -> Tensor:
 
 
 class StateByParam(MutableMapping[Tensor, Any]):
-    """`OSS.state`: looked up by a parameter, or by the piece of it in this rank's optimizer.
-
-    Args:
-        optim: The optimizer that has the state.
-        placements: Where the state of each parameter is kept, by the parameter's `id`; more may be added.
-    """
+    """`OSS.state`: looked up by a parameter, or by the piece of it in this rank's optimizer."""
 
     def __init__(self, optim: Optimizer, placements: Mapping[int, StatePlacement]) -> None:
         self._optim, self._placements = optim, placements
@@ -212,13 +190,7 @@ class StateByParam(MutableMapping[Tensor, Any]):
 
 
 class OSSStateDictMixin(Optimizer):
-    """State-dict methods of an optimizer whose state is in `optim`, which steps on this rank's part.
-
-    Attributes:
-        optim: That optimizer.
-        group: The ranks.
-        contract: Compares the ranks.
-    """
+    """State-dict methods of an optimizer whose state is in `optim`, which steps on this rank's part."""
 
     optim: Optimizer
     group: Group
@@ -265,13 +237,13 @@ class OSSStateDictMixin(Optimizer):
             for index, param in enumerate(group["params"]):
                 check_gatherable(param, param_name(group, 0, index))
         self._consolidated = None
-        self.contract.agree("the arguments of consolidate_state_dict", [f"recipient_rank={recipient_rank}"])
+        self.contract.check_equal("the arguments of consolidate_state_dict", [f"recipient_rank={recipient_rank}"])
         to_all = recipient_rank == -1
         recipient = Recipient(
             None if to_all else self.group.ranks[recipient_rank], to_all or recipient_rank == self.group.rank
         )
         states = gather_states(self._placements(), self.optim.state, recipient, self.contract, self._bucket_numel)
-        if recipient.is_me:
+        if recipient.is_this_rank:
             self._consolidated = plain_state_dict(self.param_groups, states)
 
     def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
@@ -292,7 +264,7 @@ class OSSStateDictMixin(Optimizer):
         if self._consolidated is None and not self._is_empty:
             raise RuntimeError(
                 "the optimizer's state is shared between the ranks, and was not gathered on this one since the last "
-                "step: call optimizer.consolidate_state_dict() on all ranks, then optimizer.state_dict() on the "
+                "step. Call optimizer.consolidate_state_dict() on all ranks, then optimizer.state_dict() on the "
                 "recipient, rank 0 if no other was named; or consolidate_state_dict(-1) where all ranks call it, as in "
                 "accelerate's save_state"
             )
@@ -318,15 +290,9 @@ class OSSStateDictMixin(Optimizer):
         self._is_empty = not state_dict["state"]
 
     def check_state_dict(self, state_dict: Any) -> dict[str, Any]:
-        """Compares a whole state with this optimizer, and with those of the other ranks; changes nothing.
+        """Compares a whole state with this optimizer, and with those of the other ranks; raises as `load_state_dict`.
 
-        Returns:
-            This rank's part of it, for `load_checked`.
-
-        Raises:
-            TypeError: As in `load_state_dict`.
-            ValueError: As in `load_state_dict`; on all ranks if on one.
-            ContractError: As in `load_state_dict`.
+        Changes nothing; returns this rank's part of it, for `load_checked`.
         """
         refusal: TypeError | ValueError | None = None
         local: dict[str, Any] = {}
@@ -336,8 +302,8 @@ class OSSStateDictMixin(Optimizer):
             local = local_state_dict(state_dict, self.param_groups, self._placements(), self.optim.state)
         except (TypeError, ValueError) as error:
             refusal = error
-        refuse_alike(refusal, "the check of a state dict", self.contract, StateMismatch)
-        self.contract.agree("the state dict given to OSS", list(describe_state_dict(state_dict)))
+        raise_on_all_ranks(refusal, "the check of a state dict", self.contract, StateMismatch)
+        self.contract.check_equal("the state dict given to OSS", list(describe_state_dict(state_dict)))
         return local
 
     def load_checked(self, local: dict[str, Any]) -> None:
@@ -351,7 +317,7 @@ class OSSStateDictMixin(Optimizer):
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
-    def state_holding(self, holding: Holding) -> Holding:
+    def sharded_state(self, holding: ParamSlice) -> ParamSlice:
         """For `scale_core.state.sharded_state_dict`: this rank's part of the state of a parameter."""
         self.wait()
         self._invalidate()  # The caller may load another state.

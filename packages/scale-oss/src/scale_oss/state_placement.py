@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from torch import nn
 
-from scale_core.comm.control_plane import exchange
-from scale_core.comm.group import Group, check_not_forgotten, group_of
-from scale_core.shard import Held, Shard, unit_shard_of
+from scale_core.comm.collectives import exchange
+from scale_core.comm.group import Group, check_initialized, group_of
+from scale_core.shard import Placement, Shard, unit_shard_of
 from scale_core.state.param_ownership import flat_buffer_of
 
 
@@ -33,25 +33,15 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class StatePlacement:
-    """Where the state of one parameter is kept.
+    """Where the state of one parameter is kept."""
 
-    Attributes:
-        param: The user's parameter, full or a shard.
-        name: Its name in errors.
-        shape: Its full shape.
-        ranges: By rank of the group, the elements that the rank updates and keeps the state of.
-        owner: The rank that updates all of it, with a state of any shape; None where each rank updates elements.
-        group: The ranks that have a part of it.
-        optimizer_param: The parameter in this rank's optimizer; None where it has none.
-    """
-
-    param: nn.Parameter
-    name: str
-    shape: tuple[int, ...]
-    ranges: tuple[Range, ...]
-    owner: int | None
-    group: Group
-    optimizer_param: nn.Parameter | None
+    param: nn.Parameter  # the user's, full or a shard
+    name: str  # in errors
+    shape: tuple[int, ...]  # of the full parameter
+    ranges: tuple[Range, ...]  # by rank of the group, the elements that it updates and keeps the state of
+    owner: int | None  # the rank that updates all of it, with a state of any shape; None if each updates elements
+    group: Group  # the ranks that have a part of it
+    optimizer_param: nn.Parameter | None  # the parameter in this rank's optimizer, if it has one
 
     @property
     def local_range(self) -> Range:
@@ -67,21 +57,13 @@ class StatePlacement:
 
 
 class ShardedParam(NamedTuple):
-    """A parameter that is sharded already.
+    """A parameter that is sharded already."""
 
-    Attributes:
-        param: This rank's shard.
-        name: The parameter's name in the plain model.
-        shape: Its full shape.
-        group: The ranks between which it is sharded; of size 1 where one rank holds all of it.
-        ranges: The elements that each of them holds, by rank.
-    """
-
-    param: nn.Parameter
-    name: str
-    shape: tuple[int, ...]
-    group: Group
-    ranges: tuple[Range, ...]
+    param: nn.Parameter  # this rank's shard
+    name: str  # in the plain model
+    shape: tuple[int, ...]  # of the full parameter
+    group: Group  # the ranks between which it is sharded; of size 1 where one rank holds all of it
+    ranges: tuple[Range, ...]  # the elements that each of them holds, by rank
 
     @property
     def numel(self) -> int:
@@ -95,18 +77,10 @@ class ShardedParam(NamedTuple):
 
 
 def sharding_group(shard: Shard, within: Group | None) -> Group:
-    """Returns the ranks between which a parameter is sharded; of size 1 where it is not.
-
-    Args:
-        shard: This rank's shard.
-        within: The ranks that the user has named; None for any.
-
-    Raises:
-        ValueError: It is sharded along several axes of a mesh, or between other ranks; or it is a partial sum.
-    """
-    if any(axis.held is Held.PARTIAL for axis in shard.axes):
-        raise ValueError(f"OSS: '{shard.name}' is a partial sum on each rank: reduce it before it is optimized")
-    groups = [axis.group for axis in shard.axes if axis.held is Held.SHARD and axis.group.size > 1]
+    """Returns the ranks between which a parameter is sharded; of size 1 where it is not."""
+    if any(axis.placement is Placement.PARTIAL for axis in shard.axes):
+        raise ValueError(f"OSS: '{shard.name}' is a partial sum on each rank. Reduce it before it is optimized")
+    groups = [axis.group for axis in shard.axes if axis.placement is Placement.SHARD and axis.group.size > 1]
     if len(groups) > 1:
         raise ValueError(
             f"OSS: '{shard.name}' is divided along {len(groups)} axes of a mesh, between ranks "
@@ -117,33 +91,23 @@ def sharding_group(shard: Shard, within: Group | None) -> Group:
     if within is not None and not set(groups[0].ranks) <= set(within.ranks):
         raise ValueError(
             f"OSS: '{shard.name}' is divided between ranks {list(groups[0].ranks)}, but its group is of ranks "
-            f"{list(within.ranks)}: leave group out, or pass that of the model"
+            f"{list(within.ranks)}. Leave group out, or pass that of the model"
         )
     return groups[0]
 
 
 def ranks_of_shards(params: Sequence[nn.Parameter]) -> Group:
-    """Returns the ranks between which these are sharded, if all are shards over the same ones, or else all ranks.
-
-    Raises:
-        RuntimeError: See `check_not_forgotten`.
-        ValueError: See `sharding_group`.
-    """
+    """Returns the ranks between which these are sharded, if all are shards over the same ones, or else all ranks."""
     shards = [unit_shard_of(param) for param in params]
     groups = {None if shard is None else sharding_group(shard, None) for shard in shards}
     found = groups.pop() if len(groups) == 1 else None
     if found is None:
-        check_not_forgotten()
+        check_initialized()
     return group_of() if found is None else found
 
 
 def gather_shards(params: Sequence[nn.Parameter], within: Group, limit_seconds: float) -> list[ShardedParam]:
-    """Returns what all ranks hold of these shards; all ranks call it together, with the same parameters.
-
-    Raises:
-        ValueError: See `sharding_group`; or the ranks do not hold each element once.
-        TransferError: A rank did not answer.
-    """
+    """Returns what all ranks hold of these shards; all ranks call it together, with the same parameters."""
     shards = [unit_shard_of(param) for param in params]
     known = [shard for shard in shards if shard is not None]
     assert len(known) == len(params), "asked of a parameter that is no shard"
@@ -160,28 +124,20 @@ def gather_shards(params: Sequence[nn.Parameter], within: Group, limit_seconds: 
 
 
 def check_not_flat(param: nn.Parameter, name: str, optim_name: str) -> None:
-    """Checks that a parameter is no flat one, for an optimizer that needs full tensors.
-
-    Raises:
-        ValueError: It is one.
-    """
+    """Checks that a parameter is no flat one, for an optimizer that needs full tensors."""
     buffer = flat_buffer_of(param)
     if buffer is not None:
         raise ValueError(
             f"OSS: {optim_name} needs each parameter as a whole, but '{name}' is one flat parameter that holds "
-            f"{len(buffer.names)}, as '{buffer.names[0]}': shard the model with flatten_parameters=False"
+            f"{len(buffer.names)}, as '{buffer.names[0]}'. Shard the model with flatten_parameters=False"
         )
 
 
 def check_gatherable(param: nn.Parameter, name: str) -> None:
-    """Checks that the state of a parameter can be numbered as in the plain optimizer.
-
-    Raises:
-        ValueError: It is a flat parameter, which the plain model doesn't have.
-    """
+    """Checks that the state of a parameter can be numbered as in the plain optimizer."""
     if flat_buffer_of(param) is not None:
         raise ValueError(
-            f"OSS: the state of '{name}' is that of one flat parameter, which the plain model doesn't have: gather it "
+            f"OSS: the state of '{name}' is that of one flat parameter, which the plain model doesn't have. Gather it "
             "by the names of parameters, model.gather_full_optim_state_dict(optimizer.optim), or save it by "
             "scale_core.state.sharded_state_dict(model, optimizer)"
         )

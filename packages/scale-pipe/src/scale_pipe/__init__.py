@@ -3,19 +3,13 @@
 import importlib
 import typing
 
-from scale_pipe.schedules.action import Action, Kind
-from scale_pipe.schedules.chrome_trace import chrome_trace, save_chrome_trace
+from scale_pipe.schedules.action import Action, Kind, TimedAction
 from scale_pipe.schedules.classic import gpipe, interleaved_1f1b, looped_breadth_first, one_forward_one_backward
 from scale_pipe.schedules.cost_model import Costs
-from scale_pipe.schedules.lowering import weave
-from scale_pipe.schedules.placement import Placement
+from scale_pipe.schedules.lowering import build_schedule
+from scale_pipe.schedules.placement import StagePlacement
 from scale_pipe.schedules.schedule import DeadlockError, MemoryCapError, Schedule, ScheduleError
-from scale_pipe.schedules.simulation import Simulation, TimedAction, simulate
-from scale_pipe.schedules.solver.bounds import Bound, RankBound, lower_bound
-from scale_pipe.schedules.solver.solution import Solution
-from scale_pipe.schedules.solver.solver import solve
 from scale_pipe.schedules.validate import validate
-from scale_pipe.schedules.visualize import draw, save_drawing
 from scale_pipe.schedules.zero_bubble import dual_pipe_v, v_half, v_min, zb_h1, zb_v
 
 if typing.TYPE_CHECKING:
@@ -23,19 +17,22 @@ if typing.TYPE_CHECKING:
     from scale_pipe.distributed.errors import StageError
     from scale_pipe.distributed.pipe import DistributedPipe
     from scale_pipe.microbatch import NoChunk
-    from scale_pipe.module_split.placeholder_tensor import AbsentTensorError
+    from scale_pipe.module_split.placeholder_tensor import PlaceholderTensorError
     from scale_pipe.module_split.replay import SplitError
     from scale_pipe.module_split.split import shared_parameters, split
     from scale_pipe.one_process.pipe import Pipe
     from scale_pipe.partition.balance import balance_by_makespan, balance_by_size, balance_by_time
     from scale_pipe.partition.profile import profile_stages
+    from scale_pipe.schedules.simulation import ScheduleSimulation, simulate
+    from scale_pipe.schedules.solver.bounds import Bound, RankBound, lower_bound
+    from scale_pipe.schedules.solver.solver import Solution, solve
+    from scale_pipe.schedules.visualize import chrome_trace, draw, save_chrome_trace, save_drawing
     from scale_pipe.skip.layout import verify_skippables
     from scale_pipe.skip.namespace import Namespace, pop, stash
     from scale_pipe.skip.skippable import skippable
 
 __version__ = "2026.11.0"
 __all__ = [
-    "AbsentTensorError",
     "Action",
     "Bound",
     "Costs",
@@ -47,18 +44,20 @@ __all__ = [
     "Namespace",
     "NoChunk",
     "Pipe",
-    "Placement",
+    "PlaceholderTensorError",
     "RankBound",
     "Schedule",
     "ScheduleError",
-    "Simulation",
+    "ScheduleSimulation",
     "Solution",
     "SplitError",
     "StageError",
+    "StagePlacement",
     "TimedAction",
     "balance_by_makespan",
     "balance_by_size",
     "balance_by_time",
+    "build_schedule",
     "chrome_trace",
     "draw",
     "dual_pipe_v",
@@ -81,28 +80,38 @@ __all__ = [
     "v_min",
     "validate",
     "verify_skippables",
-    "weave",
     "zb_h1",
     "zb_v",
 ]
 
-# What runs models needs torch, which takes a while to load; schedules are computed without it.
+# What runs models needs torch, which takes a while to load; schedules are computed without it. Steps load no solver.
 _LOADED_WHEN_ASKED_FOR = {
-    "AbsentTensorError": "scale_pipe.module_split.placeholder_tensor",
+    "Bound": "scale_pipe.schedules.solver.bounds",
     "DeferredBatchNorm": "scale_pipe.batch_norm",
     "DistributedPipe": "scale_pipe.distributed.pipe",
     "Namespace": "scale_pipe.skip.namespace",
     "NoChunk": "scale_pipe.microbatch",
     "Pipe": "scale_pipe.one_process.pipe",
+    "PlaceholderTensorError": "scale_pipe.module_split.placeholder_tensor",
+    "RankBound": "scale_pipe.schedules.solver.bounds",
+    "ScheduleSimulation": "scale_pipe.schedules.simulation",
+    "Solution": "scale_pipe.schedules.solver.solver",
     "SplitError": "scale_pipe.module_split.replay",
     "StageError": "scale_pipe.distributed.errors",
     "balance_by_makespan": "scale_pipe.partition.balance",
     "balance_by_size": "scale_pipe.partition.balance",
     "balance_by_time": "scale_pipe.partition.balance",
+    "chrome_trace": "scale_pipe.schedules.visualize",
+    "draw": "scale_pipe.schedules.visualize",
+    "lower_bound": "scale_pipe.schedules.solver.bounds",
     "pop": "scale_pipe.skip.namespace",
     "profile_stages": "scale_pipe.partition.profile",
+    "save_chrome_trace": "scale_pipe.schedules.visualize",
+    "save_drawing": "scale_pipe.schedules.visualize",
     "shared_parameters": "scale_pipe.module_split.split",
+    "simulate": "scale_pipe.schedules.simulation",
     "skippable": "scale_pipe.skip.skippable",
+    "solve": "scale_pipe.schedules.solver.solver",
     "split": "scale_pipe.module_split.split",
     "stash": "scale_pipe.skip.namespace",
     "verify_skippables": "scale_pipe.skip.layout",

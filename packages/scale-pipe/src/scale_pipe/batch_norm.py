@@ -1,7 +1,7 @@
-"""A batch norm whose running statistics are those of whole mini-batches, though it sees one micro-batch after another.
+"""`DeferredBatchNorm`: running statistics of whole mini-batches, updated once per mini-batch.
 
-Each micro-batch is normalised by its own statistics: there is nothing else to normalise it by when it comes. What would
-be wrong is to move the running averages once per micro-batch; so they are collected, and moved once per mini-batch.
+Each micro-batch is normalised by its own statistics, since those of the others are not known yet. They are merged, and
+the running averages are updated once per mini-batch instead of once per micro-batch.
 """
 
 from __future__ import annotations
@@ -19,26 +19,19 @@ from scale_checkpoint import is_recomputing
 from scale_pipe.microbatch import check_chunks
 
 
-class _Collected(NamedTuple):
-    """The statistics of some micro-batches together.
-
-    Attributes:
-        num_micro_batches: How many.
-        num_values: Per channel; none in a mini-batch without samples.
-        mean: [C].
-        deviations: [C] the sum of the squared deviations from the mean.
-    """
+class _BatchStats(NamedTuple):
+    """The statistics of some micro-batches together."""
 
     num_micro_batches: int
-    num_values: int
-    mean: Tensor
-    deviations: Tensor
+    num_values: int  # per channel; 0 in a mini-batch without samples
+    mean: Tensor  # [C]
+    deviations: Tensor  # [C], the sum of the squared deviations from the mean
 
-    def joined(self, other: _Collected) -> _Collected:
-        """Of both together, without the loss of digits that the difference of two large sums would bring."""
+    def merge(self, other: _BatchStats) -> _BatchStats:
+        """Merges both by Chan's formula: the difference of two large sums would lose digits."""
         num_values = self.num_values + other.num_values
         delta, share = other.mean - self.mean, other.num_values / max(1, num_values)
-        return _Collected(
+        return _BatchStats(
             self.num_micro_batches + other.num_micro_batches,
             num_values,
             self.mean + delta * share,
@@ -47,19 +40,19 @@ class _Collected(NamedTuple):
 
 
 class DeferredBatchNorm(_BatchNorm):
-    """A batch norm that moves its running statistics once per mini-batch, as plain `BatchNorm` does without a pipeline.
+    """A batch norm that updates its running statistics once per mini-batch, as `BatchNorm` does without a pipeline.
 
-    A recomputation leaves them alone. The keys of its state are those of `BatchNorm`.
+    A recomputation does not change them. Its state dict has the keys of `BatchNorm`.
 
     Args:
         num_features: Channels C of inputs [N, C, ...].
         eps: Added to the variance.
         momentum: Of the running statistics; None averages over all mini-batches.
         affine: Whether it has a weight and a bias [C].
-        chunks: Micro-batches in a mini-batch, where no pipeline says how many there are.
+        chunks: Micro-batches in a mini-batch, where no pipeline sets their number.
 
     Raises:
-        ValueError: Chunks is not positive.
+        ValueError: `chunks` is not positive.
     """
 
     def __init__(
@@ -74,13 +67,13 @@ class DeferredBatchNorm(_BatchNorm):
         super().__init__(num_features, eps, momentum, affine, track_running_stats=True)
         self.chunks = chunks
         self._expected: int | None = None
-        self._collected: _Collected | None = None
+        self._collected: _BatchStats | None = None
 
     def begin_mini_batch(self, num_micro_batches: int) -> None:
-        """What a pipeline says before a mini-batch; what a mini-batch that failed has left is forgotten.
+        """Sets the number of micro-batches of the next mini-batch; statistics of one that failed are dropped.
 
         Args:
-            num_micro_batches: How many will come; there may be fewer than chunks.
+            num_micro_batches: At most `chunks`.
         """
         self._expected, self._collected = num_micro_batches, None
 
@@ -99,29 +92,29 @@ class DeferredBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         mean, variance = self.running_mean, self.running_var
         assert mean is not None and variance is not None
-        # With a momentum of 1 the kernel leaves this micro-batch's own statistics there, and no pass is spent on them.
+        # With a momentum of 1 the kernel leaves this micro-batch's own statistics there, without another pass.
         mean, variance = torch.zeros_like(mean), torch.zeros_like(variance)
         output = F.batch_norm(input, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
         if not is_recomputing():
             num_values = input.numel() // max(1, input.shape[1])  # None or two: the kernel refuses to normalise one.
-            self._collect(_Collected(1, num_values, mean, variance * max(0, num_values - 1)))
+            self._add_stats(_BatchStats(1, num_values, mean, variance * max(0, num_values - 1)))
         return output
 
-    def _collect(self, collected: _Collected) -> None:
+    def _add_stats(self, collected: _BatchStats) -> None:
         if self._collected is not None:
-            collected = self._collected.joined(collected)
+            collected = self._collected.merge(collected)
         self._collected = collected
         if collected.num_micro_batches >= (self._expected or self.chunks):
             self._collected = None
-            self._move(collected)
+            self._update_running_stats(collected)
 
     @torch.no_grad()
-    def _move(self, collected: _Collected) -> None:
+    def _update_running_stats(self, collected: _BatchStats) -> None:
         mean, variance, tracked = self.running_mean, self.running_var, self.num_batches_tracked
         assert mean is not None and variance is not None and tracked is not None
         tracked.add_(1)
         if collected.num_values == 0:
-            return  # `BatchNorm` counts a batch without samples, too, and learns nothing of it.
+            return  # `BatchNorm` counts a batch without samples, too, and keeps its statistics.
         share: float | Tensor = 1.0 / tracked.to(mean.dtype) if self.momentum is None else self.momentum
         mean.copy_((1 - share) * mean + share * collected.mean)
         # Unbiased, as `BatchNorm` keeps it.
@@ -131,38 +124,38 @@ class DeferredBatchNorm(_BatchNorm):
         return {**self.__dict__, "_expected": None, "_collected": None}
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        for name in ("sum", "sum_squares"):  # FairScale keeps what it has collected as buffers; it is of no more use.
+        for name in ("sum", "sum_squares"):  # FairScale keeps what it has collected as buffers; it is not needed.
             state_dict.pop(prefix + name, None)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     @classmethod
     def convert_deferred_batch_norm(cls, module: nn.Module, chunks: int = 1) -> nn.Module:
-        """Puts a `DeferredBatchNorm` in the place of each `BatchNorm1d`, `2d` and `3d` with running statistics.
+        """Replaces each `BatchNorm1d`, `2d` and `3d` with running statistics by a `DeferredBatchNorm`.
 
         Parameters and buffers stay the same tensors, hooks and attributes stay. `SyncBatchNorm`, instance norms, and
         batch norms with a forward of their own stay what they are.
 
         Args:
             module: A batch norm, or what holds some; changed in place.
-            chunks: Micro-batches in a mini-batch, where no pipeline says how many there are.
+            chunks: Micro-batches in a mini-batch, where no pipeline sets their number.
 
         Returns:
-            `module` itself, or what stands for it.
+            `module` itself, or its replacement.
 
         Raises:
-            ValueError: Chunks is not positive; a lazy batch norm has no channels yet.
+            ValueError: `chunks` is not positive; a lazy batch norm has no channels yet.
         """
         chunks = check_chunks(chunks)
         for name, part in module.named_modules():
             if isinstance(part, _BatchNorm) and isinstance(part, LazyModuleMixin):
                 raise ValueError(
-                    f"{name or 'module'!r} is a {type(part).__name__}, and nobody knows its number of channels yet: "
+                    f"{name or 'module'!r} is a {type(part).__name__}, whose number of channels is not known yet: "
                     "run the module once before it is converted"
                 )
-        return cls._converted(module, chunks, {})
+        return cls._convert(module, chunks, {})
 
     @classmethod
-    def _converted(cls, module: nn.Module, chunks: int, known: dict[int, nn.Module]) -> nn.Module:
+    def _convert(cls, module: nn.Module, chunks: int, known: dict[int, nn.Module]) -> nn.Module:
         if id(module) in known:
             return known[id(module)]
         if isinstance(module, DeferredBatchNorm):
@@ -170,10 +163,10 @@ class DeferredBatchNorm(_BatchNorm):
             known[id(module)] = module
             return module
         new = module
-        if _is_plain(module):
-            deferred = cls.__new__(
-                cls
-            )  # With all that the module has, hooks and attributes of the user's own included.
+        has_torchs_forward = type(module).forward is _BatchNorm.forward and "forward" not in vars(module)
+        is_batch_norm = isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d)
+        if is_batch_norm and has_torchs_forward and module.running_mean is not None:
+            deferred = cls.__new__(cls)  # It takes everything of the module, hooks and the user's attributes included.
             vars(deferred).update(vars(module))
             vars(deferred).update(
                 {kind: copy.copy(found) for kind, found in vars(module).items() if isinstance(found, dict)}
@@ -183,22 +176,5 @@ class DeferredBatchNorm(_BatchNorm):
         known[id(module)] = new
         for name, child in module._modules.items():
             if child is not None:
-                new._modules[name] = cls._converted(child, chunks, known)
+                new._modules[name] = cls._convert(child, chunks, known)
         return new
-
-
-def _is_plain(module: nn.Module) -> bool:
-    """Whether a module is a batch norm with running statistics that does what torch's class does."""
-    return (
-        isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d)
-        and module.running_mean is not None
-        and type(module).forward is _BatchNorm.forward
-        and "forward" not in vars(module)
-    )
-
-
-def begin_mini_batch(module: nn.Module, num_micro_batches: int) -> None:
-    """Says to all deferred batch norms in a module how many micro-batches of the next mini-batch they will see."""
-    for part in module.modules():
-        if isinstance(part, DeferredBatchNorm):
-            part.begin_mini_batch(num_micro_batches)

@@ -1,18 +1,13 @@
-"""Integers as users give them: those of NumPy and tensors of one element are some, too, and booleans are none."""
+"""Integers as users give them: NumPy's and tensors of one element count as integers, booleans do not."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
 from typing import SupportsIndex
 
 
 def plain_integer(number: object) -> int | None:
-    """Returns an integer of any library, as NumPy's, as one of Python's; None for what is none, as booleans are.
-
-    Args:
-        number: As a user gives it.
-    """
+    """Returns an integer of any library as Python's; None for anything else, booleans included."""
     if isinstance(number, bool) or not isinstance(number, SupportsIndex):
         return None
     try:
@@ -22,18 +17,9 @@ def plain_integer(number: object) -> int | None:
 
 
 def check_positive(**numbers: SupportsIndex) -> tuple[int, ...]:
-    """Returns positive integers of any library as Python's, in the order in which they are given.
-
-    Args:
-        numbers: By the name that the caller knows them by.
-
-    Raises:
-        TypeError: One is no integer.
-        ValueError: One is less than 1.
-    """
-    given: Mapping[str, object] = numbers
+    """Returns positive integers as Python's. Raises TypeError or ValueError with the name of one that is not."""
     plain = []
-    for name, number in given.items():
+    for name, number in numbers.items():
         integer = plain_integer(number)
         if integer is None:
             raise TypeError(f"{name} must be an integer, but is {number!r}")

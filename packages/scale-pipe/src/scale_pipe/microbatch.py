@@ -1,6 +1,6 @@
-"""A mini-batch cut into micro-batches.
+"""Cuts a mini-batch into micro-batches, and merges their outputs.
 
-What a model is given may be nested in any way: each tensor is cut along its first dimension, and everything else goes
+The inputs of a model may be nested in any way: each tensor is cut along its first dimension, and everything else goes
 to every micro-batch as it is.
 """
 
@@ -10,7 +10,6 @@ import copy
 import dataclasses
 import warnings
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -21,46 +20,10 @@ from scale_core.streams import on_host
 from scale_core.tree import map_tensors
 from scale_pipe.integers import plain_integer
 
+T = TypeVar("T")
+
 _ATOMS = frozenset((type(None), bool, int, float, str))
-
-
-def leaves_of(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields what `tree` holds, with the way to it as one would write it; containers are taken apart."""
-    kind = type(tree)
-    if isinstance(tree, Tensor) or kind in _ATOMS:
-        yield path, tree
-    elif isinstance(tree, MutableMapping):
-        for key, part in tree.items():
-            yield from leaves_of(part, f"{path}[{key!r}]")
-    elif isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        for name, part in zip(tree._fields, tree, strict=True):
-            yield from leaves_of(part, f"{path}.{name}")
-    elif isinstance(tree, list | tuple):
-        for number, part in enumerate(tree):
-            yield from leaves_of(part, f"{path}[{number}]")
-    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        for field in dataclasses.fields(tree):
-            yield from leaves_of(getattr(tree, field.name, None), f"{path}.{field.name}")
-    else:
-        leaves = pytree.tree_leaves(tree)
-        if len(leaves) == 1 and leaves[0] is tree:
-            yield path, tree
-            return
-        for number, leaf in enumerate(leaves):  # Of a class that was registered with torch.
-            yield from leaves_of(leaf, f"{path}.leaves[{number}]")
-
-
-def kind_of(leaf: Any) -> str:
-    """Says what a tensor or anything else is: "Tensor [] float32"."""
-    return f"Tensor {described(leaf)}" if isinstance(leaf, Tensor) else type(leaf).__name__
-
-
-def described(tensor: Tensor) -> str:
-    """Says what a tensor is: "[3, 5] float32"."""
-    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-
-
-_WHOLE = "what belongs to no sample is passed as scale_pipe.NoChunk(tensor)"
+_NO_CHUNK_HINT = "what belongs to no sample is passed as scale_pipe.NoChunk(tensor)"
 
 
 class NoChunk:
@@ -85,41 +48,78 @@ class NoChunk:
 
 
 class Arguments(NamedTuple):
-    """What a module is called with; errors name what is in it by these words.
-
-    Attributes:
-        args: By place.
-        kwargs: By keyword.
-    """
+    """The arguments of a call; errors name them by these words."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
 def check_chunks(chunks: Any) -> int:
-    """Returns a number of micro-batches, once it is known to be one.
-
-    Args:
-        chunks: As a user gives it; NumPy's integers are integers, too.
-
-    Raises:
-        ValueError: It is no positive integer.
-    """
+    """Returns a number of micro-batches as Python's integer. Raises ValueError if it is no positive integer."""
     number = plain_integer(chunks)
     if number is None or number <= 0:
         raise ValueError(f"number of chunks must be positive integer, got {chunks!r}")
     return number
 
 
+# Leaves, and how errors describe them.
+
+
+def iter_leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the leaves of `tree`, each with its path as one would write it."""
+    kind = type(tree)
+    if isinstance(tree, Tensor) or kind in _ATOMS:
+        yield path, tree
+    elif isinstance(tree, MutableMapping):
+        for key, part in tree.items():
+            yield from iter_leaves(part, f"{path}[{key!r}]")
+    elif isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        for name, part in zip(tree._fields, tree, strict=True):
+            yield from iter_leaves(part, f"{path}.{name}")
+    elif isinstance(tree, list | tuple):
+        for number, part in enumerate(tree):
+            yield from iter_leaves(part, f"{path}[{number}]")
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        for field in dataclasses.fields(tree):
+            yield from iter_leaves(getattr(tree, field.name, None), f"{path}.{field.name}")
+    else:
+        leaves = pytree.tree_leaves(tree)
+        if len(leaves) == 1 and leaves[0] is tree:
+            yield path, tree
+            return
+        for number, leaf in enumerate(leaves):  # Of a class that was registered with torch.
+            yield from iter_leaves(leaf, f"{path}.leaves[{number}]")
+
+
+def describe_tensor(tensor: Tensor) -> str:
+    """Describes a tensor: "[3, 5] float32"."""
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def describe_leaf(leaf: Any) -> str:
+    """Describes a tensor or anything else: "Tensor [] float32"."""
+    return f"Tensor {describe_tensor(leaf)}" if isinstance(leaf, Tensor) else type(leaf).__name__
+
+
+def describe_arguments(given: Arguments) -> str:
+    """Describes the arguments of a call: "Tensor [3, 5] float32, mask=NoneType"."""
+    words = [describe_leaf(leaf) for _, leaf in iter_leaves(given.args)]
+    words += [f"{name}={describe_leaf(leaf)}" for name, tree in given.kwargs.items() for _, leaf in iter_leaves(tree)]
+    return ", ".join([*words[:8], *["..."] * (len(words) > 8)]) or "nothing"
+
+
+def _describe_input(path: str, tensor: Tensor) -> str:
+    return f"inputs{path} {list(tensor.shape)}"
+
+
+# Cutting.
+
+
 def micro_batch_sizes(batch_size: int, chunks: int) -> list[int]:
-    """Returns how many samples each micro-batch has, as `torch.chunk` cuts: there may be fewer of them than chunks.
+    """The samples of each micro-batch, as `torch.chunk` cuts: there may be fewer of them than chunks.
 
-        >>> micro_batch_sizes(8, 4), micro_batch_sizes(5, 4), micro_batch_sizes(2, 4)
-        ([2, 2, 2, 2], [2, 2, 1], [1, 1])
-
-    Args:
-        batch_size: Samples in the mini-batch; none make one micro-batch without samples.
-        chunks: At most so many micro-batches.
+    >>> micro_batch_sizes(8, 4), micro_batch_sizes(5, 4), micro_batch_sizes(2, 4), micro_batch_sizes(0, 4)
+    ([2, 2, 2, 2], [2, 2, 1], [1, 1], [0])
     """
     assert chunks > 0 and batch_size >= 0
     size = max(1, -(-batch_size // chunks))
@@ -127,42 +127,37 @@ def micro_batch_sizes(batch_size: int, chunks: int) -> list[int]:
 
 
 def batch_size_of(inputs: Any) -> int | None:
-    """Returns how many samples the tensors in `inputs` have; None if no tensor there has a first dimension.
-
-    Raises:
-        ValueError: They have different numbers of samples.
-    """
+    """The samples of the tensors in `inputs`, None without such tensors. Raises ValueError where they differ."""
     found: tuple[str, Tensor] | None = None
-    for path, leaf in leaves_of(inputs):
+    for path, leaf in iter_leaves(inputs):
         if not isinstance(leaf, Tensor) or leaf.dim() == 0:
             continue
         if found is None:
             found = path, leaf
         elif leaf.shape[0] != found[1].shape[0]:
             raise ValueError(
-                f"all tensors of a mini-batch are cut along dimension 0, so they have to agree in it: {_named(*found)} "
-                f"has {found[1].shape[0]} samples, and {_named(path, leaf)} has {leaf.shape[0]}; {_WHOLE}"
+                "all tensors of a mini-batch are cut along dimension 0, so they have to agree in it: "
+                f"{_describe_input(*found)} has {found[1].shape[0]} samples, and {_describe_input(path, leaf)} has "
+                f"{leaf.shape[0]}; {_NO_CHUNK_HINT}"
             )
     return None if found is None else found[1].shape[0]
 
 
 def scatter(inputs: Any, chunks: int) -> list[Any]:
-    """Cuts a mini-batch into at most `chunks` micro-batches, each nested as the inputs are.
+    """Cuts a mini-batch into at most `chunks` micro-batches, as `scatter_with_sizes` does."""
+    return scatter_with_sizes(inputs, chunks)[0]
 
-    With one micro-batch it is the inputs themselves; otherwise tensors are views of those of the mini-batch.
 
-    Args:
-        inputs: Tuples, lists, dicts, dataclasses with tensors [N, ...]; `(args, kwargs)`, for one.
-        chunks: Of which `torch.chunk` makes as many as there are samples for.
+def scatter_with_sizes(inputs: Any, chunks: int) -> tuple[list[Any], list[int]]:
+    """Cuts a mini-batch into at most `chunks` micro-batches, nested as the inputs are, and returns their samples.
 
-    Raises:
-        TypeError: No tensor in it can be cut; one that is sparse or nested is to be cut.
-        ValueError: Tensors have different numbers of samples.
+    With one micro-batch it is the inputs themselves; otherwise tensors are views of those of the mini-batch. Raises
+    TypeError if no tensor in it can be cut, and ValueError if tensors have different numbers of samples.
     """
     batch_size = batch_size_of(inputs)
     if batch_size is None:
-        kinds = ", ".join(dict.fromkeys(kind_of(leaf) for _, leaf in leaves_of(inputs))) or "nothing"
-        if any(isinstance(leaf, Tensor) for _, leaf in leaves_of(inputs)):
+        kinds = ", ".join(dict.fromkeys(describe_leaf(leaf) for _, leaf in iter_leaves(inputs))) or "nothing"
+        if any(isinstance(leaf, Tensor) for _, leaf in iter_leaves(inputs)):
             raise TypeError(
                 "expected a tensor with a first dimension, along which the mini-batch is cut, but those that were "
                 f"given have no dimension: {kinds}; one sample is a mini-batch as x.unsqueeze(0)"
@@ -171,26 +166,19 @@ def scatter(inputs: Any, chunks: int) -> list[Any]:
             f"expected Tensor, but got {kinds}: of all that a pipeline is given, at least one has to be a tensor with "
             "a first dimension, along which the mini-batch is cut"
         )
-    return _cut(inputs, {batch_size: micro_batch_sizes(batch_size, chunks)})
+    sizes = micro_batch_sizes(batch_size, chunks)
+    return _cut(inputs, {batch_size: sizes}), sizes
 
 
 def scatter_each(inputs: Any, chunks: int, *, stacklevel: int = 2) -> list[Any]:
     """Cuts a mini-batch as `scatter` does, and where tensors differ in their first dimension, each one by itself.
 
-    They have to be cut in the same shares: [2, ...] beside [4, ...] makes two micro-batches of [1, ...] beside
-    [2, ...]. Since that may also be a table that was to stay whole, there is a warning.
-
-    Args:
-        inputs: As those of `scatter`.
-        chunks: As there.
-        stacklevel: Of the warning, as `warnings.warn` has it; 2 is what calls this.
-
-    Raises:
-        TypeError: As in `scatter`.
-        ValueError: Tensors would be cut into different numbers of micro-batches, or in different shares.
+    They have to be cut in the same proportions: [2, ...] beside [4, ...] makes two micro-batches of [1, ...] beside
+    [2, ...]. Since one of them may also be a table that was to stay whole, there is a warning; `stacklevel` is that of
+    `warnings.warn`, 2 for the caller. Raises ValueError where proportions differ.
     """
     found: dict[int, tuple[str, Tensor]] = {}
-    for path, leaf in leaves_of(inputs):
+    for path, leaf in iter_leaves(inputs):
         if isinstance(leaf, Tensor) and leaf.dim() > 0:
             found.setdefault(leaf.shape[0], (path, leaf))
     if not found:
@@ -198,24 +186,24 @@ def scatter_each(inputs: Any, chunks: int, *, stacklevel: int = 2) -> list[Any]:
     sizes = {total: micro_batch_sizes(total, chunks) for total in found}
     (total, first), *others = found.items()
     for other, second in others:
-        if not _are_alike(sizes[total], sizes[other]):
+        if not _same_proportions(sizes[total], sizes[other]):
             raise ValueError(
                 "each tensor of a mini-batch is cut along dimension 0, and all in the same shares, but "
-                f"{_named(*first)} makes micro-batches of {_listed(sizes[total])} samples, and {_named(*second)} "
-                f"of {_listed(sizes[other])}; {_WHOLE}"
+                f"{_describe_input(*first)} makes micro-batches of {_listed(sizes[total])} samples, and "
+                f"{_describe_input(*second)} of {_listed(sizes[other])}; {_NO_CHUNK_HINT}"
             )
     if others and len(sizes[total]) > 1:
         ((_, second), *_) = others
         warnings.warn(
-            f"{_named(*first)} and {_named(*second)} have different numbers of samples, and each is cut by itself, in "
-            f"{len(sizes[total])} micro-batches; {_WHOLE}, and what has several rows for each sample is given as [N, "
-            "rows, ...]",
+            f"{_describe_input(*first)} and {_describe_input(*second)} have different numbers of samples, and each is "
+            f"cut by itself, in {len(sizes[total])} micro-batches; {_NO_CHUNK_HINT}, and what has several rows for "
+            "each sample is given as [N, rows, ...]",
             stacklevel=stacklevel,
         )
     return _cut(inputs, sizes)
 
 
-def _are_alike(one: Sequence[int], other: Sequence[int]) -> bool:
+def _same_proportions(one: Sequence[int], other: Sequence[int]) -> bool:
     totals = sum(one), sum(other)
     return len(one) == len(other) and all(a * totals[1] == b * totals[0] for a, b in zip(one, other, strict=True))
 
@@ -223,13 +211,7 @@ def _are_alike(one: Sequence[int], other: Sequence[int]) -> bool:
 def cut(inputs: Any, sizes: Sequence[int]) -> list[Any]:
     """Cuts inputs into micro-batches of these sizes; inputs without a tensor [N, ...] go whole to each of them.
 
-    Args:
-        inputs: As those of `scatter`.
-        sizes: Samples of each micro-batch, N together.
-
-    Raises:
-        TypeError: A tensor is sparse or nested.
-        ValueError: Tensors have another number of samples.
+    Raises TypeError if a tensor is sparse or nested, and ValueError if tensors have another number of samples.
     """
     batch_size = batch_size_of(inputs)
     if batch_size is not None and batch_size != sum(sizes):
@@ -241,109 +223,81 @@ def cut(inputs: Any, sizes: Sequence[int]) -> list[Any]:
 
 
 def _cut(inputs: Any, sizes: Mapping[int, Sequence[int]]) -> list[Any]:
-    """Cuts tensors [N, ...] as it says for N; there is an equal number of pieces for each."""
-    whole, number_of_pieces = _has_whole(inputs), len(next(iter(sizes.values())))
-    if number_of_pieces == 1:
-        return [_opened(inputs) if whole else inputs]
-    _check_strided(inputs)
-    pieces: dict[int, Sequence[Tensor]] = {}
-
-    def piece(number: int, tensor: Tensor) -> Tensor:
-        if tensor.dim() == 0:
-            return tensor
-        if id(tensor) not in pieces:
-            pieces[id(tensor)] = tensor.split(list(sizes[tensor.shape[0]]))
-        return pieces[id(tensor)][number]
-
-    cuts = [map_tensors(partial(piece, number), inputs) for number in range(number_of_pieces)]
-    return [_opened(part) for part in cuts] if whole else cuts
-
-
-def in_words(given: Arguments) -> str:
-    """Says what a module is called with, for errors: "Tensor [3, 5] float32, mask=NoneType".
-
-    Args:
-        given: Any nesting.
-    """
-    words = [kind_of(leaf) for _, leaf in leaves_of(given.args)]
-    words += [f"{name}={kind_of(leaf)}" for name, tree in given.kwargs.items() for _, leaf in leaves_of(tree)]
-    return ", ".join([*words[:8], *["..."] * (len(words) > 8)]) or "nothing"
-
-
-def _check_strided(inputs: Any) -> None:
-    for path, leaf in leaves_of(inputs):
-        if isinstance(leaf, Tensor) and (leaf.layout != torch.strided or leaf.is_nested):
+    """Cuts tensors [N, ...] into the sizes for N; there are as many pieces for each N."""
+    num_pieces = len(next(iter(sizes.values())))
+    has_no_chunk = False
+    for path, leaf in iter_leaves(inputs):
+        has_no_chunk = has_no_chunk or isinstance(leaf, NoChunk)
+        if num_pieces > 1 and isinstance(leaf, Tensor) and (leaf.layout != torch.strided or leaf.is_nested):
             kind = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
             raise TypeError(
                 f"inputs{path} is a {kind} tensor, which cannot be cut along dimension 0: pass it in another layout, "
                 "by to_dense() or to_padded_tensor(0), or to every micro-batch as a whole: scale_pipe.NoChunk(tensor)"
             )
+    if num_pieces == 1:
+        return [_unwrap_no_chunk(inputs) if has_no_chunk else inputs]
+    pieces: dict[int, Sequence[Tensor]] = {}
+
+    def split(tensor: Tensor) -> Sequence[Tensor]:
+        found = tensor.split(list(sizes[tensor.shape[0]])) if tensor.dim() else [tensor] * num_pieces
+        return pieces.setdefault(id(tensor), found)
+
+    cuts = [
+        map_tensors(lambda tensor: (pieces.get(id(tensor)) or split(tensor))[number], inputs)  # noqa: B023  # called at once
+        for number in range(num_pieces)
+    ]
+    return [_unwrap_no_chunk(part) for part in cuts] if has_no_chunk else cuts
 
 
 def _listed(sizes: Sequence[int]) -> str:
     return ", ".join(map(str, sizes))
 
 
-def _named(path: str, tensor: Tensor) -> str:
-    return f"inputs{path} {list(tensor.shape)}"
-
-
-def _has_whole(tree: Any) -> bool:
-    return any(isinstance(leaf, NoChunk) for _, leaf in leaves_of(tree))
-
-
-def _opened(tree: Any) -> Any:
+def _unwrap_no_chunk(tree: Any) -> Any:
     """`tree` with the tensor of each `NoChunk` in its place."""
     if isinstance(tree, NoChunk):
         return tree.tensor
     leaves, spec = pytree.tree_flatten(tree)
     if not (len(leaves) == 1 and leaves[0] is tree):
-        return pytree.tree_unflatten([_opened(leaf) for leaf in leaves], spec)
+        return pytree.tree_unflatten([_unwrap_no_chunk(leaf) for leaf in leaves], spec)
     if not dataclasses.is_dataclass(tree) or isinstance(tree, type):
         return tree
     fresh = copy.copy(tree)
     for field in dataclasses.fields(tree):
-        object.__setattr__(fresh, field.name, _opened(getattr(tree, field.name, None)))
+        object.__setattr__(fresh, field.name, _unwrap_no_chunk(getattr(tree, field.name, None)))
     return fresh
 
 
-T = TypeVar("T")
-
-
-def copied_to(device: torch.device, tree: T) -> T:
-    """Returns `tree` with its tensors on `device`; those that are there already are themselves.
+def copy_to(device: torch.device, tree: T) -> T:
+    """Returns `tree` with its tensors on `device`; those that are there already stay the same objects.
 
     A copy to the host is waited for. Between accelerators nothing is: the copy has its place in the order of both
-    devices' current streams. It is made by who will use it, in the thread that computes on `device`, so that autograd
-    finds its way back in the right order.
+    devices' current streams. The thread that computes on `device` makes it, so that autograd's backward has the right
+    order.
     """
-    host = torch.device("cpu")
-
-    def move(tensor: Tensor) -> Tensor:
-        if tensor.device == device:
-            return tensor
-        return tensor.to(device, non_blocking=device != host and not on_host(tensor))
-
-    moved: T = map_tensors(move, tree)
+    moved: T = map_tensors(lambda tensor: tensor if tensor.device == device else _copy(tensor, device), tree)
     return moved
 
 
+def _copy(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor.to(device, non_blocking=device.type != "cpu" and not on_host(tensor))
+
+
+# Merging.
+
+
 def gather(outputs: Sequence[Any]) -> Any:
-    """Puts the outputs of all micro-batches together: tensors along dimension 0, everything else as it is in each.
+    """Merges the outputs of all micro-batches: tensors along dimension 0, everything else as it is in each.
 
-    Args:
-        outputs: One or more, nested alike. A single one is returned as it is.
-
-    Raises:
-        ValueError: They are not nested alike; tensors without dimensions, or of shapes that do not go together; what
-            is no tensor differs.
+    A single output is returned as it is. Raises ValueError where outputs are not nested alike, tensors have no
+    dimension or do not fit, or values that are no tensors differ.
     """
     first = outputs[0]
     if len(outputs) == 1:
         return first
     if all(type(output) is Tensor for output in outputs):
-        return _joined("the output", outputs)
-    columns = [dict(leaves_of(output)) for output in outputs]
+        return _concatenate("the output", outputs)
+    columns = [dict(iter_leaves(output)) for output in outputs]
     joined: dict[int, Tensor] = {}
     places: dict[int, tuple[int, ...]] = {}
     for number, column in enumerate(columns):
@@ -365,11 +319,11 @@ def gather(outputs: Sequence[Any]) -> Any:
                 "model return a copy there"
             )
         if id(leaf) not in joined:
-            joined[id(leaf)] = _joined(f"output{path}", row)
+            joined[id(leaf)] = _concatenate(f"output{path}", row)
     return map_tensors(lambda tensor: joined[id(tensor)], first)
 
 
-def _joined(name: str, tensors: Sequence[Any]) -> Tensor:
+def _concatenate(name: str, tensors: Sequence[Any]) -> Tensor:
     """Concatenates a tensor [n_i, ...] of each micro-batch into [N, ...]."""
     first = tensors[0]
     for number, tensor in enumerate(tensors):
@@ -382,8 +336,8 @@ def _joined(name: str, tensors: Sequence[Any]) -> Tensor:
             )
         if tensor.shape[1:] != first.shape[1:] or tensor.dtype != first.dtype:
             raise ValueError(
-                f"{name} of micro-batch 0 is {described(first)}, and of micro-batch {number} {described(tensor)}: to "
-                "be concatenated along dimension 0 they have to agree in all but that"
+                f"{name} of micro-batch 0 is {describe_tensor(first)}, and of micro-batch {number} "
+                f"{describe_tensor(tensor)}: to be concatenated along dimension 0 they have to agree in all but that"
             )
     return torch.cat(list(tensors))
 
@@ -395,7 +349,7 @@ def _check_equal(name: str, values: Sequence[Any]) -> None:
         try:
             both_nan = value != value and values[0] != values[0]
             same = type(value) is type(values[0]) and bool(both_nan or value == values[0])
-        except (TypeError, ValueError, RuntimeError):  # What cannot be compared, as arrays of some libraries.
+        except (TypeError, ValueError, RuntimeError):  # Values that cannot be compared, as arrays of some libraries.
             same = False
         if not same:
             raise ValueError(

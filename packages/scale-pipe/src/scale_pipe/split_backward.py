@@ -1,7 +1,7 @@
-"""A backward pass in two: the gradients of the inputs now, those of the parameters later.
+"""A backward pass in two: the gradients of the inputs now, those of the parameters later (zero-bubble schedules).
 
-Autograd's graph of a stage is looked at once. Nodes that lead to an input are on the *path*; the others lead to
-parameters alone. The *boundary* is where the path has an edge to such a part:
+Autograd's graph of a stage is walked once. Nodes that lead to an input are on the *path*; the others lead to parameters
+alone. The *boundary* is where the path has an edge to such a part:
 
     output  <-  addmm  <-  relu  <-  addmm  <-  input          path
                   |                    |
@@ -9,14 +9,14 @@ parameters alone. The *boundary* is where the path has an edge to such a part:
                   |                    |
                weight               weight
 
-The first pass runs along the path and keeps what arrives at the boundary. The second one starts there, at each node of
+The first pass runs along the path and keeps the gradients at the boundary. The second one starts there, at each node of
 the boundary by itself, and asks for the leaves behind its own edges: the engine then computes nothing else. Each node
 gets the very gradients that one pass would have given it, so the sums are the same, to the bit.
 
 Vectors are an exception: nodes such as a layer norm compute the gradients of their parameters on the way, at hardly any
 cost. These are taken in the first pass, and added to `grad` in the second.
 
-A graph that can't be cut so is run whole in the first pass: where one parameter is reached from two nodes of the
+Some graphs can't be cut so, and run whole in the first pass: where one parameter is reached from two nodes of the
 boundary (its two summands would be added to `param.grad` one after the other), and where a function of Python, which
 may do anything, would have to run twice.
 """
@@ -36,62 +36,41 @@ from scale_core import compat
 _Edge = tuple[Node, int]
 
 Gradients = Sequence[Tensor | None]
-"""One for each tensor that a gradient is asked of or given for; None where there is none."""
+"""One for each root or input; None where there is none."""
 
 
-class _Part(NamedTuple):
-    """What one call of the engine computes in the second pass.
+class _Segment(NamedTuple):
+    """What one call of the engine computes in the second pass."""
 
-    Attributes:
-        edges: Where it starts.
-        leaves: Whose gradients it adds to `grad`.
-    """
-
-    edges: list[GradientEdge]
-    leaves: list[Tensor]
+    edges: list[GradientEdge]  # where it starts
+    leaves: list[Tensor]  # whose gradients it adds to `grad`
 
 
 class _Cut(NamedTuple):
-    """Where a graph is cut.
+    """Where a graph is cut."""
 
-    Attributes:
-        on_path: For each root, whether it leads to an input.
-        boundary: What starts at nodes of the path.
-        vectors: Leaves whose gradients are computed on the way.
-        beside: What starts at roots that lead to parameters alone; None where there are none.
-    """
-
-    on_path: list[bool]
-    boundary: list[_Part]
-    vectors: list[Tensor]
-    beside: _Part | None
+    on_path: list[bool]  # for each root, whether it leads to an input
+    boundary: list[_Segment]  # what starts at nodes of the path
+    vectors: list[Tensor]  # leaves whose gradients are computed on the way
+    beside: _Segment | None  # what starts at roots that lead to parameters alone
 
 
 class Backward:
-    """The backward pass of one micro-batch through one stage.
+    """The backward pass of one micro-batch through one stage, from its roots to leaves and parameters.
 
-    Args:
-        roots: The outputs, as edges of the graph: their memory need not be kept for this.
-        inputs: Leaves that require gradients.
-        splits: Whether the graph may be cut; without, the first pass does everything.
+    Roots are edges of the graph, since the memory of outputs need not be kept for this. Without `splits`, the first
+    pass computes everything.
     """
 
     def __init__(self, roots: Sequence[GradientEdge], inputs: Sequence[Tensor], *, splits: bool = True) -> None:
         self._roots = list(roots)
         self._inputs = list(inputs)
         self._splits = splits
-        self._later: list[tuple[_Part, list[Tensor | None]]] = []
+        self._later: list[tuple[_Segment, list[Tensor | None]]] = []
 
     def run(self, gradients: Gradients) -> list[Tensor | None]:
-        """Computes all gradients at once; adds those of parameters to their `grad`.
-
-        Args:
-            gradients: For each root, of its shape.
-
-        Returns:
-            For each input its gradient.
-        """
-        edges, given = _present(self._roots, gradients)
+        """Computes all gradients at once, and returns those of the inputs; `gradients` are those of the roots."""
+        edges, given = _with_gradient(self._roots, gradients)
         if edges:
             torch.autograd.backward(edges, given)
         self._roots = []
@@ -101,21 +80,14 @@ class Backward:
         return found
 
     def run_inputs(self, gradients: Gradients) -> list[Tensor | None]:
-        """Computes the gradients of the inputs, and keeps what those of the parameters need.
-
-        Args:
-            gradients: For each root, of its shape.
-
-        Returns:
-            For each input its gradient.
-        """
+        """Computes and returns the gradients of the inputs, and keeps what those of the parameters need."""
         cut = _cut(self._roots, self._inputs) if self._splits else None
         if cut is None:
             return self.run(gradients)
         roots, self._roots = self._roots, []
         if cut.beside is not None:
             self._later = [(cut.beside, [g for g, on in zip(gradients, cut.on_path, strict=True) if not on])]
-        edges, given = _present(roots, [g if on else None for g, on in zip(gradients, cut.on_path, strict=True)])
+        edges, given = _with_gradient(roots, [g if on else None for g, on in zip(gradients, cut.on_path, strict=True)])
         if not edges:
             return [None] * len(self._inputs)
         wanted: list[Any] = [*self._inputs, *(edge for part in cut.boundary for edge in part.edges), *cut.vectors]
@@ -128,74 +100,76 @@ class Backward:
             self._later.append((part, found[place : place + len(part.edges)]))
             place += len(part.edges)
         if cut.vectors:
-            self._later.append((_Part([get_gradient_edge(leaf) for leaf in cut.vectors], cut.vectors), found[place:]))
+            segment = _Segment([get_gradient_edge(leaf) for leaf in cut.vectors], cut.vectors)
+            self._later.append((segment, found[place:]))
         return found[:num_inputs]
 
     def run_weights(self) -> None:
-        """Adds the gradients of the parameters to their `grad`; does nothing where the first pass did everything."""
+        """Adds the gradients of the parameters to their `grad`, unless the first pass computed everything."""
         later, self._later = self._later, []
         for place, (part, kept) in enumerate(later):
-            later[place] = (part, [])  # What has been used is free before the next is computed.
-            edges, given = _present(part.edges, kept)
+            later[place] = (part, [])  # What has been used is freed before the next is computed.
+            edges, given = _with_gradient(part.edges, kept)
             del kept
             if edges:
                 compat.add_gradients(edges, given, part.leaves)  # A stage has a part for nearly each of its layers.
 
 
-def _present(edges: Sequence[GradientEdge], gradients: Gradients) -> tuple[list[GradientEdge], list[Tensor]]:
-    """The edges that a gradient arrives at, and these."""
+def _with_gradient(edges: Sequence[GradientEdge], gradients: Gradients) -> tuple[list[GradientEdge], list[Tensor]]:
+    """The edges that have a gradient, and these."""
     pairs = [(edge, gradient) for edge, gradient in zip(edges, gradients, strict=True) if gradient is not None]
     return [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
 
 
 def _cut(roots: Sequence[GradientEdge], inputs: Sequence[Tensor]) -> _Cut | None:
-    """Returns where a graph is cut; None where it can't be."""
-    behind: dict[Node, list[_Edge]] = {}  # by node, where its edges lead to
-    before: dict[Node, list[Node]] = {}  # by node, where they come from
+    """Cuts a graph; None where it can't be."""
+    next_edges: dict[Node, list[_Edge]] = {}
+    previous: dict[Node, list[Node]] = {}
     stack = [root.node for root in roots]
     while stack:
         node = stack.pop()
-        if node in behind:
+        if node in next_edges:
             continue
-        edges = behind[node] = [edge for edge in cast(Any, node).next_functions if edge[0] is not None]
+        edges = next_edges[node] = [edge for edge in cast(Any, node).next_functions if edge[0] is not None]
         for other, _ in edges:
-            if other in before:
-                before[other].append(node)
+            if other in previous:
+                previous[other].append(node)
             else:
-                before[other] = [node]
+                previous[other] = [node]
             stack.append(other)
-    path = _leading_to([get_gradient_edge(leaf).node for leaf in inputs], before)
+    path = _leading_to([get_gradient_edge(leaf).node for leaf in inputs], previous)
     owners: dict[Node, Node | None] = {}
-    boundary: list[_Part] = []
+    boundary: list[_Segment] = []
     vectors: list[Tensor] = []
-    for node, edges in behind.items():  # In the order of the walk, whatever the memory's addresses are.
+    for node, edges in next_edges.items():  # In the order of the walk, whatever the memory's addresses are.
         if node not in path:
             continue
         starts = [other for other, _ in edges if other not in path]
-        if _is_python(node) and (starts or node.name() == "CheckpointFunctionBackward"):
+        is_python = isinstance(cast(object, node), BackwardCFunction)
+        if is_python and (starts or node.name() == "CheckpointFunctionBackward"):
             return None  # The latter computes gradients of parameters itself, and refuses where inputs alone are asked.
-        leaves = _claim(starts, node, owners, behind) if starts else []
+        leaves = _claim(starts, node, owners, next_edges) if starts else []
         if leaves is None:
             return None
         if leaves and all(leaf.ndim <= 1 and not leaf._backward_hooks for leaf in leaves):
             vectors += leaves  # Hooks of a leaf would be called in both passes.
         elif leaves:
             outputs = [root.output_nr for root in roots if root.node is node]
-            outputs += [nr for other in before.get(node, ()) for following, nr in behind[other] if following is node]
-            boundary.append(_Part([GradientEdge(node, nr) for nr in dict.fromkeys(outputs)], leaves))
+            outputs += [nr for other in previous.get(node, ()) for after, nr in next_edges[other] if after is node]
+            boundary.append(_Segment([GradientEdge(node, nr) for nr in dict.fromkeys(outputs)], leaves))
     on_path = [root.node in path for root in roots]
     beside = [root for root, on in zip(roots, on_path, strict=True) if not on]
     if not beside:
         return _Cut(on_path, boundary, vectors, None)
-    leaves = _claim([root.node for root in beside], None, owners, behind)
-    return None if leaves is None else _Cut(on_path, boundary, vectors, _Part(beside, leaves))
+    leaves = _claim([root.node for root in beside], None, owners, next_edges)
+    return None if leaves is None else _Cut(on_path, boundary, vectors, _Segment(beside, leaves))
 
 
-def _leading_to(ends: Sequence[Node], before: dict[Node, list[Node]]) -> set[Node]:
+def _leading_to(ends: Sequence[Node], previous: dict[Node, list[Node]]) -> set[Node]:
     """The nodes from which one of the ends can be reached, and the ends."""
     path, stack = set(ends), list(ends)
     while stack:
-        for node in before.get(stack.pop(), ()):
+        for node in previous.get(stack.pop(), ()):
             if node not in path:
                 path.add(node)
                 stack.append(node)
@@ -203,7 +177,7 @@ def _leading_to(ends: Sequence[Node], before: dict[Node, list[Node]]) -> set[Nod
 
 
 def _claim(
-    starts: Sequence[Node], owner: Node | None, owners: dict[Node, Node | None], behind: dict[Node, list[_Edge]]
+    starts: Sequence[Node], owner: Node | None, owners: dict[Node, Node | None], next_edges: dict[Node, list[_Edge]]
 ) -> list[Tensor] | None:
     """Returns the leaves behind `starts`, which belong to `owner` from now on; None if one belongs to another."""
     leaves: list[Tensor] = []
@@ -215,12 +189,8 @@ def _claim(
         seen.add(node)
         if owners.setdefault(node, owner) is not owner:
             return None
-        edges = behind[node]
+        edges = next_edges[node]
         stack += [other for other, _ in edges]
         if not edges and node.name() == "torch::autograd::AccumulateGrad":
             leaves.append(cast(Any, node).variable)
     return leaves
-
-
-def _is_python(node: object) -> bool:
-    return isinstance(node, BackwardCFunction)

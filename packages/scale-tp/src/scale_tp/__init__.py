@@ -1,19 +1,14 @@
 """Tensor, sequence and context parallelism for PyTorch: a layer that several devices compute together.
 
 `layers/` has the layers of Megatron and FairScale, `conversion/` divides those of a model that exists already
-(`parallelize`); read these first. Below them:
-
-- `split`, `parallel_state`: how the indices of a dimension are dealt to ranks, and which ranks these are;
-- `comm`, `autograd_regions`, `mappings`: sums and parts of tensors, with their gradients;
-- `random`, `weight_init`, `attention_heads`, `sequence_lengths`: random numbers, initial values, heads, lengths.
-
-Beside them: `async_tp/` (exchanges beside products), `context_parallel/` (ring and Ulysses attention), `state_dict` and
-`llama` (whole tensors in and out).
+(`parallelize`); begin there. Below them are `mappings` (collectives with gradients) and `comm`; beside them
+`async_tp/` (communication that overlaps with products), `context_parallel/` (ring and Ulysses attention), `random` and
+`state_dict`.
 """
 
 from scale_tp.async_tp.collective_matmul import gather_linear, linear_scatter
-from scale_tp.attention_heads import ATTENTION_RULES, AttentionRule
-from scale_tp.context_parallel.load_balance import join_sequence, positions, split_sequence
+from scale_tp.attention_heads import AttentionRule
+from scale_tp.context_parallel.load_balance import join_sequence, position_ids, split_sequence
 from scale_tp.context_parallel.ring import ring_attention
 from scale_tp.context_parallel.ulysses import ulysses_attention
 from scale_tp.conversion.parallelize import parallelize
@@ -22,12 +17,11 @@ from scale_tp.layers.attention import ParallelAttention
 from scale_tp.layers.cross_entropy import vocab_parallel_cross_entropy
 from scale_tp.layers.dropout import ParallelDropout
 from scale_tp.layers.embedding import ParallelEmbedding, VocabParallelEmbedding
+from scale_tp.layers.full_init import init_as_full
 from scale_tp.layers.linear import ColumnParallelLinear, RowParallelLinear
-from scale_tp.layers.norm import ParallelLayerNorm, ParallelRMSNorm, sum_gradients_over
-from scale_tp.layers.whole_init import initialise_whole
-from scale_tp.llama import iterate_consolidated, read_consolidated
+from scale_tp.layers.norm import ParallelLayerNorm, ParallelRMSNorm, register_grad_all_reduce
+from scale_tp.llama import iterate_consolidated
 from scale_tp.mappings import (
-    copy_all_to_model_parallel_region,
     copy_to_model_parallel_region,
     gather_from_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -43,8 +37,6 @@ from scale_tp.parallel_state import (
     get_context_parallel_ranks,
     get_context_parallel_world_size,
     get_data_context_parallel_group,
-    get_data_context_parallel_rank,
-    get_data_context_parallel_ranks,
     get_data_context_parallel_world_size,
     get_data_parallel_group,
     get_data_parallel_rank,
@@ -64,15 +56,14 @@ from scale_tp.parallel_state import (
 )
 from scale_tp.random import (
     CudaRNGStatesTracker,
-    RandomStreams,
     checkpoint,
     get_cuda_rng_tracker,
     get_rng_tracker,
     model_parallel_cuda_manual_seed,
     model_parallel_manual_seed,
 )
+from scale_tp.sequence_lengths import record_sequence_lengths
 from scale_tp.split import (
-    HeadSplit,
     Split,
     VocabUtility,
     divide_and_check_no_remainder,
@@ -80,29 +71,25 @@ from scale_tp.split import (
     split_heads,
     split_tensor_along_last_dim,
 )
-from scale_tp.state_dict import full_state_dict, load_full_tensors
+from scale_tp.state_dict import full_state_dict, load_full_state_dict
 
 __version__ = "2026.11.0"
 __all__ = [
-    "ATTENTION_RULES",
     "GPT2_PLAN",
     "AttentionRule",
     "ColumnParallelLinear",
     "CudaRNGStatesTracker",
-    "HeadSplit",
     "ParallelAttention",
     "ParallelDropout",
     "ParallelEmbedding",
     "ParallelLayerNorm",
     "ParallelRMSNorm",
-    "RandomStreams",
     "RowParallelLinear",
     "Split",
     "Style",
     "VocabParallelEmbedding",
     "VocabUtility",
     "checkpoint",
-    "copy_all_to_model_parallel_region",
     "copy_to_model_parallel_region",
     "destroy_model_parallel",
     "divide_and_check_no_remainder",
@@ -117,8 +104,6 @@ __all__ = [
     "get_context_parallel_world_size",
     "get_cuda_rng_tracker",
     "get_data_context_parallel_group",
-    "get_data_context_parallel_rank",
-    "get_data_context_parallel_ranks",
     "get_data_context_parallel_world_size",
     "get_data_parallel_group",
     "get_data_parallel_rank",
@@ -134,27 +119,27 @@ __all__ = [
     "get_pipeline_parallel_ranks",
     "get_pipeline_parallel_world_size",
     "get_rng_tracker",
-    "initialise_whole",
+    "init_as_full",
     "initialize_model_parallel",
     "iterate_consolidated",
     "join_sequence",
     "linear_scatter",
-    "load_full_tensors",
+    "load_full_state_dict",
     "model_parallel_cuda_manual_seed",
     "model_parallel_is_initialized",
     "model_parallel_manual_seed",
     "parallelize",
-    "positions",
-    "read_consolidated",
+    "position_ids",
+    "record_sequence_lengths",
     "reduce_from_model_parallel_region",
     "reduce_scatter_to_sequence_parallel_region",
+    "register_grad_all_reduce",
     "ring_attention",
     "scatter_to_model_parallel_region",
     "scatter_to_sequence_parallel_region",
     "split_heads",
     "split_sequence",
     "split_tensor_along_last_dim",
-    "sum_gradients_over",
     "ulysses_attention",
     "vocab_parallel_cross_entropy",
 ]

@@ -1,4 +1,4 @@
-"""What attention modules compute with the number of their heads, and how that is mended where heads are divided.
+"""Rules for attention modules whose heads are divided: which attributes depend on the number of heads.
 
 A module that was written for one process reshapes by its own number of heads. Where its projections are divided, that
 number is another one, and so is whatever depends on it. Which attribute means what is written down here, as rules with
@@ -30,7 +30,7 @@ class AttentionRule:
         query: The projections of the queries that are known, by name.
         key_value: Those of the keys and values.
         fused: Projections of all three in one.
-        layout: How the outputs of those stand: "stacked", all queries, all keys, all values; or "by_head", the query,
+        layout: The order of their outputs: "stacked", all queries, all keys, all values; or "by_head", the query,
             key and value of the first head, then those of the second one.
         classes: The attention modules, by the names of their classes, that it is for; none named is all.
         not_classes: Those that it is not for, whatever their parts are called.
@@ -62,45 +62,37 @@ ATTENTION_RULES: tuple[AttentionRule, ...] = (
     AttentionRule("projections one by one", query=("q_proj", "wq", "query", "q"),
                   key_value=("k_proj", "v_proj", "wk", "wv", "key", "value", "k", "v")),
     AttentionRule("GPT-NeoX", fused=("query_key_value",), layout="by_head", classes=("GPTNeoXAttention",)),
-    # What `query_key_value` holds differs from one family to the next, and no attribute tells, so only rules for a
-    # class speak of it. The same goes for these classes, whose names would fit.
+    # What `query_key_value` holds differs from one family to the next, and no attribute says how, so only rules for a
+    # class name it. The same goes for these classes, whose names would fit.
     AttentionRule("one projection for all three", fused=("c_attn", "qkv", "qkv_proj", "Wqkv"),
                   not_classes=("CodeGenAttention", "GPTBigCodeAttention")),
 )  # fmt: skip
-"""The rules that `parallelize` knows; give it others beside them as `attention_rules`."""
+"""The rules that `parallelize` knows; pass others as `attention_rules`."""
 
 
 @dataclass(frozen=True)
 class Heads:
-    """The heads of one attention module.
-
-    Attributes:
-        module: The attention module.
-        path: Its name.
-        rule: The rule that fits it.
-        split: Which heads each rank computes.
-        head_size: The width of one head.
-    """
+    """The heads of one attention module."""
 
     module: nn.Module
     path: str
     rule: AttentionRule
-    split: HeadSplit
-    head_size: int
+    split: HeadSplit  # which heads each rank computes
+    head_size: int  # the width of one head
 
-    def split_of(self, name: str) -> Split | None:
+    def projection_split(self, name: str) -> Split | None:
         """Which outputs each rank has of a projection, by its name in the module; None if the rule does not know it."""
-        query, key_value = (in_elements(split, self.head_size) for split in self.split)
+        query, key_value = (heads_to_features(split, self.head_size) for split in self.split)
         if name in self.rule.fused:
             if self.rule.layout == "by_head":
-                return in_elements(self.split.query, 3 * self.head_size)
+                return heads_to_features(self.split.query, 3 * self.head_size)
             return Split.stacked(query, key_value, key_value)
         if name in self.rule.query:
             return query
         return key_value if name in self.rule.key_value else None
 
-    def mended(self, rank: int) -> dict[str, int]:
-        """The attributes that have another value on this rank, with that value."""
+    def local_attributes(self, rank: int) -> dict[str, int]:
+        """Returns the attributes that depend on the number of heads, with this rank's values."""
         heads, key_value_heads = self.split.query.sizes[rank], self.split.key_value.sizes[rank]
         values: dict[str, tuple[int, int]] = {}  # what it is in the whole module, and what here
         whole, whole_key_value = self.split.query.total, self.split.key_value.total
@@ -122,33 +114,21 @@ class Heads:
         return found
 
 
-def in_elements(heads: Split, head_size: int) -> Split:
-    """Which elements each rank has, from which heads it has.
+def heads_to_features(heads: Split, head_size: int) -> Split:
+    """Converts a split of heads to one of features.
 
     Example:
-        >>> in_elements(Split.even(3, 2), 4)
+        >>> heads_to_features(Split.even(3, 2), 4)
         Split(total=12, ranges=(((0, 8),), ((8, 12),)))
     """
     ranges = tuple(tuple((start * head_size, stop * head_size) for start, stop in held) for held in heads.ranges)
     return Split(heads.total * head_size, ranges)
 
 
-def heads_of(
+def find_heads(
     module: nn.Module, path: str, children: Mapping[str, int], num_ranks: int, rules: tuple[AttentionRule, ...]
 ) -> Heads | None:
-    """Returns the heads of a module whose projections are to be divided, or None where it has none.
-
-    Args:
-        module: The module.
-        path: Its name.
-        children: The number of outputs of each linear layer below it that is divided by outputs and keeps its part.
-        num_ranks: Between how many ranks they are divided.
-        rules: The rules to try, in order.
-
-    Raises:
-        ValueError: It has an attribute that looks like a number of heads and fits no rule, its heads don't fit its
-            projections, or there are more ranks than heads.
-    """
+    """Returns the heads of a module whose projections are divided, or None; `children` are their numbers of outputs."""
     for rule in rules:
         queries = [name for name in children if name in rule.query or name in rule.fused]
         if not queries or not rule.fits(module):
@@ -157,7 +137,7 @@ def heads_of(
         if heads is None:
             continue
         key_value_heads = _number(module, rule.key_value_heads, _KEY_VALUE_HEADS) or heads
-        return _Counted(module, path, rule, queries[0], heads, key_value_heads).divided(children, num_ranks)
+        return _HeadCounts(module, path, rule, queries[0], heads, key_value_heads).split_between(children, num_ranks)
     told = [f"its attribute {name}" for name in _HEADS if isinstance(getattr(module, name, None), int)]
     told += [f"its projection {name}" for name in children if name in _FUSED_IN_SEVERAL_WAYS]
     if told and children:
@@ -172,27 +152,18 @@ def heads_of(
 
 
 @dataclass(frozen=True)
-class _Counted:
-    """The heads of an attention module as its attributes tell, before it is known whether its projections have them.
-
-    Attributes:
-        module: The module.
-        path: Its name.
-        rule: The rule that fits it.
-        query: The projection of the queries, alone or with the keys and values, by its name in the module.
-        heads: How many there are.
-        key_value_heads: How many of the keys and values.
-    """
+class _HeadCounts:
+    """The heads of an attention module by its attributes, not yet compared with its projections."""
 
     module: nn.Module
     path: str
     rule: AttentionRule
-    query: str
+    query: str  # the projection of the queries, fused or not
     heads: int
-    key_value_heads: int
+    key_value_heads: int  # of the keys and values
 
-    def divided(self, children: Mapping[str, int], num_ranks: int) -> Heads:
-        """These heads, divided; see `heads_of`."""
+    def split_between(self, children: Mapping[str, int], num_ranks: int) -> Heads:
+        """Divides these heads between the ranks."""
         self._check_fused(num_ranks)
         size = self._checked_size(children)
         if num_ranks > self.heads:
@@ -204,13 +175,13 @@ class _Counted:
         return Heads(self.module, self.path, self.rule, split, size)
 
     def _check_fused(self, num_ranks: int) -> None:
-        """Refuses fewer key-value heads in one projection with the queries, where they can't be cut together."""
+        """Refuses a fused projection with fewer key-value heads than heads where it can't be divided."""
         if self.query not in self.rule.fused or self.heads == self.key_value_heads:
             return
         if self.rule.layout == "by_head":
             raise ValueError(
                 f"'{self.path}.{self.query}': the rule {self.rule.name!r} says that the query, key and value of each "
-                f"head stand together, got {self.heads} heads and {self.key_value_heads} key-value heads: give it the "
+                f"head are together, got {self.heads} heads and {self.key_value_heads} key-value heads: give it the "
                 "style 'colwise_gather_output'"
             )
         if num_ranks > self.key_value_heads:
@@ -221,7 +192,7 @@ class _Counted:
             )
 
     def _checked_size(self, children: Mapping[str, int]) -> int:
-        """The size of one head, of which each projection has as many outputs as its heads."""
+        """Returns the size of one head, after comparing it with the outputs of each projection."""
         in_query = self.heads + 2 * self.key_value_heads if self.query in self.rule.fused else self.heads
         told = (getattr(self.module, name, None) for name in _HEAD_SIZES)
         size = next((found for found in told if isinstance(found, int)), children[self.query] // in_query)
@@ -238,7 +209,7 @@ class _Counted:
 
 
 def _number(module: nn.Module, names: tuple[str, ...], in_config: tuple[str, ...]) -> int | None:
-    """The first of these attributes that is a number, of the module or else of its configuration."""
+    """Returns the first of these attributes that is an integer, of the module or else of its config."""
     config = getattr(module, "config", None)
     for owner, attributes in ((module, names), (config, in_config)):
         for name in attributes:

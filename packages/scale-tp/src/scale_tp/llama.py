@@ -48,7 +48,7 @@ def iterate_consolidated(
     The files are mapped into memory and read tensor by tensor; no code in them is run (`weights_only`).
 
     Args:
-        folder: Where consolidated.00.pth, consolidated.01.pth and so on stand, and params.json, if there is one.
+        folder: The folder of consolidated.00.pth, consolidated.01.pth and so on, and params.json, if there is one.
         dims: As `LLAMA_DIMS`; to read other names, too, pass `{**LLAMA_DIMS, "lora": 0}`.
         dtype: What to convert to; None keeps the dtype of the files.
 
@@ -63,12 +63,12 @@ def iterate_consolidated(
             ...
     """
     files = _open(Path(folder))
-    plan = [_way(name, files, dims) for name in files.parts[0]]
-    for way in plan:
-        parts = [part[way.name] for part in files.parts]
-        merged = _merged(way, parts, files)
+    rules = [_merge_rule(name, files, dims) for name in files.parts[0]]
+    for rule in rules:
+        parts = [part[rule.name] for part in files.parts]
+        merged = _merged(rule, parts, files)
         # A copy, where nothing was joined: what is mapped would change with its file.
-        yield way.name, merged.to(dtype or merged.dtype, copy=len(parts) == 1 or way.dim is None)
+        yield rule.name, merged.to(dtype or merged.dtype, copy=len(parts) == 1 or rule.dim is None)
 
 
 def read_consolidated(
@@ -80,34 +80,21 @@ def read_consolidated(
 
 @dataclass(frozen=True)
 class _Files:
-    """The files of a checkpoint.
+    """The files of a checkpoint."""
 
-    Attributes:
-        paths: Where they stand, by rank.
-        parts: What each holds.
-        width: The length of a token's vector; None where the files don't tell.
-        num_key_value_heads: As params.json says; None where it does not.
-    """
-
-    paths: list[Path]
-    parts: list[dict[str, Tensor]]
-    width: int | None
-    num_key_value_heads: int | None
+    paths: list[Path]  # by rank
+    parts: list[dict[str, Tensor]]  # what each holds
+    width: int | None  # the length of a token's vector; None where it is not known
+    num_key_value_heads: int | None  # as params.json says; None where it does not
 
 
 @dataclass(frozen=True)
-class _Way:
-    """How the parts of one tensor become whole.
-
-    Attributes:
-        name: Its name.
-        dim: Along which dimension they are joined; None where all are the same.
-        copies: How many ranks one after the other hold the same part.
-    """
+class _MergeRule:
+    """How the parts of one tensor are merged."""
 
     name: str
-    dim: int | None
-    copies: int = 1
+    dim: int | None  # along which dimension they are joined; None where all are the same
+    copies: int = 1  # how many ranks one after the other hold the same part
 
 
 def _open(folder: Path) -> _Files:
@@ -135,15 +122,15 @@ def _open(folder: Path) -> _Files:
     return _Files(paths, parts, width, params.get("n_kv_heads"))
 
 
-def _way(name: str, files: _Files, dims: Mapping[str, int | None]) -> _Way:
-    """Says how a tensor is merged, from its name and the shapes of its parts."""
+def _merge_rule(name: str, files: _Files, dims: Mapping[str, int | None]) -> _MergeRule:
+    """Decides how a tensor is merged, from its name and the shapes of its parts."""
     matching = [dim for pattern, dim in dims.items() if re.fullmatch(pattern, name)]
     if not matching:
         raise ValueError(
             f"{name}: no pattern says along which dimension it is divided: pass "
             f"dims={{**LLAMA_DIMS, {re.escape(name)!r}: 0}}, or None in the place of 0 where each rank has all of it"
         )
-    dim = matching[-1]  # What the caller adds stands last.
+    dim = matching[-1]  # What the caller adds is last.
     shapes = [tuple(part[name].shape) for part in files.parts]
     if dim == -1:
         if files.width is None:
@@ -162,19 +149,19 @@ def _way(name: str, files: _Files, dims: Mapping[str, int | None]) -> _Way:
         )
     heads = files.num_key_value_heads
     if heads is not None and _KEY_VALUE.fullmatch(name) and len(shapes) > heads and len(shapes) % heads == 0:
-        return _Way(name, dim, copies=len(shapes) // heads)
-    return _Way(name, dim)
+        return _MergeRule(name, dim, copies=len(shapes) // heads)
+    return _MergeRule(name, dim)
 
 
-def _merged(way: _Way, parts: list[Tensor], files: _Files) -> Tensor:
-    copies = len(parts) if way.dim is None else way.copies
+def _merged(rule: _MergeRule, parts: list[Tensor], files: _Files) -> Tensor:
+    copies = len(parts) if rule.dim is None else rule.copies
     for number, part in enumerate(parts):
         first = number - number % copies
         if not torch.equal(part, parts[first]):
             raise ValueError(
-                f"{way.name}: expected the same values in {files.paths[first].name} and {files.paths[number].name}, "
+                f"{rule.name}: expected the same values in {files.paths[first].name} and {files.paths[number].name}, "
                 "which both hold all of it, but they differ: take the files of one checkpoint"
             )
-    if way.dim is None:
+    if rule.dim is None:
         return parts[0]
-    return torch.cat(parts[::copies], way.dim)
+    return torch.cat(parts[::copies], rule.dim)

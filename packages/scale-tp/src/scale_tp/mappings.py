@@ -1,13 +1,13 @@
-"""The collectives of tensor parallelism, with their gradients: each is another one's backward.
+"""The collectives of tensor parallelism with their gradients: each is another one's backward.
 
-| forward            | backward           | region                                       |
-|--------------------|--------------------|----------------------------------------------|
-| nothing            | sum over the ranks | `copy_to_model_parallel_region`              |
-| sum over the ranks | nothing            | `reduce_from_model_parallel_region`          |
-| this rank's part   | the parts together | `scatter_to_model_parallel_region`           |
-| the parts together | this rank's part   | `gather_from_model_parallel_region`          |
-| the parts together | part of the sum    | `gather_from_sequence_parallel_region`       |
-| part of the sum    | the parts together | `reduce_scatter_to_sequence_parallel_region` |
+| forward        | backward       | region                                       |
+|----------------|----------------|----------------------------------------------|
+| identity       | all-reduce     | `copy_to_model_parallel_region`              |
+| all-reduce     | identity       | `reduce_from_model_parallel_region`          |
+| local slice    | all-gather     | `scatter_to_model_parallel_region`           |
+| all-gather     | local slice    | `gather_from_model_parallel_region`          |
+| all-gather     | reduce-scatter | `gather_from_sequence_parallel_region`       |
+| reduce-scatter | all-gather     | `reduce_scatter_to_sequence_parallel_region` |
 
 A rank leaves a plain region, in which all ranks compute the same, through the first and the third, and comes back
 through the second and the fourth. In a sequence parallel region each rank has its part of the sequence, and the last
@@ -17,59 +17,51 @@ two take the place of the first two. No tensor is changed in place, and gradient
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from scale_core.autograd_hooks import in_backward
 from scale_core.comm.collectives import all_to_all
 from scale_core.comm.group import Group, GroupLike
+from scale_core.comm.work import TransferError
 from scale_core.compat import untraced
-from scale_tp.autograd_regions import Entering, Leaving, cross, divides
 from scale_tp.comm import (
-    gather_along,
-    part_along,
-    parts_of,
-    sizes_of_all,
-    sum_over,
-    sum_scatter_along,
-    tag_of,
-    wide_dtype,
+    accumulation_dtype,
+    all_gather_along,
+    all_reduce_sum,
+    call_tag,
+    check_sizes,
+    gather_sizes,
+    local_slice,
+    reduce_scatter_along,
 )
-from scale_tp.parallel_state import layer_group
-from scale_tp.sequence_lengths import explained, parts_held, tell_parts
+from scale_tp.parallel_state import tensor_parallel_group
+from scale_tp.sequence_lengths import lengths_hint, record_lengths, shard_lengths
 from scale_tp.split import Split
 
-Sizes = Sequence[int] | None
+Sizes: TypeAlias = Sequence[int] | None
 
 
 def copy_to_model_parallel_region(input_: Tensor, group: GroupLike = None) -> Tensor:
-    """Returns the input as it is; its gradient is summed over the ranks, each of which computed with its own part.
+    """Returns the input as it is; its gradient is summed over the ranks, each of which computes with its own part.
 
     Args:
         input_: [any shape], the same on all ranks.
         group: The ranks; None is the model axis.
     """
-    ranks = layer_group(group)
-    if ranks.size == 1:
-        return input_
-    _check_tensor(input_)
-    copied: Tensor = cross(_Copy, ranks, input_)
-    return copied
+    return copy_to_region(_check_tensor(input_), tensor_parallel_group(group))
 
 
-def copy_all_to_model_parallel_region(*inputs: Tensor, group: GroupLike = None) -> tuple[Tensor, ...]:
+def copy_many_to_model_parallel_region(*inputs: Tensor, group: GroupLike = None) -> tuple[Tensor, ...]:
     """The same for several tensors, whose gradients are summed in one message: the small parameters of a norm.
 
     Args:
         *inputs: [any shapes] of one dtype and device, the same on all ranks.
         group: The ranks; None is the model axis.
     """
-    ranks = layer_group(group)
-    if ranks.size == 1 or not inputs:
-        return inputs
-    copied: tuple[Tensor, ...] = cross(_CopyAll, ranks, *inputs)
-    return copied
+    return copy_many_to_region(inputs, tensor_parallel_group(group))
 
 
 def reduce_from_model_parallel_region(input_: Tensor, group: GroupLike = None) -> Tensor:
@@ -79,12 +71,7 @@ def reduce_from_model_parallel_region(input_: Tensor, group: GroupLike = None) -
         input_: [any shape]: a summand; of one shape on all ranks. It is not changed.
         group: The ranks; None is the model axis.
     """
-    ranks = layer_group(group)
-    if ranks.size == 1:
-        return input_
-    _check_tensor(input_)
-    total: Tensor = cross(_Reduce, ranks, input_)
-    return total
+    return reduce_from_region(_check_tensor(input_), tensor_parallel_group(group))
 
 
 def scatter_to_model_parallel_region(
@@ -101,11 +88,7 @@ def scatter_to_model_parallel_region(
     Raises:
         ValueError: `sizes` do not add up to N.
     """
-    ranks = layer_group(group)
-    if ranks.size == 1:
-        return input_
-    part: Tensor = cross(_Scatter, ranks, input_, dim, tuple(parts_of(_size(input_, dim), ranks, sizes)))
-    return part
+    return scatter_to_region(_check_tensor(input_, dim), tensor_parallel_group(group), dim, sizes)
 
 
 def gather_from_model_parallel_region(
@@ -122,11 +105,7 @@ def gather_from_model_parallel_region(
     Raises:
         ValueError: This rank's n is not what `sizes` says.
     """
-    ranks = layer_group(group)
-    if ranks.size == 1:
-        return input_
-    known = tuple(sizes_of_all(_size(input_, dim), ranks, sizes))
-    return _gathered(ranks, input_, dim, known, sums=False)
+    return gather_from_region(_check_tensor(input_, dim), tensor_parallel_group(group), dim, sizes)
 
 
 def scatter_to_sequence_parallel_region(
@@ -143,9 +122,10 @@ def scatter_to_sequence_parallel_region(
     Raises:
         ValueError: `sizes` do not add up to N.
     """
-    ranks = layer_group(group)
-    tell_parts(ranks, parts_of(_size(input_, dim), ranks, sizes))
-    return scatter_to_model_parallel_region(input_, ranks, dim=dim, sizes=sizes)
+    ranks = tensor_parallel_group(group)
+    known = check_sizes(_check_tensor(input_, dim).shape[dim], ranks, sizes)
+    record_lengths(ranks, known)
+    return scatter_to_region(input_, ranks, dim, known)
 
 
 def gather_from_sequence_parallel_region(
@@ -164,12 +144,8 @@ def gather_from_sequence_parallel_region(
     Raises:
         ValueError: This rank's n is not what `sizes` says.
     """
-    ranks = layer_group(group)
-    if ranks.size == 1:
-        return input_
-    own = _size(input_, dim)
-    known = parts_held(ranks, input_, dim) if sizes is None else tuple(sizes_of_all(own, ranks, sizes))
-    return _sequence_gathered(ranks, input_, dim, known, sums=to_model_parallel)
+    ranks = tensor_parallel_group(group)
+    return gather_sequence(_check_tensor(input_, dim), ranks, dim, sizes, to_model_parallel=to_model_parallel)
 
 
 def reduce_scatter_to_sequence_parallel_region(
@@ -186,66 +162,174 @@ def reduce_scatter_to_sequence_parallel_region(
     Raises:
         ValueError: `sizes` do not add up to N.
     """
-    ranks = layer_group(group)
-    if ranks.size == 1:
-        return input_
-    known = tuple(parts_of(_size(input_, dim), ranks, sizes))
-    tell_parts(ranks, known)
-    part: Tensor = cross(_ReduceScatter, ranks, input_, dim, known)
-    return part
+    return reduce_scatter_sequence(_check_tensor(input_, dim), tensor_parallel_group(group), dim, sizes)
 
 
-@untraced
-def _size(tensor: Tensor, dim: int) -> int:
-    _check_tensor(tensor)
-    if not -tensor.dim() <= dim < tensor.dim():
+def _check_tensor(given: Tensor, dim: int | None = None) -> Tensor:
+    is_tensor: bool = isinstance(given, Tensor)
+    if not is_tensor:
+        raise TypeError(f"expected a tensor to bring into the divided region or out of it, got {type(given).__name__}")
+    if dim is not None and not -given.dim() <= dim < given.dim():
         raise ValueError(
-            f"expected dim to be one of the {tensor.dim()} dimensions of the input {list(tensor.shape)}, got {dim}: "
+            f"expected dim to be one of the {given.dim()} dimensions of the input {list(given.shape)}, got {dim}: "
             "pass the one that is divided, such as dim=0"
         )
-    return tensor.shape[dim]
+    return given
 
 
-def _check_tensor(given: object) -> None:
-    if not isinstance(given, Tensor):
-        raise TypeError(f"expected a tensor to bring into the divided region or out of it, got {type(given).__name__}")
-
-
-def _gathered(ranks: Group, part: Tensor, dim: int, sizes: tuple[int, ...], *, sums: bool) -> Tensor:
-    from_last = dim % part.dim() - part.dim()  # Whoever finds it in the graph sees whether it is the last one.
-    whole: Tensor = cross(_GatherToSum if sums else _Gather, ranks, part, from_last, sizes)
-    return whole
+# What the layers call, which know their group and have checked their input. torch.compile goes on without a graph here.
 
 
 @untraced
-def _sequence_gathered(ranks: Group, part: Tensor, dim: int, sizes: tuple[int, ...], *, sums: bool) -> Tensor:
-    return explained(lambda: _gathered(ranks, part, dim, sizes, sums=sums), ranks, part, dim, sizes)
+def copy_to_region(input: Tensor, group: Group) -> Tensor:
+    """Identity, with an all-reduce of the gradient."""
+    if group.size == 1:
+        return input
+    output: Tensor = apply(_Copy, group, input)
+    return output
+
+
+@untraced
+def copy_many_to_region(inputs: Sequence[Tensor], group: Group) -> tuple[Tensor, ...]:
+    """Identity of several tensors, with one all-reduce of all their gradients."""
+    if group.size == 1 or not inputs:
+        return tuple(inputs)
+    outputs: tuple[Tensor, ...] = apply(_CopyMany, group, *inputs)
+    return outputs
+
+
+@untraced
+def reduce_from_region(input: Tensor, group: Group) -> Tensor:
+    """All-reduce, with the identity of the gradient."""
+    if group.size == 1:
+        return input
+    output: Tensor = apply(_Reduce, group, input)
+    return output
+
+
+@untraced
+def scatter_to_region(input: Tensor, group: Group, dim: int = -1, sizes: Sizes = None) -> Tensor:
+    """Local slice, with an all-gather of the gradient."""
+    if group.size == 1:
+        return input
+    output: Tensor = apply(_Scatter, group, input, dim, tuple(check_sizes(input.shape[dim], group, sizes)))
+    return output
+
+
+@untraced
+def gather_from_region(input: Tensor, group: Group, dim: int = -1, sizes: Sizes = None) -> Tensor:
+    """All-gather, with the local slice of the gradient."""
+    if group.size == 1:
+        return input
+    output: Tensor = apply(_Gather, group, input, dim, tuple(gather_sizes(input.shape[dim], group, sizes)))
+    return output
+
+
+@untraced
+def gather_sequence(
+    input: Tensor, group: Group, dim: int, sizes: Sizes = None, *, to_model_parallel: bool = True
+) -> Tensor:
+    """All-gather of a sequence, with a reduce-scatter of the gradient, or a local slice."""
+    if group.size == 1:
+        return input
+    own = input.shape[dim]
+    known = shard_lengths(group, input, dim) if sizes is None else tuple(gather_sizes(own, group, sizes))
+    try:
+        output: Tensor = apply(_GatherSequence if to_model_parallel else _Gather, group, input, dim, known)
+        return output
+    except TransferError as error:
+        error.add_note(lengths_hint(group.rank, own))
+        raise
+
+
+@untraced
+def reduce_scatter_sequence(input: Tensor, group: Group, dim: int, sizes: Sizes = None) -> Tensor:
+    """Reduce-scatter of a sequence, with an all-gather of the gradient."""
+    if group.size == 1:
+        return input
+    known = tuple(check_sizes(input.shape[dim], group, sizes))
+    record_lengths(group, known)
+    output: Tensor = apply(_ReduceScatter, group, input, dim, known)
+    return output
+
+
+# What autograd remembers of a region: its ranks, as `ctx.group`.
+
+
+class RegionEntry(torch.autograd.Function):
+    """Base of the functions that bring a tensor into the region of the ranks `ctx.group`."""
+
+
+class RegionExit(torch.autograd.Function):
+    """Base of the functions that bring a tensor out of it."""
+
+
+def region_groups(tensor: Tensor) -> list[Group]:
+    """Returns the ranks of the regions that a tensor was computed in, back to where each was entered; mostly one."""
+    found: dict[Group, None] = {}
+    seen: set[Any] = set()
+    stack: list[Any] = [tensor.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        function = getattr(node, "_forward_cls", object)
+        if issubclass(function, RegionEntry):
+            found[node.group] = None
+        elif not issubclass(function, RegionExit):
+            stack += [before for before, _ in node.next_functions]
+    return list(found)
+
+
+@untraced
+def check_in_region(what: str, tensor: Tensor, group: Group) -> bool:
+    """Refuses a tensor that was never brought into the region, so that its gradient would not be summed.
+
+    Returns whether it is known to be inside: one that needs no gradient, or is computed again, may be anything.
+    """
+    if group.size == 1 or not (torch.is_grad_enabled() and tensor.requires_grad):
+        return False
+    if any(ranks.ranks == group.ranks for ranks in region_groups(tensor)):
+        return True
+    if tensor.grad_fn is None and in_backward():
+        return False
+    raise ValueError(
+        f"{what}: input_is_inside=True, but the input {list(tensor.shape)} has not been brought into the region of the "
+        f"ranks {list(group.ranks)}, so its gradient would be that of this rank's part alone: pass "
+        "scale_tp.copy_to_model_parallel_region(input, group), or leave input_is_inside out"
+    )
+
+
+def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """`function.apply`, which torch leaves untyped."""
+    return function.apply(*args)
 
 
 # Each of these is another one's backward: see the table above.
 
 
-class _Copy(Entering):
+class _Copy(RegionEntry):
     @staticmethod
-    def forward(ctx: Any, ranks: Group, tensor: Tensor) -> Tensor:
-        ctx.ranks = ranks
+    def forward(ctx: Any, group: Group, tensor: Tensor) -> Tensor:
+        ctx.group = group
         return tensor
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        return None, cross(_Reduce, ctx.ranks, grad)
+        return None, apply(_Reduce, ctx.group, grad)
 
 
-class _CopyAll(Entering):
+class _CopyMany(RegionEntry):
     @staticmethod
-    def forward(ctx: Any, ranks: Group, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.ranks = ranks
+    def forward(ctx: Any, group: Group, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
         return tensors
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         wanted = [grad for grad, needed in zip(grads, ctx.needs_input_grad[1:], strict=True) if needed]
-        joined: Tensor = cross(_Reduce, ctx.ranks, torch.cat([grad.reshape(-1) for grad in wanted]))
+        joined: Tensor = apply(_Reduce, ctx.group, torch.cat([grad.reshape(-1) for grad in wanted]))
         sums = iter(joined.split([grad.numel() for grad in wanted]))
         return None, *(
             next(sums).view(grad.shape).to(grad.dtype) if needed else None
@@ -253,157 +337,116 @@ class _CopyAll(Entering):
         )
 
 
-class _Reduce(Leaving):
+class _Reduce(RegionExit):
     @staticmethod
-    def forward(ctx: Any, ranks: Group, tensor: Tensor) -> Tensor:
-        ctx.ranks = ranks
-        return sum_over(tensor, ranks)
+    def forward(ctx: Any, group: Group, tensor: Tensor) -> Tensor:
+        ctx.group = group
+        return all_reduce_sum(tensor, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        return None, cross(_Copy, ctx.ranks, grad)
+        return None, apply(_Copy, ctx.group, grad)
 
 
-class _Scatter(Entering):
+class _Scatter(RegionEntry):
     @staticmethod
-    def forward(ctx: Any, ranks: Group, tensor: Tensor, dim: int, sizes: tuple[int, ...]) -> Tensor:
-        ctx.place = (dim, sizes)
-        ctx.ranks = ranks
-        part = part_along(tensor, ranks, dim, sizes).clone(memory_format=torch.contiguous_format)
-        return divides(ctx, part, dim, sizes)
+    def forward(ctx: Any, group: Group, tensor: Tensor, dim: int, sizes: tuple[int, ...]) -> Tensor:
+        ctx.group, ctx.dim, ctx.sizes = group, dim, sizes
+        return local_slice(tensor, group, dim, sizes).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, None]:
-        return None, cross(_Gather, ctx.ranks, grad, *ctx.place), None, None
+        return None, apply(_Gather, ctx.group, grad, ctx.dim, ctx.sizes), None, None
 
 
-class _Gather(Leaving):
+class _Gather(RegionExit):
     @staticmethod
-    def forward(ctx: Any, ranks: Group, tensor: Tensor, dim: int, sizes: tuple[int, ...]) -> Tensor:
-        ctx.place = (dim, sizes)
-        ctx.ranks = ranks
-        return gather_along(tensor, ranks, dim, sizes)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, None]:
-        return None, cross(_Scatter, ctx.ranks, grad, *ctx.place), None, None
-
-
-class _GatherToSum(Entering):
-    @staticmethod
-    def forward(ctx: Any, ranks: Group, tensor: Tensor, dim: int, sizes: tuple[int, ...]) -> Tensor:
-        ctx.place = (dim, sizes)
-        ctx.ranks = ranks
-        return gather_along(tensor, ranks, dim, sizes)
+    def forward(ctx: Any, group: Group, tensor: Tensor, dim: int, sizes: tuple[int, ...]) -> Tensor:
+        ctx.group, ctx.dim, ctx.sizes = group, dim, sizes
+        return all_gather_along(tensor, group, dim, sizes)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, None]:
-        return None, cross(_ReduceScatter, ctx.ranks, grad, *ctx.place), None, None
+        return None, apply(_Scatter, ctx.group, grad, ctx.dim, ctx.sizes), None, None
 
 
-class _ReduceScatter(Leaving):
+class _GatherSequence(RegionEntry):
     @staticmethod
-    def forward(ctx: Any, ranks: Group, tensor: Tensor, dim: int, sizes: tuple[int, ...]) -> Tensor:
-        ctx.place = (dim, sizes)
-        ctx.ranks = ranks
-        return divides(ctx, sum_scatter_along(tensor, ranks, dim, sizes), dim, sizes)
+    def forward(ctx: Any, group: Group, tensor: Tensor, dim: int, sizes: tuple[int, ...]) -> Tensor:
+        ctx.group, ctx.dim, ctx.sizes = group, dim, sizes
+        return all_gather_along(tensor, group, dim, sizes)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, None]:
-        return None, cross(_GatherToSum, ctx.ranks, grad, *ctx.place), None, None
+        return None, apply(_ReduceScatter, ctx.group, grad, ctx.dim, ctx.sizes), None, None
 
 
-# Parameters of which some ranks hold copies: the key-value heads where there are fewer of these than ranks.
-#
-# Each rank that holds a copy computes with other query heads, so each has a summand of its gradient. They add what the
-# others have in rank order, so that the copies stay alike to the bit.
-
-
-def holders(split: Split, rank: int) -> list[int]:
-    """Returns the ranks that have the same indices as this one, itself included; in order.
-
-    Example:
-        >>> holders(Split(2, (((0, 1),), ((0, 1),), ((1, 2),))), 1)
-        [0, 1]
-    """
-    return [other for other, ranges in enumerate(split.ranges) if ranges == split.ranges[rank]]
-
-
-def has_copies(split: Split) -> bool:
-    """Whether some ranks have the same indices; it is the same on all of them."""
-    return any(not split.counts(rank) and split.sizes[rank] for rank in range(split.num_ranks))
-
-
-def sum_gradients_of_copies(param: Tensor, group: Group, split: Split) -> Tensor:
-    """Returns the parameter as it is; its gradient is summed over the ranks that hold a copy.
-
-    Args:
-        param: [any shape], this rank's part.
-        group: The ranks; where none of them holds a copy, nothing is sent.
-        split: Which of the whole parameter each rank has.
-    """
-    if group.size == 1 or not has_copies(split):
-        return param
-    summed: Tensor = _SumOfCopies.apply(param, group, holders(split, group.rank))  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    return summed
-
-
-class _SumOfCopies(torch.autograd.Function):
+class _ReduceScatter(RegionExit):
     @staticmethod
-    def forward(ctx: Any, param: Tensor, group: Group, ranks: list[int]) -> Tensor:
-        ctx.group, ctx.ranks = group, ranks
-        return param.view_as(param)
+    def forward(ctx: Any, group: Group, tensor: Tensor, dim: int, sizes: tuple[int, ...]) -> Tensor:
+        ctx.group, ctx.dim, ctx.sizes = group, dim, sizes
+        return reduce_scatter_along(tensor, group, dim, sizes)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return sum_of_copies(gradient, ctx.group, ctx.ranks), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, None]:
+        return None, apply(_GatherSequence, ctx.group, grad, ctx.dim, ctx.sizes), None, None
 
 
-def sum_of_copies(tensor: Tensor, group: Group, ranks: list[int]) -> Tensor:
-    """Returns the sum over some ranks of the group, each with its own; all ranks of the group call it."""
-    flat = tensor.contiguous().view(-1)
-    others = [rank for rank in ranks if rank != group.rank]
-    sizes = [flat.numel() if rank in others else 0 for rank in range(group.size)]
-    received = flat.new_empty(sum(sizes))
-    tag = tag_of("gradients of copies", flat.dtype, tuple(tensor.shape))
-    given = flat.repeat(len(others))
-    all_to_all(received, given, group, output_sizes=sizes, input_sizes=sizes, tag=tag).wait()
-    parts = dict(zip(others, received.split(flat.numel()) if others else (), strict=True))
-    parts[group.rank] = flat
-    total = torch.zeros(flat.shape, dtype=wide_dtype(flat.dtype), device=flat.device)
-    for rank in sorted(parts):
-        total += parts[rank]
-    return total.to(tensor.dtype).view(tensor.shape)
-
-
-# All features out of the ranks' parts, and a part out of all, in the order of the layer that is not divided.
-#
-# A split may give a rank several ranges, as of matrices that are stacked. Then the parts, one behind the other, are in
-# another order than the whole.
+# Features in the order of the layer that is not divided: a split may give a rank several ranges, as of matrices that
+# are stacked, so that the parts one behind the other are in another order than the whole.
 
 
 def gather_features(part: Tensor, group: Group, split: Split) -> Tensor:
-    """Returns all features, in their order, of which each rank has those of a split.
-
-    Args:
-        part: [..., features of this rank].
-        group: The ranks.
-        split: Which features each rank has; of copies, the first counts, and gets the gradient.
-    """
+    """Gathers [..., features of this rank] of a split; of copies, the first counts and gets the gradient."""
     if group.size == 1:
         return part
-    gathered = gather_from_model_parallel_region(part, group, sizes=split.sizes)
+    gathered = gather_from_region(part, group, -1, split.sizes)
     return gathered if split.is_in_rank_order else split.join(gathered.split(list(split.sizes), -1), -1)
 
 
-def scatter_features(input_: Tensor, group: Group, split: Split) -> Tensor:
-    """Returns the features that a split gives this rank.
-
-    Args:
-        input_: [..., all features], the same on all ranks.
-        group: The ranks.
-        split: Which features each rank has; no copies.
-    """
+def scatter_features(input: Tensor, group: Group, split: Split) -> Tensor:
+    """Returns the features that a split without copies gives this rank, of [..., all features]."""
     if not split.is_in_rank_order:
-        input_ = torch.cat([split.take(input_, rank, -1) for rank in range(group.size)], -1)
-    return scatter_to_model_parallel_region(input_, group, sizes=split.sizes)
+        input = torch.cat([split.take(input, rank, -1) for rank in range(group.size)], -1)
+    return scatter_to_region(input, group, -1, split.sizes)
+
+
+# Parameters of which some ranks hold copies: key-value heads where there are fewer of them than ranks. Each rank with a
+# copy computes with other query heads, so each has a summand of the gradient. They add in rank order, so that copies
+# stay equal to the bit.
+
+
+def reduce_grads_of_copies(param: Tensor, group: Group, split: Split) -> Tensor:
+    """Identity of a parameter, with an all-reduce of its gradient over the ranks that hold a copy."""
+    if group.size == 1 or not split.has_copies:
+        return param
+    holders = [rank for rank, ranges in enumerate(split.ranges) if ranges == split.ranges[group.rank]]
+    summed: Tensor = apply(_ReduceCopies, param, group, holders)
+    return summed
+
+
+class _ReduceCopies(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, param: Tensor, group: Group, holders: list[int]) -> Tensor:
+        ctx.group, ctx.holders = group, holders
+        return param.view_as(param)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return all_reduce_copies(grad, ctx.group, ctx.holders), None, None
+
+
+def all_reduce_copies(tensor: Tensor, group: Group, holders: list[int]) -> Tensor:
+    """Returns the sum over some ranks of the group, each with its own; all ranks of the group call it."""
+    flat = tensor.contiguous().view(-1)
+    others = [rank for rank in holders if rank != group.rank]
+    sizes = [flat.numel() if rank in others else 0 for rank in range(group.size)]
+    received, sent = flat.new_empty(sum(sizes)), flat.repeat(len(others))
+    tag = call_tag("gradients of copies", flat.dtype, tuple(tensor.shape))
+    all_to_all(received, sent, group, output_sizes=sizes, input_sizes=sizes, tag=tag).wait()
+    parts = dict(zip(others, received.split(flat.numel()) if others else (), strict=True))
+    parts[group.rank] = flat
+    total = torch.zeros(flat.shape, dtype=accumulation_dtype(flat.dtype), device=flat.device)
+    for rank in sorted(parts):
+        total += parts[rank]
+    return total.to(tensor.dtype).view(tensor.shape)

@@ -1,7 +1,7 @@
-"""Which ranks compute a layer together.
+"""Process groups of tensor, context, pipeline and data parallelism (`initialize_model_parallel`), and their getters.
 
-A layer takes `group=`; where it is left out, it is the group that `initialize_model_parallel` has made. A program that
-runs as one process has made none, and needs none: there every layer is whole.
+A layer takes `group=`; its default is the model axis of `initialize_model_parallel`. A program that runs as one process
+needs no group: there every layer is whole.
 """
 
 from __future__ import annotations
@@ -17,14 +17,12 @@ from scale_core.comm.group import Group, GroupLike, group_of
 from scale_core.compat import process_groups, time_limit
 from scale_tp.split import check_size
 
-# How a world of ranks stands in axes: integers only.
-#
-# There are four axes, the last of which runs fastest: data, pipeline, context, model. So the ranks that divide a layer
-# are next to each other, as on one machine.
+# The ranks are arange(world).reshape(data, pipeline, context, model), so those that divide a layer are next to each
+# other, as on one machine.
 
 
 class AxisSizes(NamedTuple):
-    """How many ranks each axis has; their product is that of all. The slowest first."""
+    """The number of ranks along each axis, the slowest first; their product is the world size."""
 
     data: int
     pipeline: int
@@ -65,7 +63,7 @@ def replica_groups(sizes: AxisSizes) -> list[list[int]]:
 
 
 class _Axis(NamedTuple):
-    """One axis, as this rank sees it."""
+    """This rank's group along one axis, and the process group that was made for it."""
 
     group: Group
     made: dist.ProcessGroup | None
@@ -73,8 +71,8 @@ class _Axis(NamedTuple):
 
 _axes: dict[str, _Axis] = {}
 
-REPLICAS = "data and context"
-"""The name of what is no axis of its own: all ranks with the same part of the model."""
+DATA_CONTEXT = "data and context"
+"""The data and the context axis together: all ranks with the same part of the model."""
 
 
 def initialize_model_parallel(
@@ -124,12 +122,12 @@ def initialize_model_parallel(
     # Axes may have groups of the same ranks, as those of one rank alone: these are made once.
     shared: dict[tuple[tuple[int, ...], str | None], dist.ProcessGroup] = {}
     made = {name: _own_group(ranks, backends[name], timeout, shared) for name, ranks in rank_groups(sizes).items()}
-    made[REPLICAS] = _own_group(replica_groups(sizes), ddp_backend, timeout, shared)
+    made[DATA_CONTEXT] = _own_group(replica_groups(sizes), ddp_backend, timeout, shared)
     _axes.update(made)
 
 
 def destroy_model_parallel() -> None:
-    """Takes the groups of `initialize_model_parallel` away, with their connections; all ranks call it.
+    """Destroys the groups of `initialize_model_parallel`, with their connections; all ranks call it.
 
     Layers that were built for them can't compute any more. Without groups it does nothing.
     """
@@ -146,38 +144,18 @@ def model_parallel_is_initialized() -> bool:
     return bool(_axes)
 
 
-def layer_group(group: GroupLike = None) -> Group:
-    """Returns the ranks between which a layer is divided.
-
-    Args:
-        group: As the user gave it; None is the model axis or, in a world of one rank, that rank.
-
-    Raises:
-        ValueError: No group was given, and several ranks have not been divided; or see `scale_core.group_of`.
-        TypeError: See `scale_core.group_of`.
-    """
+def tensor_parallel_group(group: GroupLike = None) -> Group:
+    """Returns the ranks between which a layer is divided."""
     return group_of(group) if group is not None else axis_group("model")
 
 
-def context_group(group: GroupLike = None) -> Group:
-    """Returns the ranks that divide a sequence.
-
-    Args:
-        group: As the user gave it; None is the context axis or, in a world of one rank, that rank.
-
-    Raises:
-        ValueError: No group was given, and several ranks have not been divided; or see `scale_core.group_of`.
-        TypeError: See `scale_core.group_of`.
-    """
+def context_parallel_group(group: GroupLike = None) -> Group:
+    """Returns the ranks that divide a sequence."""
     return group_of(group) if group is not None else axis_group("context")
 
 
 def axis_group(name: str) -> Group:
-    """Returns this rank's group along an axis: "data", "pipeline", "context", "model" or `REPLICAS`.
-
-    Raises:
-        ValueError: There are several ranks, and they have not been divided.
-    """
+    """Returns this rank's group along an axis: "data", "pipeline", "context", "model" or `DATA_CONTEXT`."""
     if _axes:
         return _axes[name].group
     world = group_of()
@@ -197,7 +175,7 @@ def axis_group(name: str) -> Group:
 
 
 def _sizes(world: int, **inner: int) -> AxisSizes:
-    """The sizes of all axes, of which the data axis is what the others leave of the world."""
+    """Returns the sizes of all axes; the data axis is what the others leave of the world."""
     for name, size in inner.items():
         check_size(f"the {name} parallel size", size, 1)
     product = math.prod(inner.values())
@@ -237,10 +215,8 @@ def _described() -> str:
     return ", ".join(f"{name} {_axes[name].group.size}" for name in AxisSizes._fields)
 
 
-# What FairScale's and Megatron's code asks of the axes: their groups, this rank's place, how many there are.
-#
-# Each getter says what `initialize_model_parallel` has made; in a world of one rank, that rank alone. On several ranks
-# that have not been divided, each is a ValueError that says so.
+# FairScale's and Megatron's getters. In a world of one rank that was not divided they describe that rank alone; on
+# several ranks that have not been divided, each raises a ValueError.
 
 
 def get_model_parallel_group() -> dist.ProcessGroup | None:
@@ -254,7 +230,7 @@ def get_model_parallel_world_size() -> int:
 
 
 def get_model_parallel_rank() -> int:
-    """This rank's place among those that divide a layer."""
+    """This rank's index among those that divide a layer."""
     return axis_group("model").rank
 
 
@@ -294,22 +270,22 @@ def get_data_context_parallel_group() -> dist.ProcessGroup | None:
     They have the same part of the model, and each has a share of its gradients: what computes with replicas, such as
     `fully_shard` and DistributedDataParallel, is given this group where sequences are divided.
     """
-    return _process_group(REPLICAS)
+    return _process_group(DATA_CONTEXT)
 
 
 def get_data_context_parallel_world_size() -> int:
     """How many ranks hold the same part of the model, whatever their part of a sequence."""
-    return axis_group(REPLICAS).size
+    return axis_group(DATA_CONTEXT).size
 
 
 def get_data_context_parallel_rank() -> int:
-    """This rank's place among them."""
-    return axis_group(REPLICAS).rank
+    """This rank's index among them."""
+    return axis_group(DATA_CONTEXT).rank
 
 
 def get_data_context_parallel_ranks() -> list[int]:
     """The global ranks of all of them."""
-    return list(axis_group(REPLICAS).ranks)
+    return list(axis_group(DATA_CONTEXT).ranks)
 
 
 def get_pipeline_parallel_group() -> dist.ProcessGroup | None:
@@ -343,7 +319,7 @@ def get_context_parallel_world_size() -> int:
 
 
 def get_context_parallel_rank() -> int:
-    """This rank's place among those that divide a sequence."""
+    """This rank's index among those that divide a sequence."""
     return axis_group("context").rank
 
 

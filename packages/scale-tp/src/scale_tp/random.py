@@ -1,8 +1,8 @@
-"""Random numbers that are the same on all ranks of a group, and others that differ.
+"""Random number streams that are the same on all ranks of a group, and others that differ.
 
 What all ranks compute alike has to draw alike: initial weights, dropout outside of a divided layer. So the generators
-of torch are seeded alike. What each rank computes for itself may draw from a stream of its own, which is put in their
-place for as long as `fork` lasts, on the host and on the device.
+of torch are seeded alike. What each rank computes for itself may draw from a stream of its own, which takes their place
+inside of `fork`, on the host and on the device.
 """
 
 from __future__ import annotations
@@ -16,48 +16,34 @@ import torch
 from torch import Tensor, nn
 
 from scale_core import compat
+from scale_core.autograd_hooks import in_backward
 from scale_core.comm.group import Group
-from scale_core.compat import in_backward
-from scale_core.part_hooks import ForEachPart
+from scale_core.part_hooks import ForEachShardHook
 from scale_tp.parallel_state import get_model_parallel_rank
 
 
-class StreamState(NamedTuple):
-    """Where a stream of random numbers stands.
-
-    Attributes:
-        host: State of the generator of the host.
-        device: State of that of a CUDA device; None where CUDA is not used.
-    """
+class RNGState(NamedTuple):
+    """The state of the generator of the host and, where CUDA is used, of that of a device."""
 
     host: Tensor
     device: Tensor | None
 
-    def equals(self, other: StreamState) -> bool:
+    def equals(self, other: RNGState) -> bool:
         """Whether the same numbers come next."""
         if self.device is None or other.device is None:
             return self.device is other.device and torch.equal(self.host, other.host)
         return torch.equal(self.host, other.host) and torch.equal(self.device, other.device)
 
 
-def random_state(device: torch.device | None = None) -> StreamState:
-    """Returns where the random numbers stand.
-
-    Args:
-        device: Whose numbers are about to be drawn; None is the current CUDA device, where there is one.
-    """
+def get_rng_state(device: torch.device | None = None) -> RNGState:
+    """Returns the state of the generators; a device says whose numbers are about to be drawn, None the current one."""
     if device is None:
-        return StreamState(torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_available() else None)
-    return StreamState(torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None)
+        return RNGState(torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_available() else None)
+    return RNGState(torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None)
 
 
-def go_to(state: StreamState, device: torch.device | None = None) -> None:
-    """Puts the random numbers back to where they stood.
-
-    Args:
-        state: As `random_state` gave it; without CUDA, what it says of a device is left out.
-        device: As it was given to `random_state`.
-    """
+def set_rng_state(state: RNGState, device: torch.device | None = None) -> None:
+    """Sets the generators to the state of `get_rng_state`; without CUDA, that of a device is left out."""
     torch.set_rng_state(state.host)
     if state.device is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state.device, "cuda" if device is None else device)
@@ -68,14 +54,11 @@ _MODEL_PARALLEL = "model-parallel-rng"
 _OFFSET = 2718
 
 
-class RandomStreams:
-    """Streams of random numbers by name, beside the one that torch's generators are at.
-
-    The names of its methods are those of FairScale's and Megatron's tracker.
-    """
+class RNGStatesTracker:
+    """Streams of random numbers by name, with the methods of FairScale's and Megatron's `CudaRNGStatesTracker`."""
 
     def __init__(self) -> None:
-        self._states: dict[str, StreamState] = {}
+        self._states: dict[str, RNGState] = {}
         self._seeds: set[int] = set()
         self._replay: _Replay | None = None
         self._inside: list[str] = []  # The streams that are being drawn from, the innermost last.
@@ -85,12 +68,12 @@ class RandomStreams:
         self._states.clear()
         self._seeds.clear()
 
-    def get_states(self) -> dict[str, StreamState]:
-        """Where each stream stands, for a checkpoint."""
+    def get_states(self) -> dict[str, RNGState]:
+        """Returns the state of each stream, for a checkpoint."""
         return dict(self._states)
 
-    def set_states(self, states: Mapping[str, StreamState]) -> None:
-        """Puts streams back to where they stood.
+    def set_states(self, states: Mapping[str, RNGState]) -> None:
+        """Sets the streams to states of `get_states`.
 
         Raises:
             TypeError: A state is none of those that `get_states` gives.
@@ -103,7 +86,7 @@ class RandomStreams:
                     f"the device, got {type(given).__name__}: FairScale and Megatron keep that of one generator alone, "
                     "from which the streams can't go on; begin them anew, scale_tp.model_parallel_manual_seed(seed)"
                 )
-        self._states = {name: StreamState(*state) for name, state in states.items()}
+        self._states = {name: RNGState(*state) for name, state in states.items()}
 
     def add(self, name: str, seed: int) -> None:
         """Begins a stream; the numbers in it are those that follow `torch.manual_seed(seed)`.
@@ -115,11 +98,11 @@ class RandomStreams:
             raise ValueError(f"seed {seed} already exists: two streams of one seed are the same numbers")
         if name in self._states:
             raise ValueError(f"cuda rng state {name} already exists: choose another name, or call reset()")
-        before = random_state()
+        before = get_rng_state()
         torch.manual_seed(seed)
-        self._states[name] = random_state()
+        self._states[name] = get_rng_state()
         self._seeds.add(seed)
-        go_to(before)
+        set_rng_state(before)
 
     @contextmanager
     def fork(self, name: str = _MODEL_PARALLEL) -> Iterator[None]:
@@ -144,21 +127,21 @@ class RandomStreams:
                 "did: checkpoint(function, ..., use_reentrant=False, context_fn=scale_tp.get_rng_tracker().replayed)"
             )
         again = replay is not None and replay.again
-        before, outer = random_state(), self._inside[-1] if self._inside and not again else None
+        before, outer = get_rng_state(), self._inside[-1] if self._inside and not again else None
         if outer is not None:
             self._states[outer] = before
         fork = _Fork(name, self._states[name]) if replay is None else replay.fork(name, self._states[name])
         self._inside.append(name)
-        go_to(fork.start)
+        set_rng_state(fork.start)
         try:
             yield
         finally:
             self._inside.pop()
             if not again:
-                self._states[name] = random_state()
+                self._states[name] = get_rng_state()
                 # A fork of the same name around this one goes on behind what was drawn here.
                 fork.end = None if outer is None else self._states.get(outer)
-            go_to(before if fork.end is None else fork.end)
+            set_rng_state(before if fork.end is None else fork.end)
 
     def replayed(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """What to give `torch.utils.checkpoint.checkpoint` as `context_fn`, where streams are used inside.
@@ -180,28 +163,22 @@ class RandomStreams:
 
 @dataclass
 class _Fork:
-    """One time that a stream was asked for.
-
-    Attributes:
-        name: Which one.
-        start: Where it stood.
-        end: Where the numbers around go on; None is where they stood before.
-    """
+    """One fork of a stream."""
 
     name: str
-    start: StreamState
-    end: StreamState | None = None
+    start: RNGState  # of the stream
+    end: RNGState | None = None  # of the numbers around, where they go on; None is where they stood before
 
 
 class _Replay:
-    """Each time that a checkpointed function asked for a stream."""
+    """The forks of a checkpointed function, which its recomputation repeats."""
 
     def __init__(self, forks: list[_Fork] | None = None, *, again: bool = False) -> None:
         self.forks: list[_Fork] = [] if forks is None else forks
         self.again = again
         self._next = 0
 
-    def fork(self, name: str, now: StreamState) -> _Fork:
+    def fork(self, name: str, now: RNGState) -> _Fork:
         if not self.again:
             self.forks.append(_Fork(name, now))
             return self.forks[-1]
@@ -214,16 +191,16 @@ class _Replay:
         return self.forks[self._next - 1]
 
 
-_streams = RandomStreams()
+_tracker = RNGStatesTracker()
 
 
-def get_rng_tracker() -> RandomStreams:
-    """Returns the streams of this process."""
-    return _streams
+def get_rng_tracker() -> RNGStatesTracker:
+    """Returns the tracker of this process."""
+    return _tracker
 
 
 get_cuda_rng_tracker = get_rng_tracker
-CudaRNGStatesTracker = RandomStreams
+CudaRNGStatesTracker = RNGStatesTracker
 
 
 def model_parallel_manual_seed(seed: int) -> None:
@@ -231,9 +208,9 @@ def model_parallel_manual_seed(seed: int) -> None:
 
     Call it after `initialize_model_parallel`. Ranks that hold the same part of the model get the same stream.
     """
-    _streams.reset()
+    _tracker.reset()
     torch.manual_seed(seed)
-    _streams.add(_MODEL_PARALLEL, seed + _OFFSET + get_model_parallel_rank())
+    _tracker.add(_MODEL_PARALLEL, seed + _OFFSET + get_model_parallel_rank())
 
 
 model_parallel_cuda_manual_seed = model_parallel_manual_seed
@@ -243,73 +220,71 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
     """`torch.utils.checkpoint.checkpoint`, without reentry, for a function that draws from streams."""
     from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-    return torch_checkpoint(function, *args, use_reentrant=False, context_fn=_streams.replayed)
+    return torch_checkpoint(function, *args, use_reentrant=False, context_fn=_tracker.replayed)
 
 
-# Random numbers inside of what is divided: each rank draws its own, and outside all of them go on alike.
+# Random numbers inside of a divided region: each rank draws its own, and outside all ranks go on alike.
 #
-# What ranks compute alike has to drop alike. But where heads, features or positions are divided, ranks draw other
-# numbers, and how many depends on what each has. So on the way in a seed is drawn, the same one on all ranks; inside,
-# each goes on from that seed and its own number; on the way out all go back to where they stood when they went in. A
-# recomputation that begins from the same random state draws the same.
+# Where heads, features or positions are divided, ranks draw different numbers, and how many depends on what each has.
+# So on the way in a seed is drawn, the same one on all ranks; inside, each goes on from that seed and its own number;
+# on the way out all go back to the state of the way in. A recomputation from the same random state draws the same.
 
 
-class DividedRandomness(ForEachPart):
-    """The random numbers of one part of a model that ranks divide.
-
-    Args:
-        group: The ranks.
-    """
+class RegionRNG(ForEachShardHook):
+    """The random numbers of one part of a model that ranks divide."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        self._wanted = False
-        self._outside: StreamState | None = None
+        self._needed = False
+        self._outside: RNGState | None = None
 
-    def before(self, module: nn.Module, args: Any) -> None:
-        """A forward pre-hook of the module that holds the part: where nothing is dropped, nothing has to be drawn."""
-        self._wanted = drops(module)
+    def pre_forward(self, module: nn.Module, args: Any) -> None:
+        """Forward pre-hook of the module that holds the part: where nothing is dropped, nothing has to be drawn."""
+        self._needed = has_dropout(module)
 
-    def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """A forward hook of that module, for what has not been left, as after an error."""
-        self.leave()
+    def post_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Forward hook of that module: the region may not have been left, as after an error."""
+        self.exit()
 
-    def enter_if_wanted(self) -> None:
-        """Goes on with numbers of this rank's own, if something may be dropped; within, nothing happens."""
-        if self._wanted and self._outside is None:
+    def enter_if_needed(self) -> None:
+        """Goes on with numbers of this rank's own, if something may be dropped and it does not do so already."""
+        if self._needed and self._outside is None:
             self.enter()
 
     def enter(self) -> None:
         """Goes on with numbers of this rank's own."""
         drawn = torch.randint(1 << 52, (1,), dtype=torch.float64)
         seed = int(compat.values_of(drawn, simulated=[0.0])[0])
-        self._outside = random_state()
+        self._outside = get_rng_state()
         torch.manual_seed(seed * self.group.size + self.group.rank)
 
-    def leave(self) -> None:
+    def exit(self) -> None:
         """Goes back to the numbers that all ranks draw alike; without `enter` nothing happens."""
         outside, self._outside = self._outside, None
         if outside is not None:
-            go_to(outside)
+            set_rng_state(outside)
 
-    def forget(self) -> None:
-        """Takes it that nothing has been entered, as where a recomputation has ended without leaving."""
+    def reset(self) -> None:
+        """Forgets that it was entered, as where a recomputation has ended inside."""
         self._outside = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"group": self.group, "_wanted": False, "_outside": None}
+        return {"group": self.group, "_needed": False, "_outside": None}
 
 
-def drops(module: nn.Module) -> bool:
-    """Whether a module in training may drop something: by a dropout or an attribute that says how much."""
-    if not module.training:
-        return False
-    return any(_drops_itself(below) for below in module.modules() if below.training)
+def may_drop(module: nn.Module) -> bool:
+    """Whether a module has a dropout or an attribute that says how much is dropped, be it nothing by now."""
+    return any(_drop_rate(below) is not None for below in module.modules())
 
 
-def _drops_itself(module: nn.Module) -> bool:
+def has_dropout(module: nn.Module) -> bool:
+    """Whether a module in training may drop something now."""
+    return module.training and any(below.training and _drop_rate(below) for below in module.modules())
+
+
+def _drop_rate(module: nn.Module) -> float | None:
+    """The largest probability with which a module drops by itself; None where it has none."""
     if isinstance(module, nn.modules.dropout._DropoutNd):
-        return module.p > 0
-    return any(
-        name.find("drop") >= 0 and isinstance(value, float) and value > 0 for name, value in vars(module).items()
-    )
+        return module.p
+    rates = [value for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]
+    return max(rates, default=None)

@@ -1,8 +1,7 @@
-"""How the indices of one dimension are dealt to the ranks: integers only.
+"""How the indices of one dimension are divided between the ranks: arithmetic on integers.
 
-Every layer of this package asks the same: which rows, columns, heads or words are mine, and which are those of the
-others? A `Split` answers for all ranks at once, so that a size which does not divide is no special case anywhere
-above, and two layers that stand one behind the other can be seen to fit.
+A `Split` says of all ranks which rows, columns, heads or words they have, so that a size which does not divide is no
+special case in the layers, and two layers one behind the other can be compared.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -27,7 +27,7 @@ class Split:
 
     Attributes:
         total: How many indices the whole dimension has.
-        ranges: For each rank the ranges that it has, in the order in which they stand in its part. Mostly one; a
+        ranges: For each rank the ranges that it has, in the order of its part. Mostly one; a
             matrix that is several, stacked and split each by itself, has one for each of these. Several ranks may have
             the same ranges: those are copies.
 
@@ -64,7 +64,7 @@ class Split:
 
     @classmethod
     def even(cls, total: int, num_ranks: int, *, block: int = 1) -> Split:
-        """As even as it can be: the first ranks have one block more where they don't divide.
+        """As even as possible: the first ranks have one block more where blocks don't divide.
 
         Args:
             total: How many indices there are.
@@ -94,7 +94,7 @@ class Split:
 
     @classmethod
     def stacked(cls, *splits: Split) -> Split:
-        """Several things that stand one behind the other in one dimension, each split by itself.
+        """Several matrices one behind the other in one dimension, each split by itself.
 
         Such as the queries, keys and values of a fused projection, or the gate and the up projection of a perceptron.
 
@@ -122,7 +122,7 @@ class Split:
 
     @classmethod
     def strided(cls, total: int, num_ranks: int, stride: int) -> Split:
-        """What FairScale's `stride` means: `stride` things of equal size, stacked and split each by itself.
+        """FairScale's `stride`: so many matrices of equal size, stacked and split each by itself.
 
         Raises:
             ValueError: The total is not made of `stride` equal things.
@@ -141,23 +141,28 @@ class Split:
         """Between how many ranks the indices are divided."""
         return len(self.ranges)
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
         """How many indices each rank has."""
         return tuple(sum(stop - start for start, stop in ranges) for ranges in self.ranges)
 
-    @property
+    @cached_property
     def is_in_rank_order(self) -> bool:
         """Whether the parts of all ranks, one behind the other, are the whole dimension."""
         held = [range_ for ranges in self.ranges for range_ in ranges if range_[0] < range_[1]]
         return held == sorted(held) and sum(self.sizes) == self.total
 
-    @property
-    def copies_are_whole(self) -> bool:
-        """Whether ranks that have some of the same indices have all of them in common, so that they hold copies."""
-        return sum(size for rank, size in enumerate(self.sizes) if self.counts(rank)) == self.total
+    @cached_property
+    def has_copies(self) -> bool:
+        """Whether some ranks have the same indices."""
+        return any(not self.is_first_copy(rank) and self.sizes[rank] for rank in range(self.num_ranks))
 
-    def counts(self, rank: int) -> bool:
+    @property
+    def has_only_full_copies(self) -> bool:
+        """Whether ranks that have some of the same indices have all of them in common, so that they hold copies."""
+        return sum(size for rank, size in enumerate(self.sizes) if self.is_first_copy(rank)) == self.total
+
+    def is_first_copy(self, rank: int) -> bool:
         """Whether no rank before this one has the same indices: of copies, only one counts."""
         return self.ranges[rank] not in self.ranges[:rank]
 
@@ -189,10 +194,7 @@ class HeadSplit(NamedTuple):
 
 
 def even_sizes(total: int, num_ranks: int) -> tuple[int, ...]:
-    """How many of `total` things each rank has: numbers that differ by one at most, the larger ones first.
-
-    Raises:
-        ValueError: A negative total, or no rank.
+    """How many of `total` indices each rank has: sizes that differ by one at most, the larger ones first.
 
     Example:
         >>> even_sizes(7, 3)
@@ -205,7 +207,7 @@ def even_sizes(total: int, num_ranks: int) -> tuple[int, ...]:
 
 
 def split_heads(num_heads: int, num_key_value_heads: int, num_ranks: int) -> HeadSplit:
-    """Deals attention heads to the ranks, query heads together with the key-value head that they share.
+    """Divides attention heads between the ranks, query heads together with the key-value head that they share.
 
     With at least as many key-value heads as ranks, those are divided, and the query heads follow. With fewer, each is
     copied to some ranks, which divide its query heads; so a rank holds one key-value head at most, or none where it
@@ -243,21 +245,14 @@ def split_heads(num_heads: int, num_key_value_heads: int, num_ranks: int) -> Hea
 
 
 def check_size(what: str, value: Any, least: int = 0) -> None:
-    """Refuses a size that is none.
-
-    Raises:
-        TypeError: It is no integer.
-        ValueError: It is below `least`.
-    """
+    """Refuses a size that is no integer, or below `least`."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"expected {what} to be an integer, got {value!r} of type {type(value).__name__}")
     if value < least:
         raise ValueError(f"expected {what} to be at least {least}, got {value}")
 
 
-# Numbers and tensors cut by hand, by the names that FairScale gives it.
-#
-# The layers of this package cut by `split_sizes`, where nothing needs to divide. These are for code beside them.
+# FairScale's utilities, for code beside the layers: these divide by `Split`, for which no size needs to divide.
 
 
 def ensure_divisibility(numerator: int, denominator: int) -> None:

@@ -1,4 +1,4 @@
-"""The state of a divided model under the plain model's names, with whole tensors.
+"""Full state dicts of a divided model, under the plain model's names.
 
 In pieces it is saved by `scale_core.state.sharded_state_dict`, which knows from `shard_of` what each rank has:
 `torch.distributed.checkpoint` and `scale_core.snapshot` write it and read it at any number of ranks. Here are whole
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from scale_core.comm.group import Group
 from scale_core.shard import unit_shard_of
-from scale_tp.layers.base import ParallelModule, Placement
+from scale_tp.layers.base import ParallelModule, ParamSharding
 
 
 @torch.no_grad()
@@ -31,23 +31,23 @@ def full_state_dict(model: nn.Module, *, on_host: bool = False) -> dict[str, Ten
     Raises:
         ScaleDistributedError: A rank did not take part.
     """
-    placed = dict(_placements(model))
+    placed = dict(_param_shardings(model))
     state: dict[str, Tensor] = {}
     for name, value in model.state_dict(keep_vars=True).items():  # The parts: else all would be whole at once.
         if not isinstance(value, Tensor):  # What a module has put there by get_extra_state.
             state[name] = value
             continue
-        group, placement = placed.get(name, (Group(), Placement(tuple(value.shape))))
-        whole = placement.whole(value, group, name)
+        group, placement = placed.get(name, (Group(), ParamSharding(tuple(value.shape))))
+        whole = placement.full_tensor(value, group, name)
         state[name] = whole.to("cpu") if on_host else whole
     return state
 
 
 @torch.no_grad()
-def load_full_tensors(
+def load_full_state_dict(
     model: nn.Module, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], *, strict: bool = True
 ) -> None:
-    """Puts whole tensors into a divided model, each rank its parts; nothing is sent.
+    """Loads full tensors into a divided model, each rank its parts; nothing is sent.
 
     The tensors may come one at a time, as from `iterate_consolidated`, so that never more than one is whole. (A state
     dict of whole tensors may as well be given to `model.load_state_dict`.)
@@ -63,10 +63,10 @@ def load_full_tensors(
     """
     if sharded := next((name for name, param in model.named_parameters() if unit_shard_of(param) is not None), None):
         raise ValueError(
-            f"load_full_tensors: '{sharded}' is sharded along another axis: call model.load_state_dict(tensors), which "
-            "takes whole tensors as well; or give the layers their values before the model is sharded"
+            f"load_full_state_dict: '{sharded}' is sharded along another axis: call model.load_state_dict(tensors), "
+            "which takes whole tensors as well; or give the layers their values before the model is sharded"
         )
-    placed = dict(_placements(model))
+    placed = dict(_param_shardings(model))
     own = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
     missing = set(own)
     for name, whole in tensors.items() if isinstance(tensors, Mapping) else tensors:
@@ -77,10 +77,10 @@ def load_full_tensors(
                     "leave it out"
                 )
             continue
-        group, placement = placed.get(name, (Group(), Placement(tuple(own[name].shape))))
+        group, placement = placed.get(name, (Group(), ParamSharding(tuple(own[name].shape))))
         if tuple(whole.shape) != placement.shape:
             raise ValueError(f"'{name}': expected a whole tensor of shape {placement.shape}, got {tuple(whole.shape)}")
-        own[name].detach().copy_(placement.take(whole, group.rank))
+        own[name].detach().copy_(placement.local_part(whole, group.rank))
         missing.discard(name)
     if strict and missing:
         raise ValueError(
@@ -89,11 +89,11 @@ def load_full_tensors(
         )
 
 
-def _placements(model: nn.Module) -> Iterator[tuple[str, tuple[Group, Placement]]]:
-    """How each parameter of a divided module stands on the ranks, by its name in the model."""
+def _param_shardings(model: nn.Module) -> Iterator[tuple[str, tuple[Group, ParamSharding]]]:
+    """Yields how each parameter of a divided module is sharded, by its name in the model."""
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, ParallelModule):
-            for name, placement in module.placements.items():
+            for name, placement in module.shardings.items():
                 param = module._parameters.get(name)
-                if param is None or unit_shard_of(param) is None:  # Else whoever cut it makes it whole.
+                if param is None or unit_shard_of(param) is None:  # Else the package that sharded it gathers it.
                     yield f"{path}.{name}".lstrip("."), (module.group, placement)

@@ -1,12 +1,12 @@
-"""A part of a matrix with the values that it has in the whole one, which is never built.
+"""Initialises a part of a weight to the slice that the full initialisation would give, without building the full one.
 
-An unsharded layer draws its whole weight from the random numbers of this process. A rank that drew its own part alone
-would get other numbers, and so would whatever is drawn after it. So the whole is drawn here, too, in the same order,
-but block by block: what is not this rank's is dropped.
+An unsharded layer draws its full weight from the random numbers of this process. A rank that drew its own part alone
+would get other numbers, and so would whatever is drawn after it. So the full weight is drawn here too, in the same
+order, but block by block: what is not this rank's is dropped.
 
-An initialiser such as `torch.nn.init.xavier_normal_` gets a tensor that has the whole shape and no memory, and says by
-its operations what to draw. Where one looks at values, as `orthogonal_` and `trunc_normal_` do, the whole matrix is
-built for it after all.
+An initializer such as `torch.nn.init.xavier_normal_` gets a tensor that has the full shape and no memory, and its
+operations say what to draw. Where one looks at values, as `orthogonal_` and `trunc_normal_` do, the full one is built
+for it after all.
 """
 
 from __future__ import annotations
@@ -20,37 +20,28 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from scale_core.compat import active_fake_mode
-from scale_tp.random import StreamState, go_to, random_state
+from scale_tp.random import RNGState, get_rng_state, set_rng_state
 from scale_tp.split import Range, Split
 
-Initialiser = Callable[[Tensor], object]
+Initializer = Callable[[Tensor], object]
 
 _HOST_BLOCK = 1 << 20  # elements; a multiple of 16, by which torch draws normal numbers on the host
 
 
-def initialise_part(
+def init_shard(
     part: Tensor,
     shape: Sequence[int],
     dim: int,
     split: Split,
     rank: int,
-    init_method: Initialiser,
+    init_method: Initializer,
     *,
-    keep_whole: bool = False,
+    keep_full: bool = False,
 ) -> Tensor | None:
-    """Fills a part with what `init_method` gives the whole; random numbers go on as if that had been built.
+    """Fills `part` with what `init_method` gives the full tensor; random numbers go on as if that had been built.
 
-    Args:
-        part: [shape, but for `dim` with this rank's indices]; nothing happens to it on the meta device.
-        shape: Of the whole tensor.
-        dim: The dimension that is divided.
-        split: How it is divided.
-        rank: Whose part it is.
-        init_method: What fills a whole tensor in place, such as those of `torch.nn.init`. Its result is not used.
-        keep_whole: Build the whole tensor, and return it.
-
-    Raises:
-        ValueError: The part has another shape.
+    The part is [shape, but for `dim` with the indices of `rank`]; on the meta device nothing happens to it. With
+    `keep_full` the full tensor is built and returned.
     """
     expected = [*shape[:dim], split.sizes[rank], *shape[dim + 1 :]]
     if list(part.shape) != expected:
@@ -60,42 +51,42 @@ def initialise_part(
     with torch.no_grad():
         if list(part.shape) == list(shape) and split.is_in_rank_order:
             init_method(part)
-            return part.detach().clone() if keep_whole else None
+            return part.detach().clone() if keep_full else None
         if active_fake_mode() is not None:
             init_method(part)
             return None
-        if not keep_whole:
-            before = random_state(part.device)
+        if not keep_full:
+            before = get_rng_state(part.device)
             try:
-                init_method(WholeOfPart(part.detach(), shape, dim, split.ranges[rank]))
+                init_method(FullInitTensor(part.detach(), shape, dim, split.ranges[rank]))
                 return None
             except NeedsValuesError:
-                go_to(before, part.device)
+                set_rng_state(before, part.device)
         whole = torch.empty(tuple(shape), dtype=part.dtype, device=part.device)
         init_method(whole)
         part.copy_(split.take(whole, rank, dim))
-        return whole if keep_whole else None
+        return whole if keep_full else None
 
 
-def whole_noise(
+def full_noise(
     part: Tensor, shape: Sequence[int], dim: int, split: Split, rank: int, draw: Callable[[Tensor], object]
 ) -> Tensor:
-    """Returns noise like `part`: this rank's part of what `draw` fills a tensor of the whole shape with."""
+    """Returns noise like `part`: this rank's slice of what `draw` fills a tensor of the full shape with."""
     noise = torch.empty_like(part, memory_format=torch.contiguous_format, requires_grad=False)
-    initialise_part(noise, shape, dim, split, rank, draw)
+    init_shard(noise, shape, dim, split, rank, draw)
     return noise
 
 
 class NeedsValuesError(Exception):
-    """An initialiser does what can't be done to one element after the other."""
+    """An initializer does what can't be done element by element."""
 
 
-class WholeOfPart(Tensor):
-    """A tensor of the whole shape of which only a part has memory: what is done to it is done to that part."""
+class FullInitTensor(Tensor):
+    """A tensor of the full shape of which only a part has memory: what is done to it is done to that part."""
 
     part: Tensor
     ranges: Sequence[Range]
-    divided: int
+    shard_dim: int
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch's docs say
 
@@ -104,7 +95,7 @@ class WholeOfPart(Tensor):
         made: Self = cast(Any, Tensor)._make_wrapper_subclass(
             cls, tuple(shape), dtype=part.dtype, device=part.device, requires_grad=False
         )
-        made.part, made.divided, made.ranges = part, dim, ranges
+        made.part, made.shard_dim, made.ranges = part, dim, ranges
         return made
 
     @classmethod
@@ -112,7 +103,7 @@ class WholeOfPart(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         whole, *rest = args
-        if not isinstance(whole, WholeOfPart) or any(isinstance(arg, Tensor) and arg.dim() for arg in rest):
+        if not isinstance(whole, FullInitTensor) or any(isinstance(arg, Tensor) and arg.dim() for arg in rest):
             raise NeedsValuesError(str(func))
         if func in RANDOM:
             whole._draw(lambda block: func(block, *rest, **(kwargs or {})), func)
@@ -130,14 +121,16 @@ class WholeOfPart(Tensor):
         size = _block_size(self.part.device)
         if self.numel() > size and not _draws_in_blocks(func, self.part.dtype, self.part.device):
             raise NeedsValuesError(str(func))
-        inner = self.shape[self.divided + 1 :].numel()
-        period = self.shape[self.divided] * inner
-        target = self.part.view(-1, self.part.shape[self.divided] * inner) if self.part.numel() else None
+        inner = self.shape[self.shard_dim + 1 :].numel()
+        period = self.shape[self.shard_dim] * inner
+        target = self.part.view(-1, self.part.shape[self.shard_dim] * inner) if self.part.numel() else None
         for start, stop in blocks_of(self.numel(), size):
             block = torch.empty(stop - start, dtype=self.part.dtype, device=self.part.device)
             fill(block)
             if target is not None:
-                _keep(target, block, start, period, [(first * inner, last * inner) for first, last in self.ranges])
+                _copy_local(
+                    target, block, start, period, [(first * inner, last * inner) for first, last in self.ranges]
+                )
 
 
 def blocks_of(total: int, size: int) -> Iterator[Range]:
@@ -152,15 +145,10 @@ def blocks_of(total: int, size: int) -> Iterator[Range]:
         yield number * size, (number + 1) * size if number + 1 < count else total
 
 
-def _keep(target: Tensor, block: Tensor, offset: int, period: int, columns: Sequence[Range]) -> None:
-    """Copies what belongs to a part out of a block of the whole.
+def _copy_local(target: Tensor, block: Tensor, offset: int, period: int, columns: Sequence[Range]) -> None:
+    """Copies the `columns` of a part out of a block of the full tensor, whose rows have `period` elements.
 
-    Args:
-        target: [rows, columns of the part].
-        block: [elements], of the whole from `offset` on, whose rows have `period` elements.
-        offset: Where the block begins.
-        period: Elements in a row of the whole.
-        columns: Which of them belong to the part.
+    `target` is [rows, columns of the part], `block` [elements] from `offset` on.
     """
     stop, position = offset + block.numel(), offset
     while position < stop:
@@ -194,16 +182,16 @@ def _draws_in_blocks(func: Any, dtype: torch.dtype, device: torch.device) -> boo
     size = _block_size(device)
     total = 2 * size + 37
     arguments = RANDOM[func]
-    before = random_state(device)
+    before = get_rng_state(device)
     whole = func(torch.empty(total, dtype=dtype, device=device), *arguments)
-    after = random_state(device)
-    go_to(before, device)
+    after = get_rng_state(device)
+    set_rng_state(before, device)
     pieces = [
         func(torch.empty(stop - start, dtype=dtype, device=device), *arguments)
         for start, stop in blocks_of(total, size)
     ]
-    alike = bool(torch.equal(whole, torch.cat(pieces))) and after.equals(random_state(device))
-    go_to(before, device)
+    alike = bool(torch.equal(whole, torch.cat(pieces))) and after.equals(get_rng_state(device))
+    set_rng_state(before, device)
     return alike
 
 
@@ -241,46 +229,29 @@ _BY_ELEMENT = frozenset(
 )
 
 
-# A parameter of which this rank has a part, for code that gives values to a whole one.
-#
-# To its shape, and to what fills it, it is the whole parameter: all of it is drawn, and what is not this rank's is
-# dropped. Where such code looks at values (a row that is set to zero, a decomposition), the whole is built after all,
-# and what was done so far is done to it once more, from the same random numbers.
-
-
-class _Done(NamedTuple):
-    """One operation on the whole parameter.
-
-    Attributes:
-        operation: What was called with it.
-        args: The other arguments.
-        kwargs: Those given by name.
-        state: Where the random numbers stood before; None where none were drawn.
-        generator_state: Where the generator that was given stood; None without.
-    """
+class _RecordedOp(NamedTuple):
+    """One operation on the full parameter."""
 
     operation: Callable[..., object]
-    args: tuple[Any, ...]
+    args: tuple[Any, ...]  # beside the parameter
     kwargs: Mapping[str, Any]
-    state: StreamState | None
-    generator_state: Tensor | None
+    state: RNGState | None  # of the random numbers before; None where none were drawn
+    generator_state: Tensor | None  # of the generator that was given
 
 
-class WholeView(WholeOfPart):
-    """A part that looks like the whole; see above. Whoever makes one calls `finish` when it has been given its values.
+class FullWeightProxy(FullInitTensor):
+    """Stands for a full parameter of which this rank has a part, in code that gives values to full parameters.
 
-    Attributes:
-        param: What `finish` leaves the values in: this rank's part.
-        dealt: How the dimension `divided` is dealt to the ranks.
-        rank: Whose part it is.
-        built: The whole, where one was needed; until then None.
+    To its shape, and to what fills it, it is the full parameter: all of it is drawn, and what is not this rank's is
+    dropped. Where such code looks at values (a row that is set to zero, a decomposition), the full parameter is built
+    after all, and what was done so far is repeated on it, from the same random numbers. In the end `write_back`.
     """
 
-    param: Tensor
-    dealt: Split
+    param: Tensor  # this rank's part, for `write_back`
+    index_split: Split
     rank: int
-    built: Tensor | None
-    _done: list[_Done]
+    full: Tensor | None  # once one was needed
+    _recorded: list[_RecordedOp]
     _is_param: bool
 
     @classmethod
@@ -288,16 +259,16 @@ class WholeView(WholeOfPart):
         """Returns the whole of `param`, [shape, but for `dim` with the indices of `rank`]."""
         held = param.detach()
         made = cls(held.contiguous(), shape, dim, split.ranges[rank])
-        made.param, made.dealt, made.rank, made.built, made._done = held, split, rank, None, []
+        made.param, made.index_split, made.rank, made.full, made._recorded = held, split, rank, None, []
         made._is_param = True  # What isinstance(..., nn.Parameter) asks of a tensor that is none by its class.
         return made
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         whole, kwargs = args[0] if args else None, kwargs or {}
-        if isinstance(whole, cls) and whole.built is None:
+        if isinstance(whole, cls) and whole.full is None:
             generator = kwargs.get("generator")
-            drawn = random_state(whole.device) if func in RANDOM else None
+            drawn = get_rng_state(whole.device) if func in RANDOM else None
             generator_state = None if generator is None else generator.get_state()
             try:
                 result = super().__torch_dispatch__(func, types, args, kwargs)
@@ -305,41 +276,41 @@ class WholeView(WholeOfPart):
                 pass
             else:
                 if func is not torch.ops.aten.detach.default:
-                    whole._done.append(_Done(func, args[1:], kwargs, drawn, generator_state))
+                    whole._recorded.append(_RecordedOp(func, args[1:], kwargs, drawn, generator_state))
                 return result
         if func is torch.ops.aten.detach.default:
             return whole
-        args, kwargs = tree_map_only(cls, cls.build, (args, kwargs))
+        args, kwargs = tree_map_only(cls, cls.materialize, (args, kwargs))
         result = func(*args, **kwargs)
-        return whole if isinstance(whole, cls) and result is whole.built else result
+        return whole if isinstance(whole, cls) and result is whole.full else result
 
-    def build(self) -> Tensor:
+    def materialize(self) -> Tensor:
         """Returns the whole parameter with the values that it has by now; NaN where only other ranks have them."""
-        if self.built is None:
-            before = random_state(self.device)
+        if self.full is None:
+            before = get_rng_state(self.device)
             whole = torch.full(tuple(self.shape), torch.nan, dtype=self.dtype, device=self.device)
-            for done in self._done:
+            for done in self._recorded:
                 generator = done.kwargs.get("generator")
                 now = None if generator is None else generator.get_state()
                 if done.state is not None:
-                    go_to(done.state, self.device)
+                    set_rng_state(done.state, self.device)
                 if generator is not None:
                     generator.set_state(done.generator_state)
                 done.operation(whole, *done.args, **done.kwargs)
                 if generator is not None:
                     generator.set_state(now)
-            go_to(before, self.device)
-            ranges = self.dealt.ranges[self.rank]
-            pieces = self.part.split([stop - start for start, stop in ranges], self.divided)
+            set_rng_state(before, self.device)
+            ranges = self.index_split.ranges[self.rank]
+            pieces = self.part.split([stop - start for start, stop in ranges], self.shard_dim)
             for (start, stop), piece in zip(ranges, pieces, strict=True):
-                whole.narrow(self.divided, start, stop - start).copy_(piece)
-            self.built = whole
-            self._done.clear()
-        return self.built
+                whole.narrow(self.shard_dim, start, stop - start).copy_(piece)
+            self.full = whole
+            self._recorded.clear()
+        return self.full
 
-    def finish(self) -> None:
+    def write_back(self) -> None:
         """Leaves this rank's part of the values in `param`."""
-        if self.built is not None:
-            self.param.copy_(self.dealt.take(self.built, self.rank, self.divided))
+        if self.full is not None:
+            self.param.copy_(self.index_split.take(self.full, self.rank, self.shard_dim))
         elif self.part is not self.param:
             self.param.copy_(self.part)

@@ -15,9 +15,9 @@ def __getattr__(name: str) -> typing.Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from scale_train.parallelize import wrapped_modules
-    from scale_train.reporting import reporters as building
+    from scale_train.reporting import reporters
 
-    value = getattr(building if name == "initialisation_bar" else wrapped_modules, name)
+    value = getattr(reporters if name == "initialisation_bar" else wrapped_modules, name)
     value.__module__ = __name__  # Tracebacks and documentation show the path by which people import.
     globals()[name] = value
     return value

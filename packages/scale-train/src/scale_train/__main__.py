@@ -1,6 +1,6 @@
 """`python -m scale_train ...` is `scale-train ...`.
 
-Both begin here, because torch takes a while to load, and a Ctrl-C meanwhile is no error to be shown in full.
+Both begin here: torch takes a while to load, and Ctrl-C meanwhile should show no traceback.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def run() -> int:
 
 
 def _load() -> Callable[[], int]:
-    # There is nothing yet to be ended well, and an exception inside of an import may come out as another one.
+    # Nothing needs an orderly end yet, and an exception inside of an import may be turned into another one.
     before = signal.signal(signal.SIGINT, _leave)
     try:
         from scale_train.cli import main

@@ -1,10 +1,10 @@
-"""A training on disk: all that a run needs to go on as if it had never stopped.
+"""Checkpoints of a training: all that a run needs to go on as if it had never stopped.
 
 The tensors (model and optimizer) are sharded snapshots of scale-core, which any number of ranks can read. The rest is a
 few numbers: the step, from which the learning rate and the random state follow, and the data position.
 
     scale-runs/lm-1/                 one run
-        checkpoints/step-00000100/   one whole checkpoint; written beside, and renamed when it is whole
+        checkpoints/step-00000100/   one complete checkpoint; written to another name, and renamed at the end
         metrics.jsonl  loss.png
 """
 
@@ -23,45 +23,41 @@ from scale_core.snapshot import SnapshotError, latest_snapshot, load_snapshot, s
 from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
 from scale_train.config.options import RunOptions
 from scale_train.errors import InputError, reason_of
-from scale_train.parallelize.adascale import is_of_adascale
-from scale_train.parallelize.pipeline import Pipeline
-from scale_train.state import Training
+from scale_train.parallelize.adascale import is_adascale_option
+from scale_train.parallelize.pipeline import PipelineEngine
+from scale_train.state import TrainState
 
 CHECKPOINTS = "checkpoints"
 METRICS = "metrics.jsonl"
 DEFAULT_FOLDER = Path("scale-runs")
 PROGRAM = "scale-train lm"
-# What makes a model, beside the shapes of its parameters; dropout and ways to save memory may change.
+# These must be equal on resume; dropout and options that save memory may change.
 MODEL_FIELDS = ("layers", "width", "heads", "vocabulary", "tied")
 
 
-def save(training: Training, folder: Path) -> Path:
-    """Writes a checkpoint into a new directory of `folder`; all ranks have to call this.
-
-    Raises:
-        InputError: The disk is full or cannot be written to; the checkpoints before it stay as they are. On all ranks.
-    """
+def save(training: TrainState, folder: Path) -> Path:
+    """Writes a checkpoint into a new directory of `folder`; called on all ranks, and an InputError is raised on all."""
     state = sharded_state_dict(_saved_model(training), training.optimizer)
     try:
-        path = save_snapshot(folder, training.step, state, training.group, describe(training))
+        path = save_snapshot(folder, training.step, state, training.group, checkpoint_metadata(training))
     except SnapshotError as error:
         cause = error.__cause__
         last = training.checkpoint or "none yet"
         reason = reason_of(cause) if isinstance(cause, OSError) else str(cause or error)
         raise InputError(
-            f"cannot save step {training.step} in {folder}: {reason}; the last whole checkpoint stays: {last}"
+            f"cannot save step {training.step} in {folder}: {reason}; the last complete checkpoint stays: {last}"
         ) from error
     training.checkpoint, training.saved_step = path, training.step
     return path
 
 
-def describe(training: Training) -> dict[str, Any]:
-    """What a checkpoint holds beside tensors, ready for JSON."""
+def checkpoint_metadata(training: TrainState) -> dict[str, Any]:
+    """Returns what a checkpoint holds besides tensors, as JSON."""
     return {
         "program": PROGRAM,
         "step": training.step,
-        "model": asdict(training.engine.plain.config),
-        "parameters": shapes(training.engine.plain),
+        "model": asdict(training.engine.raw_model.config),
+        "parameters": parameter_shapes(training.engine.raw_model),
         "schedule": asdict(training.schedule),
         "data": training.sampler.state(),
         "text": training.text.fingerprint(),
@@ -69,31 +65,29 @@ def describe(training: Training) -> dict[str, Any]:
     }
 
 
-def shapes(model: nn.Module) -> dict[str, list[int]]:
-    """The names of the parameters in the model's order, with the shapes that they have when they are whole."""
-    if isinstance(model, Pipeline):
+def parameter_shapes(model: nn.Module) -> dict[str, list[int]]:
+    """Returns the full shapes of the parameters by name, in the model's order."""
+    if isinstance(model, PipelineEngine):
         return model.shapes
     return {name: list(full_shape(param)) for name, param in model.named_parameters()}
 
 
-def load(training: Training, point: Path) -> None:
-    """Takes everything from a checkpoint; all ranks have to call this.
+def load(training: TrainState, point: Path) -> None:
+    """Loads a checkpoint; called on all ranks, and an InputError is raised on all.
 
-    What the command line says of the optimizer (its learning rate, its weight decay) holds from here on, whatever it
-    was before; the model and the order of the data must be the same.
-
-    Raises:
-        InputError: It is no whole checkpoint of this program, or one of another model or text. On all ranks.
+    Learning rate and weight decay are those of the command line; the model and the order of the data must be the same.
     """
-    model, optimizer = training.engine.plain, training.optimizer
-    asked = [
-        {key: value for key, value in group.items() if key != "params" and not is_of_adascale(key)}
+    model, optimizer = training.engine.raw_model, training.optimizer
+    group_options = [
+        {key: value for key, value in group.items() if key != "params" and not is_adascale_option(key)}
         for group in optimizer.param_groups
     ]
 
     def target(saved: Mapping[str, Any]) -> dict[str, Any]:
         parameters = {key.removeprefix("model."): tensor for key, tensor in saved.items() if key.startswith("model.")}
-        check_same_model({name: list(tensor.shape) for name, tensor in parameters.items()}, shapes(model), point)
+        check_same_model(
+            {name: list(tensor.shape) for name, tensor in parameters.items()}, parameter_shapes(model), point
+        )
         return target_state_dict(_saved_model(training), optimizer, saved)
 
     try:
@@ -108,17 +102,17 @@ def load(training: Training, point: Path) -> None:
     if extra.get("text") != training.text.fingerprint():
         raise InputError(f"--resume {point}: it was trained on another text than {training.text.source}")
     load_sharded_state_dict(snapshot.state, _saved_model(training), optimizer, copy=False)
-    for group, options in zip(optimizer.param_groups, asked, strict=True):
+    for group, options in zip(optimizer.param_groups, group_options, strict=True):
         group.update(options)
     training.sampler.load_state(_data_position(extra))
     training.step = training.saved_step = snapshot.step
     training.checkpoint = snapshot.path
 
 
-def _saved_model(training: Training) -> nn.Module:
-    """What knows the names of the whole model."""
+def _saved_model(training: TrainState) -> nn.Module:
+    """The module with the names of the whole model."""
     pipeline = training.engine.pipeline
-    return training.engine.plain if pipeline is None else pipeline.pipe
+    return training.engine.raw_model if pipeline is None else pipeline.pipe
 
 
 def _step_of(point: Path) -> int:
@@ -130,13 +124,9 @@ def _data_position(extra: Mapping[str, Any]) -> dict[str, int]:
     return position
 
 
-def check_same_model(saved: dict[str, list[int]], mine: dict[str, list[int]], path: Path) -> None:
-    """Compares names and shapes, in order.
-
-    Raises:
-        InputError: They differ; it names the first parameter that does.
-    """
-    for name, shape in mine.items():
+def check_same_model(saved: dict[str, list[int]], own: dict[str, list[int]], path: Path) -> None:
+    """Compares names and shapes, in order; an InputError names the first difference."""
+    for name, shape in own.items():
         if name not in saved:
             raise InputError(f"--resume {path}: a checkpoint of another model: it has no {name}, which is {shape} here")
         if saved[name] != shape:
@@ -144,57 +134,43 @@ def check_same_model(saved: dict[str, list[int]], mine: dict[str, list[int]], pa
                 f"--resume {path}: a checkpoint of another model: {name} is {saved[name]} there, {shape} here"
             )
     for name, shape in saved.items():
-        if name not in mine:
+        if name not in own:
             raise InputError(
                 f"--resume {path}: a checkpoint of another model: it has {name} {shape}, which is not here"
             )
 
 
-def check_same_fields(saved: Any, mine: Mapping[str, Any], path: Path) -> None:
-    """Compares what parameters do not show: with another number of heads they have the same shapes.
-
-    Raises:
-        InputError: They differ; it names the first field that does.
-    """
+def check_same_fields(saved: Any, own: Mapping[str, Any], path: Path) -> None:
+    """Compares fields that shapes do not show, as the number of heads."""
     saved = saved if isinstance(saved, dict) else {}
     for name in MODEL_FIELDS:
-        if saved.get(name) != mine[name]:
+        if saved.get(name) != own[name]:
             raise InputError(
-                f"--resume {path}: a checkpoint of another model: {name} is {saved.get(name)} there, {mine[name]} here"
+                f"--resume {path}: a checkpoint of another model: {name} is {saved.get(name)} there, {own[name]} here"
             )
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a run reads and writes.
-
-    Attributes:
-        folder: The run's; it exists.
-        point: The checkpoint that it goes on from, if any.
-    """
+class RunPaths:
+    """The folder of a run, and the checkpoint that it resumes."""
 
     folder: Path
-    point: Path | None
+    resume_from: Path | None
 
     @property
     def step(self) -> int:
         """Steps done before this run."""
-        return 0 if self.point is None else _step_of(self.point)
+        return 0 if self.resume_from is None else _step_of(self.resume_from)
 
 
-def choose_place(run: RunOptions) -> Place:
-    """Finds the checkpoint to go on from and the folder of this run, which is made if it was not there.
-
-    Raises:
-        InputError: There is no such checkpoint; or the folder holds something that is not to be continued, holds
-            newer checkpoints than that one, or cannot be made.
-    """
+def resolve_paths(run: RunOptions) -> RunPaths:
+    """Finds the checkpoint to resume and the folder of this run, which is made; an InputError where they don't fit."""
     try:
         point = _resume_point(run.resume) if run.resume is not None else None
     except OSError as error:
         raise InputError(f"--resume {run.resume}: cannot be read ({error.strerror})") from error
     try:
-        return Place(_choose_folder(run, point), point)
+        return RunPaths(_choose_folder(run, point), point)
     except OSError as error:
         raise InputError(f"--out {run.out or DEFAULT_FOLDER}: cannot be written ({reason_of(error)})") from error
 
@@ -203,7 +179,7 @@ def _choose_folder(run: RunOptions, point: Path | None) -> Path:
     if run.resume is None or point is None:
         if run.out is None:
             return _next_folder()
-        if _holds_something(run.out):
+        if _is_used(run.out):
             raise InputError(f"--out {run.out}: exists; name a new folder, or continue it with --resume {run.out}")
         run.out.mkdir(parents=True, exist_ok=True)
         return run.out
@@ -213,7 +189,7 @@ def _choose_folder(run: RunOptions, point: Path | None) -> Path:
         if newest is not None and newest.name != point.name:
             raise InputError(f"--resume {point}: {newest.name} is newer and stays; name a new folder with --out")
         return old
-    if _holds_something(run.out):
+    if _is_used(run.out):
         raise InputError(f"--out {run.out}: exists; name a new folder, or leave --out away to go on in {old}")
     run.out.mkdir(parents=True, exist_ok=True)
     if (old / METRICS).exists():
@@ -221,12 +197,12 @@ def _choose_folder(run: RunOptions, point: Path | None) -> Path:
     return run.out
 
 
-def _holds_something(path: Path) -> bool:
+def _is_used(path: Path) -> bool:
     return path.exists() and (not path.is_dir() or any(path.iterdir()))
 
 
 def _resume_point(path: Path) -> Path:
-    """The checkpoint that `--resume path` means: that one, or the last whole one of a run's folder."""
+    """The checkpoint of `--resume path`: that one, or the last complete one of a run's folder."""
     if not path.is_dir():
         raise InputError(f"--resume {path}: no such folder")
     if not (path / CHECKPOINTS).is_dir():
@@ -235,7 +211,7 @@ def _resume_point(path: Path) -> Path:
         raise InputError(f"--resume {path}: neither a run (it has no {CHECKPOINTS}) nor a checkpoint (step-N)")
     point = latest_snapshot(path / CHECKPOINTS)
     if point is None:
-        raise InputError(f"--resume {path}: there is no whole checkpoint in it")
+        raise InputError(f"--resume {path}: there is no complete checkpoint in it")
     return point
 
 

@@ -1,7 +1,6 @@
-"""The command `scale-train`.
+"""The command `scale-train`: checks its options, and joins the ranks that torchrun started or starts its own.
 
-It reads the options, finds what is wrong with them while that still costs nothing, and then either joins the ranks that
-torchrun started or starts its own. Exit codes: 0 done, 1 the training failed, 2 wrong input, 130 stopped by Ctrl-C.
+Exit codes: 0 done, 1 the training failed, 2 wrong input, 130 stopped by Ctrl-C.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ import tyro
 
 from scale_train.config.options import Options
 from scale_train.config.resolve import num_local_ranks
-from scale_train.config.validate import check
+from scale_train.config.validate import check_options
 from scale_train.data.text import check_length, read_text
 from scale_train.errors import InputError
-from scale_train.launch import is_under_torchrun, join, start
+from scale_train.launch import is_under_torchrun, run_as_rank, start_ranks
 from scale_train.memory import check_fits
 from scale_train.parallelize.activations import with_bare_flag
 
@@ -27,11 +26,7 @@ lm  trains a GPT on the bytes of real text and reports how well it predicts text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs `scale-train` and returns its exit code.
-
-    Args:
-        arguments: The command line without the program's name; by default that of this process.
-    """
+    """Runs `scale-train` and returns its exit code."""
     try:
         options = parse(sys.argv[1:] if arguments is None else list(arguments))
     except SystemExit as end:  # how tyro ends, after --help and after an option that it does not know
@@ -46,11 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: list[str]) -> Options:
-    """Options from a command line.
-
-    Raises:
-        SystemExit: For --help (code 0) and for what is no option (code 2).
-    """
+    """Parses a command line; a SystemExit for --help (code 0) and unknown options (code 2)."""
     chosen: Options = tyro.extras.subcommand_cli_from_dict(
         {"lm": Options},
         prog="scale-train",
@@ -62,15 +53,11 @@ def parse(arguments: list[str]) -> Options:
 
 
 def language_model(options: Options) -> int:
-    """`scale-train lm`: checks, and starts or joins the ranks.
-
-    Raises:
-        InputError: If what was asked for cannot be done.
-    """
+    """`scale-train lm`: checks, and starts or joins the ranks."""
     if is_under_torchrun(os.environ):
-        return join(options)
+        return run_as_rank(options)
     num_ranks = num_local_ranks(options)
-    check(options, num_ranks)
+    check_options(options, num_ranks)
     check_fits(options, num_ranks)
     check_length(read_text(options.data.text), options.data.sequence)
-    return join(options) if num_ranks == 1 else start(options, num_ranks)
+    return run_as_rank(options) if num_ranks == 1 else start_ranks(options, num_ranks)

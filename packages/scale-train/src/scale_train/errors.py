@@ -1,4 +1,4 @@
-"""What can end a training other than its last step, and the exit code of each.
+"""Errors that end a training early, with their exit codes.
 
 One exception per exit code, so that the command line maps them in one place and everything below raises what it means:
 
@@ -24,15 +24,11 @@ class InputError(ValueError):
 
 
 class Interrupted(Exception):
-    """A signal ended the training between two steps.
-
-    Attributes:
-        signal_number: 2 for Ctrl-C, 15 for a request to end.
-    """
+    """A signal ended the training between two steps."""
 
     def __init__(self, signal_number: int, message: str) -> None:
         super().__init__(message)
-        self.signal_number = signal_number
+        self.signal_number = signal_number  # 2 for Ctrl-C, 15 for a request to end
 
     @property
     def exit_code(self) -> int:
@@ -47,13 +43,13 @@ class TrainingDiverged(ArithmeticError):
 
 
 class RanksLost(RuntimeError):
-    """Another rank ended or cannot be reached; this one did nothing wrong."""
+    """Another rank ended or cannot be reached."""
 
     exit_code = 1
 
 
 def reason_of(error: OSError) -> str:
-    """Why something could not be written, in words; limits on files and on users count as a full disk."""
+    """Returns why a file could not be written; limits on files and on users count as a full disk."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return "the disk is full"
     return error.strerror or str(error)

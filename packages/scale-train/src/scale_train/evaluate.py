@@ -1,7 +1,4 @@
-"""How well a model predicts text that it never learnt from, in bits per byte.
-
-Bits per byte, and not the loss, because they are comparable between models with other tokens.
-"""
+"""Evaluation on held-out text, in bits per byte, which are comparable between models with other tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import struct
 import torch
 from torch import Tensor
 
-from scale_core.comm.control_plane import exchange
+from scale_core.comm.collectives import exchange
 from scale_core.comm.group import Group
 from scale_train.data.sampler import windows_at
 from scale_train.model import IGNORED
@@ -19,16 +16,7 @@ from scale_train.parallelize.engine import Engine
 
 
 def held_out_starts(num_bytes: int, sequence: int, most_tokens: int) -> Tensor:
-    """Where the windows of an evaluation start: evenly spread, the same in every evaluation.
-
-    Args:
-        num_bytes: Length of the held-out text; at least `sequence + 1`.
-        sequence: Tokens in a window.
-        most_tokens: Most tokens in all windows together; 0 for no limit. One window is always read.
-
-    Returns:
-        `[windows]`, int64.
-    """
+    """Returns where windows start, `[windows]`, int64: evenly spread, the same in every evaluation."""
     windows = (num_bytes - 1) // sequence
     if most_tokens:
         windows = min(windows, max(1, most_tokens // sequence))
@@ -38,16 +26,10 @@ def held_out_starts(num_bytes: int, sequence: int, most_tokens: int) -> Tensor:
 
 @torch.no_grad()
 def bits_per_byte(engine: Engine, text: Tensor, starts: Tensor, sequence: int, micro_batch: int, group: Group) -> float:
-    """The mean over all windows; equal on all ranks, which all have to call this.
+    """Returns the mean over the windows of `text`, uint8 `[bytes]`, at `starts`; called on all ranks, equal on all.
 
-    Each rank reads its share; the ranks of a pipeline, and those that divide layers, read theirs together. Where the
-    windows do not divide, a rank pads its batch with windows that do not count, because a forward pass of a sharded
-    model is one of all ranks.
-
-    Args:
-        text: `[bytes]`, uint8.
-        starts: `[windows]`, int64.
-        micro_batch: Windows in a rank's forward pass.
+    Each rank reads its share. Where the windows do not divide, a rank pads its batch with windows that do not count,
+    because a forward pass of a sharded model is one of all ranks.
     """
     engine.model.eval()
     pipeline, axes = engine.pipeline, engine.axes
@@ -62,7 +44,7 @@ def bits_per_byte(engine: Engine, text: Tensor, starts: Tensor, sequence: int, m
         padding = starts[:1].expand(micro_batch - len(mine))
         batch = windows_at(text, torch.cat([mine, padding]), sequence)
         batch.targets[len(mine) :] = IGNORED
-        with engine.computing():
+        with engine.autocast():
             loss = engine.model(batch.tokens.to(engine.device), batch.targets.to(engine.device), "sum")
         nats += loss.item()
     engine.model.train()
@@ -70,6 +52,6 @@ def bits_per_byte(engine: Engine, text: Tensor, starts: Tensor, sequence: int, m
 
 
 def sum_over_ranks(value: float, group: Group) -> float:
-    """The sum of every rank's number, in rank order: the same bits on all."""
+    """Returns the sum over ranks, in rank order, so that it is the same to the bit on all."""
     (bits,) = struct.unpack("<q", struct.pack("<d", value))
     return math.fsum(struct.unpack("<d", struct.pack("<q", row[0]))[0] for row in exchange([bits], group))

@@ -1,8 +1,4 @@
-"""Where ranks come from, and how what went wrong on them reaches the one person at the terminal.
-
-Under torchrun each rank is a process that somebody else started; otherwise the program starts its own. Either way many
-ranks find the same fault, and it must be told once, in one line.
-"""
+"""Launch: joins the ranks that torchrun started, or starts ranks of its own; an error is printed once, in one line."""
 
 from __future__ import annotations
 
@@ -22,113 +18,105 @@ from scale_train.config.options import Options
 from scale_train.config.resolve import device_type
 from scale_train.errors import InputError, Interrupted, RanksLost, TrainingDiverged
 from scale_train.memory import check_fits
-from scale_train.train import language_model
+from scale_train.train import train_language_model
 
 # Long enough to finish a step and save it after a signal.
 GRACE_SECONDS = 60.0
 
-
-# A message of a rank to the program; pipes take so much at once, and the messages of ranks do not mix.
+# Of a message of a rank to the program: pipes write so much at once, so that messages of ranks do not mix.
 _PIPE_CHARACTERS = 800
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """How a rank ended, if not by the report.
-
-    Attributes:
-        code: The exit code.
-        message: For the person at the terminal.
-        found_by: Which ranks found the same: "all" of them, those of this "machine", or this "rank" alone.
-        rank: Who says it.
-    """
+class RankExit:
+    """How a rank ended early."""
 
     code: int
     message: str
-    found_by: str = "all"
+    scope: str = "all"  # which ranks found the same: "all", those of this "machine", or this "rank" alone
     rank: int = 0
 
-    def is_to_be_said(self, environment: Mapping[str, str]) -> bool:
-        """Whether this rank has to say it, where each has its own standard error: one of those that found it does."""
-        if self.found_by == "rank":
+    def should_print(self, environment: Mapping[str, str]) -> bool:
+        """Whether this rank prints it, where each has its own standard error: one of those that found it does."""
+        if self.scope == "rank":
             return True
-        return environment.get("RANK" if self.found_by == "all" else "LOCAL_RANK", "0") == "0"
+        return environment.get("RANK" if self.scope == "all" else "LOCAL_RANK", "0") == "0"
 
 
 def is_under_torchrun(environment: Mapping[str, str]) -> bool:
-    """Whether somebody else started the ranks."""
+    """Whether torchrun started this process."""
     return "RANK" in environment and "WORLD_SIZE" in environment
 
 
-def join(options: Options) -> int:
-    """Trains as one of the ranks that torchrun started, or alone; returns the exit code, and says what was wrong."""
-    outcome = train_rank(options)
-    if outcome is None:
+def run_as_rank(options: Options) -> int:
+    """Trains as one of the ranks that torchrun started, or alone; prints an error and returns the exit code."""
+    ended = train_rank(options)
+    if ended is None:
         return 0
-    if outcome.message and outcome.is_to_be_said(os.environ):
-        print(outcome.message, file=sys.stderr, flush=True)
-    return outcome.code
+    if ended.message and ended.should_print(os.environ):
+        print(ended.message, file=sys.stderr, flush=True)
+    return ended.code
 
 
-def start(options: Options, num_ranks: int) -> int:
-    """Trains on ranks of its own, says once what went wrong, and returns the exit code."""
+def start_ranks(options: Options, num_ranks: int) -> int:
+    """Trains on ranks that it starts; prints an error once and returns the exit code."""
     receiver, sender = Pipe(duplex=False)  # no file: the disk may be what is full
     with receiver:
         with sender:
             code = launch_local(
-                _as_started_rank, num_ranks, options, sender, device=device_type(options), grace=GRACE_SECONDS
+                _started_rank, num_ranks, options, sender, device=device_type(options), grace=GRACE_SECONDS
             )
-        outcomes = _received(receiver)
-    if not outcomes:
+        exits = _receive_exits(receiver)
+    if not exits:
         return code
-    first = min(outcomes, key=lambda outcome: outcome.rank)
+    first = min(exits, key=lambda ended: ended.rank)
     if first.message:
         print(first.message, file=sys.stderr, flush=True)
     return first.code
 
 
-def _received(receiver: Connection) -> list[Outcome]:
-    outcomes = []
+def _receive_exits(receiver: Connection) -> list[RankExit]:
+    exits = []
     with suppress(EOFError, OSError):
         while True:
-            outcomes.append(receiver.recv())
-    return outcomes
+            exits.append(receiver.recv())
+    return exits
 
 
-def _as_started_rank(options: Options, sender: Connection) -> None:
-    """What a started rank does: an expected end is told to the program, and is no failure of the process."""
-    # Until the loop catches it, Ctrl-C ends the rank at once: it may be waiting for one that has gone already.
+def _started_rank(options: Options, sender: Connection) -> None:
+    """Of a started rank: sends an expected end to the program, which is no failure of the process."""
+    # Until the loop catches it, Ctrl-C ends the rank at once: it may wait for one that has ended.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    outcome = train_rank(options)
-    if outcome is not None:
-        sender.send(outcome)
+    ended = train_rank(options)
+    if ended is not None:
+        sender.send(ended)
 
 
-def train_rank(options: Options) -> Outcome | None:
-    """Joins the others and trains; returns how it ended before its time, if it did."""
-    found_by, rank = "machine", 0
+def train_rank(options: Options) -> RankExit | None:
+    """Joins the process group and trains; returns how it ended early, if it did."""
+    scope, rank = "machine", 0
     try:
         _check_environment(options)
         group = init_distributed(device=device_type(options))
-        found_by, rank = "all", group.rank
-        language_model(options, group)
+        scope, rank = "all", group.rank
+        train_language_model(options, group)
     except LaunchError as error:
-        return _outcome(InputError.exit_code, error, "rank", _own_rank())
+        return _exit_of(InputError.exit_code, error, "rank", _own_rank())
     except RanksLost as error:
-        return _outcome(error.exit_code, error, "rank", rank)
+        return _exit_of(error.exit_code, error, "rank", rank)
     except (InputError, TrainingDiverged, Interrupted) as error:
-        return _outcome(error.exit_code, error, found_by, rank)
+        return _exit_of(error.exit_code, error, scope, rank)
     except KeyboardInterrupt:
-        return Outcome(130, "", rank=rank)
+        return RankExit(130, "", rank=rank)
     return None
 
 
-def _outcome(code: int, error: Exception, found_by: str, rank: int) -> Outcome:
-    speaker = f"scale-train, rank {rank}" if found_by == "rank" else "scale-train"
+def _exit_of(code: int, error: Exception, scope: str, rank: int) -> RankExit:
+    speaker = f"scale-train, rank {rank}" if scope == "rank" else "scale-train"
     message = " ".join(f"{speaker}: {error}".split())
     if len(message) > _PIPE_CHARACTERS:
         message = message[:_PIPE_CHARACTERS] + " ..."
-    return Outcome(code, message, found_by, rank)
+    return RankExit(code, message, scope, rank)
 
 
 def _own_rank() -> int:
@@ -137,12 +125,7 @@ def _own_rank() -> int:
 
 
 def _check_environment(options: Options) -> None:
-    """Finds out whether the ranks that were started are those that were asked for and have devices.
-
-    Raises:
-        InputError: They have not, or the machine has not memory enough for their models. On all ranks of the machine,
-            so that none waits for the others.
-    """
+    """Checks that the started ranks are those asked for and have devices and memory; alike on all of a machine."""
     asked, started = options.parallel.ranks, _number_in("WORLD_SIZE")
     if asked is not None and asked != started:
         raise InputError(f"--ranks {asked}: torchrun started {started} ranks; leave --ranks away under torchrun")

@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the step, so that a resumed run needs nothing but the step.
+"""Learning rate schedule: a pure function of the step, so that a resumed run needs the step alone.
 
 Linear warm-up and half a cosine: Loshchilov and Hutter, arXiv 1608.03983, eq. 5, with one period.
 """
@@ -12,25 +12,19 @@ from torch.optim import Optimizer
 
 
 @dataclass(frozen=True)
-class Schedule:
+class LRSchedule:
     """Warm-up to a peak, then half a cosine down to a floor.
 
-    Attributes:
-        peak: Highest learning rate.
-        warmup: Steps until it; 0 for none.
-        steps: Steps of the whole training.
-        floor: The last learning rate, as a part of the peak.
-
     Example:
-        >>> schedule = Schedule(peak=1.0, warmup=2, steps=6, floor=0.1)
+        >>> schedule = LRSchedule(peak=1.0, warmup=2, steps=6, floor=0.1)
         >>> [round(schedule.at(step), 3) for step in range(7)]
         [0.5, 1.0, 1.0, 0.868, 0.55, 0.232, 0.1]
     """
 
     peak: float
-    warmup: int
+    warmup: int  # steps until the peak; 0 for none
     steps: int
-    floor: float = 0.1
+    floor: float = 0.1  # the last learning rate, as a fraction of the peak
 
     def at(self, step: int) -> float:
         """The learning rate of step `step`, counted from 0."""

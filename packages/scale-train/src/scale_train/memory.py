@@ -1,4 +1,4 @@
-"""How much memory a rank holds, how much it would hold without sharding, and whether the machine has it."""
+"""Memory of a rank: held, without sharding, and what the machine has."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from scale_train.config.resolve import model_config, pipeline_shape
 from scale_train.errors import InputError
 from scale_train.model import GPT, num_parameters
 
-_LIMIT_OF_THE_CONTAINER = Path("/sys/fs/cgroup/memory.max")
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 def peak_bytes(device: torch.device) -> int:
@@ -35,24 +35,20 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def held_bytes(params: Iterable[Tensor], with_gradients: Iterable[Tensor], optimizer: Optimizer) -> int:
-    """Parameters, gradients and optimizer state of this rank in a step; a released gradient counts too.
+    """Bytes of parameters, gradients and optimizer state of this rank in a step; released gradients count too.
 
-    Args:
-        params: The parameters, or this rank's shards of them.
-        with_gradients: What has the averaged gradients in a step: these, or the parts that an optimizer works on.
-        optimizer: Whose state it is.
+    `with_gradients` are the parameters that have gradients when the optimizer steps.
     """
     total = sum(map(_bytes, params)) + sum(_bytes(p if p.grad is None else p.grad) for p in with_gradients)
     return total + sum(map(_bytes, state_tensors(optimizer)))
 
 
 def replicated_bytes(params: Iterable[Tensor], optimizer: Optimizer) -> int:
-    """The same, if this rank held every parameter whole, as DDP does.
+    """The same, if this rank held every full parameter, as DDP does.
 
-    The optimizer keeps the same of each parameter. So its state of one of them says what it needs of those too that
-    other ranks update.
+    The optimizer keeps the same for each parameter, so its state of one gives that of those that other ranks update.
     """
-    inner: Any = optimizer  # What steps on this rank's parts, so that shapes of parameters and states are alike.
+    inner: Any = optimizer  # The one on this rank's shards, where shapes of parameters and states are equal.
     while (held := getattr(inner, "optimizer", None) or getattr(inner, "optim", None)) is not None:
         inner = held
     known = ((param, state) for param, state in inner.state.items() if param.numel() and state)
@@ -71,15 +67,9 @@ def state_tensors(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def check_fits(options: Options, local_ranks: int, world_size: int | None = None) -> None:
-    """Finds out whether the ranks of a machine can make the model: each holds all of it in fp32, or its part.
+    """Raises InputError where the machine lacks memory for its ranks' models in fp32, full or sharded.
 
-    Args:
-        options: What was asked for.
-        local_ranks: On this machine.
-        world_size: On all machines; None is this one alone.
-
-    Raises:
-        InputError: The machine has not memory enough.
+    `world_size` is None where all ranks are on this machine.
     """
     with torch.device("meta"):
         count = num_parameters(GPT(model_config(options)))
@@ -88,28 +78,28 @@ def check_fits(options: Options, local_ranks: int, world_size: int | None = None
     if options.parallel.parallel == "pipe":
         parts = pipeline_shape(options.parallel, num_ranks).ranks
     needed = count * 4 * local_ranks // (parts if sharded else 1)
-    there = machine_bytes()
-    if there is not None and needed > there:
+    available = machine_bytes()
+    if available is not None and needed > available:
         raise InputError(
             f"--size {options.model.size}: {count / 1e6:.0f} M parameters x 4 bytes"
             f"{' divided among the ranks' if sharded else ''} x {local_ranks} local "
-            f"rank{'s' if local_ranks > 1 else ''} are {in_words(needed)}, and this machine has {in_words(there)}; "
-            f"take a smaller --size{'' if sharded else ', fewer --ranks or --parallel fsdp'}"
+            f"rank{'s' if local_ranks > 1 else ''} are {format_bytes(needed)}, and this machine has "
+            f"{format_bytes(available)}; take a smaller --size{'' if sharded else ', fewer --ranks or --parallel fsdp'}"
         )
 
 
 def machine_bytes() -> int | None:
-    """The machine's memory, or what its container may have of it; None where the system does not say."""
+    """The machine's memory, or the limit of its container; None where the system does not give it."""
     found = []
     with suppress(ValueError, OSError, AttributeError):
         found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     with suppress(ValueError, OSError):  # "max" is no number: no limit
-        found.append(int(_LIMIT_OF_THE_CONTAINER.read_text()))
+        found.append(int(_CGROUP_LIMIT.read_text()))
     return min(found, default=None)
 
 
-def in_words(num_bytes: float) -> str:
-    """Bytes in decimal units, two or three digits: 3.4 MB."""
+def format_bytes(num_bytes: float) -> str:
+    """Returns bytes in decimal units, two or three digits: 3.4 MB."""
     for unit in ("B", "kB", "MB"):
         if num_bytes < 1000:
             return f"{num_bytes:.3g} {unit}"

@@ -1,8 +1,6 @@
-"""The language model that the front door trains: a GPT over bytes, small enough to read in one sitting.
+"""A GPT over bytes in plain PyTorch, from 0.8 million parameters to the shapes of GPT-3.
 
-It exists so that every technique of the house has one real model to work on, from a laptop's 0.8 million parameters to
-the shapes of GPT-3. It is plain PyTorch: nothing here knows of ranks, and each `Block` is a natural unit to shard or
-recompute.
+Nothing here depends on ranks; each `Block` is a unit to shard or recompute.
 
 Sources: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), for the pre-norm block and the
 smaller weights of deep residual branches; Su et al., arXiv 2104.09864, for positions as rotations; Nguyen and Salazar,
@@ -19,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from scale_core.consistency.execution_order import identity
+from scale_core.consistency.execution_order import fingerprint_of
 
 NUM_BYTES = 256
 IGNORED = -1
@@ -65,7 +63,7 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelSize:
     """Layers, width and heads of a size that has a name."""
 
     layers: int
@@ -76,17 +74,17 @@ class Shape:
 # The GPT-3 rows have the shapes of the paper's table; with bytes for tokens their embeddings are small, so that
 # gpt3-125m counts some 86 million parameters. The paper's 13B row prints a width of 5140, which 40 heads of 128 do not
 # give; 5120 is what they give.
-SIZES: dict[str, Shape] = {
-    "tiny": Shape(4, 128, 4),
-    "small": Shape(6, 512, 8),
-    "gpt3-125m": Shape(12, 768, 12),
-    "gpt3-350m": Shape(24, 1024, 16),
-    "gpt3-760m": Shape(24, 1536, 16),
-    "gpt3-1.3b": Shape(24, 2048, 16),
-    "gpt3-2.7b": Shape(32, 2560, 32),
-    "gpt3-6.7b": Shape(32, 4096, 32),
-    "gpt3-13b": Shape(40, 5120, 40),
-    "gpt3-175b": Shape(96, 12288, 96),
+SIZES: dict[str, ModelSize] = {
+    "tiny": ModelSize(4, 128, 4),
+    "small": ModelSize(6, 512, 8),
+    "gpt3-125m": ModelSize(12, 768, 12),
+    "gpt3-350m": ModelSize(24, 1024, 16),
+    "gpt3-760m": ModelSize(24, 1536, 16),
+    "gpt3-1.3b": ModelSize(24, 2048, 16),
+    "gpt3-2.7b": ModelSize(32, 2560, 32),
+    "gpt3-6.7b": ModelSize(32, 4096, 32),
+    "gpt3-13b": ModelSize(40, 5120, 40),
+    "gpt3-175b": ModelSize(96, 12288, 96),
 }
 
 
@@ -170,29 +168,29 @@ class GPT(nn.Module):
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
         self._seed = torch.initial_seed()
         for module in self.modules():
-            self.initialise(module)
+            self.init_weights(module)
         if config.tied:
             self.head.weight = self.embedding.weight
 
     @torch.no_grad()
-    def initialise(self, module: nn.Module) -> None:
-        """Gives the parameters that one module of the model holds directly their first values; none on meta.
+    def init_weights(self, module: nn.Module) -> None:
+        """Initializes the parameters that one module of the model holds directly, but for those on meta.
 
         Normal weights; what ends in the residual stream is smaller, so that depth does not widen the stream. Each is
-        drawn for itself, on the host, from the seed and its name: the values are the same in whatever order and place.
+        drawn on the host from the seed and its name, so that values are the same in any order and on any device.
         """
         std = math.sqrt(2 / (5 * self.config.width))
         residual_std = std / math.sqrt(2 * self.config.layers)
         path = next(path for path, each in self.named_modules() if each is module)
         if module is self.head and self.config.tied:
-            path = "embedding"  # One weight has one name, wherever a part of the model gets its values alone.
+            path = "embedding"  # One weight has one name.
         for attribute, param in module.named_parameters(recurse=False):
             if param.is_meta:
                 continue
             if param.ndim < 2:
                 param.fill_(0.0 if attribute == "bias" else 1.0)
                 continue
-            generator = torch.Generator().manual_seed(identity(self._seed, f"{path}.{attribute}"))
+            generator = torch.Generator().manual_seed(fingerprint_of(self._seed, f"{path}.{attribute}"))
             drawn = torch.empty(param.shape, dtype=param.dtype, device="cpu")
             ends_in_stream = path.endswith(("attention.out", "feed_out"))
             param.copy_(drawn.normal_(std=residual_std if ends_in_stream else std, generator=generator))
@@ -254,7 +252,7 @@ def generate(model: nn.Module, prompt: Tensor, length: int, *, context: int, see
         model: Maps tokens `[1, sequence]` to logits `[1, sequence, vocabulary]`.
         prompt: `[sequence]`, int64, at least one token.
         length: Number of tokens to add.
-        context: Tokens that the model looks back on; earlier ones fall out of sight.
+        context: Tokens that the model looks back on; earlier ones are dropped.
         seed: Of the draw.
         temperature: Above 0; small values choose likely tokens.
 

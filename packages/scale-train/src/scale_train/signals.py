@@ -1,7 +1,7 @@
-"""Stopping between two steps, on all ranks at the same one.
+"""Ctrl-C and SIGTERM: all ranks stop after the same step, and save it.
 
-A signal reaches ranks at different moments. Each only notes it; the ranks compare notes and stop together, so that none
-waits in a collective for one that has left, and what was learnt can be saved.
+A signal reaches ranks at different moments. Each records it; the ranks compare and stop together, so that none waits in
+a collective for one that has ended.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import time
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from scale_core.comm.control_plane import exchange
+from scale_core.comm.collectives import exchange
 from scale_core.comm.group import Group
 
-# A terminal signals every process in it, and a launcher hands its own signal on: one key press may come twice.
+# A terminal signals every process in it, and a launcher passes its signal on: one key press may arrive twice.
 _ECHO_SECONDS = 1.0
 
 
 class StopSignal:
-    """A context in which Ctrl-C and SIGTERM are noted; a second one, a second or more later, interrupts at once."""
+    """Inside, Ctrl-C and SIGTERM are recorded; a second one, a second or more later, interrupts at once."""
 
     def __init__(self) -> None:
         self.received = 0
@@ -31,7 +31,7 @@ class StopSignal:
         # Python lets only the main thread handle signals; elsewhere (a notebook's worker) nothing is caught.
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
-                self._previous[number] = signal.signal(number, self._note)
+                self._previous[number] = signal.signal(number, self._record)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -39,13 +39,13 @@ class StopSignal:
             signal.signal(number, handler)
         self._previous.clear()
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _record(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self.received and now - self._when > _ECHO_SECONDS:
             raise KeyboardInterrupt
         if not self.received:
             self.received, self._when = number, now
 
-    def agreed(self, group: Group) -> int:
+    def received_by_any_rank(self, group: Group) -> int:
         """The signal that any rank received, or 0; the same answer on all ranks, which all have to call this."""
         return max(row[0] for row in exchange([self.received], group))

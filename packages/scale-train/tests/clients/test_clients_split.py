@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from scale_core.testing import run_ranks
-from scale_pipe import AbsentTensorError, DistributedPipe, shared_parameters, split
+from scale_pipe import DistributedPipe, PlaceholderTensorError, shared_parameters, split
 
 IDS = torch.arange(4 * 9).view(4, 9) * 7 % models.VOCABULARY
 MASK = torch.ones_like(IDS)
@@ -133,7 +133,7 @@ def test_tied_embeddings_are_found() -> None:
 def test_a_cut_inside_of_a_layer_has_its_residual_go_around_it() -> None:
     norms = [f"model.layers.0.{name}" for name in ("input_layernorm", "post_attention_layernorm")]
     stages = split(models.llama(), ["model.layers.0.mlp"], hold=dict.fromkeys(norms, 0))
-    with pytest.raises(AbsentTensorError, match=r"went around the cut at 'model.layers.0.mlp'"):
+    with pytest.raises(PlaceholderTensorError, match=r"went around the cut at 'model.layers.0.mlp'"):
         of_language_model(in_turn(stages), use_cache=False)
 
 

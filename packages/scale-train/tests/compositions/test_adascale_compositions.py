@@ -16,10 +16,12 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam
+from torch.utils.checkpoint import checkpoint
 
 import scale_tp
 from scale_adascale import AdaScale
-from scale_adascale.gain import Average, bounded, gain, moments
+from scale_adascale.estimates import Average
+from scale_adascale.gain import bounded, gain, moments
 from scale_checkpoint import apply_checkpointing, checkpoint_wrapper
 from scale_core import ShardedGradScaler
 from scale_core.snapshot import load_snapshot, save_snapshot
@@ -80,7 +82,7 @@ class Plain:
                 total += factor * grads[param].mean(0).square().sum().item()
                 param.grad = grads[param].mean(0).float()
             new = bounded(moments(local, total, len(seeds), self.scale))
-            self.averages[number] = self.averages[number].after(new, 1 - self.scale / 1000, debias=True)
+            self.averages[number] = self.averages[number].updated(new, 1 - self.scale / 1000, debias=True)
             gains.append(gain(self.averages[number].moments, self.scale))
             group["lr"] = self.lr * gains[-1] ** (0.5 if self.adam else 1.0)
         self.optimizer.step()
@@ -138,10 +140,10 @@ def errors(kind: str, num: int, adam: bool = False, no_sync: bool = True, scaled
     lr = 0.02
     plain = Plain(adam, num * dist.get_world_size(), lr, one_group=kind == "flat")
     model, inner = sharded(kind, adam, lr)
-    optimizer = AdaScale(inner, num_gradients_to_accumulate=num)
+    scaler = ShardedGradScaler(init_scale=256.0) if scaled else None
+    optimizer = AdaScale(inner, num_gradients_to_accumulate=num, grad_scaler=scaler)
     if kind == "oss in adascale":  # As FairScale's own loops build it.
         model = ShardedDataParallel(model, optimizer)
-    scaler = ShardedGradScaler(init_scale=256.0) if scaled else None
     found = []
     for step in range(STEPS):
         seeds = backward(model, step, num, no_sync, scaler)
@@ -301,6 +303,37 @@ def test_clipping_and_half_precision_leave_the_gain():
 def test_what_is_saved_of_a_sharded_training_goes_on_with_the_same_gain(tmp_path):
     for found in run_ranks(saved, 2, str(tmp_path)):
         assert found == [True, True, True]
+
+
+def reentrant() -> str:
+    """Every layer in a reentrant checkpoint, whose backward passes end before gradients are averaged."""
+    model = fully_shard(fully_shard_layers(net()))
+    optimizer = AdaScale(SGD(model.parameters(), lr=0.1))
+    model.register_forward_pre_hook(lambda module, args: args[0].requires_grad_())
+    with pytest.raises(RuntimeError, match="comes from inside of a reentrant checkpoint") as error:
+        loss_of(model, dist.get_rank()).backward()
+    optimizer.unhook()
+    return str(error.value)
+
+
+def fully_shard_layers(model: nn.Sequential) -> nn.Sequential:
+    layers = [fully_shard(layer) for layer in model]
+    return nn.Sequential(*(Reentrant(layer) for layer in layers))
+
+
+class Reentrant(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = checkpoint(self.layer, x, use_reentrant=True)
+        return found
+
+
+def test_reentrant_checkpoints_of_all_layers_are_refused_where_they_would_be_measured_wrong():
+    for said in run_ranks(reentrant, 2):
+        assert "use_reentrant=False" in said
 
 
 def by_layer(model: nn.Sequential) -> nn.Sequential:

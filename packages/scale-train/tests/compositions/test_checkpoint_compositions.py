@@ -60,7 +60,7 @@ def trained(model: nn.Module, rank: int) -> list[Tensor]:
 
 def count_gathers(model: nn.Module) -> dict[str, int]:
     """How often each unit is gathered in a step, by its name."""
-    from scale_fsdp.unit import units_in
+    from scale_fsdp.runtime.unit import units_in
 
     counts: dict[str, int] = {}
     for unit in units_in(model):

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from scale_adascale import AdaScale
 from scale_core import ShardedGradScaler
-from scale_core.microbatch_grads import sampled_steps_wanted
+from scale_core.microbatch_grads import microbatch_steps_wanted
 from scale_core.testing import run_ranks
 from scale_fsdp import fully_shard
 from scale_oss import OSS, ShardedDataParallel
@@ -132,13 +132,14 @@ def gains(case: Case, ranks: Any, replicas: Any) -> list[list[float]]:
     groups: dict[str, Any] = {"process_group": replicas, "model_parallel_group": ranks}
     if case.how == "told little":  # The ranks of the pipeline are known, and if these are all, so is the other group.
         groups = {"process_group": replicas} if dist.get_world_size(replicas) > 1 else {}
+    scaler = ShardedGradScaler(init_scale=256.0) if case.how == "scaled" else None
     optimizer = AdaScale(
         inner,
+        grad_scaler=scaler,
         scale=2.0 * dist.get_world_size(replicas) * case.chunks * case.steps_each,
         num_gradients_to_accumulate=case.chunks * case.steps_each,
         **groups,
     )
-    scaler = ShardedGradScaler(init_scale=256.0) if case.how == "scaled" else None
     replica, found = dist.get_rank(replicas), []
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -167,7 +168,7 @@ def gains(case: Case, ranks: Any, replicas: Any) -> list[list[float]]:
         elif case.how != "stepped":
             optimizer.step()
     optimizer.unhook()
-    assert not sampled_steps_wanted()
+    assert not microbatch_steps_wanted()
     return found
 
 

@@ -24,7 +24,7 @@ from scale_tp import (
     ParallelLayerNorm,
     RowParallelLinear,
     VocabParallelEmbedding,
-    load_full_tensors,
+    load_full_state_dict,
     parallelize,
 )
 
@@ -127,7 +127,7 @@ def sequential(divided: bool) -> nn.Sequential:
         RowParallelLinear(9, 6, input_is_parallel=True, **options),
         ColumnParallelLinear(6, 5, **options),
     )
-    load_full_tensors(layers, plain.state_dict())
+    load_full_state_dict(layers, plain.state_dict())
     return layers
 
 

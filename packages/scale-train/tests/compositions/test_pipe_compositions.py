@@ -30,7 +30,7 @@ from scale_pipe import DistributedPipe, StageError, split
 CHUNKS = 4
 TOLD = {
     "ways": "is one parameter in stages 0 and 1, and their wrappers do not reduce its gradient at the same time",
-    "hidden": "a wrapper around it hides it, or reduces its gradient in a way of its own: use fully_shard",
+    "hidden": "a wrapper around it hides it, or reduces its gradient in a way of its own. Use fully_shard",
 }
 LR = 0.5
 MAX_NORM = 0.5

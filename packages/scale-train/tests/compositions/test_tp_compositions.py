@@ -239,7 +239,7 @@ def _stages_train(mesh: DeviceMesh, sequence_parallel: bool) -> None:
         if any(param is mine for mine in pipe.parameters()):
             module, _, attribute = name.rpartition(".")
             owner = model.get_submodule(module)
-            whole = owner.whole_parameter(attribute) if hasattr(owner, "whole_parameter") else param.detach()
+            whole = owner.full_parameter(attribute) if hasattr(owner, "full_parameter") else param.detach()
             torch.testing.assert_close(whole, expected[name], rtol=0, atol=1e-7)
 
 

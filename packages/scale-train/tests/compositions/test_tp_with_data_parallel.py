@@ -180,7 +180,7 @@ def whole_over_both_axes(model: nn.Module, folder: str) -> None:
     model.load_state_dict(expected.state_dict())
     assert all(torch.equal(param, part[name]) for name, param in model.named_parameters())
     with pytest.raises(ValueError, match=r"is sharded along another axis: call model.load_state_dict"):
-        scale_tp.load_full_tensors(model, expected.state_dict())
+        scale_tp.load_full_state_dict(model, expected.state_dict())
 
 
 def built_on_meta() -> None:

@@ -31,6 +31,8 @@ from scale_adascale import AdaScale
 from scale_core.comm.group import Group
 
 ALIKE, SLACK = 2**8, 2**18
+EXPLODED = 1e6
+"""Losses and norms from which on a program is not followed: it has diverged, and what is left is amplified rounding."""
 SUMS_IN_ORDER = {"fully_shard", "FullyShardedDataParallel", "sharded_ddp"}
 """What adds gradients up in the order of the ranks, however many there are."""
 
@@ -232,6 +234,8 @@ def follow(program: Program, folder: Path) -> str | None:
         if isinstance(step, Train):
             expected, norm = plain.train(number, step)
             losses, found = wrapped.train(number, step)
+            if not all(abs(loss) < EXPLODED for loss in [*expected, norm or 0.0]):
+                return comparison.first
             comparison.numbers(f"{where}: losses", losses, expected)
             comparison.numbers(f"{where}: norm", found, norm)
             if program.adascale:
@@ -260,9 +264,12 @@ def _reloaded(program: Program, wrapped: Wrapped, plain: Plain, step: Reload, fo
     """The model under another wrapping, with what the one before has saved."""
     wrapped.save(folder, number, with_optimizer=True)
     fresh = Wrapped(program, step.wrapping, step.seed)
+    for before in program.steps[:number]:
+        if isinstance(before, Freeze):
+            fresh.freeze(before)
     fresh.load(folder, number)
-    for old, new in zip(wrapped.schedulers, fresh.schedulers, strict=True):
-        new.load_state_dict(old.state_dict())
+    for scheduler in fresh.schedulers:  # As many as there are optimizers now; all were stepped alike.
+        scheduler.load_state_dict(wrapped.schedulers[0].state_dict())
     for name, buffer in plain.net.named_buffers():
         buffer.data = plain.buffers[0][name].clone()
     plain.optimizer.zero_grad()  # Gradients are not saved.

@@ -195,6 +195,8 @@ def program_of(seed: int, world: int | None = None) -> Program:
     draw = _Drawing(random, model, world, adascale=adascale, tied="tied" not in avoid)
     wrapping = draw.wrapping(mesh, stages_per_rank if pipelined else 0)
     optimizer, options = random.choice([each for each in OPTIMIZERS if not adascale or each[0] in {"SGD", "AdamW"}])
+    if adascale and optimizer == "AdamW":  # A flat parameter has one mean second moment, and so another gain.
+        wrapping.options.pop("flatten_parameters", None)
     if random.random() < 0.2:
         options = {**options, "foreach": random.random() < 0.5}
     flat = any(each.options.get("flatten_parameters") for each in [wrapping])
@@ -382,7 +384,7 @@ class _Drawing:
                     # It loads how many gradients a step has.
                     pipeline = replace(wrapping.pipeline, chunks=before.pipeline.chunks)
                     wrapping = replace(wrapping, pipeline=pipeline)
-                if program.groups:
+                if program.groups or (program.adascale and program.optimizer == "AdamW"):
                     wrapping.options.pop("flatten_parameters", None)
                 yield Reload(wrapping, random.randrange(1000))
             yield self._train(program, wrapping, passes if program.adascale else random.choice([1, 1, 2, 3]))

@@ -208,6 +208,10 @@ class Wrapped:
         for index, stage in self.pipe.stages.items():
             has_params = {name for name, module in stage.named_modules() if any(True for _ in module.parameters())}
             plan = {name: style for name, style in self.wrapping.plan.items() if name in has_params}
+            if self.wrapping.mesh[2] > 1 and not plan:  # Alike on all of these ranks, and counted once.
+                plan = {
+                    name: "replicate" for name, part in stage.named_children() if any(True for _ in part.parameters())
+                }
             if plan:
                 parallelize(stage, plan, self.mesh["tensor"])
             trains = any(param.requires_grad for param in stage.parameters())
@@ -221,6 +225,8 @@ class Wrapped:
                 optimizer = self._make(stage.named_parameters(), self.data)
                 self.optimizers.append(optimizer)
                 self.pipe.stages[index] = self._sharded_ddp(stage, optimizer)
+            elif kind == "sharded_ddp" and has_params:  # All frozen: still of a group, as in the plain optimizer.
+                self.optimizers.append(self._make(stage.named_parameters()))
         if kind != "sharded_ddp":
             self.optimizers = [self._make(self.pipe.named_parameters())]
         self.net = self.pipe

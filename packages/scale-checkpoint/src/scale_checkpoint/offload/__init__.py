@@ -1,4 +1,4 @@
 """Tensors that autograd saves, kept on the host or in a file until the backward needs them.
 
-Begin with `offload`; `store` is the queue, `storage` where bytes go.
+Begin with `offload`; `store` is the queue with prefetch, `storage` the host's memory and files.
 """

@@ -1,8 +1,8 @@
 """Where offloaded bytes are kept: in the memory of the host, or in a file.
 
-A file has no name: it is there as long as somebody holds it, and is gone when nobody does, after an exception or a
-`kill -9` too, and nobody ever sees half of one. Each file takes what is offloaded until it is large, then the next one
-begins; a file's space is free when all that is in it was read for the last time.
+A file has no name: it exists as long as an open part of it does, and is gone after an exception or a `kill -9` too.
+Each file takes what is offloaded until it is large, then the next one begins; a file's space is free when all that is
+in it was read for the last time.
 """
 
 from __future__ import annotations
@@ -15,108 +15,140 @@ import tempfile
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from typing import IO, Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from scale_checkpoint.offload.streams import Lane, Mark, lanes_of
+from scale_checkpoint.live_memory import not_counted
+from scale_core.streams import InlineExecutor, StreamEvent, copy_into, host_memory, stream_for, worker_for
 
 Target: TypeAlias = Literal["host"] | os.PathLike[str]
 """Where to: the memory of the host, or a folder by its path."""
 
 _FILE_BYTES = 1 << 28
-_WAITING_BYTES = 1 << 30
+_MAX_UNWRITTEN_BYTES = 1 << 30
 
 
-class Away(Protocol):
-    """Bytes that have left a device."""
+class CopyStreams:
+    """Copies between a device and the host, one stream in each direction, and the threads that write and read files.
 
-    def is_safe(self) -> bool:
-        """Whether all has been copied, so that the source may go."""
+    On a CPU, the host stands for another memory, and a copy is done when the call returns.
+    """
 
-    def wait_safe(self) -> None:
-        """Lets the device go on only when the source may go."""
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.is_cpu = device.type == "cpu"
+        self._to_host, self._to_device = stream_for(device), stream_for(device)
+        self.writer, self.reader = (InlineExecutor() if self.is_cpu else worker_for(device) for _ in range(2))
+        # How much is worth fetching before it is needed, beside the one storage that comes next.
+        self.prefetch_bytes = 1 << 27 if device.type == "cuda" else 0
 
-    def prepare(self) -> None:
-        """Starts what has to be done on the host before `into` can begin."""
+    def to_host(self, source: Tensor) -> tuple[Tensor, StreamEvent]:
+        """Starts to copy `source`, uint8 [n], to the host; it must stay as it is until the event."""
+        with self._to_host.run():
+            target = self.host_memory(source.numel())
+            copy_into(target, source)
+            return target, self._to_host.record()
 
-    def into(self, target: Tensor) -> Mark:
+    def readable(self, source: Tensor) -> tuple[Tensor, StreamEvent]:
+        """Like `to_host`, but without a copy where the host can read `source` itself."""
+        return (source, self._to_host.record()) if self.is_cpu else self.to_host(source)
+
+    def to_device(self, source: Tensor, target: Tensor) -> StreamEvent:
+        """Starts to copy `source`, uint8 [n] on the host, into `target` on the device."""
+        with self._to_device.run():
+            copy_into(target, source)
+            return self._to_device.record()
+
+    def wait(self, event: StreamEvent) -> None:
+        """Makes the device go on only after an event."""
+        event.wait(torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None)
+
+    def host_memory(self, num_bytes: int) -> Tensor:
+        """Returns memory of the host, uint8 [num_bytes], for copies from and to the device."""
+        with not_counted() if self.is_cpu else nullcontext():
+            return host_memory(num_bytes, torch.uint8, self.device)
+
+
+@cache
+def copy_streams(device: torch.device) -> CopyStreams:
+    """Returns the copy streams of a device."""
+    return CopyStreams(device)
+
+
+class StoredBytes(Protocol):
+    """Bytes that were moved from a device."""
+
+    copied: StreamEvent
+    """After it, the source may be released."""
+
+    def prefetch(self) -> None:
+        """Starts what the host has to do before `copy_to` can begin."""
+
+    def copy_to(self, target: Tensor) -> StreamEvent:
         """Starts to copy them into `target`, uint8 [n], on the device."""
 
 
-class Place(Protocol):
+class StorageBackend(Protocol):
     """Somewhere to keep bytes."""
 
-    def put(self, source: Tensor) -> Away:
-        """Starts to copy `source`, uint8 [n]; it must stay as it is until `is_safe`."""
+    def put(self, source: Tensor) -> StoredBytes:
+        """Starts to copy `source`, uint8 [n]; it must stay as it is until `copied`."""
 
 
-class Host:
+class HostMemory:
     """The memory of the host, pinned where that makes copies run beside the computation."""
 
-    def put(self, source: Tensor) -> Away:
-        out, back = lanes_of(source.device)
-        return _InMemory(*out.out(source), back)
+    def put(self, source: Tensor) -> StoredBytes:
+        return _InMemory(source)
 
 
 class _InMemory:
-    def __init__(self, host: Tensor, arrived: Mark, back: Lane) -> None:
-        self._host, self._arrived, self._back = host, arrived, back
+    def __init__(self, source: Tensor) -> None:
+        self._streams = copy_streams(source.device)
+        self._host, self.copied = self._streams.to_host(source)
 
-    def is_safe(self) -> bool:
-        return self._arrived.is_over()
-
-    def wait_safe(self) -> None:
-        self._arrived.wait_on_device()
-
-    def prepare(self) -> None:
+    def prefetch(self) -> None:
         return None
 
-    def into(self, target: Tensor) -> Mark:
-        self._arrived.wait_on_device()
-        return self._back.back(self._host, target)
+    def copy_to(self, target: Tensor) -> StreamEvent:
+        self._streams.wait(self.copied)
+        return self._streams.to_device(self._host, target)
 
 
 class Folder:
-    """Files in a folder, for what the host's memory does not hold.
-
-    Args:
-        path: An existing folder, on a disk that is not memory.
-    """
+    """Files in an existing folder, on a disk that is not memory, for what the host's memory does not hold."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: _File | None = None
-        self._written: deque[tuple[Future[None], int]] = deque()
-        self._waiting_bytes = 0
+        self._writes: deque[tuple[Future[None], int]] = deque()
+        self._unwritten_bytes = 0
 
-    def put(self, source: Tensor) -> Away:
-        out, back = lanes_of(source.device)
-        part = self._reserve(source.numel())
-        host, arrived = out.readable(source)
-        written = out.worker().submit(_write_arrived, part, host, arrived)
-        self._written.append((written, source.numel()))
-        self._waiting_bytes += source.numel()
-        self._settle()
-        return _OnDisk(part, source.numel(), arrived, written, back)
-
-    def _settle(self) -> None:
-        """Learns of what was written, a full disk among it, and waits where too much of the host's memory waits."""
-        while self._written and (self._written[0][0].done() or self._waiting_bytes > _WAITING_BYTES):
-            written, num_bytes = self._written.popleft()
-            self._waiting_bytes -= num_bytes
+    def put(self, source: Tensor) -> StoredBytes:
+        stored = _OnDisk(self._reserve(source.numel()), source)
+        self._writes.append((stored.written, source.numel()))
+        self._unwritten_bytes += source.numel()
+        # Raises what a write has raised, such as that the disk is full, and waits where too much is unwritten.
+        while self._writes and (self._writes[0][0].done() or self._unwritten_bytes > _MAX_UNWRITTEN_BYTES):
+            written, num_bytes = self._writes.popleft()
+            self._unwritten_bytes -= num_bytes
             written.result()
+        return stored
 
-    def _reserve(self, num_bytes: int) -> _Part:
+    def _reserve(self, num_bytes: int) -> _FilePart:
         if self._file is None or self._file.used >= _FILE_BYTES:
             try:
                 file = tempfile.TemporaryFile(dir=self.path, prefix="scale-activations-")  # noqa: SIM115  # _File closes it
                 self._file = _File(file, self.path)
             except OSError as error:
-                raise _told(error, self.path, num_bytes) from error
-        return self._file.reserve(num_bytes)
+                raise _described(error, self.path, num_bytes) from error
+        self._file.used += num_bytes
+        return _FilePart(self._file, self._file.used - num_bytes)
 
 
 class _File:
@@ -127,11 +159,6 @@ class _File:
 
     def __del__(self) -> None:
         self._file.close()
-
-    def reserve(self, num_bytes: int) -> _Part:
-        part = _Part(self, self.used)
-        self.used += num_bytes
-        return part
 
     def transfer(self, do: Callable[..., int], memory: Tensor, offset: int) -> None:
         """Reads or writes all of `memory`, uint8 [n] on the host, in as many pieces as the system makes of it."""
@@ -144,57 +171,49 @@ class _File:
             done += step
 
 
-class _Part:
+class _FilePart:
     """A part of a file, from `offset` on."""
 
     def __init__(self, file: _File, offset: int) -> None:
         self._file, self._offset = file, offset
 
-    def write(self, memory: Tensor) -> None:
+    def write(self, memory: Tensor, copied: StreamEvent) -> None:
+        copied.synchronize()
         try:
             self._file.transfer(os.pwrite, memory, self._offset)
         except OSError as error:
-            raise _told(error, self._file.folder, memory.numel()) from error
+            raise _described(error, self._file.folder, memory.numel()) from error
 
-    def read(self, memory: Tensor) -> None:
+    def read(self, memory: Tensor) -> Tensor:
         self._file.transfer(lambda file, view, offset: os.preadv(file, [view], offset), memory, self._offset)
-
-
-class _OnDisk:
-    def __init__(self, part: _Part, num_bytes: int, arrived: Mark, written: Future[None], back: Lane) -> None:
-        self._part, self._num_bytes, self._arrived, self._written, self._back = part, num_bytes, arrived, written, back
-        self._read: Future[Tensor] | None = None
-
-    def is_safe(self) -> bool:
-        return self._arrived.is_over()
-
-    def wait_safe(self) -> None:
-        self._arrived.wait_on_device()
-
-    def prepare(self) -> None:
-        if self._read is None:
-            self._read = self._back.worker().submit(self._read_back)
-
-    def into(self, target: Tensor) -> Mark:
-        self.prepare()
-        assert self._read is not None
-        memory, self._read = self._read.result(), None
-        return self._back.back(memory, target)
-
-    def _read_back(self) -> Tensor:
-        self._written.result()
-        memory = self._back.host_memory(self._num_bytes)
-        self._part.read(memory)
         return memory
 
 
-def _write_arrived(part: _Part, host: Tensor, arrived: Mark) -> None:
-    arrived.wait_on_host()
-    part.write(host)
+class _OnDisk:
+    def __init__(self, part: _FilePart, source: Tensor) -> None:
+        self._part, self._num_bytes = part, source.numel()
+        self._streams = streams = copy_streams(source.device)
+        host, self.copied = streams.readable(source)
+        self.written: Future[None] = streams.writer.submit(part.write, host, self.copied)
+        self._read: Future[Tensor] | None = None
+
+    def prefetch(self) -> None:
+        if self._read is None:
+            self._read = self._streams.reader.submit(self._read_back)
+
+    def copy_to(self, target: Tensor) -> StreamEvent:
+        self.prefetch()
+        assert self._read is not None
+        memory, self._read = self._read.result(), None
+        return self._streams.to_device(memory, target)
+
+    def _read_back(self) -> Tensor:
+        self.written.result()
+        return self._part.read(self._streams.host_memory(self._num_bytes))
 
 
-def _told(error: OSError, folder: Path, num_bytes: int) -> OSError:
-    """The same kind of error, with what it was about."""
+def _described(error: OSError, folder: Path, num_bytes: int) -> OSError:
+    """The same kind of error, with the folder, the size and the fix."""
     try:
         free = f"{shutil.disk_usage(folder).free / 2**20:.0f} MiB are free there"
     except OSError:
@@ -206,15 +225,15 @@ def _told(error: OSError, folder: Path, num_bytes: int) -> OSError:
     )
 
 
-def place_for(target: Target) -> Place:
-    """Returns where bytes are kept: "host", or the path of a folder.
+def backend_for(target: Target) -> StorageBackend:
+    """Returns the backend of "host" or of a folder's path.
 
     Raises:
         ValueError: It is another word.
         NotADirectoryError: There is no such folder.
     """
     if target == "host":
-        return Host()
+        return HostMemory()
     if isinstance(target, str):
         raise ValueError(
             f'offload_to: expected "host" or the path of a folder, got {target!r}: write pathlib.Path({target!r}) if '
@@ -226,7 +245,7 @@ def place_for(target: Target) -> Place:
     return Folder(path)
 
 
-def whole_storage(tensor: Tensor) -> Tensor:
+def storage_of(tensor: Tensor) -> Tensor:
     """Returns all the bytes that a tensor's storage holds, uint8 [n], sharing them."""
-    storage = tensor.detach().untyped_storage()  # An operator, so that who counts storages meets it as a tensor's own.
+    storage = tensor.detach().untyped_storage()  # An operator, so that a count of storages meets it as the tensor's.
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)

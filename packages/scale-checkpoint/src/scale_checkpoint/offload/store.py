@@ -1,6 +1,6 @@
-"""What was packed away, in the order in which it left: the backward pass fetches it ahead in the reverse order.
+"""Offloaded storages in the order in which they left, which the backward pass fetches ahead in reverse.
 
-What autograd saves is packed away as whole storages, so that several views of one tensor travel once and come back as
+What autograd saves is moved as whole storages, so that several views of one tensor are copied once and come back as
 they were. Copies run beside the computation.
 """
 
@@ -15,252 +15,214 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from scale_checkpoint.offload.storage import Away, Place, Target, place_for, whole_storage
-from scale_checkpoint.offload.streams import Mark, lanes_of
-from scale_checkpoint.saved_tensors import counter_of, have_one_counter
-from scale_checkpoint.state import Aside
+from scale_checkpoint.offload.storage import StorageBackend, StoredBytes, Target, backend_for, copy_streams, storage_of
+from scale_checkpoint.saved_tensors import shares_version_counter, version_counter
+from scale_checkpoint.state import InternalOps
+from scale_core.streams import StreamEvent
 
-_IN_FLIGHT_BYTES = 1 << 30  # Beyond this the device waits until what it computes with has left.
-_MOST_AHEAD = 64
+_MAX_IN_FLIGHT_BYTES = 1 << 30  # Beyond this the device waits until what it computes with has left.
+_MAX_FETCHED_AHEAD = 64  # storages
 _stores: dict[str, Store] = {}
 
 
 def store_for(target: Target) -> Store:
-    """Returns what keeps things at a place: one for all, so that what leaves from anywhere is fetched in one order.
-
-    Raises:
-        ValueError: The target is a word other than "host".
-        NotADirectoryError: There is no such folder.
-    """
-    place = place_for(target)
+    """Returns the store of a target: one for all modules, so that what leaves from anywhere is fetched in one order."""
+    backend = backend_for(target)
     if str(target) not in _stores:
-        _stores[str(target)] = Store(place)
+        _stores[str(target)] = Store(backend)
     return _stores[str(target)]
 
 
 class _Link:
-    """A storage's place in the order in which they left; those that are gone are taken out of it."""
-
-    def __init__(self, gone: Gone, before: _Link | None) -> None:
-        self.gone = weakref.ref(gone)
-        self.before, self.after = before, None
-        if before is not None:
-            before.after = self
+    """A storage's place in the order in which they left; released ones are taken out of it."""
 
     before: _Link | None
     after: _Link | None
 
-    def take_out(self) -> None:
+    def __init__(self, storage: OffloadedStorage, before: _Link | None) -> None:
+        self.storage = weakref.ref(storage)
+        self.before, self.after = before, None
+        if before is not None:
+            before.after = self
+
+    def remove(self) -> None:
         if self.before is not None:
             self.before.after = self.after
         if self.after is not None:
             self.after.before = self.before
 
 
-class Gone:
-    """A storage that was packed away.
+class OffloadedStorage:
+    """A storage that was moved away."""
 
-    Args:
-        source: uint8 [n], on the device.
-        away: Its bytes.
-
-    Attributes:
-        num_bytes: Of the storage.
-        device: Where it was, and comes back to.
-        views: How many packed tensors of it are still to be unpacked.
-    """
-
-    def __init__(self, source: Tensor, away: Away) -> None:
-        self.num_bytes, self.device, self.views = source.numel(), source.device, 0
-        self._away = away
-        self._fetched: tuple[Tensor, Mark] | None = None
-        self._version = 0  # Of what was fetched, as it came.
-        self._is_waited_for = False
+    def __init__(self, source: Tensor, stored: StoredBytes) -> None:
+        self.num_bytes, self.device = source.numel(), source.device
+        self.views = 0  # packed tensors of it that are still to be unpacked
+        self._stored = stored
+        self._fetched: tuple[Tensor, StreamEvent] | None = None
+        self._version = 0  # of what was fetched, as it came
+        self._was_taken = False
 
     @property
     def is_fetched(self) -> bool:
         """Whether it is back, or on its way."""
         return self._fetched is not None
 
-    def prepare(self) -> None:
+    def prefetch(self) -> None:
         """Starts what the host has to do before it can be fetched."""
-        self._away.prepare()
+        self._stored.prefetch()
 
     def fetch(self) -> None:
         """Starts to bring it back."""
         if self._fetched is None:
             memory = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device)
-            self._fetched = memory, self._away.into(memory)
+            self._fetched = memory, self._stored.copy_to(memory)
             self._version = memory._version
-            self._is_waited_for = False
+            self._was_taken = False
 
     def take(self, alone: bool = False) -> Tensor:
-        """Returns its bytes, uint8 [n], on the device, for one view.
-
-        Args:
-            alone: Nobody else gets this memory, so that it may be written to.
-        """
+        """Returns its bytes, uint8 [n], on the device, for one view; `alone` is memory that nobody else gets."""
         if self._fetched is not None and self._fetched[0]._version != self._version:
-            self._fetched = None  # Who has had a view before has written into it, and this one gets it as it was.
+            self._fetched = None  # Another view was written into, and this one gets the storage as it was.
         self.fetch()
         assert self._fetched is not None
-        memory, mark = self._fetched
-        mark.wait_on_device()
-        is_shared = self._is_waited_for or self.views > 1
-        self._is_waited_for = True
+        memory, fetched = self._fetched
+        copy_streams(self.device).wait(fetched)
+        is_shared = self._was_taken or self.views > 1
+        self._was_taken = True
         self.drop_view()
         return memory.clone() if alone and is_shared else memory
 
     def drop_view(self) -> None:
-        """One view less is still to be unpacked; after the last, what was fetched is the views' alone."""
+        """One view less is to be unpacked; after the last, what was fetched belongs to the views alone."""
         self.views -= 1
         if self.views > 0 or self._fetched is None:
             return
-        if not self._is_waited_for:  # Nobody wants it any more, but the copy into its memory may still run.
-            self._fetched[1].wait_on_host()
+        if not self._was_taken:  # Nobody wants it any more, but the copy into its memory may still run.
+            self._fetched[1].synchronize()
         self._fetched = None
 
 
-class Packed:
-    """What autograd holds in the place of a tensor.
+class PackedTensor:
+    """What autograd holds in the place of an offloaded tensor."""
 
-    Args:
-        store: Which has packed it.
-        link: The storage's place in the order.
-        gone: The storage.
-        tensor: The tensor.
-    """
-
-    def __init__(self, store: Store, link: _Link, gone: Gone, tensor: Tensor) -> None:
-        self._store, self._link, self._gone = store, link, gone
+    def __init__(self, store: Store, link: _Link, storage: OffloadedStorage, tensor: Tensor) -> None:
+        self._store, self._link, self._storage = store, link, storage
         self._dtype, self._size, self._stride = tensor.dtype, tensor.size(), tensor.stride()
         self._offset = tensor.storage_offset()
-        self._is_waited_for = True
-        gone.views += 1
+        self._is_counted = True  # among the views of the storage
+        storage.views += 1
 
     def fetch(self) -> None:
         """Starts to bring its storage back."""
-        with Aside():
-            self._gone.fetch()
+        with InternalOps():
+            self._storage.fetch()
 
     def unpack(self, alone: bool = False) -> Tensor:
-        """Returns the tensor, as it was when it was packed; starts to fetch what left before it.
+        """Returns the tensor as it was when it was packed, and starts to fetch what left before it.
 
-        Args:
-            alone: It shares its memory with no other tensor, so that it may be written to.
+        `alone`: It shares its memory with no other tensor, so that it may be written to.
         """
-        if not self._is_waited_for:  # Another backward pass over a graph that is retained.
-            self._gone.views += 1
-        self._is_waited_for = False
-        with Aside(), torch.no_grad():
-            memory = self._gone.take(alone)
+        if not self._is_counted:  # Another backward pass over a graph that is retained.
+            self._storage.views += 1
+        self._is_counted = False
+        with InternalOps(), torch.no_grad():
+            memory = self._storage.take(alone)
             self._store.fetch_ahead(self._link)
-            whole = memory[: memory.numel() // self._dtype.itemsize * self._dtype.itemsize].view(self._dtype)
-            return whole.as_strided(self._size, self._stride, self._offset)
+            typed = memory[: memory.numel() // self._dtype.itemsize * self._dtype.itemsize].view(self._dtype)
+            return typed.as_strided(self._size, self._stride, self._offset)
 
     def __del__(self) -> None:
-        if self._is_waited_for:
-            self._gone.drop_view()
+        if self._is_counted:
+            self._storage.drop_view()
 
 
 class _Known(NamedTuple):
-    """A storage that has left, as it was at one version.
+    """A storage that has left, as it was at one version."""
 
-    Attributes:
-        owner: The storage: one that is gone may leave its number to another.
-        counter: Has the version counter of the tensor that was packed, and no memory.
-        link: Its place in the order.
-    """
-
-    owner: StorageWeakRef
-    counter: Tensor
+    owner: StorageWeakRef  # a storage that was released may leave its number to another
+    counter: Tensor  # the version counter of the tensor that was packed, without memory
     link: _Link
 
     def is_of(self, tensor: Tensor) -> bool:
         """Whether a tensor of that storage and version is as it was when this one left."""
-        return not self.owner.expired() and have_one_counter(tensor, self.counter)
+        return not self.owner.expired() and shares_version_counter(tensor, self.counter)
 
 
 class Store:
-    """All that was packed away to one place, in the order in which it left.
+    """All that was moved to one backend, in the order in which it left."""
 
-    Args:
-        place: Where it is kept.
-    """
-
-    def __init__(self, place: Place) -> None:
-        self._place = place
+    def __init__(self, backend: StorageBackend) -> None:
+        self._backend = backend
         self._last: _Link | None = None
         # By storage and version: what was changed in place since leaves once more.
         self._known: dict[tuple[int, int], _Known] = {}
-        self._in_flight: deque[tuple[Away, Tensor, Tensor, int]] = deque()
+        self._in_flight: deque[tuple[StoredBytes, Tensor, Tensor, int]] = deque()
         self._in_flight_bytes = 0
-        self._lock = threading.RLock()  # Graphs are let go of in the threads of the backward pass.
+        self._lock = threading.RLock()  # Graphs are released in the threads of the backward pass.
 
-    def pack(self, tensor: Tensor) -> Packed:
+    def pack(self, tensor: Tensor) -> PackedTensor:
         """Starts to move the storage of `tensor` away, unless it has left already.
 
         Raises:
             OSError: The disk is full, or the folder cannot be written to.
-            RuntimeError: A tensor was changed in place while it left.
+            RuntimeError: A tensor was changed in place while it was copied.
         """
         with self._lock:
-            self._land()
-            storage = tensor.untyped_storage()
-            key = storage._cdata, tensor._version
+            self._release_copied()
+            key = tensor.untyped_storage()._cdata, tensor._version
             known = self._known.get(key)
-            gone = None if known is None or not known.is_of(tensor) else known.link.gone()
-            if known is None or gone is None:
-                gone, link = self._send(tensor, key)
-                return Packed(self, link, gone, tensor)
-            return Packed(self, known.link, gone, tensor)
+            storage = None if known is None or not known.is_of(tensor) else known.link.storage()
+            if known is None or storage is None:
+                storage, link = self._send(tensor, key)
+                return PackedTensor(self, link, storage, tensor)
+            return PackedTensor(self, known.link, storage, tensor)
 
     def fetch_ahead(self, link: _Link) -> None:
-        """Starts to bring back what left before a storage that is needed now, as much as may be here early."""
+        """Starts to bring back what left before a storage that is needed now, as much as may be fetched early."""
         with self._lock:
-            self._land()
+            self._release_copied()
             num_bytes, before = 0, link.before
-            for _ in range(_MOST_AHEAD):
-                gone = None if before is None else before.gone()
-                if before is None or gone is None:
+            for _ in range(_MAX_FETCHED_AHEAD):
+                storage = None if before is None else before.storage()
+                if before is None or storage is None:
                     return
-                num_bytes += gone.num_bytes
-                most = lanes_of(gone.device)[1].ahead_bytes
-                if num_bytes > most and num_bytes > gone.num_bytes:
-                    gone.prepare()
+                num_bytes += storage.num_bytes
+                if num_bytes > max(copy_streams(storage.device).prefetch_bytes, storage.num_bytes):
+                    storage.prefetch()
                     return
-                if gone.views > 0:
-                    gone.fetch()
+                if storage.views > 0:
+                    storage.fetch()
                 before = before.before
 
-    def _send(self, tensor: Tensor, key: tuple[int, int]) -> tuple[Gone, _Link]:
-        source = whole_storage(tensor)
-        away = self._place.put(source)
-        gone = Gone(source, away)
-        self._last = link = _Link(gone, self._last)
-        self._known[key] = _Known(StorageWeakRef(tensor.untyped_storage()), counter_of(tensor), link)
-        weakref.finalize(gone, self._forget, key, link).atexit = False
-        if not away.is_safe():
-            self._in_flight.append((away, source, tensor.detach(), tensor._version))
+    def _send(self, tensor: Tensor, key: tuple[int, int]) -> tuple[OffloadedStorage, _Link]:
+        source = storage_of(tensor)
+        stored = self._backend.put(source)
+        storage = OffloadedStorage(source, stored)
+        self._last = link = _Link(storage, self._last)
+        self._known[key] = _Known(StorageWeakRef(tensor.untyped_storage()), version_counter(tensor), link)
+        weakref.finalize(storage, self._forget, key, link).atexit = False
+        if not stored.copied.query():
+            self._in_flight.append((stored, source, tensor.detach(), tensor._version))
             self._in_flight_bytes += source.numel()
-        return gone, link
+        return storage, link
 
     def _forget(self, key: tuple[int, int], link: _Link) -> None:
         with self._lock:
-            link.take_out()
+            link.remove()
             if self._last is link:
                 self._last = link.before
             if key in self._known and self._known[key].link is link:
                 del self._known[key]
 
-    def _land(self) -> None:
-        """Lets go of what has left by now, and makes the device wait where too much is on its way."""
+    def _release_copied(self) -> None:
+        """Releases sources that were copied by now, and makes the device wait where too much is in flight."""
         while self._in_flight:
-            away, source, tensor, version = self._in_flight[0]
-            if not away.is_safe():
-                if self._in_flight_bytes <= _IN_FLIGHT_BYTES:
+            stored, source, tensor, version = self._in_flight[0]
+            if not stored.copied.query():
+                if self._in_flight_bytes <= _MAX_IN_FLIGHT_BYTES:
                     return
-                away.wait_safe()
+                copy_streams(source.device).wait(stored.copied)
             self._in_flight.popleft()
             self._in_flight_bytes -= source.numel()
             if tensor._version != version:

@@ -1,4 +1,4 @@
-"""The blocks of a model: the modules for which a plan decides.
+"""Blocks: the modules of a model for which a plan decides.
 
 Models say themselves what must not be cut (`_no_split_modules`, as those of the Hugging Face libraries do), or show it
 by repetition: the items of a `ModuleList` or a `Sequential` that have the class of a neighbour. The outermost ones are
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -17,30 +18,22 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def find_blocks(model: nn.Module, blocks: Sequence[str] | None = None) -> dict[str, nn.Module]:
-    """Returns the blocks of a model by qualified name, in the order of registration.
-
-    Args:
-        model: Any module.
-        blocks: Qualified names of modules, none inside another; None finds them.
-
-    Raises:
-        ValueError: No blocks are found, a name is not a module's, one block lies in another, or two names are one's.
-    """
+    """Returns the blocks of a model by qualified name, in the order of registration."""
     if blocks is None:
-        return _found(model)
+        return _find(model)
     modules = dict(model.named_modules(remove_duplicate=False))
     for name in blocks:
         if name not in modules or not name:
             near = difflib.get_close_matches(name, modules, n=3) or list(modules)[1:4]
             raise ValueError(f"blocks are named by modules of the model, but {name!r} is none; near: {', '.join(near)}")
     chosen = {name: modules[name] for name in modules if name in set(blocks)}
-    _check_apart(chosen)
+    _check_disjoint(chosen)
     return chosen
 
 
-def _found(model: nn.Module) -> dict[str, nn.Module]:
-    told = set(getattr(model, "_no_split_modules", None) or ())
-    classes = {type(module) for module in model.modules() if type(module).__name__ in told}
+def _find(model: nn.Module) -> dict[str, nn.Module]:
+    unsplit = set(getattr(model, "_no_split_modules", None) or ())
+    classes = {type(module) for module in model.modules() if type(module).__name__ in unsplit}
     names: set[str] = set()
     if not classes:
         repeated = dict(_repeated(model, ""))
@@ -48,7 +41,7 @@ def _found(model: nn.Module) -> dict[str, nn.Module]:
         classes = {type(module) for module in repeated.values() if type(module) not in _CONTAINERS}
     found: dict[str, nn.Module] = {}
     for name, block in _outermost(model, "", names, classes):
-        if block not in found.values():  # One that stands in two places is visited twice, and treated in one way.
+        if block not in found.values():  # One in two places is visited twice, with one strategy.
             found[name] = block
     if not found:
         inner = [name for name, child in model.named_children() if _has_children(child)]
@@ -97,10 +90,74 @@ def _has_children(module: nn.Module) -> bool:
     return next(module.children(), None) is not None
 
 
-def _check_apart(blocks: dict[str, nn.Module]) -> None:
+def _check_disjoint(blocks: dict[str, nn.Module]) -> None:
     for name, block in blocks.items():
         for other, around in blocks.items():
             if name != other and any(inner is block for inner in around.modules()):
                 is_same = around is block
-                told = f"{name!r} and {other!r} are one module" if is_same else f"{name!r} lies in {other!r}"
-                raise ValueError(f"blocks lie beside one another, but {told}; name one of them")
+                found = f"{name!r} and {other!r} are one module" if is_same else f"{name!r} is inside {other!r}"
+                raise ValueError(f"blocks must not contain one another, but {found}; name one of them")
+
+
+@dataclass(frozen=True)
+class BlockSignature:
+    """Class and parameters of a block."""
+
+    kind: str  # the name of its class
+    parameters: Mapping[str, tuple[int, ...]]  # shapes by name
+
+
+def block_signature(block: nn.Module) -> BlockSignature:
+    """Returns the signature of a block."""
+    return BlockSignature(type(block).__name__, {key: tuple(param.shape) for key, param in block.named_parameters()})
+
+
+def excluded_modules(model: nn.Module, blocks: Mapping[str, nn.Module]) -> tuple[str, ...]:
+    """Returns the names of the modules that have the class of a block, and are none, nor inside or around one."""
+    kinds = {type(block).__name__ for block in blocks.values()}
+    return tuple(_modules_of_class(model, {id(block) for block in blocks.values()}, kinds))
+
+
+def check_same_blocks(model: nn.Module, known: Mapping[str, BlockSignature], excluded: Collection[str]) -> None:
+    """Checks that a model has the blocks that a profile was made of, and no more of their kind."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    fix = "plan again with plan_memory(model, ...)"
+    for name, block in known.items():
+        module = modules.get(name)
+        description = f"the plan was made for another model: {name!r}"
+        if module is None:
+            raise ValueError(
+                f"{description} is a {block.kind} there, but {type(model).__name__} has no such module; {fix}"
+            )
+        if type(module).__name__ != block.kind:
+            raise ValueError(f"{description} is a {block.kind} there, but a {type(module).__name__} here; {fix}")
+        shapes = block_signature(module).parameters
+        for key in [*block.parameters, *shapes]:
+            planned, present = block.parameters.get(key), shapes.get(key)
+            if planned != present:
+                raise ValueError(
+                    f"{description} has the parameter {key!r} of shape {planned} there, but {present} here; {fix}"
+                )
+    kinds = {block.kind for block in known.values()}
+    for name in _modules_of_class(model, {id(modules[name]) for name in known}, kinds):
+        if name not in excluded:
+            raise ValueError(
+                f"the plan was made for another model: {name!r} is a {type(modules[name]).__name__} here, as its "
+                f"blocks are, but the plan has no such block; {fix}"
+            )
+
+
+def _modules_of_class(model: nn.Module, blocks: Collection[int], kinds: Collection[str]) -> list[str]:
+    """The outermost modules of these classes beside the blocks, which are known by their identity."""
+    found: list[str] = []
+    waiting = [(name, child) for name, child in model.named_children()]
+    while waiting:
+        name, module = waiting.pop(0)
+        if id(module) in blocks:
+            continue
+        is_around = any(id(part) in blocks for part in module.modules())
+        if type(module).__name__ in kinds and not is_around:
+            found.append(name)
+        else:
+            waiting += [(f"{name}.{key}", child) for key, child in module.named_children()]
+    return found

@@ -1,4 +1,4 @@
-"""A plan as text: what is done with each block, and how memory stands over the step."""
+"""Plans as text and pictures: tables of blocks, and memory over the step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
-from scale_checkpoint.planner.timeline import Moment, Segment, Timeline
+from scale_checkpoint.planner.timeline import Segment, SegmentPass, Timeline
 
 BAR_WIDTH = 50
 MAX_BARS = 48
@@ -37,12 +37,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Returns a table, its first two columns to the left and the others to the right.
-
-    Args:
-        heads: One per column.
-        rows: Cells.
-    """
+    """Returns a table, its first two columns to the left and the others to the right."""
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
     lines = []
     for row in [heads, ["-" * width for width in widths], *rows]:
@@ -51,37 +46,27 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def way_table(segments: Sequence[Segment], ways: Mapping[str, str], reference: str) -> str:
-    """Returns what a plan does with each block: what it keeps, of how much, and the time that it adds.
-
-    Args:
-        segments: Of the profile.
-        ways: By block.
-        reference: The way beside which time is compared.
-    """
+def strategy_table(segments: Sequence[Segment], strategies: Mapping[str, str], reference: str) -> str:
+    """Returns the strategy of each block: what it keeps, of how much under `reference`, and the time that it adds."""
     rows = []
     for segment in segments:
         if segment.is_block:
-            way = segment.ways[ways[segment.name]]
-            plain = segment.ways.get(reference, way)
-            added = way.seconds - plain.seconds
-            bytes_told = (format_bytes(way.kept_bytes), format_bytes(plain.kept_bytes))
-            rows.append((segment.name, ways[segment.name], *bytes_told, format_seconds(added) if added > 0 else "0"))
-    return table(("block", "way", "keeps", "of", "adds"), rows)
+            name = strategies[segment.name]
+            cost = segment.costs[name]
+            plain = segment.costs.get(reference, cost)
+            added = cost.seconds - plain.seconds
+            kept = (format_bytes(cost.kept_bytes), format_bytes(plain.kept_bytes))
+            rows.append((segment.name, name, *kept, format_seconds(added) if added > 0 else "0"))
+    return table(("block", "strategy", "keeps", "of", "adds"), rows)
 
 
 def bar_chart(step: Timeline, budget_bytes: int | None) -> str:
-    """Returns a bar for the peak of each moment of a step, forward and then backward.
-
-    Args:
-        step: The step.
-        budget_bytes: The length of the longest bar that may be; None takes the peak.
-    """
+    """Returns a bar for the peak of each pass of a step, forward and then backward."""
     full = max(budget_bytes or 0, step.peak_bytes, 1)
-    moments = list(_merged(step.moments))
-    width = max(len(name) for name, _, _ in moments)
+    rows = list(_merged(step.passes))
+    width = max(len(name) for name, _, _ in rows)
     lines = []
-    for name, backward, peak in moments:
+    for name, backward, peak in rows:
         bar = "█" * round(BAR_WIDTH * peak / full)
         mark = " < peak" if peak == step.peak_bytes else ""
         lines.append(
@@ -90,36 +75,28 @@ def bar_chart(step: Timeline, budget_bytes: int | None) -> str:
     return "\n".join(lines)
 
 
-def _merged(moments: Sequence[Moment]) -> Iterator[tuple[str, bool, int]]:
+def _merged(passes: Sequence[SegmentPass]) -> Iterator[tuple[str, bool, int]]:
     """At most `MAX_BARS` rows of neighbours, each with the highest of their peaks; of blocks where they are few."""
-    shown = [moment for moment in moments if not moment.name.startswith("after ") or moment.name == "after the blocks"]
-    rows = {id(moment): moment.peak_bytes for moment in shown}
+    shown = [each for each in passes if not each.name.startswith("after ") or each.name == "after the blocks"]
+    peaks = {id(each): each.peak_bytes for each in shown}
     last = shown[0]
-    for moment in moments:
-        last = moment if id(moment) in rows else last
-        rows[id(last)] = max(rows[id(last)], moment.peak_bytes)
+    for each in passes:
+        last = each if id(each) in peaks else last
+        peaks[id(last)] = max(peaks[id(last)], each.peak_bytes)
     size = -(-len(shown) // MAX_BARS)
     for backward in (False, True):
-        half = [moment for moment in shown if moment.backward == backward]
+        half = [each for each in shown if each.backward == backward]
         for start in range(0, len(half), size):
             group = half[start : start + size]
             name = group[0].name if len(group) == 1 else f"{group[0].name} .. {group[-1].name}"
-            yield name, backward, max(rows[id(moment)] for moment in group)
+            yield name, backward, max(peaks[id(each)] for each in group)
 
 
 MIB = 2**20
 
 
 def new_figure(width: float = 8, height: float = 4) -> Any:
-    """Returns an empty figure that looks for no display.
-
-    Args:
-        width: In inches.
-        height: In inches.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """Returns an empty figure that looks for no display."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -130,23 +107,12 @@ def new_figure(width: float = 8, height: float = 4) -> Any:
 def plot_timelines(
     timelines: Mapping[str, Timeline], path: str | PathLike[str], budget_bytes: int | None = None
 ) -> None:
-    """Draws memory over the moments of a step, one line for each plan.
-
-    Args:
-        timelines: By the name of the plan; all of one profile.
-        path: A picture, replaced if it is there; its ending says its kind. In an SVG, each line is a group with the
-            plan's name as its id.
-        budget_bytes: Drawn as a line, of the id "budget".
-
-    Raises:
-        ImportError: matplotlib is not installed.
-        OSError: The picture cannot be written.
-    """
+    """Draws memory over the passes of a step, one line for each plan."""
     figure = new_figure()
     axes = figure.add_subplot()
     longest = 0
     for label, step in timelines.items():
-        points = [size / MIB for moment in step.moments for size in (moment.start_bytes, moment.peak_bytes)]
+        points = [size / MIB for each in step.passes for size in (each.start_bytes, each.peak_bytes)]
         longest = max(longest, len(points))
         places = [index / 2 for index in range(len(points))]
         axes.fill_between(places, points, alpha=0.15)

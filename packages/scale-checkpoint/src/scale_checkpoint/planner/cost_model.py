@@ -1,156 +1,144 @@
-"""From what was followed and tried to numbers: segments, their ways, and what crosses between them."""
+"""Segments, their costs by strategy and the boundary tensors between them, from a traced step and measured blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from scale_checkpoint.planner.block_benchmark import Trial
+from scale_checkpoint.planner.block_benchmark import BlockMemory
 from scale_checkpoint.planner.strategies import KEEP, RECOMPUTE
-from scale_checkpoint.planner.timeline import Crossing, Segment, Way, standing
+from scale_checkpoint.planner.timeline import BoundaryTensor, Segment, StrategyCost, memory_state
 from scale_checkpoint.planner.trace import StepTrace, Visit
 
 
 @dataclass(frozen=True)
-class Tried:
-    """What a block took in one way.
+class BlockCost:
+    """What was measured of a block under one strategy."""
 
-    Attributes:
-        trial: Its memory.
-        seconds: Forward and backward.
-        early_bytes: See `Way`.
+    memory: BlockMemory
+    seconds: float  # forward and backward
+    prefetched_bytes: int  # see `StrategyCost`
+
+
+def pool_seconds(measured: Sequence[Mapping[str, BlockCost]]) -> list[dict[str, BlockCost]]:
+    """Gives visits that are equal in memory, under every strategy, the least of their times.
+
+    Most models repeat one block, and the least time is the least disturbed.
     """
-
-    trial: Trial
-    seconds: float
-    early_bytes: int
-
-
-def pooled(tried: Sequence[Mapping[str, Tried]]) -> list[dict[str, Tried]]:
-    """Gives visits that are equal in memory, in every way, the least of their times: most models repeat one block.
-
-    Args:
-        tried: By way, for each visit of a block.
-    """
-    alike: dict[tuple[Trial, ...], list[Mapping[str, Tried]]] = {}
-    for ways in tried:
-        alike.setdefault(_memory_of(ways), []).append(ways)
+    alike: dict[tuple[BlockMemory, ...], list[Mapping[str, BlockCost]]] = {}
+    for costs in measured:
+        alike.setdefault(tuple(cost.memory for cost in costs.values()), []).append(costs)
     pooled = []
-    for ways in tried:
-        equals = alike[_memory_of(ways)]
-        pooled.append(
-            {name: replace(each, seconds=min(e[name].seconds for e in equals)) for name, each in ways.items()}
-        )
+    for costs in measured:
+        equals = alike[tuple(cost.memory for cost in costs.values())]
+        least = {name: min(each[name].seconds for each in equals) for name in costs}
+        pooled.append({name: replace(cost, seconds=least[name]) for name, cost in costs.items()})
     return pooled
 
 
-def _memory_of(ways: Mapping[str, Tried]) -> tuple[Trial, ...]:
-    return tuple(each.trial for each in ways.values())
-
-
 def assemble(
-    trace: StepTrace, tried: Sequence[Mapping[str, Tried]], standing_bytes: int, seconds: float
-) -> tuple[tuple[Segment, ...], tuple[Crossing, ...]]:
-    """Takes from each segment's memory what the followed step's ways made stand there: the rest no plan changes.
+    trace: StepTrace, measured: Sequence[Mapping[str, BlockCost]], model_bytes: int, seconds: float
+) -> tuple[tuple[Segment, ...], tuple[BoundaryTensor, ...]]:
+    """Returns the segments of a step and the tensors between them.
 
-    Args:
-        trace: Of a step in which every block was computed again.
-        tried: By way, for each visit of a block in the order of the forward; empty where it has no gradient.
-        standing_bytes: What stood before the step.
-        seconds: That the step took.
-
-    Returns:
-        The segments of the step, and the tensors that pass between them.
+    Subtracts from each segment's memory, in `trace` of a step with all blocks recomputed, what that plan has kept.
+    `measured` has the costs of each visit of a block in forward order, empty where it has no gradient; `model_bytes`
+    lived before the step.
     """
     visits = trace.visits
-    numbers, crossings = _crossings(trace)
-    trials = iter(tried)
-    names, ways = [], []
-    for j, visit in enumerate(visits):
-        options = _block_ways(visit, next(trials), numbers) if visit.name else {}
-        if not options:
-            options = {KEEP: Way(0.0, 0, *_needs(visit), holds=_held(visit.saved, numbers))}
-        names.append(visit.name or _between(visits, j))
-        ways.append(options)
-    ways = _timed(ways, seconds)
+    indices, boundary_tensors = _boundary_tensors(trace)
+    remaining = iter(measured)
+    all_costs = []
+    for visit in visits:
+        costs = _block_costs(visit, next(remaining), indices) if visit.name else {}
+        all_costs.append(costs or {KEEP: StrategyCost(0.0, 0, *_peaks(visit), holds=_held(visit.saved, indices))})
+    all_costs = _fit_to_step(all_costs, seconds)
 
-    bare = [Segment(name, 0, 0, options) for name, options in zip(names, ways, strict=True)]
-    followed = [options.get(RECOMPUTE, options.get(KEEP)) for options in ways]
-    forward, backward, _ = standing(crossings, [way for way in followed if way is not None])
+    traced = [costs[RECOMPUTE] if RECOMPUTE in costs else costs[KEEP] for costs in all_costs]
+    forward, backward, _ = memory_state(boundary_tensors, traced)
     starts = _backward_starts(visits)
     segments = tuple(
-        replace(
-            segment,
-            forward_bytes=standing_bytes + visit.forward.start_bytes - forward[j],
-            backward_bytes=standing_bytes + starts[j] - backward[j],
+        Segment(
+            name=visit.name or _name_between(visits, j),
+            forward_bytes=model_bytes + visit.forward.start_bytes - forward[j],
+            backward_bytes=model_bytes + starts[j] - backward[j],
+            costs=costs,
         )
-        for j, (segment, visit) in enumerate(zip(bare, visits, strict=True))
+        for j, (visit, costs) in enumerate(zip(visits, all_costs, strict=True))
     )
-    return segments, tuple(crossings)
+    return segments, tuple(boundary_tensors)
 
 
-def _timed(ways: Sequence[Mapping[str, Way]], seconds: float) -> list[dict[str, Way]]:
-    """Makes the times of a step with all blocks computed again add up to what it took; differences between ways stay.
+def _fit_to_step(measured: Sequence[Mapping[str, StrategyCost]], seconds: float) -> list[dict[str, StrategyCost]]:
+    """Makes the times of a step with all blocks recomputed add up to `seconds`; differences between strategies stay.
 
-    A trial takes a little more than the block does in the step, and in small models that adds up. What the blocks
-    don't take counts for what lies before them. Where the trials took so much more that the difference is most of a
-    way's time, they were disturbed: then ways keep their ratios, and no time becomes negative.
+    A block alone takes a little more than in the step, and in small models that adds up. What the blocks don't take
+    counts for what lies before them. Where the excess is most of a strategy's time, the measurement was disturbed:
+    then strategies keep their ratios, and no time becomes negative.
     """
-    in_blocks = sum(options[RECOMPUTE].seconds for options in ways if RECOMPUTE in options)
+    in_blocks = sum(costs[RECOMPUTE].seconds for costs in measured if RECOMPUTE in costs)
     excess = max(0.0, 1 - seconds / in_blocks) if in_blocks else 0.0
-    timed = []
-    for options in ways:
-        less = options[RECOMPUTE].seconds * excess if RECOMPUTE in options else 0.0
-        if any(way.seconds < 2 * less for way in options.values()):
-            scaled = {name: replace(way, seconds=way.seconds * (1 - excess)) for name, way in options.items()}
-            timed.append(scaled)
+    fitted = []
+    for costs in measured:
+        less = costs[RECOMPUTE].seconds * excess if RECOMPUTE in costs else 0.0
+        if any(cost.seconds < 2 * less for cost in costs.values()):
+            fitted.append({name: replace(cost, seconds=cost.seconds * (1 - excess)) for name, cost in costs.items()})
         else:
-            timed.append({name: replace(way, seconds=way.seconds - less) for name, way in options.items()})
-    timed[0] = {name: replace(way, seconds=max(0.0, seconds - in_blocks)) for name, way in timed[0].items()}
-    return timed
+            fitted.append({name: replace(cost, seconds=cost.seconds - less) for name, cost in costs.items()})
+    fitted[0] = {name: replace(cost, seconds=max(0.0, seconds - in_blocks)) for name, cost in fitted[0].items()}
+    return fitted
 
 
-def _crossings(trace: StepTrace) -> tuple[dict[int, int], list[Crossing]]:
-    """The tensors that blocks take or return and that the step has made; their numbers by those of the storages."""
+def _boundary_tensors(trace: StepTrace) -> tuple[dict[int, int], list[BoundaryTensor]]:
+    """The tensors that blocks take or return and that the step has made; their indices by number of the storage."""
     visits = trace.visits
-    read: dict[int, int] = {}
+    last_reader: dict[int, int] = {}
     for j, visit in enumerate(visits):
         for number in {*visit.inputs, *visit.outputs}:
-            if number in trace.born:
-                read[number] = max(read.get(number, 0), j if number in visit.inputs else j + 1)
+            if number in trace.producer:
+                last_reader[number] = max(last_reader.get(number, 0), j if number in visit.inputs else j + 1)
     for j, visit in enumerate(visits):
-        for number in set(visit.saved) & read.keys():
+        for number in set(visit.saved) & last_reader.keys():
             if not visit.name:
-                read[number] = max(read[number], j)
-    crossings = [Crossing(trace.sizes[number], trace.born[number], last) for number, last in read.items()]
-    return {number: index for index, number in enumerate(read)}, crossings
+                last_reader[number] = max(last_reader[number], j)
+    tensors = [BoundaryTensor(trace.sizes[n], trace.producer[n], last) for n, last in last_reader.items()]
+    return {number: index for index, number in enumerate(last_reader)}, tensors
 
 
-def _block_ways(visit: Visit, tried: Mapping[str, Tried], numbers: Mapping[int, int]) -> dict[str, Way]:
-    ways = {}
-    for name, each in tried.items():
-        trial = each.trial
-        held = [number for number, is_held in zip(visit.inputs, trial.held_inputs, strict=True) if is_held]
-        held += [number for number, is_held in zip(visit.outputs, trial.held_outputs, strict=True) if is_held]
-        needs = _needs(visit) if name == RECOMPUTE else (trial.forward_bytes, trial.backward_bytes)
-        early = (each.early_bytes, trial.end_bytes if each.early_bytes else 0)
-        ways[name] = Way(each.seconds, trial.kept_bytes, *needs, *early, _held(held, numbers))
-    return ways
+def _block_costs(
+    visit: Visit, measured: Mapping[str, BlockCost], indices: Mapping[int, int]
+) -> dict[str, StrategyCost]:
+    costs = {}
+    for name, each in measured.items():
+        memory = each.memory
+        held = [number for number, is_held in zip(visit.inputs, memory.held_inputs, strict=True) if is_held]
+        held += [number for number, is_held in zip(visit.outputs, memory.held_outputs, strict=True) if is_held]
+        forward, backward = _peaks(visit) if name == RECOMPUTE else (memory.forward_bytes, memory.backward_bytes)
+        costs[name] = StrategyCost(
+            seconds=each.seconds,
+            kept_bytes=memory.kept_bytes,
+            forward_bytes=forward,
+            backward_bytes=backward,
+            prefetched_bytes=each.prefetched_bytes,
+            prefetch_peak_bytes=memory.prefetch_peak_bytes if each.prefetched_bytes else 0,
+            holds=_held(held, indices),
+        )
+    return costs
 
 
-def _held(storages: Sequence[int], numbers: Mapping[int, int]) -> tuple[int, ...]:
-    return tuple(sorted({numbers[number] for number in storages if number in numbers}))
+def _held(storages: Sequence[int], indices: Mapping[int, int]) -> tuple[int, ...]:
+    return tuple(sorted({indices[number] for number in storages if number in indices}))
 
 
-def _needs(visit: Visit) -> tuple[int, int]:
-    """The most that a visit's forward and backward needed over what stood when they were entered."""
+def _peaks(visit: Visit) -> tuple[int, int]:
+    """Peaks of a visit's forward and backward over the memory when they were entered."""
     backward = visit.backward
-    needs = 0 if backward is None else backward.peak_bytes - backward.start_bytes
-    return visit.forward.peak_bytes - visit.forward.start_bytes, needs
+    backward_peak = 0 if backward is None else backward.peak_bytes - backward.start_bytes
+    return visit.forward.peak_bytes - visit.forward.start_bytes, backward_peak
 
 
 def _backward_starts(visits: Sequence[Visit]) -> list[int]:
-    """What lived when each visit's backward was entered; where it has none, when the one behind it was left."""
+    """The live bytes when each visit's backward was entered; where it has none, when the one behind it was left."""
     starts = []
     last = visits[-1].forward.end_bytes
     for visit in reversed(visits):
@@ -159,7 +147,7 @@ def _backward_starts(visits: Sequence[Visit]) -> list[int]:
     return starts[::-1]
 
 
-def _between(visits: Sequence[Visit], j: int) -> str:
+def _name_between(visits: Sequence[Visit], j: int) -> str:
     if j == 0:
         return "before the blocks"
     return "after the blocks" if j == len(visits) - 1 else f"after {visits[j - 1].name}"

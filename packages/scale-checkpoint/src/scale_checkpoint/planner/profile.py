@@ -1,8 +1,8 @@
-"""What a model's blocks cost in each way, measured once on the machine that will train it.
+"""Memory profile: what a model's blocks cost under each strategy, measured once on the machine that will train it.
 
-Nothing here needs the memory that a plan is to save. One step is followed with every block computed again: that says
-where memory stands at every segment by all that no plan changes. Then the model runs forward without gradients, and
-each block, when its turn comes, is tried by itself in every way on the inputs that it gets there.
+Nothing here needs the memory that a plan is to save. One step is traced with every block recomputed, which gives the
+live memory at every segment that no plan changes. Then the model runs forward without gradients, and each block, when
+it is called, is measured by itself under every strategy on these inputs.
 """
 
 from __future__ import annotations
@@ -20,18 +20,17 @@ import torch
 from torch import Tensor, nn
 
 from scale_checkpoint.live_memory import storage_bytes
-from scale_checkpoint.offload.offload import fetched_early
-from scale_checkpoint.planner.block_benchmark import Call, Trial, try_memory, try_time
-from scale_checkpoint.planner.blocks import find_blocks
-from scale_checkpoint.planner.cost_model import Tried, assemble, pooled
-from scale_checkpoint.planner.model_signature import BlockShape, left_out, shape_of
-from scale_checkpoint.planner.step import Step, device_of, least_seconds, steady, undisturbed
-from scale_checkpoint.planner.strategies import KEEP, OFFLOAD, RECOMPUTE, Ways, resolve, treated
-from scale_checkpoint.planner.timeline import Crossing, Segment, Way
-from scale_checkpoint.planner.trace import StepTrace, Visit, following
-from scale_checkpoint.tree import tensors_in
+from scale_checkpoint.offload.offload import prefetched_bytes
+from scale_checkpoint.planner.block_benchmark import BlockCall, BlockMemory, measure_memory, measure_seconds
+from scale_checkpoint.planner.blocks import BlockSignature, block_signature, excluded_modules, find_blocks
+from scale_checkpoint.planner.cost_model import BlockCost, assemble, pool_seconds
+from scale_checkpoint.planner.step import Step, device_of, least_seconds, preserve_state, single_threaded
+from scale_checkpoint.planner.strategies import KEEP, OFFLOAD, RECOMPUTE, Strategies, applied, resolve_strategies
+from scale_checkpoint.planner.timeline import BoundaryTensor, Segment, StrategyCost
+from scale_checkpoint.planner.trace import StepTrace, Visit, trace_step
+from scale_checkpoint.tree import unique_tensors
 
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True)
@@ -40,91 +39,64 @@ class MemoryProfile:
 
     Attributes:
         segments: In the order of the forward; bytes count all that lives, parameters, buffers and inputs included.
-        crossings: Tensors between the segments.
-        blocks: What the blocks are, by name.
-        hows: What each way does, by its name, as `apply_checkpointing` takes it.
+        boundary_tensors: Tensors that pass between the segments.
+        blocks: Class and parameters of the blocks, by name.
+        strategies: What each strategy does, by its name, as `apply_checkpointing` takes it.
         device: The device that it was measured on, such as "cuda".
-        left_out: Modules of the same classes that are no blocks: of these names the model may have more.
+        excluded: Modules of the same classes that are no blocks: of these names the model may have more.
     """
 
     segments: tuple[Segment, ...]
-    crossings: tuple[Crossing, ...]
-    blocks: Mapping[str, BlockShape]
-    hows: Mapping[str, str | tuple[str, ...]]
+    boundary_tensors: tuple[BoundaryTensor, ...]
+    blocks: Mapping[str, BlockSignature]
+    strategies: Mapping[str, str | tuple[str, ...]]
     device: str
-    left_out: tuple[str, ...] = ()
+    excluded: tuple[str, ...] = ()
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Writes the profile as JSON.
-
-        Args:
-            path: A file, replaced if it is there.
-
-        Raises:
-            OSError: It cannot be written.
-        """
+        """Writes the profile as JSON, in the place of a file that is there."""
         Path(path).write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> MemoryProfile:
-        """Reads a profile that `save` has written.
-
-        Args:
-            path: The file.
-
-        Raises:
-            ValueError: It is no profile, or one of another format.
-            OSError: It cannot be read.
-        """
+        """Reads a profile that `save` has written; a ValueError where the file holds none."""
         return cls.from_json(read_json(path, "a memory profile"), path)
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any], path: object) -> MemoryProfile:
-        """Builds a profile from what JSON holds.
-
-        Args:
-            content: Of the file.
-            path: For the error.
-
-        Raises:
-            ValueError: It is no profile, or one of another format.
-        """
+        """Builds a profile from what JSON holds; `path` is for errors."""
         try:
             segments = tuple(
-                replace(Segment(**segment), ways={name: _way(**way) for name, way in segment["ways"].items()})
+                replace(
+                    Segment(**segment),
+                    costs={name: _cost_from_json(**cost) for name, cost in segment["costs"].items()},
+                )
                 for segment in content["segments"]
             )
-            crossings = tuple(Crossing(**crossing) for crossing in content["crossings"])
+            tensors = tuple(BoundaryTensor(**tensor) for tensor in content["boundary_tensors"])
             blocks = {
-                name: BlockShape(block["kind"], {key: tuple(shape) for key, shape in block["parameters"].items()})
+                name: BlockSignature(block["kind"], {key: tuple(shape) for key, shape in block["parameters"].items()})
                 for name, block in content["blocks"].items()
             }
-            hows = {name: how if isinstance(how, str) else tuple(how) for name, how in content["hows"].items()}
-            profile = cls(segments, crossings, blocks, hows, content["device"], tuple(content["left_out"]))
+            strategies = {
+                name: how if isinstance(how, str) else tuple(how) for name, how in content["strategies"].items()
+            }
+            profile = cls(segments, tensors, blocks, strategies, content["device"], tuple(content["excluded"]))
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} holds no memory profile: {type(error).__name__}: {error}") from error
-        _check_whole(profile, path)
+        _check_consistent(profile, path)
         return profile
 
 
 def read_json(path: str | PathLike[str], what: str) -> dict[str, Any]:
-    """Reads a JSON file of our format.
-
-    Args:
-        path: The file.
-        what: What it is expected to hold, for the error.
-
-    Raises:
-        ValueError: It is not JSON, or of another format.
-        OSError: It cannot be read.
-    """
+    """Reads a JSON file of this format; `what` it is expected to hold is for the error."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} was expected to hold {what} as JSON, but is not JSON: {error}") from error
+        raise ValueError(f"{path} should hold {what} as JSON, but is not JSON: {error}") from error
     found = content.get("format") if isinstance(content, dict) else None
     if found != FORMAT:
-        raise ValueError(f"{path} was expected to hold {what} of format {FORMAT}, but its format is {found}")
+        raise ValueError(f"{path} should hold {what} of format {FORMAT}, but its format is {found}")
     return dict(content)
 
 
@@ -133,11 +105,11 @@ def profile_memory(
     sample_input: Any,
     *,
     loss: Callable[[Any], Tensor] | None = None,
-    ways: Ways | None = None,
+    strategies: Strategies | None = None,
     blocks: Sequence[str] | None = None,
     repeats: int = 5,
 ) -> MemoryProfile:
-    """Measures what each block keeps, needs and takes in each way.
+    """Measures the memory and the time of each block under each strategy.
 
     The model's gradients, buffers and random numbers are afterwards what they were. Needs about the memory of a step
     in which every block is computed again.
@@ -147,8 +119,8 @@ def profile_memory(
         sample_input: A batch as in training: a tensor, a tuple of positional or a dict of keyword arguments.
         loss: Makes a scalar of what the model returns; None takes the output's `loss`, a scalar output as it is, or
             else gives every result a gradient of ones.
-        ways: What may be done with each block: see `Ways`; None takes "keep", "recompute", "selective" and, where the
-            device is not the host itself, "offload".
+        strategies: What may be done with each block: see `Strategies`; None takes "keep", "recompute", "selective" and,
+            where the device is not the host itself, "offload".
         blocks: Names of modules that are to be planned; None finds them.
         repeats: How often each time is taken at least; the least counts, which other work disturbs least. Of blocks
             that are alike, in shapes and in memory, the first alone is timed so often.
@@ -161,37 +133,39 @@ def profile_memory(
         raise ValueError(f"repeats: each time is taken at least once, but repeats={repeats} was given")
     found = find_blocks(model, blocks)
     device = device_of(model)
-    hows = resolve(ways, device)
+    resolved = resolve_strategies(strategies, device)
     step = Step(model, sample_input, loss)
-    with undisturbed(model), steady(device):
-        trace = _follow(step, found, device)
-        seconds = _seconds_of(step, found, device, repeats)
-        tried = pooled(_try_blocks(step, found, trace.visits, _Trying(device, hows, repeats)))
-        # Once more: so that what disturbed the machine for a while does not stand between the step and its blocks.
-        seconds = min(seconds, _seconds_of(step, found, device, repeats))
-    standing_bytes = storage_bytes([*model.parameters(), *model.buffers(), *tensors_in((step.args, step.kwargs))])
-    segments, crossings = assemble(trace, tried, standing_bytes, seconds)
-    shapes = {name: shape_of(block) for name, block in found.items()}
-    return MemoryProfile(segments, crossings, shapes, hows, device.type, left_out(model, found))
+    with preserve_state(model), single_threaded(device):
+        trace = _trace_recomputed_step(step, found, device)
+        seconds = _recomputed_step_seconds(step, found, device, repeats)
+        measured = pool_seconds(
+            _benchmark_blocks(step, found, trace.visits, _BlockBenchmark(device, resolved, repeats))
+        )
+        # Once more, lest what disturbed the machine for a while counts for the step and not for its blocks.
+        seconds = min(seconds, _recomputed_step_seconds(step, found, device, repeats))
+    model_bytes = storage_bytes([*model.parameters(), *model.buffers(), *unique_tensors((step.args, step.kwargs))])
+    segments, tensors = assemble(trace, measured, model_bytes, seconds)
+    signatures = {name: block_signature(block) for name, block in found.items()}
+    return MemoryProfile(segments, tensors, signatures, resolved, device.type, excluded_modules(model, found))
 
 
-def _follow(step: Step, blocks: Mapping[str, nn.Module], device: torch.device) -> StepTrace:
-    """Follows a step in which every block is computed again."""
+def _trace_recomputed_step(step: Step, blocks: Mapping[str, nn.Module], device: torch.device) -> StepTrace:
+    """Traces a step in which every block is recomputed."""
     trace = StepTrace(device)
     with _recomputed(blocks):
         step.run()  # Kernels prepare themselves at the first call.
-        step.forget()
-        with following(trace, blocks):
+        step.clear_grads()
+        with trace_step(trace, blocks):
             step.run()
-    step.forget()
+    step.clear_grads()
     return trace
 
 
-def _seconds_of(step: Step, blocks: Mapping[str, nn.Module], device: torch.device, repeats: int) -> float:
+def _recomputed_step_seconds(step: Step, blocks: Mapping[str, nn.Module], device: torch.device, repeats: int) -> float:
     """Takes the time of the same step."""
     with _recomputed(blocks):
         seconds = least_seconds({"step": lambda: step.seconds(device)}, repeats)["step"]
-    step.forget()
+    step.clear_grads()
     return seconds
 
 
@@ -199,98 +173,96 @@ def _seconds_of(step: Step, blocks: Mapping[str, nn.Module], device: torch.devic
 def _recomputed(blocks: Mapping[str, nn.Module]) -> Iterator[None]:
     with ExitStack() as stack:
         for block in blocks.values():
-            stack.enter_context(treated(block, RECOMPUTE))
+            stack.enter_context(applied(block, RECOMPUTE))
         yield
 
 
-class _Trying:
-    """Tries blocks in every way.
+class _BlockBenchmark:
+    """Measures blocks under every strategy; the first of several equal ones is timed `repeats` times."""
 
-    Args:
-        device: Where the model is.
-        hows: What each way does.
-        repeats: How often the first of several equal blocks is timed.
-    """
+    def __init__(self, device: torch.device, strategies: Mapping[str, str | tuple[str, ...]], repeats: int) -> None:
+        self._device, self._strategies, self._repeats = device, strategies, repeats
+        self._timed: set[tuple[str, tuple[BlockMemory, ...]]] = set()
 
-    def __init__(self, device: torch.device, hows: Mapping[str, str | tuple[str, ...]], repeats: int) -> None:
-        self._device, self._hows, self._repeats = device, hows, repeats
-        self._timed: set[tuple[str, tuple[Trial, ...]]] = set()
-
-    def tried(self, block: nn.Module, call: Call) -> dict[str, Tried]:
-        """Returns what a block takes, by way."""
-        device, trials = self._device, dict[str, Trial]()
-        for name, how in self._hows.items():
-            with treated(block, how):
-                trials[name] = try_memory(block, call, device)
-        kind = repr(shape_of(block)), tuple(trials.values())
+    def costs_of(self, block: nn.Module, call: BlockCall) -> dict[str, BlockCost]:
+        """Returns the costs of a block by strategy."""
+        device, memory = self._device, dict[str, BlockMemory]()
+        for name, how in self._strategies.items():
+            with applied(block, how):
+                memory[name] = measure_memory(block, call, device)
+        kind = repr(block_signature(block)), tuple(memory.values())
         seconds = least_seconds(
-            {name: partial(self._seconds, block, call, how) for name, how in self._hows.items()},
+            {name: partial(self._seconds, block, call, how) for name, how in self._strategies.items()},
             1 if kind in self._timed else self._repeats,
         )
         self._timed.add(kind)
-        early_bytes = fetched_early(trials[KEEP].saved_bytes, device)
+        fetched_bytes = prefetched_bytes(memory[KEEP].saved_bytes, device)
         return {
-            name: Tried(trials[name], seconds[name], early_bytes if how == OFFLOAD else 0)
-            for name, how in self._hows.items()
+            name: BlockCost(memory[name], seconds[name], fetched_bytes if how == OFFLOAD else 0)
+            for name, how in self._strategies.items()
         }
 
-    def _seconds(self, block: nn.Module, call: Call, how: str | tuple[str, ...]) -> float:
-        with treated(block, how):
-            return try_time(block, call, self._device)
+    def _seconds(self, block: nn.Module, call: BlockCall, how: str | tuple[str, ...]) -> float:
+        with applied(block, how):
+            return measure_seconds(block, call, self._device)
 
 
-def _try_blocks(
-    step: Step, blocks: Mapping[str, nn.Module], visits: Sequence[Visit], trying: _Trying
-) -> list[dict[str, Tried]]:
-    """Tries the block of each visit in every way; returns what was found by way, in the order of the visits."""
+def _benchmark_blocks(
+    step: Step, blocks: Mapping[str, nn.Module], visits: Sequence[Visit], benchmark: _BlockBenchmark
+) -> list[dict[str, BlockCost]]:
+    """Returns the costs by strategy of the block of each visit, in order."""
     waiting = [visit for visit in visits if visit.name]
-    found: list[dict[str, Tried]] = []
-    is_trying = False
+    found: list[dict[str, BlockCost]] = []
+    is_measuring = False
 
-    def try_here(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        nonlocal is_trying
-        if is_trying:
+    def measure_here(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal is_measuring
+        if is_measuring:
             return
-        is_trying = True
+        is_measuring = True
         visit = waiting[len(found)]
         try:
-            found.append(trying.tried(block, Call(args, kwargs, visit.wants_gradient)) if visit.gives_gradient else {})
+            found.append(
+                benchmark.costs_of(block, BlockCall(args, kwargs, visit.input_requires_grad))
+                if visit.output_requires_grad
+                else {}
+            )
         except RuntimeError as error:
             error.add_note(
-                f"This happened while the block '{visit.name}' was tried by itself. It runs several times on what the "
-                "model has given it, so it must not change that, as it changes a cache: write "
+                f"This happened while the block '{visit.name}' was measured by itself. It runs several times on the "
+                "model's inputs, so it must not change these, as it changes a cache: write "
                 "model.config.use_cache = False for models of transformers, or use_cache=False in the call, as for T5."
             )
             raise
-        is_trying = False
+        is_measuring = False
 
     with ExitStack() as stack:
         for block in blocks.values():
-            stack.callback(block.register_forward_pre_hook(try_here, with_kwargs=True, prepend=True).remove)
+            stack.callback(block.register_forward_pre_hook(measure_here, with_kwargs=True, prepend=True).remove)
         with torch.no_grad():
             step.model(*step.args, **step.kwargs)
     return found
 
 
-def _check_whole(profile: MemoryProfile, path: object) -> None:
-    """Checks that what a file says of segments, blocks and crossings belongs together: it may have been cut."""
-    told = f"{path} holds no whole memory profile"
+def _check_consistent(profile: MemoryProfile, path: object) -> None:
+    """Checks that segments, blocks and boundary tensors of a file belong together: it may have been cut."""
+    message, num_tensors = f"{path} holds no complete memory profile", len(profile.boundary_tensors)
     for segment in profile.segments:
         if segment.is_block and segment.name not in profile.blocks:
-            raise ValueError(f"{told}: its segments visit the block {segment.name!r}, which its blocks do not have")
-        for number in (number for way in segment.ways.values() for number in way.holds):
-            if not 0 <= number < len(profile.crossings):
-                raise ValueError(f"{told}: {segment.name!r} holds crossing {number} of {len(profile.crossings)}")
-    for number, crossing in enumerate(profile.crossings):
-        if not 0 <= crossing.born <= crossing.last < len(profile.segments):
+            raise ValueError(f"{message}: its segments visit the block {segment.name!r}, which its blocks do not have")
+        for number in (number for cost in segment.costs.values() for number in cost.holds):
+            if not 0 <= number < num_tensors:
+                raise ValueError(f"{message}: {segment.name!r} holds tensor {number} of {num_tensors}")
+    for number, tensor in enumerate(profile.boundary_tensors):
+        if not 0 <= tensor.producer <= tensor.last_reader < len(profile.segments):
             raise ValueError(
-                f"{told}: crossing {number} passes from segment {crossing.born} to {crossing.last} of "
+                f"{message}: tensor {number} passes from segment {tensor.producer} to {tensor.last_reader} of "
                 f"{len(profile.segments)}"
             )
 
 
-def _way(holds: Sequence[int] = (), **numbers: Any) -> Way:
+def _cost_from_json(holds: Sequence[int] = (), **numbers: Any) -> StrategyCost:
     for name, number in numbers.items():
         if not isinstance(number, int | float):
-            raise TypeError(f"'{name}' is a number, but is {number!r}")
-    return Way(**numbers, holds=tuple(holds))
+            raise TypeError(f"'{name}' should be a number, but is {number!r}")
+    return StrategyCost(**numbers, holds=tuple(holds))

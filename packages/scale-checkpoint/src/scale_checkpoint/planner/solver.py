@@ -1,16 +1,16 @@
 """The fastest plan within a budget, exactly, by dynamic programming over the segments of a step.
 
-What the segments before a segment keep is all that it needs to know of them: the backward visits them after it. So
-the segments are decided in the order of the forward, and of all partial plans that keep as much, only the fastest goes
-on; a partial plan that keeps more and is slower is dropped. Besides the bytes that are kept, a partial plan must
-remember which crossings are held that a later segment may hold too, how a block that comes again was treated, and what
-is fetched early: only partial plans that are equal in these are compared.
+The backward visits the segments before a segment after it, so what these keep is all that it needs to know of them.
+The segments are decided in the order of the forward, and of all partial plans that keep as much, only the fastest goes
+on; a partial plan that keeps more and is slower is dropped. Besides the kept bytes, a partial plan has a state: which
+boundary tensors are held that a later segment may hold too, which strategy a block that comes again has, and what is
+prefetched. Only partial plans with equal states are compared.
 
-    >>> block = {"keep": Way(1.0, 80, 90, 20), "recompute": Way(1.5, 0, 40, 100)}
+    >>> block = {"keep": StrategyCost(1.0, 80, 90, 20), "recompute": StrategyCost(1.5, 0, 40, 100)}
     >>> profile = (Segment("a", 0, 0, block), Segment("b", 10, 10, block), Segment("c", 20, 20, block))
     >>> [fastest(profile, (), budget) for budget in (280, 279, 120)]
     [['keep', 'keep', 'keep'], ['recompute', 'keep', 'keep'], ['recompute', 'recompute', 'keep']]
-    >>> least_peak(profile, ())
+    >>> minimum_peak(profile, ())
     120
 """
 
@@ -22,141 +22,125 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-from scale_checkpoint.planner.timeline import Crossing, Segment, Way
+from scale_checkpoint.planner.timeline import BoundaryTensor, Segment, StrategyCost
 
 MAX_FRONT = 4096
-"""Partial plans that are compared with one another and go on; above, kept bytes are rounded up to be fewer."""
+"""Partial plans of one state that go on; above, kept bytes are rounded up to be fewer."""
 
 UNLIMITED = sys.maxsize
 
 
-class _Memory(NamedTuple):
-    """What decides whether two partial plans are comparable.
+class _PlanState(NamedTuple):
+    """What decides whether two partial plans are comparable."""
 
-    Attributes:
-        held: Crossings that are held, of those that a later segment may hold as well.
-        treated: The way of each block that comes again, by name.
-        early_bytes: What the last segment that fetches anything has fetched early, which another one behind it must
-            cause; -1 where none may follow.
+    held: frozenset[int]  # held boundary tensors that a later segment may hold as well
+    chosen: tuple[tuple[str, str], ...]  # the strategy of each block that comes again, by name
+    # What the last offloaded segment has prefetched, which another one behind it must cause; -1: none may follow.
+    prefetched_bytes: int
+
+
+class _PartialPlan(NamedTuple):
+    """A plan of the segments so far, linked to the one that it extends."""
+
+    kept_bytes: int  # kept by these segments for their backward, with boundary tensors that no later one can hold
+    cost: float  # seconds, or the peak so far
+    strategy: str  # of the last segment
+    previous: _PartialPlan | None
+
+
+_Front: TypeAlias = list[_PartialPlan]
+_Cost: TypeAlias = Callable[[float, StrategyCost, int], float]
+
+
+def fastest(
+    segments: Sequence[Segment], boundary_tensors: Sequence[BoundaryTensor], budget_bytes: int
+) -> list[str] | None:
+    """Returns the strategy of each segment that makes the step fastest within the budget; None where no plan fits.
+
+    Of equally fast plans, one that keeps less. Exact while no front exceeds `MAX_FRONT`; beyond, kept bytes are rounded
+    up by at most one part in `MAX_FRONT` of the budget: the plan fits, but a faster one might, too.
     """
-
-    held: frozenset[int]
-    treated: tuple[tuple[str, str], ...]
-    early_bytes: int
-
-
-class _Partial(NamedTuple):
-    """A plan of the segments so far; the link to the one that it extends makes the whole of it.
-
-    Attributes:
-        kept_bytes: What these segments keep for their backward, crossings that nobody behind can hold included.
-        cost: Seconds, or the peak so far.
-        way: Of the last segment.
-        before: The plan of the segments before that.
-    """
-
-    kept_bytes: int
-    cost: float
-    way: str
-    before: _Partial | None
+    best = _best(segments, boundary_tensors, budget_bytes, lambda cost, added, _: cost + added.seconds)
+    if best is None:
+        return None
+    strategies = []
+    while best.previous is not None:
+        strategies.append(best.strategy)
+        best = best.previous
+    return strategies[::-1]
 
 
-_Front: TypeAlias = list[_Partial]
-_Cost: TypeAlias = Callable[[float, Way, int], float]
-
-
-def fastest(segments: Sequence[Segment], crossings: Sequence[Crossing], budget_bytes: int) -> list[str] | None:
-    """Returns the way of each segment that makes the step fastest within the budget; None where no plan fits.
-
-    Of equally fast ones, one that keeps less. Exact while no front exceeds `MAX_FRONT`; beyond, what a segment keeps
-    counts for up to one part in `MAX_FRONT` of the budget more than it is: the plan fits, but a faster one might, too.
-
-    Args:
-        segments: In the order of the forward.
-        crossings: By number.
-        budget_bytes: What no moment may exceed.
-    """
-    best = _best(segments, crossings, budget_bytes, lambda cost, way, _: cost + way.seconds)
-    return None if best is None else _ways(best)
-
-
-def least_peak(segments: Sequence[Segment], crossings: Sequence[Crossing]) -> int:
-    """Returns the smallest budget that any plan fits.
-
-    Args:
-        segments: In the order of the forward.
-        crossings: By number.
-    """
-    best = _best(segments, crossings, UNLIMITED, lambda cost, _, peak: max(cost, peak))
+def minimum_peak(segments: Sequence[Segment], boundary_tensors: Sequence[BoundaryTensor]) -> int:
+    """Returns the smallest budget that any plan fits, in bytes."""
+    best = _best(segments, boundary_tensors, UNLIMITED, lambda cost, _, peak: max(cost, peak))
     assert best is not None
     return int(best.cost)
 
 
-def _best(segments: Sequence[Segment], crossings: Sequence[Crossing], budget: int, cost: _Cost) -> _Partial | None:
-    again = _last_visits(segments)
-    fronts: Mapping[_Memory, _Front] = {_Memory(frozenset(), (), 0): [_Partial(0, 0.0, "", None)]}
+def _best(
+    segments: Sequence[Segment], boundary_tensors: Sequence[BoundaryTensor], budget: int, cost: _Cost
+) -> _PartialPlan | None:
+    last_visit = {segment.name: j for j, segment in enumerate(segments)}
+    fronts: Mapping[_PlanState, _Front] = {_PlanState(frozenset(), (), 0): [_PartialPlan(0, 0.0, "", None)]}
     for j, segment in enumerate(segments):
-        found: defaultdict[_Memory, _Front] = defaultdict(list)
-        step = _Step(j, segment, crossings, budget, cost)
-        for memory, front in fronts.items():
-            for name, way in _open_ways(segment, memory):
-                longer = [step.extend(partial, memory, name, way) for partial in front]
+        found: defaultdict[_PlanState, _Front] = defaultdict(list)
+        choice = _SegmentChoice(j, segment, boundary_tensors, budget, cost, last_visit[segment.name] > j)
+        for state, front in fronts.items():
+            for name, added in choice.allowed(state):
+                longer = [choice.extend(partial, state, name, added) for partial in front]
                 fitting = [partial for partial in longer if partial is not None]
-                for following in step.memories(memory, name, way, comes_again=again[segment.name] > j):
+                for following in choice.next_states(state, name, added):
                     found[following] += fitting
-        fronts = {memory: _pruned(front, budget) for memory, front in found.items()}
-    ends = [partial for memory, front in fronts.items() if memory.early_bytes <= 0 for partial in front]
+        fronts = {state: _pruned(front, budget) for state, front in found.items()}
+    ends = [partial for state, front in fronts.items() if state.prefetched_bytes <= 0 for partial in front]
     return min(ends, key=lambda partial: (partial.cost, partial.kept_bytes), default=None)
 
 
 @dataclass(frozen=True)
-class _Step:
+class _SegmentChoice:
     """The decision of one segment."""
 
     j: int
     segment: Segment
-    crossings: Sequence[Crossing]
+    boundary_tensors: Sequence[BoundaryTensor]
     budget: int
     cost: _Cost
+    comes_again: bool
 
-    def extend(self, partial: _Partial, memory: _Memory, name: str, way: Way) -> _Partial | None:
-        """Returns the longer plan, or None where it doesn't fit."""
-        segment = self.segment
-        held = memory.held | set(way.holds)
-        open_bytes = sum(self.crossings[number].num_bytes for number in held)
-        in_forward = segment.forward_bytes + partial.kept_bytes + way.forward_bytes
-        in_backward = segment.backward_bytes + partial.kept_bytes + way.kept_bytes + open_bytes
-        early_bytes = max(0, memory.early_bytes)
-        if way.early_bytes:
-            needs = max(way.backward_bytes, way.end_bytes + early_bytes)
+    def allowed(self, state: _PlanState) -> Iterator[tuple[str, StrategyCost]]:
+        """Yields the strategies that are open: the one that the block has already, or all."""
+        chosen = dict(state.chosen).get(self.segment.name)
+        for name, added in self.segment.costs.items():
+            if chosen in (None, name) and not (added.prefetched_bytes and state.prefetched_bytes < 0):
+                yield name, added
+
+    def extend(self, partial: _PartialPlan, state: _PlanState, name: str, added: StrategyCost) -> _PartialPlan | None:
+        """Returns the longer plan, or None where it exceeds the budget."""
+        segment, tensors = self.segment, self.boundary_tensors
+        held = state.held | set(added.holds)
+        in_forward = segment.forward_bytes + partial.kept_bytes + added.forward_bytes
+        in_backward = segment.backward_bytes + partial.kept_bytes + added.kept_bytes
+        in_backward += sum(tensors[index].num_bytes for index in held)
+        prefetched = max(0, state.prefetched_bytes)
+        if added.prefetched_bytes:
+            in_backward += max(added.backward_bytes, added.prefetch_peak_bytes + prefetched)
         else:
-            needs = way.backward_bytes + early_bytes
-        peak = max(in_forward, in_backward + needs)
+            in_backward += added.backward_bytes + prefetched
+        peak = max(in_forward, in_backward)
         if peak > self.budget:
             return None
-        closed_bytes = sum(self.crossings[number].num_bytes for number in held if self.crossings[number].last <= self.j)
-        kept_bytes = partial.kept_bytes + way.kept_bytes + closed_bytes
-        return _Partial(kept_bytes, self.cost(partial.cost, way, peak), name, partial)
+        closed_bytes = sum(tensors[index].num_bytes for index in held if tensors[index].last_reader <= self.j)
+        kept_bytes = partial.kept_bytes + added.kept_bytes + closed_bytes
+        return _PartialPlan(kept_bytes, self.cost(partial.cost, added, peak), name, partial)
 
-    def memories(self, memory: _Memory, name: str, way: Way, comes_again: bool) -> list[_Memory]:
-        """Returns what the longer plan must remember; two where it may be the last that fetches anything, or not."""
-        held = frozenset(n for n in memory.held | set(way.holds) if self.crossings[n].last > self.j)
-        others = [pair for pair in memory.treated if pair[0] != self.segment.name]
-        treated = (*others, (self.segment.name, name)) if comes_again and self.segment.is_block else tuple(others)
-        after = [way.early_bytes, -1] if way.early_bytes else [memory.early_bytes]
-        return [_Memory(held, treated, early_bytes) for early_bytes in after]
-
-
-def _open_ways(segment: Segment, memory: _Memory) -> Iterator[tuple[str, Way]]:
-    """The ways that are open to a segment: the one in which its block was treated before, or all."""
-    treated = dict(memory.treated).get(segment.name)
-    for name, way in segment.ways.items():
-        if treated in (None, name) and not (way.early_bytes and memory.early_bytes < 0):
-            yield name, way
-
-
-def _last_visits(segments: Sequence[Segment]) -> dict[str, int]:
-    return {segment.name: j for j, segment in enumerate(segments)}
+    def next_states(self, state: _PlanState, name: str, added: StrategyCost) -> list[_PlanState]:
+        """Returns the state of the longer plan; two where it may be the last offloaded segment, or not."""
+        held = frozenset(i for i in state.held | set(added.holds) if self.boundary_tensors[i].last_reader > self.j)
+        others = [pair for pair in state.chosen if pair[0] != self.segment.name]
+        is_open = self.comes_again and self.segment.is_block
+        chosen = (*others, (self.segment.name, name)) if is_open else tuple(others)
+        prefetched = [added.prefetched_bytes, -1] if added.prefetched_bytes else [state.prefetched_bytes]
+        return [_PlanState(held, chosen, each) for each in prefetched]
 
 
 def _pruned(front: _Front, budget: int) -> _Front:
@@ -169,12 +153,3 @@ def _pruned(front: _Front, budget: int) -> _Front:
         if not kept or partial.cost < kept[-1].cost:
             kept.append(partial)
     return kept
-
-
-def _ways(end: _Partial) -> list[str]:
-    ways = []
-    partial: _Partial | None = end
-    while partial is not None and partial.before is not None:
-        ways.append(partial.way)
-        partial = partial.before
-    return ways[::-1]

@@ -1,4 +1,4 @@
-"""One step of a model, forward and backward, that leaves no trace: for those who measure."""
+"""One step of a model, forward and backward, for measurements; afterwards the model is as before."""
 
 from __future__ import annotations
 
@@ -12,24 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from scale_checkpoint.live_memory import LiveBytes, storage_bytes
-from scale_checkpoint.tree import tensors_in
+from scale_checkpoint.live_memory import LiveMemory, storage_bytes
+from scale_checkpoint.tree import unique_tensors
 
 SHORT_SECONDS = 0.05
 """What is done sooner is measured more often."""
 
 
 class Step:
-    """Forward and backward of a model on one batch.
-
-    Args:
-        model: Any module.
-        sample_input: See `plan_memory`.
-        loss: See `plan_memory`.
-
-    Raises:
-        ValueError: A parameter or buffer of the model is not initialised yet.
-    """
+    """Forward and backward of a model on one batch."""
 
     def __init__(self, model: nn.Module, sample_input: Any, loss: Callable[[Any], Tensor] | None) -> None:
         _check_initialized(model)
@@ -43,22 +34,14 @@ class Step:
         self._loss = loss or _default_loss
 
     def seconds(self, device: torch.device) -> float:
-        """Runs the step; returns the seconds that it took.
-
-        Args:
-            device: See `now`.
-        """
-        start = now(device)
+        """Runs the step; returns the seconds that it took."""
+        start = time_now(device)
         self.run()
-        return now(device) - start
+        return time_now(device) - start
 
     def run(self) -> None:
-        """Runs the step; gradients begin anew.
-
-        Raises:
-            ValueError: No parameter takes part in the loss.
-        """
-        self.forget()
+        """Runs the step; gradients begin anew."""
+        self.clear_grads()
         loss = self._loss(self.model(*self.args, **self.kwargs))
         if not loss.requires_grad:
             raise ValueError(
@@ -67,8 +50,8 @@ class Step:
             )
         loss.backward()
 
-    def forget(self) -> None:
-        """Lets the gradients go."""
+    def clear_grads(self) -> None:
+        """Releases the gradients."""
         for parameter in self.model.parameters():
             parameter.grad = None
 
@@ -88,20 +71,16 @@ def _default_loss(output: Any) -> Tensor:
         loss = output
     if isinstance(loss, Tensor):
         return loss
-    return scalar_of([tensor for tensor in tensors_in(output) if tensor.requires_grad])
+    return unit_grad_scalar([tensor for tensor in unique_tensors(output) if tensor.requires_grad])
 
 
-def scalar_of(tensors: Sequence[Tensor]) -> Tensor:
-    """Returns a scalar whose backward hands each of the tensors a gradient of ones, and that holds none of them.
-
-    Args:
-        tensors: At least one of which asks for a gradient.
-    """
-    scalar: Tensor = _Behind.apply(*tensors)  # type: ignore[no-untyped-call]
+def unit_grad_scalar(tensors: Sequence[Tensor]) -> Tensor:
+    """Returns a scalar whose backward hands each of the tensors a gradient of ones, and that holds none of them."""
+    scalar: Tensor = _UnitGradScalar.apply(*tensors)  # type: ignore[no-untyped-call]
     return scalar
 
 
-class _Behind(torch.autograd.Function):
+class _UnitGradScalar(torch.autograd.Function):
     """A scalar of any tensors; its backward makes a gradient of ones for each that asks for one."""
 
     @staticmethod
@@ -118,12 +97,8 @@ class _Behind(torch.autograd.Function):
 
 
 @contextmanager
-def undisturbed(module: nn.Module) -> Iterator[None]:
-    """Inside, gradients begin anew; afterwards they, buffers and random numbers are what they were.
-
-    Args:
-        module: Whose parameters and buffers.
-    """
+def preserve_state(module: nn.Module) -> Iterator[None]:
+    """Inside, gradients begin at None; afterwards gradients, buffers and random number generators are as before."""
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
     buffers = [
         (part, name, buffer, buffer.detach().clone())
@@ -144,22 +119,18 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
             for part, name, buffer, value in buffers:
                 buffer.copy_(value)
                 now = part._buffers.get(name)
-                # One of another shape is a table that has grown, and the module counts on it.
+                # One of another shape is a table that has grown, which the module relies on.
                 if now is not None and now.shape == buffer.shape:
                     part._buffers[name] = buffer
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Returns the device whose memory counts: that of the first parameter.
-
-    Args:
-        model: Any module.
-    """
+    """Returns the device whose memory counts: that of the first parameter."""
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
-def now(device: torch.device) -> float:
-    """Returns a time in seconds: the process's own on the CPU, which no neighbour disturbs; the clock's elsewhere."""
+def time_now(device: torch.device) -> float:
+    """Returns seconds: CPU time of the process on the CPU, which other work does not disturb; wall time elsewhere."""
     if device.type == "cpu":
         return time.process_time()
     torch.accelerator.synchronize(device)
@@ -167,13 +138,10 @@ def now(device: torch.device) -> float:
 
 
 @contextmanager
-def steady(device: torch.device) -> Iterator[None]:
-    """Inside, times can be compared: the CPU computes with one thread.
+def single_threaded(device: torch.device) -> Iterator[None]:
+    """Inside, the CPU computes with one thread, so that times can be compared.
 
-    Threads that wait for one another spin, and take CPU time for it: where the machine is busy, more than the work.
-
-    Args:
-        device: Where the model is.
+    Threads that wait for one another spin, and take CPU time: where the machine is busy, more than the work.
     """
     if device.type != "cpu":
         yield
@@ -190,10 +158,6 @@ def least_seconds(runs: Mapping[str, Callable[[], float]], repeats: int) -> dict
     """Takes each time several times, by turns, so that what disturbs the machine disturbs all; returns the least.
 
     Short ones, which are disturbed most, are taken until `SHORT_SECONDS` are spent on all of them.
-
-    Args:
-        runs: By name, what runs once and returns its seconds.
-        repeats: How often at least; 0 takes none, and returns zeros.
     """
     least = dict.fromkeys(runs, float("inf") if repeats else 0.0)
     spent, turns = 0.0, 0
@@ -223,7 +187,7 @@ class MeasuredStep:
 def measure_step(
     model: nn.Module, sample_input: Any, *, loss: Callable[[Any], Tensor] | None = None, repeats: int = 5
 ) -> MeasuredStep:
-    """Runs steps of a model as it is treated now; gradients, buffers and random numbers are afterwards what they were.
+    """Runs steps of a model as it is wrapped now; gradients, buffers and random numbers are afterwards what they were.
 
     Args:
         model: Any module.
@@ -236,11 +200,11 @@ def measure_step(
     """
     device = device_of(model)
     step = Step(model, sample_input, loss)
-    standing_bytes = storage_bytes([*model.parameters(), *model.buffers(), *tensors_in((step.args, step.kwargs))])
-    with undisturbed(model), steady(device):
-        live = LiveBytes(device)
+    model_bytes = storage_bytes([*model.parameters(), *model.buffers(), *unique_tensors((step.args, step.kwargs))])
+    with preserve_state(model), single_threaded(device):
+        live = LiveMemory(device)
         with live:
             step.run()
         live.close()
         seconds = least_seconds({"step": lambda: step.seconds(device)}, repeats)["step"]
-    return MeasuredStep(standing_bytes + live.peak_bytes, seconds)
+    return MeasuredStep(model_bytes + live.peak_bytes, seconds)

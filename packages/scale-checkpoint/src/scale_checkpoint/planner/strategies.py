@@ -1,4 +1,4 @@
-"""The ways in which a block's activations may be treated, by name, and how a block is made to follow one."""
+"""Strategies for a block's activations, by name, and how a block is made to follow one."""
 
 from __future__ import annotations
 
@@ -9,77 +9,65 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
-from scale_checkpoint.recompute.forward import treat, treat_no_more
-from scale_checkpoint.recompute.forward import treated as forward_of
-from scale_checkpoint.recompute.policy import SELECTIVE, policy_of
+from scale_checkpoint.recompute.forward import get_forward, unwrap_forward, wrap_forward
+from scale_checkpoint.recompute.policy import SELECTIVE, resolve_policy
 from scale_checkpoint.wrapper import apply_checkpointing
 
 KEEP = "keep"
 RECOMPUTE = "recompute"
 OFFLOAD = "offload"
 
-Ways: TypeAlias = Sequence[str] | Mapping[str, str | Sequence[str]]
-"""Ways by name: "keep", "recompute", "selective", "offload"; or names of your own for operators whose results are kept,
-as {"keep": "keep", "recompute": "recompute", "attention": ["_scaled_dot_product.*"]}."""
+Strategies: TypeAlias = Sequence[str] | Mapping[str, str | Sequence[str]]
+"""Strategies by name: "keep", "recompute", "selective", "offload"; or names of your own for operators whose results are
+kept, as {"keep": "keep", "recompute": "recompute", "attention": ["_scaled_dot_product.*"]}."""
 
 _KNOWN = (KEEP, RECOMPUTE, SELECTIVE, OFFLOAD)
 
 
-def resolve(ways: Ways | None, device: torch.device) -> dict[str, str | tuple[str, ...]]:
-    """Returns what each way does, by name; "keep" and "recompute" are always among them.
+def resolve_strategies(strategies: Strategies | None, device: torch.device) -> dict[str, str | tuple[str, ...]]:
+    """Returns what each strategy does, by name; "keep" and "recompute" are always among them.
 
-    Args:
-        ways: None takes all; to move to the host only where the device is something else.
-        device: Where the model is.
-
-    Raises:
-        ValueError: A name is unknown, or an operator has no such name.
-        TypeError: Operators are given as something else than names.
+    None takes all known ones, "offload" only where the device is not the host.
     """
-    if ways is None:
-        ways = [way for way in _KNOWN if way != OFFLOAD or device.type != "cpu"]
-    if not isinstance(ways, Mapping):
-        strangers = [way for way in ways if way not in _KNOWN]
-        if strangers:
+    if strategies is None:
+        strategies = [name for name in _KNOWN if name != OFFLOAD or device.type != "cpu"]
+    if not isinstance(strategies, Mapping):
+        unknown = [name for name in strategies if name not in _KNOWN]
+        if unknown:
             raise ValueError(
-                f"a way is one of {', '.join(map(repr, _KNOWN))}, but {strangers[0]!r} was given; write "
-                f'ways={{"{strangers[0]}": ["addmm"], ...}} for operators whose results are kept'
+                f"a strategy is one of {', '.join(map(repr, _KNOWN))}, got {unknown[0]!r}: write "
+                f'strategies={{"{unknown[0]}": ["addmm"], ...}} for operators whose results are kept'
             )
-        ways = {way: way for way in ways}
-    hows: dict[str, str | tuple[str, ...]] = {KEEP: KEEP, RECOMPUTE: RECOMPUTE}
-    for name, how in ways.items():
+        strategies = {name: name for name in strategies}
+    resolved: dict[str, str | tuple[str, ...]] = {KEEP: KEEP, RECOMPUTE: RECOMPUTE}
+    for name, how in strategies.items():
         if isinstance(how, str):
             if how not in _KNOWN:
-                raise ValueError(f"the way {name!r} is {', '.join(map(repr, _KNOWN))} or operators, but is {how!r}")
-            hows[name] = how
+                raise ValueError(
+                    f"strategy {name!r}: expected {', '.join(map(repr, _KNOWN))} or operators, got {how!r}"
+                )
+            resolved[name] = how
         else:
-            hows[name] = _operators(name, how)
-    return hows
-
-
-def _operators(name: str, how: object) -> tuple[str, ...]:
-    names = tuple(how) if isinstance(how, Sequence) else ()
-    if not names or not all(isinstance(operator, str) for operator in names):
-        raise TypeError(
-            f"the way {name!r} is saved with plans, so it names operators in a list of strings, but is {how!r}"
-        )
-    policy_of(names)
-    return names
+            given: object = how
+            operators = tuple(given) if isinstance(given, Sequence) else ()
+            if not operators or not all(isinstance(operator, str) for operator in operators):
+                raise TypeError(
+                    f"strategy {name!r}: expected names of operators in a list of strings, since plans are saved, "
+                    f"got {how!r}"
+                )
+            resolve_policy(operators)
+            resolved[name] = operators
+    return resolved
 
 
 @contextmanager
-def treated(module: nn.Module, how: str | Sequence[str]) -> Iterator[None]:
-    """Inside, a module's activations are treated in one way; afterwards as before.
-
-    Args:
-        module: A block.
-        how: What `apply_checkpointing` takes.
-    """
-    before = forward_of(module)
+def applied(module: nn.Module, how: str | Sequence[str]) -> Iterator[None]:
+    """Inside, a module follows one strategy, as `apply_checkpointing` takes it; afterwards the one before."""
+    before = get_forward(module)
     apply_checkpointing(module, how)
     try:
         yield
     finally:
-        treat_no_more(module)
+        unwrap_forward(module)
         if before is not None:
-            treat(module, before)
+            wrap_forward(module, before)

@@ -1,17 +1,16 @@
-"""What memory a step takes under a plan: numbers in, numbers out.
+"""Memory of a step under a plan, from the costs of its segments.
 
-A step visits its *segments* in order, forward and then backward: the blocks, and what lies between them. For each
-segment a profile knows where memory stands when it is entered, by all that no plan changes, and how much more it needs
-for a moment, by the *way* in which its activations are treated: kept, computed again or moved to the host. What is kept
-until its own backward adds to every segment that comes between, and these nest: the backward of segment j finds just
-what the segments before it keep, as its forward did.
+A step visits its *segments* in order, forward and then backward: the blocks, and what lies between them. Of each
+segment a profile knows the live memory when it is entered, without what a plan changes, and how much more it needs by
+the *strategy* for its activations: kept, recomputed or offloaded. What is kept until its own backward adds to every
+segment that comes between, and these nest: the backward of segment j finds what the segments before it keep.
 
-A tensor that passes from one block to another, a *crossing*, lives once however many hold it: in the forward until
-its last reader, in the backward until the first of its holders in forward order.
+A *boundary tensor*, which passes from one block to another, lives once however many segments hold it: in the forward
+until its last reader, in the backward until the first of its holders in forward order.
 
-    >>> block = {"keep": Way(1.0, 80, 90, 20), "recompute": Way(1.5, 0, 40, 100)}
+    >>> block = {"keep": StrategyCost(1.0, 80, 90, 20), "recompute": StrategyCost(1.5, 0, 40, 100)}
     >>> profile = (Segment("a", 0, 0, block), Segment("b", 10, 10, block), Segment("c", 20, 20, block))
-    >>> [timeline(profile, (), ways).peak_bytes for ways in (["keep"] * 3, ["recompute"] * 3)]
+    >>> [timeline(profile, (), chosen).peak_bytes for chosen in (["keep"] * 3, ["recompute"] * 3)]
     [280, 120]
     >>> timeline(profile, (), ["keep", "recompute", "recompute"]).seconds
     4.0
@@ -25,165 +24,109 @@ from typing import NamedTuple
 
 
 @dataclass(frozen=True)
-class Way:
-    """What a segment costs when its activations are treated in one way.
+class StrategyCost:
+    """What a segment costs under one strategy."""
 
-    Attributes:
-        seconds: Time of its forward and backward together.
-        kept_bytes: What it keeps from its forward to its backward, without crossings.
-        forward_bytes: The most that its forward needs over what stands when it is entered.
-        backward_bytes: The same of its backward; when that is entered, `kept_bytes` and held crossings stand already.
-        early_bytes: What has come back from the host when its backward is entered: it was fetched when the next one
-            behind it that fetches anything was at its end. 0 for a way that moves nothing.
-        end_bytes: The most that its backward needs over what stands when it is entered, from the moment on at which the
-            next one before it is fetched early; of a way that moves something.
-        holds: The crossings that it holds until its backward, by their number.
-    """
-
-    seconds: float
-    kept_bytes: int
-    forward_bytes: int
-    backward_bytes: int
-    early_bytes: int = 0
-    end_bytes: int = 0
-    holds: tuple[int, ...] = ()
+    seconds: float  # of its forward and backward together
+    kept_bytes: int  # from its forward to its backward, without boundary tensors
+    forward_bytes: int  # peak of its forward over the memory when it is entered
+    backward_bytes: int  # the same of its backward, when `kept_bytes` and held boundary tensors live already
+    # What the backward of the next offloaded segment behind it fetches of it; 0 where nothing is offloaded.
+    prefetched_bytes: int = 0
+    # Peak of its backward from the moment on at which it fetches for the next offloaded segment before it.
+    prefetch_peak_bytes: int = 0
+    holds: tuple[int, ...] = ()  # boundary tensors that it holds until its backward, by index
 
 
 @dataclass(frozen=True)
 class Segment:
-    """One visit of a block, or what runs between two visits.
+    """One visit of a block, or what runs between two visits."""
 
-    Attributes:
-        name: The block's qualified name, or what it stands between; equal names are treated in one way.
-        forward_bytes: What stands when its forward is entered, by all that no plan changes.
-        backward_bytes: The same of its backward.
-        ways: What it costs, by the name of the way; what lies between blocks has one way.
-    """
-
-    name: str
-    forward_bytes: int
-    backward_bytes: int
-    ways: Mapping[str, Way]
+    name: str  # the block's qualified name, or what it lies between; equal names have one strategy
+    forward_bytes: int  # live when its forward is entered, without what a plan changes
+    backward_bytes: int  # the same of its backward
+    costs: Mapping[str, StrategyCost]  # by strategy; what lies between blocks has one
 
     @property
     def is_block(self) -> bool:
-        """Whether there is anything to choose."""
-        return len(self.ways) > 1
+        """Whether a plan decides for it."""
+        return len(self.costs) > 1
 
 
 @dataclass(frozen=True)
-class Crossing:
-    """A tensor that a segment makes and that segments behind it read.
-
-    Attributes:
-        num_bytes: Its size.
-        born: The segment that makes it.
-        last: The last segment that reads it; its holders are among `born` to `last`.
-    """
+class BoundaryTensor:
+    """A tensor that a segment makes and that segments behind it read."""
 
     num_bytes: int
-    born: int
-    last: int
+    producer: int  # index of the segment that makes it
+    last_reader: int  # index of the last segment that reads it; its holders are among `producer` to `last_reader`
 
 
 @dataclass(frozen=True)
-class Moment:
-    """One pass through one segment.
-
-    Attributes:
-        name: The segment's.
-        backward: Whether it is its backward.
-        start_bytes: What stands when it is entered.
-        peak_bytes: The most while it runs.
-    """
+class SegmentPass:
+    """The forward or the backward of one segment."""
 
     name: str
     backward: bool
-    start_bytes: int
+    start_bytes: int  # live when it is entered
     peak_bytes: int
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """A step under a plan.
+    """A step under a plan."""
 
-    Attributes:
-        moments: The forward of all segments in order, then the backward in reverse.
-        seconds: The sum of the segments' times.
-    """
-
-    moments: tuple[Moment, ...]
+    passes: tuple[SegmentPass, ...]  # forward of all segments in order, then backward in reverse
     seconds: float
 
     @property
     def peak_bytes(self) -> int:
         """The most at any one time."""
-        return max((moment.peak_bytes for moment in self.moments), default=0)
+        return max((each.peak_bytes for each in self.passes), default=0)
 
 
-def timeline(segments: Sequence[Segment], crossings: Sequence[Crossing], ways: Sequence[str]) -> Timeline:
-    """Plays a step.
-
-    Args:
-        segments: In the order of the forward.
-        crossings: By number.
-        ways: The way of each segment.
-    """
-    chosen = [segment.ways[way] for segment, way in zip(segments, ways, strict=True)]
-    forward, backward, arriving = standing(crossings, chosen)
-    moments = []
-    for segment, way, dependent in zip(segments, chosen, forward, strict=True):
+def timeline(
+    segments: Sequence[Segment], boundary_tensors: Sequence[BoundaryTensor], strategies: Sequence[str]
+) -> Timeline:
+    """Returns the step under the strategy of each segment."""
+    chosen = [segment.costs[name] for segment, name in zip(segments, strategies, strict=True)]
+    forward, backward, prefetched = memory_state(boundary_tensors, chosen)
+    passes = []
+    for segment, cost, dependent in zip(segments, chosen, forward, strict=True):
         start = segment.forward_bytes + dependent
-        moments.append(Moment(segment.name, False, start, start + way.forward_bytes))
-    for segment, way, dependent, early in reversed(list(zip(segments, chosen, backward, arriving, strict=True))):
+        passes.append(SegmentPass(segment.name, False, start, start + cost.forward_bytes))
+    for segment, cost, dependent, early in reversed(list(zip(segments, chosen, backward, prefetched, strict=True))):
         start = segment.backward_bytes + dependent
-        needs = max(way.backward_bytes, way.end_bytes + early if way.early_bytes else 0)
-        moments.append(Moment(segment.name, True, start, start + needs))
-    return Timeline(tuple(moments), sum(way.seconds for way in chosen))
+        prefetch_peak = cost.prefetch_peak_bytes + early if cost.prefetched_bytes else 0
+        passes.append(SegmentPass(segment.name, True, start, start + max(cost.backward_bytes, prefetch_peak)))
+    return Timeline(tuple(passes), sum(cost.seconds for cost in chosen))
 
 
-class Standing(NamedTuple):
-    """What a plan makes stand at each segment.
+class MemoryState(NamedTuple):
+    """Bytes that live at each segment because of a plan."""
 
-    Attributes:
-        forward: When its forward is entered.
-        backward: When its backward is entered.
-        arriving: What comes from the host while its backward ends, for another one.
-    """
-
-    forward: list[int]
-    backward: list[int]
-    arriving: list[int]
+    forward: list[int]  # when its forward is entered
+    backward: list[int]  # when its backward is entered
+    prefetched: list[int]  # fetched while its backward ends, for another segment
 
 
-def standing(crossings: Sequence[Crossing], chosen: Sequence[Way]) -> Standing:
-    """Returns what a plan makes stand at each segment.
-
-    Args:
-        crossings: By number.
-        chosen: The way of each segment.
-    """
-    first_holders = _first_holders(crossings, chosen)
-    last_fetcher = max((j for j, way in enumerate(chosen) if way.early_bytes), default=-1)
-    forward, backward, arriving = [], [], []
+def memory_state(boundary_tensors: Sequence[BoundaryTensor], chosen: Sequence[StrategyCost]) -> MemoryState:
+    """Returns the bytes that live at each segment because of a plan."""
+    first_holder: dict[int, int] = {}
+    for j, cost in enumerate(chosen):
+        for index in cost.holds:
+            first_holder.setdefault(index, j)
+    held_tensors = [(boundary_tensors[index], holder) for index, holder in first_holder.items()]
+    last_offloaded = max((j for j, cost in enumerate(chosen) if cost.prefetched_bytes), default=-1)
+    state = MemoryState([], [], [])
     kept = early = 0
-    for j, way in enumerate(chosen):
-        passed = sum(c.num_bytes for c, h in zip(crossings, first_holders, strict=True) if c.last < j and h is not None)
-        held = sum(c.num_bytes for c, h in zip(crossings, first_holders, strict=True) if h is not None and h <= j)
-        forward.append(kept + passed)
-        backward.append(kept + way.kept_bytes + held + (0 if way.early_bytes else early))
-        arriving.append(early if way.early_bytes else 0)
-        kept += way.kept_bytes
-        if way.early_bytes:
-            early = way.early_bytes if j < last_fetcher else 0
-    return Standing(forward, backward, arriving)
-
-
-def _first_holders(crossings: Sequence[Crossing], chosen: Sequence[Way]) -> list[int | None]:
-    """The first segment in forward order that holds each crossing."""
-    first: list[int | None] = [None] * len(crossings)
-    for j, way in enumerate(chosen):
-        for number in way.holds:
-            if first[number] is None:
-                first[number] = j
-    return first
+    for j, cost in enumerate(chosen):
+        passed = sum(tensor.num_bytes for tensor, _ in held_tensors if tensor.last_reader < j)
+        held = sum(tensor.num_bytes for tensor, holder in held_tensors if holder <= j)
+        state.forward.append(kept + passed)
+        state.backward.append(kept + cost.kept_bytes + held + (0 if cost.prefetched_bytes else early))
+        state.prefetched.append(early if cost.prefetched_bytes else 0)
+        kept += cost.kept_bytes
+        if cost.prefetched_bytes:
+            early = cost.prefetched_bytes if j < last_offloaded else 0
+    return state

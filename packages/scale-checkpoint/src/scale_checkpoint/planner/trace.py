@@ -1,8 +1,8 @@
-"""Where a step's memory stands at each segment: forward by the calls of the blocks, backward by autograd's own numbers.
+"""Memory of a step by segment: forward by the calls of the blocks, backward by autograd's sequence numbers.
 
 Autograd numbers its nodes as the forward makes them, and on one device runs them from the highest number down. So the
-numbers at which blocks begin and end in the forward tell, of any operator in the backward, whose it is, and the
-backward visits the segments in the reverse order of the forward. No hook stands on any tensor.
+numbers at which blocks begin and end in the forward give the block of any operator in the backward, which visits the
+segments in the reverse order of the forward. No hook is on any tensor.
 """
 
 from __future__ import annotations
@@ -17,83 +17,60 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from scale_checkpoint.live_memory import LiveBytes
-from scale_checkpoint.tree import tensors_in
+from scale_checkpoint.live_memory import LiveMemory
+from scale_checkpoint.tree import unique_tensors
 
-BETWEEN = ""
-"""The name of what runs outside of the blocks."""
+OUTSIDE_BLOCKS = ""
+"""The name of visits of no block."""
 
 _ALWAYS_FIRST = 2**63
 """Nodes that accumulate a gradient run as soon as they can, and are numbered from here on."""
 
 
 @dataclass
-class Pass:
-    """What one pass through a segment took.
+class TracedPass:
+    """Live bytes in the forward or the backward of a visit."""
 
-    Attributes:
-        start_bytes: What lived when it was entered.
-        peak_bytes: The most that lived while it ran.
-        end_bytes: What lived when it was left.
-        peak_after_sign_bytes: The most that lived, without the sign, from when a storage of the sign's size came.
-    """
-
-    start_bytes: int
+    start_bytes: int  # when it was entered
     peak_bytes: int
     end_bytes: int = 0
-    peak_after_sign_bytes: int | None = None
+    # Its peak without the marker, since a storage of the marker's size was made in it.
+    peak_after_marker_bytes: int | None = None
 
 
 @dataclass
 class Visit:
-    """One visit of a block, or what runs between two visits.
+    """One visit of a block, or what runs between two visits."""
 
-    Attributes:
-        name: The block's; `BETWEEN` outside of all.
-        node: The number that autograd's next node had when the visit began.
-        forward: What its forward took.
-        backward: What its backward took; None where it has none.
-        inputs: Numbers of the storages that it was given; of blocks alone.
-        outputs: Numbers of the storages that it returned; of blocks alone.
-        saved: Numbers of the storages that autograd saved in it, in order, where nothing else took care of them.
-        wants_gradient: For each tensor that it was given, whether its gradient is asked for; of blocks alone.
-        gives_gradient: Whether a result of it takes part in the backward; of blocks alone.
-    """
-
-    name: str
-    node: int
-    forward: Pass
-    backward: Pass | None = None
+    name: str  # the block's, or `OUTSIDE_BLOCKS`
+    node: int  # the number that autograd's next node had when the visit began
+    forward: TracedPass
+    backward: TracedPass | None = None
+    # Numbers of storages; of what autograd saved, in order, those that no other hook took.
+    saved: list[int] = field(default_factory=list)
+    # Of blocks alone:
     inputs: list[int] = field(default_factory=list)
     outputs: list[int] = field(default_factory=list)
-    saved: list[int] = field(default_factory=list)
-    wants_gradient: list[bool] = field(default_factory=list)
-    gives_gradient: bool = False
+    input_requires_grad: list[bool] = field(default_factory=list)
+    output_requires_grad: bool = False
 
 
-class StepTrace(LiveBytes):
-    """Follows one step over the given blocks, by visits; use with `following`.
-
-    Attributes:
-        visits: In the order of the forward; blocks and what lies between them by turns.
-        order: The index of each visit whose forward or, where the second is true, whose backward began, by time.
-        sizes: The bytes of every storage that was counted, by number, also after its end.
-        sign_bytes: A size; see `Pass.peak_after_sign_bytes`.
-        born: The visit in which each of them was made, for those of the forward.
-    """
+class StepTrace(LiveMemory):
+    """Live memory of one step by visits of the given blocks; use with `trace_step`."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self.visits: list[Visit] = []
+        self.visits: list[Visit] = []  # in the order of the forward
+        # By time, the index of the visit that was entered, and whether in the backward.
         self.order: list[tuple[int, bool]] = []
-        self.sizes: dict[int, int] = {}
-        self.born: dict[int, int] = {}
-        self.sign_bytes = -1
+        self.sizes: dict[int, int] = {}  # of every counted storage, by number, released ones too
+        self.producer: dict[int, int] = {}  # the visit that made a storage, of those of the forward
+        self.marker_bytes = -1  # see `TracedPass.peak_after_marker_bytes`
         self._nodes: list[int] = []
-        self._pass: Pass | None = None
+        self._pass: TracedPass | None = None
         self._visit = -1
         self._backward = False
-        self._inside = [BETWEEN]
+        self._inside = [OUTSIDE_BLOCKS]
 
     def enter(self, name: str) -> Visit:
         """Begins a visit of the forward."""
@@ -104,20 +81,20 @@ class StepTrace(LiveBytes):
         self.order.append((len(self.visits) - 1, False))
         return visit
 
-    def go_in(self, name: str) -> Visit:
+    def enter_module(self, name: str) -> Visit:
         """Begins the visit of a module."""
         self._inside.append(name)
         return self.enter(name)
 
-    def go_out(self, name: str) -> None:
-        """Comes back to what has called the module, unless it was not entered, since a hook before has raised."""
+    def exit_module(self, name: str) -> None:
+        """Goes on with the caller of the module; not if it was not entered, since an earlier hook has raised."""
         if self._inside[-1] != name:
             return
         self._inside.pop()
         self.enter(self._inside[-1])
 
     @property
-    def running(self) -> Pass | None:
+    def running(self) -> TracedPass | None:
         """The pass that has begun and not ended; None after `finish`."""
         return self._pass
 
@@ -127,8 +104,8 @@ class StepTrace(LiveBytes):
         self._pass = None
         self.close()
 
-    def before(self, func: Any) -> None:
-        """Finds out whose operator runs, in the backward."""
+    def on_operator(self, func: Any) -> None:
+        """In the backward, begins the pass of the block whose operator runs."""
         node = _running_node()
         if node is None or node._sequence_nr() >= _ALWAYS_FIRST:
             return
@@ -139,25 +116,25 @@ class StepTrace(LiveBytes):
             self.visits[index].backward = self._begin()
             self.order.append((index, True))
 
-    def changed(self, number: int, delta: int) -> None:
+    def on_change(self, number: int, delta: int) -> None:
         """Raises the peak of the pass that runs."""
         if delta > 0:
             self.sizes[number] = self.num_bytes(number)
             if not self._backward:
-                self.born.setdefault(number, len(self.visits) - 1)
+                self.producer.setdefault(number, len(self.visits) - 1)
             if self._pass is not None:
                 self._raise(self._pass, delta)
 
-    def _raise(self, current: Pass, delta: int) -> None:
-        if current.peak_after_sign_bytes is not None or (delta == self.sign_bytes and self._backward):
-            without = self.current_bytes - self.sign_bytes
-            current.peak_after_sign_bytes = max(current.peak_after_sign_bytes or 0, without)
+    def _raise(self, current: TracedPass, delta: int) -> None:
+        if current.peak_after_marker_bytes is not None or (delta == self.marker_bytes and self._backward):
+            without = self.current_bytes - self.marker_bytes
+            current.peak_after_marker_bytes = max(current.peak_after_marker_bytes or 0, without)
         else:
             current.peak_bytes = max(current.peak_bytes, self.current_bytes)
 
-    def _begin(self) -> Pass:
+    def _begin(self) -> TracedPass:
         self._end()
-        self._pass = Pass(self.current_bytes, self.current_bytes)
+        self._pass = TracedPass(self.current_bytes, self.current_bytes)
         return self._pass
 
     def _end(self) -> None:
@@ -166,42 +143,37 @@ class StepTrace(LiveBytes):
 
 
 @contextmanager
-def following(trace: StepTrace, blocks: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Follows the step that runs inside.
-
-    Args:
-        trace: Is filled.
-        blocks: By name; of those inside others, what runs in both is the inner one's.
-    """
+def trace_step(trace: StepTrace, blocks: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Follows the step that runs inside."""
     with ExitStack() as stack:
         for name, block in blocks.items():
-            for handle in _hooked(trace, name, block):
+            for handle in _register_hooks(trace, name, block):
                 stack.callback(handle.remove)
-        stack.enter_context(saved_tensors_hooks(_noting(trace), _same))
+        stack.enter_context(saved_tensors_hooks(_record_saved(trace), _same))
         stack.enter_context(trace)
-        trace.enter(BETWEEN)
+        trace.enter(OUTSIDE_BLOCKS)
         try:
             yield
         finally:
             trace.finish()
 
 
-def _hooked(trace: StepTrace, name: str, block: nn.Module) -> list[Any]:
-    """Hooks that begin and end the visits of a block, in the forward alone: not where it is computed again."""
+def _register_hooks(trace: StepTrace, name: str, block: nn.Module) -> list[Any]:
+    """Hooks that begin and end the visits of a block in the forward, not where it is recomputed."""
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if _running_node() is None:
-            visit = trace.go_in(name)
-            tensors = tensors_in((args, kwargs))
-            visit.inputs = [trace.number(tensor) for tensor in tensors]
-            visit.wants_gradient = [tensor.requires_grad for tensor in tensors]
+            visit = trace.enter_module(name)
+            tensors = unique_tensors((args, kwargs))
+            visit.inputs = [trace.storage_number(tensor) for tensor in tensors]
+            visit.input_requires_grad = [tensor.requires_grad for tensor in tensors]
 
     def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if _running_node() is None:
-            tensors = tensors_in(output)
-            trace.visits[-1].outputs = [trace.number(tensor) for tensor in tensors]
-            trace.visits[-1].gives_gradient = any(tensor.requires_grad for tensor in tensors)
-            trace.go_out(name)
+            tensors = unique_tensors(output)
+            trace.visits[-1].outputs = [trace.storage_number(tensor) for tensor in tensors]
+            trace.visits[-1].output_requires_grad = any(tensor.requires_grad for tensor in tensors)
+            trace.exit_module(name)
 
     return [
         block.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
@@ -209,10 +181,10 @@ def _hooked(trace: StepTrace, name: str, block: nn.Module) -> list[Any]:
     ]
 
 
-def _noting(trace: StepTrace) -> Callable[[Tensor], Tensor]:
+def _record_saved(trace: StepTrace) -> Callable[[Tensor], Tensor]:
     def pack(tensor: Tensor) -> Tensor:
         if _running_node() is None:
-            trace.visits[-1].saved.append(trace.number(tensor))
+            trace.visits[-1].saved.append(trace.storage_number(tensor))
         return tensor
 
     return pack
@@ -228,7 +200,7 @@ def _running_node() -> Any:
 
 
 def _next_node() -> int:
-    """The number that autograd gives next; one is used up."""
+    """The next sequence number of autograd; takes one."""
     with torch.inference_mode(False), torch.enable_grad():
         node = torch.empty(0, requires_grad=True).view(0).grad_fn
     assert node is not None

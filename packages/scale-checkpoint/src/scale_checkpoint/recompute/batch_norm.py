@@ -1,4 +1,4 @@
-"""Batch norms inside of what others recompute: their statistics are updated once, not again in the backward pass.
+"""`patch_batchnorm`: batch norms under other checkpointing update their statistics once, not again in the backward.
 
 `checkpoint_wrapper` needs none of this, since it gives a recomputation copies of all buffers that the forward changes.
 It is for modules that are recomputed by `torch.utils.checkpoint` itself, reentrant or not, or by a pipeline.
@@ -40,14 +40,14 @@ def patch_batchnorm(module: nn.Module) -> list[RemovableHandle]:
     handles = []
     for part in module.modules():
         if isinstance(part, nn.modules.batchnorm._NormBase) and part.track_running_stats:
-            guard = _Guard()
+            guard = _StatisticsGuard()
             handles.append(part.register_forward_pre_hook(guard.before))
             handles.append(part.register_forward_hook(guard.after, always_call=True))
     return handles
 
 
-class _Guard:
-    """Puts copies of a norm's statistics into it while it is recomputed; the hooks are copied and pickled with it."""
+class _StatisticsGuard:
+    """Replaces a norm's statistics by copies while it is recomputed; hooks are copied and pickled with it."""
 
     def __init__(self) -> None:
         self._held: list[tuple[weakref.ref[nn.Module], dict[str, Tensor | None]]] = []

@@ -1,4 +1,4 @@
-"""A recomputation that differs from the first forward: which module, which operator, which tensor.
+"""Determinism check: compares a recomputation with the first forward, operator by operator.
 
 Autograd compares at most shapes, at the end, by the number of the saved tensor. Here each operator's result is compared
 as soon as it is there, with the name of the module in which it ran. It costs time, so it is done on demand.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from scale_checkpoint.recompute.policy import WITHOUT_VALUES
-from scale_checkpoint.state import is_aside, recomputations
+from scale_checkpoint.recompute.policy import UNINITIALIZED_RESULTS
+from scale_checkpoint.state import STATE
 
 _aten = torch.ops.aten
-# Not of the module's own: autograd's, and casts that autocast caches and so makes at one time and not at another.
-_LEFT_OUT = frozenset((_aten.detach.default, _aten._to_copy.default, _aten.alias.default, _aten.lift_fresh.default))
-_MEND = (
+# Autograd's own, and casts that autocast caches, so that they run at one time and not at another.
+_IGNORED = frozenset((_aten.detach.default, _aten._to_copy.default, _aten.alias.default, _aten.lift_fresh.default))
+_FIX = (
     "what a checkpointed module computes may depend on inputs, parameters, buffers and random numbers alone, not on "
     "time, counters or caches; leave the module out of the checkpointed ones if it must"
 )
@@ -54,59 +54,47 @@ def check_recomputation(model: nn.Module, values: bool = False) -> Iterator[None
         RecomputationError: From the backward pass: names the module, the operator and the tensor that differ first.
         RuntimeError: Inside of another `check_recomputation`.
     """
-    global _active
-    if _active is not None:
+    global active
+    if active is not None:
         raise RuntimeError("check_recomputation is active already: enter it once, around forward and backward")
-    check = _active = Check(model, values)
+    check = active = DeterminismCheck(model, values)
     try:
-        with check.following():
+        with check.modules_followed():
             yield
     finally:
-        _active = None
+        active = None
 
 
 class _Step(NamedTuple):
-    """One operator that has run.
+    """One operator that has run."""
 
-    Attributes:
-        module: The qualified name of the module in which it ran.
-        operator: Its name.
-        results: Of each tensor that it returned: shape, dtype, device, and a checksum where values are compared.
-    """
-
-    module: str
-    operator: str
+    module: str  # the qualified name of the module in which it ran
+    operator: str  # its name
+    # Of each tensor that it returned: shape, dtype, device, and a checksum where values are compared.
     results: tuple[tuple[tuple[int, ...], torch.dtype, torch.device, int | None], ...]
 
 
-class Check:
-    """What is compared, and in which module the model is.
-
-    Args:
-        model: Gives the names.
-        values: Compare values.
-    """
+class DeterminismCheck:
+    """What is compared, and which module of the model runs."""
 
     def __init__(self, model: nn.Module, values: bool) -> None:
-        self.values = values
+        self.values, self._model = values, model
         self._names = {id(module): name for name, module in model.named_modules()}
         self._inside: list[str] = []
 
     @contextmanager
-    def following(self) -> Iterator[None]:
-        """Inside, it knows which module runs."""
-        before = nn.modules.module.register_module_forward_pre_hook(
-            lambda module, _: self._inside.append(self.name_of(module))
-        )
-        after = nn.modules.module.register_module_forward_hook(lambda *_: self._leave(), always_call=True)
-        try:
+    def modules_followed(self) -> Iterator[None]:
+        """Hooks the modules while it lasts."""
+        with ExitStack() as stack:
+            for module in self._model.modules():
+                enter = module.register_forward_pre_hook(self._enter, prepend=True)
+                leave = module.register_forward_hook(self._leave, always_call=True)
+                stack.callback(enter.remove)
+                stack.callback(leave.remove)
             yield
-        finally:
-            before.remove()
-            after.remove()
 
     def name_of(self, module: nn.Module) -> str:
-        """Returns a module's qualified name; what it calls itself, as a rule its class, if the model has no name."""
+        """Returns a module's qualified name, or its class where it is none of the model's."""
         return self._names.get(id(module)) or str(module._get_name())
 
     def step(self, operator: Any, result: Any, module: nn.Module) -> _Step:
@@ -118,32 +106,25 @@ class Check:
         )
         return _Step(self._inside[-1] if self._inside else self.name_of(module), str(operator), results)
 
-    def _leave(self) -> None:
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self._inside.append(self.name_of(module))
+
+    def _leave(self, *_: Any) -> None:
         if self._inside:
             self._inside.pop()
 
 
-_active: Check | None = None
+active: DeterminismCheck | None = None
+"""Read by each checkpointed forward, without a call."""
 
 
-def active_check() -> Check | None:
-    """Returns the check that is wanted now, if one is."""
-    return _active
+class CompareOperators(TorchDispatchMode):
+    """Records the operators of a forward; around the recomputation, given `first`, compares them."""
 
-
-class Comparing(TorchDispatchMode):
-    """Around a forward it records the operators, around the recomputation it compares them.
-
-    Args:
-        check: What is compared.
-        module: The module that is checkpointed.
-        first: What the forward has recorded; None is the forward itself.
-    """
-
-    def __init__(self, check: Check, module: nn.Module, first: list[_Step] | None = None) -> None:
+    def __init__(self, check: DeterminismCheck, module: nn.Module, first: list[_Step] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._check, self._module, self._first = check, module, first
-        self._recomputations = recomputations()
+        self._depth = STATE.recompute_depth
         self.steps: list[_Step] = []
 
     def __torch_dispatch__(
@@ -151,10 +132,10 @@ class Comparing(TorchDispatchMode):
     ) -> Any:
         """Runs `func`, and compares its result."""
         result = func(*args, **({} if kwargs is None else kwargs))
-        if self._check.values and _name(func) in WITHOUT_VALUES:
+        if self._check.values and _name(func) in UNINITIALIZED_RESULTS:
             _clear(result)
         # A backward inside of a forward computes what it needs of that again, which is no part of either.
-        if func not in _LEFT_OUT and not is_aside() and recomputations() == self._recomputations:
+        if func not in _IGNORED and not STATE.internal and STATE.recompute_depth == self._depth:
             step = self._check.step(func, result, self._module)
             if self._first is not None:
                 self._compare(step, self._first)
@@ -164,38 +145,32 @@ class Comparing(TorchDispatchMode):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Ends; a recomputation that has come to its end has run all that the forward has."""
+        """A recomputation that has come to its end has run all that the forward has."""
         super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
         number = len(self.steps)
         if kind is None and self._first is not None and number < len(self._first):
             then = self._first[number]
-            raise RecomputationError(
-                f"{self._where()}: operator {number}, {then.operator} in '{then.module}', ran in the forward, and does "
-                f"not now; {_MEND}"
-            )
+            raise self._error(f"operator {number}, {then.operator} in '{then.module}', ran in the forward, and not now")
 
-    def _where(self) -> str:
-        return f"recomputing '{self._check.name_of(self._module)}'"
+    def _error(self, difference: str) -> RecomputationError:
+        return RecomputationError(f"recomputing '{self._check.name_of(self._module)}': {difference}; {_FIX}")
 
     def _compare(self, step: _Step, first: list[_Step]) -> None:
         number = len(self.steps)
         if number >= len(first):
-            raise RecomputationError(
-                f"{self._where()}: operator {number}, {step.operator} in '{step.module}', did not run in the forward; "
-                f"{_MEND}"
-            )
+            raise self._error(f"operator {number}, {step.operator} in '{step.module}', did not run in the forward")
         then = first[number]
         if then.operator != step.operator:
-            raise RecomputationError(
-                f"{self._where()}: operator {number} was {then.operator} in '{then.module}' in the forward, and is "
-                f"{step.operator} in '{step.module}' now; {_MEND}"
+            raise self._error(
+                f"operator {number} was {then.operator} in '{then.module}' in the forward, and is {step.operator} in "
+                f"'{step.module}' now"
             )
         for place, (old, new) in enumerate(zip(then.results, step.results, strict=True)):
             if old != new:
                 what = _describe(old) if old[:3] != new[:3] else f"{_describe(old)} of other values"
-                raise RecomputationError(
-                    f"{self._where()}: tensor {place} of operator {number}, {step.operator} in '{step.module}', was "
-                    f"{what} in the forward, and is {_describe(new)} now; {_MEND}"
+                raise self._error(
+                    f"tensor {place} of operator {number}, {step.operator} in '{step.module}', was {what} in the "
+                    f"forward, and is {_describe(new)} now"
                 )
 
 
@@ -218,7 +193,7 @@ def _has_values(tensor: Tensor, place: int) -> bool:
 
 
 def _clear(result: Any) -> None:
-    """Fills memory that an operator has left as it was, so that what is read of it before it is written is the same."""
+    """Zeroes uninitialized memory, so that what is read of it before it is written is the same."""
     with torch.no_grad(), _disable_current_modes():
         for tensor in _parts(result):
             if _is_plain(tensor):

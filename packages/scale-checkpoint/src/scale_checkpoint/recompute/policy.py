@@ -1,4 +1,4 @@
-"""Which operators of a recomputed module keep their results: by name, by a policy function, or those that are dear.
+"""Selective checkpointing policy: the operators whose results are kept, by name, by a function, or the expensive ones.
 
 What is kept is not computed again, and what it was computed from is not needed. An operator that draws random numbers
 is always computed again, whatever the policy says: were its result kept, the numbers that it would have drawn would go
@@ -24,28 +24,18 @@ returns whether the result is kept, as torch's `CheckpointPolicy` or as a bool."
 
 
 SELECTIVE = "selective"
-"""The word for `DearOperators`."""
+"""The name of `ExpensiveOperators`."""
 
-_DEAR = ("addmm", "mm", "convolution", "_scaled_dot_product.*")
+_EXPENSIVE = ("addmm", "mm", "convolution", "_scaled_dot_product.*")
 _BATCHED_PRODUCTS = ("bmm", "baddbmm")
 
 
-def policy_of(keep: OperatorPolicy | Iterable[str | OpOverload | OpOverloadPacket]) -> OperatorPolicy:
-    """Returns a policy that keeps the results of the operators that are named.
-
-    Args:
-        keep: A policy function, which is returned as it is; "selective" for `DearOperators`; or operators: regular
-            expressions for whole names without the namespace, as "addmm" or "_scaled_dot_product.*", or `torch.ops`
-            themselves.
-
-    Raises:
-        TypeError: `keep` is one string, is no collection, or holds something else.
-        ValueError: A name is no regular expression, or is that of no operator (the error lists near ones).
-    """
+def resolve_policy(keep: OperatorPolicy | Iterable[str | OpOverload | OpOverloadPacket]) -> OperatorPolicy:
+    """Returns a policy that keeps the results of the operators that are named."""
     if callable(keep):
         return keep
     if keep == SELECTIVE:
-        return DearOperators()
+        return ExpensiveOperators()
     if isinstance(keep, str):
         raise TypeError(f"keep holds several operators, but got one string, {keep!r}: write [{keep!r}]")
     given: object = keep
@@ -57,50 +47,41 @@ def policy_of(keep: OperatorPolicy | Iterable[str | OpOverload | OpOverloadPacke
     return NamedOperators(*(_pattern(name) for name in keep))
 
 
-def is_kept(said: Any, policy: OperatorPolicy, operator: Any) -> bool:
-    """Whether a result is kept, by what a policy has said of it: also where it says that it is to be offloaded.
-
-    Args:
-        said: What it has returned.
-        policy: For errors, which name it.
-        operator: Likewise.
-
-    Raises:
-        TypeError: It is no policy and no bool.
-    """
-    if isinstance(said, CheckpointPolicy):
-        return not said.name.endswith("RECOMPUTE")
-    if isinstance(said, bool):
-        return said
+def saves(decision: Any, policy: OperatorPolicy, operator: Any) -> bool:
+    """Whether a policy's return value keeps a result, as those do that offload it; a TypeError where it is none."""
+    if isinstance(decision, CheckpointPolicy):
+        return not decision.name.endswith("RECOMPUTE")
+    if isinstance(decision, bool):
+        return decision
     raise TypeError(
-        f"the policy {getattr(policy, '__qualname__', type(policy).__name__)} was to say whether the result of "
-        f"{operator} is kept, as True or False or as torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE, PREFER_SAVE, "
-        f"MUST_RECOMPUTE or PREFER_RECOMPUTE, but returned a {type(said).__name__}, {said!r}"
+        f"the policy {getattr(policy, '__qualname__', type(policy).__name__)} returned a {type(decision).__name__}, "
+        f"{decision!r}, for the result of {operator}: return True or False, or torch.utils.checkpoint.CheckpointPolicy."
+        "MUST_SAVE, PREFER_SAVE, MUST_RECOMPUTE or PREFER_RECOMPUTE"
     )
 
 
 class NamedOperators:
-    """Keeps the results of operators by name; a class, so that it is compared by what it says, copied and pickled."""
+    """Keeps the results of operators by name; compared, copied and pickled by its patterns."""
 
     def __init__(self, *patterns: str) -> None:
         self.patterns = frozenset(patterns)
         self._found: dict[int, tuple[bool, Any]] = {}
 
     def __call__(self, context: SelectiveCheckpointContext, operator: Any, *args: Any, **kwargs: Any) -> bool:
-        return self.names(operator) and self.wants(operator, args, context.op_output)
+        return self.matches(operator) and self.saves_result(operator, args, context.op_output)
 
-    def names(self, operator: Any) -> bool:
+    def matches(self, operator: Any) -> bool:
         """Whether an operator is one of them, and can be kept."""
         # By identity, since torch's hash of an operator is slow; the operator is held, so that none takes its place.
         found = self._found.get(id(operator))
         if found is None:
             names = (_name(operator), _name(operator).partition(".")[0])
             named = any(re.fullmatch(pattern, name) for pattern in self.patterns for name in names)
-            found = self._found[id(operator)] = named and can_be_kept(operator), operator
+            found = self._found[id(operator)] = named and can_be_saved(operator), operator
         return found[0]
 
-    def wants(self, operator: Any, args: tuple[Any, ...], result: Any) -> bool:
-        """Whether it keeps what an operator that is one of them has returned here."""
+    def saves_result(self, operator: Any, args: tuple[Any, ...], result: Any) -> bool:
+        """Whether it keeps this result of an operator that is one of them."""
         return True
 
     def __eq__(self, other: object) -> bool:
@@ -119,7 +100,7 @@ class NamedOperators:
         self.__init__(*patterns)  # type: ignore[misc]
 
 
-class DearOperators(NamedOperators):
+class ExpensiveOperators(NamedOperators):
     """Keeps what takes long to compute for its size: linear layers, convolutions, attention, and some batched products.
 
     A batched product is kept if it is smaller than what it was computed from. Where attention is written out, the
@@ -127,9 +108,9 @@ class DearOperators(NamedOperators):
     """
 
     def __init__(self) -> None:
-        super().__init__(*_DEAR, *_BATCHED_PRODUCTS)
+        super().__init__(*_EXPENSIVE, *_BATCHED_PRODUCTS)
 
-    def wants(self, operator: Any, args: tuple[Any, ...], result: Any) -> bool:
+    def saves_result(self, operator: Any, args: tuple[Any, ...], result: Any) -> bool:
         if _name(operator).partition(".")[0] not in _BATCHED_PRODUCTS:
             return True
         return bool(result.numel() < max(factor.numel() for factor in args[-2:]))
@@ -137,8 +118,8 @@ class DearOperators(NamedOperators):
     def __repr__(self) -> str:
         return repr(SELECTIVE)
 
-    def __reduce__(self) -> tuple[type[DearOperators], tuple[()]]:
-        return DearOperators, ()
+    def __reduce__(self) -> tuple[type[ExpensiveOperators], tuple[()]]:
+        return ExpensiveOperators, ()
 
 
 def _name(operator: Any) -> str:
@@ -157,8 +138,8 @@ def _pattern(name: str | OpOverload | OpOverloadPacket) -> str:
         raise ValueError(f"keep: {name!r} is no regular expression: {error}") from error
     if not any(map(pattern.fullmatch, _all_names())):
         near = difflib.get_close_matches(name, _all_names(), n=5)
-        told = f"near ones: {', '.join(map(repr, near))}" if near else "as torch.ops.aten has them, 'addmm' for one"
-        raise ValueError(f"keep: {name!r} is the name of no operator; {told}")
+        found = f"near ones: {', '.join(map(repr, near))}" if near else "as torch.ops.aten has them, 'addmm' for one"
+        raise ValueError(f"keep: {name!r} is the name of no operator; {found}")
     return name
 
 
@@ -171,26 +152,28 @@ def _all_names() -> frozenset[str]:
 
 
 # Casts are made by autocast as well, which caches those of parameters: they may run in the forward and not in the
-# recomputation, or the other way round, and so cannot be told apart by how many have run before.
+# recomputation, or the other way round, and so cannot be identified by how many have run before.
 _ALWAYS_RUN = frozenset((torch.ops.aten.detach.default, torch.ops.aten._to_copy.default))
 
 
-WITHOUT_VALUES = frozenset(("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"))
-"""Operators whose results hold what happened to be there; kernels such as that of `rrelu` write to them unseen."""
+UNINITIALIZED_RESULTS = frozenset(
+    ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
+)
+"""Operators that return uninitialized memory; kernels such as that of `rrelu` write to it unseen."""
 
 
 @cache
-def can_be_kept(operator: Any) -> bool:
-    """Whether an operator computes something of its own: what changes its arguments, or returns views, always runs.
+def can_be_saved(operator: Any) -> bool:
+    """Whether an operator's result can be kept: what changes its arguments, or returns views, always runs.
 
-    So does what sends and receives: another rank waits for it. And so does what returns memory that others write to.
-    Norms change their statistics, and may be kept: with the result is kept what they have made of them.
+    So do collectives, for which other ranks wait, and what returns uninitialized memory. Norms change their statistics,
+    whose values are kept with the result.
     """
     computes = not (operator._schema.is_mutable or operator.is_view) and operator.namespace != "c10d"
-    return computes and operator not in _ALWAYS_RUN and _name(operator).partition(".")[0] not in WITHOUT_VALUES
+    return computes and operator not in _ALWAYS_RUN and _name(operator).partition(".")[0] not in UNINITIALIZED_RESULTS
 
 
-def draws(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+def draws_random_numbers(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether an operator draws random numbers, as it is called here."""
     if torch.Tag.nondeterministic_seeded not in operator.tags:
         return False
@@ -198,8 +181,8 @@ def draws(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bo
     return probability is None or float(probability) > 0.0
 
 
-def statistics(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The running statistics that a norm updates, as it is called here; its schema does not say that it does."""
+def updated_statistics(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The running statistics that a norm updates, as it is called here; its schema does not name them."""
     if _argument(operator, "training", args, kwargs) is False:
         return []
     found = (_argument(operator, name, args, kwargs) for name in ("running_mean", "running_var"))

@@ -1,132 +1,71 @@
-"""One call of a module that is computed again: what its recomputation is to find as the call has found it."""
+"""One checkpointed call, on torch's non-reentrant checkpoint: its forward, and its recomputation in the backward.
+
+torch keeps the inputs, and computes the rest again when autograd first asks for a saved tensor. What it leaves out is
+here: random numbers of all devices, modes, parameters and buffers as the forward has found them, containers among the
+inputs, kept results of chosen operators, and versions of what is saved.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
-from types import TracebackType
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import _StopRecomputationError, checkpoint
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import CheckpointError, _StopRecomputationError, checkpoint
 
-from scale_checkpoint import state as phase
 from scale_checkpoint.offload.offload import MIN_BYTES, Sender
 from scale_checkpoint.offload.storage import Target
-from scale_checkpoint.recompute import buffers
-from scale_checkpoint.recompute import params as weights
-from scale_checkpoint.recompute import recompute as modes
-from scale_checkpoint.recompute import rng as randomness
-from scale_checkpoint.recompute.buffer_replay import Replay, Standing, decides_results, standing_in
-from scale_checkpoint.recompute.determinism_check import Check, Comparing, active_check
+from scale_checkpoint.recompute import determinism_check
+from scale_checkpoint.recompute.determinism_check import CompareOperators
+from scale_checkpoint.recompute.module_state import BufferHistory, ModuleState, RestoredState, decides_results
 from scale_checkpoint.recompute.policy import OperatorPolicy
-from scale_checkpoint.recompute.selective import GivingBack, Keeping, Kept, Key
-from scale_checkpoint.saved_tensors import Watch
-from scale_checkpoint.tree import put_tensors, strangers_in, take_tensors
+from scale_checkpoint.recompute.selective import Key, ReuseResults, SavedResults, SaveResults
+from scale_checkpoint.state import STATE
+from scale_checkpoint.tree import extract_tensors, insert_tensors, unknown_classes
+from scale_core import rng
 
 
 @dataclass(frozen=True)
-class Treatment:
-    """The settings of one module.
+class CheckpointConfig:
+    """What is done with a module's activations."""
 
-    Attributes:
-        recompute: They are computed again; what is kept are the inputs.
-        keep: Of a recomputed module, the operators whose results are kept as well.
-        offload_to: Where what is kept goes to; None leaves it where it is.
-        min_bytes: Smaller storages are not offloaded.
-        preserve_random_state: The recomputation draws the random numbers of the forward.
-    """
-
-    recompute: bool = True
-    keep: OperatorPolicy | None = None
-    offload_to: Target | None = None
-    min_bytes: int = MIN_BYTES
+    recompute: bool = True  # keep the inputs alone, and compute the rest again
+    keep: OperatorPolicy | None = None  # of a recomputed module, the operators whose results are kept as well
+    offload_to: Target | None = None  # where what is kept goes to; None leaves it on the device
+    min_bytes: int = MIN_BYTES  # smaller storages are not offloaded
     preserve_random_state: bool = True
 
 
-_NOTHING = nullcontext()
-
-
-class Learned:
-    """What the calls of a module have shown of it, over all of them.
-
-    Attributes:
-        buffers: Which of its buffers its forward changes.
-        unused: Which kept results no recomputation has asked for.
-    """
+class ModuleStats:
+    """What the calls of a module have shown, over all of them."""
 
     def __init__(self) -> None:
-        self.buffers, self.unused = buffers.Watched(), set[Key]()
+        self.buffers: BufferHistory = WeakKeyDictionary()
+        self.unused = set[Key]()  # kept results that no recomputation has asked for
 
 
 def run_recomputed(
-    module: nn.Module, forward: Callable[..., Any], given: tuple[Any, Any], treatment: Treatment, learned: Learned
+    module: nn.Module,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    config: CheckpointConfig,
+    stats: ModuleStats,
 ) -> Any:
-    """Runs a module's forward so that autograd keeps its inputs alone; returns what it returns.
-
-    Args:
-        module: The module.
-        forward: Of the module, bound.
-        given: Its arguments, and those by keyword.
-        treatment: Of its activations.
-        learned: Of the module; is added to.
-
-    Raises:
-        RuntimeError: What the forward does could not be done again: it has changed what it was given in place, or a
-            buffer for the first time after calls in which it had not.
-    """
-    args, kwargs = given
-    if not kwargs and all(isinstance(arg, Tensor) for arg in args):
-        return _run(forward, args, _Call(module, treatment, learned, list))
-    tensors, rest = take_tensors(given)
-    call = _Call(module, treatment, learned, partial(strangers_in, rest))
-    return _run(_Nested(forward, given, rest), tensors, call)
-
-
-class _Nested:
-    """A forward with containers among its arguments, as a function of the tensors alone.
-
-    The forward gets the caller's own containers, which it may fill; a recomputation gets new ones, as those were.
-
-    Args:
-        forward: Of the module.
-        given: Its arguments, and those by keyword.
-        rest: The same without the tensors.
-    """
-
-    def __init__(self, forward: Callable[..., Any], given: tuple[Any, Any], rest: Any) -> None:
-        self._forward, self._rest = forward, rest
-        self._given: tuple[Any, Any] | None = given
-
-    def __call__(self, *tensors: Tensor) -> Any:
-        given, self._given = self._given, None
-        args, kwargs = put_tensors(self._rest, tensors) if given is None else given
-        return self._forward(*args, **kwargs)
-
-
-def _run(function: Callable[..., Any], tensors: Sequence[Tensor], call: _Call) -> Any:
-    is_first = True
-
-    def run(*given: Tensor) -> Any:
-        nonlocal is_first
-        if not is_first:
-            return function(*given)
-        is_first = False
-        try:
-            return function(*given)
-        except BaseException as error:  # torch before 2.13 would leave its contexts open, and their hooks in force.
-            call.failure = error
-
-    # Random numbers are seen to by the call: torch looks at the devices of these tensors alone.
-    result = checkpoint(
-        run,
-        *tensors,
-        use_reentrant=False,
-        preserve_rng_state=False,
-        context_fn=lambda: (_first(call, tensors), _Again(call)),
-    )
+    """Runs a module's bound forward so that autograd keeps its inputs alone; returns what it returns."""
+    function: Callable[..., Any] = forward
+    tensors: Sequence[Tensor] = args
+    rest = None
+    if kwargs or not all(isinstance(arg, Tensor) for arg in args):
+        tensors, rest = extract_tensors((args, kwargs))
+        function = _Nested(forward, (args, kwargs), rest)
+    call = _Call(module, function, rest, config, stats)
+    result = checkpoint(call, *tensors, use_reentrant=False, preserve_rng_state=False)
     if call.failure is None:
         return result
     failure, call.failure = call.failure, None
@@ -136,234 +75,194 @@ def _run(function: Callable[..., Any], tensors: Sequence[Tensor], call: _Call) -
         del failure  # Its traceback holds this frame.
 
 
-class _Call:
-    """What is known of one call.
+class _Nested:
+    """A forward with containers among its arguments, as a function of the tensors alone.
 
-    Args:
-        module: The module.
-        treatment: Of its activations.
-        learned: Of the module.
-        strangers: Returns the classes of what it was given that could not be taken apart.
-
-    Attributes:
-        drawn: The generators that the forward has drawn from.
-        changed: The buffers that it has changed.
-        standing: Those that it has left alone.
-        used: The parameters and buffers that it has computed with.
-        modes: The modes that its parts have run in.
-        kept: The results that it has kept, if it keeps some.
-        failure: What the forward has raised, until it is raised to the caller.
-        saved: The tensors that autograd saves in it.
-        check: Compares the recomputation with it, where that is wanted.
-        is_over: Whether the forward has ended; a backward inside of it may recompute before.
-        steps: What it has done, for the check.
+    The forward gets the caller's own containers, which it may fill; a recomputation gets new ones, as those were.
     """
+
+    def __init__(self, forward: Callable[..., Any], given: tuple[Any, Any], rest: Any) -> None:
+        self._forward, self._rest = forward, rest
+        self._given: tuple[Any, Any] | None = given
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        given, self._given = self._given, None
+        args, kwargs = insert_tensors(self._rest, tensors) if given is None else given
+        return self._forward(*args, **kwargs)
+
+
+class _Call:
+    """The function that torch's checkpoint calls: the first time the forward, then recomputations of it."""
 
     def __init__(
-        self, module: nn.Module, treatment: Treatment, learned: Learned, strangers: Callable[[], Sequence[str]]
+        self, module: nn.Module, function: Callable[..., Any], rest: Any, config: CheckpointConfig, stats: ModuleStats
     ) -> None:
-        self.module, self.treatment, self.watched = module, treatment, learned.buffers
-        self.drawn: list[randomness.Drawn] = []
-        self.changed: list[buffers.Changed] = []
-        self.standing: list[Standing] = []
-        self.modes: list[modes.Mode] = []
-        self.used: list[weights.Row] = []
-        self.kept: Kept | None = None
-        if treatment.keep is not None:
-            to, least = treatment.offload_to, treatment.min_bytes
-            self.kept = Kept(treatment.keep, learned.unused, None if to is None else Sender([module], to, least).send)
-        self.saved = Watch(module._get_name(), strangers)
-        self.check, self.is_over = active_check(), False
-        self.steps: list[Any] = []
-        self.failure: BaseException | None = None
-        self._parts: list[nn.Module] = []
-        self._states: list[randomness.Drawn] = []
-        self._seen: list[buffers.Seen] = []
+        self._module, self._function, self._rest = module, function, rest
+        self._state = ModuleState(module, stats.buffers)
+        self._generators = rng.generator_states() if config.preserve_random_state else []
+        self._drawn: list[rng.GeneratorState] = []
+        self._kept: SavedResults | None = None
+        if config.keep is not None:
+            to = config.offload_to
+            send = None if to is None else Sender([module], to, config.min_bytes).send
+            self._kept = SavedResults(config.keep, stats.unused, send)
+        self._check = determinism_check.active
+        self._steps: list[Any] = []  # what the forward has done, for the check
+        self._has_begun = self._is_over = False
+        self.failure: BaseException | None = None  # what the forward has raised, until it is raised to the caller
+        # Versions by the identity of the tensor that torch's checkpoint holds, so that the forward numbers none.
+        self._versions: dict[int, int] = {}
+        # By what autograd holds for a tensor until the node that saved it is done: the backward that has unpacked it.
+        self._unpacked: WeakKeyDictionary[Any, tuple[int, Tensor]] = WeakKeyDictionary()
 
-    def look(self) -> None:
-        """Before the forward: notes what there is."""
-        self._parts = buffers.parts_of(self.module)
-        self.modes = modes.modes_of(self._parts)
-        self._states = randomness.states() if self.treatment.preserve_random_state else []
-        self._seen = self.watched.look(self._parts)
-
-    def look_back(self) -> None:
-        """After the forward, or inside of it before a recomputation of what has run so far: notes what it has done."""
-        self.changed = self.watched.changed_since(self._seen)
-        self.drawn = randomness.drawn_since(self._states) if self._states else []
-        self.standing = standing_in(self._parts, self.changed)
-
-    def end(self) -> None:
-        """After the forward: notes what it has done, and lets go of what there was."""
-        self.look_back()
-        self.used = weights.used_by(self._parts, self.changed)
-        self.is_over = True
-        self._parts, self._states, self._seen = [], [], []
-
-    @property
-    def recheck(self) -> Check | None:
-        """What compares a recomputation; None also inside of the forward, of which there is only a part by then."""
-        return self.check if self.is_over else None
-
-
-@contextmanager
-def _first(call: _Call, tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Around the forward: finds out what it draws, changes and computes with.
-
-    Args:
-        call: Is told.
-        tensors: That the forward is given.
-
-    Raises:
-        RuntimeError: See `run_recomputed`.
-    """
-    given = [(tensor, buffers.version_of(tensor)) for tensor in tensors]
-    call.look()
-    with phase.checkpointing(), call.saved.forward(), _following(call):
-        yield
-    if call.failure is None:
-        call.end()
-        _check_given(call, given)
-
-
-def _following(call: _Call) -> AbstractContextManager[Any]:
-    """Follows the operators of a forward, where somebody wants to know of them."""
-    if call.kept is None and call.check is None:
-        return _NOTHING
-    with ExitStack() as stack:
-        if call.kept is not None:
-            stack.enter_context(Keeping(call.kept))
-        if call.check is not None:
-            call.steps = stack.enter_context(Comparing(call.check, call.module)).steps
-        return stack.pop_all()
-
-
-def _check_given(call: _Call, given: Sequence[tuple[Tensor, int]]) -> None:
-    """Autograd would notice as well, but in the backward, and could not say where."""
-    changed = [tensor for tensor, version in given if buffers.version_of(tensor) != version]
-    if not changed:
-        return
-    if any(tensor.requires_grad for tensor, _ in given) or any(weights.ask_for_gradients(call.used)):
-        title = call.module._get_name()
-        raise RuntimeError(
-            f"the forward of a {title} changes a tensor {list(changed[0].shape)} that it is given in place, so it "
-            "could not be computed again: let it change a copy (inplace=False where its first layer has that), or "
-            "leave it out of the checkpointed ones"
-        )
-
-
-@contextmanager
-def _again(call: _Call) -> Iterator[None]:
-    """Around a recomputation: gives it what the forward has found, and takes it back.
-
-    Args:
-        call: Of the forward.
-
-    Raises:
-        RuntimeError: What the forward has computed with was changed since, or the recomputation has changed other
-            buffers than the forward.
-    """
-    if not call.is_over:
-        call.look_back()
-    # The operator at which torch would end it may be the one that differs.
-    whole = call.is_over and (call.check is not None or any(map(decides_results, call.changed)))
-    replay = Replay(call.changed, call.standing)
-    with phase.recomputing(), _found_again(call, replay), call.saved.recomputation(whole, replay.read):
+    def __call__(self, *tensors: Tensor) -> Any:
+        if self._has_begun:
+            return self._recompute(tensors)
+        self._has_begun = True
+        was_checkpointing, STATE.checkpointing = STATE.checkpointing, True
         try:
-            yield
+            return self._forward(tensors)
+        except BaseException as error:  # torch before 2.13 would leave its contexts open, and their hooks in force.
+            self.failure = error
+        finally:
+            STATE.checkpointing = was_checkpointing
+
+    def _forward(self, tensors: Sequence[Tensor]) -> Any:
+        versions = [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
+        with ExitStack() as stack:
+            stack.enter_context(self._forward_hooks())
+            if self._kept is not None:
+                stack.enter_context(SaveResults(self._kept))
+            if self._check is not None:
+                self._steps = stack.enter_context(CompareOperators(self._check, self._module)).steps
+            result = self._function(*tensors)
+        self._state.finish()
+        self._drawn = rng.drawn_since(self._generators) if self._generators else []
+        self._is_over = True
+        # Autograd would notice as well, but in the backward, and could not say where.
+        for tensor, version in zip(tensors, versions, strict=True):
+            if version >= 0 and tensor._version != version and self._needs_gradients(tensors):
+                raise RuntimeError(
+                    f"the forward of a {self._module._get_name()} changes a tensor {list(tensor.shape)} that it is "
+                    "given in place, so it could not be computed again: let it change a copy (inplace=False where its "
+                    "first layer has that), or leave it out of the checkpointed ones"
+                )
+        return result
+
+    def _needs_gradients(self, tensors: Sequence[Tensor]) -> bool:
+        return any(tensor.requires_grad for tensor in tensors) or any(used[-1] for used in self._state.used)
+
+    def _recompute(self, tensors: Sequence[Tensor]) -> None:
+        if not self._is_over:  # A backward inside of the forward computes again what has run so far.
+            self._state.record_changes()
+            self._drawn = rng.drawn_since(self._generators) if self._generators else []
+        check = self._check if self._is_over else None
+        # The operator at which torch would end it may be the one that differs.
+        to_the_end = self._is_over and (check is not None or any(map(decides_results, self._state.changed)))
+        before = STATE.checkpointing, STATE.recompute_depth, STATE.disabled
+        STATE.checkpointing, STATE.recompute_depth, STATE.disabled = False, before[1] + 1, False
+        try:
+            with ExitStack() as stack:
+                read: Mapping[int, Tensor] = {}
+                restored = RestoredState(self._state)
+                if self._drawn:
+                    stack.enter_context(rng.replayed(self._drawn))
+                if restored.is_needed:
+                    read = stack.enter_context(restored)
+                if self._kept is not None:
+                    self._kept.fetch()
+                    stack.enter_context(ReuseResults(self._kept))
+                if check is not None:
+                    stack.enter_context(CompareOperators(check, self._module, self._steps))
+                stack.enter_context(self._recompute_hooks(to_the_end, read))
+                self._function(*tensors)
         except _StopRecomputationError:  # By which torch ends it as soon as it has all that was saved.
-            _note_unused(call)
+            self._note_unused()
             raise
-        _note_unused(call)
+        finally:
+            STATE.checkpointing, STATE.recompute_depth, STATE.disabled = before
+        self._note_unused()
 
+    def _note_unused(self) -> None:
+        if self._kept is not None and self._is_over:
+            self._kept.note_unused()
 
-class _Again(AbstractContextManager[None]):
-    """`_again`, once for each backward over a graph that is retained: torch enters the same object each time.
+    def _forward_hooks(self) -> saved_tensors_hooks:
+        """Hooks on saved tensors that are called in the place of those of torch's checkpoint, and call them."""
+        pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
-    Args:
-        call: Of the forward.
-    """
+        def unpack_checked(packed: Any) -> Tensor:
+            try:
+                # Operators read each once; the backward of a user's own autograd.Function may read it again.
+                if isinstance(torch._C._current_autograd_node(), torch._C._FunctionBase):
+                    tensor = self._unpack_for_function(packed, unpack)
+                else:
+                    tensor = unpack(packed)  # This is where it is recomputed.
+            except Exception as error:
+                error.add_note(self._note(error))
+                raise
+            if tensor._version != self._versions[id(tensor)]:
+                raise RuntimeError(
+                    f"the forward of a {self._module._get_name()}, which is checkpointed, modifies a tensor "
+                    f"{list(tensor.shape)} by an inplace operation after autograd has saved it: let it change a copy "
+                    "(inplace=False where a layer has that), as it would have to without checkpointing"
+                )
+            return tensor
 
-    def __init__(self, call: _Call) -> None:
-        self._call = call
+        return saved_tensors_hooks(pack, unpack_checked)
 
-    def __enter__(self) -> None:
-        self._now = _again(self._call)
-        self._now.__enter__()
+    def _unpack_for_function(self, packed: Any, unpack: Callable[[Any], Tensor]) -> Tensor:
+        # torch gives each saved tensor away once. It lives as in the plain module: until autograd releases the node.
+        backward = torch._C._current_graph_task_id()
+        found = self._unpacked.get(packed)
+        if found is None or found[0] != backward:
+            found = self._unpacked[packed] = backward, unpack(packed)
+        return found[1]
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._now.__exit__(kind, error, traceback)
+    def _recompute_hooks(self, to_the_end: bool, read: Mapping[int, Tensor]) -> saved_tensors_hooks:
+        """Hooks around those of torch's recomputation; the backward reads `read[id(tensor)]` in a tensor's place."""
+        pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        versions = self._versions
+        current_operator = torch._C._autograd._get_sequence_nr
+        has_all, unwritten = False, -1
 
+        def pack_recomputed(tensor: Tensor) -> Any:
+            nonlocal has_all, unwritten
+            if has_all:  # Only a backward inside of the recomputation comes back to what is saved from now on.
+                return tensor.detach() if tensor.requires_grad else tensor
+            is_result = tensor.grad_fn is not None or tensor.requires_grad or tensor._version or tensor._is_view()
+            if not is_result and tensor.is_floating_point() and not isinstance(tensor, nn.Parameter):
+                unwritten = current_operator()  # It may write to it yet: `rrelu` saves its noise, then draws it.
+            held = read.get(id(tensor), tensor)
+            held = held.detach() if held.requires_grad else held  # As torch would: this is what it holds.
+            version = held._version
+            if versions.setdefault(id(held), version) != version:
+                # Saved before, at another version; or the number is that of a tensor which is gone.
+                held = held.detach()
+                versions[id(held)] = version
+            try:
+                return pack(held)
+            except _StopRecomputationError:
+                if not to_the_end and unwritten != current_operator():
+                    raise
+                has_all = True
+            return tensor.detach() if tensor.requires_grad else tensor
 
-def _found_again(call: _Call, replay: Replay) -> AbstractContextManager[Any]:
-    """What the forward has found, and is not there any more or not to be changed: of most modules nothing."""
-    switched, replaced = modes.changed_since(call.modes), weights.replaced(call.used)
-    if not (
-        call.drawn or switched or replaced or call.changed or call.standing or call.kept is not None or call.recheck
-    ):
-        return _NOTHING
-    with ExitStack() as stack:  # What was entered is left again where the next one raises.
-        if call.drawn:
-            stack.enter_context(randomness.replaying(call.drawn))
-        if switched:
-            stack.enter_context(modes.restored(switched))
-        if replaced:
-            stack.enter_context(weights.put_back(replaced))
-        if call.changed or call.standing:
-            stack.enter_context(replay)
-        if call.kept is not None:
-            call.kept.fetch()
-            stack.enter_context(GivingBack(call.kept))
-        if call.recheck is not None:
-            stack.enter_context(Comparing(call.recheck, call.module, call.steps))
-        return stack.pop_all()
+        return saved_tensors_hooks(pack_recomputed, unpack)
 
-
-def _note_unused(call: _Call) -> None:
-    if call.kept is not None and call.is_over:
-        call.kept.note_unused()
-
-
-# The mode that each part of a module was in, `train()` or `eval()`: a recomputation runs in the forward's.
-#
-# Between a forward and its backward a model may be set to the other one, to be evaluated; the plain module's gradients
-# don't know of that, since its forward is over.
-
-Mode = tuple[nn.Module, bool]
-"""A module, and whether it is in training."""
-
-
-def modes_of(parts: Iterable[nn.Module]) -> list[Mode]:
-    """Returns the mode of each part.
-
-    Args:
-        parts: The module and all that it holds.
-    """
-    return [(part, part.training) for part in parts]
-
-
-def changed_since(modes: Iterable[Mode]) -> list[Mode]:
-    """Returns those that are in the other mode by now.
-
-    Args:
-        modes: Of `modes_of`.
-    """
-    return [(part, training) for part, training in modes if part.training is not training]
-
-
-@contextmanager
-def restored(modes: Sequence[Mode]) -> Iterator[None]:
-    """Inside, the parts are in these modes; afterwards in the other ones.
-
-    Args:
-        modes: Of `changed_since`.
-    """
-    try:
-        for part, training in modes:
-            part.training = training
-        yield
-    finally:
-        for part, training in modes:
-            part.training = not training
+    def _note(self, error: Exception) -> str:
+        note = f"This happened while the forward of a {self._module._get_name()} was computed again."
+        unknown = [] if self._rest is None else unknown_classes(self._rest)
+        if unknown:
+            return (
+                f"{note} It was given a {' and a '.join(unknown)}, which the recomputation gets as it is by now: if "
+                "the forward has changed it, as it changes a cache, do without (model.config.use_cache = False in "
+                "transformers, or use_cache=False in the call, as for T5), or register its class with "
+                "torch.utils._pytree, so that it is given as it was."
+            )
+        if isinstance(error, CheckpointError):  # It says debug=True, of torch's own function.
+            return (
+                f"{note} `with scale_checkpoint.check_recomputation(model):` around forward and backward says in which "
+                "module and operator the two begin to differ."
+            )
+        return note

@@ -1,4 +1,4 @@
-"""The two dispatch modes of selective checkpointing: one keeps results in the forward, one gives them back.
+"""The two dispatch modes of selective checkpointing: `SaveResults` in the forward, `ReuseResults` in the recomputation.
 
 torch has such a pair, `create_selective_checkpoint_contexts`, which takes about the same time. This one draws random
 numbers as the plain module does, lets kept results be offloaded, computes again what was changed in place, and can go
@@ -16,110 +16,103 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import SelectiveCheckpointContext
 
-from scale_checkpoint.offload.store import Packed
-from scale_checkpoint.recompute.policy import NamedOperators, OperatorPolicy, can_be_kept, draws, is_kept, statistics
-from scale_checkpoint.saved_tensors import alias_of, counter_of
-from scale_checkpoint.state import is_aside, recomputations
+from scale_checkpoint.offload.store import PackedTensor
+from scale_checkpoint.recompute.policy import (
+    NamedOperators,
+    OperatorPolicy,
+    can_be_saved,
+    draws_random_numbers,
+    saves,
+    updated_statistics,
+)
+from scale_checkpoint.saved_tensors import alias_of, version_counter
+from scale_checkpoint.state import STATE
 
 Key = tuple[int, int]
 """An operator, by its identity, which is quicker than its hash, and how many times it had run before."""
 
-_OWN_COUNTERS = frozenset(
+_aten = torch.ops.aten
+# Their results share the memory of their argument, but count changes in place for themselves: of a linear layer
+# without bias on [..., n], and of the gates of recurrent layers.
+_OWN_VERSION_COUNTERS = frozenset(
     map(
         id,
-        (
-            torch.ops.aten._unsafe_view.default,
-            torch.ops.aten.unsafe_split.Tensor,
-            torch.ops.aten.unsafe_split_with_sizes.default,
-        ),
+        (_aten._unsafe_view.default, _aten.unsafe_split.Tensor, _aten.unsafe_split_with_sizes.default),
     )
 )
-"""Operators whose results share the memory of their argument, but count changes in place for themselves: of a linear
-layer without bias on [..., n], and of the gates of recurrent layers."""
 
-Send = Callable[[Tensor], Packed | None]
-"""Moves a kept tensor away; None where it stays."""
+Send = Callable[[Tensor], PackedTensor | None]
+"""Starts to offload a kept tensor; None where it stays."""
 
 
-class Kept:
-    """The results that one call has kept.
-
-    Args:
-        policy: Which results are kept.
-        unused: Keys of results that no recomputation of the module has asked for; shared by all its calls.
-        send: Moves them away, if they are to leave.
-    """
+class SavedResults:
+    """The results that one call has kept."""
 
     def __init__(self, policy: OperatorPolicy, unused: set[Key], send: Send | None) -> None:
         self.policy, self.unused, self._send = policy, unused, send
         self.results: dict[Key, Any] = {}
         self.operators: set[int] = set()
-        self._written: dict[Key, list[Tensor]] = {}
-        self._by_storage: dict[int, list[_Held]] = {}
+        self._statistics: dict[Key, list[Tensor]] = {}
+        self._by_storage: dict[int, list[_SavedResult]] = {}
 
-    def keep(self, key: Key, result: Any, written: list[Tensor]) -> None:
-        """Keeps a result: a tensor, or a tuple or list of tensors and other things; and what was `written`."""
+    def save(self, key: Key, result: Any, statistics: list[Tensor]) -> None:
+        """Keeps a result, a tensor or a tuple or list of such, and the values of statistics that its operator wrote."""
         self.operators.add(key[0])
-        if written:
-            self._written[key] = [each.clone() for each in written]
-        self.results[key] = kept = _map(self._hold, result)
-        for held in _held(kept):
-            self._by_storage.setdefault(held.storage, []).append(held)
+        if statistics:
+            self._statistics[key] = [each.clone() for each in statistics]
+        self.results[key] = kept = _map(self._save_tensor, result)
+        for saved in _saved_in(kept):
+            self._by_storage.setdefault(saved.storage, []).append(saved)
 
     def watch(self, result: Any) -> None:
-        """Watches what shares the memory of kept results, and counts its own versions."""
+        """Watches results with version counters of their own that share the memory of kept ones."""
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            for held in self._by_storage.get(tensor.untyped_storage()._cdata, ()):
-                held.watch(counter_of(tensor))
+            for saved in self._by_storage.get(tensor.untyped_storage()._cdata, ()):
+                saved.watch(version_counter(tensor))
 
     def has(self, key: Key) -> bool:
-        """Whether a result is there as it was; not so what was used up, or changed in place since."""
-        return key in self.results and all(held.is_intact for held in _held(self.results[key]))
+        """Whether a result is there as it was: not used up, nor changed in place since."""
+        return key in self.results and all(saved.is_intact for saved in _saved_in(self.results[key]))
 
-    def use(self, key: Key, written: list[Tensor]) -> Any:
-        """Returns a result, for the last time, and writes again what its operator had written."""
-        for tensor, value in zip(written, self._written.pop(key, ()), strict=False):
+    def pop(self, key: Key, statistics: list[Tensor]) -> Any:
+        """Returns a result for the last time, and writes the statistics that its operator wrote."""
+        for tensor, value in zip(statistics, self._statistics.pop(key, ()), strict=False):
             tensor.data.copy_(value)  # The operator counts no versions, either.
-        return _map(lambda held: held.use() if isinstance(held, _Held) else held, self.results.pop(key))
+        return _map(lambda saved: saved.unpack() if isinstance(saved, _SavedResult) else saved, self.results.pop(key))
 
     def fetch(self) -> None:
-        """Starts to bring back what has left."""
+        """Starts to bring back what was offloaded."""
         for result in self.results.values():
-            for held in _held(result):
-                held.fetch()
+            for saved in _saved_in(result):
+                saved.fetch()
 
     def note_unused(self) -> None:
-        """After a recomputation: what is still there was not asked for."""
+        """After a recomputation: remembers the results that it has not asked for."""
         self.unused.update(self.results)
 
-    def _hold(self, value: Any) -> Any:
-        return _Held(value, self._send) if isinstance(value, Tensor) else value
+    def _save_tensor(self, value: Any) -> Any:
+        return _SavedResult(value, self._send) if isinstance(value, Tensor) else value
 
 
-class _Held:
-    """A kept tensor, where it is or away.
-
-    Args:
-        tensor: The result of an operator.
-        send: Moves it away, if it is to leave.
-    """
+class _SavedResult:
+    """A kept tensor, on the device or offloaded."""
 
     def __init__(self, tensor: Tensor, send: Send | None) -> None:
         tensor = alias_of(tensor)
-        self._sent = None if send is None else send(tensor)
-        # What has left is as it was; what has stayed may be changed by whoever has it, and is then computed again.
-        self._stayed = tensor if self._sent is None else None
-        self._counters = [(tensor, tensor._version)] if self._sent is None else []
+        self._packed = None if send is None else send(tensor)
+        # What was offloaded is as it was; what has stayed may be changed by others, and is then computed again.
+        self._tensor = tensor if self._packed is None else None
+        self._counters = [(tensor, tensor._version)] if self._packed is None else []
 
     def fetch(self) -> None:
-        if self._sent is not None:
-            self._sent.fetch()
+        if self._packed is not None:
+            self._packed.fetch()
 
     @property
     def storage(self) -> int:
-        """The identity of its memory, if it has stayed; 0 otherwise."""
-        stayed = self._stayed
-        return 0 if stayed is None or stayed.layout is not torch.strided else stayed.untyped_storage()._cdata
+        """The identity of its memory on the device; 0 if it was offloaded."""
+        tensor = self._tensor
+        return 0 if tensor is None or tensor.layout is not torch.strided else tensor.untyped_storage()._cdata
 
     def watch(self, counter: Tensor) -> None:
         """Counts its changes by another version counter as well."""
@@ -129,16 +122,16 @@ class _Held:
     def is_intact(self) -> bool:
         return all(counter._version == version for counter, version in self._counters)
 
-    def use(self) -> Tensor:
-        if self._stayed is not None:
-            return self._stayed
-        assert self._sent is not None
-        return self._sent.unpack(alone=True)  # The module may write into it, and others may have kept the same.
+    def unpack(self) -> Tensor:
+        if self._tensor is not None:
+            return self._tensor
+        assert self._packed is not None
+        return self._packed.unpack(alone=True)  # The module may write into it, and others may have kept the same.
 
 
-def _held(result: Any) -> list[_Held]:
+def _saved_in(result: Any) -> list[_SavedResult]:
     parts = result if isinstance(result, (tuple, list)) else (result,)
-    return [part for part in parts if isinstance(part, _Held)]
+    return [part for part in parts if isinstance(part, _SavedResult)]
 
 
 def _map(function: Callable[[Any], Any], result: Any) -> Any:
@@ -147,70 +140,62 @@ def _map(function: Callable[[Any], Any], result: Any) -> Any:
     return function(result)
 
 
-class Keeping(TorchDispatchMode):
-    """Around the forward: keeps what the policy says.
+class SaveResults(TorchDispatchMode):
+    """Around the forward: keeps the results that the policy names."""
 
-    Args:
-        kept: Takes it.
-    """
-
-    def __init__(self, kept: Kept) -> None:
+    def __init__(self, kept: SavedResults) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._kept, self._counts, self._recomputations = kept, dict[int, int](), recomputations()
+        self._kept, self._counts, self._depth = kept, dict[int, int](), STATE.recompute_depth
         self._named = kept.policy if isinstance(kept.policy, NamedOperators) else None
-        self._may_keep = can_be_kept if self._named is None else self._named.names
+        self._may_save = can_be_saved if self._named is None else self._named.matches
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Runs `func`, and keeps its result where that is wanted."""
+        """Runs `func`, and keeps its result if the policy says so."""
         kwargs = {} if kwargs is None else kwargs
         result = func(*args, **kwargs)
-        if is_aside() or recomputations() != self._recomputations:
+        if STATE.internal or STATE.recompute_depth != self._depth:
             return result
-        if id(func) in _OWN_COUNTERS:
+        if id(func) in _OWN_VERSION_COUNTERS:
             self._kept.watch(result)
-        if not self._may_keep(func):
+        if not self._may_save(func):
             return result
         count = self._counts.get(id(func), 0)
         self._counts[id(func)] = count + 1
         key = id(func), count
         if (
             key not in self._kept.unused
-            and self._is_wanted(result, func, args, kwargs)
-            and not draws(func, args, kwargs)
+            and self._is_saved(result, func, args, kwargs)
+            and not draws_random_numbers(func, args, kwargs)
         ):
-            self._kept.keep(key, result, statistics(func, args, kwargs))
+            self._kept.save(key, result, updated_statistics(func, args, kwargs))
         return result
 
-    def _is_wanted(self, result: Any, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    def _is_saved(self, result: Any, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         if self._named is not None:
-            return self._named.wants(func, args, result)
+            return self._named.saves_result(func, args, result)
         context = SelectiveCheckpointContext(is_recompute=False)
         context.op_output = result  # torch 2.8 takes no such argument.
-        return is_kept(self._kept.policy(context, func, *args, **kwargs), self._kept.policy, func)
+        return saves(self._kept.policy(context, func, *args, **kwargs), self._kept.policy, func)
 
 
-class GivingBack(TorchDispatchMode):
-    """Around a recomputation: an operator whose result was kept does not run.
+class ReuseResults(TorchDispatchMode):
+    """Around a recomputation: an operator whose result was kept does not run."""
 
-    Args:
-        kept: Has it.
-    """
-
-    def __init__(self, kept: Kept) -> None:
+    def __init__(self, kept: SavedResults) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._kept, self._counts, self._recomputations = kept, dict[int, int](), recomputations()
+        self._kept, self._counts, self._depth = kept, dict[int, int](), STATE.recompute_depth
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Returns the kept result of `func`, or runs it."""
         kwargs = {} if kwargs is None else kwargs
-        is_own = recomputations() == self._recomputations and not is_aside()
+        is_own = STATE.recompute_depth == self._depth and not STATE.internal
         if is_own and id(func) in self._kept.operators:
             key = id(func), self._counts.get(id(func), 0)
             self._counts[id(func)] = key[1] + 1
             if self._kept.has(key):
-                return self._kept.use(key, statistics(func, args, kwargs))
+                return self._kept.pop(key, updated_statistics(func, args, kwargs))
         return func(*args, **kwargs)

@@ -1,5 +1,4 @@
-"""Collectives over the ranks of a group, the handles of transfers under way, and what ranks tell each other.
+"""Groups of ranks, collectives over them, and the handles of transfers under way.
 
-Begin with `collectives`: on a CPU they are tagged messages from rank to rank; `work` has their handles, `control_plane`
-the few integers and words that ranks exchange on the host.
+Begin with `collectives`; `work` has the handles, `group` the ranks.
 """

@@ -1,9 +1,10 @@
-"""Collectives on one-dimensional tensors, each with a handle that owns its buffers.
+"""Collectives on one-dimensional tensors, and the small messages of the control plane.
 
-Above this file and `control_plane` nobody knows the transport. NCCL has every operation natively. Gloo has no
-reduce-scatter (its stand-in clones, all-reduces and copies: twice the bytes) and gathers through a temporary of the
-whole output, so on gloo both are made of tagged messages, straight out of and into the caller's buffers: each rank
-sends (W-1)/W of the full buffer, which is the least that any algorithm can do.
+NCCL has every operation natively. Gloo has no reduce-scatter (its stand-in clones, all-reduces and copies: twice the
+bytes) and gathers through a temporary of the whole output, so on gloo both are made of tagged messages, straight out of
+and into the caller's buffers: each rank sends (W-1)/W of the full buffer, which is the least that any algorithm can do.
+A tag says what a message is for, so two ranks at different places never read each other's data: they time out, and that
+can be caught and named. Collectives of torch match by their order alone.
 """
 
 from __future__ import annotations
@@ -19,44 +20,33 @@ from torch import Tensor
 
 from scale_core import buffer_pool, compat
 from scale_core.comm.group import Group
-from scale_core.comm.work import Pending, TransferError, Work, begin
+from scale_core.comm.work import CollectiveWork, TransferError, Work, start_work, wait_for
 
-# A transport for what is on the host, for groups that have none.
-#
-# A group of NCCL alone moves nothing on the host. But ranks tell each other numbers and words, shards may be kept on
-# the host with their gradients, and a model may be built there: none of that should need a device, least of all a wait
-# for one. So such a group gets a twin: the same ranks over gloo, made when the host is needed first, by all of them
-# together.
-
-# None where a group reaches the host by itself: what stands here must not keep its own key alive.
+# A group of NCCL alone moves nothing on the host. Control messages and shards that are kept on the host need that, so
+# such a group gets a twin: the same ranks over gloo, made by all of them at the first use.
+# None where a group reaches the host by itself: a value must not keep its own key alive.
 _twins: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup | None] = WeakKeyDictionary()
 
 
 def torch_group(group: Group) -> dist.ProcessGroup:
-    """The process group of a group that has more than one rank."""
+    """torch's process group of a group that has more than one rank."""
     assert group.process_group is not None
     return group.process_group
 
 
 def group_for(device: torch.device, group: Group) -> dist.ProcessGroup:
-    """Returns the process group that moves tensors on this device: the group's own or, for the host, its twin.
-
-    The first time that a group needs its twin, all its ranks have to be here together, and wait for each other as long
-    as the group's own limit says.
-
-    Raises:
-        TransferError: A rank did not come.
-        RuntimeError: The group does not reach the host, and this torch has no gloo.
-    """
+    """Returns the process group that moves tensors on this device: the group's own or, for the host, its twin."""
+    # The first time that a group needs its twin, all its ranks have to be here together, and wait for each other as
+    # long as the group's own limit says.
     own = torch_group(group)
     if device.type != "cpu":
         return own
     if own not in _twins:
-        _twins[own] = None if compat.reaches_host(own) else _made(own, group)
+        _twins[own] = None if compat.reaches_host(own) else _make_twin(own, group)
     return _twins[own] or own
 
 
-def _made(own: dist.ProcessGroup, group: Group) -> dist.ProcessGroup:
+def _make_twin(own: dist.ProcessGroup, group: Group) -> dist.ProcessGroup:
     if not dist.is_gloo_available():
         raise RuntimeError(
             f"the ranks {list(group.ranks)} have to tell each other something on the host, but their group is one of "
@@ -68,13 +58,8 @@ def _made(own: dist.ProcessGroup, group: Group) -> dist.ProcessGroup:
         raise TransferError("to meet on the host", None, str(error).splitlines()[0]) from error
 
 
-# Tagged messages from rank to rank, of which the collectives are made where the transport has none as good.
-#
-# A message carries a tag that says what it is for, so two ranks that are at different places never read each other's
-# data: they time out, and that can be caught and named. Collectives of torch match by their order alone.
-
-# Tags of the messages that belong to no unit: 0 for data, and from 1 on for records, by their length, because gloo ends
-# the process when a message is longer than the buffer that waits for it. A unit's tags come from its name.
+# Tag 0 is data of no unit; tags from 1 on are records, by their length, because gloo ends the process when a message is
+# longer than the buffer that waits for it; a unit's tags come from its name.
 UNTAGGED = 0
 """The tag of data that belongs to no unit."""
 
@@ -89,7 +74,7 @@ HOST = torch.device("cpu")
 
 
 def peer_to_peer(group: Group, device: torch.device) -> bool:
-    """Whether collectives are made of messages: on the host, where gloo moves them; CUDA has them natively."""
+    """Whether collectives are made of tagged messages: on the host, over gloo."""
     return device.type == HOST.type and group.backend != "fake"
 
 
@@ -98,23 +83,28 @@ def peers(group: Group) -> list[int]:
     return [rank for rank in range(group.size) if rank != group.rank]
 
 
-def receive_all(group: Group, targets: dict[int, Tensor], tag: int) -> list[tuple[int | None, Work]]:
-    """Starts to receive one message from each rank; always called before `send_all`.
-
-    Gloo holds a message back until its receive is posted, and two ranks that both wait for a send before they post
-    their receive would wait forever.
-    """
-    receive = group_for(HOST, group).recv
-    return [begin(peer, partial(receive, [target], peer, tag)) for peer, target in targets.items() if target.numel()]
-
-
-def send_all(group: Group, sources: dict[int, Tensor], tag: int) -> list[tuple[int | None, Work]]:
-    """Starts to send each rank its message; one without elements is not sent, nor received."""
-    send = group_for(HOST, group).send
-    return [begin(peer, partial(send, [source], peer, tag)) for peer, source in sources.items() if source.numel()]
+def post_messages(
+    group: Group, targets: dict[int, Tensor], sources: dict[int, Tensor], tag: int
+) -> list[tuple[int | None, Work]]:
+    """Posts all receives, then all sends, one message per rank; empty tensors are neither sent nor received."""
+    # Gloo holds a message back until its receive is posted: two ranks that both wait for a send first would hang.
+    own = group_for(HOST, group)
+    works = [start_work(peer, partial(own.recv, [part], peer, tag)) for peer, part in targets.items() if part.numel()]
+    works += [start_work(peer, partial(own.send, [part], peer, tag)) for peer, part in sources.items() if part.numel()]
+    return works
 
 
-__all__ = ["Op", "Pending", "all_gather", "all_reduce", "all_to_all", "broadcast", "reduce_scatter"]
+__all__ = [
+    "CollectiveWork",
+    "Op",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "exchange",
+    "exchange_text",
+    "reduce_scatter",
+]
 
 Op = Literal["sum", "max", "min"]
 
@@ -123,7 +113,7 @@ _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.R
 
 def all_gather(
     output: Tensor, shard: Tensor, group: Group, *, sizes: Sequence[int] | None = None, tag: int = UNTAGGED
-) -> Pending:
+) -> CollectiveWork:
     """Starts to fill `output` with every rank's shard, in rank order.
 
     Args:
@@ -142,17 +132,19 @@ def all_gather(
     if group.size == 1 or not peer_to_peer(group, output.device):
         if group.size == 1:
             _fill(own, shard)
-            return Pending("all_gather", [], output)
+            return CollectiveWork("all_gather", [], output)
         if sizes is not None:
-            works = [begin(None, lambda: dist.all_gather(parts, shard, group=torch_group(group), async_op=True))]
+            works = [start_work(None, lambda: dist.all_gather(parts, shard, group=torch_group(group), async_op=True))]
         else:
-            works = [begin(None, lambda: compat.all_gather_single(output, shard, torch_group(group)))]
-        return Pending("all_gather", works, output, keep=[shard])
-    wire, sent = [_as_bytes(part) for part in parts], _as_bytes(shard)
-    _fill(own, shard)  # Before the first message: nothing may fail between that and the handle that owns the buffers.
-    works = receive_all(group, {peer: wire[peer] for peer in peers(group) if wire[peer].numel()}, tag)
-    works += send_all(group, dict.fromkeys(peers(group), sent) if sent.numel() else {}, tag)
-    return Pending("all_gather", works, output, keep=[shard, *wire, sent])
+            works = [start_work(None, lambda: compat.all_gather_single(output, shard, torch_group(group)))]
+        return CollectiveWork("all_gather", works, output, keep=[shard])
+    # As bytes: gloo knows few dtypes, and a gather does no arithmetic.
+    wire, sent = [part.view(torch.uint8) for part in parts], shard.view(torch.uint8)
+    if not own.is_set_to(shard):
+        own.copy_(shard)  # Before the first message: nothing may fail between that and the handle of the buffers.
+    others = peers(group)
+    works = post_messages(group, {peer: wire[peer] for peer in others}, dict.fromkeys(others, sent), tag)
+    return CollectiveWork("all_gather", works, output, keep=[shard, *wire, sent])
 
 
 def reduce_scatter(
@@ -164,7 +156,7 @@ def reduce_scatter(
     divisor: int | None = None,
     sizes: Sequence[int] | None = None,
     tag: int = UNTAGGED,
-) -> Pending:
+) -> CollectiveWork:
     """Starts to sum every rank's `full`; each rank gets its own part of the sum.
 
     On gloo the summands are added in rank order, in the wider one of `dtype` and the wire's; the sum is divided by W
@@ -199,24 +191,24 @@ def reduce_scatter(
     mine = parts[group.rank]
     divisor = (divisor or group.size) if average else 1
     if group.size == 1:
-        return Pending("reduce_scatter", [], mine.to(dtype))
+        return CollectiveWork("reduce_scatter", [], mine.to(dtype))
     if not peer_to_peer(group, full.device):
         return _native_reduce_scatter(full, parts, group, dtype, divisor, even=sizes is None)
-    total = buffer_pool.empty(mine.numel(), torch.promote_types(dtype, full.dtype), full.device)
-    received = {peer: buffer_pool.empty(mine.numel(), mine.dtype, mine.device) for peer in peers(group)}
-    first = next(iter(received))
+    others = peers(group)
+    empty = buffer_pool.empty if mine.nbytes >= buffer_pool.SMALLEST_BYTES else _empty
+    total = empty(mine.numel(), torch.promote_types(dtype, full.dtype), full.device)
+    received = {peer: empty(mine.numel(), mine.dtype, mine.device) for peer in others}
     if total.dtype == full.dtype:
-        received[first] = total
-    works = receive_all(group, received if mine.numel() else {}, tag)
-    works += send_all(group, {peer: parts[peer] for peer in peers(group) if parts[peer].numel()}, tag)
+        received[others[0]] = total
+    works = post_messages(group, received, {peer: parts[peer] for peer in others}, tag)
 
     def add_up() -> Tensor:
         return _sum_in_rank_order(total, {**received, group.rank: mine}, divisor).to(dtype)
 
-    return Pending("reduce_scatter", works, total, finish=add_up, keep=[full])
+    return CollectiveWork("reduce_scatter", works, total, finish=add_up, keep=[full])
 
 
-def all_reduce(tensor: Tensor, group: Group, *, op: Op = "sum") -> Pending:
+def all_reduce(tensor: Tensor, group: Group, *, op: Op = "sum") -> CollectiveWork:
     """Starts to combine every rank's `tensor` [any shape, contiguous] in place.
 
     Args:
@@ -230,13 +222,15 @@ def all_reduce(tensor: Tensor, group: Group, *, op: Op = "sum") -> Pending:
     if op not in _REDUCE_OPS:
         raise ValueError(f"all_reduce: expected op to be one of {', '.join(map(repr, _REDUCE_OPS))}, got {op!r}")
     if group.size == 1:
-        return Pending("all_reduce", [], tensor)
+        return CollectiveWork("all_reduce", [], tensor)
     torch_op = _REDUCE_OPS[op]
-    work = begin(None, lambda: dist.all_reduce(tensor, torch_op, group=group_for(tensor.device, group), async_op=True))
-    return Pending("all_reduce", [work], tensor)
+    work = start_work(
+        None, lambda: dist.all_reduce(tensor, torch_op, group=group_for(tensor.device, group), async_op=True)
+    )
+    return CollectiveWork("all_reduce", [work], tensor)
 
 
-def broadcast(tensor: Tensor, group: Group, *, source: int = 0) -> Pending:
+def broadcast(tensor: Tensor, group: Group, *, source: int = 0) -> CollectiveWork:
     """Starts to overwrite `tensor` [any shape, contiguous] with that of rank `source` of the group.
 
     Raises:
@@ -245,9 +239,9 @@ def broadcast(tensor: Tensor, group: Group, *, source: int = 0) -> Pending:
     if not 0 <= source < group.size:
         raise ValueError(f"broadcast: expected source to be a rank of the group, 0 to {group.size - 1}, got {source}")
     if group.size == 1:
-        return Pending("broadcast", [], tensor)
+        return CollectiveWork("broadcast", [], tensor)
     start = partial(dist.broadcast, tensor, group=group_for(tensor.device, group), group_src=source, async_op=True)
-    return Pending("broadcast", [begin(source, start)], tensor)
+    return CollectiveWork("broadcast", [start_work(source, start)], tensor)
 
 
 def all_to_all(
@@ -258,7 +252,7 @@ def all_to_all(
     output_sizes: Sequence[int] | None = None,
     input_sizes: Sequence[int] | None = None,
     tag: int = UNTAGGED,
-) -> Pending:
+) -> CollectiveWork:
     """Starts to send part r of `input` to rank r; part r of `output` comes from rank r.
 
     Args:
@@ -286,7 +280,7 @@ def all_to_all(
     sent, received = _parts(input, group, input_sizes), _parts(output, group, output_sizes)
     if group.size == 1:
         _fill(received[0], sent[0])
-        return Pending("all_to_all", [], output)
+        return CollectiveWork("all_to_all", [], output)
     if not peer_to_peer(group, input.device):
         start = partial(
             dist.all_to_all_single,
@@ -297,17 +291,16 @@ def all_to_all(
             group=torch_group(group),
             async_op=True,
         )
-        return Pending("all_to_all", [begin(None, start)], output, keep=[input])
-    targets = {peer: _as_bytes(received[peer]) for peer in peers(group)}
-    sources = {peer: _as_bytes(sent[peer]) for peer in peers(group)}
+        return CollectiveWork("all_to_all", [start_work(None, start)], output, keep=[input])
+    targets = {peer: received[peer].view(torch.uint8) for peer in peers(group)}
+    sources = {peer: sent[peer].view(torch.uint8) for peer in peers(group)}
     _fill(received[group.rank], sent[group.rank])
-    works = receive_all(group, targets, tag)
-    works += send_all(group, sources, tag)
-    return Pending("all_to_all", works, output, keep=[input, *targets.values(), *sources.values()])
+    works = post_messages(group, targets, sources, tag)
+    return CollectiveWork("all_to_all", works, output, keep=[input, *targets.values(), *sources.values()])
 
 
 def _parts(full: Tensor, group: Group, sizes: Sequence[int] | None) -> list[Tensor]:
-    """What each rank has of a full buffer [W * S], by rank."""
+    """The parts of a full buffer [W * S], by rank."""
     return (
         list(full.split(full.numel() // group.size if sizes is None else list(sizes)))
         if full.numel()
@@ -315,9 +308,8 @@ def _parts(full: Tensor, group: Group, sizes: Sequence[int] | None) -> list[Tens
     )
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """The same memory as bytes: gloo knows few dtypes, and a gather does no arithmetic."""
-    return tensor.view(torch.uint8)
+def _empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(numel, dtype=dtype, device=device)
 
 
 def _fill(target: Tensor, source: Tensor) -> Tensor:
@@ -340,16 +332,16 @@ def _sum_in_rank_order(result: Tensor, summands: dict[int, Tensor], divisor: int
 
 def _native_reduce_scatter(
     full: Tensor, parts: list[Tensor], group: Group, dtype: torch.dtype, divisor: int, *, even: bool
-) -> Pending:
+) -> CollectiveWork:
     result = torch.empty_like(parts[group.rank])
     before = _divisor_before(full.dtype, divisor)
     after = divisor / before
     if before != 1:
         full.div_(before)
     if even:
-        work = begin(None, lambda: compat.reduce_scatter_single(result, full, torch_group(group)))
+        work = start_work(None, lambda: compat.reduce_scatter_single(result, full, torch_group(group)))
     else:
-        work = begin(None, lambda: dist.reduce_scatter(result, parts, group=torch_group(group), async_op=True))
+        work = start_work(None, lambda: dist.reduce_scatter(result, parts, group=torch_group(group), async_op=True))
     wider = torch.promote_types(dtype, full.dtype)
 
     def finish() -> Tensor:  # Must not refer to `full`, which is free by now.
@@ -357,14 +349,12 @@ def _native_reduce_scatter(
         wide = result.to(wider)
         return (wide if after == 1 else wide.div_(after)).to(dtype)
 
-    return Pending("reduce_scatter", [work], result, finish=finish, keep=[full])
+    return CollectiveWork("reduce_scatter", [work], result, finish=finish, keep=[full])
 
 
 def _divisor_before(dtype: torch.dtype, size: int) -> int:
-    """What to divide fp16 summands by before they are added in fp16: the power of two next to the root of W.
-
-    The sum of W gradients overflows where their average does not, and a W-th of a gradient underflows.
-    """
+    """The divisor of fp16 summands before they are added in fp16: the power of two next to the root of W."""
+    # The sum of W gradients overflows where their average does not, and a W-th of a gradient underflows.
     return 1 << (size.bit_length() // 2) if dtype == torch.float16 else 1
 
 
@@ -400,3 +390,56 @@ def _check_sizes(op: str, output: Tensor, shard: Tensor, group: Group, sizes: Se
             f"{op}: expected output and shard of one dtype and device, got {output.dtype} on {output.device} "
             f"and {shard.dtype} on {shard.device}"
         )
+
+
+# The control plane: a few integers or a text from every rank to every rank, on the host. It is used in every pass,
+# so it is fast, and it ends with an error, never with an abort, where ranks are at different places.
+
+
+def exchange(record: Sequence[int], group: Group, *, limit_seconds: float | None = None) -> list[list[int]]:
+    """Returns every rank's record, by rank: a few integers, for checks and not for data.
+
+    ceil(log2 W) rounds of one small message (Bruck et al., 1997), on the host whatever the group computes on. Under the
+    "fake" backend all ranks are taken to have this rank's record.
+
+    Args:
+        record: [n] integers of 64 bits; ranks whose n differ time out.
+        group: The ranks that take part.
+        limit_seconds: As in `CollectiveWork.wait`.
+
+    Raises:
+        TransferError: A peer did not answer.
+        ValueError: n is above a million.
+    """
+    if len(record) > LONGEST_RECORD:
+        raise ValueError(f"exchange: expected at most {LONGEST_RECORD} integers, got {len(record)}")
+    if group.size == 1 or group.backend == "fake":
+        return [list(record) for _ in range(group.size)]
+    # Row i is the record of rank + i.
+    known = torch.tensor(record, dtype=torch.int64, device=HOST).repeat(group.size, 1)
+    have = 1
+    while have < group.size:
+        count = min(have, group.size - have)
+        below, above = (group.rank - have) % group.size, (group.rank + have) % group.size
+        works = post_messages(group, {above: known[have : have + count]}, {below: known[:count]}, 1 + len(record))
+        for peer, work in works:
+            wait_for("exchange", peer, work, limit_seconds)
+        have += count
+    return known.roll(group.rank, dims=0).tolist()
+
+
+def exchange_text(text: str, group: Group, *, limit_seconds: float | None = None) -> list[str]:
+    """Returns every rank's text, by rank, for error messages: small, not fast.
+
+    Raises:
+        TransferError: A peer did not answer.
+        ValueError: A text is longer than 8 MB.
+    """
+    data = text.encode(errors="surrogatepass")  # A path may hold what is no character.
+    lengths = [row[0] for row in exchange([len(data)], group, limit_seconds=limit_seconds)]
+    words = -(-max(lengths) // 8)
+    padded = data.ljust(words * 8, b"\0")
+    record = [int.from_bytes(padded[i : i + 8], "little", signed=True) for i in range(0, len(padded), 8)]
+    rows = exchange(record, group, limit_seconds=limit_seconds)
+    texts = (b"".join(word.to_bytes(8, "little", signed=True) for word in row) for row in rows)
+    return [raw[:length].decode(errors="surrogatepass") for raw, length in zip(texts, lengths, strict=True)]

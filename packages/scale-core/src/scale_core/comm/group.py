@@ -1,8 +1,6 @@
-"""Who I compute with.
+"""The ranks that communicate: torch's process group, or a world of one.
 
-Every package asks the same four things of a process group: my rank, how many we are, how to reach the others, and
-whether there are others at all. `Group` answers them once, so that a world of one needs neither an initialised
-`torch.distributed` nor a special case above this file.
+A world of one needs neither an initialised `torch.distributed` nor a special case above this file.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from scale_core import compat
 
 
 class RanksOnly(Protocol):
-    """Anything that knows its rank and size, such as the stand-in group that fairseq passes in a world of one."""
+    """Anything with `rank()` and `size()`, such as the stand-in group that fairseq passes in a world of one."""
 
     def rank(self) -> int: ...
 
@@ -30,7 +28,7 @@ GroupLike: TypeAlias = "Group | dist.ProcessGroup | DeviceMesh | RanksOnly | Non
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks that share one job, as one of them sees them.
+    """The ranks of a process group, as one of them sees them.
 
     Attributes:
         rank: My place among `ranks`, from 0.
@@ -50,16 +48,16 @@ class Group:
         return f"rank {self.rank} of {self.size} ({self.backend})"
 
     def __deepcopy__(self, memo: object) -> Group:
-        """Stays what it is: ranks are not copied."""
+        """A copy is the same group."""
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """What pickle takes along: which ranks, and which of them this is. The process group is found again."""
-        return _found_again, (self.rank, self.size, self.ranks)
+        """Pickles the ranks; unpickling looks the process group up again."""
+        return _lookup, (self.rank, self.size, self.ranks)
 
 
 def group_of(process_group: GroupLike = None) -> Group:
-    """Returns the `Group` behind whatever the user has in hand.
+    """Returns the `Group` of a process group, mesh or stand-in.
 
     Args:
         process_group: A process group, a one-dimensional `DeviceMesh`, an object with `rank()` and `size()` whose
@@ -104,12 +102,8 @@ def group_of(process_group: GroupLike = None) -> Group:
     )
 
 
-def check_not_forgotten() -> None:
-    """Where no group is given: several ranks that each took themselves for the only one would each train alone.
-
-    Raises:
-        RuntimeError: A launcher has started several ranks, and torch.distributed is not initialised.
-    """
+def check_initialized() -> None:
+    """Refuses a missing group where a launcher has started several ranks: each would train alone."""
     count = os.environ.get("WORLD_SIZE", "1")
     if count.isdecimal() and int(count) > 1 and not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError(
@@ -118,12 +112,8 @@ def check_not_forgotten() -> None:
         )
 
 
-def _found_again(rank: int, size: int, ranks: tuple[int, ...]) -> Group:
-    """The group of these ranks, among those that there are now; the default one where it fits.
-
-    Raises:
-        ValueError: There is none, or this is another rank of it.
-    """
+def _lookup(rank: int, size: int, ranks: tuple[int, ...]) -> Group:
+    """The group of these ranks among those that exist now; the default one where it fits."""
     found = [_from_torch(group) for group in compat.process_groups()]
     group = next((group for group in found if group.ranks == ranks), None)
     if group is None and size == 1:
@@ -152,12 +142,12 @@ def _from_torch(process_group: dist.ProcessGroup | None) -> Group:
         rank=dist.get_rank(process_group),
         size=len(ranks),
         process_group=process_group,
-        backend=_transport(process_group),
+        backend=_backend_of(process_group),
         ranks=ranks,
     )
 
 
-def _transport(process_group: dist.ProcessGroup) -> str:
+def _backend_of(process_group: dist.ProcessGroup) -> str:
     """The backend that moves the tensors: of "cpu:gloo,cuda:nccl" the one for the accelerator."""
     name = str(dist.get_backend(process_group))
     for known in ("nccl", "fake", "gloo"):

@@ -1,4 +1,4 @@
-"""Some ranks of a group as a group of their own, made by ranks of which others know nothing."""
+"""Subgroups of a group, created without the ranks outside of it."""
 
 from __future__ import annotations
 
@@ -7,23 +7,15 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from scale_core import compat
-from scale_core.comm.control_plane import exchange
+from scale_core.comm.collectives import exchange
 from scale_core.comm.group import Group, group_of
 
 
 def subgroup_of(group: Group, ranks: Sequence[int]) -> Group:
-    """Returns the group of some ranks of a group; all ranks of that call this together.
-
-    torch names a group that only its members make by how many groups each of them is in so far: members that are in
-    different numbers would wait for each other in vain. So those in fewer first make up for it by groups of their own.
-
-    Args:
-        group: Those that call it.
-        ranks: The global ranks in the group of this one, alike on all of these; of a rank that is in none, others.
-
-    Returns:
-        The group, or this rank alone if it is not among them.
-    """
+    """Returns the group of some ranks (global numbers) of a group; all ranks of `group` call it together."""
+    # torch names a group that only its members make by how many groups each of them is in so far: members that are in
+    # different numbers would wait for each other in vain. So those in fewer first make up for it by groups of their
+    # own.
     num_groups = len(compat.process_groups())
     counts = dict(zip(group.ranks, (row[0] for row in exchange([num_groups], group)), strict=True))
     if group.ranks[group.rank] not in ranks:

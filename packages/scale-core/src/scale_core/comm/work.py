@@ -1,8 +1,8 @@
-"""A transfer under way: the handle that owns its buffers, and the error that names whom it waited for.
+"""Handles of asynchronous collectives, which own their buffers, and the error that names the rank waited for.
 
-The transport reads and writes memory after the call that began has returned, and torch's own handles keep nobody from
-freeing or reading it too early. So every transfer of the house is one handle that holds its buffers until it has
-been waited for, and however it fails, it fails there and as one kind of error.
+The transport reads and writes memory after the call that started it has returned, and torch's own handles keep nobody
+from freeing or reading it too early. So every transfer has one handle that holds its buffers until it has been waited
+for, and every failure is raised there, as one kind of error.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from typing import Protocol
 
 from torch import Tensor
 
-# A wait that is shorter than this is nobody's business, however short the limit.
+# Shorter waits are never warned of, however short the limit.
 _LONG_SECONDS = 5.0
-# All errors of a transport are of one type, so that only their words tell them apart.
+# All errors of a transport are of one type; only their texts differ.
 _CLOSED_BY_PEER = re.compile("(closed|reset) by peer")
-# How long the others may take to end a transfer that this rank has given up.
+# How long the others may take to end a transfer that this rank has cancelled.
 _GRACE_SECONDS = 5.0
 
 
 class Work(Protocol):
-    """What torch returns for an operation under way."""
+    """torch's handle of an asynchronous operation."""
 
     def wait(self, timeout: timedelta = ...) -> bool: ...
 
 
 class TransferError(RuntimeError):
-    """A collective did not come to its end.
+    """A collective failed or timed out.
 
     Attributes:
         op: The collective, such as "all_gather".
@@ -52,12 +52,11 @@ class TransferError(RuntimeError):
         return type(self), (self.op, self.peer, self._cause)
 
 
-class Pending:
-    """A collective under way; it owns its buffers until `wait()` returns.
+class CollectiveWork:
+    """An asynchronous collective; it owns its buffers until `wait()` returns.
 
-    A handle must be waited on, or given up by `abandon()`: one that is dropped with neither warns, because its
-    result could be read while the transfer still runs. A transfer that could not even begin says so in
-    `wait()`, as one does that fails under way.
+    A handle must be waited on or cancelled: one that is dropped with neither warns, because its result could be read
+    while the transfer still runs. A transfer that could not even start raises in `wait()`, too.
     """
 
     def __init__(
@@ -76,34 +75,43 @@ class Pending:
         self._open = True
 
     def wait(self, limit_seconds: float | None = None) -> Tensor:
-        """Returns the result once it is whole (on CUDA: in the order of the current stream).
+        """Returns the result once it is complete (on CUDA: in the order of the current stream).
 
         Args:
             limit_seconds: How long to wait for one message; None is the group's own limit, as it always is on CUDA.
 
         Raises:
-            TransferError: A peer left, stood elsewhere, or took longer than the limit.
+            TransferError: A peer exited, is at another event, or took longer than the limit.
         """
         if self._open:
             self._open = False
-            result, self._result = self._result, None  # Nobody gets a result that did not become whole.
+            result, self._result = self._result, None  # An incomplete result is never returned.
             works, self._works = self._works, []
             if result is not None and result.is_cuda:
                 limit_seconds = None  # NCCL would hold the host up to keep a limit; its own watchdog keeps the group's.
-            _wait_for_all(self.op, works, limit_seconds)
+            while works:
+                try:
+                    wait_for(self.op, *works.pop(0), limit_seconds)
+                except TransferError:
+                    raise
+                except BaseException:  # Ctrl-C, or a warning that is an error: the transport still writes.
+                    for peer, work in works:
+                        with suppress(TransferError, Warning):
+                            wait_for(self.op, peer, work, limit_seconds)
+                    raise
             finish, self._finish = self._finish, None
             works, self._keep = [], []  # What was sent is free before `finish` takes memory of its own.
             self._result = result if finish is None else finish()
         if self._result is None:
-            raise TransferError(self.op, None, "it was given up, or has failed before")
+            raise TransferError(self.op, None, "it was cancelled, or has failed before")
         return self._result
 
-    def abandon(self) -> None:
-        """Gives the transfer up after an error elsewhere; nobody will read its result.
+    def cancel(self) -> None:
+        """Drops the result after an error elsewhere, once the transfer has ended.
 
-        Waits for its end all the same, because the transport still writes into the buffers, and can't use a connection
-        again on which a message found no buffer. Ranks that have failed alike are here together, so that takes no
-        time; where the others never come, the connection is cut after a few seconds and the group is of no more use.
+        It waits because the transport still writes into the buffers, and can't reuse a connection on which a message
+        found no buffer. Ranks that have failed alike are here together, so that takes no time; where the others never
+        come, the connection is cut after a few seconds and the group can't be used any more.
         """
         if not self._open:
             return
@@ -111,7 +119,7 @@ class Pending:
         deadline = time.monotonic() + _GRACE_SECONDS
         for peer, work in self._works:
             with suppress(TransferError):
-                _wait_for(self.op, peer, work, max(0.001, deadline - time.monotonic()))
+                wait_for(self.op, peer, work, max(0.001, deadline - time.monotonic()))
         self._result, self._finish = None, None
         self._works, self._keep = [], []
 
@@ -120,11 +128,11 @@ class Pending:
             try:
                 warnings.warn(f"{self.op} was dropped without wait()", ResourceWarning, stacklevel=2)
             finally:
-                self.abandon()
+                self.cancel()
 
 
-class _Failed:
-    """An operation that could not begin; it fails when it is waited for, where the others of its kind fail too."""
+class _FailedWork:
+    """An operation that could not start; it raises where it is waited for."""
 
     def __init__(self, error: RuntimeError) -> None:
         self._error = error
@@ -133,32 +141,26 @@ class _Failed:
         raise self._error
 
 
-def begin(peer: int | None, start: Callable[[], Work]) -> tuple[int | None, Work]:
-    """Starts an operation with a rank (None: with the group); one that can't begin fails where it is waited for."""
+def start_work(peer: int | None, start: Callable[[], Work]) -> tuple[int | None, Work]:
+    """Starts an operation with a rank (None: with the group); one that can't start fails in `wait_for`."""
     try:
         return peer, start()
     except RuntimeError as error:  # The connection to a rank is gone.
-        return peer, _Failed(error)
+        return peer, _FailedWork(error)
 
 
 def wait_for(op: str, peer: int | None, work: Work, limit_seconds: float | None) -> None:
-    """Waits for one operation.
-
-    Args:
-        op: The collective that it is a part of.
-        peer: The rank that it is with; None is the group.
-        work: The operation.
-        limit_seconds: As in `Pending.wait`.
-
-    Warns where that took more than half of the limit: a rank that is slower still will be an error.
-
-    Raises:
-        TransferError: It failed, or took longer than the limit.
-    """
+    """Waits for one operation of `op` with rank `peer` (None: the group); warns past half of the limit."""
     began = time.monotonic()
-    _wait_for(op, peer, work, limit_seconds)
+    try:
+        if limit_seconds is None:
+            work.wait()
+            return
+        work.wait(timedelta(seconds=limit_seconds))
+    except RuntimeError as error:
+        raise TransferError(op, peer, _first_line(error)) from error
     waited = time.monotonic() - began
-    if limit_seconds is not None and waited > max(limit_seconds / 2, _LONG_SECONDS):
+    if waited > max(limit_seconds / 2, _LONG_SECONDS):
         whom = "the group" if peer is None else f"rank {peer}"
         warnings.warn(
             f"{op} waited {1000 * waited:.0f} ms for {whom}, more than half of limit_seconds={limit_seconds:g}, at "
@@ -168,31 +170,7 @@ def wait_for(op: str, peer: int | None, work: Work, limit_seconds: float | None)
         )
 
 
-def _wait_for_all(op: str, works: list[tuple[int | None, Work]], limit_seconds: float | None) -> None:
-    while works:
-        peer, work = works.pop(0)
-        try:
-            wait_for(op, peer, work, limit_seconds)
-        except TransferError:
-            raise
-        except BaseException:  # Ctrl-C, or a warning that is an error: the transport still writes into the buffers.
-            for other, left in works:
-                with suppress(TransferError):
-                    _wait_for(op, other, left, limit_seconds)
-            raise
-
-
-def _wait_for(op: str, peer: int | None, work: Work, limit_seconds: float | None) -> None:
-    try:
-        if limit_seconds is None:
-            work.wait()
-        else:
-            work.wait(timedelta(seconds=limit_seconds))
-    except RuntimeError as error:
-        raise TransferError(op, peer, _first_line(error)) from error
-
-
 def _first_line(error: BaseException) -> str:
-    """The first sentence of a torch error, without the place in its sources that it begins with."""
+    """The first sentence of a torch error, without its place in torch's sources."""
     line = str(error).splitlines()[0] if str(error) else type(error).__name__
     return line.split("] ", 1)[-1].split(". ", 1)[0]

@@ -1,5 +1,5 @@
-"""Whether all ranks do the same, what is said when they don't, and how they give a step up together.
+"""Checks that all ranks run the same, the error where they don't, and one error on all ranks where one fails.
 
-Begin with `contract`, which compares the `execution_order` between ranks; `flight_recorder` and `desync_report` make
-the error of it, `recovery` and `all_ranks` raise an error of one rank on all.
+Begin with `contract`, which compares the `execution_order` between ranks; `flight_recorder` and `desync_report` give
+its errors their content, `all_ranks` raises an error of one rank on all.
 """

@@ -1,60 +1,52 @@
-"""Act on every rank, and fail on every rank.
+"""One error on all ranks in place of one rank's error and the others' timeout.
 
 Where one rank can fail alone (a full disk, a file that it can't see) the others would wait for it in the next
-collective until their limit, and then report the wait. Here they exchange what happened first: all go on, or all raise
-the same error, which says what went wrong and where.
+collective until their limit, and then report the wait. These functions exchange what happened first, so that all ranks
+go on or all raise.
 """
 
 from __future__ import annotations
 
+import json
 import pickle
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from scale_core.comm.control_plane import exchange_text
+from scale_core.comm.collectives import exchange_text
 from scale_core.comm.group import Group
 from scale_core.consistency.contract import Contract
-from scale_core.consistency.execution_order import Event
+from scale_core.consistency.execution_order import END, Event
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Together:
-    """One undertaking of a group, such as saving a snapshot.
+class CollectiveCall:
+    """A function that all ranks of a group call together and that fails on all of them alike."""
 
-    Attributes:
-        group: The ranks that take part.
-        doing: What they do, for the error: "saving runs/1/step-00000012".
-        error: The type of the error that all of them raise if one fails.
-    """
+    group: Group  # The ranks that take part
+    doing: str  # What they do, for the error: "saving runs/1/step-00000012"
+    error: type[Exception]  # The type of the error that all of them raise if one fails
 
-    group: Group
-    doing: str
-    error: type[Exception]
-
-    def all_do(self, act: Callable[[], T]) -> list[T]:
-        """Calls `act` on each rank and returns every rank's result, by rank; the results must be picklable.
-
-        Raises:
-            Exception: Of the type `error`, on all ranks, if it raised on one; the original is its `__cause__`.
-        """
+    def all_ranks(self, act: Callable[[], T]) -> list[T]:
+        """Calls `act` on each rank; returns every rank's (picklable) result, by rank."""
         outcomes = _exchange(_outcome(act), self.group)
         self._raise_if_failed(outcomes)
         return [outcome.result for outcome in outcomes]
 
-    def each_does(self, act: Callable[[], T]) -> T:
-        """Calls `act` on each rank and returns this rank's result, which the others don't get; else as `all_do`."""
+    def each_rank(self, act: Callable[[], T]) -> T:
+        """Calls `act` on each rank and returns this rank's own result."""
         outcome = _outcome(act)
         self._raise_if_failed(_exchange(_Outcome(None, outcome.error), self.group))
         result: T = outcome.result
         return result
 
-    def first_does(self, act: Callable[[], T]) -> T:
-        """Calls `act` on rank 0 alone and returns its result on every rank; else as `all_do`."""
+    def rank0(self, act: Callable[[], T]) -> T:
+        """Calls `act` on rank 0 alone and returns its result on every rank."""
         outcomes = _exchange(_outcome(act) if self.group.rank == 0 else _Outcome(None, None), self.group)
         self._raise_if_failed(outcomes)
         result: T = outcomes[0].result
@@ -97,46 +89,56 @@ def _exchange(mine: _Outcome, group: Group) -> list[_Outcome]:
     return outcomes
 
 
-def do_alike(act: Callable[[], T], what: str, contract: Contract) -> T:
-    """Does what this rank may refuse, for itself; raises on every rank if one does. All ranks call it together.
+def all_gather_json(value: T, contract: Contract, event: Event = END) -> list[T]:
+    """Returns every rank's `value`, which JSON can hold, by rank."""
+    with contract.waiting(event):
+        texts = exchange_text(json.dumps(value), contract.group, limit_seconds=contract.limit_seconds)
+    return [json.loads(text) for text in texts]
 
-    Args:
-        act: Called once; returns what this returns.
-        what: As in `refuse_alike`.
-        contract: As in `refuse_alike`.
 
-    Raises:
-        Exception: What `act` has raised; or `ValueError`, with the words of the first rank where it has.
-        ScaleDistributedError: A rank did something else.
-    """
+def all_gather_failures(error: BaseException | None, contract: Contract) -> list[str]:
+    """Returns every rank's error with its traceback, by rank; "" of one that has not failed."""
+    return all_gather_json("" if error is None else format_traceback(error), contract)
+
+
+def call_on_all_ranks(act: Callable[[], T], what: str, contract: Contract) -> T:
+    """Returns what `act` returns on this rank; raises on every rank if it raises on one, see `raise_on_all_ranks`."""
     done: list[T] = []
     refusal = None
     try:
         done.append(act())
     except Exception as error:
         refusal = error
-    refuse_alike(refusal, what, contract)
+    raise_on_all_ranks(refusal, what, contract)
     return done[0]
 
 
-def refuse_alike(refusal: Exception | None, what: str, contract: Contract, error: type[Exception] = ValueError) -> None:
-    """Raises on every rank if one has something to refuse; all ranks call it together.
-
-    Args:
-        refusal: What this rank has to raise.
-        what: What the ranks are doing, for those who wait in vain.
-        contract: What they have promised each other.
-        error: What the others raise.
-
-    Raises:
-        Exception: `refusal`; or `error`, with the words of the first rank that refuses.
-        ScaleDistributedError: A rank did something else.
-    """
-    words = "" if refusal is None else f"{type(refusal).__name__}: {refusal}"
-    with contract.waiting(Event(what, "")):
-        texts = exchange_text(words, contract.group, limit_seconds=contract.limit_seconds)
+def raise_on_all_ranks(
+    refusal: Exception | None, what: str, contract: Contract, error: type[Exception] = ValueError
+) -> None:
+    """Raises `refusal` on the rank that has one, and `error` with its text on all others; `what` names the event."""
+    own = "" if refusal is None else f"{type(refusal).__name__}: {refusal}"
+    texts = all_gather_json(own, contract, Event(what, ""))
     if refusal is not None:
         raise refusal
     for rank, text in enumerate(texts):
         if text:
             raise error(f"{text} (on rank {rank})")
+
+
+def format_traceback(error: BaseException) -> str:
+    """An error with its traceback, as the other ranks print it."""
+    return "".join(traceback.format_exception(error)).rstrip()
+
+
+def format_abort(what: str, reasons: Sequence[str], what_now: str) -> str:
+    """Says which ranks failed in `what`, what state that leaves (`what_now`), and the first rank's error.
+
+    >>> print(format_abort("step 3", ["", "ValueError: no such token"], "Nothing has changed."))
+    step 3 was given up on all ranks, because rank 1 failed. Nothing has changed. What rank 1 raised:
+      ValueError: no such token
+    """
+    failed = [rank for rank, reason in enumerate(reasons) if reason]
+    who = f"rank {failed[0]}" if len(failed) == 1 else f"ranks {', '.join(map(str, failed))}"
+    first = "\n".join(f"  {line}" for line in reasons[failed[0]].splitlines())
+    return f"{what} was given up on all ranks, because {who} failed. {what_now} What rank {failed[0]} raised:\n{first}"

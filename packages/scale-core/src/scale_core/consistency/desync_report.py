@@ -1,7 +1,4 @@
-"""What is said when ranks were compared and are not alike: who differs, where first, and who has failed.
-
-Pure words: each function takes what every rank has told, by rank, and returns a sentence that all ranks raise.
-"""
+"""Texts of the errors raised where ranks differ or have failed, from every rank's record."""
 
 from __future__ import annotations
 
@@ -9,56 +6,45 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 
-class Standing(NamedTuple):
-    """Where some rank stands, as it tells the others.
+class RankRecord(NamedTuple):
+    """One rank's entry in a desync report."""
 
-    Attributes:
-        place: What it is about to do.
-        came_by: What it has done since the ranks were last found equal.
-        ran_last: Its last few words.
-        of: What it is about to do that with; "" where there is but one.
-    """
-
-    place: str
-    came_by: list[str]
-    ran_last: list[str]
-    of: str = ""
+    place: str  # What it is about to do
+    events: list[str]  # What it has done since the ranks were last found equal
+    last_event: list[str]  # Its last few words
+    of: str = ""  # What it is about to do that with; "" where there is but one
 
 
-def disagreement(standings: Sequence[Standing], what: str) -> str:
-    """How ranks differ that were found not to be alike.
+def format_desync(standings: Sequence[RankRecord], what: str) -> str:
+    """Says how ranks differ, from every rank's record; `what` was compared.
 
-    >>> at_a, at_b = Standing("forward of unit 'a'", [], []), Standing("forward of unit 'b'", [], ["step 1"])
-    >>> disagreement([at_a, at_b, at_a], "what they ran")  # doctest: +NORMALIZE_WHITESPACE
+    >>> at_a, at_b = RankRecord("forward of unit 'a'", [], []), RankRecord("forward of unit 'b'", [], ["step 1"])
+    >>> format_desync([at_a, at_b, at_a], "what they ran")  # doctest: +NORMALIZE_WHITESPACE
     "the ranks are about to run different things: ranks 0, 2: forward of unit 'a'; rank 1: forward of unit 'b'. What
     they ran last: ranks 0, 2: nothing; rank 1: step 1"
-
-    Args:
-        standings: Of every rank, by rank.
-        what: What was compared, where they stand at one place and came there in different ways.
     """
-    if are_apart(standings):
+    if are_at_different_places(standings):
         return f"the ranks are about to run different units: {by_rank([standing.of for standing in standings])}"
     here = [standing.place for standing in standings]
     if len(set(here)) == 1:
-        return _first_difference(what, [standing.came_by for standing in standings])
-    last = by_rank(["; then ".join(standing.ran_last) or "nothing" for standing in standings])
+        return _first_difference(what, [standing.events for standing in standings])
+    last = by_rank(["; then ".join(standing.last_event) or "nothing" for standing in standings])
     return f"the ranks are about to run different things: {by_rank(here)}. What they ran last: {last}"
 
 
-def are_apart(standings: Sequence[Standing]) -> bool:
-    """Whether ranks have come to different things, each of which may be built alike on all of them."""
+def are_at_different_places(standings: Sequence[RankRecord]) -> bool:
+    """Whether ranks are in different contracts, each of which may be equal on all of them."""
     return len({standing.of for standing in standings}) > 1
 
 
-def some_have_failed(reasons: Sequence[str]) -> str:
-    """That a step was given up, given what each rank has raised, by rank; "" where it has not."""
+def format_failures(reasons: Sequence[str]) -> str:
+    """Says that a step was given up, from every rank's error; "" where it has none."""
     failed = (f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason)
     return f"the step was given up on all ranks, because some have failed: {'; '.join(failed)}"
 
 
 def by_rank(texts: Sequence[str]) -> str:
-    """Who says what, those who say the same together.
+    """Formats one text per rank, equal ones together.
 
     >>> by_rank(["a", "b", "a"])
     'ranks 0, 2: a; rank 1: b'

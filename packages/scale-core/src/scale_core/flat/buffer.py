@@ -1,10 +1,9 @@
-"""Storage and views over a layout: the one mechanism behind every kind of sharding here.
+"""The flat buffer: all-gather into it, views of it as parameters, and its release.
 
-Parameters of one dtype stand in one flat buffer. Each rank keeps its shard of it; the whole buffer exists only
-between a gather and a release, and the parameters that a module computes with are *views* of it. A collective
-therefore reads and writes the very memory that the module uses: nothing is split, concatenated or copied per
-parameter on the way in. Three verbs move it through its life: gather, release, reduce. ZeRO-1, -2 and -3 differ only
-in when they call them. Gather and release stand here; reduce, and what follows it, in `reduction.py`.
+Parameters of one dtype are in one flat buffer. Each rank keeps its shard of it; the full buffer exists only between a
+gather and a release, and the parameters that a module computes with are *views* of it. A collective therefore reads and
+writes the very memory that the module uses: nothing is split, concatenated or copied per parameter. ZeRO-1, -2 and -3
+differ only in when they call gather, release and reduce (see `reduction.py`).
 """
 
 from __future__ import annotations
@@ -19,42 +18,43 @@ import torch
 from torch import Tensor, nn
 
 from scale_core import buffer_pool
-from scale_core.comm.collectives import Pending, all_gather
+from scale_core.comm.collectives import CollectiveWork, all_gather
 from scale_core.comm.group import Group
 from scale_core.flat.layout import FlatLayout
 from scale_core.flat.reduction import FlatReduced, copy_stream
-from scale_core.flat.shard_storage import Devices, Dtypes, Groups, Sending, give_attributes
-from scale_core.optim.step_checks import look_again, mark_copies, refuse_steps, watch_optimizers
+from scale_core.flat.shard_storage import DevicePolicy, DtypePolicy, HostToDeviceCopy, ShardGroups, copy_attributes
+from scale_core.optim.step_checks import (
+    invalidate_cache,
+    refuse_step_while_unreduced,
+    register_unsharded,
+    watch_optimizers,
+)
 from scale_core.streams import HostStream, Stream
 
-# A parameter that a module computes with, whose memory comes and goes.
-#
-# Between a release and the next gather there is nothing behind it, and torch would end the process where it reads that:
-# to print a traceback with the local variables of each frame, as test runners do, is enough. Views that a module has
-# made of a parameter are plain tensors of torch's, and can't be saved from that.
 
+class UnshardedParameter(nn.Parameter):
+    """A view of a full buffer in a parameter's full shape; it prints without values while they are released."""
 
-class Whole(nn.Parameter):
-    """A view of a full buffer, in a parameter's full shape; printed without its values while these are released."""
+    # torch ends the process where it reads released memory: a test runner that prints local variables is enough.
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]  # Tensor's own takes keywords that vary
         if not self.numel() or self.untyped_storage().nbytes():
-            return repr(nn.Parameter(self.data, self.requires_grad))  # Not by a name that nobody has written.
+            return repr(nn.Parameter(self.data, self.requires_grad))  # Prints as a plain parameter.
         return f"<a released parameter of shape {tuple(self.shape)}, {self.dtype}: it has values while its unit runs>"
 
 
-__all__ = ["Devices", "Dtypes", "FlatBuffer", "Groups", "State", "live_buffers", "wait_sent"]
+__all__ = ["DevicePolicy", "DtypePolicy", "FlatBuffer", "ShardGroups", "State", "live_buffers", "wait_sent"]
 
 
 class State(enum.Enum):
-    """Which memory a flat buffer takes, beside the shard of S elements that is always there."""
+    """The memory of a flat buffer, beside the shard of S elements that is always there."""
 
     SHARDED = "nothing else: the full buffer has no memory (but for a part of it, after `release(keep_part=True)`)"
-    GATHERING = "the full buffer, W * S elements, being filled: nobody may read it yet"
+    GATHERING = "the full buffer, W * S elements, being filled: it must not be read yet"
     GATHERED = "the full buffer, W * S elements, readable"
 
 
-_AS_GIVEN = Dtypes(), Devices()
+_AS_GIVEN = DtypePolicy(), DevicePolicy()
 _KEPT = (
     "names",
     "layout",
@@ -62,11 +62,11 @@ _KEPT = (
     "devices",
     "flatten",
     "shard",
-    "exposed",
+    "sharded_params",
     "_unit",
     "_flat_name",
     "_counted_over",
-    "_within",
+    "_outer_shards",
 )
 
 _live: weakref.WeakSet[FlatBuffer] = weakref.WeakSet()
@@ -80,13 +80,13 @@ def live_buffers() -> Iterator[tuple[str, Tensor]]:
             yield "gathered", buffer.full
         if buffer.part is not None:
             yield "gathered", buffer.part
-        for gradient in (buffer.gradient.flat, buffer.gradient.waiting):
+        for gradient in (buffer.gradient.flat, buffer.gradient.accumulated):
             if gradient is not None:
                 yield "gradient", gradient
 
 
 def wait_sent() -> None:
-    """Returns when every shard may be written to; see `FlatBuffer.wait_sent`."""
+    """Waits until every shard may be written to; see `FlatBuffer.wait_sent`."""
     for buffer in list(_live):
         buffer.wait_sent()
 
@@ -97,57 +97,62 @@ class FlatBuffer(FlatReduced):
     Args:
         names: The parameters' names, for errors and for `shard_of`.
         params: The whole parameters, equal on all ranks, of one dtype and device. They are copied, not kept.
-        layout: Where each of them stands; planned for the group's size.
+        layout: The place of each; planned for the group's size.
         groups: The ranks that share them; a `Group` is that of the ranks between which they are cut.
         dtypes: In which dtypes they are computed with and reduced.
         flatten: Expose one flat parameter [S] in place of one local shard per parameter.
         devices: Where shard, full buffer and reduced gradients live.
 
     Attributes:
-        wholes: What the module computes with: per parameter, a view of the full buffer in the full shape.
-        state: Whether the wholes can be read.
+        unsharded_params: Per parameter, a view of the full buffer in the full shape.
+        state: Whether they can be read.
         part: [W * S / size of the part's group], what `release(keep_part=True)` has left of the full buffer, or None.
     """
 
     state: State
     part: Tensor | None
-    _gathering: Pending | None
+    _gathering: CollectiveWork | None
 
     def __init__(
         self,
         names: Sequence[str],
         params: Sequence[Tensor],
         layout: FlatLayout,
-        groups: Group | Groups,
-        dtypes: Dtypes = _AS_GIVEN[0],
+        groups: Group | ShardGroups,
+        dtypes: DtypePolicy = _AS_GIVEN[0],
         flatten: bool = False,
-        devices: Devices = _AS_GIVEN[1],
+        devices: DevicePolicy = _AS_GIVEN[1],
     ) -> None:
         super().__init__(names, dtypes, flatten)
         device = params[0].device
-        self._plan(layout, groups if isinstance(groups, Groups) else Groups(groups), devices.resolved(device))
-        self._house(self._new_shard(params[0].dtype))
+        self._plan(layout, groups if isinstance(groups, ShardGroups) else ShardGroups(groups), devices.resolved(device))
+        self._set_shard(self._new_shard(params[0].dtype))
         for index, param in enumerate(params):
             self.load(index, param)
-        self.exposed = self._expose(params)
+        self.sharded_params = self._make_sharded_params(params)
         self._written = [self.shard]
-        self._furnish([param.requires_grad for param in params])
+        self._init_unsharded([param.requires_grad for param in params])
 
     # What it is.
 
+    @property
+    def version(self) -> int:
+        """Grows whenever the shard is written to, directly or through a sharded parameter, and when it is replaced."""
+        return self._past_versions + sum(tensor._version for tensor in self._written)
+
     def follow_trainable(self) -> None:
-        """Takes over what the user has frozen or unfrozen since the last step."""
-        for index, whole in enumerate(self.wholes):
-            wanted = self.exposed_of(index).requires_grad
-            if whole.requires_grad != wanted:
-                whole.requires_grad_(wanted)
+        """Copies `requires_grad` from the sharded parameters to the unsharded ones."""
+        sharded = self.sharded_params * len(self.names) if self.flatten else self.sharded_params
+        for param, shard in zip(self.unsharded_params, sharded, strict=True):
+            if param.requires_grad != shard.requires_grad:
+                param.requires_grad_(shard.requires_grad)
         if self.gradient and not self.trains:
             self.gradient.drop()  # Of what is frozen now; it must not come back when it is unfrozen.
 
     # Gather and release.
 
     def gather(self, tag: int = 0) -> None:
-        """Starts to fill the full buffer with every rank's shard; does nothing where it is filled or on its way."""
+        """Starts to fill the full buffer with every rank's shard; does nothing where it is filled or being filled."""
         if self.state is not State.SHARDED:
             return
         if self.is_stale():
@@ -158,42 +163,43 @@ class FlatBuffer(FlatReduced):
             self.state = State.GATHERED
             return
         if self.layout.full_numel:
-            buffer_pool.fill(self.full)
+            if self._is_pooled:
+                buffer_pool.allocate(self.full)
+            else:
+                self.full.untyped_storage().resize_(self.full.nbytes)
             self._gathering = self._all_gather(tag)
         self.state = State.GATHERING  # Only now: where there was no memory for it, it has not begun.
 
     def wait_gathered(self, limit_seconds: float | None = None) -> None:
-        """Returns when the wholes can be read.
+        """Waits until the unsharded parameters can be read.
 
         Raises:
-            TransferError: See `Pending.wait`.
+            TransferError: See `CollectiveWork.wait`.
         """
-        assert self.state is not State.SHARDED, "waited for a gather that nobody started"
+        assert self.state is not State.SHARDED, "waited for a gather that was not started"
         if self._gathering is not None:
             pending, self._gathering = self._gathering, None
             pending.wait(limit_seconds)
-            self._stream.join()
+            if self._moves:
+                self._stream.join()
         self.part = None
         self.state = State.GATHERED
-        self._whole_version = self.wholes[0]._version
+        self._unsharded_version = self.unsharded_params[0]._version
 
     @property
     def is_overwritten(self) -> bool:
-        """Whether one of the wholes was written to in place since they were gathered: a release loses that.
-
-        They share one counter, which a gather leaves alone.
-        """
-        return not self.is_aliased and self.wholes[0]._version != self._whole_version
+        """Whether an unsharded parameter was written to in place since the gather: a release loses that."""
+        return not self.is_aliased and self.unsharded_params[0]._version != self._unsharded_version
 
     def release(self, limit_seconds: float | None = None, *, keep_part: bool = False) -> None:
-        """Frees the full buffer; the wholes keep their places in it and can't be read until the next gather.
+        """Frees the full buffer; the unsharded parameters stay views of it and can't be read until the next gather.
 
         Args:
-            limit_seconds: As in `Pending.wait`.
-            keep_part: Keep this rank's part of it, for a gather among the ranks of `Groups.part`.
+            limit_seconds: As in `CollectiveWork.wait`.
+            keep_part: Keep this rank's part of it, for a gather among the ranks of `ShardGroups.part`.
 
         Raises:
-            TransferError: It was still being filled, and that has failed; see `Pending.wait`.
+            TransferError: It was still being filled, and that has failed; see `CollectiveWork.wait`.
         """
         if self._gathering is not None:
             self.wait_gathered(limit_seconds)
@@ -203,32 +209,33 @@ class FlatBuffer(FlatReduced):
         elif not keep_part:
             self.part = None
         if not self.is_aliased:
-            buffer_pool.free(self.full)
+            if self._is_pooled:
+                buffer_pool.free(self.full)
+            else:
+                self.full.untyped_storage().resize_(0)
         self.state = State.SHARDED
 
     def wait_sent(self) -> None:
-        """Returns when the shard may be written to: it is no longer read by a gather that has returned before."""
-        self._sending.wait()
+        """Waits until the shard may be written to: no gather reads it any more."""
+        if self._moves:
+            self._sending.wait()
 
     def is_stale(self) -> bool:
-        """Whether the shard was written to, as by an optimizer, since what there is of the full buffer was gathered."""
+        """Whether the shard was written to, as by an optimizer, since the full buffer was gathered."""
         gathered = self.state is not State.SHARDED or self.part is not None
         return gathered and self.version != self._gathered_version
 
     # The end of what is under way.
 
     def discard(self) -> None:
-        """After an error: gives up every transfer, what was gathered and what came since the last `commit`.
-
-        Own gradients that waited for their reduction then, wait on.
-        """
+        """After an error: cancels every transfer, and drops what was gathered and reduced since the last `commit`."""
         if self._gathering is not None:
-            self._gathering.abandon()
+            self._gathering.cancel()
             self._gathering = None
             self._stream.join()
-        self.reduction.abandon()
-        self._aside = []
-        self.gradient.revoke()
+        self.reduction.cancel()
+        self._unpublished = []
+        self.gradient.rollback_pass()
         self.release()
         self.wait_sent()
 
@@ -238,7 +245,7 @@ class FlatBuffer(FlatReduced):
         self.wait_sent()
         super().load(index, whole)
 
-    def gather_whole(self, tag: int = 0, limit_seconds: float | None = None) -> list[Tensor]:
+    def gather_full_params(self, tag: int = 0, limit_seconds: float | None = None) -> list[Tensor]:
         """Returns every parameter whole, in its own dtype; they share one new buffer of W * S elements."""
         buffer = self._new_full(self.dtype)
         if buffer.numel() and not self.is_meta:
@@ -250,76 +257,79 @@ class FlatBuffer(FlatReduced):
 
     # Another shard in the place of this one.
 
-    def rehouse(
+    def set_storage(
         self,
         shard: Tensor,
         *,
         layout: FlatLayout | None = None,
-        groups: Groups | None = None,
-        devices: Devices | None = None,
+        groups: ShardGroups | None = None,
+        devices: DevicePolicy | None = None,
     ) -> None:
-        """Moves into another shard: of another dtype, on another device, or another part of the parameters.
+        """Replaces the shard: by one of another dtype, on another device, or of other elements.
 
-        What was gathered is freed, and gradients are forgotten. The exposed parameters stay the same objects where
-        torch can give them other memory, as between two devices that both have some; otherwise they are new ones.
+        The full buffer is freed and gradients are dropped. The sharded parameters stay the same objects where torch can
+        give them other memory; otherwise they are new ones.
 
         Args:
             shard: [S] of the new layout; belongs to the buffer from now on.
-            layout: Where each parameter stands; None as before.
+            layout: The place of each parameter; None as before.
             groups: The ranks that share them; None as before.
             devices: Where it lives from now on; None is where the shard is, for all of it.
         """
-        version, trainable = self.version, [self.exposed_of(i).requires_grad for i in range(len(self.names))]
+        version, trainable = self.version, [self.sharded_param(i).requires_grad for i in range(len(self.names))]
         self.discard()
-        self._plan(layout or self.layout, groups or self.groups, (devices or Devices()).resolved(shard.device))
-        self._house(shard)
-        self._take_in(self.exposed)
-        self._past += version + 1 - self.version
-        self._furnish(trainable)
-        look_again()
+        self._plan(layout or self.layout, groups or self.groups, (devices or DevicePolicy()).resolved(shard.device))
+        self._set_shard(shard)
+        self._rebind_params(self.sharded_params)
+        self._past_versions += version + 1 - self.version
+        self._init_unsharded(trainable)
+        invalidate_cache()
 
     def __getstate__(self) -> dict[str, Any]:
-        """What deepcopy and pickle take along: the shard and what it is of; nothing gathered, under way or reduced."""
+        """Pickles the shard and its metadata; nothing gathered, in flight or reduced."""
         return {name: getattr(self, name) for name in _KEPT} | {"groups": replace(self.groups, part=None)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.names, self._unit, self._flat_name = state["names"], state["_unit"], state["_flat_name"]
         self._counted_over = state["_counted_over"]
-        self.dtypes, self.flatten, self._within = state["dtypes"], state["flatten"], state["_within"]
-        self._past = 0
+        self.dtypes, self.flatten, self._outer_shards = state["dtypes"], state["flatten"], state["_outer_shards"]
+        self._past_versions = 0
         shard, devices = state["shard"], state["devices"]
         if shard.device != devices.shard:  # torch.load has mapped it elsewhere.
-            devices = devices if devices.shard != devices.compute else Devices().resolved(shard.device)
+            devices = devices if devices.shard != devices.compute else DevicePolicy().resolved(shard.device)
             devices = replace(devices, shard=shard.device)
         self._plan(state["layout"], state["groups"], devices)
-        self._house(shard)
-        trainable = [param.requires_grad for param in state["exposed"]]
-        self._take_in(state["exposed"])
-        self._furnish(trainable * len(self.names) if self.flatten else trainable)
+        self._set_shard(shard)
+        trainable = [param.requires_grad for param in state["sharded_params"]]
+        self._rebind_params(state["sharded_params"])
+        self._init_unsharded(trainable * len(self.names) if self.flatten else trainable)
 
     # What these are made of.
 
-    def _plan(self, layout: FlatLayout, groups: Groups, devices: Devices) -> None:
+    def _plan(self, layout: FlatLayout, groups: ShardGroups, devices: DevicePolicy) -> None:
         super()._plan(layout, groups, devices)
         self._stream: Stream = copy_stream(self.compute_device, "shards") if self._moves else HostStream()
-        self._sending = Sending(self._stream)
+        self._sending = HostToDeviceCopy(self._stream)
 
-    def _furnish(self, trainable: Sequence[bool]) -> None:
-        """The full buffer with its views, released; and whatever works between it and the shard."""
+    def _init_unsharded(self, trainable: Sequence[bool]) -> None:
+        """Makes the full buffer with its views, released, and the transfers between it and the shard."""
         self.is_aliased = self.group.size == 1 and self.compute_dtype == self.dtype and not self._moves
         full = self.shard.data if self.is_aliased else self._new_full(self.compute_dtype)
-        self.wholes: list[nn.Parameter] = [Whole(view, requires_grad=False) for view in self._views(full)]
+        self.unsharded_params: list[nn.Parameter] = [
+            UnshardedParameter(view, requires_grad=False) for view in self._views(full)
+        ]
         # Written to through `.data`, which counts no versions: a gather only brings back what autograd has saved.
         self.full = full.data
-        for index, (whole, wanted) in enumerate(zip(self.wholes, trainable, strict=True)):
+        self._is_pooled = full.nbytes >= buffer_pool.SMALLEST_BYTES
+        for index, (whole, wanted) in enumerate(zip(self.unsharded_params, trainable, strict=True)):
             whole.requires_grad_(wanted)
             if not self.flatten:
-                give_attributes(self.exposed[index], whole)
+                copy_attributes(self.sharded_params[index], whole)
         self.state = State.GATHERED
         self.part = None
         self._gathering = None
-        self._whole_version = self.wholes[0]._version
-        self._furnish_gradients(self.wholes)
+        self._unsharded_version = self.unsharded_params[0]._version
+        self._init_gradients(self.unsharded_params)
         self.gradient.holds = self.gradient.holds and not self.is_aliased
         self._gathered_version = self.version
         self.rename(self.names, self._unit, self._flat_name, self._counted_over)
@@ -327,13 +337,15 @@ class FlatBuffer(FlatReduced):
         if self not in _live:
             _live.add(self)
             buffer_pool.trim_after(self)
-        mark_copies(self.wholes, self)
-        refuse_steps(self)
+        register_unsharded(self.unsharded_params, self)
+        refuse_step_while_unreduced(self)
         watch_optimizers()
 
-    def _all_gather(self, tag: int) -> Pending:
+    def _all_gather(self, tag: int) -> CollectiveWork:
         if self.part is not None and self.groups.part is not None:
             return all_gather(self.full, self.part, self.groups.part, tag=tag)
+        if not self._moves:
+            return all_gather(self.full, self._sent_shard(self.full), self.group, tag=tag)
         with self._stream.run():  # The collective starts there, when the shard has arrived.
             return all_gather(self.full, self._sent_shard(self.full), self.group, tag=tag)
 
@@ -341,7 +353,7 @@ class FlatBuffer(FlatReduced):
         return buffer_pool.empty(self.layout.full_numel, dtype, self.compute_device)
 
     def _sent_shard(self, full: Tensor) -> Tensor:
-        """The shard as it is sent: in the dtype and on the device of `full`, in its own part of it if it must move."""
+        """The shard in the dtype and on the device of `full`; in its own part of `full` if it must be converted."""
         shard = self.shard.data
         if shard.dtype == full.dtype and not self._moves:
             return shard
@@ -352,7 +364,7 @@ class FlatBuffer(FlatReduced):
         return part.copy_(shard)
 
     def _part(self, full: Tensor, group: Group) -> Tensor:
-        """What one rank of `group` has of a full buffer that is cut evenly between its ranks."""
+        """The part of this rank of `group` in a full buffer that is cut evenly."""
         size = full.numel() // group.size
         return full.narrow(0, group.rank * size, size)
 

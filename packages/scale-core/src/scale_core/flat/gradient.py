@@ -1,10 +1,10 @@
-"""This rank's own gradients of one flat buffer, from the moment autograd has them until their reduction takes them.
+"""A rank's own gradients of one flat buffer, from `.grad` to the reduction.
 
-They stand in one flat tensor of W * S elements, as the collective wants them. It exists only while there are any, and
-each gradient moves into it as soon as it is whole, while it is in the processor's cache.
+They are in one flat tensor of W * S elements, as the collective wants them. It exists only while there are gradients,
+and each one is copied into it as soon as it is complete, while it is in the processor's cache.
 
-Where gradients of several passes are summed, those of the pass that runs now stand apart from the sum of the passes
-before it, until it has gone well: what a pass that fails has added to a sum could not be taken out of it again.
+Where gradients of several passes are accumulated, those of the current pass are kept apart from the sum of earlier ones
+until the pass has succeeded: a failed pass could not be subtracted again.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from scale_core import buffer_pool
-from scale_core.flat.layout import Entry
+from scale_core.flat.layout import LayoutEntry
 
 # From this size on, gradients wait outside of the flat one until the backward is over: they are far too large to be
 # packed while they are in a processor's cache, which is what smaller ones gain by being packed at once.
 _HELD_FROM_BYTES = 256 * 2**20
 
 
-class Places(Protocol):
-    """Where parameters stand in a full buffer: a `FlatLayout`, or one of another making."""
+class LayoutLike(Protocol):
+    """The places of parameters in a full buffer: a `FlatLayout`, or another class's."""
 
     @property
-    def entries(self) -> Sequence[Entry]: ...
+    def entries(self) -> Sequence[LayoutEntry]: ...
 
     @property
     def full_numel(self) -> int: ...
@@ -37,118 +37,95 @@ class Places(Protocol):
 
 
 class FlatGradient:
-    """The gradients of the wholes of one flat buffer, before they are reduced.
-
-    Args:
-        wholes: The parameters that a module computes with, in their full shapes.
-        layout: Where each of them stands.
-        dtype: Of the flat gradient.
-        wide_dtype: The same, where gradients of several backward passes are summed.
-
-    Attributes:
-        flat: [W * S], the gradients of the pass that runs now; None while there are none, or while all are held.
-        waiting: [W * S], the sum of those of earlier passes, which the next `take` adds; None while there is none.
-        holds: Whether `hold` lets gradients stand alone; only large buffers do.
-        names: The parameters' names, for errors.
-    """
+    """The local gradients of the unsharded parameters of one flat buffer."""
 
     def __init__(
-        self, wholes: Sequence[nn.Parameter], layout: Places, dtype: torch.dtype, wide_dtype: torch.dtype
+        self, params: Sequence[nn.Parameter], layout: LayoutLike, dtype: torch.dtype, wide_dtype: torch.dtype
     ) -> None:
+        # [W * S], the gradients of the current pass; None while there are none, or while all are held.
         self.flat: Tensor | None = None
-        self.waiting: Tensor | None = None
+        self.accumulated: Tensor | None = None  # [W * S], the sum of earlier passes, which the next `take` adds.
+        # Whether `accumulate` keeps gradients apart, as large buffers do.
         self.holds = layout.full_numel * dtype.itemsize >= _HELD_FROM_BYTES
-        self.names: Sequence[str] = ()
-        self._wholes, self._layout = wholes, layout
+        self.names: Sequence[str] = ()  # The parameters' names, for errors
+        self._params, self._layout = params, layout
         self._dtype, self._wide_dtype = dtype, wide_dtype
         self._held: dict[int, Tensor] = {}
-        self._packed = [False] * len(wholes)
-        self._waits = [False] * len(wholes)
-        self._summed = [False] * len(wholes)  # What the flat one has of these is the sum that waits and more.
-        self._is_taken = False  # The sum that waits is being reduced: a second `take` must not add it again.
+        self._packed = [False] * len(params)
+        self._waits = [False] * len(params)
+        self._summed = [False] * len(params)  # The flat one has the accumulated sum of these already.
+        self._is_taken = False  # The accumulated sum is being reduced: a second `take` must not add it again.
 
     def __bool__(self) -> bool:
         """Whether there is a gradient that was not reduced yet."""
-        return self.has_begun or self._adds
+        accumulates = self.accumulated is not None and not self._is_taken
+        return accumulates or self.flat is not None or bool(self._held)
 
     @property
     def has_begun(self) -> bool:
-        """Whether the pass that runs now has brought a gradient."""
+        """Whether the current pass has brought a gradient."""
         return self.flat is not None or bool(self._held)
 
-    def hold(self, index: int, *, accumulate: bool = False) -> None:
-        """Takes the gradient of a whole, and lets it stand alone until the next `pack` or `take`.
-
-        So the flat gradient takes its W * S elements after the backward, when the full buffer and what the backward
-        computes with are free, not beside them. In a small buffer the gradient is packed at once.
-
-        Args:
-            index: Which parameter.
-            accumulate: As in `pack`.
-
-        Raises:
-            RuntimeError: As in `pack`.
-        """
-        grad = self._grad_of(index)
+    def accumulate(self, index: int, *, wide: bool = False) -> None:
+        """Moves the gradient of parameter `index` from `.grad` into the flat gradient, or adds it there."""
+        # In a large buffer it stays apart until the next `pack` or `take`: the flat gradient then takes its W * S
+        # elements after the backward, when the full buffer and the activations are free, not beside them.
+        param = self._params[index]
+        grad, param.grad = param.grad, None
         if grad is None:
             return
-        if not self.holds or self.flat is not None or index in self._held:
-            if self._held:
-                self.pack(accumulate=accumulate)
-            self._pack(index, grad, accumulate)
-        else:
+        if grad.requires_grad or grad.layout is not torch.strided:
+            grad = self._dense(index, grad)
+        elif grad.untyped_storage()._cdata == param.untyped_storage()._cdata:
+            grad = grad.clone()  # A custom backward has returned the weight: the full buffer may be released first.
+        if self.holds and self.flat is None and index not in self._held:
             self._held[index] = grad
+            return
+        if self._held:
+            self.pack(wide=wide)
+        if self.flat is None or self.accumulated is not None:
+            self._pack(index, grad, wide)
+            return
+        entry = self._layout.entries[index]
+        target = self.flat.narrow(0, entry.offset, entry.numel).view(entry.shape)
+        if self._packed[index]:
+            target.add_(grad)
+        else:
+            target.copy_(grad)
+            self._packed[index] = True
 
-    def pack(self, index: int | None = None, *, accumulate: bool = False) -> None:
-        """Moves gradients into the flat one, where each adds to one that is there already.
-
-        Args:
-            index: Which parameter's, and all that are held; None is only those.
-            accumulate: More backward passes will follow before the reduction: sum them in a dtype that is wide enough.
-
-        Raises:
-            RuntimeError: The gradient has a gradient of its own (`create_graph=True`).
-        """
+    def pack(self, *, wide: bool = False) -> None:
+        """Moves gradients that were kept apart into the flat one; `wide` as in `accumulate`."""
         while self._held:  # Each is free as soon as it is copied.
-            self._pack(*self._held.popitem(), accumulate)
-        grad = None if index is None else self._grad_of(index)
-        if index is not None and grad is not None:
-            self._pack(index, grad, accumulate)
+            self._pack(*self._held.popitem(), wide)
 
-    def given(self) -> list[int]:
-        """The parameters that have got a gradient since the last `take`."""
-        waits = self._waits if self._adds else [False] * len(self._waits)
-        packed = zip(self._packed, waits, strict=True)
-        return [index for index, either in enumerate(packed) if any(either) or index in self._held]
+    def has_grad(self) -> list[int]:
+        """The parameters that got a gradient since the last `take`."""
+        adds = self.accumulated is not None and not self._is_taken
+        rows = zip(self._packed, self._waits, strict=True)
+        return [
+            index for index, (packed, waits) in enumerate(rows) if packed or (adds and waits) or index in self._held
+        ]
 
     def missing(self) -> list[int]:
-        """The trainable parameters that have got none since the last `take`."""
-        given = set(self.given())
-        return [index for index, whole in enumerate(self._wholes) if whole.requires_grad and index not in given]
+        """The trainable parameters that got none since the last `take`."""
+        given = set(self.has_grad())
+        return [index for index, param in enumerate(self._params) if param.requires_grad and index not in given]
 
-    def of_pass(self) -> tuple[list[int], Tensor | None]:
-        """The parameters that the pass that runs now has brought gradients to, and these, without any sum that waits.
-
-        Returns:
-            Their numbers, and [W * S], zero where there is no gradient; None where there is none at all.
-        """
+    def pass_gradient(self) -> tuple[list[int], Tensor | None]:
+        """The parameters with gradients of the current pass, and these [W * S], without the sum of earlier passes."""
         self.pack()
         if self.flat is not None and (not all(self._packed) or self._layout.padding):
             self._fill_gaps(self.flat)
         return [index for index, has in enumerate(self._packed) if has], self.flat
 
     def take(self, device: torch.device) -> Tensor:
-        """Returns the flat gradient [W * S], narrow or wide, and forgets it; what was not used is zero.
-
-        The sum that waits is in it, and is kept beside it until `settle`.
-
-        Args:
-            device: Where the zeros stand, if it is all zeros.
-        """
+        """Returns the flat gradient [W * S] with the accumulated sum, and drops it; unused parameters are zero."""
+        # The accumulated sum is kept until `commit_pass`: the pass may fail.
         self.pack()
         flat = self.flat
-        if self._adds:
-            flat = self._with_waiting(flat)
+        if self.accumulated is not None and not self._is_taken:
+            flat = self._add_accumulated(flat, self.accumulated)
             self._is_taken = True
         if flat is None:
             flat = torch.zeros(self._layout.full_numel, dtype=self._dtype, device=device)
@@ -157,105 +134,94 @@ class FlatGradient:
         self._forget_pass()
         return flat
 
-    def settle(self) -> None:
-        """The pass has gone well: its gradients join the sum that waits, or the sum was reduced and is forgotten."""
+    def commit_pass(self) -> None:
+        """Adds the gradients of a pass that has succeeded to the accumulated sum, or drops a sum that was reduced."""
         if self._is_taken:
-            self._forget_waiting()
-        self.pack(accumulate=True)
+            self._drop_accumulated()
+        self.pack(wide=True)
         flat, packed, summed = self.flat, self._packed, self._summed
         self._forget_pass()
         if flat is None:
             return
-        if self.waiting is None:
-            self.waiting, self._waits = flat.to(self._wide_dtype), packed
+        if self.accumulated is None:
+            self.accumulated, self._waits = flat.to(self._wide_dtype), packed
             return
         for index in (index for index, has in enumerate(packed) if has):
             adds = self._waits[index] and not summed[index]
-            self._waits[index] = _add(self._view(self.waiting, index), self._view(flat, index), adds)
+            self._waits[index] = _add(self._view(self.accumulated, index), self._view(flat, index), adds)
 
-    def revoke(self) -> None:
-        """The pass has failed: forgets its gradients; the sum of those before it waits on."""
+    def rollback_pass(self) -> None:
+        """Drops the gradients of a pass that has failed; the accumulated sum stays."""
         self._forget_pass()
         self._is_taken = False
-        for whole in self._wholes:
-            whole.grad = None
+        for param in self._params:
+            param.grad = None
 
-    def withhold(self) -> None:
-        """The pass has failed here and goes on elsewhere: until `revoke`, every `take` gives zeros."""
-        self.revoke()
+    def use_zeros(self) -> None:
+        """Makes every `take` return zeros until `rollback_pass`: the pass failed here and goes on elsewhere."""
+        self.rollback_pass()
         self._is_taken = True
 
-    def take_over(self, other: FlatGradient, device: torch.device) -> None:
-        """Takes the gradients of the same parameters from before they were moved to `device`, or to another dtype."""
-        other.settle()
-        if other.waiting is not None:
-            self.waiting, self._waits = other.waiting.to(device, self._wide_dtype), list(other._waits)
+    def adopt(self, other: FlatGradient, device: torch.device) -> None:
+        """Takes over the accumulated gradients of the same parameters on another device or in another dtype."""
+        other.commit_pass()
+        if other.accumulated is not None:
+            self.accumulated, self._waits = other.accumulated.to(device, self._wide_dtype), list(other._waits)
 
     def drop(self) -> None:
-        """Forgets all gradients."""
-        self.revoke()
-        self._forget_waiting()
-
-    @property
-    def _adds(self) -> bool:
-        """Whether the next `take` adds a sum that waits."""
-        return self.waiting is not None and not self._is_taken
-
-    @property
-    def _the_waiting(self) -> Tensor:
-        assert self.waiting is not None, "there is no sum that waits"
-        return self.waiting
+        """Drops all gradients."""
+        self.rollback_pass()
+        self._drop_accumulated()
 
     def _forget_pass(self) -> None:
-        self.flat, self._packed, self._held = None, [False] * len(self._wholes), {}
-        self._summed = [False] * len(self._wholes)
+        self.flat, self._packed, self._held = None, [False] * len(self._params), {}
+        self._summed = [False] * len(self._params)
 
-    def _forget_waiting(self) -> None:
-        self.waiting, self._waits, self._is_taken = None, [False] * len(self._wholes), False
+    def _drop_accumulated(self) -> None:
+        self.accumulated, self._waits, self._is_taken = None, [False] * len(self._params), False
 
-    def _grad_of(self, index: int) -> Tensor | None:
-        whole = self._wholes[index]
-        grad, whole.grad = whole.grad, None
-        if grad is None:
-            return None
+    def _dense(self, index: int, grad: Tensor) -> Tensor:
         if grad.requires_grad:
             raise RuntimeError(
                 f"the gradient of '{self.names[index]}' has a gradient of its own, which can't follow it into a shard: "
                 "call backward() without create_graph=True, or compute the penalty from outputs and inputs instead"
             )
-        if grad.layout is not torch.strided:
-            return grad.to_dense()
-        # A backward that has returned a weight as a gradient: the full buffer may be released before it is read.
-        return grad.clone() if grad.untyped_storage()._cdata == whole.untyped_storage()._cdata else grad
+        return grad.to_dense()
 
-    def _pack(self, index: int, grad: Tensor, accumulate: bool) -> None:
+    def _pack(self, index: int, grad: Tensor, wide: bool) -> None:
+        """As `accumulate`, where the flat gradient has to be allocated or there is a sum of earlier passes."""
+        accumulated = None if self._is_taken else self.accumulated
         if self.flat is None:
-            dtype = self._wide_dtype if accumulate else self._dtype
-            # Beside a sum that waits, as it is: it is added to that in a dtype that is wide enough.
-            dtype = grad.dtype if self._adds else dtype
-            fills_it = len(self._wholes) == 1 and grad.numel() == self._layout.full_numel
-            if fills_it and grad.dtype == dtype and grad.is_contiguous():
+            dtype = self._wide_dtype if wide else self._dtype
+            if accumulated is not None:
+                dtype = grad.dtype  # It is added to the sum in a dtype that is wide enough.
+            is_flat = len(self._params) == 1 and grad.numel() == self._layout.full_numel
+            if is_flat and grad.dtype == dtype and grad.is_contiguous():
                 self.flat = grad.view(-1)  # It is laid out as the buffer is: taken over, not copied.
                 self._packed[index] = True
                 return
-            self.flat = buffer_pool.empty(self._layout.full_numel, dtype, grad.device)
-        if self._packed[index] and self._adds and not self._summed[index]:
+            numel = self._layout.full_numel
+            if numel * dtype.itemsize >= buffer_pool.SMALLEST_BYTES:
+                self.flat = buffer_pool.empty(numel, dtype, grad.device)
+            else:
+                self.flat = torch.empty(numel, dtype=dtype, device=grad.device)
+        if self._packed[index] and accumulated is not None and not self._summed[index]:
             # A second gradient in one pass, as of reentrant checkpoints: added as autograd does, each to all before it.
             self.flat = self.flat.to(self._wide_dtype)
             if self._waits[index]:
-                self._view(self.flat, index).add_(self._view(self._the_waiting, index))
+                self._view(self.flat, index).add_(self._view(accumulated, index))
                 self._summed[index] = True
         self._packed[index] = _add(self._view(self.flat, index), grad, self._packed[index])
 
-    def _with_waiting(self, flat: Tensor | None) -> Tensor:
-        """Returns this pass's gradients plus the sum that waits, [W * S] in the wide dtype; gaps hold anything."""
+    def _add_accumulated(self, flat: Tensor | None, accumulated: Tensor) -> Tensor:
+        """Returns this pass's gradients plus the accumulated sum, [W * S] in the wide dtype; gaps are undefined."""
         if flat is None:
             self._packed = list(self._waits)
-            return self._the_waiting.clone()
-        flat = flat.to(self._the_waiting.dtype)
+            return accumulated.clone()
+        flat = flat.to(accumulated.dtype)
         for index in (index for index, has in enumerate(self._waits) if has and not self._summed[index]):
-            waiting = self._view(self._the_waiting, index)
-            self._packed[index] = _add(self._view(flat, index), waiting, self._packed[index])
+            earlier = self._view(accumulated, index)
+            self._packed[index] = _add(self._view(flat, index), earlier, self._packed[index])
         return flat
 
     def _view(self, flat: Tensor, index: int) -> Tensor:
@@ -263,7 +229,7 @@ class FlatGradient:
         return flat.narrow(0, entry.offset, entry.numel).view(entry.shape)
 
     def _fill_gaps(self, flat: Tensor) -> None:
-        """Zeroes what holds no gradient: padding, and parameters that were not used."""
+        """Zeroes padding and unused parameters."""
         place = 0
         packed = zip(self._layout.entries, self._packed, strict=True)
         for entry in sorted((e for e, has in packed if has and e.numel), key=lambda e: e.offset):
@@ -273,7 +239,7 @@ class FlatGradient:
 
 
 def _add(target: Tensor, grad: Tensor, has: bool) -> bool:
-    """Adds a gradient to what a target has, or puts it there; returns that it has one now."""
+    """Adds `grad` to `target`, or copies it where there is none yet; returns True."""
     if has:
         target.add_(grad)
     else:

@@ -1,11 +1,11 @@
-"""Where every parameter stands in one flat buffer that all ranks share evenly.
+"""The place of every parameter in one flat buffer that all ranks share evenly.
 
-A unit gathers all its parameters with one collective, so they stand in one 1-D buffer that is cut into `world_size`
-shards of one size. This module decides where: it takes names, shapes and numbers and returns numbers, so that a plan
-can be printed, compared between ranks and tested without a tensor or a process.
+A unit gathers all its parameters with one collective, so they are in one 1-D buffer that is cut into `world_size`
+shards of one size. This module computes where: names, shapes and numbers in, numbers out, so that a plan can be
+printed, compared between ranks and tested without a tensor or a process.
 
-What makes it more than a division is the *atom*: the run of elements that no two ranks may share. It is a row by
-default, so that a local shard keeps its number of dimensions and is one box of its tensor on disk.
+An *atom* is a run of elements that no two ranks may share. It is a row by default, so that a local shard keeps its
+number of dimensions and is one box of its tensor on disk.
 
     >>> layout = FlatLayout.plan(["bias", "weight", "scale"], [(6,), (5, 6), ()], world_size=2, atom="row")
     >>> print(layout.describe())
@@ -17,7 +17,7 @@ default, so that a local shard keeps its number of dimensions and is one box of 
     >>> [layout.span(1, rank).shape for rank in range(2)]
     [(3, 6), (2, 6)]
 
-How the atoms are placed, and how much padding that costs at most, stands in `packing`.
+See `packing` for how atoms are placed, and how much padding that costs at most.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import difflib
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 from scale_core.flat.packing import Piece, pack
@@ -39,7 +39,7 @@ Cut: TypeAlias = Literal["element", "row", "block", "parameter"]
 
 
 @dataclass(frozen=True)
-class Block:
+class BlockAtom:
     """An atom of `size` consecutive elements, counted from the parameter's start; the last one may be shorter.
 
     Raises:
@@ -50,15 +50,15 @@ class Block:
 
     def __post_init__(self) -> None:
         if self.size < 1:
-            raise ValueError(f"a block holds at least one element, but Block({self.size}) was given; write Block(128)")
+            raise ValueError(f"a block holds at least one element, got BlockAtom({self.size}): write BlockAtom(128)")
 
 
-Atom: TypeAlias = Literal["auto", "element", "row", "parameter"] | Block
+Atom: TypeAlias = Literal["auto", "element", "row", "parameter"] | BlockAtom
 ATOM_NAMES: tuple[str, ...] = ("auto", "element", "row", "parameter")
 
 
 @dataclass(frozen=True)
-class Entry:
+class LayoutEntry:
     """One parameter's place in the full buffer.
 
     Attributes:
@@ -68,6 +68,7 @@ class Entry:
         cut: What `atom` is called.
         offset: First element in the full buffer.
         note: Why "auto" fell back to elements; empty where it didn't.
+        numel: Elements of the whole parameter.
     """
 
     name: str
@@ -76,15 +77,14 @@ class Entry:
     cut: Cut
     offset: int
     note: str = ""
+    numel: int = field(init=False, repr=False, compare=False)
 
-    @property
-    def numel(self) -> int:
-        """Elements of the whole parameter."""
-        return math.prod(self.shape)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "numel", math.prod(self.shape))
 
 
 @dataclass(frozen=True)
-class Span:
+class ShardSpan:
     """The part of one parameter that one rank holds.
 
     Attributes:
@@ -93,17 +93,17 @@ class Span:
         shard_offset: Where the part begins in the rank's shard.
         shape: Local shape: the full one where the rank holds the whole parameter, (rows, *rest) behind any leading
             ones where it is cut at rows, 1-D where it is cut inside rows, (0, *shape[1:]) where the rank holds nothing.
+        numel: Elements of the part.
     """
 
     start: int
     stop: int
     shard_offset: int
     shape: tuple[int, ...]
+    numel: int = field(init=False, repr=False, compare=False)
 
-    @property
-    def numel(self) -> int:
-        """Elements of the part."""
-        return self.stop - self.start
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "numel", self.stop - self.start)
 
 
 @dataclass(frozen=True)
@@ -114,11 +114,22 @@ class FlatLayout:
         entries: One per parameter, in the order in which the caller gave them; offsets follow another order.
         world_size: Ranks that hold a shard.
         shard_numel: Elements of every shard, padding included.
+        full_numel: Elements of the full buffer.
+        numel: Elements of all parameters.
+        padding: Elements of the full buffer that belong to no parameter.
     """
 
-    entries: tuple[Entry, ...]
+    entries: tuple[LayoutEntry, ...]
     world_size: int
     shard_numel: int
+    full_numel: int = field(init=False, repr=False, compare=False)
+    numel: int = field(init=False, repr=False, compare=False)
+    padding: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "full_numel", self.world_size * self.shard_numel)
+        object.__setattr__(self, "numel", sum(entry.numel for entry in self.entries))
+        object.__setattr__(self, "padding", self.full_numel - self.numel)
 
     @classmethod
     def plan(
@@ -128,7 +139,7 @@ class FlatLayout:
         world_size: int,
         atom: Atom | Callable[[str, tuple[int, ...]], Atom] = "auto",
     ) -> FlatLayout:
-        """Place the parameters; the same arguments give the same layout on every rank.
+        """Places the parameters; the same arguments give the same layout on every rank.
 
         Args:
             names: Qualified names, each once.
@@ -139,7 +150,7 @@ class FlatLayout:
                 otherwise the parameters with the longest rows are cut at elements, as few row lengths as possible.
 
         Raises:
-            ValueError: Names and shapes differ in number, a name stands twice, a dimension is negative, `world_size`
+            ValueError: Names and shapes differ in number, a name is given twice, a dimension is negative, `world_size`
                 is below 1, or an atom has an unknown name.
             TypeError: An atom is neither a name nor a Block.
         """
@@ -149,28 +160,13 @@ class FlatLayout:
             raise ValueError(f"each name needs one shape, but there are {len(names)} names and {len(shapes)} shapes")
         twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
         if twice:
-            raise ValueError(f"each parameter stands once in a layout, but {twice[0]!r} was given more than once")
+            raise ValueError(f"each parameter is in a layout once, but {twice[0]!r} was given more than once")
         asked = [_asked(name, _checked_shape(name, shape), atom) for name, shape in zip(names, shapes, strict=True)]
         rows = [_resolve(entry, wish) for entry, wish in asked]
         free = {i for i, (_, wish) in enumerate(asked) if wish == "auto" and rows[i].cut == "row"}
         return _keep_rows(rows, free, world_size)
 
-    @property
-    def full_numel(self) -> int:
-        """Elements of the full buffer."""
-        return self.world_size * self.shard_numel
-
-    @property
-    def numel(self) -> int:
-        """Elements of all parameters."""
-        return sum(entry.numel for entry in self.entries)
-
-    @property
-    def padding(self) -> int:
-        """Elements of the full buffer that belong to no parameter."""
-        return self.full_numel - self.numel
-
-    def span(self, index: int, rank: int) -> Span:
+    def span(self, index: int, rank: int) -> ShardSpan:
         """The part of parameter `index`, in the caller's order, that `rank` holds.
 
         Raises:
@@ -184,9 +180,9 @@ class FlatLayout:
         start = min(max(-ahead, 0), numel)
         stop = min(max(self.shard_numel - ahead, 0), numel)
         shard_offset = min(max(ahead, 0), self.shard_numel)
-        return Span(start, stop, shard_offset, _local_shape(entry, stop - start))
+        return ShardSpan(start, stop, shard_offset, _local_shape(entry, stop - start))
 
-    def spans(self, rank: int) -> list[Span]:
+    def spans(self, rank: int) -> list[ShardSpan]:
         """The parts of all parameters that `rank` holds, in the caller's order."""
         return [self.span(index, rank) for index in range(len(self.entries))]
 
@@ -217,7 +213,7 @@ class FlatLayout:
         )
         return int.from_bytes(hashlib.blake2b(repr(plan).encode(), digest_size=8).digest(), "big") >> 1
 
-    def _ranks(self, entry: Entry) -> str:
+    def _ranks(self, entry: LayoutEntry) -> str:
         """The ranks that hold a part of `entry`, as text."""
         if entry.numel == 0:
             return "-"
@@ -244,23 +240,25 @@ def _checked_shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
 
 def _asked(
     name: str, shape: tuple[int, ...], atom: Atom | Callable[[str, tuple[int, ...]], Atom]
-) -> tuple[Entry, Atom]:
+) -> tuple[LayoutEntry, Atom]:
     """An entry without a place, and the atom that the caller wants for it."""
     wish = atom(name, shape) if callable(atom) else atom
     if isinstance(wish, str) and wish not in ATOM_NAMES:
         near = difflib.get_close_matches(wish, ATOM_NAMES, n=2, cutoff=0.4) or list(ATOM_NAMES)
         raise ValueError(
-            f"an atom is one of {', '.join(map(repr, ATOM_NAMES))} or Block(k), but {name!r} got {wish!r}; "
+            f"an atom is one of {', '.join(map(repr, ATOM_NAMES))} or BlockAtom(k), but {name!r} got {wish!r}; "
             f"did you mean {' or '.join(map(repr, near))}?"
         )
-    if not isinstance(wish, (str, Block)):
-        raise TypeError(f"an atom is one of {', '.join(map(repr, ATOM_NAMES))} or Block(k), but {name!r} got {wish!r}")
-    return Entry(name, shape, 1, "element", 0), wish
+    if not isinstance(wish, (str, BlockAtom)):
+        raise TypeError(
+            f"an atom is one of {', '.join(map(repr, ATOM_NAMES))} or BlockAtom(k), but {name!r} got {wish!r}"
+        )
+    return LayoutEntry(name, shape, 1, "element", 0), wish
 
 
-def _resolve(entry: Entry, wish: Atom) -> Entry:
-    """Give an entry the atom that it wants; "auto" wants rows where there are any."""
-    if isinstance(wish, Block):
+def _resolve(entry: LayoutEntry, wish: Atom) -> LayoutEntry:
+    """Gives an entry the atom that was asked for; "auto" wants rows where there are any."""
+    if isinstance(wish, BlockAtom):
         return replace(entry, atom=wish.size, cut="block")
     if wish == "parameter":
         return replace(entry, atom=max(1, entry.numel), cut="parameter")
@@ -269,10 +267,10 @@ def _resolve(entry: Entry, wish: Atom) -> Entry:
     return entry
 
 
-def _keep_rows(rows: list[Entry], free: set[int], world_size: int) -> FlatLayout:
-    """Place `rows`; cut those of `free` with the longest rows at elements, where the plan would pad too much."""
+def _keep_rows(rows: list[LayoutEntry], free: set[int], world_size: int) -> FlatLayout:
+    """Places `rows`; those of `free` with the longest rows are cut at elements where the plan would pad too much."""
 
-    def demoted(longest: int) -> list[Entry]:
+    def demoted(longest: int) -> list[LayoutEntry]:
         return [_as_elements(e) if i in free and e.atom > longest else e for i, e in enumerate(rows)]
 
     if world_size == 1:
@@ -292,12 +290,12 @@ def _keep_rows(rows: list[Entry], free: set[int], world_size: int) -> FlatLayout
     return best
 
 
-def _as_elements(entry: Entry) -> Entry:
+def _as_elements(entry: LayoutEntry) -> LayoutEntry:
     note = f"auto: rows of {entry.atom:,} elements would pad the plan by more than {100 / AUTO_PADDING:g} %"
     return replace(entry, atom=1, cut="element", note=note)
 
 
-def _local_shape(entry: Entry, held: int) -> tuple[int, ...]:
+def _local_shape(entry: LayoutEntry, held: int) -> tuple[int, ...]:
     """The shape of `held` elements of `entry` on one rank."""
     if held == entry.numel:
         return entry.shape
@@ -309,8 +307,8 @@ def _local_shape(entry: Entry, held: int) -> tuple[int, ...]:
     return (held,)
 
 
-def _place_all(entries: Sequence[Entry], world_size: int) -> FlatLayout:
-    """Place entries whose atoms are settled, in the smallest shards that were found to hold them."""
+def _place_all(entries: Sequence[LayoutEntry], world_size: int) -> FlatLayout:
+    """Places entries with known atoms in the smallest shards that were found to hold them."""
     # Longest atoms first: large matrices stay aligned, small parameters remain for gaps and for the end. The order
     # depends on sizes before it depends on the caller's order, so that the latter can't change the padding.
     order = sorted(range(len(entries)), key=lambda i: (-_whole(entries[i]), -entries[i].numel, i))
@@ -322,6 +320,6 @@ def _place_all(entries: Sequence[Entry], world_size: int) -> FlatLayout:
     return FlatLayout(tuple(placed), world_size, shard_numel)
 
 
-def _whole(entry: Entry) -> int:
-    """The elements that really stay together: an atom is no longer than its parameter."""
+def _whole(entry: LayoutEntry) -> int:
+    """The elements that stay together: an atom is no longer than its parameter."""
     return max(1, min(entry.atom, entry.numel))

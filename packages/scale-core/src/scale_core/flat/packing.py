@@ -2,7 +2,7 @@
 
 A `Piece` is all that the arithmetic needs to know of a parameter: how many elements it has, and how many stay together.
 
-A parameter is contiguous, so padding stands between parameters and at the end only. One with atoms of a elements at
+A parameter is contiguous, so padding is between parameters and at the end only. One with atoms of a elements at
 offset o that crosses the cut r·S needs a | r·S - o, and a | S as well where it crosses a second cut. Parameters are
 placed one after another, longest atom first; before one that would be cut inside an atom, a gap of fewer than a
 elements is left, which later parameters fill where they fit. Each cut costs one gap at most, hence the bound. With W
@@ -36,32 +36,19 @@ TRIES = 4
 
 
 class Piece(NamedTuple):
-    """What the packing knows of a parameter.
+    """The size and the atom of a parameter."""
 
-    Attributes:
-        numel: Its elements.
-        atom: The elements that stay together, 1 at least and no more than the parameter has, or 1 where it has none.
-    """
-
-    numel: int
-    atom: int
+    numel: int  # Its elements
+    atom: int  # The elements that stay together, 1 at least and no more than the parameter has, or 1 where it has none
 
     @property
     def divisible(self) -> bool:
-        """Whether it has a place where it may be cut."""
+        """Whether it may be cut anywhere."""
         return self.numel > self.atom
 
 
 def pack(pieces: Sequence[Piece], world_size: int) -> tuple[int, list[int]]:
-    """Places the pieces: in the smallest of a few shard sizes that fit, else in the size that is known to fit.
-
-    Args:
-        pieces: In the order in which they are placed: the longest atom first.
-        world_size: The number of shards.
-
-    Returns:
-        The shard size, and each piece's offset in the full buffer.
-    """
+    """Returns the smallest shard size found, or one that is known to fit, and each piece's offset."""
     total = sum(piece.numel for piece in pieces)
     align = ALIGN if world_size > 1 and total >= ALIGN_FROM * world_size else 1
     least = max([-(-total // world_size), *(piece.numel for piece in pieces if not piece.divisible)])
@@ -94,12 +81,7 @@ def _sure_size(pieces: Sequence[Piece], world_size: int, align: int, common: int
 
 
 def _offsets(pieces: Sequence[Piece], size: int) -> tuple[int | None, list[int]]:
-    """Place the pieces in order, into as many shards of `size` as it takes.
-
-    Returns:
-        The end of the last piece and all offsets; None for the end where a piece would reach over two cuts and `size`
-        is no multiple of its atom.
-    """
+    """Places the pieces in order; returns the end of the last (None: `size` can't hold them) and all offsets."""
     offsets = [-1] * len(pieces)
     waiting: list[tuple[int, int]] | None = None
     cursor = 0
@@ -122,10 +104,8 @@ def _offsets(pieces: Sequence[Piece], size: int) -> tuple[int | None, list[int]]
 
 
 def _fill(waiting: list[tuple[int, int]], offsets: list[int], cursor: int, gap: int) -> None:
-    """Put pieces that still wait into a gap, the longest that fits first; `waiting` is sorted by size.
-
-    The piece that the gap stands before is longer than the gap, so it never lands there itself.
-    """
+    """Places waiting pieces in a gap, the longest that fits first; `waiting` is sorted by size."""
+    # The piece behind the gap is longer than the gap, so it is never placed there itself.
     while gap and (fitting := bisect_right(waiting, gap, key=lambda entry: entry[0])):
         numel, i = waiting.pop(fitting - 1)
         if offsets[i] < 0:  # those placed before this gap are still listed

@@ -1,7 +1,7 @@
-"""Ranks on this machine, started by the program itself: `program --ranks 2` instead of a launcher around it.
+"""Starts ranks on this machine from the program itself: `program --ranks 2` without a launcher around it.
 
-The ranks live and die together: one that fails ends the others, a signal to the program reaches all of them once, and
-where the program is killed the ranks end too.
+The ranks start and end together: one that fails ends the others, a signal to the program reaches all of them once, and
+they end when the program is killed.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from scale_core.launch.main_script import UNGUARDED, check_may_start, main_hidden, unguarded
+from scale_core.launch.main_script import UNGUARDED, check_may_start, lacks_main_guard, main_hidden
 from scale_core.launch.rendezvous import LaunchError, init_distributed, open_store
 
-__all__ = ["LaunchError", "die_with_parent", "init_distributed", "launch_local", "name_of_exit"]
+__all__ = ["LaunchError", "die_with_parent", "format_exit_code", "init_distributed", "launch_local"]
 
 _PR_SET_PDEATHSIG = 1
 
@@ -39,9 +39,9 @@ def launch_local(
 ) -> int:
     """Calls `fn(*args)` in `num_ranks` new processes and returns an exit code when all have ended.
 
-    `fn` calls `init_distributed` itself. Its `SystemExit` is its exit code; any other exception is printed and is
-    code 1. SIGINT and SIGTERM are passed on to the ranks, whose main thread may catch them; what has not ended `grace`
-    seconds later is killed. To be called from under `if __name__ == "__main__"`, as for multiprocessing.
+    `fn` calls `init_distributed` itself. Its `SystemExit` is its exit code; any other exception is printed and is code
+    1. SIGINT and SIGTERM are passed on to the ranks, whose main thread may catch them; ranks still running `grace`
+    seconds later are killed. Call it under `if __name__ == "__main__"`, as multiprocessing.
 
     Args:
         fn: A function at the top level of a module; of the main script, too, but not of a notebook or `python -c`.
@@ -69,11 +69,11 @@ def launch_local(
     received: list[int] = []
     context = multiprocessing.get_context("spawn")
     try:
-        with _signals_to(ranks, received):
+        with _forward_signals(ranks, received):
             for rank in range(num_ranks):
                 variables = _variables(rank, num_ranks, store.port, device)
-                with _environment(variables), _interrupts_held_back(), main_hidden(unless=True):
-                    process = context.Process(target=_live, args=(os.getpid(), fn, args), name=f"rank {rank}")
+                with _environment(variables), _block_sigint(), main_hidden(unless=True):
+                    process = context.Process(target=_run_rank, args=(os.getpid(), fn, args), name=f"rank {rank}")
                     process.start()
                     ranks.append(process)
             return _supervise(ranks, received, grace)
@@ -82,11 +82,7 @@ def launch_local(
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Asks Linux to kill this process when the one that started it ends; elsewhere does nothing.
-
-    Args:
-        parent: The process id that the parent had when it started us: if that is gone already, end now.
-    """
+    """Asks Linux to kill this process when the one that started it ends; elsewhere does nothing."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
@@ -94,8 +90,8 @@ def die_with_parent(parent: int | None = None) -> None:
         os._exit(1)
 
 
-def name_of_exit(code: int) -> str:
-    """Returns an exit code in words: "was killed by SIGKILL", "exited with code 3"."""
+def format_exit_code(code: int) -> str:
+    """Describes an exit code: "was killed by SIGKILL", "exited with code 3"."""
     if code >= 0:
         return f"exited with code {code}"
     try:
@@ -130,7 +126,7 @@ def _variables(rank: int, num_ranks: int, port: int, device: str) -> dict[str, s
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Sets variables for a process that starts now: the C library reads its own before any Python runs."""
+    """Sets environment variables for a process that starts now: its C library reads them before any Python runs."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -144,11 +140,9 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextmanager
-def _interrupts_held_back() -> Iterator[None]:
-    """Around the start of a process: it inherits this, and a Ctrl-C waits until `_live` can take it.
-
-    Held back and not ignored: one that came while the process was loading still ends it.
-    """
+def _block_sigint() -> Iterator[None]:
+    """Blocks SIGINT while a process starts, so that a Ctrl-C waits until `_live` can handle it."""
+    # Held back and not ignored: one that came while the process was loading still ends it.
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
@@ -161,8 +155,8 @@ def _interrupts_held_back() -> Iterator[None]:
 
 
 @contextmanager
-def _signals_to(ranks: Sequence[BaseProcess], received: list[int]) -> Iterator[None]:
-    """Passes SIGINT and SIGTERM on to the ranks, and writes them down."""
+def _forward_signals(ranks: Sequence[BaseProcess], received: list[int]) -> Iterator[None]:
+    """Passes SIGINT and SIGTERM on to the ranks, and records them."""
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
         received.append(number)
@@ -191,9 +185,9 @@ def _supervise(ranks: Sequence[BaseProcess], received: Sequence[int], grace: flo
         if failed and code == 0 and not received:
             (rank, first), *_ = failed
             if first == UNGUARDED:
-                raise LaunchError(unguarded("launch_local"))
+                raise LaunchError(lacks_main_guard("launch_local"))
             code = first if first > 0 else 128 - first
-            print(f"rank {rank} {name_of_exit(first)}; the others are ended", file=sys.stderr)
+            print(f"rank {rank} {format_exit_code(first)}; the others are ended", file=sys.stderr)
             _signal(ranks, signal.SIGTERM)
             deadline = time.monotonic() + grace
         if len(received) > asked:
@@ -220,8 +214,8 @@ def _kill(ranks: Sequence[BaseProcess]) -> None:
         process.join()
 
 
-def _live(parent: int, fn: Callable[..., object], args: tuple[Any, ...]) -> NoReturn:
-    """One rank's whole life."""
+def _run_rank(parent: int, fn: Callable[..., object], args: tuple[Any, ...]) -> NoReturn:
+    """The main function of a rank's process."""
     die_with_parent(parent)
     if hasattr(os, "setpgid"):
         os.setpgid(0, 0)  # A terminal's Ctrl-C then reaches the program alone, which passes it on once.

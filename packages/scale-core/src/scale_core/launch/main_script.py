@@ -1,7 +1,7 @@
-"""The main script, which processes that start run once more to find its functions: what there is to run, and once only.
+"""Checks of the main script, which new processes run again to find their functions.
 
-A script that starts ranks outside of `if __name__ == "__main__"` starts them in each rank again; and of what was typed
-in, new processes find nothing. Both are told with the line to write.
+A script that starts ranks outside of `if __name__ == "__main__"` would start them again in each rank; and new processes
+can't find functions that were typed in. Both errors give the line to write.
 """
 
 from __future__ import annotations
@@ -20,12 +20,8 @@ UNGUARDED = 227
 """The exit code of a process that was to start ranks while it was only being started itself."""
 
 
-def unguarded(call: str) -> str:
-    """Returns what to write where a script starts ranks whenever it is imported.
-
-    Args:
-        call: What starts them: "launch_local" or "run_ranks".
-    """
+def lacks_main_guard(call: str) -> str:
+    """The error text for a script that starts ranks whenever it is imported."""
     return (
         f"{call} was called again by a rank that only imported the main script: each rank runs that script from the "
         f'top to find its functions. Write `if __name__ == "__main__":` above the line that calls {call}, and indent '
@@ -34,15 +30,7 @@ def unguarded(call: str) -> str:
 
 
 def check_may_start(call: str, fn: Callable[..., object]) -> None:
-    """Checks that ranks may be started here, and can find their function; ends a process that only imports the script.
-
-    Args:
-        call: What is to start them, for errors.
-        fn: What they are to call.
-
-    Raises:
-        ValueError: The function was typed in, or given to `python -c`, and so is in no file.
-    """
+    """Checks that ranks may be started here and can find `fn`; ends a process that only imports the script."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):  # So multiprocessing asks itself.
         _end(call)
     while isinstance(fn, functools.partial):
@@ -57,11 +45,7 @@ def check_may_start(call: str, fn: Callable[..., object]) -> None:
 
 @contextmanager
 def main_hidden(unless: bool) -> Iterator[None]:
-    """Inside, processes that start don't run the main script, often pytest itself; nor what is in no file.
-
-    Args:
-        unless: They need it.
-    """
+    """A context in which new processes don't run the main script (often pytest itself)."""
     main = sys.modules["__main__"]
     if not unless or not _has_file(main):
         sys.modules["__main__"] = ModuleType("__main__")
@@ -77,5 +61,5 @@ def _has_file(main: Any) -> bool:
 
 
 def _end(call: str) -> NoReturn:
-    print(unguarded(call), file=sys.stderr, flush=True)
+    print(lacks_main_guard(call), file=sys.stderr, flush=True)
     os._exit(UNGUARDED)  # Whoever imports the script may take any exception for one of its own, and go on.

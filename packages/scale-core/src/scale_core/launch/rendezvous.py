@@ -1,8 +1,8 @@
-"""Ranks that find each other, whoever started them.
+"""Rendezvous of the ranks of a job, under any launcher.
 
-`init_distributed` joins the ranks that `torchrun` (or anything that sets its variables) started, and says what is wrong
-with the variables where torch would wait. After a restart it meets under a name of its own: the store of torchrun's
-agent outlives the ranks, and still holds the addresses of the dead ones.
+`init_distributed` joins the ranks that `torchrun` (or anything that sets its variables) started, and says which
+variable is wrong where torch would wait. After a restart it uses keys of its own: the store of torchrun's agent
+outlives the ranks, and still holds the addresses of the dead ones.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def init_distributed(
     kind = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type
     if kind == "cuda":
         _take_device(place.local_rank)
-    store = _meet(place, timeout)
+    store = _rendezvous(place, timeout)
     dist.init_process_group(
         backend or ("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"),
         store=store,
@@ -74,21 +74,21 @@ def init_distributed(
 
 
 def open_store(host: str, port: int, *, serve: bool, timeout: float) -> Any:
-    """Opens torch's key-value store on TCP: its server (port 0: any free one; see `.port`), or a client of it."""
+    """Opens torch's TCP store: its server (port 0: any free one; see `.port`), or a client of it."""
     # torch exports it at run time, and its stubs do not say so.
     return cast(Any, dist).TCPStore(
         host, port, is_master=serve, wait_for_workers=False, timeout=timedelta(seconds=timeout)
     )
 
 
-def under_name(name: str, store: Any) -> Any:
-    """A view of a store whose keys no other name shares."""
+def prefixed(name: str, store: Any) -> Any:
+    """A view of a store with its own key prefix."""
     return cast(Any, dist).PrefixStore(name, store)
 
 
 @dataclass(frozen=True)
-class _Place:
-    """What the environment says of this rank."""
+class _RankEnvironment:
+    """This rank's numbers, from the environment."""
 
     rank: int
     world_size: int
@@ -99,7 +99,7 @@ class _Place:
     agent_has_store: bool
 
 
-def _place(environment: Mapping[str, str]) -> _Place | None:
+def _place(environment: Mapping[str, str]) -> _RankEnvironment | None:
     if "RANK" not in environment and "WORLD_SIZE" not in environment:
         return None
     rank, world_size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
@@ -107,7 +107,7 @@ def _place(environment: Mapping[str, str]) -> _Place | None:
         raise _error(f"expected RANK below WORLD_SIZE, got {rank} of {world_size}", environment)
     if not environment.get("MASTER_ADDR"):
         raise _error("MASTER_ADDR is not set", environment)
-    return _Place(
+    return _RankEnvironment(
         rank=rank,
         world_size=world_size,
         local_rank=_number(environment, "LOCAL_RANK", default=rank),
@@ -143,8 +143,8 @@ def _take_device(local_rank: int) -> None:
     torch.cuda.set_device(local_rank)
 
 
-def _meet(place: _Place, timeout: float) -> Any:
-    """Opens the store and returns a view of it for this meeting, once all ranks are there and agree on who they are."""
+def _rendezvous(place: _RankEnvironment, timeout: float) -> Any:
+    """Opens the store and returns a view of it for this run, once all ranks are there and agree on their numbers."""
     address = (place.host, place.port)
     try:
         if address not in _stores:
@@ -152,12 +152,12 @@ def _meet(place: _Place, timeout: float) -> Any:
             _stores[address] = open_store(*address, serve=serve, timeout=timeout)
     except Exception as error:  # torch has several types for it, and no common one
         raise _error(f"no store at {place.host}:{place.port} within {timeout:g} s ({_first_line(error)})") from error
-    store = under_name(f"attempt{place.attempt}/meeting{next(_meetings)}", _stores[address])
-    _roll_call(under_name("roll-call", store), place, timeout)
+    store = prefixed(f"attempt{place.attempt}/meeting{next(_meetings)}", _stores[address])
+    _roll_call(prefixed("roll-call", store), place, timeout)
     return store
 
 
-def _roll_call(store: Any, place: _Place, timeout: float) -> None:
+def _roll_call(store: Any, place: _RankEnvironment, timeout: float) -> None:
     sizes = store.compare_set("world size", "", str(place.world_size)).decode()
     trouble = ""
     if sizes != str(place.world_size):

@@ -1,14 +1,13 @@
-"""The norm of gradients that no rank holds alone, and clipping by it.
+"""The norm of sharded gradients, and clipping by it.
 
-Each element of each parameter counts once, whoever holds it. Who holds what is known from `shard_of`: over a mesh
-axis that shards a parameter the norms of the pieces are combined, over one that replicates it they are not.
+Each element of each parameter counts once. `shard_of` says how a mesh axis holds a parameter: over an axis that shards
+it the norms of the pieces are combined, over one that replicates it they are not. Reduced gradients that are in another
+tensor than `param.grad` are found by `register_gradient_keeper`. The parameters of a pipeline's stages are on one rank
+each: the norms of its ranks are combined.
 
-Where the averaged gradient of a parameter stands in another tensor than `param.grad`, whoever has put it there says so
-by `keep_gradients`. The parameters of a pipeline's stages stand on one rank each: the norms of its ranks are combined.
-
-The result is right to about one unit in the last place of fp32 at any size, and hardly depends on how the gradients
-are cut. `torch.nn.utils.clip_grad_norm_` adds all squares of a tensor in fp32: on CPU that costs it 170 units at a
-million elements and 4,700 at ten million.
+The result is right to about one unit in the last place of fp32 at any size, and hardly depends on how the gradients are
+cut. `torch.nn.utils.clip_grad_norm_` adds all squares of a tensor in fp32: on CPU that costs it 170 units at a million
+elements and 4,700 at ten million.
 """
 
 from __future__ import annotations
@@ -26,71 +25,57 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from scale_core import compat
-from scale_core.comm.collectives import all_reduce
-from scale_core.comm.control_plane import exchange
+from scale_core.comm.collectives import all_reduce, exchange
 from scale_core.comm.group import Group
-from scale_core.shard import Held, Stages, names_of_stages, shard_of, stages_of
+from scale_core.shard import Placement, Stages, names_of_stages, shard_of, stages_of
 
 # So many squares can be added in fp32 before the error of the sum is that of its last rounding.
 _PIECE = 256
 
 
-class KeepsGradients(Protocol):
-    """Who averages gradients into other tensors than `param.grad`."""
+class HasReducedGradients(Protocol):
+    """A class that averages gradients into other tensors than `param.grad`."""
 
     @property
     def has_reduced_gradients(self) -> bool:
-        """Whether there are any now; the same on all ranks."""
+        """Whether there are any now; equal on all ranks."""
 
     def reduced_gradients(self) -> Mapping[int, Tensor]:
-        """Returns, by the id of each parameter, the tensor that has its averaged gradient in `grad`, marked as a shard.
-
-        Raises:
-            RuntimeError: Some gradient has not been averaged.
-        """
+        """Returns, by the id of each parameter, the sharded tensor whose `grad` is its averaged gradient."""
 
 
-class Measured(NamedTuple):
-    """One gradient in a norm.
+class MeasuredGradient(NamedTuple):
+    """One gradient in a norm."""
 
-    Attributes:
-        param: The parameter, as its model lists it.
-        holder: The tensor whose mark says who holds which elements of the gradient: the parameter, or a piece of it.
-        grad: The elements of this rank; None counts as zeros.
-    """
-
-    param: Tensor
+    param: Tensor  # The parameter, as its model lists it
+    # The tensor whose mark says who holds which elements of the gradient: the parameter, or a piece of it.
     holder: Tensor
-    grad: Tensor | None
+    grad: Tensor | None  # The elements of this rank; None counts as zeros
 
 
-_kept: WeakIdKeyDictionary = WeakIdKeyDictionary()  # each parameter, to a weak reference to its `KeepsGradients`
+_kept: WeakIdKeyDictionary = WeakIdKeyDictionary()  # each parameter, to a weak reference to its `HasReducedGradients`
 
 
-def keep_gradients(params: Iterable[Tensor], keeper: KeepsGradients) -> None:
-    """Records that the averaged gradients of these parameters are asked of `keeper`, as long as that lives."""
+def register_gradient_keeper(params: Iterable[Tensor], keeper: HasReducedGradients) -> None:
+    """Records that the averaged gradients of these parameters are kept by `keeper`, while that is alive."""
     reference = weakref.ref(keeper)
     for param in params:
         _kept[param] = reference
 
 
-def is_kept(param: Tensor) -> bool:
-    """Whether the averaged gradient of this parameter is asked of somebody who lives."""
+def has_gradient_keeper(param: Tensor) -> bool:
+    """Whether another object keeps the averaged gradient of this parameter."""
     return _keeper_of(param) is not None
 
 
 def has_kept_gradients() -> bool:
-    """Whether averaged gradients of this process stand elsewhere than in `param.grad` now; the same on all ranks."""
+    """Whether averaged gradients of this process are kept outside of `param.grad` now; equal on all ranks."""
     keepers = {id(keeper): keeper for param in list(_kept) if (keeper := _keeper_of(param)) is not None}
     return any(keeper.has_reduced_gradients for keeper in keepers.values())
 
 
 def gradient_holders(params: Sequence[Tensor]) -> list[Tensor]:
-    """Returns, for each parameter, the tensor that has its averaged gradient in `grad`: mostly itself.
-
-    Raises:
-        RuntimeError: It has not been averaged.
-    """
+    """Returns, for each parameter, the tensor whose `grad` is its averaged gradient: mostly itself."""
     if not _kept:
         return list(params)
     found: dict[int, Mapping[int, Tensor]] = {}
@@ -103,15 +88,15 @@ def gradient_holders(params: Sequence[Tensor]) -> list[Tensor]:
     return holders
 
 
-def _keeper_of(param: Tensor) -> KeepsGradients | None:
-    reference: weakref.ref[KeepsGradients] | None = _kept.get(param)
+def _keeper_of(param: Tensor) -> HasReducedGradients | None:
+    reference: weakref.ref[HasReducedGradients] | None = _kept.get(param)
     return None if reference is None else reference()
 
 
-def measured_gradients(params: Sequence[Tensor]) -> list[Measured]:
-    """Returns what a norm of these parameters' gradients is made of."""
+def measured_gradients(params: Sequence[Tensor]) -> list[MeasuredGradient]:
+    """Returns the gradients of these parameters, for a norm."""
     holders = gradient_holders(params)
-    return [Measured(param, holder, holder.grad) for param, holder in zip(params, holders, strict=True)]
+    return [MeasuredGradient(param, holder, holder.grad) for param, holder in zip(params, holders, strict=True)]
 
 
 @torch.no_grad()
@@ -140,37 +125,26 @@ def grad_norm(params: Iterable[Tensor], norm_type: float = 2.0, limit_seconds: f
 
 
 def norm_of(
-    gradients: Sequence[Measured],
+    gradients: Sequence[MeasuredGradient],
     norm_type: float = 2.0,
     limit_seconds: float | None = None,
     stages: Sequence[Stages] | None = None,
 ) -> Tensor:
-    """Returns the norm of gradients as `grad_norm` does.
-
-    Args:
-        gradients: In an order that all ranks have.
-        norm_type: As in `grad_norm`.
-        limit_seconds: As in `grad_norm`.
-        stages: The pipelines that take part; None is those that have one of the parameters.
-
-    Raises:
-        TransferError: As in `grad_norm`.
-        ValueError: As in `grad_norm`.
-    """
+    """Returns the norm of gradients as `grad_norm` does."""
     if not norm_type > 0:
         raise ValueError(f"expected norm_type > 0 or math.inf, got {norm_type}")
     tensors = (tensor for each in gradients for tensor in (each.grad, each.holder) if tensor is not None)
     device = next((tensor.device for tensor in tensors), torch.device("cpu"))
     rest = list(gradients)
-    total, width = torch.zeros((), dtype=torch.float64, device=device), _Width.NONE
-    by_ranks: dict[Group, tuple[Tensor, _Width]] = {}
+    total, width = torch.zeros((), dtype=torch.float64, device=device), _NormDtype.NONE
+    by_ranks: dict[Group, tuple[Tensor, _NormDtype]] = {}
     for model in stages_of(each.param for each in gradients) if stages is None else stages:
         own, copies = set(names_of_stages(model)), set(model.counted_elsewhere())
         counted = [each for each in rest if each.param in own - copies]
-        widest = _width([each for each in rest if each.param in own])
+        widest = _norm_dtype([each for each in rest if each.param in own])
         rest = [each for each in rest if each.param not in own]
         share = _over_shards(counted, norm_type, device, limit_seconds)
-        before, wide = by_ranks.get(model.group, (torch.zeros_like(total), _Width.NONE))
+        before, wide = by_ranks.get(model.group, (torch.zeros_like(total), _NormDtype.NONE))
         by_ranks[model.group] = _combined(before, share, norm_type), max(wide, widest)
     for group, (share, widest) in by_ranks.items():  # Once for each group: a rank without parameters knows no more.
         share, widest = _over_stages(share, widest, norm_type, group, limit_seconds)
@@ -178,7 +152,7 @@ def norm_of(
     total = _combined(total, _over_shards(rest, norm_type, device, limit_seconds), norm_type)
     if not math.isinf(norm_type):
         total = total ** (1.0 / norm_type)
-    return total if max(width, _width(rest)) is _Width.ALL_DOUBLE else total.to(torch.float32)
+    return total if max(width, _norm_dtype(rest)) is _NormDtype.ALL_DOUBLE else total.to(torch.float32)
 
 
 @torch.no_grad()
@@ -212,7 +186,7 @@ def clip_grad_norm(
 
 @torch.no_grad()
 def clip(
-    gradients: Sequence[Measured],
+    gradients: Sequence[MeasuredGradient],
     max_norm: float,
     norm_type: float = 2.0,
     limit_seconds: float | None = None,
@@ -232,12 +206,7 @@ def clip(
 
 
 def scale_gradients(params: Iterable[Tensor], factor: Tensor) -> None:
-    """Multiplies what the parameters have in `grad` by a scalar, in place.
-
-    Args:
-        params: Those without a gradient are left out.
-        factor: Scalar; its own dtype is computed in, since half precision would round it first.
-    """
+    """Multiplies what the parameters have in `grad` by a scalar, in place."""
     alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for param in params:
         if param.grad is not None and param.grad.numel():
@@ -247,16 +216,12 @@ def scale_gradients(params: Iterable[Tensor], factor: Tensor) -> None:
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """What torch multiplies gradients of this norm by, min(1, max_norm / (norm + 1e-6)); scalar, 1 without a bound."""
+    """torch's factor for gradients of this norm, min(1, max_norm / (norm + 1e-6)); scalar, 1 without a bound."""
     return torch.ones_like(norm) if math.isinf(max_norm) else torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
 
 def check_max_norm(max_norm: float) -> None:
-    """Refuses a bound that no norm can keep, before anything is measured or sent.
-
-    Raises:
-        ValueError: `max_norm` is below 0, which would turn all gradients round, or not a number.
-    """
+    """Refuses a negative or NaN bound, before anything is measured or sent."""
     if not max_norm >= 0:
         raise ValueError(
             f"expected max_norm of at least 0, got {max_norm}, by which every gradient would be turned round or lost: "
@@ -265,11 +230,7 @@ def check_max_norm(max_norm: float) -> None:
 
 
 def check_finite(norm: Tensor, norm_type: float) -> None:
-    """Refuses to clip by a norm that is inf or NaN, on all ranks alike, since the norm is.
-
-    Raises:
-        RuntimeError: It is.
-    """
+    """Refuses to clip by a norm that is inf or NaN, on all ranks alike, since the norm is."""
     (value,) = compat.values_of(norm.reshape(1), simulated=[1.0])
     if not math.isfinite(value):
         raise RuntimeError(
@@ -279,30 +240,26 @@ def check_finite(norm: Tensor, norm_type: float) -> None:
 
 
 def is_shared(param: Tensor) -> bool:
-    """Whether no rank alone has all gradients that a norm with this one is of.
-
-    Raises:
-        ValueError: Its gradient is still a partial sum over a mesh axis.
-    """
-    return bool(_sharing_groups(param)) or _apart(param) is not None
+    """Whether other ranks have gradients of the norm that this one belongs to."""
+    return bool(_sharing_groups(param)) or _expert_group(param) is not None
 
 
 def _sharing_groups(param: Tensor) -> tuple[Group, ...]:
-    """The groups between which the elements of a parameter are divided."""
+    """The groups between which the elements of a parameter are sharded."""
     shard = shard_of(param)
     if shard is None:
         return ()
     for axis in shard.axes:
-        if axis.held is Held.PARTIAL:
+        if axis.placement is Placement.PARTIAL:
             raise ValueError(
                 f"the gradient of {shard.title} is a partial sum over ranks {list(axis.group.ranks)}: "
                 "reduce it before its norm is taken"
             )
-    return tuple(axis.group for axis in shard.axes if axis.held is Held.SHARD and axis.group.size > 1)
+    return tuple(axis.group for axis in shard.axes if axis.placement is Placement.SHARD and axis.group.size > 1)
 
 
 def _counts(param: Tensor) -> bool:
-    """Whether this rank is the one that speaks for the elements it holds."""
+    """Whether this rank counts the elements that it holds, or another rank with the same elements does."""
     shard = shard_of(param)
     return shard is None or shard.counted
 
@@ -323,7 +280,7 @@ def _listed(params: Iterable[Tensor]) -> list[Tensor]:
 
 
 def warn_if_used_up(params: object, stages: Iterable[Stages]) -> None:
-    """Warns of an iterator that gave none of the parameters that train here, which may be used up, or may be right."""
+    """Warns of an iterator that gave none of the parameters that train here: it may be used up."""
     if isinstance(params, Iterator) and any(p.requires_grad for model in stages for p in names_of_stages(model)):
         warnings.warn(
             "this rank takes part in the norm of its pipeline with no parameters, since the iterator that was given "
@@ -334,20 +291,20 @@ def warn_if_used_up(params: object, stages: Iterable[Stages]) -> None:
 
 
 def _over_shards(
-    gradients: Sequence[Measured], norm_type: float, device: torch.device, limit_seconds: float | None
+    gradients: Sequence[MeasuredGradient], norm_type: float, device: torch.device, limit_seconds: float | None
 ) -> Tensor:
     """The sum of |g|^p over all elements on all ranks that share a parameter, or their largest magnitude."""
     # By who shares them. The order is that of the parameters, which is the same on all ranks; an order by the ranks
     # in a group would not be, where an axis is the first of one group's and the last of another's.
     classes: dict[tuple[tuple[Group, ...], Group | None], list[Tensor]] = {}
     for _, holder, grad in gradients:
-        members = classes.setdefault((_sharing_groups(holder), _apart(holder)), [])
+        members = classes.setdefault((_sharing_groups(holder), _expert_group(holder)), [])
         if grad is not None and _counts(holder):
             # Of a complex number its magnitude counts, as in torch.
             members.append(grad.abs() if grad.is_complex() else grad)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for (groups, apart), members in classes.items():
-        share = _share(members, norm_type, device)
+        share = _power_sum(members, norm_type, device)
         for group in groups:
             share = _over_group(share, norm_type, group, limit_seconds)
         if apart is not None:
@@ -356,45 +313,45 @@ def _over_shards(
     return total
 
 
-def _apart(param: Tensor) -> Group | None:
-    """The ranks of which each has another parameter in this one's place, if there are such."""
+def _expert_group(param: Tensor) -> Group | None:
+    """The ranks that each have another parameter in this one's place (experts), if there are such."""
     shard = shard_of(param)
     return None if shard is None else shard.counted_over
 
 
-class _Width(IntEnum):
-    """In what parameters are that a norm is of; of two answers the larger one holds for both."""
+class _NormDtype(IntEnum):
+    """The dtype of a norm's result; of two the wider one holds for both."""
 
     NONE = 0  # There are none.
     ALL_DOUBLE = 1
     NARROWER = 2
 
 
-def _width(gradients: Sequence[Measured]) -> _Width:
-    """Goes by the parameters, which ranks have alike: of their gradients one rank may have some, and another none."""
+def _norm_dtype(gradients: Sequence[MeasuredGradient]) -> _NormDtype:
+    """The result's dtype by the parameters, which ranks have alike, not by gradients, which one rank may lack."""
     dtypes = {each.holder.dtype for each in gradients if each.param.requires_grad or each.grad is not None}
     if not dtypes:
-        return _Width.NONE
-    return _Width.ALL_DOUBLE if dtypes <= {torch.float64, torch.complex128} else _Width.NARROWER
+        return _NormDtype.NONE
+    return _NormDtype.ALL_DOUBLE if dtypes <= {torch.float64, torch.complex128} else _NormDtype.NARROWER
 
 
 def _over_stages(
-    share: Tensor, width: _Width, norm_type: float, group: Group, limit_seconds: float | None
-) -> tuple[Tensor, _Width]:
-    """The shares of all ranks of a pipeline, which may compute on different devices, so they travel as numbers."""
+    share: Tensor, width: _NormDtype, norm_type: float, group: Group, limit_seconds: float | None
+) -> tuple[Tensor, _NormDtype]:
+    """The shares of all ranks of a pipeline, sent as numbers, since they may compute on different devices."""
     (own,) = compat.values_of(share.reshape(1), simulated=[1.0])
     (bits,) = struct.unpack("<q", struct.pack("<d", own))
     rows = exchange([bits, width], group, limit_seconds=limit_seconds)
     shares = torch.tensor([struct.unpack("<d", struct.pack("<q", row[0]))[0] for row in rows], dtype=torch.float64)
     joined = shares.max() if math.isinf(norm_type) else shares.sum()
-    return joined.to(share.device), _Width(max(row[1] for row in rows))
+    return joined.to(share.device), _NormDtype(max(row[1] for row in rows))
 
 
 def _combined(total: Tensor, share: Tensor, norm_type: float) -> Tensor:
     return torch.maximum(total, share) if math.isinf(norm_type) else total + share
 
 
-def _share(grads: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
+def _power_sum(grads: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
     """The sum of |g|^p over all elements, or their largest magnitude; scalar, fp64."""
     short: dict[torch.device, list[Tensor]] = {}
     norms = []
@@ -411,7 +368,7 @@ def _share(grads: list[Tensor], norm_type: float, device: torch.device) -> Tenso
 
 
 def _norms_of_pieces(grad: Tensor, norm_type: float) -> list[Tensor]:
-    """The norms of pieces of a long gradient that are short enough to be added up in fp32; each tensor is 1-D."""
+    """The norms of pieces of a long 1-D gradient that are short enough to be added up in fp32."""
     dtype = torch.promote_types(grad.dtype, torch.float32)
     flat = grad.detach().reshape(-1)
     rest = flat.numel() % _PIECE

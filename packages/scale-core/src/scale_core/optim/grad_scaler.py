@@ -1,8 +1,8 @@
-"""One verdict on inf and NaN for the whole group.
+"""Gradient scaling with one decision on inf and NaN for all ranks.
 
-A loss that is scaled up keeps small fp16 gradients from vanishing; where the scale was too large, some gradient is inf
-and the step is skipped. Ranks that hold different gradients see different ones overflow: where each decided for itself,
-some would step and others not, and from then on they would scale their losses differently. So the ranks agree.
+A scaled loss keeps small fp16 gradients from vanishing; where the scale was too large, some gradient is inf and the
+step is skipped. Ranks that hold different gradients see different ones overflow: if each decided alone, some would step
+and others not, and from then on their scales would differ. So the ranks agree.
 
 bf16 has the exponents of fp32 and needs no scaler: `enabled=False` makes one that does nothing.
 """
@@ -80,10 +80,10 @@ class ShardedGradScaler(GradScaler):
             _check("backoff_factor", backoff_factor, "a number between 0 and 1", lambda x: 0 < x < 1)
             _check("growth_interval", growth_interval, "1 or more", lambda x: x >= 1)
             group_of(process_group)
-        # torch turns a scaler "of cuda" off, with a warning, where there is no CUDA; the scale stands on any device.
+        # torch turns a scaler "of cuda" off, with a warning, where there is no CUDA; the scale is on any device.
         super().__init__("cpu", init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._process_group = process_group
-        self._scale_device = None if device is None else compat.device_that_is_here(device)
+        self._scale_device = None if device is None else compat.available_device(device)
         self._covered: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
     def unscale_(self, optimizer: Optimizer) -> None:
@@ -164,7 +164,7 @@ class ShardedGradScaler(GradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """torch's, for fp16 too, followed by the verdict of all ranks in the place of the devices' own."""
+        """torch's method, for fp16 too, followed by the agreement of all ranks in place of the devices' own."""
         group = group_of(self._process_group)
         self._check_covers(optimizer, group)
         found = super()._unscale_grads_(_with_gradients(optimizer), inv_scale, found_inf, True)
@@ -178,11 +178,11 @@ class ShardedGradScaler(GradScaler):
             ]
         )
         state["agreed"] = self._largest(mine, group)
-        # Exactly 1 where anybody has found one: fused optimizers compare with that.
+        # Exactly 1 where any rank has found one: fused optimizers compare with that.
         return {scale.device: state["agreed"][0].clone()}
 
     def _largest(self, mine: Tensor, group: Group) -> Tensor:
-        """The largest of each of the ranks' numbers, on the device of `mine`."""
+        """The maximum over the ranks of each number, on the device of `mine`."""
         if group.size == 1:
             return mine
         where = compat.control_device(torch_group(group), mine.device)
@@ -214,7 +214,7 @@ class ShardedGradScaler(GradScaler):
             )
 
     def _check_covers(self, optimizer: Optimizer, group: Group) -> None:
-        """Whether all who hold a part of a parameter are asked for its gradient."""
+        """Checks that the scaler's group has all ranks that share a parameter."""
         params = [param for param_group in _with_gradients(optimizer).param_groups for param in param_group["params"]]
         if self._covered.get(optimizer) == len(params):
             return
@@ -231,17 +231,15 @@ class ShardedGradScaler(GradScaler):
 
 
 class _Parameters:
-    """What torch's methods ask of an optimizer: whose gradients are meant."""
+    """The part of an optimizer that torch's methods read: whose gradients are meant."""
 
     def __init__(self, params: list[Tensor]) -> None:
         self.param_groups: list[dict[str, Any]] = [{"params": params}]
 
 
 def _with_gradients(optimizer: Any) -> Any:
-    """The optimizer; or, where gradients stand elsewhere than in its groups' parameters, those that have them.
-
-    Whoever keeps reduced gradients in parts of the parameters says so by an attribute `params_with_gradients`.
-    """
+    """The optimizer; or, where gradients are kept elsewhere, the tensors that have them."""
+    # Whoever keeps reduced gradients in parts of the parameters says so by an attribute `params_with_gradients`.
     params = getattr(optimizer, "params_with_gradients", None)
     return optimizer if params is None else _Parameters(list(params))
 

@@ -1,11 +1,10 @@
-"""What is known of each class of optimizers: what an update depends on, and what it remembers.
+"""Traits of optimizer classes: what an update depends on, and which state it keeps.
 
 An elementwise optimizer computes the new value of an element from that element's gradient and state alone, so a
-parameter can be cut anywhere. Others need a parameter as a whole, or all parameters together. This is the one table of
-it: who cuts parameters, refuses to, moves state or names it, asks here.
+parameter can be cut anywhere. Others need a parameter as a whole, or all parameters together.
 
-Classes of torch.optim are known as such: a subclass may compute anything. Others come from many packages under the
-same names, so they are known by these; what they do is only ever a reason to refuse.
+Classes of torch.optim are known as such: a subclass may compute anything. Others come from many packages under the same
+names, so they are known by these; their traits are only ever a reason to refuse.
 """
 
 from __future__ import annotations
@@ -23,26 +22,17 @@ Scope = Literal["element", "parameter", "all"]
 
 
 @dataclass(frozen=True)
-class OptimizerKind:
-    """What one class of optimizers does.
+class OptimizerTraits:
+    """The traits of one class of optimizers."""
 
-    Attributes:
-        name: Of the class.
-        scope: What an update looks at together: each element, each parameter, or all parameters.
-        needs: What it depends on beside an element's own gradient and state; "" is nothing.
-        elements: Keys of its state with one value for each element of the parameter, as far as options ask for them.
-        numbers: Keys of its state with one number per parameter.
-        fused: Whether torch has a fused kernel for it.
-        sparse: Whether it takes sparse gradients only.
-    """
-
-    name: str
-    scope: Scope = "element"
-    needs: str = ""
+    name: str  # Of the class
+    scope: Scope = "element"  # What an update looks at together: each element, each parameter, or all parameters
+    needs: str = ""  # What it depends on beside an element's own gradient and state; "" is nothing
+    # Keys of its state with one value for each element of the parameter, as far as options ask for them.
     elements: tuple[str, ...] = ()
-    numbers: tuple[str, ...] = ("step",)
-    fused: bool = False
-    sparse: bool = False
+    numbers: tuple[str, ...] = ("step",)  # Keys of its state with one number per parameter
+    fused: bool = False  # Whether torch has a fused kernel for it
+    sparse: bool = False  # Whether it takes sparse gradients only
 
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -53,48 +43,48 @@ _PROJECTION = "a projection of the whole gradient"
 _TRUST = "the norms of the parameter and of its update"
 
 _OF_TORCH = (
-    OptimizerKind("ASGD", elements=("ax",), numbers=("step", "eta", "mu")),
-    OptimizerKind("Adadelta", elements=("square_avg", "acc_delta")),
-    OptimizerKind("Adafactor", "parameter", _FACTORS),
-    OptimizerKind("Adagrad", elements=("sum",), fused=True),
-    OptimizerKind("Adam", elements=(*_MOMENTS, "max_exp_avg_sq"), fused=True),
-    OptimizerKind("AdamW", elements=(*_MOMENTS, "max_exp_avg_sq"), fused=True),
-    OptimizerKind("Adamax", elements=("exp_avg", "exp_inf")),
-    OptimizerKind("LBFGS", "all", "all parameters together", numbers=()),
-    OptimizerKind("Muon", "parameter", "an orthogonal matrix near its momentum", ("momentum_buffer",), numbers=()),
-    OptimizerKind("NAdam", elements=_MOMENTS, numbers=("step", "mu_product")),
-    OptimizerKind("RAdam", elements=_MOMENTS),
-    OptimizerKind("RMSprop", elements=("square_avg", "momentum_buffer", "grad_avg")),
-    OptimizerKind("Rprop", elements=("prev", "step_size")),
-    OptimizerKind("SGD", elements=("momentum_buffer",), numbers=(), fused=True),
-    OptimizerKind("SparseAdam", elements=_MOMENTS, sparse=True),
+    OptimizerTraits("ASGD", elements=("ax",), numbers=("step", "eta", "mu")),
+    OptimizerTraits("Adadelta", elements=("square_avg", "acc_delta")),
+    OptimizerTraits("Adafactor", "parameter", _FACTORS),
+    OptimizerTraits("Adagrad", elements=("sum",), fused=True),
+    OptimizerTraits("Adam", elements=(*_MOMENTS, "max_exp_avg_sq"), fused=True),
+    OptimizerTraits("AdamW", elements=(*_MOMENTS, "max_exp_avg_sq"), fused=True),
+    OptimizerTraits("Adamax", elements=("exp_avg", "exp_inf")),
+    OptimizerTraits("LBFGS", "all", "all parameters together", numbers=()),
+    OptimizerTraits("Muon", "parameter", "an orthogonal matrix near its momentum", ("momentum_buffer",), numbers=()),
+    OptimizerTraits("NAdam", elements=_MOMENTS, numbers=("step", "mu_product")),
+    OptimizerTraits("RAdam", elements=_MOMENTS),
+    OptimizerTraits("RMSprop", elements=("square_avg", "momentum_buffer", "grad_avg")),
+    OptimizerTraits("Rprop", elements=("prev", "step_size")),
+    OptimizerTraits("SGD", elements=("momentum_buffer",), numbers=(), fused=True),
+    OptimizerTraits("SparseAdam", elements=_MOMENTS, sparse=True),
 )
 
 _ELSEWHERE = (
-    OptimizerKind("AdafactorBigVision", "parameter", _FACTORS),
-    OptimizerKind("CAME", "parameter", _FACTORS),
-    OptimizerKind("DAdaptAdaGrad", "all", _DISTANCE),
-    OptimizerKind("DAdaptAdam", "all", _DISTANCE),
-    OptimizerKind("DAdaptAdan", "all", _DISTANCE),
-    OptimizerKind("DAdaptAdanIP", "all", _DISTANCE),
-    OptimizerKind("DAdaptLion", "all", _DISTANCE),
-    OptimizerKind("DAdaptSGD", "all", _DISTANCE),
-    OptimizerKind("DistributedShampoo", "parameter", _PRECONDITIONER),
-    OptimizerKind("GaLore", "parameter", _PROJECTION),
-    OptimizerKind("GaLoreAdamW", "parameter", _PROJECTION),
-    OptimizerKind("LAMB", "parameter", _TRUST),
-    OptimizerKind("LARS", "parameter", "the norms of the parameter and of its gradient"),
-    OptimizerKind("Lamb", "parameter", _TRUST),
-    OptimizerKind("Lars", "parameter", "the norms of the parameter and of its gradient"),
-    OptimizerKind("NovoGrad", "parameter", "the norm of its gradient"),
-    OptimizerKind("Novograd", "parameter", "the norm of its gradient"),
-    OptimizerKind("Prodigy", "all", _DISTANCE),
-    OptimizerKind("SM3", "parameter", "the largest element of each row and column"),
-    OptimizerKind("SOAP", "parameter", _PRECONDITIONER),
-    OptimizerKind("Shampoo", "parameter", _PRECONDITIONER),
+    OptimizerTraits("AdafactorBigVision", "parameter", _FACTORS),
+    OptimizerTraits("CAME", "parameter", _FACTORS),
+    OptimizerTraits("DAdaptAdaGrad", "all", _DISTANCE),
+    OptimizerTraits("DAdaptAdam", "all", _DISTANCE),
+    OptimizerTraits("DAdaptAdan", "all", _DISTANCE),
+    OptimizerTraits("DAdaptAdanIP", "all", _DISTANCE),
+    OptimizerTraits("DAdaptLion", "all", _DISTANCE),
+    OptimizerTraits("DAdaptSGD", "all", _DISTANCE),
+    OptimizerTraits("DistributedShampoo", "parameter", _PRECONDITIONER),
+    OptimizerTraits("GaLore", "parameter", _PROJECTION),
+    OptimizerTraits("GaLoreAdamW", "parameter", _PROJECTION),
+    OptimizerTraits("LAMB", "parameter", _TRUST),
+    OptimizerTraits("LARS", "parameter", "the norms of the parameter and of its gradient"),
+    OptimizerTraits("Lamb", "parameter", _TRUST),
+    OptimizerTraits("Lars", "parameter", "the norms of the parameter and of its gradient"),
+    OptimizerTraits("NovoGrad", "parameter", "the norm of its gradient"),
+    OptimizerTraits("Novograd", "parameter", "the norm of its gradient"),
+    OptimizerTraits("Prodigy", "all", _DISTANCE),
+    OptimizerTraits("SM3", "parameter", "the largest element of each row and column"),
+    OptimizerTraits("SOAP", "parameter", _PRECONDITIONER),
+    OptimizerTraits("Shampoo", "parameter", _PRECONDITIONER),
 )
 
-KINDS: dict[type[Optimizer], OptimizerKind] = {
+KINDS: dict[type[Optimizer], OptimizerTraits] = {
     found: kind for kind in _OF_TORCH if (found := getattr(optim, kind.name, None)) is not None
 }
 """The classes of torch.optim that this torch has."""
@@ -111,45 +101,34 @@ NUMBERS = frozenset(key for kind in KINDS.values() for key in kind.numbers)
 """The numbers that torch's optimizers keep per parameter: for a 0-dim parameter no shape could tell them."""
 
 
-def known_bases(optim_cls: type[Optimizer]) -> list[OptimizerKind]:
-    """Returns what is known of a class and of those that it is made of, by their names; the nearest first.
-
-    One of which nothing is known but that it is elementwise may still be made of one that is not.
-    """
+def known_bases(optim_cls: type[Optimizer]) -> list[OptimizerTraits]:
+    """Returns the traits of a class and its bases, by their names; the nearest first."""
+    # One of which nothing is known but that it is elementwise may still be made of one that is not.
     return [_BY_NAME[base.__name__] for base in optim_cls.__mro__ if base.__name__ in _BY_NAME]
 
 
-def looks_at_all(optim_class: type[Optimizer]) -> bool:
+def needs_all_params(optim_class: type[Optimizer]) -> bool:
     """Returns whether an optimizer is known, by its name, to compute something of all tensors together."""
     return any(kind.scope == "all" for kind in known_bases(optim_class))
 
 
 def check_kind(optim_class: type[Optimizer], *, elementwise: bool | None, together: bool) -> None:
-    """Refuses what the user says of an optimizer where it can't be so.
-
-    Raises:
-        ValueError: It looks at all tensors together, and nobody has said so; or it is to do both.
-    """
+    """Refuses a user's claim about an optimizer that contradicts its known traits."""
     name = optim_class.__name__
     if together and elementwise:
         raise ValueError(
             f"OSS: {name} can't update each element by itself and look at all tensors together: "
             "pass elementwise=True or together=True"
         )
-    if looks_at_all(optim_class) and not together:
+    if needs_all_params(optim_class) and not together:
         raise ValueError(
             f"OSS: {name} computes its step size from all tensors together, and each rank would see its own part of "
             f"them alone: pass together=True, so that one rank updates all, OSS(..., {name}, together=True)"
         )
 
 
-def works_by_element(optim_class: type[Optimizer]) -> bool:
-    """Returns whether an optimizer is known to update each element by itself.
-
-    Raises:
-        TypeError: This is no class of optimizers.
-        ValueError: It can't be sharded rightly.
-    """
+def is_elementwise(optim_class: type[Optimizer]) -> bool:
+    """Returns whether an optimizer is known to update each element by itself."""
     given: object = optim_class
     if not (isinstance(given, type) and issubclass(given, Optimizer)):
         raise TypeError(f"OSS: expected optim to be a class of optimizers, such as torch.optim.AdamW, got {given!r}")
@@ -174,11 +153,9 @@ def works_by_element(optim_class: type[Optimizer]) -> bool:
 
 
 def constructor_arguments(optim_class: type[Optimizer], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Leaves out of an optimizer's `defaults` what its class has fixed, so that it takes the others as its arguments.
-
-    Trainers build `OSS(optimizer.param_groups, type(optimizer), **optimizer.defaults)`, and among those of AdamW there
-    is one that only Adam takes. Anything else that it does not take, it refuses by itself.
-    """
+    """Returns an optimizer's `defaults` without those that its class fixes, for its constructor."""
+    # Trainers build `OSS(optimizer.param_groups, type(optimizer), **optimizer.defaults)`, and among those of AdamW
+    # there is one that only Adam takes. Anything else that it does not take, it refuses by itself.
     parameters = inspect.signature(optim_class).parameters
     taken = {key: value for key, value in defaults.items() if key in parameters}
     if len(taken) == len(defaults) or any(each.kind is each.VAR_KEYWORD for each in parameters.values()):

@@ -1,6 +1,6 @@
-"""One process that plays one rank of a large world, on tensors without data: memory, bytes, order of collectives.
+"""One process that simulates one rank of many, on tensors without data: memory, bytes, order of collectives.
 
-Begin with `simulation`; `fake_device` is the accelerator that is not there, `memory` and `traffic` keep the books.
+Begin with `simulation`; `fake_device` is the simulated accelerator, `memory` and `traffic` do the accounting.
 """
 
 from scale_core.simulate.simulation import Simulation, UseAfterReleaseError, simulate

@@ -1,13 +1,13 @@
-"""An accelerator that is not there, so that a simulation can tell the device's memory from the host's.
+"""A simulated accelerator, so that a simulation can tell the device's memory from the host's.
 
 torch leaves one device type open, to vendors of hardware and, in parts that are private, to Python: here it is called
 "sim". Its tensors must be fake, since no operator has a kernel for it.
 
-Three things need care. The type is given to a process once and for good; between simulations it is there and says
-that it is not available. In a backward pass torch asks it for its device while an error of Python is on its way
-out of C++, which no Python code may be entered with: the process would abort, so the error is taken out there, and
-raised again where the backward pass was called. And attention falls back to the implementation that makes a T x T
-matrix, as no real accelerator would: it is given the fused ones.
+Three things need care. The type is registered in a process for good; between simulations it says that it is not
+available. In a backward pass torch asks it for its device while a Python error is on its way out of C++, where no
+Python code may run: the process would abort, so the error is taken out there and raised again where the backward pass
+was called. And attention falls back to the implementation that makes a T x T matrix, as no real accelerator would: it
+is given the fused ones.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from scale_core import compat
 
-_UNNAMED = "privateuseone"  # what torch calls the type while nobody has taken it
+_UNNAMED = "privateuseone"  # torch's name for the type until it is registered
 
 # The error that was on its way out of a backward pass: one at most, since it is on its way to the same handler.
 _taken_out: list[BaseException] = []
@@ -31,12 +31,7 @@ _DO_NOTHING = functools.partial(int)
 
 @contextmanager
 def available() -> Iterator[torch.device]:
-    """Inside, the stand-in is this process's accelerator.
-
-    Raises:
-        RuntimeError: torch is not of the default version; or there is a real accelerator, whose place the stand-in
-            would take for good.
-    """
+    """A context in which the simulated device is this process's accelerator."""
     compat.require_simulation()
     _register()
     from torch.utils.checkpoint import DefaultDeviceType
@@ -81,7 +76,7 @@ class _NoStream:
 
 
 class _Module:
-    """What torch wants to find as `torch.sim`: the counterpart of `torch.cuda`."""
+    """The module `torch.sim`: the counterpart of `torch.cuda`."""
 
     Stream = Event = _NoStream
 
@@ -132,7 +127,7 @@ _module = _Module()
 
 @functools.cache
 def _register() -> None:
-    """Gives the type that torch leaves open to this stand-in; a process can do so once."""
+    """Registers the simulated device type; a process can do so once."""
     taken = torch._C._get_privateuse1_backend_name()
     if taken != _UNNAMED:
         raise RuntimeError(
@@ -174,11 +169,9 @@ def _register() -> None:
 
 
 def _take_out_error() -> None:
-    """Takes out an error that is on its way through C++, if there is one.
-
-    No statement of Python sees it, but a call does that goes through C: it finds an error beside its result, which
-    is an error of its own, with the one that it found as its cause.
-    """
+    """Takes out an error that is on its way through C++, if there is one."""
+    # No statement of Python sees it, but a call does that goes through C: it finds an error beside its result, which is
+    # an error of its own, with the one that it found as its cause.
     try:
         _DO_NOTHING()
     except SystemError as error:
@@ -187,7 +180,7 @@ def _take_out_error() -> None:
 
 
 def _run_backward(run: Any, *args: Any, **kwargs: Any) -> Any:
-    """Runs a backward pass, and raises what it has failed by."""
+    """Runs a backward pass and raises its error."""
     try:
         return run(*args, **kwargs)
     except SystemError:  # It has failed, and the error that it would say is gone.

@@ -1,8 +1,8 @@
-"""The books of a simulation: every storage that lives, what it is for, and what lived at the peak.
+"""Memory accounting of a simulation: every live storage, its kind, and the peak.
 
-What a storage is for is often known only later: a tensor that a backward pass leaves behind turns out to be a gradient
-when an optimizer steps. So the books keep each change of size in order, together with whose it was, and add up by kind
-only when they are read, with all that has been learned until then.
+The kind of a storage is often known only later: a tensor that a backward pass leaves behind turns out to be a gradient
+when an optimizer steps. So each change of size is kept in order, with its storage, and summed by kind only when it is
+read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 
 class Evidence(enum.IntEnum):
-    """How sure it is what a storage is for; stronger evidence replaces weaker, and the first of equals stays."""
+    """How sure the kind of a storage is; stronger evidence replaces weaker, and the first of equals stays."""
 
     PHASE = 0  # what was running when it was allocated
     MODULE = 1  # a module that was called holds it as parameter or buffer
@@ -30,29 +30,19 @@ class Evidence(enum.IntEnum):
 
 
 @dataclass(slots=True, eq=False)
-class Block:
-    """One storage.
+class MemoryBlock:
+    """One storage."""
 
-    Attributes:
-        kind: What it is for, as far as is known.
-        evidence: How well that is known.
-        number: Its place in the books.
-        made_by: The operator that made it, and when, such as "aten::mm in backward".
-        num_bytes: Its size now.
-        released: Its memory was given back while tensors still refer to it.
-        watch: Tells of its end.
-    """
-
-    kind: str
-    evidence: Evidence
-    number: int
-    made_by: str
-    num_bytes: int = 0
-    released: bool = False
-    watch: weakref.ref[torch.UntypedStorage] | None = None
+    kind: str  # What it is for, as far as is known
+    evidence: Evidence  # How well that is known
+    number: int  # Its place in the books
+    made_by: str  # The operator that made it, and when, such as "aten::mm in backward"
+    num_bytes: int = 0  # Its size now
+    released: bool = False  # Its memory was given back while tensors still refer to it
+    watch: weakref.ref[torch.UntypedStorage] | None = None  # Tells of its end
 
 
-class Item(NamedTuple):
+class MemoryItem(NamedTuple):
     """`copies` storages of `num_bytes` each that serve the same and come from the same operator."""
 
     kind: str
@@ -61,28 +51,23 @@ class Item(NamedTuple):
     copies: int
 
 
-class MemoryBooks:
-    """Follows the sizes of all storages that it was shown, until they die.
-
-    Attributes:
-        current_bytes: What all live storages hold now.
-        peak_bytes: The most that they held at any one time since `restart()`.
-    """
+class MemoryTracker:
+    """Follows the sizes of all storages that it was shown, until they are freed."""
 
     def __init__(self) -> None:
-        self.current_bytes = 0
-        self.peak_bytes = 0
-        self._live: dict[int, Block] = {}  # by the identity of the storage, which is stable as long as it lives
-        self._blocks: list[Block] = []
+        self.current_bytes = 0  # What all live storages hold now
+        self.peak_bytes = 0  # The most that they held at any one time since `restart()`
+        self._live: dict[int, MemoryBlock] = {}  # by the identity of the storage, which is stable as long as it lives
+        self._blocks: list[MemoryBlock] = []
         self._changed = array("q")  # block numbers, in the order of the changes ...
         self._deltas = array("q")  # ... and by how many bytes each grew or shrank
         self._changes_at_peak = 0
 
-    def observe(self, storage: torch.UntypedStorage, kind: str, made_by: str = "") -> Block:
-        """Takes a storage into the books, or sees whether its size has changed; `kind` is a guess from the phase."""
+    def observe(self, storage: torch.UntypedStorage, kind: str, made_by: str = "") -> MemoryBlock:
+        """Adds a storage, or updates its size; `kind` is a guess from the phase."""
         block = self._live.get(id(storage))
         if block is None:
-            block = Block(kind, Evidence.PHASE, len(self._blocks), made_by)
+            block = MemoryBlock(kind, Evidence.PHASE, len(self._blocks), made_by)
             block.watch = weakref.ref(storage, partial(self._died, id(storage), block))
             self._live[id(storage)] = block
             self._blocks.append(block)
@@ -92,7 +77,7 @@ class MemoryBooks:
         return block
 
     def resized(self, storage: torch.UntypedStorage, bytes_before: int, kind: str) -> None:
-        """Learns that `UntypedStorage.resize_` was called: the release and the refill of a gathered buffer."""
+        """Updates a storage after `UntypedStorage.resize_`: the release and refill of a gathered buffer."""
         block = self.observe(storage, kind)
         if block.num_bytes:
             block.released = False
@@ -102,34 +87,34 @@ class MemoryBooks:
             block.released = True
 
     def knows(self, storage: torch.UntypedStorage) -> bool:
-        """Whether the storage is in the books."""
+        """Whether the storage is tracked."""
         return id(storage) in self._live
 
     def claim(self, storage: torch.UntypedStorage, kind: str, evidence: Evidence) -> None:
-        """Learns what a storage is for; also for the time that has passed."""
+        """Sets the kind of a storage, also for the past."""
         _claim(self.observe(storage, kind), kind, evidence)
 
     def current_by_kind(self) -> dict[str, int]:
-        """The bytes that live now, by kind, largest first."""
+        """The current bytes by kind, largest first."""
         return self._by_kind(len(self._deltas))
 
     def peak_by_kind(self) -> dict[str, int]:
-        """The bytes that lived at the peak, by kind, largest first; they add up to `peak_bytes`."""
+        """The bytes at the peak by kind, largest first; they add up to `peak_bytes`."""
         return self._by_kind(self._changes_at_peak)
 
-    def largest_at_peak(self) -> list[Item]:
-        """What lived at the peak, equal storages counted together, largest in sum first."""
+    def largest_at_peak(self) -> list[MemoryItem]:
+        """The storages at the peak, equal ones counted together, largest in sum first."""
         sizes: Counter[int] = Counter()
         for number, delta in self._until(self._changes_at_peak):
             sizes[number] += delta
         alike = Counter(
             (self._blocks[number].kind, self._blocks[number].made_by, size) for number, size in sizes.items() if size
         )
-        items = [Item(kind, made_by, size, copies) for (kind, made_by, size), copies in alike.items()]
+        items = [MemoryItem(kind, made_by, size, copies) for (kind, made_by, size), copies in alike.items()]
         return sorted(items, key=lambda item: -item.copies * item.num_bytes)
 
     def restart(self) -> None:
-        """Forgets the past: what lives now is the first peak."""
+        """Forgets the past: the current bytes are the first peak."""
         self._blocks = list(self._live.values())
         self._changed, self._deltas = array("q"), array("q")
         for number, block in enumerate(self._blocks):
@@ -140,7 +125,7 @@ class MemoryBooks:
         self._changes_at_peak = len(self._deltas)
 
     def close(self) -> None:
-        """Stops to follow: what dies from now on is not booked."""
+        """Stops tracking."""
         self._live.clear()
         for block in self._blocks:
             block.watch = None
@@ -154,11 +139,11 @@ class MemoryBooks:
     def _until(self, changes: int) -> Iterator[tuple[int, int]]:
         return zip(self._changed[:changes], self._deltas[:changes], strict=True)
 
-    def _died(self, key: int, block: Block, _: weakref.ref[torch.UntypedStorage]) -> None:
+    def _died(self, key: int, block: MemoryBlock, _: weakref.ref[torch.UntypedStorage]) -> None:
         del self._live[key]
         self._change(block, 0)
 
-    def _change(self, block: Block, num_bytes: int) -> None:
+    def _change(self, block: MemoryBlock, num_bytes: int) -> None:
         delta = num_bytes - block.num_bytes
         block.num_bytes = num_bytes
         self._changed.append(block.number)
@@ -170,45 +155,40 @@ class MemoryBooks:
 
 
 class Memory:
-    """One memory of a simulation, such as the host's: what it holds, and what it held when it held the most.
+    """One memory of a simulation, such as the host's: its current and its peak content."""
 
-    Args:
-        books: Its books.
-        learn: Called before they are read by kind, to enter what has become known since.
-    """
-
-    def __init__(self, books: MemoryBooks, learn: Callable[[], None]) -> None:
+    def __init__(self, books: MemoryTracker, learn: Callable[[], None]) -> None:
         self._books, self._learn = books, learn
 
     @property
     def current_bytes(self) -> int:
-        """The bytes that it holds now."""
+        """The current bytes."""
         return self._books.current_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes that it held at any one time."""
+        """The most bytes at any one time."""
         return self._books.peak_bytes
 
     @property
     def current_by_kind(self) -> dict[str, int]:
-        """The bytes that it holds now, by kind, largest first."""
+        """The current bytes by kind, largest first."""
         self._learn()
         return self._books.current_by_kind()
 
     @property
     def peak_by_kind(self) -> dict[str, int]:
-        """The bytes that it held at its peak, by kind, largest first; they add up to `peak_bytes`."""
+        """The bytes at the peak by kind, largest first; they add up to `peak_bytes`."""
         self._learn()
         return self._books.peak_by_kind()
 
     @property
-    def largest_at_peak(self) -> list[Item]:
-        """What it held at its peak, storage by storage: where to look when a peak is too high."""
+    def largest_at_peak(self) -> list[MemoryItem]:
+        """The storages at the peak: where to look when a peak is too high."""
         self._learn()
         return self._books.largest_at_peak()
 
 
-def _claim(block: Block, kind: str, evidence: Evidence) -> None:
+def _claim(block: MemoryBlock, kind: str, evidence: Evidence) -> None:
     if evidence > block.evidence:
         block.kind, block.evidence = kind, evidence

@@ -1,14 +1,14 @@
-"""One process plays one rank of a large world: peak memory by kind, bytes sent, and the order of collectives.
+"""One process simulates one rank of many: peak memory by kind, bytes sent, and the order of collectives.
 
-Whether 175 billion parameters fit on 128 devices is a question about code, and it can be put to the code: the real
-training step runs on tensors that have sizes but no memory, among ranks that do not exist, and the books say what one
-rank would have held and sent. A change that keeps a buffer alive too long, or gathers twice, shows as other numbers.
-Where shards or optimizer state live on the host, a stand-in for the accelerator keeps the two memories apart.
+Whether 175 billion parameters fit on 128 devices is a question about code: the real training step runs on tensors that
+have sizes but no memory, among ranks that do not exist, and the simulation counts what one rank would have held and
+sent. A change that keeps a buffer alive too long, or gathers twice, shows as other numbers. Where shards or optimizer
+state are on the host, a simulated accelerator keeps the two memories apart.
 
-What the books do not show: the transport's own buffers, the fragmentation of the device's allocator (1.5 to 4 GiB, or 5
-to 10 %), the rounding of pinned host memory (up to the next power of two, unless PYTORCH_ALLOC_CONF sets its
-`pinned_max_round_threshold_mb`), memory that is held until a side stream has caught up, and values. What they show too
-much: gradients of one tensor that torch adds up in place are added beside each other while operators are watched.
+Not counted: the transport's own buffers, the fragmentation of the device's allocator (1.5 to 4 GiB, or 5 to 10 %), the
+rounding of pinned host memory (up to the next power of two, unless PYTORCH_ALLOC_CONF sets its
+`pinned_max_round_threshold_mb`), memory that is held until a side stream has caught up, and values. Counted too much:
+gradients of one tensor that torch adds up in place are added beside each other while operators are watched.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from scale_core import compat
 from scale_core.flat.buffer import live_buffers
 from scale_core.simulate import fake_device as stand_in
-from scale_core.simulate.memory import Block, Evidence, Item, Memory, MemoryBooks
+from scale_core.simulate.memory import Evidence, Memory, MemoryBlock, MemoryItem, MemoryTracker
 from scale_core.simulate.traffic import Collective, read_collective
 from scale_core.tree import tensors_in
 
@@ -61,10 +61,9 @@ _FLAT_KINDS = {"shard": "parameters", "gathered": "gathered", "gradient": "reduc
 
 
 class UseAfterReleaseError(RuntimeError):
-    """An operation was given a tensor whose memory was released by `resize_(0)`.
+    """An operation was given a tensor whose memory was released by `resize_(0)`."""
 
-    On a device it reads or writes memory that belongs to somebody else by then. Gather the buffer before it is used.
-    """
+    # On a device it reads or writes memory of another tensor by then. Gather the buffer before it is used.
 
 
 class Simulation:
@@ -92,8 +91,8 @@ class Simulation:
         self.device = device
         self.collectives: list[Collective] = []
         self._check = check
-        self._device_books = MemoryBooks()
-        self._host_books = self._device_books if device.type == "cpu" else MemoryBooks()
+        self._device_books = MemoryTracker()
+        self._host_books = self._device_books if device.type == "cpu" else MemoryTracker()
         self._books = tuple(dict.fromkeys((self._device_books, self._host_books)))
         self._stepping = 0
         self._aside = 0
@@ -111,7 +110,7 @@ class Simulation:
                 f"this simulation has no memory on '{device}', but on {' and '.join(self._memories)}: "
                 f"simulate(..., device='{compat.STAND_IN}') has one on '{compat.STAND_IN}' beside the host's"
             )
-        return Memory(self._books_on(kind), self._claim_flat_buffers)
+        return Memory(self._tracker(kind), self._claim_flat_buffers)
 
     @property
     def current_bytes(self) -> int:
@@ -134,7 +133,7 @@ class Simulation:
         return self.on(self.device).peak_by_kind
 
     @property
-    def largest_at_peak(self) -> list[Item]:
+    def largest_at_peak(self) -> list[MemoryItem]:
         """What this rank held at the peak, on `device`, storage by storage: where to look when a peak is too high."""
         return self.on(self.device).largest_at_peak
 
@@ -194,7 +193,7 @@ class Simulation:
         """The devices that have one, the device itself first."""
         return list(dict.fromkeys((self.device.type, "cpu")))
 
-    def _books_on(self, kind: str) -> MemoryBooks:
+    def _tracker(self, kind: str) -> MemoryTracker:
         """The books of a device by its type."""
         return self._host_books if kind == "cpu" else self._device_books
 
@@ -204,13 +203,13 @@ class Simulation:
         for books in self._books:
             books.close()
 
-    def _observe(self, tensor: Tensor, guess: str, made_by: str = "") -> Block:
-        return self._books_on(tensor.device.type).observe(tensor.untyped_storage(), guess, made_by)
+    def _observe(self, tensor: Tensor, guess: str, made_by: str = "") -> MemoryBlock:
+        return self._tracker(tensor.device.type).observe(tensor.untyped_storage(), guess, made_by)
 
     def _phase(self) -> str:
         if self._stepping:
             return "step"
-        return "backward" if compat.in_backward() else "forward"
+        return "backward" if compat.graph_task_id() != -1 else "forward"
 
     def _run(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Runs one operator and books what it takes, makes and sends."""
@@ -258,19 +257,19 @@ class Simulation:
                 continue
             for inner in compat.inner_tensors(tensor):
                 if inner.device.type != "meta":
-                    self._books_on(inner.device.type).claim(inner.untyped_storage(), kind, evidence)
+                    self._tracker(inner.device.type).claim(inner.untyped_storage(), kind, evidence)
 
     def _claim_flat_buffers(self) -> None:
         # What an optimizer never sees, such as the shards of frozen units, only `flat.buffer` can tell. A buffer that
         # was made outside of this simulation is none of its business.
         for kind, tensor in live_buffers():
-            if self._books_on(tensor.device.type).knows(tensor.untyped_storage()):
+            if self._tracker(tensor.device.type).knows(tensor.untyped_storage()):
                 self._claim([tensor], _FLAT_KINDS[kind], Evidence.OPTIMIZER)
 
     def _resized(self, storage: torch.UntypedStorage, bytes_before: int) -> None:
         # A fake storage does not say where it is, but one that was made here is in the books.
         known = (books for books in self._books if books.knows(storage))
-        books = next(known, None) or self._books_on(storage.device.type)
+        books = next(known, None) or self._tracker(storage.device.type)
         books.resized(storage, bytes_before, _GUESSES[self._phase()])
 
     def _before_forward(self, module: nn.Module, _: Any) -> None:
@@ -319,7 +318,7 @@ def simulate(
     Raises:
         ValueError: The rank is none of the world's, or there is no such device; real tensors on the stand-in. Inside:
             buffers that do not fit a collective.
-        RuntimeError: There is a default process group already, or torch is not of the version that this stands on. For
+        RuntimeError: There is a default process group already, or torch is not of the version that this needs. For
             the stand-in: there is a real accelerator, whose place it would take.
         UseAfterReleaseError: Inside: an operation was given released memory.
     """
@@ -345,11 +344,11 @@ def simulate(
         stack.callback(register_module_forward_pre_hook(simulation._before_forward).remove)
         stack.callback(register_optimizer_step_pre_hook(simulation._before_step).remove)
         stack.callback(register_optimizer_step_post_hook(simulation._after_step).remove)
-        stack.enter_context(_Watch(simulation))
+        stack.enter_context(_OperatorMode(simulation))
         yield simulation
 
 
-class _Watch(TorchDispatchMode):
+class _OperatorMode(TorchDispatchMode):
     """Shows every operator on plain tensors to the simulation."""
 
     def __init__(self, simulation: Simulation) -> None:

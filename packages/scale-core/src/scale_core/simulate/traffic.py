@@ -26,21 +26,13 @@ from scale_core import compat
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective, as one rank took part in it.
+    """One collective, as one rank took part in it."""
 
-    Attributes:
-        op: Its name, such as "all_gather".
-        bytes_sent: What this rank sends in it.
-        ranks: The global ranks that take part.
-        phase: What was running: "forward", "backward" or "step" (of an optimizer).
-        tag: The tag of a point-to-point message; 0 where the operation has none.
-    """
-
-    op: str
-    bytes_sent: int
-    ranks: tuple[int, ...]
-    phase: str = "forward"
-    tag: int = 0
+    op: str  # Its name, such as "all_gather"
+    bytes_sent: int  # What this rank sends in it
+    ranks: tuple[int, ...]  # The global ranks that take part
+    phase: str = "forward"  # What was running: "forward", "backward" or "step" (of an optimizer)
+    tag: int = 0  # The tag of a point-to-point message; 0 where the operation has none
 
     @property
     def group_size(self) -> int:
@@ -63,22 +55,7 @@ class _Call(NamedTuple):
 
 
 def read_collective(name: str, args: Sequence[Any], *, rank: int, phase: str, check: bool) -> Collective | None:
-    """Reads a call of an operator in torch's `c10d` or `_c10d_functional` library.
-
-    Args:
-        name: The operator's name with its library, such as "c10d::_allgather_base_".
-        args: Its positional arguments.
-        rank: The global rank that calls it.
-        phase: What is running; goes into the record.
-        check: Whether to compare the sizes and dtypes of the buffers with what the group needs.
-
-    Returns:
-        The record, or None for an operator that sends nothing, such as a wait.
-
-    Raises:
-        ValueError: The buffers do not fit each other or the group.
-        NotImplementedError: It is not known here what the operator sends.
-    """
+    """Reads a call of an operator in torch's `c10d` or `_c10d_functional` library."""
     if name in _SILENT:
         return None
     if name not in _READERS:
@@ -151,7 +128,7 @@ def _all_reduce(call: _Call) -> int:
 
 
 def _broadcast(call: _Call) -> int:
-    return _along_the_ring(call, silent=(call.args[2] - 1) % len(call.ranks))  # the last one has nobody to pass it to
+    return _along_the_ring(call, silent=(call.args[2] - 1) % len(call.ranks))  # the last one passes it to no other
 
 
 def _reduce(call: _Call) -> int:
@@ -198,7 +175,7 @@ def _functional_all_to_all(call: _Call) -> int:
     return _all_but_own(call, call.args[0], call.args[2])
 
 
-# Operator -> the collective's name, where the group stands in the arguments, and who reads the rest.
+# Operator -> the collective's name, the index of the group in the arguments, and the reader of the rest.
 _READERS: dict[str, tuple[str, int, Callable[[_Call], int]]] = {
     "c10d::_allgather_base_": ("all_gather", 2, _all_gather),
     "c10d::allgather_into_tensor_coalesced_": ("all_gather", 2, _all_gather),
@@ -241,6 +218,6 @@ def _tensors(argument: Tensor | Iterable[Tensor]) -> list[Tensor]:
 
 
 def _as_lists(argument: Any) -> list[Sequence[Tensor]]:
-    """One list of tensors for each whole: a single tensor, one tensor per whole, or a tensor per whole and rank."""
+    """One list of tensors per whole: of a single tensor, one tensor per whole, or one per whole and rank."""
     wholes: Sequence[Any] = [argument] if isinstance(argument, Tensor) else argument
     return [[whole] if isinstance(whole, Tensor) else whole for whole in wholes]

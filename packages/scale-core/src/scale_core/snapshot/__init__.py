@@ -1,4 +1,4 @@
-"""Snapshots: the state of a training run on disk, whole or not there, loaded at any number of ranks.
+"""Snapshots: the state of a training run on disk, complete or not there, loaded at any number of ranks.
 
 Begin with `snapshot`; `planner` says which elements each rank writes and reads, `metadata` what a snapshot holds.
 """

@@ -1,7 +1,7 @@
-"""What a snapshot holds, as one JSON file: its last file, whose presence and truth make the directory a snapshot.
+"""The manifest of a snapshot: a JSON file, written last, that makes a directory a snapshot.
 
-A manifest comes from a disk and perhaps from a stranger, so it is data and never code, and nothing in it is believed
-before it is compared: names of files can't leave the directory, and the files must be as long as it says.
+It may come from a stranger, so it is data and never code, and is checked before use: file names can't leave the
+directory, and the files must have the recorded lengths.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from scale_core.snapshot.safetensors_io import DTYPES, NAMES
-from scale_core.state.chunks import Box
+from scale_core.state.chunks import Chunk
 from scale_core.state.validation import SavedTensor
 
 JSON: TypeAlias = bool | int | float | str | list["JSON"] | dict[str, "JSON"] | None
@@ -29,35 +29,26 @@ _TENSOR_FILE = re.compile(r"rank-\d{5,}\.safetensors")
 
 
 @dataclass(frozen=True)
-class SavedBox:
-    """Where one box of a tensor lies: the file, and the byte at which its data begins."""
+class SavedChunk:
+    """A saved chunk of a tensor: its file, and the byte at which its data begins."""
 
-    box: Box
+    chunk: Chunk
     file: str
     begin: int
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a snapshot says of itself.
+    """The content of a snapshot."""
 
-    Attributes:
-        step: The training step that it was taken after.
-        world_size: How many ranks wrote it.
-        tensors: Each tensor's shape and dtype.
-        boxes: Where the boxes of each tensor lie; together they are the tensor, each element once.
-        values: What is no tensor.
-        extra: What the caller added.
-        sizes: The length of each file in bytes.
-    """
-
-    step: int
-    world_size: int
-    tensors: Mapping[str, SavedTensor]
-    boxes: Mapping[str, list[SavedBox]]
-    values: Mapping[str, Any]
-    extra: Any
-    sizes: Mapping[str, int]
+    step: int  # The training step that it was taken after
+    world_size: int  # How many ranks wrote it
+    tensors: Mapping[str, SavedTensor]  # Each tensor's shape and dtype
+    # Where the chunks of each tensor lie; together they are the tensor, each element once.
+    chunks: Mapping[str, list[SavedChunk]]
+    values: Mapping[str, Any]  # What is no tensor
+    extra: Any  # What the caller added
+    sizes: Mapping[str, int]  # The length of each file in bytes
 
     @property
     def saved(self) -> dict[str, Any]:
@@ -66,12 +57,7 @@ class Manifest:
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Writes a manifest and returns when it is on the disk.
-
-    Raises:
-        ValueError: A value is NaN or infinite, which JSON does not know.
-        TypeError: A value is none that JSON knows.
-    """
+    """Writes a manifest and returns when it is on the disk."""
     document = {
         "format": FORMAT,
         "version": VERSION,
@@ -83,8 +69,13 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
                 "dtype": NAMES[saved.dtype],
                 "shape": list(saved.shape),
                 "boxes": [
-                    {"offsets": list(at.box.offsets), "sizes": list(at.box.sizes), "file": at.file, "begin": at.begin}
-                    for at in manifest.boxes[key]
+                    {
+                        "offsets": list(at.chunk.offsets),
+                        "sizes": list(at.chunk.sizes),
+                        "file": at.file,
+                        "begin": at.begin,
+                    }
+                    for at in manifest.chunks[key]
                 ],
             }
             for key, saved in manifest.tensors.items()
@@ -99,12 +90,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Reads a snapshot's manifest and compares it with the files beside it.
-
-    Raises:
-        ValueError: It is missing, of another format or a newer version, contradicts itself, or a file is missing or
-            shorter or longer than it was written; the message says which, and both values.
-    """
+    """Reads a snapshot's manifest and checks the files beside it; ValueError names what is wrong."""
     try:
         document = json.loads((directory / FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -132,9 +118,9 @@ def _parsed(document: Mapping[str, Any]) -> Manifest:
         key: SavedTensor(_naturals(entry["shape"]), DTYPES[entry["dtype"]])
         for key, entry in document["tensors"].items()
     }
-    boxes = {
+    chunks = {
         key: [
-            SavedBox(Box(_naturals(at["offsets"]), _naturals(at["sizes"])), at["file"], _natural(at["begin"]))
+            SavedChunk(Chunk(_naturals(at["offsets"]), _naturals(at["sizes"])), at["file"], _natural(at["begin"]))
             for at in entry["boxes"]
         ]
         for key, entry in document["tensors"].items()
@@ -143,7 +129,7 @@ def _parsed(document: Mapping[str, Any]) -> Manifest:
         step=_natural(document["step"]),
         world_size=_natural(document["world_size"]),
         tensors=tensors,
-        boxes=boxes,
+        chunks=chunks,
         values=dict(document["values"]),
         extra=document["extra"],
         sizes={str(name): _natural(size) for name, size in document["files"].items()},
@@ -151,24 +137,21 @@ def _parsed(document: Mapping[str, Any]) -> Manifest:
 
 
 def check_coverage(manifest: Manifest) -> None:
-    """Compares each tensor with its boxes: they lie within it and hold as many elements as it has.
-
-    (That no two of them overlap, the planner proves when they are written.)
-
-    Raises:
-        ValueError: They don't; the message names the tensor and both numbers.
-    """
+    """Checks that the chunks of each tensor lie within it and have as many elements as it has."""
+    # (That no two of them overlap, the planner proves when they are written.)
     for key, saved in manifest.tensors.items():
         volume = 0
-        for at in manifest.boxes[key]:
-            if len(at.box.offsets) != len(saved.shape) or len(at.box.sizes) != len(saved.shape):
-                raise ValueError(f"{key}: a box of {len(at.box.sizes)} dimensions in a tensor of shape {saved.shape}")
-            if any(o + s > n for o, s, n in zip(at.box.offsets, at.box.sizes, saved.shape, strict=True)):
-                raise ValueError(f"{key}: the box {at.box} lies outside the shape {saved.shape}")
-            end = at.begin + math.prod(at.box.sizes) * saved.dtype.itemsize
+        for at in manifest.chunks[key]:
+            if len(at.chunk.offsets) != len(saved.shape) or len(at.chunk.sizes) != len(saved.shape):
+                raise ValueError(
+                    f"{key}: a chunk of {len(at.chunk.sizes)} dimensions in a tensor of shape {saved.shape}"
+                )
+            if any(o + s > n for o, s, n in zip(at.chunk.offsets, at.chunk.sizes, saved.shape, strict=True)):
+                raise ValueError(f"{key}: the chunk {at.chunk} lies outside the shape {saved.shape}")
+            end = at.begin + math.prod(at.chunk.sizes) * saved.dtype.itemsize
             if end > manifest.sizes[at.file]:
                 raise ValueError(f"{key}: needs {at.file} up to byte {end}, which has {manifest.sizes[at.file]}")
-            volume += math.prod(at.box.sizes)
+            volume += math.prod(at.chunk.sizes)
         if volume != math.prod(saved.shape):
             raise ValueError(f"{key}: {volume} elements were saved of {math.prod(saved.shape)}")
 

@@ -40,8 +40,8 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-class Entry(NamedTuple):
-    """One tensor of a file: what it is, before it is produced."""
+class TensorEntry(NamedTuple):
+    """The header entry of a tensor, known before its values."""
 
     name: str
     dtype: torch.dtype
@@ -52,22 +52,10 @@ class Entry(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def write_tensors(path: Path, entries: Sequence[Entry], produce: Callable[[int], Tensor]) -> dict[str, tuple[int, int]]:
-    """Writes a safetensors file and returns when it is on the disk.
-
-    Args:
-        path: The file, which must not exist.
-        entries: The tensors, in the order of the file.
-        produce: Called with an entry's index when its turn comes: only one tensor is held at a time. The result may
-            live on any device.
-
-    Returns:
-        For each name the byte range [begin, end) in the file.
-
-    Raises:
-        TypeError: A dtype that the format does not know.
-        OSError: The disk is full, or refuses otherwise.
-    """
+def write_tensors(
+    path: Path, entries: Sequence[TensorEntry], produce: Callable[[int], Tensor]
+) -> dict[str, tuple[int, int]]:
+    """Writes a safetensors file and returns when it is on the disk."""
     header, ranges, position = {}, {}, 0
     for entry in entries:
         if entry.dtype not in NAMES:
@@ -96,22 +84,8 @@ def write_tensors(path: Path, entries: Sequence[Entry], produce: Callable[[int],
     return {name: (start + begin, start + end) for name, (begin, end) in ranges.items()}
 
 
-def read_rows(path: Path, begin: int, entry: Entry, first: int, count: int) -> Tensor:
-    """Reads the rows `[first, first + count)` of a tensor; a 0-dim tensor has one row.
-
-    Args:
-        path: The file.
-        begin: The byte at which the tensor's data begins.
-        entry: The whole tensor.
-        first: The first row.
-        count: The number of rows.
-
-    Returns:
-        A tensor of shape (count, *entry.shape[1:]) on the CPU.
-
-    Raises:
-        EOFError: The file ends before the rows do.
-    """
+def read_rows(path: Path, begin: int, entry: TensorEntry, first: int, count: int) -> Tensor:
+    """Reads the rows `[first, first + count)` of a tensor; a 0-dim tensor has one row."""
     shape = (count, *entry.shape[1:]) if entry.shape else ()
     tensor = torch.empty(shape, dtype=entry.dtype)
     row_bytes = math.prod(entry.shape[1:]) * entry.dtype.itemsize

@@ -1,10 +1,10 @@
-"""Checkpoints on disk that are whole or not there.
+"""Checkpoints on disk that are complete or not there.
 
-A job is killed at any moment, a disk fills up, one rank fails alone. So a snapshot is written beside its place, in a
-directory that no reader looks at, by all ranks; when every byte of every rank is on the disk, rank 0 writes the
-manifest and renames the directory. What is written once is never touched again. Nothing is pickled: tensors lie in
-safetensors files, each box of a tensor by itself, everything else is JSON; so a snapshot is read by any number of
-ranks, whose boxes are cut anew by the planner of `torch.distributed.checkpoint`.
+A job is killed at any moment, a disk fills up, one rank fails alone. So all ranks write a snapshot in a temporary
+directory that no reader looks at; when every byte is on the disk, rank 0 writes the manifest and renames the directory.
+A saved snapshot is never changed. Nothing is pickled: tensors are in safetensors files, each chunk by itself,
+everything else is JSON; so a snapshot is read by any number of ranks, whose chunks are planned anew by
+`torch.distributed.checkpoint`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from scale_core.comm.group import Group, group_of
-from scale_core.consistency.all_ranks import Together
-from scale_core.consistency.flight_recorder import note_snapshot
+from scale_core.consistency.all_ranks import CollectiveCall
+from scale_core.consistency.flight_recorder import set_last_snapshot
 from scale_core.snapshot.metadata import JSON, Manifest, read_manifest, write_manifest
-from scale_core.snapshot.planner import Everyones, Own, State, is_tensor, read_parts, write_part
+from scale_core.snapshot.planner import GlobalPlan, LocalPlan, State, is_tensor, read_parts, write_part
 from scale_core.state.validation import StateMismatch, check_alike, check_keys
 
 _FINISHED = re.compile(r"step-(\d{8,})")
@@ -76,19 +76,19 @@ def save_snapshot(
     """
     group = group_of(group)
     place = Path(directory) / f"step-{step:08d}"
-    together = Together(group, f"saving {place}", SnapshotError)
+    together = CollectiveCall(group, f"saving {place}", SnapshotError)
     made: list[Path] = []  # on rank 0: what must not stay if anything fails
     try:
-        unfinished = together.first_does(lambda: _make_room(place, made))
-        own = together.each_does(lambda: Own.of(state, group))
-        plans = together.all_do(lambda: (own.plan, own.values))
-        everyones = together.each_does(lambda: Everyones.of(plans))
-        written = together.all_do(lambda: write_part(unfinished, own, everyones.plans[group.rank], group, reached))
-        together.first_does(lambda: _commit(unfinished, place, everyones.manifest(step, written, extra)))
+        unfinished = together.rank0(lambda: _make_room(place, made))
+        own = together.each_rank(lambda: LocalPlan.of(state, group))
+        plans = together.all_ranks(lambda: (own.plan, own.values))
+        everyones = together.each_rank(lambda: GlobalPlan.of(plans))
+        written = together.all_ranks(lambda: write_part(unfinished, own, everyones.plans[group.rank], group, at_stage))
+        together.rank0(lambda: _commit(unfinished, place, everyones.manifest(step, written, extra)))
     finally:
         for path in made:
             shutil.rmtree(path, ignore_errors=True)
-    note_snapshot(str(place))
+    set_last_snapshot(str(place))
     return place
 
 
@@ -118,16 +118,16 @@ def load_snapshot(
             another model (`StateMismatch` is the cause; it names the first key that differs, and both values).
     """
     group = group_of(group)
-    path, manifest = Together(group, f"loading from {directory}", SnapshotError).first_does(
+    path, manifest = CollectiveCall(group, f"loading from {directory}", SnapshotError).rank0(
         lambda: _choose(Path(directory), step)
     )
-    together = Together(group, f"loading {path}", SnapshotError)
-    target = together.each_does(lambda: dict(state(manifest.saved) if callable(state) else state))
-    everyones = {key for keys in together.all_do(lambda: list(target)) for key in keys}
-    together.each_does(lambda: _check(manifest, target, everyones, may_differ))
-    together.each_does(lambda: read_parts(path, manifest, target))
+    together = CollectiveCall(group, f"loading {path}", SnapshotError)
+    target = together.each_rank(lambda: dict(state(manifest.saved) if callable(state) else state))
+    everyones = {key for keys in together.all_ranks(lambda: list(target)) for key in keys}
+    together.each_rank(lambda: _check(manifest, target, everyones, may_differ))
+    together.each_rank(lambda: read_parts(path, manifest, target))
     values = {key: value for key, value in manifest.values.items() if key in target}
-    note_snapshot(str(path))
+    set_last_snapshot(str(path))
     return Snapshot(path, manifest.step, {**target, **values}, manifest.extra)
 
 
@@ -137,8 +137,8 @@ def latest_snapshot(directory: str | os.PathLike[str]) -> Path | None:
     return None if found is None else found[0]
 
 
-def reached(point: str, directory: Path) -> None:
-    """A named moment in a save: "room", "tensor", "written", "manifest", "renamed". Does nothing; tests replace it."""
+def at_stage(point: str, directory: Path) -> None:
+    """A named stage in a save: "room", "tensor", "written", "manifest", "renamed". Does nothing; tests replace it."""
 
 
 def _make_room(place: Path, made: list[Path]) -> Path:
@@ -149,12 +149,12 @@ def _make_room(place: Path, made: list[Path]) -> Path:
     unfinished = place.with_name(f"{place.name}.tmp-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex}")
     unfinished.mkdir()
     made.append(unfinished)
-    reached("room", unfinished)
+    at_stage("room", unfinished)
     return unfinished
 
 
 def _sweep(directory: Path) -> None:
-    """Removes what processes of this machine left behind when they were killed while saving."""
+    """Removes what killed processes of this machine left behind while saving."""
     for path in directory.iterdir():
         match = _UNFINISHED.fullmatch(path.name)
         if match and match["host"] == socket.gethostname() and not _is_alive(int(match["pid"])):
@@ -185,10 +185,10 @@ def _set_aside_or_refuse(place: Path) -> None:
 def _commit(unfinished: Path, place: Path, manifest: Manifest) -> None:
     write_manifest(unfinished, manifest)
     _sync_directory(unfinished)
-    reached("manifest", unfinished)
+    at_stage("manifest", unfinished)
     unfinished.rename(place)
     _sync_directory(place.parent)
-    reached("renamed", place)
+    at_stage("renamed", place)
 
 
 def _sync_directory(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""State dicts in pieces that outlive the number of ranks: of models, of optimizers, and for torch's own functions.
+"""Sharded state dicts that load at any number of ranks: of models, of optimizers, and for torch's own functions.
 
 Begin with `state_dict`; `optim_state_dict` names an optimizer's state by parameters, `chunks` says which elements a
 rank has.
@@ -13,7 +13,7 @@ __all__ = ["load_sharded_state_dict", "sharded_state_dict", "target_state_dict"]
 
 
 def __getattr__(name: str) -> Any:
-    """Loads torch's checkpoint package, which takes a second, only for who asks for it."""
+    """Imports torch's checkpoint package, which takes a second, only when it is used."""
     if name in __all__:
         from scale_core.state import state_dict
 

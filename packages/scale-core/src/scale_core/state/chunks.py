@@ -1,7 +1,8 @@
-"""The elements that a rank holds, as the boxes that files and other world sizes speak of.
+"""The elements of a rank as chunks (axis-aligned boxes), which files and other world sizes use.
 
 A rank holds the elements `[start, stop)` of a tensor in row-major order. Where the cut runs inside a row that is no
-box, but a few of them: `boxes` says which, and `LocalShard` says it to the planner of `torch.distributed.checkpoint`.
+chunk, but a few of them: `chunks_of` says which, and `LocalShard` gives them to the planner of
+`torch.distributed.checkpoint`.
 """
 
 from __future__ import annotations
@@ -18,24 +19,24 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from scale_core.shard import Ranges, elements_of
 
 
-class Box(NamedTuple):
+class Chunk(NamedTuple):
     """An axis-aligned box of a tensor: where it begins and how long it is, along each dimension."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
 
-def boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """Cuts the elements `[start, stop)` of a row-major tensor into the fewest boxes, in order.
+def chunks_of(shape: Sequence[int], start: int, stop: int) -> list[Chunk]:
+    """Cuts the elements `[start, stop)` of a row-major tensor into the fewest chunks, in order.
 
-    Each box is contiguous, and the boxes one after the other are the range: at most 2·ndim - 1 of them.
+    Each chunk is contiguous, and the chunks one after the other are the range: at most 2·ndim - 1 of them.
 
     Raises:
         ValueError: The range does not lie within the tensor.
 
     Example:
-        >>> for box in boxes((4, 3), 2, 10):
-        ...     print(box.offsets, box.sizes)
+        >>> for chunk in chunks_of((4, 3), 2, 10):
+        ...     print(chunk.offsets, chunk.sizes)
         (0, 2) (1, 1)
         (1, 0) (2, 3)
         (3, 0) (1, 1)
@@ -44,39 +45,39 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
         raise ValueError(
             f"expected a range within the {math.prod(shape)} elements of {tuple(shape)}, got [{start}, {stop})"
         )
-    return [] if start == stop else list(_boxes(tuple(shape), start, stop, ()))
+    return [] if start == stop else list(_chunks(tuple(shape), start, stop, ()))
 
 
-def _boxes(shape: tuple[int, ...], start: int, stop: int, fixed: tuple[int, ...]) -> Iterator[Box]:
-    """The boxes of a non-empty range of the sub-tensor whose leading indices are `fixed`."""
+def _chunks(shape: tuple[int, ...], start: int, stop: int, fixed: tuple[int, ...]) -> Iterator[Chunk]:
+    """The chunks of a non-empty range of the sub-tensor whose leading indices are `fixed`."""
     ones = (1,) * len(fixed)
     if not shape:
-        yield Box(fixed, ones)
+        yield Chunk(fixed, ones)
         return
     row = math.prod(shape[1:])
     first_whole, end_whole = -(-start // row), stop // row
     if first_whole > end_whole:  # within one row
         index = start // row
-        yield from _boxes(shape[1:], start - index * row, stop - index * row, (*fixed, index))
+        yield from _chunks(shape[1:], start - index * row, stop - index * row, (*fixed, index))
         return
     if start < first_whole * row:
-        yield from _boxes(shape[1:], start - (first_whole - 1) * row, row, (*fixed, first_whole - 1))
+        yield from _chunks(shape[1:], start - (first_whole - 1) * row, row, (*fixed, first_whole - 1))
     if first_whole < end_whole:
         rest = shape[1:]
-        yield Box((*fixed, first_whole, *(0 for _ in rest)), (*ones, end_whole - first_whole, *rest))
+        yield Chunk((*fixed, first_whole, *(0 for _ in rest)), (*ones, end_whole - first_whole, *rest))
     if end_whole * row < stop:
-        yield from _boxes(shape[1:], 0, stop - end_whole * row, (*fixed, end_whole))
+        yield from _chunks(shape[1:], 0, stop - end_whole * row, (*fixed, end_whole))
 
 
 def _sizes(ranges: Ranges) -> tuple[int, ...]:
     return tuple(sum(last - first for first, last in held) for held in ranges)
 
 
-def _placed(box: Box, piece: Tensor, ranges: Ranges) -> dict[Box, Tensor]:
-    """Cuts a box of what `ranges` leave into boxes of the whole tensor, each with its elements: views of `piece`."""
-    found = {box: piece}
+def _to_chunks(chunk: Chunk, piece: Tensor, ranges: Ranges) -> dict[Chunk, Tensor]:
+    """Cuts a chunk of the `ranges` into chunks of the whole tensor, each with its elements: views of `piece`."""
+    found = {chunk: piece}
     for dim, held in enumerate(ranges):
-        cut: dict[Box, Tensor] = {}
+        cut: dict[Chunk, Tensor] = {}
         for part, elements in found.items():
             before = 0
             for first, last in held:
@@ -85,13 +86,13 @@ def _placed(box: Box, piece: Tensor, ranges: Ranges) -> dict[Box, Tensor]:
                 if begin < end:
                     offsets = (*part.offsets[:dim], first + begin - before, *part.offsets[dim + 1 :])
                     sizes = (*part.sizes[:dim], end - begin, *part.sizes[dim + 1 :])
-                    cut[Box(offsets, sizes)] = elements.narrow(dim, begin - part.offsets[dim], end - begin)
+                    cut[Chunk(offsets, sizes)] = elements.narrow(dim, begin - part.offsets[dim], end - begin)
                 before += last - first
         found = cut
     return found
 
 
-def _described(start: int, stop: int, ranges: Ranges) -> str:
+def _format_range(start: int, stop: int, ranges: Ranges) -> str:
     return f"[{start}, {stop})" + (f" of the indices {[list(held) for held in ranges]}" if ranges else "")
 
 
@@ -99,8 +100,8 @@ class LocalShard(Tensor):
     """The elements `[start, stop)` of a tensor of `shape`, or of some of its indices, as this rank holds them.
 
     To torch it is a tensor of the whole shape whose elements are elsewhere, as a DTensor is; unlike one, it may consist
-    of several boxes. `torch.distributed.checkpoint` saves it and loads into it in place, at any number of ranks. It can
-    be copied and moved between devices; what would need all elements raises.
+    of several chunks. `torch.distributed.checkpoint` saves it and loads into it in place, at any number of ranks. It is
+    copied and moved between devices; what would need all elements raises.
 
     `LocalShard(tensor, shape, start, stop)` keeps `tensor`, which has `stop - start` elements in any shape, and is not
     copied. With `ranges`, the elements are counted in what these leave of the whole tensor. The tensor is contiguous;
@@ -150,18 +151,18 @@ class LocalShard(Tensor):
         return made
 
     @property
-    def pieces(self) -> dict[Box, Tensor]:
-        """Each box of the range with its elements: views of `tensor`, each of the box's sizes."""
+    def chunks(self) -> dict[Chunk, Tensor]:
+        """Each chunk of the range with its elements: views of `tensor`, in the chunk's sizes."""
         shape = tuple(self.shape)
         if math.prod(shape) == 0:  # Nothing is held, but the tensor is there, and must be written by someone.
-            return {Box((0,) * len(shape), shape): self.tensor.detach().view(shape)}
+            return {Chunk((0,) * len(shape), shape): self.tensor.detach().view(shape)}
         sizes = _sizes(self.ranges) if self.ranges else shape
         if tuple(self.tensor.shape) == sizes:  # Its strides may be any.
-            return _placed(Box((0,) * len(sizes), sizes), self.tensor.detach(), self.ranges)
+            return _to_chunks(Chunk((0,) * len(sizes), sizes), self.tensor.detach(), self.ranges)
         flat, position, found = self.tensor.detach().view(-1), 0, {}
-        for box in boxes(sizes, self.start, self.stop):
-            length = math.prod(box.sizes)
-            found.update(_placed(box, flat[position : position + length].view(box.sizes), self.ranges))
+        for chunk in chunks_of(sizes, self.start, self.stop):
+            length = math.prod(chunk.sizes)
+            found.update(_to_chunks(chunk, flat[position : position + length].view(chunk.sizes), self.ranges))
             position += length
         return found
 
@@ -180,14 +181,15 @@ class LocalShard(Tensor):
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [
-            ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes)) for box in self.pieces
+            ChunkStorageMetadata(offsets=torch.Size(chunk.offsets), sizes=torch.Size(chunk.sizes))
+            for chunk in self.chunks
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        for box, piece in self.pieces.items():
-            if index.offset is not None and tuple(index.offset) == box.offsets:
+        for chunk, piece in self.chunks.items():
+            if index.offset is not None and tuple(index.offset) == chunk.offsets:
                 return piece
-        raise ValueError(f"{index.fqn}: this rank holds [{self.start}, {self.stop}), no box at {index.offset}")
+        raise ValueError(f"{index.fqn}: this rank holds [{self.start}, {self.stop}), no chunk at {index.offset}")
 
     # What torch asks of a tensor.
 
@@ -232,15 +234,15 @@ class LocalShard(Tensor):
         return LocalShard(tensor, self.shape, self.start, self.stop, self.ranges, written=self.written)
 
     def _part_of(self, source: Tensor) -> Tensor:
-        """What of `source`, the same shard or the whole tensor, belongs here; in the shape of `tensor`."""
+        """The elements of `source`, the same shard or the whole tensor, that belong here; in the shape of `tensor`."""
         if source.shape != self.shape:
             raise ValueError(f"expected a tensor of shape {tuple(self.shape)} to copy, got {tuple(source.shape)}")
         if not isinstance(source, LocalShard):
             return elements_of(source.detach(), self.start, self.stop, self.ranges).view(self.tensor.shape)
         if (source.start, source.stop, source.ranges) != (self.start, self.stop, self.ranges):
             raise ValueError(
-                f"expected the elements {_described(self.start, self.stop, self.ranges)} to copy, got "
-                f"{_described(source.start, source.stop, source.ranges)}"
+                f"expected the elements {_format_range(self.start, self.stop, self.ranges)} to copy, got "
+                f"{_format_range(source.start, source.stop, source.ranges)}"
             )
         return source.tensor.reshape(self.tensor.shape)
 

@@ -1,8 +1,7 @@
-"""torch's own checkpoint format, `torch.distributed.checkpoint` (DCP), for those who keep their files in it.
+"""Checkpoints in torch's own format, `torch.distributed.checkpoint` (DCP).
 
-What `sharded_state_dict` gives goes into `dcp.save` as it is. `dcp.load` reads into tensors that are there already, and
-asks for no others: a fresh optimizer, which has none, would be left without its state and without a word. So what to
-read into is made from what was saved.
+`sharded_state_dict` can be given to `dcp.save` as it is. `dcp.load` reads only into tensors that exist already: a fresh
+optimizer, which has none, would silently stay without its state. So the target is made from what was saved.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def dcp_target(
         checkpoint_id: The folder, as given to `dcp.save`.
         model: The built model.
         optimizer: Its optimizer, or several, which may be fresh; with None the saved optimizer state is left out.
-        key: Under which key of the saved dict the state stands; "" where it was saved by itself.
+        key: The key of the state in the saved dict; "" where it was saved alone.
 
     Raises:
         StateMismatch: The saved state is that of another model or optimizer; nothing has been read into them then.
@@ -53,7 +52,7 @@ def dcp_target(
 
 
 def _saved_values(checkpoint_id: str | PathLike[str], metadata: Metadata, prefix: str) -> dict[str, Any]:
-    """What was saved and is no tensor: DCP takes lists and dicts apart, and says how they were together."""
+    """The saved values that are no tensors: DCP takes lists and dicts apart, and says how they were together."""
     names = [
         name
         for name, entry in metadata.state_dict_metadata.items()

@@ -1,8 +1,8 @@
 """An optimizer's state by the names of parameters, in both directions.
 
-An optimizer keeps what it remembers by the tensors that it steps on, in the order in which it was given them. Here each
-entry gets the name of a parameter of the plain model, `optim.<name>.<key>`, and finds its way back into whatever tensor
-holds that parameter then: the parameter itself, a shard of it, or a flat one, which holds several.
+An optimizer keeps its state by the tensors that it steps on, in their order. Here each entry gets the name of a
+parameter of the plain model, `optim.<name>.<key>`, and is loaded into whatever tensor holds that parameter then: the
+parameter itself, a shard of it, or a flat one, which holds several.
 """
 
 from __future__ import annotations
@@ -25,44 +25,40 @@ from scale_core.state.param_groups import (
     matching_options,
     saved_groups,
 )
-from scale_core.state.param_ownership import Holding, check_known, is_number, named_holdings
+from scale_core.state.param_ownership import ParamSlice, check_known, is_per_param_number, named_param_slices
 from scale_core.state.validation import SavedTensor, StateMismatch
 
 
 @runtime_checkable
-class KeepsStateElsewhere(Protocol):
-    """An optimizer whose state is not by the parameters it was given: it hands parts of them to another one."""
+class HasShardedState(Protocol):
+    """An optimizer whose state is not kept by its own parameters: it gives parts of them to an inner one."""
 
-    def state_holding(self, holding: Holding) -> Holding:
-        """What this rank has of the state of one of its parameters, given what the rank holds of the parameter."""
+    def sharded_state(self, holding: ParamSlice) -> ParamSlice:
+        """This rank's state of one parameter, given the slice that the rank holds of it."""
         ...
 
 
-def owners_of(model: nn.Module, optimizer: Optimizer) -> dict[Tensor, list[Holding]]:
-    """Returns the optimizer's parameters, in its order, each with what is held of it, and what its state is kept by.
-
-    Raises:
-        ValueError: A parameter of the optimizer is none of the model's.
-    """
-    everything: dict[Tensor, list[Holding]] = {}
-    for holding in named_holdings(model).values():
+def owners_of(model: nn.Module, optimizer: Optimizer) -> dict[Tensor, list[ParamSlice]]:
+    """Returns the optimizer's parameters in its order, each with its slices and the key of its state."""
+    everything: dict[Tensor, list[ParamSlice]] = {}
+    for holding in named_param_slices(model).values():
         everything.setdefault(holding.owner, []).append(holding)
     check_known(optimizer, everything)
     found = {param: everything[param] for group in optimizer.param_groups for param in group["params"]}
-    if isinstance(optimizer, KeepsStateElsewhere):
-        return {param: [optimizer.state_holding(holding) for holding in held] for param, held in found.items()}
+    if isinstance(optimizer, HasShardedState):
+        return {param: [optimizer.sharded_state(holding) for holding in held] for param, held in found.items()}
     return found
 
 
-def piece(holding: Holding, tensor: Tensor) -> LocalShard | Tensor:
-    """What belongs to a holding of a tensor of its owner's shape, without a copy."""
+def local_chunk(holding: ParamSlice, tensor: Tensor) -> LocalShard | Tensor:
+    """The elements of a slice in a tensor of its owner's shape, without a copy."""
     view = holding.view(tensor)
     if not holding.is_shard:
         return _whole(holding, view)
     return LocalShard(view, holding.shape, holding.start, holding.stop, holding.ranges, written=holding.written)
 
 
-def _whole(holding: Holding, tensor: Tensor) -> LocalShard | Tensor:
+def _whole(holding: ParamSlice, tensor: Tensor) -> LocalShard | Tensor:
     """A whole tensor, which another stage of a pipeline may be the one to write."""
     if holding.written:
         return tensor
@@ -70,11 +66,7 @@ def _whole(holding: Holding, tensor: Tensor) -> LocalShard | Tensor:
 
 
 def optimizer_entries(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-    """Returns the optimizers' part of a sharded state: see `scale_core.state.sharded_state_dict`.
-
-    Raises:
-        ValueError: As there.
-    """
+    """Returns the optimizers' part of a sharded state: see `scale_core.state.sharded_state_dict`."""
     state: dict[str, Any] = {}
     for optimizer in optimizers:
         owners = owners_of(model, optimizer)
@@ -92,18 +84,8 @@ def optimizer_targets(
     saved: Mapping[str, Any],
     name_here: Callable[[str], str | None],
 ) -> dict[str, Any]:
-    """Returns the optimizers' part of a state to read a saved one into: see `scale_core.state.target_state_dict`.
-
-    Args:
-        model: Of which the optimizers step some parameters.
-        optimizers: Each on others.
-        saved: By the names that parameters have here.
-        name_here: What this model calls a parameter of a saved group.
-
-    Raises:
-        StateMismatch: As there.
-    """
-    of: dict[str, tuple[Optimizer, Mapping[str, Any], Holding]] = {}
+    """Returns the optimizers' part of a state to read a saved one into: see `scale_core.state.target_state_dict`."""
+    of: dict[str, tuple[Optimizer, Mapping[str, Any], ParamSlice]] = {}
     for optimizer in optimizers:
         owners = owners_of(model, optimizer)
         groups_of(optimizer, saved, owners, name_here)
@@ -121,7 +103,7 @@ def optimizer_targets(
             if live is None:
                 place = (holding.owner, key)
                 if place not in rooms:
-                    rooms[place] = _room(key, value, holding, its_group)
+                    rooms[place] = _empty_state(key, value, holding, its_group)
                 live = rooms[place]
             value = _entry(holding, key, live)
         target[full_key] = value
@@ -130,36 +112,21 @@ def optimizer_targets(
 
 
 class Loaded(NamedTuple):
-    """What an optimizer is to get.
+    """The state to load into one optimizer."""
 
-    Attributes:
-        optimizer: It has its own yet.
-        slots: The new state of each tensor that it steps on: the tensors given, or views of them.
-        options: Of each of its groups.
-    """
-
-    optimizer: Optimizer
+    optimizer: Optimizer  # It has its own yet
+    # The new state of each tensor that it steps on: the tensors given, or views of them.
     slots: dict[Tensor, dict[str, Any]]
-    options: list[Mapping[str, Any]]
+    options: list[Mapping[str, Any]]  # Of each of its groups
 
 
-def optimizer_slots(
+def state_entries(
     state: Mapping[str, Any],
     model: nn.Module,
     optimizers: Sequence[Optimizer],
     name_here: Callable[[str], str | None],
 ) -> list[Loaded]:
-    """Returns what each optimizer is to get; only what several parameters share is put together in a new tensor.
-
-    Args:
-        state: By the names that parameters have here.
-        model: Of which the optimizers step some parameters.
-        optimizers: Each on others.
-        name_here: What this model calls a parameter of a saved group.
-
-    Raises:
-        StateMismatch: The state is that of another optimizer, or does not fit into these.
-    """
+    """Returns the state to load into each optimizer; only what several parameters share is copied."""
     given: dict[str, dict[str, Any]] = {}
     for _, name, key, value in _named_entries(state):
         given.setdefault(name, {})[key] = value
@@ -168,7 +135,7 @@ def optimizer_slots(
         owners = owners_of(model, optimizer)
         options = groups_of(optimizer, state, owners, name_here)
         known |= {holding.name for held in owners.values() for holding in held}
-        found.append(Loaded(optimizer, slots_from(given, owners, optimizer.state), options))
+        found.append(Loaded(optimizer, entries_from(given, owners, optimizer.state), options))
     check_trained(state, known, name_here)
     return found
 
@@ -176,28 +143,15 @@ def optimizer_slots(
 def groups_of(
     optimizer: Optimizer,
     state: Mapping[str, Any],
-    owners: Mapping[Tensor, Sequence[Holding]],
+    owners: Mapping[Tensor, Sequence[ParamSlice]],
     name_here: Callable[[str], str | None],
 ) -> list[Mapping[str, Any]]:
-    """Returns the saved options of each group of an optimizer; see `matching_options`.
-
-    Raises:
-        StateMismatch: As there.
-    """
+    """Returns the saved options of each group of an optimizer; see `matching_options`."""
     return matching_options(optimizer, _names_by_group(optimizer, owners), saved_groups(state), name_here)
 
 
 def check_trained(state: Mapping[str, Any], known: Container[str], name_here: Callable[[str], str | None]) -> None:
-    """Checks that everything that was saved of this rank's parameters is of some that an optimizer steps on.
-
-    Args:
-        state: By the names that parameters have here.
-        known: Those of all optimizers.
-        name_here: What this model calls a parameter of a saved group.
-
-    Raises:
-        StateMismatch: It is not.
-    """
+    """Checks that every saved state of this rank's parameters belongs to one that an optimizer steps on."""
     for full_key, name, _, _ in _named_entries(state):
         if name not in known:
             raise StateMismatch(f"{full_key} was saved, but the optimizer has no parameter {name}: {REGROUP}")
@@ -210,37 +164,24 @@ def check_trained(state: Mapping[str, Any], known: Container[str], name_here: Ca
                 )
 
 
-def slots_from(
+def entries_from(
     given: Mapping[str, Mapping[str, Any]],
-    owners: Mapping[Tensor, Sequence[Holding]],
+    owners: Mapping[Tensor, Sequence[ParamSlice]],
     live: Mapping[Any, Mapping[str, Any]],
 ) -> dict[Tensor, dict[str, Any]]:
-    """Returns the state of each owner, from the entries of all that it holds.
-
-    Args:
-        given: The state of each parameter by its name: whole tensors, this rank's shards, and numbers.
-        owners: What an optimizer steps on, with what each holds.
-        live: The state that the optimizer has: a tensor of it whose views were given is taken as it is.
-
-    Raises:
-        StateMismatch: An entry does not fit.
-    """
+    """Returns the state of each owner, from the entries of its slices."""
     slots: dict[Tensor, dict[str, Any]] = {}
     for held in owners.values():
         owner = held[0].owner
         keys = list(dict.fromkeys(key for holding in held for key in given.get(holding.name, {})))
         if keys and held[0].state != "nothing":
             has = live.get(owner, {})
-            slots[owner] = {key: _slot(key, held, given, has.get(key)) for key in keys}
+            slots[owner] = {key: _owner_value(key, held, given, has.get(key)) for key in keys}
     return slots
 
 
-def part_of(key: str, value: LocalShard | Tensor, holding: Holding) -> Tensor:
-    """Returns the elements that a holding needs, in its shape, of the whole tensor or of exactly that shard.
-
-    Raises:
-        StateMismatch: Another shape, or the shard of another range.
-    """
+def part_of(key: str, value: LocalShard | Tensor, holding: ParamSlice) -> Tensor:
+    """Returns the elements of a slice, in its shape, from the whole tensor or exactly that shard."""
     if tuple(value.size()) != holding.shape:
         raise StateMismatch(f"{key}: the saved shape is {tuple(value.size())}, expected {holding.shape}")
     if not isinstance(value, LocalShard):
@@ -255,12 +196,12 @@ def part_of(key: str, value: LocalShard | Tensor, holding: Holding) -> Tensor:
     return value.tensor.reshape(holding.local_shape)
 
 
-def _entry(holding: Holding, key: str, value: Any) -> Any:
-    """One entry of a state, from the optimizer's own value for the owner of a holding."""
+def _entry(holding: ParamSlice, key: str, value: Any) -> Any:
+    """One entry of a state, from the optimizer's own value for the owner of a slice."""
     name, owner = f"{holding.name}.{key}", holding.owner
     if not isinstance(value, Tensor):
         return as_json(name, value)
-    if is_number(key, value.shape, owner.shape):
+    if is_per_param_number(key, value.shape, owner.shape):
         # Several parameters that share it get one each, so that they are seen to agree when they are read back.
         return value.detach().clone() if holding.shares_owner else value.detach()
     if not holding.is_shard:
@@ -272,17 +213,17 @@ def _entry(holding: Holding, key: str, value: Any) -> Any:
             f"optimizer state {name} has shape {tuple(value.shape)}, expected the shard's {tuple(owner.shape)} or a "
             "number: this optimizer needs whole parameters, so it can't step on shards"
         )
-    return piece(holding, value)
+    return local_chunk(holding, value)
 
 
-def _slot(key: str, held: Sequence[Holding], given: Mapping[str, Mapping[str, Any]], live: Any) -> Any:
-    """The optimizer's own value for an owner, from the entries of all that it holds."""
+def _owner_value(key: str, held: Sequence[ParamSlice], given: Mapping[str, Mapping[str, Any]], live: Any) -> Any:
+    """The optimizer's own value for an owner, from the entries of its slices."""
     if not held[0].shares_owner:
         (holding,) = held
         value = given[holding.name][key]
         if not isinstance(value, Tensor):
             return value
-        if is_number(key, value.shape, holding.shape):
+        if is_per_param_number(key, value.shape, holding.shape):
             return value.detach()
         # Whatever an optimizer keeps for a whole parameter: a sum over rows, for one.
         if not holding.is_shard or holding.state == "all":
@@ -298,13 +239,13 @@ def _slot(key: str, held: Sequence[Holding], given: Mapping[str, Mapping[str, An
     values = {holding: given[holding.name][key] for holding in held}
     widest = max(held, key=lambda holding: len(holding.shape))  # Of a 0-dim one no shape tells a number from a state.
     value = values[widest]
-    if not isinstance(value, Tensor) or is_number(key, value.shape, widest.shape):
-        return _common(key, values)
+    if not isinstance(value, Tensor) or is_per_param_number(key, value.shape, widest.shape):
+        return _shared_number(key, values)
     parts = {holding: part_of(f"optim.{holding.name}.{key}", value, holding) for holding, value in values.items()}
-    return _joined(parts, live)
+    return _join(parts, live)
 
 
-def _common(key: str, values: Mapping[Holding, Any]) -> Any:
+def _shared_number(key: str, values: Mapping[ParamSlice, Any]) -> Any:
     """The one number that all parameters of a flat one have."""
     (first, value), *others = values.items()
     for other, its_value in others:
@@ -317,7 +258,7 @@ def _common(key: str, values: Mapping[Holding, Any]) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
 
-def _joined(parts: Mapping[Holding, Tensor], live: Any) -> Tensor:
+def _join(parts: Mapping[ParamSlice, Tensor], live: Any) -> Tensor:
     """The state of a flat parameter: the live one, where the parts are views of it, or a new one."""
     owner = next(iter(parts)).owner
     if isinstance(live, Tensor) and live.shape == owner.shape and _are_views_of(live, parts):
@@ -329,14 +270,14 @@ def _joined(parts: Mapping[Holding, Tensor], live: Any) -> Tensor:
     return joined
 
 
-def _are_views_of(live: Tensor, parts: Mapping[Holding, Tensor]) -> bool:
+def _are_views_of(live: Tensor, parts: Mapping[ParamSlice, Tensor]) -> bool:
     return all(holding.view(live).is_set_to(part) for holding, part in parts.items())
 
 
-def _room(key: str, saved: SavedTensor, holding: Holding, group: Mapping[str, Any]) -> Tensor:
-    """A tensor for one state of an owner, where and as the optimizer expects it in this group."""
+def _empty_state(key: str, saved: SavedTensor, holding: ParamSlice, group: Mapping[str, Any]) -> Tensor:
+    """A new tensor for one state of an owner, with the device and dtype that the optimizer expects."""
     owner = holding.owner
-    if not is_number(key, saved.shape, holding.shape) and saved.shape == holding.shape:
+    if not is_per_param_number(key, saved.shape, holding.shape) and saved.shape == holding.shape:
         make = torch.zeros_like if holding.shares_owner else torch.empty_like  # Between its parts a flat one is zero.
         return make(owner, dtype=saved.dtype, requires_grad=False)
     on_device = key != "step" or group.get("capturable") or group.get("fused")  # torch keeps other counts on the CPU
@@ -351,7 +292,7 @@ def _named_entries(state: Mapping[str, Any]) -> Iterator[tuple[str, str, str, An
             yield full_key, name, key, value
 
 
-def _names_by_group(optimizer: Optimizer, owners: Mapping[Tensor, Sequence[Holding]]) -> list[list[str]]:
+def _names_by_group(optimizer: Optimizer, owners: Mapping[Tensor, Sequence[ParamSlice]]) -> list[list[str]]:
     return [
         [holding.name for owner in group["params"] for holding in owners[owner]] for group in optimizer.param_groups
     ]

@@ -1,8 +1,8 @@
 """The options of an optimizer's parameter groups, saved so that any part of a group finds its own again.
 
-A rank of a pipeline has the parameters of its stages alone, and of each group those that stand there: what is group 0
-of the plain model is cut into as many pieces as there are ranks. So each rank saves every group under a key of its own,
-made of the group's number and the names that it has there, and whoever loads looks up the options by name.
+A rank of a pipeline has the parameters of its stages alone, so group 0 of the plain model is cut into as many pieces as
+there are ranks. Each rank saves every group under a key made of the group's number and the names that it has there, and
+loading looks options up by name.
 """
 
 from __future__ import annotations
@@ -29,29 +29,15 @@ _NOT_SAVED = frozenset({"params", "param_names"})
 
 @dataclass(frozen=True)
 class SavedGroup:
-    """A group of one rank's optimizer, or what that rank had of it.
+    """A group of one rank's optimizer, or the part of it on that rank."""
 
-    Attributes:
-        number: Its place in that optimizer.
-        names: Of its parameters in the plain model; empty where a rank had nothing of the group.
-        options: Its hyperparameters, ready for JSON.
-    """
-
-    number: int
-    names: tuple[str, ...]
-    options: Mapping[str, Any]
+    number: int  # Its place in that optimizer
+    names: tuple[str, ...]  # Of its parameters in the plain model; empty where a rank had nothing of the group
+    options: Mapping[str, Any]  # Its hyperparameters, ready for JSON
 
 
 def group_entries(optimizer: Optimizer, names: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """Returns the groups of an optimizer as entries of a state.
-
-    Args:
-        optimizer: It has the options.
-        names: Of the parameters of each group, in the plain model.
-
-    Raises:
-        ValueError: An option is none that JSON knows.
-    """
+    """Returns the groups of an optimizer as entries of a state."""
     entries = {}
     for number, (group, its_names) in enumerate(zip(optimizer.param_groups, names, strict=True)):
         options = {key: as_json(f"option {key}", value) for key, value in group.items() if key not in _NOT_SAVED}
@@ -61,12 +47,12 @@ def group_entries(optimizer: Optimizer, names: Sequence[Sequence[str]]) -> dict[
 
 
 def is_group(key: str) -> bool:
-    """Whether this is the key of a saved group, or that of all groups in one, as older snapshots have it."""
+    """Whether this is the key of a saved group, or that of all groups in one, as in older snapshots."""
     return key == GROUPS or key.startswith(f"{GROUPS}[")
 
 
 def saved_groups(state: Mapping[str, Any]) -> list[SavedGroup]:
-    """Returns the groups that a state holds, by number; those of several ranks one after the other."""
+    """Returns the groups of a state, by number; those of several ranks one after the other."""
     found = []
     for key, value in state.items():
         if key == GROUPS:
@@ -87,20 +73,8 @@ def matching_options(
     saved: Sequence[SavedGroup],
     name_here: Callable[[str], str | None],
 ) -> list[Mapping[str, Any]]:
-    """Returns the saved options of each group of an optimizer.
-
-    A group without parameters gets those of the saved groups of its number, if they are the same in all of them.
-
-    Args:
-        optimizer: Its groups.
-        names: Of the parameters of each group.
-        saved: All groups that were saved.
-        name_here: What this model calls a parameter that was saved by a name; None if it stands on another rank.
-
-    Raises:
-        StateMismatch: A group has parameters that were saved in none, or in groups with other options; parameters that
-            were saved in one group stand in two; an option is unknown.
-    """
+    """Returns the saved options of each group of an optimizer."""
+    # A group without parameters gets those of the saved groups of its number, if they are the same in all of them.
     if not saved:
         raise StateMismatch(
             f"{GROUPS}: none saved: save the optimizer too, by sharded_state_dict(model, optimizer), or load the model "
@@ -166,7 +140,7 @@ def _check_options(optimizer: Optimizer, group: Mapping[str, Any], saved: Mappin
 
 
 def fill_groups(optimizer: Optimizer, options: Iterable[Mapping[str, Any]]) -> None:
-    """Gives the optimizer's groups their saved options, in the types that they have."""
+    """Sets the saved options of the optimizer's groups, in the types that they have."""
     for saved, group in zip(options, optimizer.param_groups, strict=True):
         for key, value in saved.items():
             if key in _NOT_SAVED:
@@ -181,11 +155,7 @@ def fill_groups(optimizer: Optimizer, options: Iterable[Mapping[str, Any]]) -> N
 
 
 def as_json(name: str, value: Any) -> Any:
-    """Returns a value of an optimizer as what JSON knows.
-
-    Raises:
-        ValueError: It is neither a number, a text, nor made of them.
-    """
+    """Returns a value of an optimizer as JSON."""
     if isinstance(value, Tensor) and value.ndim == 0:
         return value.item()
     if value is None or isinstance(value, bool | int | float | str):

@@ -1,8 +1,7 @@
-"""Which named parameters, or which of their elements, stand in each tensor that an optimizer steps on.
+"""Which named parameters, or which of their elements, are in each tensor that an optimizer steps on.
 
-Mostly it is one: the parameter itself, or this rank's shard of it. A flat parameter holds many, one behind the other,
-and is itself none that the plain model has. State is saved by the names of the plain model, so it is asked here, for
-parameters and for all state of their shape, which name's elements stand where.
+Mostly it is one: the parameter itself, or this rank's shard of it. A flat parameter holds many, one after the other,
+and is itself none of the plain model. State is saved by the names of the plain model.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from scale_core.flat.buffer import FlatBuffer
 from scale_core.optim.traits import NUMBERS
-from scale_core.shard import Held, Ranges, shard_of
+from scale_core.shard import Placement, Ranges, shard_of
 
 _flat: WeakIdKeyDictionary = WeakIdKeyDictionary()  # each flat parameter, to a weak reference to its buffer
 
@@ -32,61 +31,47 @@ class HasGroups(Protocol):
 
 @runtime_checkable
 class PartOfModel(Protocol):
-    """A module that has some parts of a model, under the names of the whole one, while other ranks have the others."""
+    """A module with some parts of a model under the names of the whole one; other ranks have the others."""
 
     def names_of_model(self) -> Mapping[str, str]:
         """All names in the state of the whole model, each with the first name of the same tensor."""
         ...
 
     def is_first_holder(self, name: str) -> bool:
-        """Whether, of the parts that hold the tensor of this first name, the first one is on this rank."""
+        """Whether this rank is the first that holds the tensor of this first name."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
-class Holding:
-    """One parameter of the plain model, as this rank holds it.
+class ParamSlice:
+    """One parameter of the plain model, as this rank holds it."""
 
-    Attributes:
-        name: Its qualified name in the plain model.
-        owner: What an optimizer steps on: the parameter, a shard of it, or a flat parameter.
-        shape: The shape of the whole parameter.
-        start: The first element held, in row-major order, or in that of what `ranges` leave.
-        stop: One past the last element held.
-        offset: Where the held elements begin in the flattened `owner`.
-        local_shape: The shape of what is held.
-        is_shard: Other ranks may hold other elements.
-        shares_owner: The owner is a flat parameter, which holds others, too.
-        state: What this rank has of the optimizer's state: that of the elements held; all of it, of any shape, where
-            one rank steps on the whole parameter; or nothing, where others do.
-        ranges: Of which indices of the whole parameter the elements are; see `scale_core.Shard`.
-        written: This rank saves what it holds; otherwise another one that holds the same does.
-    """
-
-    name: str
-    owner: Tensor
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-    offset: int = 0
-    local_shape: tuple[int, ...] = ()
-    is_shard: bool = True
-    shares_owner: bool = False
+    name: str  # Its qualified name in the plain model
+    owner: Tensor  # What an optimizer steps on: the parameter, a shard of it, or a flat parameter
+    shape: tuple[int, ...]  # The shape of the whole parameter
+    start: int  # The first element held, in row-major order, or in that of what `ranges` leave
+    stop: int  # One past the last element held
+    offset: int = 0  # Where the held elements begin in the flattened `owner`
+    local_shape: tuple[int, ...] = ()  # The shape of what is held
+    is_shard: bool = True  # Other ranks may hold other elements
+    shares_owner: bool = False  # The owner is a flat parameter, which holds others, too
+    # What this rank has of the optimizer's state: that of the elements held; all of it, of any shape, where one rank
+    # steps on the whole parameter; or nothing, where others do.
     state: Literal["elements", "all", "nothing"] = "elements"
-    ranges: Ranges = ()
-    written: bool = True
+    ranges: Ranges = ()  # Of which indices of the whole parameter the elements are; see `scale_core.Shard`
+    written: bool = True  # This rank saves what it holds; otherwise another one that holds the same does
 
     def view(self, tensor: Tensor) -> Tensor:
-        """What belongs to it of a tensor of the owner's shape: the owner, or a state of it."""
+        """Its elements in a tensor of the owner's shape: the owner, or a state of it."""
         if not self.shares_owner:
             return tensor.detach()
         return tensor.detach().view(-1).narrow(0, self.offset, self.stop - self.start).view(self.local_shape)
 
 
-def tell_flat(buffer: FlatBuffer) -> None:
-    """Records which parameters the flat parameter of `buffer` holds; later changes of their names count."""
+def register_flat_param(buffer: FlatBuffer) -> None:
+    """Records the parameters in the flat parameter of `buffer`; later changes of their names count."""
     assert buffer.flatten, "a buffer that exposes its parameters one by one has no flat one"
-    _flat[buffer.exposed[0]] = weakref.ref(buffer)
+    _flat[buffer.sharded_params[0]] = weakref.ref(buffer)
 
 
 def flat_buffer_of(param: Tensor) -> FlatBuffer | None:
@@ -96,37 +81,29 @@ def flat_buffer_of(param: Tensor) -> FlatBuffer | None:
     return buffer
 
 
-def holdings_of(param: Tensor, listed: str) -> Iterator[Holding]:
-    """Yields what `param`, listed under this name, holds.
-
-    Raises:
-        ValueError: The ranks hold summands of it.
-    """
+def param_slices(param: Tensor, listed: str) -> Iterator[ParamSlice]:
+    """Yields the slices in `param`, listed under this name."""
     buffer, shard = flat_buffer_of(param), shard_of(param)
-    if shard is not None and any(axis.held is Held.PARTIAL for axis in shard.axes):
+    if shard is not None and any(axis.placement is Placement.PARTIAL for axis in shard.axes):
         raise ValueError(f"{shard.name}: each rank holds a summand of it: reduce it before its state is taken")
     if buffer is not None:
         for name, entry, span in zip(buffer.names, buffer.layout.entries, buffer.spans, strict=True):
             place = (entry.shape, span.start, span.stop, span.shard_offset, span.shape)
-            yield Holding(name, param, *place, shares_owner=True)
+            yield ParamSlice(name, param, *place, shares_owner=True)
     elif shard is not None:
         place = (shard.shape, shard.start, shard.stop, 0, tuple(param.shape))
-        yield Holding(shard.name or listed, param, *place, ranges=shard.ranges, written=shard.written)
+        yield ParamSlice(shard.name or listed, param, *place, ranges=shard.ranges, written=shard.written)
     else:
         shape = tuple(param.shape)
-        yield Holding(listed, param, shape, 0, param.numel(), 0, shape, is_shard=False)
+        yield ParamSlice(listed, param, shape, 0, param.numel(), 0, shape, is_shard=False)
 
 
-def named_holdings(model: nn.Module) -> dict[str, Holding]:
-    """Returns what a model holds, by the names of the plain model; a tied parameter stands once.
-
-    Raises:
-        ValueError: Two parameters claim one name, or the ranks hold summands of one.
-    """
-    found: dict[str, Holding] = {}
+def named_param_slices(model: nn.Module) -> dict[str, ParamSlice]:
+    """Returns a model's slices by the names of the plain model; a tied parameter is listed once."""
+    found: dict[str, ParamSlice] = {}
     part = model if isinstance(model, PartOfModel) else None
     for listed, param in model.named_parameters():
-        for holding in holdings_of(param, listed):
+        for holding in param_slices(param, listed):
             if part is not None:
                 name = holding.name if holding.shares_owner else listed  # A unit knows the names within its stage.
                 first = part.names_of_model().get(name, name)
@@ -138,16 +115,10 @@ def named_holdings(model: nn.Module) -> dict[str, Holding]:
 
 
 def of_this_rank(saved: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:
-    """Leaves out of a saved state what other ranks have saved of units that each of them has for itself.
-
-    Such parameters have names that end in their ranks, `expert.weight@1`. What ranks have saved that are not among
-    those of the model stays, and is unexpected.
-
-    Args:
-        saved: Values by the keys of a state: `model.<name>`, `optim.<name>.<key>`.
-        model: The model that is to load it.
-    """
-    names = named_holdings(model)
+    """Drops from a saved state what other ranks have saved of units that each of them has for itself."""
+    # Such parameters have names that end in their ranks, `expert.weight@1`. What ranks have saved that are not among
+    # those of the model stays, and is unexpected.
+    names = named_param_slices(model)
     stems = {name.partition("@")[0] for name in names if "@" in name}
     if not stems:
         return saved
@@ -181,16 +152,12 @@ def num_parameters(model: nn.Module, *, only_trainable: bool = False) -> int:
     Raises:
         ValueError: The ranks hold summands of a parameter.
     """
-    held = named_holdings(model).values()
+    held = named_param_slices(model).values()
     return sum(math.prod(holding.shape) for holding in held if holding.owner.requires_grad or not only_trainable)
 
 
 def check_known(optimizer: HasGroups, known: Container[Tensor]) -> None:
-    """Checks that an optimizer steps on parameters of the model alone.
-
-    Raises:
-        ValueError: A parameter of it is none of those that are known.
-    """
+    """Checks that an optimizer steps on parameters of the model alone."""
     for number, group in enumerate(optimizer.param_groups):
         for position, param in enumerate(group["params"]):
             if param not in known:
@@ -200,6 +167,6 @@ def check_known(optimizer: HasGroups, known: Container[Tensor]) -> None:
                 )
 
 
-def is_number(key: str, shape: Sequence[int], param_shape: Sequence[int]) -> bool:
+def is_per_param_number(key: str, shape: Sequence[int], param_shape: Sequence[int]) -> bool:
     """Whether a state is one number for the whole parameter, and not the state of its one element."""
     return len(shape) == 0 and (key in NUMBERS or len(param_shape) > 0)

@@ -1,8 +1,8 @@
-"""The state of a model and its optimizer, as pieces that outlive the number of ranks and the wrapping.
+"""Sharded state dicts of a model and its optimizer, independent of the number of ranks and of the wrapping.
 
-`sharded_state_dict` names every piece by the parameter's name in the plain model, never by its position, so that what
-was saved under one wrapping loads under another; `load_sharded_state_dict` puts a state back, into a fresh optimizer
-too, and compares everything before it writes anything.
+`sharded_state_dict` names every shard by the parameter's name in the plain model, never by its position, so that what
+was saved under one wrapping loads under another; `load_sharded_state_dict` loads it, into a fresh optimizer too, and
+compares everything before it writes anything.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from torch.optim import Optimizer
 
 from scale_core.flat.buffer import wait_sent
 from scale_core.shard import shard_of
-from scale_core.state.chunks import Box, LocalShard, boxes
-from scale_core.state.optim_state_dict import optimizer_entries, optimizer_slots, optimizer_targets, part_of, piece
+from scale_core.state.chunks import Chunk, LocalShard, chunks_of
+from scale_core.state.optim_state_dict import local_chunk, optimizer_entries, optimizer_targets, part_of, state_entries
 from scale_core.state.param_groups import GROUPS, SavedGroup, fill_groups, is_group, saved_groups
-from scale_core.state.param_ownership import Holding, PartOfModel, named_holdings, of_this_rank
-from scale_core.state.torch_state_dict import view
+from scale_core.state.param_ownership import ParamSlice, PartOfModel, named_param_slices, of_this_rank
+from scale_core.state.torch_state_dict import install_hooks
 from scale_core.state.validation import SavedTensor, StateMismatch, check_alike, check_keys
 
 __all__ = [
     "GROUPS",
-    "Box",
+    "Chunk",
     "LocalShard",
     "SavedGroup",
     "SavedTensor",
     "StateMismatch",
-    "boxes",
+    "chunks_of",
     "load_sharded_state_dict",
     "saved_groups",
     "sharded_state_dict",
@@ -44,13 +44,13 @@ def sharded_state_dict(model: nn.Module, optimizer: Optimizers = None) -> dict[s
     """Returns what this rank holds of a model and its optimizer, without communication and without copies.
 
     - `model.<name>`: each parameter, a `LocalShard` or, where the ranks hold all of it, a tensor; each persistent
-      buffer. A tied parameter stands once, under its first name.
+      buffer. A tied parameter is listed once, under its first name.
     - `optim.<name>.<key>`: the optimizer's state of that parameter. Tensors of the shard's shape are `LocalShard`s;
       0-dim tensors (`step`) and plain numbers are the same on every rank.
     - `optim.groups[<number>].<digest>`: the hyperparameters of each group and, as "params", the names of its
       parameters on this rank, ready for JSON; `saved_groups(state)` returns them in order.
 
-    A flat parameter stands there as the parameters that it holds. Of a pipeline, these are the stages of this rank,
+    A flat parameter is listed as the parameters that it holds. Of a pipeline, these are the stages of this rank,
     under the names of the whole model.
 
     Args:
@@ -62,9 +62,9 @@ def sharded_state_dict(model: nn.Module, optimizer: Optimizers = None) -> dict[s
             a state of an optimizer is neither a shard nor a number, so that it can't be put together again; or a
             parameter is on the meta device.
     """
-    wait_sent()  # They are the live shards: whoever has them may write to them.
+    wait_sent()  # They are the live shards, and may be written to.
     state: dict[str, Any] = {
-        f"model.{name}": piece(holding, holding.owner) for name, holding in _holdings_with_memory(model).items()
+        f"model.{name}": local_chunk(holding, holding.owner) for name, holding in _holdings_with_memory(model).items()
     }
     for name, buffer in _persistent_buffers(model):
         state[f"model.{name}"] = buffer.detach()
@@ -130,13 +130,13 @@ def load_sharded_state_dict(
         shape = holdings[key].shape if key in holdings else tuple(tensor.shape)
         check_alike(key, SavedTensor(tuple(given[key].size()), given[key].dtype), SavedTensor(shape, tensor.dtype))
         sources[key] = part_of(key, given[key], holdings[key]) if key in holdings else given[key].detach()
-    loaded = [] if optimizer is None else optimizer_slots(mine, model, _listed(optimizer), names.in_group)
+    loaded = [] if optimizer is None else state_entries(mine, model, _listed(optimizer), names.in_group)
     wait_sent()
     for key, tensor in own.items():
         if not tensor.is_set_to(sources[key]):
             tensor.copy_(sources[key])
     for each in loaded:
-        view(each.optimizer)
+        install_hooks(each.optimizer)
         fill_groups(each.optimizer, each.options)
         each.optimizer.state.clear()
         for param, values in each.slots.items():
@@ -153,30 +153,25 @@ def _listed(optimizer: Optimizers) -> list[Optimizer]:
 
 @dataclass(frozen=True)
 class _Names:
-    """What a model calls its tensors.
+    """The names of a model's tensors."""
 
-    Attributes:
-        first: All names of its state, each with the first one of the same tensor.
-        held: The first names of those that this rank has.
-    """
-
-    first: Mapping[str, str]
-    held: frozenset[str]
+    first: Mapping[str, str]  # All names of its state, each with the first one of the same tensor
+    held: frozenset[str]  # The first names of those that this rank has
 
     def here(self, name: str) -> str | None:
-        """What a tensor is held as that was saved by this name, which may be unknown; None if other ranks have it."""
+        """The slice or tensor saved under this name; None if other ranks have it."""
         first = self.first.get(name, name)
         return first if first in self.held or name not in self.first else None
 
     def in_group(self, name: str) -> str | None:
-        """As `here`, of a saved group; also None where others have it of a unit that each rank has for itself."""
+        """As `here`, for a saved group; also None where others have it of a unit that each rank has for itself."""
         here, (stem, at, _) = self.here(name), name.partition("@")
         is_of_others = at and here not in self.held and any(own.startswith(f"{stem}@") for own in self.held)
         return None if is_of_others else here
 
 
 def _names(model: nn.Module) -> _Names:
-    holdings = named_holdings(model)
+    holdings = named_param_slices(model)
     held = frozenset([*holdings, *(name for name, _ in _persistent_buffers(model))])
     if isinstance(model, PartOfModel):
         return _Names(model.names_of_model(), held)
@@ -189,10 +184,8 @@ def _names(model: nn.Module) -> _Names:
 
 
 def _own_keys(state: Mapping[str, Any], names: _Names) -> dict[str, str]:
-    """The keys that the entries of a state have on this rank, each with that in the state; without those of others.
-
-    A tied parameter may have been saved by another of its names. Two entries of one parameter keep their names.
-    """
+    """The keys of a state's entries on this rank, each with that in the state."""
+    # A tied parameter may have been saved by another of its names. Two entries of one parameter keep their names.
     found: dict[str, str] = {}
     for key in state:
         kind, _, rest = key.partition(".")
@@ -207,8 +200,8 @@ def _own_keys(state: Mapping[str, Any], names: _Names) -> dict[str, str]:
     return found
 
 
-def _holdings_with_memory(model: nn.Module) -> dict[str, Holding]:
-    holdings = named_holdings(model)
+def _holdings_with_memory(model: nn.Module) -> dict[str, ParamSlice]:
+    holdings = named_param_slices(model)
     for name, holding in holdings.items():
         if holding.owner.is_meta:
             raise ValueError(
@@ -233,7 +226,7 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _outer_prefix(model: nn.Module) -> str:
-    """What a wrapper around the model adds to every name, seen on a parameter that knows its plain name."""
+    """The prefix that a wrapper around the model adds to every name, seen on a parameter that knows its plain name."""
     for listed, param in model.named_parameters():
         shard = shard_of(param)
         if shard is not None and listed.endswith(f".{shard.name}"):

@@ -1,7 +1,6 @@
-"""Whether a saved state is that of this model and optimizer, and which entry says that it is not.
+"""Checks that a saved state belongs to this model and optimizer, before anything is written.
 
-A state of another model must be refused before anything is written, with the first entry that differs in the message.
-What a snapshot holds is compared before it is read, so only shapes and dtypes are looked at here, never elements.
+Only names, shapes and dtypes are compared, since a snapshot is compared before it is read.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """What a saved state says of a tensor before it is read: the whole tensor's shape, and its dtype."""
+    """The shape of a saved whole tensor, and its dtype."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -27,11 +26,7 @@ class StateMismatch(ValueError):
 
 
 def check_keys(own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Compares the names of two states.
-
-    Raises:
-        StateMismatch: They differ; the first name that is missing, or else unexpected, stands in the message.
-    """
+    """Compares the names of two states."""
     missing, unexpected = [key for key in own if key not in given], [key for key in given if key not in own]
     if missing or unexpected:
         first = f"{missing[0]} is missing" if missing else f"{unexpected[0]} is unexpected"
@@ -42,11 +37,7 @@ def check_keys(own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
 
 
 def check_alike(key: str, saved: SavedTensor, piece: SavedTensor | Tensor) -> None:
-    """Compares a saved tensor with the place it goes to.
-
-    Raises:
-        StateMismatch: Its shape or dtype differs.
-    """
+    """Compares a saved tensor with the place it goes to."""
     if saved.shape != tuple(piece.shape):
         raise StateMismatch(f"{key}: the saved shape is {saved.shape}, expected {tuple(piece.shape)}")
     if saved.dtype != piece.dtype:

@@ -1,4 +1,4 @@
-"""A function run on N ranks, and what each returned.
+"""Functions run on N ranks, and what each returned.
 
 Begin with `ranks`; `rank` is what runs inside of each process.
 """

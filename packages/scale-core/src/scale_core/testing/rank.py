@@ -1,8 +1,8 @@
-"""What runs inside a rank that `run_ranks` has started: what it is told, what it does, and how it answers.
+"""The main function of a rank that `run_ranks` has started.
 
 A rank may be killed, hang or abort at any point, so it answers through files, which outlive it. It takes on the
-caller's environment and warning filters, takes errors from destructors and threads for failures, and leaves past
-every finaliser.
+caller's environment and warning filters, treats errors from destructors and threads as failures, and exits without
+finalisers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from scale_core.launch.launcher import die_with_parent
-from scale_core.launch.rendezvous import open_store, under_name
+from scale_core.launch.rendezvous import open_store, prefixed
 
 # What a survivor of another rank's end reads; such an error is a consequence, never the cause.
 _LOST_PEER = ("closed by peer", "reset by peer", "Broken pipe", "pair closure")
@@ -50,8 +50,8 @@ class Filter(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Order:
-    """What one rank is told. It answers through files in `folder`, which outlive it whatever happens to it."""
+class RankTask:
+    """The task of one rank; its files in `folder` outlive it."""
 
     call: bytes
     rank: int
@@ -63,84 +63,84 @@ class Order:
     environment: dict[str, str]
     filters: list[Filter]
 
-    def of(self, rank: int) -> Order:
-        """What another rank is told."""
+    def for_rank(self, rank: int) -> RankTask:
+        """The task of another rank."""
         return replace(self, rank=rank)
 
     @property
     def result(self) -> Path:
-        """Where the rank puts what its function returned, pickled."""
+        """The file of the function's result, pickled."""
         return self.folder / f"{self.rank}.result"
 
     @property
     def failure(self) -> Path:
-        """Where it puts a `Failure`, pickled, if its function raised."""
+        """The file of a pickled `RankFailure`, if the function raised."""
         return self.folder / f"{self.rank}.failure"
 
     @property
     def stack(self) -> Path:
-        """Where its stack goes when it gets the signal USR1."""
+        """The file of its stack, written at the signal USR1."""
         return self.folder / f"{self.rank}.stack"
 
     @property
     def output(self) -> Path:
-        """Where all that it prints goes."""
+        """The file of all that it prints."""
         return self.folder / f"{self.rank}.output"
 
 
-class Failure(NamedTuple):
-    """What a rank reports of its end. `when` is on the system's monotonic clock, in seconds."""
+class RankFailure(NamedTuple):
+    """The failure of a rank. `when` is on the system's monotonic clock, in seconds."""
 
     when: float
     error: BaseException
     is_consequence: bool
 
 
-def play(order: Order) -> NoReturn:
-    """A rank's whole life: set up, call, answer, leave."""
+def run_rank(task: RankTask) -> NoReturn:
+    """Runs a rank: set up, call, report, exit."""
     die_with_parent()
-    _redirect_output(order.output)
-    with order.stack.open("w") as stack:
+    _redirect_output(task.output)
+    with task.stack.open("w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
         unraisable: list[BaseException] = []
         sys.unraisablehook = lambda args: unraisable.append(args.exc_value or RuntimeError(str(args.err_msg)))
         threading.excepthook = lambda args: unraisable.append(args.exc_value or RuntimeError(str(args.exc_type)))
         code = 0
         try:
-            store = _set_up(order)
-            fn, args = pickle.loads(order.call)
+            store = _set_up(task)
+            fn, args = pickle.loads(task.call)
             result = fn(*args)
             gc.collect()
             if unraisable:
                 raise unraisable[0]
-            _write(order.result, pickle.dumps(result))
-            _leave(store, order)
+            _write(task.result, pickle.dumps(result))
+            _shut_down(store, task)
         except BaseException as error:  # A test may raise anything, pytest's own outcomes included.
             code = 1
-            if not order.result.exists():
-                _write(order.failure, _packed(error, order))
+            if not task.result.exists():
+                _write(task.failure, _pickled(error, task))
         with suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)  # Past every finaliser: a thread of the transport may not end, or abort the process.
 
 
-def _set_up(order: Order) -> Any:
+def _set_up(task: RankTask) -> Any:
     os.environ.clear()
-    os.environ.update(order.environment)
+    os.environ.update(task.environment)
     torch.set_num_threads(1)
-    _apply_filters(order.filters)
-    if order.backend is None:
+    _apply_filters(task.filters)
+    if task.backend is None:
         return None
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = open_store("127.0.0.1", order.port, serve=False, timeout=order.timeout)
+    store = open_store("127.0.0.1", task.port, serve=False, timeout=task.timeout)
     dist.init_process_group(
-        order.backend,
-        store=under_name("group", store),
-        rank=order.rank,
-        world_size=order.num_ranks,
-        timeout=timedelta(seconds=order.timeout),
+        task.backend,
+        store=prefixed("group", store),
+        rank=task.rank,
+        world_size=task.num_ranks,
+        timeout=timedelta(seconds=task.timeout),
     )
     return store
 
@@ -154,27 +154,27 @@ def _apply_filters(filters: Sequence[Filter]) -> None:
     warnings.filterwarnings("error", category=ResourceWarning)
 
 
-def _leave(store: Any, order: Order) -> None:
-    """Waits for the others, so that no rank closes a connection that another one still reads; then closes."""
+def _shut_down(store: Any, task: RankTask) -> None:
+    """Waits for the other ranks, so that no rank closes a connection that another one still reads; then closes."""
     if store is None:
         return
-    if store.add("returned", 1) == order.num_ranks:
+    if store.add("returned", 1) == task.num_ranks:
         store.set("all returned", "")
     store.wait(["all returned"])
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def _packed(error: BaseException, order: Order) -> bytes:
+def _pickled(error: BaseException, task: RankTask) -> bytes:
     text = "".join(traceback.format_exception(error))
-    failure = Failure(time.monotonic(), error, any(words in str(error) for words in _LOST_PEER))
-    note = f"raised on rank {order.rank} of {order.num_ranks}:\n{text}"
+    failure = RankFailure(time.monotonic(), error, any(words in str(error) for words in _LOST_PEER))
+    note = f"raised on rank {task.rank} of {task.num_ranks}:\n{text}"
     error.add_note(note)
     try:
         packed = pickle.dumps(failure)
         pickle.loads(packed)  # Exceptions with their own constructor often pickle and then fail to unpickle.
     except Exception:
-        carried = RankError(f"rank {order.rank} of {order.num_ranks} raised {type(error).__name__}: {error}")
+        carried = RankError(f"rank {task.rank} of {task.num_ranks} raised {type(error).__name__}: {error}")
         carried.add_note(note)
         packed = pickle.dumps(failure._replace(error=carried))
     return packed
@@ -187,7 +187,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _redirect_output(path: Path) -> None:
-    """Into a file: the server that forked us may still write into a terminal, or a pipe, that is long gone."""
+    """Redirects stdout and stderr to a file: the fork server's own may be a terminal or pipe that is gone."""
     sys.stdout.flush()
     sys.stderr.flush()
     with path.open("wb") as file:

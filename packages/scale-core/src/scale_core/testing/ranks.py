@@ -1,9 +1,9 @@
-"""Run a function on N ranks and get what each returned, or what the first failing one raised.
+"""Runs a function on N ranks and returns the results, or raises what the first failing rank raised.
 
 A test of parallel code must be as cheap to write and as plain to read as any other test. So the ranks start fast
-(forked from a server that has imported torch already), share nothing with the test but picklable arguments, fail with
-the exception that really happened, and never outlive the call: a rank that hangs is killed when the limit passes, and
-the error says where it was.
+(forked from a server that has imported torch already), share only picklable arguments with the test, fail with the
+exception that really happened, and never outlive the call: a rank that hangs is killed after the timeout, and the error
+shows its stack.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from scale_core.launch.launcher import name_of_exit
-from scale_core.launch.main_script import UNGUARDED, check_may_start, main_hidden, unguarded
+from scale_core.launch.launcher import format_exit_code
+from scale_core.launch.main_script import UNGUARDED, check_may_start, lacks_main_guard, main_hidden
 from scale_core.launch.rendezvous import open_store
-from scale_core.testing.rank import Failure, Filter, Order, RankError, play
+from scale_core.testing.rank import Filter, RankError, RankFailure, RankTask, run_rank
 
 __all__ = ["RankError", "preload", "run_ranks", "scaled_by_load"]
 
@@ -71,7 +71,7 @@ def run_ranks(
     """Runs `fn(*args)` on each of `num_ranks` processes and returns their results by rank.
 
     Inside `fn` the default process group is initialised, torch uses one thread, the caller's environment and warning
-    filters hold, and a `ResourceWarning` (such as a collective that nobody waited for) is a failure.
+    filters hold, and a `ResourceWarning` (such as a collective without `wait()`) is a failure.
 
     Args:
         fn: A function at the top level of a module.
@@ -97,7 +97,7 @@ def run_ranks(
     check_may_start("run_ranks", fn)
     store = None if backend is None else open_store("127.0.0.1", 0, serve=True, timeout=timeout)
     with tempfile.TemporaryDirectory(prefix="run_ranks-") as folder:
-        order = Order(
+        task = RankTask(
             call=pickle.dumps((fn, args)),
             rank=0,
             num_ranks=num_ranks,
@@ -108,73 +108,76 @@ def run_ranks(
             environment=dict(os.environ),
             filters=_current_filters(),
         )
-        ranks = _start(order)
+        ranks = _start(task)
         try:
-            _supervise(ranks, order)
+            _supervise(ranks, task)
         finally:
             _end(ranks)
-            _replay_output(order)
-        return [pickle.loads(order.of(rank).result.read_bytes()) for rank in range(num_ranks)]
+            _replay_output(task)
+        return [pickle.loads(task.for_rank(rank).result.read_bytes()) for rank in range(num_ranks)]
 
 
-def _start(order: Order) -> list[BaseProcess]:
+def _start(task: RankTask) -> list[BaseProcess]:
     methods = multiprocessing.get_all_start_methods()
     context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
     if "forkserver" in methods:
         context.set_forkserver_preload(_PRELOADED)
     ranks: list[BaseProcess] = []
-    with main_hidden(unless=b"__main__" in order.call):
-        for rank in range(order.num_ranks):
-            process = context.Process(target=play, args=(order.of(rank),), name=f"rank {rank}")  # type: ignore[attr-defined]
+    with main_hidden(unless=b"__main__" in task.call):
+        for rank in range(task.num_ranks):
+            process = context.Process(target=run_rank, args=(task.for_rank(rank),), name=f"rank {rank}")  # type: ignore[attr-defined]
             process.start()
             ranks.append(process)
     return ranks
 
 
-def _supervise(ranks: Sequence[BaseProcess], order: Order) -> None:
-    """Returns when every rank has ended with a result; raises what went wrong otherwise."""
-    deadline = time.monotonic() + order.timeout
+def _supervise(ranks: Sequence[BaseProcess], task: RankTask) -> None:
+    """Returns when every rank has ended with a result; raises the first failure otherwise."""
+    deadline = time.monotonic() + task.timeout
     failing = False
     while running := [process for process in ranks if process.exitcode is None]:
         left = deadline - time.monotonic()
         if left <= 0:
             if failing:
                 break
-            raise TimeoutError(_where_they_were(ranks, order))
+            raise TimeoutError(_stacks(ranks, task))
         wait_for_any([process.sentinel for process in running], timeout=left)
         if not failing and any(
-            process.exitcode is not None and not order.of(rank).result.exists() for rank, process in enumerate(ranks)
+            process.exitcode is not None and not task.for_rank(rank).result.exists()
+            for rank, process in enumerate(ranks)
         ):
             failing = True
             deadline = min(deadline, time.monotonic() + scaled_by_load(_GRACE_SECONDS))
-    failures = [failure for rank, process in enumerate(ranks) if (failure := _failure_of(rank, process, order))]
+    failures = [failure for rank, process in enumerate(ranks) if (failure := _failure_of(rank, process, task))]
     if failures:
         raise min(failures, key=lambda failure: (failure.is_consequence, failure.when)).error
 
 
-def _failure_of(rank: int, process: BaseProcess, order: Order) -> Failure | None:
-    mine = order.of(rank)
+def _failure_of(rank: int, process: BaseProcess, task: RankTask) -> RankFailure | None:
+    mine = task.for_rank(rank)
     if process.exitcode is None or mine.result.exists():
         return None  # An abort after the result (torch's gloo sometimes does at its teardown) is no failure.
     if mine.failure.exists():
-        failure: Failure = pickle.loads(mine.failure.read_bytes())
+        failure: RankFailure = pickle.loads(mine.failure.read_bytes())
         return failure
     if process.exitcode == UNGUARDED:
-        return Failure(time.monotonic(), RankError(unguarded("run_ranks")), False)
-    error = RankError(f"rank {rank} of {order.num_ranks} {name_of_exit(process.exitcode)} before its function returned")
+        return RankFailure(time.monotonic(), RankError(lacks_main_guard("run_ranks")), False)
+    error = RankError(
+        f"rank {rank} of {task.num_ranks} {format_exit_code(process.exitcode)} before its function returned"
+    )
     if output := _tail(mine.output):
         error.add_note(f"rank {rank} had printed:\n{output}")
-    return Failure(time.monotonic(), error, False)
+    return RankFailure(time.monotonic(), error, False)
 
 
-def _where_they_were(ranks: Sequence[BaseProcess], order: Order) -> str:
-    lines = [f"the limit of {order.timeout:g} s passed before all {order.num_ranks} ranks had returned"]
+def _stacks(ranks: Sequence[BaseProcess], task: RankTask) -> str:
+    lines = [f"the limit of {task.timeout:g} s passed before all {task.num_ranks} ranks had returned"]
     for process in ranks:
         if process.exitcode is None and process.pid is not None:
             with suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGUSR1)
-    for rank in range(order.num_ranks):
-        mine = order.of(rank)
+    for rank in range(task.num_ranks):
+        mine = task.for_rank(rank)
         if mine.result.exists():
             lines.append(f"rank {rank}: had returned")
         else:
@@ -203,9 +206,9 @@ def _end(ranks: Sequence[BaseProcess]) -> None:
         process.close()
 
 
-def _replay_output(order: Order) -> None:
-    for rank in range(order.num_ranks):
-        path = order.of(rank).output
+def _replay_output(task: RankTask) -> None:
+    for rank in range(task.num_ranks):
+        path = task.for_rank(rank).output
         if path.exists() and (text := path.read_text(errors="replace")):
             sys.stdout.write(text)
 

@@ -1,4 +1,4 @@
-"""Optimizer state on the host, and its update there, beside the backward pass.
+"""Optimizer offload: state on the host, and its update there, beside the backward pass.
 
-Begin with `optimizer`, what users hold; `placement` says which elements go, `transfer` moves them, `host_update` steps.
+Begin with `optimizer`, the public class; `placement` says which elements go, `transfer` copies, `host_update` steps.
 """

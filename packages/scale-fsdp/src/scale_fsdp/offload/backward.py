@@ -1,7 +1,7 @@
-"""What happens to gradients during the backward pass, as each of them is there.
+"""Gradient prefetch and optimizer-in-backward: what `OffloadOptimizer` does while the backward pass runs.
 
-By default they are copied to the host, so that the step begins with what it needs. With `overlap_step=True` they are
-used at once, bucket by bucket, and no gradient is left for later.
+By default gradients are copied to the host as they become ready, so that the step begins with what it needs. With
+`overlap_step=True` they are consumed, bucket by bucket, and no gradient is left for later.
 """
 
 from __future__ import annotations
@@ -12,64 +12,55 @@ from concurrent.futures import Executor, Future, wait
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.utils.hooks import RemovableHandle
 
-from scale_core.autograd_hooks import after_gradient, on_arriving_grads, on_reduced_grads, once_after_backward
+from scale_core.autograd_hooks import (
+    after_gradient,
+    register_grad_published_hook,
+    register_post_backward,
+    register_reduced_grad_hook,
+)
 from scale_core.shard import title_of, unit_shard_of
 from scale_core.streams import on_host, worker_for
-from scale_fsdp.offload.host_kernel import PIECE_ELEMENTS
+from scale_core.tree import tensors_in
+from scale_fsdp.offload.host_kernel import CHUNK_ELEMENTS
 from scale_fsdp.offload.host_update import OffloadUpdate, buckets
-from scale_fsdp.offload.placement import Part
-from scale_fsdp.offload.transfer import EarlyCopy, still_copies
-
-# What stands in `param.grad` when an update during the backward pass has used the gradient up.
-#
-# With None in its place, clipping would find a norm of zero and a second backward pass would begin a new sum, both
-# without a word. This has a shape and no memory, and whoever computes with it learns what has happened.
+from scale_fsdp.offload.placement import StatePart
+from scale_fsdp.offload.transfer import GradientCopy, are_current
 
 
-class UsedGradient(Tensor):
-    """The place of a gradient that is gone; every operation on it raises.
+class ConsumedGradient(Tensor):
+    """Placeholder without memory in `param.grad` after an update in backward; every operation on it raises.
 
-    Args:
-        param: Whose gradient it was.
+    With None there, `torch.nn.utils.clip_grad_norm_` would find a norm of 0 and clip nothing, without an error.
     """
 
-    of_whom: str
+    param_name: str
 
     @staticmethod
-    def __new__(cls, param: Tensor) -> UsedGradient:  # noqa: PYI034  # torch's maker of subclasses is untyped
-        used: UsedGradient = torch.Tensor._make_wrapper_subclass(
+    def __new__(cls, param: Tensor) -> ConsumedGradient:  # noqa: PYI034  # torch's maker of subclasses is untyped
+        grad: ConsumedGradient = torch.Tensor._make_wrapper_subclass(
             cls, param.shape, dtype=param.dtype, device=param.device, storage_size=0
         )
-        used.of_whom = title_of(param)
-        return used
+        grad.param_name = title_of(param)
+        return grad
 
     __torch_function__ = cast(Any, torch._C)._disabled_torch_function_impl
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch calls it with the operator first
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Refuses.
-
-        Raises:
-            RuntimeError: Always.
-        """
-        raise used_up(next(arg.of_whom for arg in _flat((*args, *(kwargs or {}).values())) if isinstance(arg, cls)))
+        raise consumed_gradient_error(next(t.param_name for t in tensors_in((args, kwargs)) if isinstance(t, cls)))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"UsedGradient({self.of_whom})"
+        return f"ConsumedGradient({self.param_name})"
 
 
-def used_up(name: str) -> RuntimeError:
-    """The error about a gradient that is wanted although it has been used."""
+def consumed_gradient_error(name: str) -> RuntimeError:
+    """The error about a gradient that is needed after an update has consumed it."""
     return RuntimeError(
         f"the gradient of {name} was used for its update during the backward pass and is gone: overlap_step=True "
         "allows one backward() per step(), without clipping, gradient scaler or anything else that needs gradients "
@@ -77,265 +68,200 @@ def used_up(name: str) -> RuntimeError:
     )
 
 
-def _flat(arguments: Sequence[Any]) -> list[Any]:
-    found: list[Any] = []
-    for argument in arguments:
-        found += _flat(argument) if isinstance(argument, list | tuple) else [argument]
-    return found
-
-
-class EarlyCopies:
-    """Gradients that go to the host as soon as they are there; the update comes in the step.
-
-    Where somebody changes gradients after the backward pass, as clipping in place or a gradient scaler does, copies
-    that were made before are of no use: from the first such step on there are none.
-
-    Args:
-        update: By whose ferries they go.
-    """
+class GradientPrefetch:
+    """Copies gradients to the host as they become ready, until a step finds one changed since (clipped, unscaled)."""
 
     def __init__(self, update: OffloadUpdate) -> None:
         self._update = update
-        self._copies: dict[Part, EarlyCopy] = {}
-        self._useful = True
+        self._copies: dict[StatePart, GradientCopy] = {}
+        self._enabled = True
 
-    def arrived(self, parts: Sequence[Part], grad: Tensor) -> None:
-        """A parameter's gradient of this pass is there, or will be `param.grad` if the pass ends well."""
-        if not self._useful or on_host(grad) or grad.is_sparse:
+    def on_grad_ready(self, parts: Sequence[StatePart], grad: Tensor) -> None:
+        """Starts to copy a gradient that is `param.grad`, or will be if the pass ends well."""
+        if not self._enabled or on_host(grad) or grad.is_sparse:
             return
         for part in parts:
-            if not part.on_host:
-                continue
-            if part not in self._copies:
-                self._copies[part] = EarlyCopy(part)
-            if not self._copies[part].is_of(grad):
-                self._copies[part].start(grad, self._update.ferry(grad.device))
+            if part.on_host:
+                copy = self._copies.setdefault(part, GradientCopy(part))
+                if not copy.is_copy_of(grad):
+                    copy.start(grad, self._update.transfer_for(grad.device))
 
-    def take(self, parts: Sequence[Part]) -> dict[Part, Tensor]:
-        """Returns the gradients of these parts that are on the host, as they are now."""
-        mine = [(part, self._copies[part]) for part in parts if part in self._copies]
-        valid = still_copies([(copy, part.grad) for part, copy in mine])
+    def valid_copies(self, parts: Sequence[StatePart]) -> dict[StatePart, Tensor]:
+        """Gradients of these parts that are on the host as they are now."""
+        copies = [(part, self._copies[part]) for part in parts if part in self._copies]
+        valid = are_current([(copy, part.grad) for part, copy in copies])
         if not all(valid):
-            self._useful = False
+            self._enabled = False
             self._copies.clear()
-        return {part: copy.wait() for (part, copy), is_valid in zip(mine, valid, strict=True) if is_valid}
+        return {part: copy.wait() for (part, copy), is_valid in zip(copies, valid, strict=True) if is_valid}
 
 
-class UpdateInBackward:
-    """Updates that begin as soon as a bucket of gradients is there, and have ended when `backward()` returns.
-
-    Args:
-        update: What does them.
-    """
+class OptimizerInBackward:
+    """Updates that start as soon as a bucket of gradients is ready, and are complete when `backward()` returns."""
 
     def __init__(self, update: OffloadUpdate) -> None:
         self._update = update
-        self._pass: weakref.ref[_EndOfPass] | None = None  # Autograd alone holds it, so that it learns of a failure.
-        self._cut_off = ""
-        self._waiting: list[Part] = []
-        self._used: dict[Tensor, None] = {}
-        self._options: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
+        self._in_backward = False
+        self._aborted_after = ""  # a parameter that was updated in a backward pass that failed
+        self._pending: list[StatePart] = []
+        self._updated: dict[Tensor, None] = {}
+        self._options: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}  # each group, now and at its update
         self._worker: Executor | None = None
         self._futures: list[Future[None]] = []
 
-    def arrived(self, parts: Sequence[Part]) -> None:
-        """A parameter's gradient of this pass is there.
-
-        Raises:
-            RuntimeError: It has had one since the last step, or an earlier pass was cut off in its updates.
-        """
+    def on_grad_ready(self, parts: Sequence[StatePart]) -> None:
+        """Queues a parameter whose gradient of this pass is in `param.grad`; starts a full bucket."""
         param = parts[0].param
-        self._refuse_after_cut()
-        if param in self._used:
-            raise used_up(title_of(param))
-        # After a pass that failed, some may be waiting already.
-        self._waiting += [part for part in parts if part.has_gradient() and part not in self._waiting]
-        if self._pass is None:
-            end = _EndOfPass(self)
-            once_after_backward(end.come)
-            self._pass = weakref.ref(end)
-        if sum(part.numel for part in self._waiting) >= PIECE_ELEMENTS:
-            self._begin()
+        self._check_not_aborted()
+        if param in self._updated:
+            raise consumed_gradient_error(title_of(param))
+        # Some may be queued already, by a pass that failed.
+        self._pending += [part for part in parts if part.has_gradient() and part not in self._pending]
+        if not self._in_backward:
+            register_post_backward(self.finish_backward, self.abort)
+            self._in_backward = True
+        if sum(part.numel for part in self._pending) >= CHUNK_ELEMENTS:
+            self._start_updates()
 
-    def settle(self) -> None:
-        """Waits for updates that have begun, and lets go of what stands in place of gradients.
-
-        Raises:
-            RuntimeError: The options of a group have changed since, or there is a second gradient, or the pass was
-                cut off in its updates.
-        """
-        self._refuse_after_cut()
-        self.end_pass()
-        used, self._used = self._used, {}
+    def finish_step(self) -> None:
+        """Waits for all updates and drops the placeholders of gradients."""
+        self._check_not_aborted()
+        self.finish_backward()
+        updated, self._updated = self._updated, {}
         options, self._options = self._options, {}
-        for param in used:
-            if isinstance(param.grad, UsedGradient):
+        for param in updated:
+            if isinstance(param.grad, ConsumedGradient):
                 param.grad = None
             elif param.grad is not None:
-                raise used_up(title_of(param))
-        for live, then in options.values():
-            for key in sorted(then.keys() | live.keys() - {"params"}):
-                if not _equal(live.get(key), then.get(key)):
+                raise consumed_gradient_error(title_of(param))
+        for now, used in options.values():
+            for key in sorted(used.keys() | now.keys() - {"params"}):
+                if not _values_equal(now.get(key), used.get(key)):
                     raise RuntimeError(
-                        f"the option {key!r} of a parameter group was changed from {then.get(key)} to {live.get(key)} "
+                        f"the option {key!r} of a parameter group was changed from {used.get(key)} to {now.get(key)} "
                         "between backward() and step(), but with overlap_step=True the update is made during the "
                         "backward pass: change options after step(), as scheduler.step() after it does"
                     )
 
-    def forget(self) -> None:
-        """Drops gradients that wait for their update, as after a backward pass that has failed."""
-        self._waiting.clear()
-        if self._cut_off:  # Whoever was told of it goes on with what there is.
-            self.stop()
+    def discard_pending(self) -> None:
+        """Drops gradients that wait for their update, as after a backward pass that failed."""
+        self._pending.clear()
+        if self._aborted_after:  # The user was told, and goes on with what there is.
+            self.reset()
 
-    def stop(self) -> None:
-        """Waits for updates that have begun, and begins anew, as before other values are loaded."""
-        self._cut_off = ""
-        self._waiting.clear()
-        self._used.clear()
+    def reset(self) -> None:
+        """Waits for updates that have started and forgets all, as before other values are loaded."""
+        self._aborted_after = ""
+        self._pending.clear()
+        self._updated.clear()
         self._options.clear()
         wait(self._futures)
         self._futures.clear()
         self._update.join()
 
-    def _begin(self) -> None:
-        """Begins the update of what waits."""
-        parts, self._waiting = [part for part in self._waiting if part.param.grad is not None], []
+    def _start_updates(self) -> None:
+        parts, self._pending = [part for part in self._pending if part.param.grad is not None], []
         for part in parts:
-            self._options.setdefault(id(part.group), (part.group, _options_of(part.group)))
-        on_the_host = [part for part in parts if part.on_host]
-        if on_the_host and self._worker is None:
-            self._worker = worker_for(on_the_host[0].param.device)
-        # Whoever still needs one of these values in this pass learns at once that it is no longer there.
+            self._options.setdefault(id(part.group), (part.group, _copy_options(part.group)))
+        host_parts = [part for part in parts if part.on_host]
+        if host_parts and self._worker is None:
+            self._worker = worker_for(host_parts[0].param.device)
+        # Autograd raises where the rest of this pass still needs one of these values.
         increment_version({part.param for part in parts})
         with torch.no_grad():
-            for bucket in buckets(on_the_host):
-                assert self._worker is not None, "there is a bucket, so there is a worker"
-                self._futures.append(self._worker.submit(self._update.finish, self._update.fetch(bucket, {})))
-            self._update.on_device([part for part in parts if not part.on_host])
+            for ranges in buckets(host_parts):
+                assert self._worker is not None
+                self._futures.append(self._worker.submit(self._update.finish_bucket, self._update.fetch(ranges, {})))
+            self._update.update_on_device([part for part in parts if not part.on_host])
         for part in parts:
-            self._used[part.param] = None
-            part.param.grad = UsedGradient(part.param)
+            self._updated[part.param] = None
+            part.param.grad = ConsumedGradient(part.param)
 
-    def cut_off(self) -> None:
-        """The pass that ran has failed; whoever called for it learns why from elsewhere."""
-        self._pass = None
-        if self._used:
-            self._cut_off = title_of(next(iter(self._used)))
-        for param in self._used:
-            if isinstance(param.grad, UsedGradient):
-                param.grad = None  # From now on the refusal below says more.
-
-    def _refuse_after_cut(self) -> None:
-        if self._cut_off:
-            raise RuntimeError(
-                f"a backward pass has failed after {self._cut_off} and others were updated in it (overlap_step=True), "
-                "so the parameters are between two steps: load a snapshot of model and optimizer, or call "
-                "optimizer.zero_grad() to go on with what there is. With overlap_step=False a pass that fails changes "
-                "nothing"
-            )
-
-    def end_pass(self) -> None:
-        """Updates what is left, and waits for all that has begun."""
-        self._pass = None
-        if self._waiting:
-            self._begin()
+    def finish_backward(self) -> None:
+        """Updates what is left and waits for all updates of the pass."""
+        self._in_backward = False
+        if self._pending:
+            self._start_updates()
         futures, self._futures = self._futures, []
         errors = [error for future in futures if (error := future.exception()) is not None]
         if errors:
             raise errors[0]
         self._update.join()
 
+    def abort(self) -> None:
+        """Records that the backward pass has failed; autograd raises its error."""
+        self._in_backward = False
+        if self._updated:
+            self._aborted_after = title_of(next(iter(self._updated)))
+        for param in self._updated:
+            if isinstance(param.grad, ConsumedGradient):
+                param.grad = None  # _check_not_aborted says more from now on.
 
-class _EndOfPass:
-    """Called by autograd when a backward pass has ended, and dropped without a call where it has failed.
-
-    Args:
-        of: Whom it tells.
-    """
-
-    def __init__(self, of: UpdateInBackward) -> None:
-        self._of = weakref.ref(of)
-        self._has_come = False
-
-    def come(self) -> None:
-        self._has_come = True
-        of = self._of()
-        if of is not None:
-            of.end_pass()
-
-    def __del__(self) -> None:
-        of = self._of()
-        if of is not None and not self._has_come:
-            of.cut_off()
+    def _check_not_aborted(self) -> None:
+        if self._aborted_after:
+            raise RuntimeError(
+                f"a backward pass has failed after {self._aborted_after} and others were updated in it "
+                "(overlap_step=True), so the parameters are between two steps: load a snapshot of model and "
+                "optimizer, or call optimizer.zero_grad() to go on with what there is. With overlap_step=False a pass "
+                "that fails changes nothing"
+            )
 
 
-def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+def _copy_options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
 
 
-def _equal(one: Any, other: Any) -> bool:
+def _values_equal(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return torch.equal(one, other)
     return bool(one == other)
 
 
-class GradientArrivals:
-    """Calls a method with each parameter whose gradient of this backward pass is known, and with that gradient.
+class GradReadyHooks:
+    """Calls a bound method with each parameter whose gradient of this backward pass is ready, and that gradient.
 
-    A plain parameter's gradient is seen by a hook. Autograd knows of no gradient of a local shard: whoever reduces it
-    tells, before the pass is over (`scale_core.on_arriving_grads`) and at its end (`scale_core.on_reduced_grads`).
-
-    Args:
-        tell: A bound method. Its object is held weakly; with it, the hooks go. Unless the gradients are used at once,
-            it is called twice with a shard's: before it stands in `param.grad`, and when it does.
-        at_once: It uses them up, so that they need not wait for the end of the pass: it is called once, when they stand
-            in `param.grad`.
+    A plain parameter has a post-accumulate hook. Local shards are reported by who reduces them: twice, before their
+    gradient is in `param.grad` and when it is, or only then if the method consumes gradients (`at_once`).
     """
 
-    def __init__(self, tell: Callable[[Tensor, Tensor], None], *, at_once: bool = False) -> None:
-        self._tell, self._at_once = weakref.WeakMethod(tell), at_once
-        self._watched: set[Tensor] = set()
+    def __init__(self, callback: Callable[[Tensor, Tensor], None], *, at_once: bool = False) -> None:
+        self._callback, self._at_once = weakref.WeakMethod(callback), at_once
+        self._registered: set[Tensor] = set()
         self._handles: list[RemovableHandle] = []
-        self._hears_of_shards = False
-        weakref.finalize(tell.__self__, _remove, self._handles)  # type: ignore[attr-defined]  # a bound method has one
+        self._hooked_shards = False
+        weakref.finalize(callback.__self__, _remove, self._handles)  # type: ignore[attr-defined]  # a bound method
 
-    def watch(self, params: Iterable[Tensor]) -> None:
-        """Begins with these parameters, as far as they train and are not watched yet."""
-        tell, watched = self._tell, self._watched
+    def register(self, params: Iterable[Tensor]) -> None:
+        """Adds these parameters, as far as they train and are not registered yet."""
+        weak_callback, registered = self._callback, self._registered
 
-        def arrived(param: Tensor) -> None:
-            method = tell()
-            if method is not None and param.grad is not None:
-                method(param, param.grad)
+        def on_accumulated(param: Tensor) -> None:
+            callback = weak_callback()
+            if callback is not None and param.grad is not None:
+                callback(param, param.grad)
 
-        def reduced(params: Sequence[Tensor]) -> None:
+        def on_published(params: Sequence[Tensor]) -> None:
             for param in params:
-                if param in watched:
-                    arrived(param)
+                if param in registered:
+                    on_accumulated(param)
 
-        def arriving(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-            method = tell()
+        def on_reduced(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+            callback = weak_callback()
             for param, grad in zip(params, grads, strict=True):
-                if method is not None and param in watched:
-                    method(param, grad)
+                if callback is not None and param in registered:
+                    callback(param, grad)
 
         for param in params:
-            if param in watched or not param.requires_grad:
+            if param in registered or not param.requires_grad:
                 continue
-            watched.add(param)
+            registered.add(param)
             if unit_shard_of(param) is None:
-                self._handles.append(_after_gradient(param, arrived))
-            elif not self._hears_of_shards:
-                self._hears_of_shards = True
-                self._handles.append(on_reduced_grads(reduced, watched if self._at_once else ()))
+                self._handles.append(after_gradient(cast(torch.nn.Parameter, param), on_accumulated))
+            elif not self._hooked_shards:
+                self._hooked_shards = True
+                self._handles.append(register_grad_published_hook(on_published, registered if self._at_once else ()))
                 if not self._at_once:
-                    self._handles.append(on_arriving_grads(arriving))
-
-
-def _after_gradient(param: Any, callback: Callable[[Tensor], None]) -> RemovableHandle:
-    leaf: nn.Parameter = param  # Any leaf tensor has the hook.
-    return after_gradient(leaf, callback)
+                    self._handles.append(register_reduced_grad_hook(on_reduced))
 
 
 def _remove(handles: Sequence[RemovableHandle]) -> None:

@@ -1,8 +1,8 @@
-"""The update on the host: scaled gradient, optimizer, cast out, piece by piece while the piece is in the cache.
+"""Optimizer update on the host in chunks that fit a processor's cache: scale gradients, update, cast the new values.
 
-Each of these alone passes over the whole memory: clipping reads and writes the gradients (8 bytes per parameter), the
-optimizer reads and writes everything (28), the copy for the computation reads it once more (6). In pieces that fit a
-processor's cache, the optimizer reads what has just been scaled and the copy what has just been written.
+Each of these alone passes over all of the memory: clipping reads and writes the gradients (8 bytes per parameter), the
+optimizer reads and writes everything (28), the copy for the computation reads it once more (6). In chunks that fit the
+cache, the optimizer reads what has just been scaled and the copy what has just been written.
 """
 
 from __future__ import annotations
@@ -14,139 +14,117 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from scale_fsdp.offload.inner_optimizer import BareOptimizer
+from scale_fsdp.offload.inner_optimizer import InnerOptimizer
 
-PIECE_ELEMENTS = 1 << 22
-"""How many elements are updated at once: 16 MiB of fp32, so large that Python's share of the time is small."""
+CHUNK_ELEMENTS = 1 << 22  # elements of one update: 16 MiB of fp32, so that Python's share of the time is small
 
+# torch's fused kernels compute the last elements of a tensor by another formula. Chunks that end at a multiple of this
+# have no such elements but the parameter's own, so that splitting changes no bit.
 FUSED_MULTIPLE = 64
-"""torch's fused kernels compute the last elements of a tensor by another formula. Pieces that end at a multiple of this
-have none of them but the parameter's own, so that cutting it changes no bit."""
 
-_CACHED_ELEMENTS = 1 << 18
-"""How many go through Adam's kernel at once: what was scaled before, and is cast out after it, is in a cache then."""
+_CACHED_ELEMENTS = 1 << 18  # elements of one call of Adam's kernel: scaled gradients and cast values stay in a cache
 
 
-class HostPiece(NamedTuple):
-    """A part of a parameter on the host.
+class HostChunk(NamedTuple):
+    """A range of a parameter's elements on the host; all tensors have one shape."""
 
-    Attributes:
-        param: Its values, updated in place; any shape.
-        grad: Its gradient, of the same shape, on the host, in the same dtype or a narrower one; is left scaled.
-        state: What the optimizer remembers of it, of its shape or of none.
-        target: Where the new values are cast to, of the same shape on the host; None is nowhere.
-    """
-
-    param: Tensor
-    grad: Tensor
-    state: dict[str, Any]
-    target: Tensor | None = None
+    param: Tensor  # updated in place
+    grad: Tensor  # in the dtype of `param` or a narrower one; left scaled
+    state: dict[str, Any]  # tensors of `param`'s shape, and numbers
+    cast_target: Tensor | None = None  # where the new values are cast to
 
 
-class HostStep:
-    """Updates pieces on the host, by torch's own fused CPU kernel where the optimizer has one.
-
-    Args:
-        optim_cls: The optimizer's class.
-        settings: Its constructor's arguments, without the parameters.
-    """
+class HostKernel:
+    """Updates chunks on the host, with torch's fused CPU kernel where the optimizer has one."""
 
     def __init__(self, optim_cls: type[Optimizer], settings: Mapping[str, Any]) -> None:
-        self._bare = BareOptimizer(optim_cls, settings)
+        self._inner = InnerOptimizer(optim_cls, settings)
         self._is_adam = optim_cls in (torch.optim.Adam, torch.optim.AdamW)
         self._scratch: dict[torch.dtype, Tensor] = {}
 
-    def step(self, pieces: Sequence[HostPiece], options: Mapping[str, Any], factor: float = 1.0) -> None:
-        """Updates pieces of one group.
-
-        Args:
-            pieces: Of one dtype, with gradients of one dtype.
-            options: Those of their parameter group.
-            factor: What gradients are multiplied by before they are used, as clipping does.
-        """
-        options = host_options(options, pieces[0].param.dtype)
-        if self._is_adam and options["fused"] and all(piece.state for piece in pieces):
-            torch._foreach_add_([piece.state["step"] for piece in pieces], 1)
-            alone = factor == 1.0 and all(piece.target is None for piece in pieces)
-            for some in [pieces] if alone else _cached(pieces):
-                _adam(some, self._gradients(some, factor), options)
-                _cast_out(some)
+    def step(self, chunks: Sequence[HostChunk], options: Mapping[str, Any], factor: float = 1.0) -> None:
+        """Updates chunks of one group, param dtype and gradient dtype, with gradients multiplied by `factor`."""
+        options = host_options(options, chunks[0].param.dtype)
+        if self._is_adam and options["fused"] and all(chunk.state for chunk in chunks):
+            torch._foreach_add_([chunk.state["step"] for chunk in chunks], 1)
+            in_one_pass = factor == 1.0 and all(chunk.cast_target is None for chunk in chunks)
+            for group in [chunks] if in_one_pass else _in_cache_sizes(chunks):
+                _adam(group, self._gradients(group, factor), options)
+                _write_casts(group)
         else:
-            grads = self._gradients(pieces, factor)
+            grads = self._gradients(chunks, factor)
             params = [
                 # A parameter's own gradient stays what it is.
-                piece.param if grad is piece.grad else piece.param.detach()
-                for piece, grad in zip(pieces, grads, strict=True)
+                chunk.param if grad is chunk.grad else chunk.param.detach()
+                for chunk, grad in zip(chunks, grads, strict=True)
             ]
-            self._bare.step(params, grads, [piece.state for piece in pieces], options)
-            _cast_out(pieces)
+            self._inner.step(params, grads, [chunk.state for chunk in chunks], options)
+            _write_casts(chunks)
 
-    def _gradients(self, pieces: Sequence[HostPiece], factor: float) -> list[Tensor]:
-        """The gradients as the optimizer gets them: scaled, in the parameters' dtype and strides."""
-        grads, dtype = [laid_out_as(piece.param, piece.grad) for piece in pieces], pieces[0].param.dtype
+    def _gradients(self, chunks: Sequence[HostChunk], factor: float) -> list[Tensor]:
+        """Gradients as the optimizer gets them: scaled, in the parameters' dtype and strides."""
+        grads, dtype = [with_strides_of(chunk.param, chunk.grad) for chunk in chunks], chunks[0].param.dtype
         if grads[0].dtype != dtype:
-            narrow, sizes = grads, [grad.numel() for grad in grads]
+            given, sizes = grads, [grad.numel() for grad in grads]
             if dtype not in self._scratch or self._scratch[dtype].numel() < sum(sizes):
                 self._scratch[dtype] = torch.empty(sum(sizes), dtype=dtype)
-            rooms = self._scratch[dtype][: sum(sizes)].split(sizes)
-            grads = [room.as_strided(grad.shape, grad.stride()) for room, grad in zip(rooms, narrow, strict=True)]
-            torch._foreach_copy_(grads, narrow)
+            targets = self._scratch[dtype][: sum(sizes)].split(sizes)
+            grads = [target.as_strided(grad.shape, grad.stride()) for target, grad in zip(targets, given, strict=True)]
+            torch._foreach_copy_(grads, given)
         if factor != 1.0:
-            multiply(grads, factor)
+            scale_grads(grads, factor)
         return grads
 
 
-def multiply(grads: list[Tensor], factor: float) -> None:
-    """Multiplies gradients of one device by a number, in a precision that is enough for it.
-
-    A number of Python would be rounded to half precision before, where the gradients are in that.
-    """
+def scale_grads(grads: list[Tensor], factor: float) -> None:
+    """Multiplies gradients of one device by a number."""
+    # A Python number would be rounded to the dtype of the gradients first.
     torch._foreach_mul_(grads, torch.full((), factor, dtype=torch.float64, device=grads[0].device))
 
 
 def host_options(options: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Returns a group's options for tensors on the host: fused, where that can be and the user says nothing else."""
+    """Options of a group for tensors on the host: `fused` unless the user chose `fused` or `foreach`."""
     found = {key: value for key, value in options.items() if key not in ("params", "param_names")}
     if "fused" in found and found["fused"] is None and found.get("foreach") is None:
         found["fused"] = dtype.is_floating_point
     for key, value in found.items():
-        if isinstance(value, Tensor):  # A learning rate that is a tensor may stand on the device.
+        if isinstance(value, Tensor):  # a learning rate on the device
             found[key] = value.to("cpu").reshape(())
     return found
 
 
-def laid_out_as(param: Tensor, tensor: Tensor) -> Tensor:
-    """Returns a tensor with the strides of a parameter, by which fused kernels read all that belongs to it."""
+def with_strides_of(param: Tensor, tensor: Tensor) -> Tensor:
+    """The tensor, in the strides of a parameter: fused kernels walk through memory, not through indices."""
     if tensor.stride() == param.stride() or tensor.numel() < 2:
         return tensor
     return torch.empty_like(param, dtype=tensor.dtype, device=tensor.device, requires_grad=False).copy_(tensor)
 
 
-def _cached(pieces: Sequence[HostPiece]) -> Iterator[list[HostPiece]]:
-    """Yields the pieces, cut until they fit a cache; small ones together."""
-    some: list[HostPiece] = []
+def _in_cache_sizes(chunks: Sequence[HostChunk]) -> Iterator[list[HostChunk]]:
+    """Yields the chunks split to the size of a cache; small ones are grouped."""
+    group: list[HostChunk] = []
     size = 0
-    for piece in pieces:
-        numel = piece.param.numel()
-        if some and size + numel > _CACHED_ELEMENTS:
-            yield some
-            some, size = [], 0
-        if numel > _CACHED_ELEMENTS and piece.param.is_contiguous():
-            yield from ([part] for part in _cut(piece))
+    for chunk in chunks:
+        numel = chunk.param.numel()
+        if group and size + numel > _CACHED_ELEMENTS:
+            yield group
+            group, size = [], 0
+        if numel > _CACHED_ELEMENTS and chunk.param.is_contiguous():
+            yield from ([part] for part in _split_chunk(chunk))
         else:
-            some.append(piece)
+            group.append(chunk)
             size += numel
-    if some:
-        yield some
+    if group:
+        yield group
 
 
-def _cut(piece: HostPiece) -> Iterator[HostPiece]:
-    params, grads = _split(piece.param), _split(piece.grad)
-    targets = [None] * len(params) if piece.target is None else _split(piece.target)
-    states = {key: _split(value) for key, value in piece.state.items() if key != "step"}
+def _split_chunk(chunk: HostChunk) -> Iterator[HostChunk]:
+    params, grads = _split(chunk.param), _split(chunk.grad)
+    targets = [None] * len(params) if chunk.cast_target is None else _split(chunk.cast_target)
+    states = {key: _split(value) for key, value in chunk.state.items() if key != "step"}
     for number, (param, grad, target) in enumerate(zip(params, grads, targets, strict=True)):
         state = {key: parts[number] for key, parts in states.items()}
-        yield HostPiece(param, grad, {**state, "step": piece.state["step"]}, target)
+        yield HostChunk(param, grad, {**state, "step": chunk.state["step"]}, target)
 
 
 def _split(tensor: Tensor) -> Sequence[Tensor]:
@@ -154,13 +132,13 @@ def _split(tensor: Tensor) -> Sequence[Tensor]:
     return parts
 
 
-def _adam(pieces: Sequence[HostPiece], grads: list[Tensor], options: Mapping[str, Any]) -> None:
-    """Adam and AdamW as torch computes them with `fused=True`, after the step was counted."""
+def _adam(chunks: Sequence[HostChunk], grads: list[Tensor], options: Mapping[str, Any]) -> None:
+    """Adam or AdamW as torch computes it with `fused=True`; the caller has counted the step."""
     kernel = torch._fused_adamw_ if options["decoupled_weight_decay"] else torch._fused_adam_
-    states = [piece.state for piece in pieces]
+    states = [chunk.state for chunk in chunks]
     beta1, beta2 = options["betas"]
     kernel(
-        [piece.param for piece in pieces],
+        [chunk.param for chunk in chunks],
         grads,
         [state["exp_avg"] for state in states],
         [state["exp_avg_sq"] for state in states],
@@ -176,7 +154,7 @@ def _adam(pieces: Sequence[HostPiece], grads: list[Tensor], options: Mapping[str
     )
 
 
-def _cast_out(pieces: Sequence[HostPiece]) -> None:
-    casts = [(piece.target, piece.param) for piece in pieces if piece.target is not None]
+def _write_casts(chunks: Sequence[HostChunk]) -> None:
+    casts = [(chunk.cast_target, chunk.param) for chunk in chunks if chunk.cast_target is not None]
     if casts:
         torch._foreach_copy_([target for target, _ in casts], [param for _, param in casts])

@@ -1,7 +1,7 @@
-"""One update of parameters whose optimizer state stands in two places.
+"""One update of parameters whose optimizer state is partly on the host and partly on the device.
 
-The device gets its share first: it computes while the host is busy. The host's share goes by in buckets of some
-megabytes: while one is updated, the next one arrives and the last one leaves.
+The device starts first and computes while the host is busy. The host's share goes through in buckets of some megabytes:
+while one is updated, the next one arrives and the last one leaves.
 """
 
 from __future__ import annotations
@@ -15,141 +15,120 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
-from scale_fsdp.offload.host_kernel import PIECE_ELEMENTS, HostPiece, HostStep, multiply
-from scale_fsdp.offload.inner_optimizer import BareOptimizer
-from scale_fsdp.offload.placement import Part, ranges
-from scale_fsdp.offload.transfer import Ferry, Load, Stretch
+from scale_fsdp.offload.host_kernel import CHUNK_ELEMENTS, HostChunk, HostKernel, scale_grads
+from scale_fsdp.offload.inner_optimizer import InnerOptimizer
+from scale_fsdp.offload.placement import StatePart, chunk_ranges
+from scale_fsdp.offload.transfer import ElementRange, HostTransfer, TransferBucket
 
 
 class OffloadUpdate:
-    """Updates parts of parameters where their state is.
-
-    Args:
-        optim_cls: The class of the optimizer.
-        settings: Its constructor's arguments, without the parameters.
-    """
+    """Updates each part of a parameter where its state is."""
 
     def __init__(self, optim_cls: type[Optimizer], settings: Mapping[str, Any]) -> None:
-        self._device_step = BareOptimizer(optim_cls, settings)
-        self._host_step = HostStep(optim_cls, settings)
-        self._ferries: dict[torch.device, Ferry] = {}
+        self.device_optimizer = InnerOptimizer(optim_cls, settings)
+        self._host_kernel = HostKernel(optim_cls, settings)
+        self._transfers: dict[torch.device, HostTransfer] = {}
 
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """The options of a group that sets none."""
-        return self._device_step.defaults
-
-    def complete(self, groups: list[dict[str, Any]]) -> None:
-        """Gives groups that were loaded the options that they lack."""
-        self._device_step.complete(groups)
-
-    def ferry(self, device: torch.device) -> Ferry:
-        """What copies between this device and the host."""
-        if device not in self._ferries:
-            self._ferries[device] = Ferry(device)
-        return self._ferries[device]
+    def transfer_for(self, device: torch.device) -> HostTransfer:
+        """The transfer between this device and the host."""
+        if device not in self._transfers:
+            self._transfers[device] = HostTransfer(device)
+        return self._transfers[device]
 
     @torch.no_grad()
-    def run(self, parts: Sequence[Part], early: Mapping[Part, Tensor], factor: float) -> None:
-        """Updates parts that have gradients.
-
-        Args:
-            parts: Those on the device, and those on the host.
-            early: Gradients of parts that have arrived on the host before, in the shapes of their parts.
-            factor: What gradients are multiplied by; those on the device are changed by that.
-        """
-        self.on_device([part for part in parts if not part.on_host], factor)
-        under_way: deque[Load] = deque()
+    def run(self, parts: Sequence[StatePart], early: Mapping[StatePart, Tensor], factor: float) -> None:
+        """Updates parts that have gradients, multiplied by `factor`; `early` are gradients already on the host."""
+        self.update_on_device([part for part in parts if not part.on_host], factor)
+        in_flight: deque[TransferBucket] = deque()
         try:
-            for bucket in buckets(part for part in parts if part.on_host and not part.stands_on_host()):
-                under_way.append(self.fetch(bucket, early))
-                if len(under_way) > 1:
-                    self.finish(under_way.popleft(), factor)
-            while under_way:
-                self.finish(under_way.popleft(), factor)
+            for ranges in buckets(part for part in parts if part.on_host and not part.param_on_host()):
+                in_flight.append(self.fetch(ranges, early))
+                if len(in_flight) > 1:
+                    self.finish_bucket(in_flight.popleft(), factor)
+            while in_flight:
+                self.finish_bucket(in_flight.popleft(), factor)
         finally:
-            for load in under_way:  # After an error: a slot that does not come back would be waited for without end.
-                self._ferry_of(load).give_back(load)
-        self._in_place([part for part in parts if part.on_host and part.stands_on_host()], factor)
+            for bucket in in_flight:  # After an error; a buffer that is not freed would be waited for forever.
+                self._transfer_of(bucket).release(bucket)
+        self._update_host_params([part for part in parts if part.on_host and part.param_on_host()], factor)
         self.join()
 
-    def _in_place(self, parts: Sequence[Part], factor: float) -> None:
-        """Updates parts of parameters that are on the host themselves: nothing has to be copied."""
-        for members in _alike(parts):
-            pieces = [
-                HostPiece(
-                    part.of(part.param),
-                    part.of(part.grad),
+    def _update_host_params(self, parts: Sequence[StatePart], factor: float) -> None:
+        """Updates parts whose parameters are on the host; nothing is copied."""
+        for members in _by_group_and_dtype(parts):
+            chunks = [
+                HostChunk(
+                    part.slice(part.param),
+                    part.slice(part.grad),
                     part.state,
-                    None if part.target is None else part.of(part.target),
+                    None if part.cast_target is None else part.slice(part.cast_target),
                 )
                 for part in members
             ]
-            self._host_step.step(pieces, members[0].group, factor)
-        # Fused kernels change tensors without a new version, by which others know that what they have is stale.
+            self._host_kernel.step(chunks, members[0].group, factor)
+        # Fused kernels leave the version of a tensor as it is, and autograd would not notice the change.
         increment_version({part.param for part in parts})
 
     @torch.no_grad()
-    def on_device(self, parts: Sequence[Part], factor: float = 1.0) -> None:
+    def update_on_device(self, parts: Sequence[StatePart], factor: float = 1.0) -> None:
         """Updates parts whose state is on their parameters' device."""
-        for members in _alike(parts):
-            params = [part.of(part.param) for part in members]
-            grads = [part.of(part.grad) for part in members]
+        for members in _by_group_and_dtype(parts):
+            params = [part.slice(part.param) for part in members]
+            grads = [part.slice(part.grad) for part in members]
             if factor != 1.0:
-                multiply(grads, factor)
+                scale_grads(grads, factor)
             options = {k: v for k, v in members[0].group.items() if k not in ("params", "param_names")}
-            self._device_step.step(params, grads, [part.state for part in members], options)
+            self.device_optimizer.step(params, grads, [part.state for part in members], options)
             for part in members:
-                if part.target is not None:
-                    part.of(part.target).copy_(part.of(part.param))
+                if part.cast_target is not None:
+                    part.slice(part.cast_target).copy_(part.slice(part.param))
 
-    def fetch(self, bucket: Sequence[Stretch], early: Mapping[Part, Tensor]) -> Load:
-        """Begins to bring a bucket to the host."""
-        return self.ferry(bucket[0].part.param.device).fetch(bucket, early)
+    def fetch(self, ranges: Sequence[ElementRange], early: Mapping[StatePart, Tensor]) -> TransferBucket:
+        """Starts to copy a bucket to the host."""
+        return self.transfer_for(ranges[0].part.param.device).fetch(ranges, early)
 
     @torch.no_grad()
-    def finish(self, load: Load, factor: float = 1.0) -> None:
-        """Updates a bucket on the host, and begins to bring it back."""
-        ferry = self._ferry_of(load)
+    def finish_bucket(self, bucket: TransferBucket, factor: float = 1.0) -> None:
+        """Updates a bucket on the host and starts to copy it back."""
+        transfer = self._transfer_of(bucket)
         try:
-            load.arrived.synchronize()
-            self._host_step.step(load.pieces, load.stretches[0].part.group, factor)
-            for stretch, piece in zip(load.stretches, load.pieces, strict=True):
-                stretch.part.keep(stretch.start, stretch.stop, piece.state)
-            ferry.bring_back(load)
-            increment_version({stretch.part.param for stretch in load.stretches})
+            bucket.ready.synchronize()
+            self._host_kernel.step(bucket.chunks, bucket.ranges[0].part.group, factor)
+            for each, chunk in zip(bucket.ranges, bucket.chunks, strict=True):
+                each.part.store_state(each.start, each.stop, chunk.state)
+            transfer.write_back(bucket)
+            increment_version({each.part.param for each in bucket.ranges})
         finally:
-            ferry.give_back(load)
+            transfer.release(bucket)
 
-    def _ferry_of(self, load: Load) -> Ferry:
-        return self.ferry(load.stretches[0].part.param.device)
+    def _transfer_of(self, bucket: TransferBucket) -> HostTransfer:
+        return self.transfer_for(bucket.ranges[0].part.param.device)
 
     def join(self) -> None:
-        """What is computed from now on, anywhere, sees the new values."""
-        for ferry in self._ferries.values():
-            ferry.join()
+        """Makes the current streams wait for all copies back."""
+        for transfer in self._transfers.values():
+            transfer.join()
 
 
-def _alike(parts: Iterable[Part]) -> Iterable[list[Part]]:
-    """The parts by group and dtypes."""
-    found: dict[tuple[int, torch.dtype, torch.dtype], list[Part]] = {}
+def _by_group_and_dtype(parts: Iterable[StatePart]) -> Iterable[list[StatePart]]:
+    found: dict[tuple[int, torch.dtype, torch.dtype], list[StatePart]] = {}
     for part in parts:
         found.setdefault((id(part.group), part.param.dtype, part.grad.dtype), []).append(part)
     return found.values()
 
 
-def buckets(parts: Iterable[Part]) -> Iterator[list[Stretch]]:
-    """Yields the parts' elements in order, in buckets of one group, device and dtype of about `PIECE_ELEMENTS`."""
-    bucket: list[Stretch] = []
+def buckets(parts: Iterable[StatePart]) -> Iterator[list[ElementRange]]:
+    """Yields the parts' elements in order, in buckets of one group, device and dtype, of about `CHUNK_ELEMENTS`."""
+    bucket: list[ElementRange] = []
     size, kind = 0, None
     for part in parts:
-        pieces = ranges(part.numel, PIECE_ELEMENTS) if part.divisible else [(0, part.numel)]
-        for start, stop in pieces:
+        spans = chunk_ranges(part.numel, CHUNK_ELEMENTS) if part.divisible else [(0, part.numel)]
+        for start, stop in spans:
             new_kind = id(part.group), part.param.device, part.param.dtype, part.grad.dtype
-            if bucket and (new_kind != kind or size + stop - start > PIECE_ELEMENTS):
+            if bucket and (new_kind != kind or size + stop - start > CHUNK_ELEMENTS):
                 yield bucket
                 bucket, size = [], 0
-            bucket.append(Stretch(part, start, stop))
+            bucket.append(ElementRange(part, start, stop))
             size, kind = size + stop - start, new_kind
     if bucket:
         yield bucket

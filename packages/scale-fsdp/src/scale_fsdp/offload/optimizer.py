@@ -1,8 +1,8 @@
 """`OffloadOptimizer`: any elementwise torch optimizer, with a fraction of its state on the host.
 
-Adam remembers two numbers per parameter, twice the memory of the parameters themselves, and looks at them once per
-step. So they can stand on the host: gradients go there, new values come back, and the host computes what belongs to it
-while the device computes the rest.
+Adam keeps two numbers per parameter, twice the memory of the parameters themselves, and reads them once per step. So
+they can be on the host: gradients are copied there, new values back, and the host updates its part while the device
+updates the rest.
 """
 
 from __future__ import annotations
@@ -21,48 +21,37 @@ from scale_core import compat
 from scale_core.optim.clip_grad import check_max_norm, clip_factor, grad_norm
 from scale_core.shard import shard_of, title_of
 from scale_core.streams import on_host
-from scale_fsdp.offload.backward import EarlyCopies, GradientArrivals, UpdateInBackward, UsedGradient
+from scale_fsdp.offload.backward import ConsumedGradient, GradientPrefetch, GradReadyHooks, OptimizerInBackward
 from scale_fsdp.offload.host_kernel import FUSED_MULTIPLE, host_options
 from scale_fsdp.offload.host_update import OffloadUpdate
-from scale_fsdp.offload.placement import Part, PlacedState, Placement, Split, host_counts, split_of
+from scale_fsdp.offload.placement import OffloadPlacement, PlacedState, Split, StatePart, host_counts, resolve_split
 
 
-class PendingClipping:
+class DeferredClipping:
     """The factor by which the next update multiplies its gradients."""
 
     def __init__(self) -> None:
         self._factor = 1.0
-        self._marks: list[tuple[TensorWeakRef, int] | None] | None = None
+        self._measured: list[tuple[TensorWeakRef, int] | None] | None = None
 
     def measure(self, params: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
-        """Takes the norm of all gradients, and keeps what clipping multiplies them by; returns the norm.
-
-        Where none of those that were measured before is there any more, as after `model.zero_grad()`, these are new.
-
-        Raises:
-            RuntimeError: They were measured before, and have changed since.
-            TransferError: As `scale_core.grad_norm`.
-            ValueError: As `scale_core.grad_norm`; or `max_norm` is below 0, or not a number.
-        """
+        """Measures the norm of all gradients, and keeps the factor that clips them."""
         check_max_norm(max_norm)
-        if self._marks is not None and not self._is_any_there(params):
-            self.forget()
+        measured = zip(_grads(params), self._measured or [], strict=self._measured is not None)
+        if not any(grad is not None and mark is not None and mark[0]() is grad for grad, mark in measured):
+            self.reset()  # None of those that were measured before is left, as after `model.zero_grad()`.
         before = self.factor(params)
         norm = grad_norm(params, norm_type) * before
         (factor,) = compat.values_of(clip_factor(norm, max_norm).reshape(1), simulated=[0.5])
         self._factor = factor * before
-        self._marks = [None if grad is None else (TensorWeakRef(grad), grad._version) for grad in _grads(params)]
+        self._measured = [None if grad is None else (TensorWeakRef(grad), grad._version) for grad in _grads(params)]
         return norm
 
     def factor(self, params: Sequence[Tensor]) -> float:
-        """What gradients are to be multiplied by.
-
-        Raises:
-            RuntimeError: They are others than those whose norm was taken.
-        """
+        """The factor for the present gradients."""
         if all(grad is None for grad in _grads(params)):
-            return 1.0  # They were thrown away, and there is nothing to multiply.
-        for grad, mark in zip(_grads(params), self._marks or [], strict=self._marks is not None):
+            return 1.0  # They were dropped.
+        for grad, mark in zip(_grads(params), self._measured or [], strict=self._measured is not None):
             if (grad is None) != (mark is None) or (mark and (mark[0]() is not grad or grad._version != mark[1])):
                 raise RuntimeError(
                     "gradients have changed since OffloadOptimizer.clip_grad_norm_ has measured them: call it last, "
@@ -71,14 +60,9 @@ class PendingClipping:
                 )
         return self._factor
 
-    def _is_any_there(self, params: Iterable[Tensor]) -> bool:
-        """Whether one of the gradients that were measured is one still, changed or not."""
-        marks = zip(_grads(params), self._marks or [], strict=True)
-        return any(grad is not None and mark is not None and mark[0]() is grad for grad, mark in marks)
-
-    def forget(self) -> None:
-        """The gradients were used, or are gone."""
-        self._factor, self._marks = 1.0, None
+    def reset(self) -> None:
+        """Forgets the factor: the gradients were used, or are gone."""
+        self._factor, self._measured = 1.0, None
 
 
 def _grads(params: Iterable[Tensor]) -> list[Tensor | None]:
@@ -88,9 +72,9 @@ def _grads(params: Iterable[Tensor]) -> list[Tensor | None]:
 class OffloadOptimizer(Optimizer):
     """A torch optimizer of which a fraction of the state lives on the host, the rest on the parameters' device.
 
-    It steps as the optimizer itself does, to the bit on CPU, and is used as that is: parameter groups, schedulers,
-    `state_dict` in the optimizer's own format, which loads into it and back. Parameters are whole ones or local shards.
-    Gradients may be clipped and unscaled in any way before `step()`.
+    It computes the same steps, to the bit on CPU, and is used in the same way: parameter groups, schedulers, and a
+    `state_dict` that the plain optimizer loads, and vice versa. Parameters may be local shards. Gradients may be
+    clipped and unscaled in any way before `step()`.
 
         >>> import torch
         >>> from scale_fsdp import OffloadOptimizer
@@ -100,22 +84,22 @@ class OffloadOptimizer(Optimizer):
         >>> norm = optimizer.clip_grad_norm_(1.0)
         >>> optimizer.step()
         >>> optimizer.placement()
-        Placement(host_elements=5028, device_elements=5072, host_bytes=40232, device_bytes=40580)
+        OffloadPlacement(host_elements=5028, device_elements=5072, host_bytes=40232, device_bytes=40580)
 
-    The last parameters go to the host; the one where the fraction ends is cut in two, its first part on the host (at
-    a multiple of 64 elements where torch's fused kernel works on the host, so that the cut changes no bit). The host
-    updates with torch's fused kernel where the optimizer has one and the user has not said `fused` or `foreach`.
+    The host has the state of the last parameters; the one where the fraction ends is split, its first part on the host
+    (at a multiple of 64 elements if torch's fused kernel runs on the host, so that the split changes no bit). The host
+    updates with torch's fused kernel where the optimizer has one, unless `fused` or `foreach` is given.
 
     Args:
         optim_cls: A class such as `torch.optim.AdamW`.
         params: Parameters, or groups of them, as for `optim_cls`.
         host_fraction: The fraction of all elements whose state is on the host, from 0 to 1.
         overlap_step: Update during the backward pass, bucket by bucket, and keep no gradients. It allows one backward
-            pass per step, and no clipping, gradient scaler or look at the gradients between the two. A pass that fails
-            may have updated some of the parameters.
+            pass per step, and nothing that needs gradients between the two, as clipping or a gradient scaler. A pass
+            that fails may have updated some of the parameters.
         overlap_copies: Copy gradients to the host during the backward pass, into pinned memory of their size. False:
             in the step, through a few megabytes.
-        split: Whether parameters can be cut ("element") or not ("parameter"); None is known for the classes of
+        split: Whether parameters can be split ("element") or not ("parameter"); None is known for the classes of
             torch.optim.
         **defaults: The arguments of `optim_cls`.
 
@@ -144,7 +128,7 @@ class OffloadOptimizer(Optimizer):
             if not isinstance(value, bool):
                 raise TypeError(f"expected {name} to be True or False, got {value!r}")
         self._configure(optim_cls, defaults, host_fraction, overlap_step, overlap_copies, split)
-        super().__init__(params, self._update.defaults)
+        super().__init__(params, self._update.device_optimizer.defaults)
 
     def _configure(
         self,
@@ -156,20 +140,18 @@ class OffloadOptimizer(Optimizer):
         split: Split | None,
     ) -> None:
         self._arguments = (optim_cls, dict(settings), host_fraction, overlap_step, overlap_copies, split)
-        self._split = split_of(optim_cls, split)
+        self._split = resolve_split(optim_cls, split)
         self._host_fraction = host_fraction
         self._placed = PlacedState()
         self._update = OffloadUpdate(optim_cls, settings)
-        self._early = EarlyCopies(self._update) if overlap_copies and not overlap_step else None
-        self._in_backward = UpdateInBackward(self._update) if overlap_step else None
-        self._clipping = PendingClipping()
-        self._arrivals = GradientArrivals(self._gradient_arrived, at_once=overlap_step)
-
-    # What a user calls.
+        self._prefetch = GradientPrefetch(self._update) if overlap_copies and not overlap_step else None
+        self._in_backward = OptimizerInBackward(self._update) if overlap_step else None
+        self._clipping = DeferredClipping()
+        self._grad_hooks = GradReadyHooks(self._on_grad_ready, at_once=overlap_step)
 
     @property  # type: ignore[override]
     def state(self) -> PlacedState:
-        """What the optimizer remembers, by parameter, as if it stood in one place."""
+        """The optimizer's state by parameter, as if it were in one place."""
         return self._placed
 
     @state.setter
@@ -180,10 +162,10 @@ class OffloadOptimizer(Optimizer):
 
     @property
     def construction(self) -> str:
-        """The line that builds one like this, as errors quote it."""
+        """A line that builds one like this, for errors."""
         return f"{type(self).__name__}({self._arguments[0].__name__}, model.parameters(), ...)"
 
-    def placement(self) -> Placement:
+    def placement(self) -> OffloadPlacement:
         """Returns how many elements have their state on the host and on the device, and its bytes by now."""
         return self._placed.placement()
 
@@ -192,7 +174,7 @@ class OffloadOptimizer(Optimizer):
 
         Raises:
             TypeError: As in the constructor.
-            ValueError: As in the constructor, or an option that can't be had on the host.
+            ValueError: As in the constructor, or an option that the host can't follow.
         """
         for option in ("capturable", "differentiable"):
             if {**self.defaults, **param_group}.get(option):
@@ -205,14 +187,14 @@ class OffloadOptimizer(Optimizer):
         except BaseException:
             self.param_groups.pop()
             raise
-        self._place(group)
-        self._watch()
+        self._place_group(group)
+        self._register_hooks()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clips all gradients together in the next step; returns their norm.
 
-        Until then they stay as they are: the update multiplies them where it reads them, which costs little, and copies
-        of them on the host stay good. Call it last before `step()`, after which gradients are not to be used again.
+        Until then they are unchanged: the update multiplies them as it reads them, and copies on the host stay valid.
+        Call it last before `step()`, after which gradients must not be used again.
 
         Args:
             max_norm: The largest norm allowed.
@@ -231,9 +213,7 @@ class OffloadOptimizer(Optimizer):
         return self._clipping.measure(self._params(), max_norm, norm_type)
 
     def cast_to(self, param: Tensor, target: Tensor | None) -> None:
-        """Has each step also write the new values of a parameter, rounded, to another tensor.
-
-        Such as the bf16 copy that is computed with: it is written while the new values are in the cache.
+        """Makes each step also write the new values of a parameter to another tensor, as a bf16 copy to compute with.
 
         Args:
             param: One of the optimizer's.
@@ -250,7 +230,7 @@ class OffloadOptimizer(Optimizer):
                 f"{target.stride()}"
             )
         for part in self._placed.parts_of(param):
-            part.target = None if target is None else target.detach()
+            part.cast_target = None if target is None else target.detach()
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Updates all parameters that have a gradient.
@@ -259,35 +239,35 @@ class OffloadOptimizer(Optimizer):
             closure: Computes loss and gradients anew, and returns the loss.
 
         Raises:
-            RuntimeError: Gradients have changed since they were clipped, are sparse, or were wanted again after they
-                had been used during the backward pass.
+            RuntimeError: Gradients have changed since they were clipped, are sparse, or are needed again after an
+                update in backward has consumed them.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         if self._in_backward is not None:
-            self._in_backward.settle()
+            self._in_backward.finish_step()
         factor = self._clipping.factor(self._params())
-        self._clipping.forget()
+        self._clipping.reset()
         parts = [part for part in self._placed.parts() if part.has_gradient()]
-        early = {} if self._early is None else self._early.take([part for part in parts if part.on_host])
+        early = {} if self._prefetch is None else self._prefetch.valid_copies([part for part in parts if part.on_host])
         self._update.run(parts, early, factor)
-        self._watch()
+        self._register_hooks()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients, or fills them with zeros."""
-        self._clipping.forget()
+        self._clipping.reset()
         if self._in_backward is not None:
-            self._in_backward.forget()
+            self._in_backward.discard_pending()
         for param in self._params():
-            if isinstance(param.grad, UsedGradient):
+            if isinstance(param.grad, ConsumedGradient):
                 param.grad = None
         super().zero_grad(set_to_none)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what `state_dict()` of this or of the plain optimizer has returned; each part goes to its place.
+        """Loads the `state_dict()` of this or of the plain optimizer.
 
         Raises:
             ValueError: It has other groups than this one.
@@ -296,27 +276,27 @@ class OffloadOptimizer(Optimizer):
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
         saved = copy.deepcopy(state_dict["param_groups"])
-        sizes, mine = [len(group["params"]) for group in saved], [len(group["params"]) for group in self.param_groups]
-        if sizes != mine:
+        sizes, own = [len(group["params"]) for group in saved], [len(group["params"]) for group in self.param_groups]
+        if sizes != own:
             raise ValueError(
-                f"the state has groups of {sizes} parameters, the optimizer groups of {mine}: build the optimizer with "
+                f"the state has groups of {sizes} parameters, the optimizer groups of {own}: build the optimizer with "
                 "the groups that were saved"
             )
         ids = chain.from_iterable(group["params"] for group in saved)
         by_id = dict(zip(ids, self._params(), strict=True))
         if self._in_backward is not None:
-            self._in_backward.stop()
+            self._in_backward.reset()
         for group, options in zip(self.param_groups, saved, strict=True):
             params, names = group["params"], options.get("param_names", group.get("param_names"))
             group.clear()
             group.update({**self.defaults, **options, "params": params})
             if names is not None:
                 group["param_names"] = names
-        self._update.complete(self.param_groups)
+        self._update.device_optimizer.fill_options(self.param_groups)
         self._placed.clear()
         for key, values in state_dict["state"].items():
             param = by_id.get(key, key)
-            self._placed[param] = _in_dtype_of(param, values) if isinstance(param, Tensor) else values
+            self._placed[param] = _cast_like(param, values) if isinstance(param, Tensor) else values
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -330,15 +310,13 @@ class OffloadOptimizer(Optimizer):
             self.add_param_group(group)
         self.state = state["state"]
 
-    # What it is made of.
-
     def _params(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
 
     def _check_param(self, param: Tensor) -> None:
         if hasattr(param, "__tensor_flatten__"):
             raise TypeError(
-                f"expected plain tensors, got {title_of(param)} of type {type(param).__name__}, whose elements stand "
+                f"expected plain tensors, got {title_of(param)} of type {type(param).__name__}, whose elements are "
                 "in other tensors: shard the model by scale_fsdp.fully_shard, whose shards are plain"
             )
         shard = shard_of(param)
@@ -349,46 +327,44 @@ class OffloadOptimizer(Optimizer):
                 'such as AdamW, or keep parameters whole by fully_shard(module, atom="parameter")'
             )
 
-    def _place(self, group: dict[str, Any]) -> None:
-        """Decides for the parameters of a new group where their state is to be."""
+    def _place_group(self, group: dict[str, Any]) -> None:
+        """Decides where the state of a new group's parameters is kept."""
         params = list(dict.fromkeys(group["params"]))
         sizes = [param.numel() for param in params]
         placed = self.placement()
         total = placed.host_elements + placed.device_elements + sum(sizes)
-        wanted = max(0, round(self._host_fraction * total) - placed.host_elements)
-        multiples = [self._multiple(param, group) for param in params]
-        for param, count, multiple in zip(params, host_counts(sizes, wanted, multiples), multiples, strict=True):
+        num_on_host = max(0, round(self._host_fraction * total) - placed.host_elements)
+        multiples = [self._cut_multiple(param, group) for param in params]
+        for param, count, multiple in zip(params, host_counts(sizes, num_on_host, multiples), multiples, strict=True):
             size = param.numel()
             cuts = [(0, count, True), (count, size, False)] if 0 < count < size else [(0, size, count == size > 0)]
-            parts = [Part(param, group, *span, on_host=host, divisible=multiple > 0) for *span, host in cuts]
+            parts = [StatePart(param, group, *span, on_host=host, divisible=multiple > 0) for *span, host in cuts]
             self._placed.add(param, parts)
 
-    def _multiple(self, param: Tensor, group: Mapping[str, Any]) -> int:
-        """At what multiples of elements a parameter can be cut; 0 is nowhere."""
+    def _cut_multiple(self, param: Tensor, group: Mapping[str, Any]) -> int:
+        """At what multiples of elements a parameter can be split; 0: nowhere."""
         if self._split == "parameter" or not param.is_contiguous() or param.dim() == 0:
             return 0
         return FUSED_MULTIPLE if host_options(group, param.dtype).get("fused") else 1
 
-    # When gradients are there.
-
-    def _watch(self) -> None:
+    def _register_hooks(self) -> None:
         if self._in_backward is not None:
-            self._arrivals.watch(self._params())
-        elif self._early is not None:
-            on_their_way = (part.param for part in self._placed.parts() if part.on_host and not on_host(part.param))
-            self._arrivals.watch(on_their_way)
+            self._grad_hooks.register(self._params())
+        elif self._prefetch is not None:
+            copied = (part.param for part in self._placed.parts() if part.on_host and not on_host(part.param))
+            self._grad_hooks.register(copied)
 
     @torch.no_grad()
-    def _gradient_arrived(self, param: Tensor, grad: Tensor) -> None:
+    def _on_grad_ready(self, param: Tensor, grad: Tensor) -> None:
         parts = self._placed.parts_of(param)
         if self._in_backward is not None:
-            self._in_backward.arrived(parts)
-        elif self._early is not None:
-            self._early.arrived(parts, grad)
+            self._in_backward.on_grad_ready(parts)
+        elif self._prefetch is not None:
+            self._prefetch.on_grad_ready(parts, grad)
 
 
-def _in_dtype_of(param: Tensor, values: Mapping[str, Any]) -> dict[str, Any]:
-    """A saved state as torch's optimizers take it over: of floating-point parameters in their dtype, but for counts."""
+def _cast_like(param: Tensor, values: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved state as torch's optimizers load it: in the parameter's dtype if that is floating, except for `step`."""
     return {
         key: value.to(param.dtype)
         if isinstance(value, Tensor) and param.is_floating_point() and key != "step"

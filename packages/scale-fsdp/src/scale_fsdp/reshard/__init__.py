@@ -1,4 +1,4 @@
-"""Parameters that get another device, dtype or other ranks while the model lives; and those on the meta device.
+"""Conversion, deferred initialization and live resharding: parameters get another device, dtype or other ranks.
 
-Begin with `reshard`; `meta_init` gives values to parameters that have none yet.
+Begin with `reshard`; `meta_init` initializes what was built on the meta device, `convert` is `to()` and `half()`.
 """

@@ -1,14 +1,12 @@
-"""What is kept beside a model's parameters, element for element: gradients, an optimizer's state, an average.
+"""Attached state: tensors with an element for each element of a parameter (gradients, optimizer state, averages).
 
-Where the parameters are cut anew, all of it must be, in the same way. Here it is taken apart into layers: tensors of
-one kind, each of the shape of one parameter of a flat buffer. What is a number for a whole parameter, such as the count
-of its steps, stays as it is.
+They are resharded as the parameters are, one kind of one flat buffer at a time. What is one number for a whole
+parameter, such as its step count, stays as it is.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +17,7 @@ from torch.optim import Optimizer
 from scale_core.flat.buffer import FlatBuffer
 from scale_core.state.optim_state_dict import owners_of
 from scale_core.state.param_groups import as_json, fill_groups
-from scale_core.state.param_ownership import is_number
+from scale_core.state.param_ownership import is_per_param_number
 from scale_fsdp.ema import ShardedEMA
 from scale_fsdp.offload.optimizer import OffloadOptimizer
 
@@ -27,84 +25,50 @@ _NOT_OPTIONS = frozenset({"params", "param_names"})
 
 
 @dataclass(frozen=True)
-class Layer:
-    """Tensors of one kind beside the parameters of one flat buffer.
+class StateTensors:
+    """One kind of attached tensors of one flat buffer's parameters."""
 
-    Attributes:
-        keeper: Who keeps them: "grad", "ema", or the number of an optimizer.
-        key: How an optimizer calls them.
-        dtype: Of all of them.
-        numbers: Which of the buffer's exposed parameters have one.
-    """
-
-    keeper: str | int
-    key: str
+    owner: str | int  # "grad", "ema", or the number of an optimizer
+    key: str  # of the optimizer's state
     dtype: torch.dtype
-    numbers: tuple[int, ...]
+    indices: tuple[int, ...]  # of the parameters that have one
 
 
 @dataclass(frozen=True)
-class Order:
-    """The state that an optimizer has of one parameter.
+class StateKeys:
+    """The keys of an optimizer's state of one parameter, and the values of those that are numbers."""
 
-    Attributes:
-        keys: In the optimizer's order.
-        values: Of those that are numbers: their value, and the dtype where it is a tensor.
-    """
-
-    keys: tuple[str, ...]
-    values: Mapping[str, tuple[Any, torch.dtype | None]]
+    keys: tuple[str, ...]  # in the optimizer's order
+    values: Mapping[str, tuple[Any, torch.dtype | None]]  # with the dtype of those that are tensors
 
 
 @dataclass(frozen=True)
-class Inventory:
-    """All that is kept beside the parameters of a model, in words.
+class AttachedStateSpec:
+    """All attached state of a model, without its tensors: what ranks compare, and ranks that join load."""
 
-    Attributes:
-        layers: Of each flat buffer.
-        orders: By the number of the flat buffer, of the optimizer, and of the parameter.
-        groups: Of each optimizer, its parameter groups: their options.
-        names: Of each optimizer, its parameter groups: the names of their parameters.
-        num_updates: Of the average; -1 if there is none.
-        averages: Of the average, what stands for the model's buffers: names, shapes and dtypes.
-    """
-
-    layers: list[list[Layer]] = field(default_factory=list)
-    orders: dict[tuple[int, int, int], Order] = field(default_factory=dict)
-    groups: list[list[dict[str, Any]]] = field(default_factory=list)
-    names: list[list[list[str]]] = field(default_factory=list)
-    num_updates: int = -1
-    averages: list[tuple[str, tuple[int, ...], torch.dtype]] = field(default_factory=list)
+    tensors: list[list[StateTensors]] = field(default_factory=list)  # by flat buffer
+    keys: dict[tuple[int, int, int], StateKeys] = field(default_factory=dict)  # by flat buffer, optimizer, parameter
+    groups: list[list[dict[str, Any]]] = field(default_factory=list)  # options, by optimizer
+    names: list[list[list[str]]] = field(default_factory=list)  # of parameters, by optimizer and group
+    has_ema: bool = False
+    num_updates: int = 0  # of the average
+    buffer_averages: list[tuple[str, tuple[int, ...], torch.dtype]] = field(default_factory=list)
 
 
-class Beside:
-    """What is kept beside the parameters of one model.
-
-    Args:
-        model: The model.
-        optimizers: Those that step on its parameters.
-        ema: Its average.
-
-    Raises:
-        ValueError: An optimizer's state can't be told by element.
-    """
+class AttachedState:
+    """Gradients, optimizer states and averages of one model's parameters."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], ema: ShardedEMA | None) -> None:
         self._model, self._optimizers, self._ema = model, list(optimizers), ema
 
-    def inventory(self, buffers: Sequence[FlatBuffer]) -> Inventory:
-        """Returns in words what there is on this rank.
-
-        Raises:
-            ValueError: An optimizer has parameters that are none of the model's, or state that is neither element for
-                element nor a number; or the average is in the model right now.
-        """
+    def spec(self, buffers: Sequence[FlatBuffer]) -> AttachedStateSpec:
+        """Describes this rank's state; raises ValueError where it can't be resharded."""
         if self._ema is not None and self._ema.is_swapped:
             raise ValueError("the model has its averages right now: call this outside of ShardedEMA.swapped()")
-        found = Inventory()
+        found = AttachedStateSpec()
         if self._ema is not None:
             averages = [(name, tuple(t.shape), t.dtype) for name, t in self._ema.buffer_averages.items()]
-            found = Inventory(num_updates=self._ema.num_updates, averages=averages)
+            found = AttachedStateSpec(has_ema=True, num_updates=self._ema.num_updates, buffer_averages=averages)
         for optimizer in self._optimizers:
             if isinstance(optimizer, OffloadOptimizer):
                 raise ValueError(
@@ -119,36 +83,41 @@ class Beside:
             )
         for number, buffer in enumerate(buffers):
             members: dict[tuple[str | int, str, torch.dtype], list[int]] = {}
-            for index, param in enumerate(buffer.exposed):
-                for keeper, key, tensor in self._tensors_of(buffer, index, param):
-                    members.setdefault((keeper, key, tensor.dtype), []).append(index)
+            for index, param in enumerate(buffer.sharded_params):
+                for owner, key, tensor in self._tensors_of(buffer, index, param):
+                    members.setdefault((owner, key, tensor.dtype), []).append(index)
                 for which, optimizer in enumerate(self._optimizers):
                     if param in optimizer.state:
-                        found.orders[number, which, index] = _order(buffer, index, optimizer.state[param])
-            found.layers.append([Layer(*kind, tuple(indices)) for kind, indices in members.items()])
+                        found.keys[number, which, index] = _state_keys(buffer, index, optimizer.state[param])
+            found.tensors.append([StateTensors(*kind, tuple(indices)) for kind, indices in members.items()])
         return found
 
-    def take(self, buffer: FlatBuffer, layer: Layer) -> dict[int, Tensor]:
-        """Returns the tensors of a layer by the number of their parameter."""
-        return {index: self._get(buffer.exposed[index], layer) for index in layer.numbers}
+    def tensors_of(self, buffer: FlatBuffer, kind: StateTensors) -> dict[int, Tensor]:
+        """The tensors of one kind by the index of their parameter."""
+        return {
+            index: tensor
+            for index in kind.indices
+            for owner, key, tensor in self._tensors_of(buffer, index, buffer.sharded_params[index])
+            if (owner, key) == (kind.owner, kind.key)
+        }
 
-    def put(self, buffer: FlatBuffer, layer: Layer, shard: Tensor) -> None:
-        """Gives the keeper of a layer new tensors, cut as the buffer is now: copies out of `shard` [S]."""
-        for index in layer.numbers:
+    def set_tensors(self, buffer: FlatBuffer, kind: StateTensors, shard: Tensor) -> None:
+        """Replaces the tensors of one kind by copies out of `shard` [S], in the buffer's present layout."""
+        for index in kind.indices:
             span = buffer.spans[index]
             view = shard if buffer.flatten else shard.narrow(0, span.shard_offset, span.numel).view(span.shape)
-            param = buffer.exposed[index]
-            if layer.keeper == "ema":
+            param = buffer.sharded_params[index]
+            if kind.owner == "ema":
                 assert self._ema is not None
                 self._ema.replace_average(param, view.clone())
-            elif layer.keeper == "grad":
+            elif kind.owner == "grad":
                 param.grad = view.clone()
             else:
-                self._optimizers[int(layer.keeper)].state[param][layer.key] = view.clone()
+                self._optimizers[int(kind.owner)].state[param][kind.key] = view.clone()
 
-    def follow(self, old: Sequence[nn.Parameter], buffer: FlatBuffer) -> None:
-        """Goes over to the buffer's present parameters, where they are other objects; on meta, drops their state."""
-        for before, now in zip(old, buffer.exposed, strict=True):
+    def rebind_params(self, old: Sequence[nn.Parameter], buffer: FlatBuffer) -> None:
+        """Attaches the state to the buffer's present parameters, where they are new objects; on meta, drops it."""
+        for before, now in zip(old, buffer.sharded_params, strict=True):
             if self._ema is not None:
                 self._ema.replace_param(before, now)
                 if buffer.is_meta:
@@ -162,75 +131,54 @@ class Beside:
                 if buffer.is_meta:
                     optimizer.state.pop(now, None)
 
-    def of_module_buffers(self) -> Iterator[tuple[Tensor, Callable[[Tensor], None]]]:
-        """Yields what an average has for each of the model's buffers, and what takes another tensor for it."""
-        ema = self._ema
-        for name, average in ema.buffer_averages.items() if ema is not None else ():
-            assert ema is not None
-            yield average, functools.partial(ema.replace_buffer_average, name)
-
-    def begin(self, buffers: Sequence[FlatBuffer], theirs: Inventory) -> None:
-        """On a rank that has joined: takes over the numbers and options of those that were there before."""
+    def load_spec(self, buffers: Sequence[FlatBuffer], spec: AttachedStateSpec) -> None:
+        """On a rank that has joined, sets the numbers and options that the others have."""
         if self._ema is not None:
-            self._ema.num_updates = theirs.num_updates
-        for optimizer, groups in zip(self._optimizers, theirs.groups, strict=True):
+            self._ema.num_updates = spec.num_updates
+        for optimizer, groups in zip(self._optimizers, spec.groups, strict=True):
             fill_groups(optimizer, groups)
-        for (number, which, index), order in theirs.orders.items():
-            optimizer, param = self._optimizers[which], buffers[number].exposed[index]
+        for (number, which, index), state_keys in spec.keys.items():
+            optimizer, param = self._optimizers[which], buffers[number].sharded_params[index]
             group = next(group for group in optimizer.param_groups if any(param is p for p in group["params"]))
-            # torch keeps counts on the host, unless it is to look at them on the device.
+            # torch keeps counts on the host, but for kernels that read them on the device.
             on_device = bool(group.get("capturable") or group.get("fused"))
             state = optimizer.state[param]
-            for key, (value, dtype) in order.values.items():
+            for key, (value, dtype) in state_keys.values.items():
                 device = param.device if on_device or key != "step" else torch.device("cpu")
                 state[key] = value if dtype is None else torch.tensor(value, dtype=dtype, device=device)
-            optimizer.state[param] = {key: state[key] for key in order.keys}
+            optimizer.state[param] = {key: state[key] for key in state_keys.keys}
 
     def _tensors_of(
         self, buffer: FlatBuffer, index: int, param: nn.Parameter
     ) -> Iterator[tuple[str | int, str, Tensor]]:
-        """Yields each tensor that is kept beside a parameter, with its keeper and its key."""
+        """Yields each tensor attached to a parameter, with its owner and key."""
         if param.grad is not None:
             yield "grad", "", param.grad
         if self._ema is not None:
             yield "ema", "", self._ema.average_of(param)
         for which, optimizer in enumerate(self._optimizers):
             for key, value in optimizer.state.get(param, {}).items():
-                if _is_layer(buffer, index, key, value):
+                if _is_elementwise(buffer, index, key, value):
                     yield which, key, value
 
-    def _get(self, param: nn.Parameter, layer: Layer) -> Tensor:
-        if layer.keeper == "grad":
-            assert param.grad is not None
-            return param.grad
-        if layer.keeper == "ema":
-            assert self._ema is not None
-            return self._ema.average_of(param)
-        found: Tensor = self._optimizers[int(layer.keeper)].state[param][layer.key]
-        return found
 
-
-def _order(buffer: FlatBuffer, index: int, state: Mapping[str, Any]) -> Order:
+def _state_keys(buffer: FlatBuffer, index: int, state: Mapping[str, Any]) -> StateKeys:
     values: dict[str, tuple[Any, torch.dtype | None]] = {}
     for key, value in state.items():
-        if not _is_layer(buffer, index, key, value):
+        if not _is_elementwise(buffer, index, key, value):
             values[key] = as_json(key, value), value.dtype if isinstance(value, Tensor) else None
-    return Order(tuple(state), values)
+    return StateKeys(tuple(state), values)
 
 
-def _is_layer(buffer: FlatBuffer, index: int, key: str, value: Any) -> bool:
-    """Whether an optimizer's state is one of tensors of the parameter's shape, and not a number.
-
-    Raises:
-        ValueError: It is neither.
-    """
-    param = buffer.exposed[index]
+def _is_elementwise(buffer: FlatBuffer, index: int, key: str, value: Any) -> bool:
+    """Whether an optimizer's state is a tensor of the parameter's shape, and not a number."""
+    param = buffer.sharded_params[index]
     shape = tuple(param.shape) if buffer.flatten else buffer.layout.entries[index].shape
-    if not isinstance(value, Tensor) or is_number(key, value.shape, shape):
+    if not isinstance(value, Tensor) or is_per_param_number(key, value.shape, shape):
         return False
     if value.shape != param.shape:
         raise ValueError(
             f"the optimizer keeps a {key} of shape {tuple(value.shape)} for its part {tuple(param.shape)} of "
-            f"'{buffer.names[index]}', not element for element, and so it can't be cut anew"
+            f"'{buffer.names[index]}', not element for element, so it can't be resharded"
         )
     return True

@@ -1,27 +1,27 @@
-"""Values for what was built on the meta device, one unit at a time, so that a model is never whole anywhere.
+"""Deferred initialization: values for modules built on the meta device, one unit at a time.
 
-A module under `torch.device("meta")` has shapes and no memory. When it becomes a unit, its parameters and buffers get
-memory on the device that it computes on, and values by its own `reset_parameters` or by what the user gives; then its
-shards are cut out of them and they are freed. Nobody can know what `__init__` would have written, so what is left
-without values is found and named.
+When such a module becomes a unit, its parameters and buffers get memory on the device that it computes on, and values
+by its own `reset_parameters` or the user's `init`; then its shards are cut out of them and they are freed. What
+`__init__` would have written is unknown, so whatever is left without values is an error that names it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from scale_core.comm.control_plane import exchange
+from scale_core.comm.collectives import exchange
 from scale_core.comm.group import Group
 from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import Event
-from scale_fsdp.checks import Blank
-from scale_fsdp.param_registry import ParamPlace, modules_of_unit
-from scale_fsdp.unit import set_param
+from scale_fsdp.runtime.checks import Uninitialized
+from scale_fsdp.runtime.param_registry import ParamModuleInfo, managed_modules
+from scale_fsdp.runtime.unit import set_param
 
 Init: TypeAlias = Callable[[nn.Module], Any] | Literal[False] | None
 
@@ -34,11 +34,7 @@ class _BufferPlace(NamedTuple):
 
 
 def check_init(init: Init) -> None:
-    """Checks the argument of that name.
-
-    Raises:
-        TypeError: It is none of those that mean something.
-    """
+    """Raises TypeError for an argument `init` that means nothing."""
     if init is not None and init is not False and not callable(init):
         raise TypeError(
             f"init: expected a function of a module, None (its own reset_parameters) or False (no values yet), got "
@@ -46,32 +42,22 @@ def check_init(init: Init) -> None:
         )
 
 
-def who_initialises(
-    parts: Iterable[tuple[nn.Module, Sequence[ParamPlace]]],
+def should_initialize(
+    parts: Iterable[tuple[nn.Module, Sequence[ParamModuleInfo]]],
     init: Init,
     group: Group,
     limit_seconds: float | None = None,
     *,
     sync: bool,
 ) -> bool:
-    """Whether this rank gives values to what it has on meta; it need not where rank 0 has all values and sends them.
+    """Whether this rank initializes what it has on meta: unless it has nothing there, or rank 0 sends all values.
 
-    All ranks learn here if one of them can't, before any has changed anything.
-
-    Args:
-        parts: The units-to-be, each with the places of its own parameters.
-        init: As given to `fully_shard`.
-        group: The ranks, which call this together.
-        limit_seconds: As given to `fully_shard`.
-        sync: Rank 0's values are sent to all.
-
-    Raises:
-        ValueError: This rank, or another one, has something on meta that nobody would initialise.
+    Raises ValueError on all ranks if one of them would be left without values, before any has changed anything.
     """
     problem, on_meta = None, False
     for module, own in parts:
         on_meta = on_meta or any(place.param.is_meta for place in own) or any(True for _ in _meta_buffers(module))
-        problem = problem or _problem(module, own, init)
+        problem = problem or _missing_init(module, own, init)
     contract = Contract(group, limit_seconds)
     with contract.waiting(Event("initialisation", "")):
         rows = exchange([on_meta, problem is not None], group, limit_seconds=contract.limit_seconds)
@@ -88,41 +74,48 @@ def who_initialises(
     return on_meta
 
 
-def materialise(
-    module: nn.Module, own: Sequence[ParamPlace], device: torch.device, init: Init, *, fill: bool
+def materialize(
+    module: nn.Module, own: Sequence[ParamModuleInfo], device: torch.device, init: Init, *, fill: bool
 ) -> dict[nn.Parameter, Tensor]:
-    """Gives memory and values to what is on the meta device in a unit-to-be; buffers get it in their places.
+    """Allocates what a unit-to-be has on meta, and initializes it if `fill`; returns the values by parameter.
 
-    A module is initialised after those in it, as in a constructor, and a tied parameter by the first that has it.
-
-    Args:
-        module: The unit-to-be.
-        own: Its own parameters, which stay where they are, on meta.
-        device: Where the memory is.
-        init: As given to `fully_shard`.
-        fill: Give values; otherwise only memory, for those of another rank.
-
-    Returns:
-        The values of each parameter that is on meta, by that.
-
-    Raises:
-        ValueError: Nothing was written to one of them; names it. The module is then as it was.
+    Buffers get theirs in place, parameters stay on meta. A module is initialized after those in it, as in a
+    constructor. Raises ValueError, and leaves the module as it was, if nothing was written to one of them.
     """
-    first = _first_places(own)
-    values = {param: nn.Parameter(_memory(param, device), param.requires_grad) for param in first}
+    first = _first_param_places(own)
+
+    def empty(tensor: Tensor) -> Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+
+    values = {param: nn.Parameter(empty(param), param.requires_grad) for param in first}
     buffers = list(_meta_buffers(module))
-    memory = {place.buffer: _memory(place.buffer, device) for place in buffers}
+    memory = {place.buffer: empty(place.buffer) for place in buffers}
     for place in buffers:
         place.module._buffers[place.attribute] = memory[place.buffer]
     try:
         if fill:
-            blanks = {tensor: Blank.of(tensor) for tensor in (*values.values(), *memory.values())}
-            with torch.no_grad(), _standing_in(first, values):
-                _initialise(module, {id(owner) for _, owner, *_ in (*first.values(), *buffers)}, init)
-                _take_assigned(first, values)
-            _check_filled(first, values, blanks)
+            blanks = {tensor: Uninitialized.of(tensor) for tensor in (*values.values(), *memory.values())}
+            with torch.no_grad(), _temporary_params(first, values):
+                owners = {id(owner) for _, owner, *_ in (*first.values(), *buffers)}
+                for _, child in _children_first(module):
+                    if id(child) in owners:
+                        reset = partial(init, child) if callable(init) else _reset_function(child)
+                        assert reset is not None, "checked before"
+                        reset()
+                _collect_reassigned(first, values)
+            for param, (name, owner, *_) in first.items():
+                if not blanks[values[param]].is_filled(values[param]):
+                    raise ValueError(
+                        f"'{name}' is on the meta device, and neither init nor the reset_parameters() of its "
+                        f"{type(owner).__name__} has written to it: let one of them do so"
+                    )
             for place in buffers:
-                _check_buffer(place, blanks[memory[place.buffer]])
+                if not blanks[memory[place.buffer]].is_filled(place.module._buffers.get(place.attribute)):
+                    raise ValueError(
+                        f"the buffer '{place.name}' is on the meta device, where what __init__ wrote to it is lost, "
+                        f"and neither init nor the reset_parameters() of its {type(place.module).__name__} has written "
+                        "to it: let one of them do so, or build that module outside of torch.device('meta')"
+                    )
     except BaseException:
         for place in buffers:
             place.module._buffers[place.attribute] = place.buffer
@@ -130,15 +123,15 @@ def materialise(
     return dict(values)
 
 
-def _problem(module: nn.Module, own: Sequence[ParamPlace], init: Init) -> str | None:
-    """What in a unit-to-be nobody would initialise."""
+def _missing_init(module: nn.Module, own: Sequence[ParamModuleInfo], init: Init) -> str | None:
+    """The error about a module that nothing would initialize."""
     if init is not None:
         return None
     names: dict[int, tuple[str, str]] = {}
-    for name, owner, attribute, _ in (*_first_places(own).values(), *_meta_buffers(module)):
+    for name, owner, attribute, _ in (*_first_param_places(own).values(), *_meta_buffers(module)):
         names.setdefault(id(owner), (name, attribute))
     for _, child in _children_first(module):
-        if id(child) in names and _reset_of(child) is None:
+        if id(child) in names and _reset_function(child) is None:
             name, attribute = names[id(child)]
             return (
                 f"'{name}' is on the meta device, and its {type(child).__name__} has no reset_parameters() that would "
@@ -148,8 +141,8 @@ def _problem(module: nn.Module, own: Sequence[ParamPlace], init: Init) -> str | 
     return None
 
 
-def _first_places(own: Sequence[ParamPlace]) -> dict[nn.Parameter, ParamPlace]:
-    first: dict[nn.Parameter, ParamPlace] = {}
+def _first_param_places(own: Sequence[ParamModuleInfo]) -> dict[nn.Parameter, ParamModuleInfo]:
+    first: dict[nn.Parameter, ParamModuleInfo] = {}
     for place in own:
         if place.param.is_meta:
             first.setdefault(place.param, place)
@@ -157,19 +150,15 @@ def _first_places(own: Sequence[ParamPlace]) -> dict[nn.Parameter, ParamPlace]:
 
 
 def _meta_buffers(module: nn.Module) -> Iterator[_BufferPlace]:
-    for path, child in modules_of_unit(module):
+    for path, child in managed_modules(module):
         for attribute, buffer in child._buffers.items():
             if buffer is not None and buffer.is_meta:
                 yield _BufferPlace(f"{path}.{attribute}".lstrip("."), child, attribute, buffer)
 
 
-def _memory(tensor: Tensor, device: torch.device) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-
-
 def _children_first(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The unit's modules in the order in which constructors end."""
-    found = {id(child): (path, child) for path, child in modules_of_unit(module)}
+    """The unit's modules in the order in which their constructors end."""
+    found = {id(child): (path, child) for path, child in managed_modules(module)}
     seen: set[int] = set()
 
     def visit(current: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -183,8 +172,8 @@ def _children_first(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return visit(module)
 
 
-def _reset_of(module: nn.Module) -> Callable[[], Any] | None:
-    """The module's own initialisation; some of torch's modules hide theirs, such as nn.MultiheadAttention."""
+def _reset_function(module: nn.Module) -> Callable[[], Any] | None:
+    """The module's own initialization; nn.MultiheadAttention and others have it under a private name."""
     for name in ("reset_parameters", "_reset_parameters"):
         reset: Callable[[], Any] | None = getattr(module, name, None)
         if callable(reset):
@@ -192,22 +181,11 @@ def _reset_of(module: nn.Module) -> Callable[[], Any] | None:
     return None
 
 
-def _initialise(module: nn.Module, owners: set[int], init: Init) -> None:
-    for _, child in _children_first(module):
-        if id(child) in owners:
-            reset = _reset_of(child)
-            if callable(init):
-                init(child)
-            else:
-                assert reset is not None, "checked before"
-                reset()
-
-
 @contextmanager
-def _standing_in(
-    first: Mapping[nn.Parameter, ParamPlace], values: Mapping[nn.Parameter, nn.Parameter]
+def _temporary_params(
+    first: Mapping[nn.Parameter, ParamModuleInfo], values: Mapping[nn.Parameter, nn.Parameter]
 ) -> Iterator[None]:
-    """Inside, what has memory stands where its parameter stood first; in its other places nothing can be written."""
+    """Inside, the first module that has a parameter has the tensor with memory; others keep it on meta."""
     for param, place in first.items():
         set_param(place.module, place.attribute, values[param])
     try:
@@ -217,8 +195,10 @@ def _standing_in(
             set_param(place.module, place.attribute, param)
 
 
-def _take_assigned(first: Mapping[nn.Parameter, ParamPlace], values: Mapping[nn.Parameter, nn.Parameter]) -> None:
-    """Copies what an initialisation has assigned in place of writing it."""
+def _collect_reassigned(
+    first: Mapping[nn.Parameter, ParamModuleInfo], values: Mapping[nn.Parameter, nn.Parameter]
+) -> None:
+    """Copies parameters that an initialization has assigned instead of writing to them."""
     for param, place in first.items():
         now = place.module._parameters.get(place.attribute)
         if now is not None and now is not values[param] and not now.is_meta:
@@ -228,25 +208,3 @@ def _take_assigned(first: Mapping[nn.Parameter, ParamPlace], values: Mapping[nn.
                     f"{tuple(param.shape)}"
                 )
             values[param].copy_(now)
-
-
-def _check_filled(
-    first: Mapping[nn.Parameter, ParamPlace],
-    values: Mapping[nn.Parameter, nn.Parameter],
-    blanks: Mapping[Tensor, Blank],
-) -> None:
-    for param, place in first.items():
-        if not blanks[values[param]].is_filled(values[param]):
-            raise ValueError(
-                f"'{place.name}' is on the meta device, and neither init nor the reset_parameters() of its "
-                f"{type(place.module).__name__} has written to it: let one of them do so"
-            )
-
-
-def _check_buffer(place: _BufferPlace, blank: Blank) -> None:
-    if not blank.is_filled(place.module._buffers.get(place.attribute)):
-        raise ValueError(
-            f"the buffer '{place.name}' is on the meta device, where what __init__ wrote to it is lost, and neither "
-            f"init nor the reset_parameters() of its {type(place.module).__name__} has written to it: let one of them "
-            "do so, or build that module outside of torch.device('meta')"
-        )

@@ -1,14 +1,15 @@
-"""Another number of ranks, or another strategy, for a model that lives: in memory, without a checkpoint.
+"""Live resharding: another number of ranks, or another strategy, for a model in memory, without a checkpoint.
 
-Buffer by buffer, the old ranks gather what they have, and each new rank takes its piece of it: the parameters first,
-then each layer of what is kept beside them. So nothing is ever whole but one of these, and every number is the same
-afterwards. Ranks that join come with a model on the meta device, and are sent what the others have gathered.
+Flat buffer by flat buffer, the old ranks gather what they have, and each new rank keeps its shard of it: the parameters
+first, then each kind of attached state. So no more than one of these is ever whole, and every number stays the same.
+Ranks that join come with a model on the meta device, and are sent what the others have gathered.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Literal, TypeAlias, cast
 
 import torch
@@ -19,111 +20,61 @@ from torch.optim import Optimizer
 
 from scale_core.comm.collectives import all_gather, broadcast
 from scale_core.comm.group import Group, GroupLike, group_of
-from scale_core.consistency.all_ranks import Together
+from scale_core.consistency.all_ranks import CollectiveCall
 from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import Event, message_tag, unit_title
-from scale_core.flat.buffer import Devices, FlatBuffer
+from scale_core.flat.buffer import DevicePolicy, FlatBuffer
 from scale_core.flat.layout import FlatLayout
 from scale_fsdp.ema import ShardedEMA
-from scale_fsdp.guards import refuse_in_use
-from scale_fsdp.mesh_info import Ranks, ranks_of
-from scale_fsdp.param_registry import modules_of_unit, remember
-from scale_fsdp.reshard.attached_state import Beside, Inventory
-from scale_fsdp.reshard.convert import show_moved
-from scale_fsdp.unit import Unit, paths_in, units_in
+from scale_fsdp.mesh_info import MeshInfo, resolve_mesh_info
+from scale_fsdp.reshard.attached_state import AttachedState, AttachedStateSpec
+from scale_fsdp.reshard.convert import rebind_params
+from scale_fsdp.runtime.checks import check_not_in_use, check_not_replaced
+from scale_fsdp.runtime.param_registry import managed_modules, register_owner
+from scale_fsdp.runtime.unit import Unit, module_names, units_in
+from scale_fsdp.state_dict.optimizer import pack_shard
 
 NewGroup: TypeAlias = GroupLike | Literal["same"]
 
 
 @dataclass(frozen=True)
-class Standing:
-    """What a rank tells the others before anything is moved.
+class ReshardRequest:
+    """What one rank has and asks for; the ranks exchange it before anything changes."""
 
-    Attributes:
-        has_values: It has a part of the model; what it has is not on meta.
-        keeps: It was told to keep its group.
-        old: The ranks that share its part, by their global numbers.
-        ranks: The new ones; () if this is none of them.
-        copies: How many copies of the model there will be; 0 if this is none of the new ranks.
-        strategy: The argument.
-        model: Names, shapes and dtypes.
-        layouts: Of each flat buffer, as it is.
-        inventory: What there is beside the parameters.
-        numbers: Of the units.
-    """
-
-    has_values: bool
-    keeps: bool
-    old: tuple[int, ...]
-    ranks: tuple[int, ...]
-    copies: int
-    strategy: bool | int | None
-    model: list[str]
-    layouts: list[FlatLayout]
-    inventory: Inventory
-    numbers: list[int]
-
-    @classmethod
-    def of(
-        cls,
-        model: nn.Module,
-        units: Sequence[Unit],
-        process_group: NewGroup,
-        strategy: bool | int | None,
-        inventory: Inventory,
-    ) -> Standing:
-        paths, new = paths_in(model), new_ranks(units[0], process_group)
-        buffers = [buffer for unit in units for buffer in unit.buffers]
-        return cls(
-            has_values=not any(buffer.is_meta for buffer in buffers),
-            keeps=process_group == "same",
-            old=units[0].options.ranks.whole.ranks,
-            ranks=() if new is None else new.whole.ranks,
-            copies=0 if new is None else new.replicas.size,
-            strategy=strategy,
-            model=[line for unit in units for line in _describe(unit, paths[id(unit.module)])],
-            layouts=[buffer.layout for buffer in buffers],
-            inventory=inventory,
-            numbers=[unit.number for unit in units],
-        )
+    has_values: bool  # of a shard; on a rank that joins they are on meta
+    keeps_group: bool  # process_group="same"
+    old: tuple[int, ...]  # global ranks
+    ranks: tuple[int, ...]  # the new ones; () if this rank leaves
+    num_replicas: int  # of the model on the new ranks; 0 if this rank leaves
+    strategy: bool | int | None  # the argument reshard_after_forward
+    model: list[str]  # names, shapes and dtypes
+    layouts: list[FlatLayout]  # of each flat buffer, as it is
+    attached: AttachedStateSpec
+    unit_numbers: list[int]
 
 
-def new_ranks(unit: Unit, process_group: NewGroup) -> Ranks | None:
-    """The ranks that are to share the unit; None if this is none of them.
-
-    Raises:
-        ValueError: It is a text other than "same", or as for `ranks_of`.
-        TypeError: As for `ranks_of`.
-    """
+def new_ranks(unit: Unit, process_group: NewGroup) -> MeshInfo | None:
+    """The ranks that are to share the unit; None if this is none of them."""
     if isinstance(process_group, str):
         if process_group != "same":
             raise ValueError(f"process_group: expected a group, a mesh, None or 'same', got {process_group!r}")
-        return unit.options.ranks
+        return unit.options.mesh_info
     if process_group is cast(object, dist.GroupMember.NON_GROUP_MEMBER):  # new_group returned it
         return None
     if isinstance(process_group, DeviceMesh) and process_group.get_coordinate() is None:
         return None
-    return ranks_of(process_group)
+    return resolve_mesh_info(process_group)
 
 
-def strategy_of(unit: Unit, asked: bool | int | None) -> bool | int:
-    """The unit's `reshard_after_forward` from now on."""
-    return unit.options.reshard_after_forward if asked is None else asked
-
-
-def check_at_rest(model: nn.Module, units: Sequence[Unit]) -> None:
-    """Checks that this rank's model can be sharded anew.
-
-    Raises:
-        ValueError: It is not sharded, or waits for a backward pass or a reduction.
-        RuntimeError: Its parameters are in use.
-    """
+def check_idle(model: nn.Module, units: Sequence[Unit]) -> None:
+    """Raises ValueError or RuntimeError where this rank's model is not sharded, or is in a step."""
     if not units:
         raise ValueError(f"no module in this {type(model).__name__} is sharded: call fully_shard(model) first")
-    refuse_in_use(units, "reshard_to")
+    check_not_in_use(units, "reshard_to")
+    check_not_replaced(units)
     for unit in units:
-        waiting = [buffer.names[0] for buffer in unit.buffers if buffer.has_gradient]
-        if waiting or unit.backward_unobserved or (unit.root is not None and not unit.root.synchronizes):
+        unreduced = any(buffer.has_gradient for buffer in unit.buffers)
+        if unreduced or unit.backward_unobserved or (unit.root is not None and not unit.root.synchronizes):
             raise ValueError(
                 f"{unit_title(unit.name)} is between a forward and its backward, or inside no_sync(), or has gradients "
                 "that wait for their reduction: run the last backward() of the step outside of no_sync() first"
@@ -132,67 +83,58 @@ def check_at_rest(model: nn.Module, units: Sequence[Unit]) -> None:
         raise ValueError("some units are on the meta device and others are not: bring all of them to one state first")
 
 
-def _describe(unit: Unit, path: str) -> list[str]:
-    """All that must be alike on all ranks, line by line."""
+def _model_signature(unit: Unit, path: str) -> list[str]:
+    """All of a unit that must be alike on all ranks, line by line."""
     title = path or "root"
     lines = [f"{title}: flatten={unit.options.flatten}, {unit.precision}"]
     for buffer in unit.buffers:
         lines += [
-            f"{title}: {name} {entry.shape} {buffer.dtype} trains={buffer.exposed_of(index).requires_grad}"
+            f"{title}: {name} {entry.shape} {buffer.dtype} trains={buffer.sharded_param(index).requires_grad}"
             for index, (name, entry) in enumerate(zip(buffer.names, buffer.layout.entries, strict=True))
         ]
-    for name, module in modules_of_unit(unit.module, path):
+    for name, module in managed_modules(unit.module, path):
         lines += [f"{name}.{key} {tuple(b.shape)} {b.dtype}" for key, b in module._buffers.items() if b is not None]
     return lines
 
 
-def compare(everyone: Sequence[Standing], union: Group) -> None:
-    """Checks that all ranks mean the same.
-
-    Raises:
-        ValueError: They don't; on all of them.
-    """
-    sources = [rank for rank in everyone if rank.has_values]
-    if not sources:
+def check_requests(requests: Sequence[ReshardRequest], union: Group) -> None:
+    """Raises ValueError, on all ranks alike, where the ranks differ in model, state or new ranks."""
+    first = next((request for request in requests if request.has_values), None)
+    if first is None:
         raise ValueError("no rank has values: every one of them came with a model on the meta device")
-    first = sources[0]
-    new = next((rank for rank in everyone if rank.ranks), None)
+    new = next((request for request in requests if request.ranks), None)
     if new is None:
         raise ValueError("no rank is to share the model: at least one has to pass a group that it is a member of")
-    asked = tuple(union.ranks[number] for number, rank in enumerate(everyone) if rank.ranks)
-    here = {union.ranks[number] for number, rank in enumerate(everyone) if rank.has_values}
-    for number, rank in enumerate(everyone):
-        for mine, theirs in zip(rank.model, first.model, strict=False):
-            if mine != theirs:
-                raise ValueError(f"rank {number} has another model than the others: {mine!r}, expected {theirs!r}")
-        if len(rank.model) != len(first.model):
-            more = (rank.model + first.model)[min(len(rank.model), len(first.model))]
-            raise ValueError(f"rank {number} has another model than the others: only one of them has {more!r}")
-        if rank.ranks and (set(rank.ranks) != set(asked) or rank.ranks != new.ranks or rank.copies != new.copies):
+    joined = [union.ranks[rank] for rank, request in enumerate(requests) if request.ranks]
+    here = {union.ranks[rank] for rank, request in enumerate(requests) if request.has_values}
+    for rank, request in enumerate(requests):
+        spec, first_spec = request.attached, first.attached
+        for line, expected in zip_longest(request.model, first.model, fillvalue="nothing more"):
+            if line != expected:
+                raise ValueError(f"rank {rank} has another model than the others: {line!r}, expected {expected!r}")
+        same_group = (request.ranks, request.num_replicas) == (new.ranks, new.num_replicas)
+        if request.ranks and not (same_group and set(request.ranks) == set(joined)):
             raise ValueError(
-                f"rank {number} means the ranks {list(rank.ranks)} in {rank.copies} copies, but a group was passed by "
-                f"ranks {list(asked)}: let all of these pass the same one"
+                f"rank {rank} means the ranks {list(request.ranks)} in {request.num_replicas} copies, but a group was "
+                f"passed by ranks {joined}: let all of these pass the same one"
             )
-        if rank.has_values and not set(rank.old) <= here:
+        if request.has_values and not set(request.old) <= here:
             raise ValueError(
-                f"rank {number} shares the model with ranks {list(rank.old)}, of which only {sorted(here)} are here "
+                f"rank {rank} shares the model with ranks {list(request.old)}, of which only {sorted(here)} are here "
                 "with values: let all old and all new ranks call it, over=a group that holds them all"
             )
-        if rank.strategy != first.strategy:
-            raise ValueError(f"rank {number} has reshard_after_forward={rank.strategy!r}, others {first.strategy!r}")
-        if rank.inventory.names != first.inventory.names:
+        if request.strategy != first.strategy:
+            raise ValueError(f"rank {rank} has reshard_after_forward={request.strategy!r}, others {first.strategy!r}")
+        if spec.names != first_spec.names:
+            raise ValueError(f"the optimizers of rank {rank} have other parameters or groups than those of the others")
+        if (spec.has_ema, spec.buffer_averages) != (first_spec.has_ema, first_spec.buffer_averages):
             raise ValueError(
-                f"the optimizers of rank {number} have other parameters, or other groups of them, than the others'"
-            )
-        averages = [(each.inventory.num_updates < 0, each.inventory.averages) for each in (rank, first)]
-        if averages[0] != averages[1]:
-            raise ValueError(
-                f"rank {number} and others differ in whether there is an average, or of which dtype: pass ema= on all "
+                f"rank {rank} and others differ in whether there is an average, or of which dtype: pass ema= on all "
                 "ranks or on none"
             )
-        if rank.has_values and rank.inventory != first.inventory:
+        if request.has_values and spec != first_spec:
             raise ValueError(
-                f"what rank {number} keeps beside its parameters is not what the others keep beside theirs"
+                f"rank {rank} has other gradients, optimizer state or averages than the others: step all ranks alike"
             )
 
 
@@ -206,7 +148,7 @@ def reshard_to(
     over: GroupLike = None,
     limit_seconds: float | None = None,
 ) -> None:
-    """Shards a sharded model anew, in place: over other ranks, or in another way over the same ones.
+    """Reshards a model in place: over other ranks, or in another way over the same ones.
 
         >>> import torch
         >>> from scale_fsdp import fully_shard, reshard_to
@@ -214,220 +156,196 @@ def reshard_to(
         >>> optimizer = torch.optim.AdamW(model.parameters())
         >>> reshard_to(model, optimizer=optimizer, reshard_after_forward=False)
 
-    All ranks that share the model now, and all that are to share it, call it together, between two steps. The
-    parameters and their optimizer stay the same objects, with other elements; gradients that are there go along.
-    Training then goes on as if nothing had changed, but for the order in which gradients are summed over the ranks.
+    All old and all new ranks of the model call it together, between two steps. Parameters and optimizer stay the same
+    objects, with other elements; gradients are resharded too. Training then goes on as if nothing had changed, but for
+    the order in which gradients are summed over the ranks.
 
     A rank that joins builds the model under `torch.device("meta")`, shards it in the same units by
-    `fully_shard(..., process_group, init=False)`, and builds the optimizer. It gets everything, learning rates too; a
-    scheduler it has to set by itself. A rank that leaves passes what `torch.distributed.new_group` has returned to it;
-    its model is left on the meta device, and may join again.
+    `fully_shard(..., process_group, init=False)`, and builds the optimizer. It gets all state and the options of
+    parameter groups; its scheduler it sets itself. A rank that leaves passes what `torch.distributed.new_group` has
+    returned to it; its model is left on the meta device, and may join again.
 
     Args:
         model: The sharded model.
         process_group: The new ranks: as for `fully_shard`, or "same".
-        optimizer: That, or those, of the model.
-        ema: Its average.
+        optimizer: The model's optimizer, or several.
+        ema: The model's average.
         reshard_after_forward: As for `fully_shard`; None as before.
         over: A group that holds all old and all new ranks; None is the default group.
         limit_seconds: The longest wait for another rank; None is that group's own limit.
 
     Raises:
-        RuntimeError: On all ranks, whichever of them found it, and before anything is changed: the model is in use, or
-            there is state that can't be cut.
-        ValueError: On all ranks, and before anything is changed: they do not have the same model and optimizers, or do
-            not mean the same new ranks.
-        ScaleDistributedError: A rank was lost on the way. The model is then partly moved: load a checkpoint.
+        RuntimeError: On all ranks, before anything is changed: the model is in use on one, or has state that can't be
+            resharded.
+        ValueError: On all ranks, before anything is changed: their models, optimizers or new ranks differ.
+        ScaleDistributedError: A rank was lost meanwhile. The model is then resharded in part: load a checkpoint.
     """
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    union, units = group_of(over), units_in(model)
+    union, units, paths = group_of(over), units_in(model), module_names(model)
     buffers = [buffer for unit in units for buffer in unit.buffers]
-    beside = Beside(model, optimizers, ema)
+    attached = AttachedState(model, optimizers, ema)
 
-    def look() -> Standing:
-        check_at_rest(model, units)
+    def strategy_of(unit: Unit) -> bool | int:
+        return unit.options.reshard_after_forward if reshard_after_forward is None else reshard_after_forward
+
+    def make_request() -> ReshardRequest:
+        check_idle(model, units)
         for unit in units:
-            ranks = new_ranks(unit, process_group)
-            if ranks is not None:
-                ranks.check_part(strategy_of(unit, reshard_after_forward))
-        return Standing.of(model, units, process_group, reshard_after_forward, beside.inventory(buffers))
+            if (ranks := new_ranks(unit, process_group)) is not None:
+                ranks.check_reshard_after_forward(strategy_of(unit))
+        new = new_ranks(units[0], process_group)
+        return ReshardRequest(
+            has_values=not any(buffer.is_meta for buffer in buffers),
+            keeps_group=process_group == "same",
+            old=units[0].options.mesh_info.whole.ranks,
+            ranks=() if new is None else new.whole.ranks,
+            num_replicas=0 if new is None else new.replicas.size,
+            strategy=reshard_after_forward,
+            model=[line for unit in units for line in _model_signature(unit, paths[id(unit.module)])],
+            layouts=[buffer.layout for buffer in buffers],
+            attached=attached.spec(buffers),
+            unit_numbers=[unit.serial for unit in units],
+        )
 
-    together = Together(union, "reshard_to", RuntimeError)
-    everyone = together.all_do(look)
-    compare(everyone, union)
+    requests = CollectiveCall(union, "reshard_to", RuntimeError).all_ranks(make_request)
+    check_requests(requests, union)
     new = [new_ranks(unit, process_group) for unit in units]
-    stays = all(rank.keeps for rank in everyone) and all(rank.has_values for rank in everyone)
-    move = _Move.of(everyone, union, beside, limit_seconds)
-    for unit, ranks, number in zip(units, new, everyone[move.source].numbers, strict=True):
-        unit.number = number
+    same_shards = all(request.keeps_group and request.has_values for request in requests)
+    run = _Reshard.of(requests, union, attached, limit_seconds)
+    for unit, ranks, number in zip(units, new, requests[run.source].unit_numbers, strict=True):
+        unit.serial = number
         if ranks is not None:
-            strategy = strategy_of(unit, reshard_after_forward)
-            unit.options = replace(unit.options, ranks=ranks, reshard_after_forward=strategy)
-            unit.reshard_after_forward = ranks.releases(strategy)
-        with move.contract.waiting(Event("resharding", unit.name)):
-            for buffer in unit.buffers if stays else ():
-                if not buffer.is_meta and ranks is not None:
+            strategy = strategy_of(unit)
+            unit.options = replace(unit.options, mesh_info=ranks, reshard_after_forward=strategy)
+            unit.reshard_after_forward = ranks.reshards_after_forward(strategy)
+        with run.contract.waiting(Event("resharding", unit.name)):
+            for buffer in unit.buffers:
+                if not same_shards:
+                    run.move_buffer(unit, buffer, ranks)
+                elif not buffer.is_meta and ranks is not None:
                     buffer.release()
-                    buffer.groups = ranks.with_part(unit.options.reshard_after_forward)
-            for buffer in () if stays else unit.buffers:
-                move.buffer(unit, buffer, ranks)
-            if move.joining:
-                move.module_buffers(unit)
+                    buffer.groups = ranks.buffer_groups(unit.options.reshard_after_forward)
+            if run.any_joins:
+                run.send_module_buffers(unit)
         if ranks is None:
-            for _, module in modules_of_unit(unit.module):
+            for _, module in managed_modules(unit.module):
                 module._buffers.update({n: b.to("meta") for n, b in module._buffers.items() if b is not None})
-        unit.move()
-    if move.joining:
-        with move.contract.waiting(Event("resharding", units[0].name)):
-            move.averages_of_module_buffers(units[0])
-    show_moved(units)
-    if move.joins:
-        beside.begin(buffers, everyone[move.source].inventory)
+        unit.on_buffers_moved()
+    if run.any_joins and ema is not None:
+        with run.contract.waiting(Event("resharding", units[0].name)):
+            for name, average in ema.buffer_averages.items():
+                received = run.receive(average, units[0])
+                if run.joins:
+                    ema.replace_buffer_average(name, received)
+    rebind_params(units)
+    if run.joins:
+        attached.load_spec(buffers, requests[run.source].attached)
 
 
 @dataclass
-class _Move:
-    """The way of everything from its old to its new ranks.
-
-    Attributes:
-        union: All ranks.
-        source: The one that sends what it has gathered, where it does.
-        joining: There are ranks that have nothing yet.
-        joins: This is one of them.
-        sends: What was gathered is sent to all: to those that join, or that have not shared one model so far.
-        layouts: The old ones.
-        inventory: What there is beside the parameters.
-        beside: The same, on this rank.
-        contract: Of the union.
-        done: How many buffers have moved.
-    """
+class _Reshard:
+    """One resharding: which rank sends what to whom."""
 
     union: Group
-    source: int
-    joining: bool
-    joins: bool
-    sends: bool
-    layouts: list[FlatLayout]
-    inventory: Inventory
-    beside: Beside
+    source: int  # the rank in `union` that broadcasts what its old ranks have gathered
+    any_joins: bool  # some rank has no values yet
+    joins: bool  # this one
+    broadcasts: bool  # to ranks that join, or that did not share one model so far
+    layouts: list[FlatLayout]  # the old ones
+    spec: AttachedStateSpec
+    attached: AttachedState
     contract: Contract
-    done: int = 0
+    num_moved: int = 0  # flat buffers so far
 
     @classmethod
-    def of(cls, everyone: Sequence[Standing], union: Group, beside: Beside, limit_seconds: float | None) -> _Move:
-        source = next(number for number, rank in enumerate(everyone) if rank.has_values)
-        joining = any(rank.ranks and not rank.has_values for rank in everyone)
-        told, own = everyone[source], everyone[union.rank]
-        joins = bool(own.ranks) and not own.has_values
-        sends = joining or sum(rank.has_values for rank in everyone) != len(told.old)
-        contract = Contract(union, limit_seconds)
-        return cls(union, source, joining, joins, sends, told.layouts, told.inventory, beside, contract)
+    def of(
+        cls, requests: Sequence[ReshardRequest], union: Group, attached: AttachedState, limit_seconds: float | None
+    ) -> _Reshard:
+        source = next(rank for rank, request in enumerate(requests) if request.has_values)
+        first, own = requests[source], requests[union.rank]
+        any_joins = any(request.ranks and not request.has_values for request in requests)
+        return cls(
+            union=union,
+            source=source,
+            any_joins=any_joins,
+            joins=bool(own.ranks) and not own.has_values,
+            broadcasts=any_joins or sum(request.has_values for request in requests) != len(first.old),
+            layouts=first.layouts,
+            spec=first.attached,
+            attached=attached,
+            contract=Contract(union, limit_seconds),
+        )
 
-    def buffer(self, unit: Unit, buffer: FlatBuffer, ranks: Ranks | None) -> None:
-        """Moves the next flat buffer and what is beside it; without new ranks, away from here."""
-        old, layers = self.layouts[self.done], self.inventory.layers[self.done]
-        self.done += 1
-        parts = _OldParts(buffer, old, message_tag(Event("resharding", f"{unit.name}#{self.done}")))
-        devices = buffer.devices
-        if buffer.is_meta:
+    def move_buffer(self, unit: Unit, buffer: FlatBuffer, ranks: MeshInfo | None) -> None:
+        """Reshards the next flat buffer and its attached state; without new ranks it goes to meta."""
+        old, kinds = self.layouts[self.num_moved], self.spec.tensors[self.num_moved]
+        self.num_moved += 1
+        tag = message_tag(Event("resharding", f"{unit.name}#{self.num_moved}"))
+        group, spans, had_values, devices = buffer.group, buffer.spans, not buffer.is_meta, buffer.devices
+        if not had_values:
             devices = unit.options.placement.devices_for(unit.options.device_for(buffer.shard.device))
-        tensors = {layer: self.beside.take(buffer, layer) for layer in layers} if parts.has_values else {}
-        params = list(buffer.exposed)
-        layout = old
+        tensors = {kind: self.attached.tensors_of(buffer, kind) for kind in kinds} if had_values else {}
+        params, layout = list(buffer.sharded_params), old
         if ranks is not None:
             names, shapes = [entry.name for entry in old.entries], [entry.shape for entry in old.entries]
             layout = FlatLayout.plan(names, shapes, ranks.shard.size, unit.options.atom)
-        # The buffer moves as soon as its new shard is there: so that only one of both lives beside the next layer.
-        full = self._whole(parts, None, buffer.dtype, devices)
+
+        def gather(dtype: torch.dtype, tensors: Mapping[int, Tensor] | None = None) -> Tensor:
+            """[W * S] of the old layout: all ranks' shards, or attached tensors of one kind."""
+            full = torch.empty(old.full_numel, dtype=dtype, device=devices.compute)
+            if had_values and full.numel():
+                part = full.narrow(0, group.rank * old.shard_numel, old.shard_numel)
+                if tensors is None:
+                    part.copy_(buffer.shard)
+                else:
+                    pack_shard(part.zero_(), tensors, spans, buffer.flatten)
+                all_gather(full, part, group, tag=tag).wait(self.contract.limit_seconds)
+            if self.broadcasts:
+                self._broadcast(full)
+            return full
+
+        # The buffer moves before the rest is gathered, so that only one of its two shards exists then.
+        full = gather(buffer.dtype)
         if ranks is not None:
-            groups = ranks.with_part(unit.options.reshard_after_forward)
-            shard = _cut(full, old, layout, ranks, devices)
-            buffer.rehouse(shard, layout=layout, groups=groups, devices=devices)
-        elif parts.has_values:
-            buffer.rehouse(torch.empty_like(buffer.shard, device="meta"))
+            shard = _cut_shard(full, old, layout, ranks, devices)
+            groups = ranks.buffer_groups(unit.options.reshard_after_forward)
+            buffer.set_storage(shard, layout=layout, groups=groups, devices=devices)
+        elif had_values:
+            buffer.set_storage(torch.empty_like(buffer.shard, device="meta"))
         del full
-        remember(unit)
-        self.beside.follow(params, buffer)
-        for layer in layers:
-            full = self._whole(parts, tensors.pop(layer, {}), layer.dtype, devices)
+        register_owner(unit)
+        self.attached.rebind_params(params, buffer)
+        for kind in kinds:
+            full = gather(kind.dtype, tensors.pop(kind, {}))
             if ranks is not None:
-                self.beside.put(buffer, layer, _cut(full, old, layout, ranks, devices))
+                self.attached.set_tensors(buffer, kind, _cut_shard(full, old, layout, ranks, devices))
             del full
 
-    def module_buffers(self, unit: Unit) -> None:
-        """Sends the module's own buffers to those that join; the others keep theirs."""
-        for _, module in modules_of_unit(unit.module):
+    def send_module_buffers(self, unit: Unit) -> None:
+        """Sends the module's own buffers to ranks that join; the others keep theirs."""
+        for _, module in managed_modules(unit.module):
             for name, tensor in module._buffers.items():
                 if tensor is not None:
-                    sent = self._sent(tensor, unit)
+                    received = self.receive(tensor, unit)
                     if self.joins:
-                        module._buffers[name] = sent
+                        module._buffers[name] = received
 
-    def averages_of_module_buffers(self, unit: Unit) -> None:
-        """Does the same with what an average has for them; the unit says where it computes."""
-        for average, take in self.beside.of_module_buffers():
-            sent = self._sent(average, unit)
-            if self.joins:
-                take(sent)
-
-    def _whole(
-        self, parts: _OldParts, tensors: Mapping[int, Tensor] | None, dtype: torch.dtype, devices: Devices
-    ) -> Tensor:
-        """[W * S] of the old layout: every old rank's part of the parameters or of a layer."""
-        full = torch.empty(parts.layout.full_numel, dtype=dtype, device=devices.compute)
-        if parts.has_values and full.numel():
-            part = parts.fill(full, tensors)
-            all_gather(full, part, parts.group, tag=parts.tag).wait(self.contract.limit_seconds)
-        if self.sends:
-            self._send(full)
-        return full
-
-    def _sent(self, tensor: Tensor, unit: Unit) -> Tensor:
-        """The source's tensor, of the shape and dtype of this rank's."""
-        device = unit.options.device_for(torch.device("meta"))
-        sent = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    def receive(self, tensor: Tensor, unit: Unit) -> Tensor:
+        """The source's tensor, of this rank's shape and dtype, where the unit computes."""
+        received = torch.empty(tensor.shape, dtype=tensor.dtype, device=unit.options.device_for(torch.device("meta")))
         if self.union.rank == self.source:
-            sent.copy_(tensor)
-        self._send(sent.reshape(-1))
-        return sent
+            received.copy_(tensor)
+        self._broadcast(received.reshape(-1))
+        return received
 
-    def _send(self, tensor: Tensor) -> None:
-        """Gives all ranks the source's [N]."""
+    def _broadcast(self, tensor: Tensor) -> None:
+        """Broadcasts the source's [N] in place."""
         if tensor.numel():
-            sent = broadcast(tensor.view(torch.uint8), self.union, source=self.source)
-            sent.wait(self.contract.limit_seconds)
+            broadcast(tensor.view(torch.uint8), self.union, source=self.source).wait(self.contract.limit_seconds)
 
 
-class _OldParts:
-    """What a rank has of a flat buffer that is about to move.
-
-    Args:
-        buffer: The buffer.
-        layout: Its layout on those ranks that have values.
-        tag: Of the messages.
-    """
-
-    def __init__(self, buffer: FlatBuffer, layout: FlatLayout, tag: int) -> None:
-        self.layout, self.group, self.tag = layout, buffer.group, tag
-        self.has_values = not buffer.is_meta
-        self._buffer, self._spans, self._flatten = buffer, buffer.spans, buffer.flatten
-
-    def fill(self, full: Tensor, tensors: Mapping[int, Tensor] | None) -> Tensor:
-        """Writes this rank's part of a full buffer and returns it: the shard, or tensors beside the parameters."""
-        size = self.layout.shard_numel
-        part = full.narrow(0, self.group.rank * size, size)
-        if tensors is None:
-            return part.copy_(self._buffer.shard)
-        part.zero_()
-        for index, tensor in tensors.items():
-            span = self._spans[index]
-            place = part if self._flatten else part.narrow(0, span.shard_offset, span.numel)
-            place.copy_(tensor.reshape(-1))
-        return part
-
-
-def _cut(full: Tensor, old: FlatLayout, new: FlatLayout, ranks: Ranks, devices: Devices) -> Tensor:
-    """[S] of the new layout: this rank's piece of a full buffer of the old one."""
+def _cut_shard(full: Tensor, old: FlatLayout, new: FlatLayout, ranks: MeshInfo, devices: DevicePolicy) -> Tensor:
+    """[S] of the new layout: this rank's shard of a full buffer of the old one."""
     shard = torch.zeros(new.shard_numel, dtype=full.dtype, device=devices.shard)
     for entry, span in zip(old.entries, new.spans(ranks.shard.rank), strict=True):
         held = full.narrow(0, entry.offset + span.start, span.numel)

@@ -1,4 +1,4 @@
-"""What is saved and loaded by one's own means: full and local state dicts, of weights and of optimizers.
+"""State dicts of models and optimizers: full tensors, or this rank's shards.
 
-Begin with `full`.
+Begin with `full`; `optimizer` has the optimizer's, `naming` the plain model's names.
 """

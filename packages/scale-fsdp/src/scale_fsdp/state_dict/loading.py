@@ -1,7 +1,7 @@
-"""What a sharded module takes: full tensors, of which each rank keeps its piece, or its own shards as they are.
+"""Loading a state dict: full tensors, of which each rank keeps its elements, or its own shards as they are.
 
-torch loads module by module and tells in the end what did not fit. Here all that can be compared beforehand is, so that
-a state of another model changes nothing.
+torch loads module by module and reports in the end what did not fit. Here all that can be compared is compared before,
+so that a state of another model changes nothing.
 """
 
 from __future__ import annotations
@@ -16,37 +16,30 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from scale_core.consistency.execution_order import unit_title
 from scale_core.shard import elements_of, shard_of
-from scale_fsdp import guards as guard
-from scale_fsdp.state_dict.naming import all_names, names_in, plain_order
-from scale_fsdp.unit import Slot, Unit, flat_name_of, unit_of, units_in
+from scale_fsdp.runtime.checks import check_not_in_use
+from scale_fsdp.runtime.unit import ParamSlot, Unit, flat_param_name, unit_of, units_in
+from scale_fsdp.state_dict.naming import all_names, param_names, persistent_buffers, plain_order
 
-LOCAL = "scale_fsdp.local"
-"""The key in torch's metadata of a state dict under which that of one rank alone says whose it is."""
+LOCAL_METADATA = "scale_fsdp.local"  # the key in torch's `_metadata` of a local state dict
 
-# What stands in a state dict in the place of full tensors already, while it is being loaded.
-_pieces: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# Local tensors that have replaced full ones in a state dict that is being loaded.
+_local_tensors: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
-_local: ContextVar[bool] = ContextVar("this rank's own shards are being loaded", default=False)
+_loads_local: ContextVar[bool] = ContextVar("this rank's own shards are being loaded", default=False)
 
 
-def load_whole(
+def load_full_state_dict(
     module: nn.Module, plain: Callable[..., Any], state_dict: Mapping[str, Any], strict: bool, assign: bool
 ) -> Any:
-    """Loads full tensors into a sharded module by `plain`, the `load_state_dict` of `nn.Module`.
-
-    Raises:
-        RuntimeError: What torch would find after it has loaded the rest; nothing has been written then. Or the
-            parameters are in use.
-        ValueError: `assign` was asked for, or the state is that of one rank alone.
-    """
-    refuse_assign(assign)
-    refuse_in_use(module, "load_state_dict")
-    if LOCAL in getattr(state_dict, "_metadata", {}).get("", {}):
+    """Loads full tensors by `plain`, the `load_state_dict` of `nn.Module`; raises before anything is written."""
+    check_no_assign(assign)
+    check_loadable(module, "load_state_dict")
+    if LOCAL_METADATA in getattr(state_dict, "_metadata", {}).get("", {}):
         raise ValueError(
             "load_state_dict: expected full tensors, got what local_state_dict() gives of one rank alone: call "
             "load_local_state_dict(state_dict), or consolidate_shard_weights(...) with those of all ranks before"
         )
-    if problems := _problems(module, state_dict, strict):
+    if problems := _mismatches(module, state_dict, strict):
         lines = "".join(f"\n\t{problem}" for problem in problems)
         raise RuntimeError(
             f"Error(s) in loading state_dict for {type(module).__name__}, of which nothing was loaded:{lines}"
@@ -56,15 +49,15 @@ def load_whole(
 
 @contextmanager
 def loading_local() -> Iterator[None]:
-    """Inside, a module's `load_state_dict` takes what its parameters are on this rank."""
-    token = _local.set(True)
+    """Inside, a module's `load_state_dict` takes this rank's shards."""
+    token = _loads_local.set(True)
     try:
         yield
     finally:
-        _local.reset(token)
+        _loads_local.reset(token)
 
 
-def take_pieces(
+def shard_pre_hook(
     module: nn.Module,
     state_dict: dict[str, Any],
     prefix: str,
@@ -76,88 +69,69 @@ def take_pieces(
     *,
     unit: Unit | None = None,
 ) -> None:
-    """What runs before torch loads a module: puts this rank's pieces in the place of full tensors.
+    """The pre hook of `load_state_dict`: puts this rank's elements in the place of full tensors.
 
-    The arguments but the last are those of torch's hooks.
-
-    Args:
-        module: A unit's module, or one inside of a unit: that may be loaded past the unit that its parameters are of.
-        state_dict: What is loaded; changed.
-        prefix: What the module's names begin with in it.
-        local_metadata: Says whether `assign` was asked for.
-        strict: Not looked at.
-        missing_keys: Names of flat parameters' members that are not given are added.
-        unexpected_keys: Not looked at.
-        error_msgs: What does not fit is added.
-        unit: That of a module inside.
+    `unit` is given for a module inside a unit, which may be loaded by itself.
     """
-    inside = unit is not None
-    unit = unit or unit_of(module)
-    assert unit is not None
-    if inside:
+    own_unit = unit_of(module)
+    if unit is not None:
         found = [(prefix + slot.attribute, slot) for slot in unit.slots if slot.module is module]
-        named = [(name, slot) for name, slot in found if name in state_dict and state_dict[name] not in _pieces]
-        if not named or _local.get():
+        named = [(name, slot) for name, slot in found if name in state_dict and state_dict[name] not in _local_tensors]
+        if not named or _loads_local.get():
             return
     else:
-        named = names_in(module, unit, prefix)
-    refuse_assign(local_metadata.get("assign_to_params_buffers", False))
-    refuse_in_use(unit.module, "load_state_dict")
+        unit = own_unit
+        assert unit is not None
+        named = param_names(module, unit, prefix)
+    check_no_assign(local_metadata.get("assign_to_params_buffers", False))
+    check_loadable(unit.module, "load_state_dict")
     for buffer in dict.fromkeys([*unit.buffers, *(slot.buffer for _, slot in named)]):
-        buffer.release()  # What was gathered before is not true any more.
-    if _local.get():
+        buffer.release()
+    if _loads_local.get():
         return
     for name, slot in named:
-        _take_piece(state_dict, name, slot, missing_keys, error_msgs)
-    for number, buffer in enumerate(() if inside else unit.buffers):
+        _replace_by_shard(state_dict, name, slot, missing_keys, error_msgs)
+    for number, buffer in enumerate(unit.buffers if unit is own_unit else ()):
         if buffer.flatten:
-            state_dict[prefix + flat_name_of(number)] = buffer.exposed[0]  # Its pieces are loaded already.
+            state_dict[prefix + flat_param_name(number)] = buffer.sharded_params[0]  # loaded already
 
 
-def _take_piece(
-    state_dict: dict[str, Any], name: str, slot: Slot, missing_keys: list[str], error_msgs: list[str]
+def _replace_by_shard(
+    state_dict: dict[str, Any], name: str, slot: ParamSlot, missing_keys: list[str], error_msgs: list[str]
 ) -> None:
-    """Puts this rank's piece of one parameter in the place of the full tensor; a flat one is loaded at once."""
+    """Puts this rank's elements of one parameter in the place of its full tensor; a flat one is loaded at once."""
     buffer, number = slot.buffer, slot.number
-    whole = state_dict.get(name)
-    if whole is buffer.exposed_of(number):  # torch.distributed.checkpoint has filled up what was not given.
+    full = state_dict.get(name)
+    if full is buffer.sharded_param(number):  # torch.distributed.checkpoint has filled up what was not given.
         del state_dict[name]
-        whole = None
-    if whole is None:
+        full = None
+    if full is None:
         if buffer.flatten:
             missing_keys.append(name)
         return
-    problem = _misfit(name, whole, slot)
+    problem = _shape_error(name, full, slot)
     if problem:
         error_msgs.append(problem)
     if buffer.flatten:
         del state_dict[name]
         if not problem:
-            buffer.load(number, whole)
+            buffer.load(number, full)
         return
-    span = buffer.spans[number]
-    piece = buffer.pieces[number] if problem else _piece_of(whole.detach(), slot).view(span.shape)
-    state_dict[name] = piece
-    _pieces[piece] = None
+    span, shard = buffer.spans[number], shard_of(buffer.sharded_params[number])
+    if problem:
+        local = buffer.pieces[number]
+    elif shard is not None and tuple(full.shape) == shard.shape:
+        local = elements_of(full.detach(), shard.start, shard.stop, shard.ranges).view(span.shape)
+    else:  # of what the layer has on this rank
+        local = full.detach().reshape(-1)[span.start : span.stop].view(span.shape)
+    state_dict[name] = local
+    _local_tensors[local] = None
 
 
-def _piece_of(whole: Tensor, slot: Slot) -> Tensor:
-    """This rank's elements of the full tensor, or of the part of it that the layer has on this rank; one dimension."""
-    buffer, span = slot.buffer, slot.buffer.spans[slot.number]
-    shard = shard_of(buffer.exposed[slot.number])
-    if shard is not None and tuple(whole.shape) == shard.shape:
-        return elements_of(whole, shard.start, shard.stop, shard.ranges)
-    return whole.reshape(-1)[span.start : span.stop]
-
-
-def refuse_in_use(module: nn.Module, what: str) -> None:
-    """Refuses to change parameters that somebody computes with, or looks at, as a whole; and such as have no memory.
-
-    Raises:
-        RuntimeError: That is so.
-    """
+def check_loadable(module: nn.Module, what: str) -> None:
+    """Raises RuntimeError where parameters are in use, or on the meta device."""
     units = units_in(module)
-    guard.refuse_in_use(units, what)
+    check_not_in_use(units, what)
     for unit in units:
         if any(buffer.is_meta for buffer in unit.buffers):
             raise RuntimeError(
@@ -166,77 +140,65 @@ def refuse_in_use(module: nn.Module, what: str) -> None:
             )
 
 
-def refuse_assign(assign: bool) -> None:
-    """Refuses to put other tensors into the place of the shards.
-
-    Raises:
-        ValueError: `assign` was asked for.
-    """
+def check_no_assign(assign: bool) -> None:
+    """Raises ValueError for `assign=True`."""
     if assign:
         raise ValueError(
             "load_state_dict(assign=True) would replace the local shards: call load_state_dict(state_dict)"
         )
 
 
-def _problems(module: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> list[str]:
-    """What does not fit, in torch's words; nothing where a module may change the state before it takes it."""
-    if not all(_takes_as_given(child) for child in module.modules()):
+def _mismatches(module: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> list[str]:
+    """What does not fit, in torch's words; nothing where a module may change the state before it loads it."""
+    if not all(_loads_as_given(child) for child in module.modules()):
         return []
     named = all_names(module)
-    buffers = dict(_persistent_buffers(module))
     problems = []
-    if strict:
-        # A state of an old version lacks some buffers by right; only the module itself knows which.
+    if strict:  # Missing buffers are left to torch: a state of an old version lacks some by right.
         # torch.distributed.checkpoint fills up what was not given by what the model has.
         if missing := [n for n, slot in named.items() if n not in state_dict or _is_own(slot, state_dict[n])]:
             hidden = any(named[name].buffer.flatten for name in missing)
-            # torch's set_model_state_dict(broadcast_from_rank0=True) hands on what it finds in the modules.
             hint = " Where flatten_parameters=True hides names, load the full tensors on every rank." if hidden else ""
             problems.append(f"Missing key(s) in state_dict: {_quoted(missing)}.{hint}")
         known = named.keys() | plain_order(module).keys()
         if unexpected := [name for name in state_dict if name not in known and not _is_flat(name)]:
             problems.append(f"Unexpected key(s) in state_dict: {_quoted(unexpected)}.")
-    places: dict[str, Slot | Tensor] = {**named, **buffers}
-    for name, place in places.items():
-        if name in state_dict and not _is_own(named.get(name), state_dict[name]):
-            problem = _misfit(name, state_dict[name], place)
-            problems += [problem] if problem else []
-    return problems
+    targets: dict[str, ParamSlot | Tensor] = {**named, **persistent_buffers(module)}
+    problems += [
+        _shape_error(name, state_dict[name], target)
+        for name, target in targets.items()
+        if name in state_dict and not _is_own(named.get(name), state_dict[name])
+    ]
+    return [problem for problem in problems if problem]
 
 
-def _takes_as_given(module: nn.Module) -> bool:
-    """Whether a module loads just what it is given: no foreign hook renames it, and its class is not the user's own."""
+def _loads_as_given(module: nn.Module) -> bool:
+    """Whether a module loads the state as it is: no foreign hook, and no `_load_from_state_dict` of its own."""
     hooks = [getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values()]
     ours = all(getattr(hook, "func", hook).__module__.startswith("scale_fsdp.") for hook in hooks)
     return ours and type(module)._load_from_state_dict.__module__.startswith("torch.")
 
 
-def _is_own(slot: Slot | None, value: Any) -> bool:
-    return slot is not None and value is slot.buffer.exposed_of(slot.number)
+def _is_own(slot: ParamSlot | None, value: Any) -> bool:
+    return slot is not None and value is slot.buffer.sharded_param(slot.number)
 
 
 def _is_flat(name: str) -> bool:
     return name.rpartition(".")[2].startswith("flat_param_")
 
 
-def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for path, child in module.named_modules(remove_duplicate=False):
-        for name, buffer in child._buffers.items():
-            if buffer is not None and name not in child._non_persistent_buffers_set:
-                yield (f"{path}.{name}" if path else name), buffer
-
-
-def _misfit(name: str, value: Any, place: Slot | Tensor) -> str:
+def _shape_error(name: str, value: Any, target: ParamSlot | Tensor) -> str:
     """What is wrong with a value for a parameter or a buffer; "" where nothing is."""
-    shape = tuple(place.shape) if isinstance(place, Tensor) else place.buffer.layout.entries[place.number].shape
-    shard = None if isinstance(place, Tensor) or place.buffer.flatten else shard_of(place.buffer.exposed[place.number])
-    if shard is not None and isinstance(value, Tensor) and tuple(value.shape) == shard.shape:
-        return ""  # Of what a layer divides along another axis, the part of this rank is taken.
+    if isinstance(target, Tensor):
+        shape, shard = tuple(target.shape), None
+    else:
+        buffer, shape = target.buffer, target.buffer.layout.entries[target.number].shape
+        shard = None if buffer.flatten else shard_of(buffer.sharded_params[target.number])
     if not isinstance(value, Tensor):
         return f"'{name}': expected a tensor of shape {shape}, got {type(value).__name__}"
-    if tuple(value.shape) != shape:
-        return f"size mismatch for {name}: expected the full shape {shape}, got {tuple(value.shape)}"
-    return ""
+    if tuple(value.shape) == shape or (shard is not None and tuple(value.shape) == shard.shape):
+        return ""  # The second is the shape of all that the layer divides along another axis.
+    return f"size mismatch for {name}: expected the full shape {shape}, got {tuple(value.shape)}"
 
 
 def _quoted(names: list[str]) -> str:

@@ -1,53 +1,58 @@
-"""What one rank alone holds of a model: to be saved by each rank for itself, without a word to the others.
+"""Local state dict: what one rank holds of a model, saved and loaded by each rank for itself, without communication.
 
-The tensors are the shards as they are. What they are shards of stands in the metadata: whose they are, and which
-elements of which parameter. With it a state finds its way back to the right rank only, and the files of all ranks
-become the plain model's weights again, without any process group: see `consolidate`.
+The tensors are the shards as they are. The metadata says which elements of which parameter they are. With it a state is
+loaded by the right rank only, and the files of all ranks become the plain model's weights again, without any process
+group: `consolidate_shard_weights`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from scale_core.comm.group import Group
+from scale_fsdp.runtime.unit import flat_param_name, module_names, units_in
 from scale_fsdp.state_dict.full import local_state_dict_of
-from scale_fsdp.state_dict.loading import LOCAL, loading_local, refuse_in_use
-from scale_fsdp.state_dict.naming import Place, all_names, places_in, plain_order, tied_in
-from scale_fsdp.unit import flat_name_of, paths_in, units_in
-
-FORMAT = 1
+from scale_fsdp.state_dict.loading import LOCAL_METADATA, check_loadable, loading_local
+from scale_fsdp.state_dict.naming import (
+    ParamLocation,
+    all_names,
+    param_locations,
+    persistent_buffers,
+    plain_order,
+    tied_names,
+)
 
 
 def local_state_dict(module: nn.Module, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Returns this rank's shards and the module's buffers, and says in torch's `_metadata` whose they are."""
+    """This rank's shards and the module's buffers; torch's `_metadata` says whose they are."""
     state = local_state_dict_of(module, plain, *args, **kwargs)
     prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
     if hasattr(state, "_metadata"):
-        state._metadata.setdefault(prefix[:-1], {})[LOCAL] = local_metadata_dict(module)
+        state._metadata.setdefault(prefix[:-1], {})[LOCAL_METADATA] = local_metadata_dict(module)
     return state
 
 
 def local_metadata_dict(module: nn.Module) -> dict[str, Any]:
-    """Returns what the shards of this rank are shards of, in values that torch.save and JSON know.
-
-    Raises:
-        ValueError: A parameter of the module belongs to a unit outside of it.
-    """
-    entries, (shard, replicas), buffers = _entries(module), _groups(module), _buffer_names(module)
+    """Which elements of which parameters this rank's shards are, in values that torch.save and JSON know."""
+    paths, buffers = module_names(module), list(persistent_buffers(module))
     known = all_names(module).keys() | set(buffers)
+    entries = {  # the name of each buffer's flat parameter
+        id(buffer): f"{paths[id(unit.module)]}.{flat_param_name(number)}".lstrip(".")
+        for unit in units_in(module)
+        for number, buffer in enumerate(unit.buffers)
+    }
+    ranks = max((unit.options.mesh_info for unit in units_in(module)), key=lambda each: each.whole.size)
     return {
-        "format": FORMAT,
-        "rank": shard.rank,
-        "world_size": shard.size,
-        "replica": replicas.rank,
-        "parameters": {name: _describe(place, entries) for name, place in places_in(module).items()},
-        "tied": tied_in(module),
+        "format": 1,
+        "rank": ranks.shard.rank,
+        "world_size": ranks.shard.size,
+        "replica": ranks.replicas.rank,
+        "parameters": {name: _describe(location, entries) for name, location in param_locations(module).items()},
+        "tied": tied_names(module),
         "buffer_names": buffers,
         "names": [name for name in plain_order(module) if name in known],
     }
@@ -60,22 +65,9 @@ def load_local_state_dict(
     state_dict: Mapping[str, Any],
     strict: bool,
 ) -> Any:
-    """Loads what `local_state_dict` gave on this rank.
-
-    Args:
-        module: The sharded module.
-        plain_state: Its `state_dict` of `nn.Module`.
-        plain_load: Its `load_state_dict` of `nn.Module`.
-        state_dict: What is to be loaded.
-        strict: Names must be the same on both sides.
-
-    Raises:
-        ValueError: It is that of another rank, another number of ranks or another wrapping, or a tensor in it has
-            another shape; nothing has been written then.
-        RuntimeError: The parameters are in use.
-    """
-    refuse_in_use(module, "load_local_state_dict")
-    given = getattr(state_dict, "_metadata", {}).get("", {}).get(LOCAL)
+    """Loads what `local_state_dict` gave on this rank; raises before anything is written."""
+    check_loadable(module, "load_local_state_dict")
+    given = getattr(state_dict, "_metadata", {}).get("", {}).get(LOCAL_METADATA)
     if given is not None:
         _check_metadata(given, local_metadata_dict(module))
     _check_tensors(local_state_dict_of(module, plain_state), state_dict, strict)
@@ -83,59 +75,32 @@ def load_local_state_dict(
         return plain_load(state_dict, strict)
 
 
-def _describe(place: Place, entries: Mapping[int, str]) -> dict[str, Any]:
-    if id(place.buffer) not in entries:
+def _describe(location: ParamLocation, entries: Mapping[int, str]) -> dict[str, Any]:
+    if id(location.buffer) not in entries:
         raise ValueError(
-            f"'{place.name}' belongs to a unit outside of this module: call this on the outermost sharded module"
+            f"'{location.name}' belongs to a unit outside of this module: call this on the outermost sharded module"
         )
-    flat, apart = place.buffer.flatten, place.unit.of_ranks
+    flat = location.buffer.flatten
     return {
-        "shape": list(place.entry.shape),
-        "dtype": str(place.buffer.dtype),
-        "start": place.span.start,
-        "stop": place.span.stop,
-        "entry": entries[id(place.buffer)] if flat else place.name,
-        "offset": place.span.shard_offset if flat else 0,
-        **({"ranks": list(place.unit.options.ranks.whole.ranks)} if apart else {}),
+        "shape": list(location.entry.shape),
+        "dtype": str(location.buffer.dtype),
+        "start": location.span.start,
+        "stop": location.span.stop,
+        "entry": entries[id(location.buffer)] if flat else location.name,
+        "offset": location.span.shard_offset if flat else 0,
+        **({"ranks": list(location.unit.options.mesh_info.whole.ranks)} if location.unit.rank_suffix else {}),
     }
 
 
-def _entries(module: nn.Module) -> dict[int, str]:
-    """Under which name a state dict holds the flat parameter of each buffer, by the buffer's id."""
-    paths = paths_in(module)
-    entries = {}
-    for unit in units_in(module):
-        path = paths[id(unit.module)]
-        for number, buffer in enumerate(unit.buffers):
-            entries[id(buffer)] = f"{path}.{flat_name_of(number)}".lstrip(".")
-    return entries
-
-
-def _groups(module: nn.Module) -> tuple[Group, Group]:
-    """The ranks between which the module is cut, and those that hold copies of the same cut."""
-    ranks = [unit.options.ranks for unit in units_in(module)]
-    found = max(ranks, key=lambda each: each.whole.size)
-    return found.shard, found.replicas
-
-
-def _buffer_names(module: nn.Module) -> list[str]:
-    names = []
-    for path, child in module.named_modules(remove_duplicate=False):
-        for name, buffer in child._buffers.items():
-            if buffer is not None and name not in child._non_persistent_buffers_set:
-                names.append(f"{path}.{name}" if path else name)
-    return names
-
-
 def _check_metadata(given: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    mend = (
+    fix = (
         "Make whole weights of the states of all ranks, FullyShardedDataParallel.consolidate_shard_weights(weights, "
         "metadata), and load those: model.load_state_dict(...)"
     )
     if given["world_size"] != own["world_size"]:
         raise ValueError(
             f"load_local_state_dict: expected the state of one of {own['world_size']} ranks, got that of rank "
-            f"{given['rank']} of {given['world_size']}. {mend}"
+            f"{given['rank']} of {given['world_size']}. {fix}"
         )
     if given["rank"] != own["rank"]:
         raise ValueError(
@@ -143,39 +108,35 @@ def _check_metadata(given: Mapping[str, Any], own: Mapping[str, Any]) -> None:
             f"{own['world_size']}: read the file that this rank has written"
         )
     for name in dict.fromkeys((*own["parameters"], *given["parameters"])):
-        mine, its = own["parameters"].get(name), given["parameters"].get(name)
-        if mine != its:
+        expected, got = own["parameters"].get(name), given["parameters"].get(name)
+        if expected != got:
             raise ValueError(
                 f"load_local_state_dict: the state is that of another model or another wrapping; first, '{name}': "
-                f"expected {_in_words(mine)}, got {_in_words(its)}. {mend}"
+                f"expected {_format_entry(expected)}, got {_format_entry(got)}. {fix}"
             )
 
 
-def _in_words(parameter: Mapping[str, Any] | None) -> str:
+def _format_entry(parameter: Mapping[str, Any] | None) -> str:
     if parameter is None:
         return "no such parameter"
-    shape = tuple(parameter["shape"])
     return (
-        f"elements {parameter['start']:,} to {parameter['stop']:,} of {shape} {parameter['dtype']} in "
+        f"elements {parameter['start']:,} to {parameter['stop']:,} of {_format_shape(parameter)} in "
         f"'{parameter['entry']}' from {parameter['offset']:,} on"
     )
 
 
 def _check_tensors(own: Mapping[str, Any], state_dict: Mapping[str, Any], strict: bool) -> None:
+    expected = {name: value for name, value in own.items() if isinstance(value, Tensor)}
     problems = []
-    for name, value in own.items():
-        if not isinstance(value, Tensor):
-            continue
-        if name not in state_dict:
-            problems += [f"'{name}' is missing"] if strict else []
-        elif not isinstance(state_dict[name], Tensor):
-            problems.append(f"'{name}': expected a tensor, got {type(state_dict[name]).__name__}")
-        elif state_dict[name].shape != value.shape:
-            problems.append(
-                f"'{name}': expected this rank's shape {tuple(value.shape)}, got {tuple(state_dict[name].shape)}"
-            )
     if strict:
+        problems += [f"'{name}' is missing" for name in expected if name not in state_dict]
         problems += [f"'{name}' is unexpected" for name in state_dict if name not in own]
+    for name in expected.keys() & state_dict.keys():
+        shape, value = tuple(expected[name].shape), state_dict[name]
+        if not isinstance(value, Tensor):
+            problems.append(f"'{name}': expected a tensor, got {type(value).__name__}")
+        elif tuple(value.shape) != shape:
+            problems.append(f"'{name}': expected this rank's shape {shape}, got {tuple(value.shape)}")
     if problems:
         raise ValueError(
             "load_local_state_dict: the state is that of another rank, another number of ranks or another wrapping, "
@@ -183,22 +144,11 @@ def _check_tensors(own: Mapping[str, Any], state_dict: Mapping[str, Any], strict
         )
 
 
-# Whole weights from the local states of all ranks, in one process and without a process group.
-#
-# Each rank's metadata says which rank it is and which elements it holds, so the files may come in any order.
-
-
-@dataclass(frozen=True)
-class _Shard:
+class _RankState(NamedTuple):
     """One rank's local state and its metadata."""
 
     weights: Mapping[str, Any]
     metadata: Mapping[str, Any]
-
-    @property
-    def rank(self) -> int:
-        rank: int = self.metadata["rank"]
-        return rank
 
 
 def consolidate_shard_weights(
@@ -207,11 +157,11 @@ def consolidate_shard_weights(
     with_module_buffers: bool = True,
     strict: bool = True,
 ) -> dict[str, Any]:
-    """Returns the state dict of the plain model, on the CPU.
+    """Returns the plain model's state dict, on the CPU, from the local states of all ranks; needs no process group.
 
     Args:
-        shard_weights: What `local_state_dict()` gave on each rank, in any order.
-        shard_metadata: What `local_metadata_dict()` gave on each rank, in the same order.
+        shard_weights: The `local_state_dict()` of each rank, in any order.
+        shard_metadata: The `local_metadata_dict()` of each rank, in the same order.
         with_module_buffers: With the module's buffers, which are those of rank 0.
         strict: Every parameter must be there; otherwise those that a rank lacks are left out.
 
@@ -223,29 +173,25 @@ def consolidate_shard_weights(
     first = shards[0]
     _check_same_model(shards)
     _check_weights(shards, strict)
-    whole: dict[str, Any] = {}
+    full: dict[str, Any] = {}
     for name in first.metadata["parameters"]:
         parts = [(shard.metadata["parameters"][name], shard.weights) for shard in shards]
         if all(part["entry"] in weights for part, weights in parts):
-            whole[name] = _joined(parts)
+            full[name] = _concatenate(parts)
     for alias, name in first.metadata["tied"].items():
-        if name in whole:
-            whole[alias] = whole[name]
+        if name in full:
+            full[alias] = full[name]
     if with_module_buffers:
         parameters = {part["entry"] for part in first.metadata["parameters"].values()} | set(first.metadata["tied"])
-        for name, value in first.weights.items():  # Buffers, and what modules save beside tensors.
+        for name, value in first.weights.items():  # buffers, and what modules save beside tensors
             if name not in parameters:
-                whole[name] = value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+                full[name] = value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
     order = {name: number for number, name in enumerate(first.metadata["names"])}
-    return dict(sorted(whole.items(), key=lambda item: order.get(item[0], len(order))))
+    return dict(sorted(full.items(), key=lambda item: order.get(item[0], len(order))))
 
 
-def _by_rank(weights: Sequence[Mapping[str, Any]], metadata: Sequence[Any]) -> list[_Shard]:
-    """The shards in the order of their ranks.
-
-    Raises:
-        ValueError: They are not one for each rank.
-    """
+def _by_rank(weights: Sequence[Mapping[str, Any]], metadata: Sequence[Any]) -> list[_RankState]:
+    """The states in the order of their ranks."""
     if len(weights) != len(metadata) or not weights:
         raise ValueError(
             f"Require metadata for each shard and non-empty shards: got {len(weights)} shards and {len(metadata)} "
@@ -260,24 +206,24 @@ def _by_rank(weights: Sequence[Mapping[str, Any]], metadata: Sequence[Any]) -> l
     sizes = sorted({each["world_size"] for each in metadata})
     if len(sizes) > 1:
         raise ValueError(f"expected the shards of one run, got some of {' and some of '.join(map(str, sizes))} ranks")
-    found: dict[int, _Shard] = {}
+    found: dict[int, _RankState] = {}
     twice = []
-    for each, its_metadata in zip(weights, metadata, strict=True):
-        rank = its_metadata["rank"]
-        known = found.setdefault(rank, _Shard(each, its_metadata))
-        # Under hybrid sharding several copies of the model are saved; any one of them will do.
-        if known.metadata is not its_metadata and known.metadata.get("replica") == its_metadata.get("replica"):
+    for state in map(_RankState, weights, metadata):
+        rank = state.metadata["rank"]
+        known = found.setdefault(rank, state)
+        # Under hybrid sharding each replica is saved; any one of them will do.
+        if known is not state and known.metadata.get("replica") == state.metadata.get("replica"):
             twice.append(rank)
     missing = [rank for rank in range(sizes[0]) if rank not in found]
     if twice or missing:
-        parts = [f"given twice: {_listed(twice)}"] if twice else []
-        parts += [f"missing: {_listed(missing)}"] if missing else []
+        parts = [f"given twice: {_format_ranks(twice)}"] if twice else []
+        parts += [f"missing: {_format_ranks(missing)}"] if missing else []
         raise ValueError(f"expected one shard of each of {sizes[0]} ranks, but {'; '.join(parts)}")
     return [found[rank] for rank in range(sizes[0])]
 
 
-def _check_same_model(shards: Sequence[_Shard]) -> None:
-    first = shards[0].metadata["parameters"]
+def _check_same_model(states: Sequence[_RankState]) -> None:
+    first = states[0].metadata["parameters"]
     for name, part in first.items():
         if "ranks" in part:
             raise ValueError(
@@ -285,63 +231,54 @@ def _check_same_model(shards: Sequence[_Shard]) -> None:
                 f"ranks {part['ranks']}. It can't be one parameter of a plain model: have all ranks call "
                 "model.state_dict(), which has this rank's own experts, and each of them save that"
             )
-    for shard in shards[1:]:
-        other = shard.metadata["parameters"]
+    for rank, state in enumerate(states):
+        other = state.metadata["parameters"]
         for name in dict.fromkeys((*first, *other)):
-            here, there = (_whole(each.get(name)) for each in (first, other))
-            if here != there:
+            expected, got = _format_shape(first.get(name)), _format_shape(other.get(name))
+            if expected != got:
                 raise ValueError(
-                    f"the ranks saved different models; first, '{name}': {here} on rank 0, {there} on rank {shard.rank}"
+                    f"the ranks saved different models; first, '{name}': {expected} on rank 0, {got} on rank {rank}"
                 )
     for name in first:
-        place = 0
-        for shard in shards:
-            part = shard.metadata["parameters"][name]
+        stop = 0
+        for rank, state in enumerate(states):
+            part = state.metadata["parameters"][name]
             if part["start"] < part["stop"]:
-                if part["start"] != place:
+                if part["start"] != stop:
                     raise ValueError(
-                        f"'{name}': rank {shard.rank} holds elements {part['start']} to {part['stop']}, expected it to "
-                        f"go on from {place}: the ranks saved under different wrappings"
+                        f"'{name}': rank {rank} holds elements {part['start']} to {part['stop']}, expected it to go on "
+                        f"from {stop}: the ranks saved under different wrappings"
                     )
-                place = part["stop"]
-        if place != math.prod(first[name]["shape"]):
-            raise ValueError(f"'{name}': the ranks hold {place} of {math.prod(first[name]['shape'])} elements")
+                stop = part["stop"]
+        if stop != math.prod(first[name]["shape"]):
+            raise ValueError(f"'{name}': the ranks hold {stop} of {math.prod(first[name]['shape'])} elements")
 
 
-def _check_weights(shards: Sequence[_Shard], strict: bool) -> None:
+def _check_weights(states: Sequence[_RankState], strict: bool) -> None:
     problems = []
-    for shard in shards:
-        lengths: dict[str, int] = {}
-        for name, part in shard.metadata["parameters"].items():
-            if part["entry"] not in shard.weights:
-                problems += [f"'{name}' is missing in the shard of rank {shard.rank}"] if strict else []
-                continue
-            alone = part["entry"] == name
-            needed = part["offset"] + part["stop"] - part["start"]
-            lengths[part["entry"]] = needed if alone else max(needed, lengths.get(part["entry"], 0))
-            have = shard.weights[part["entry"]].numel()
-            if have != needed if alone else have < needed:
-                problems.append(
-                    f"'{name}' of rank {shard.rank}: expected {needed} elements in '{part['entry']}', got {have}"
-                )
+    for rank, (weights, metadata) in enumerate(states):
+        for name, part in metadata["parameters"].items():
+            entry, needed = part["entry"], part["offset"] + part["stop"] - part["start"]
+            if entry not in weights:
+                problems += [f"'{name}' is missing in the shard of rank {rank}"] if strict else []
+            elif (got := weights[entry].numel()) < needed or (entry == name and got > needed):
+                problems.append(f"'{name}' of rank {rank}: expected {needed} elements in '{entry}', got {got}")
     if problems:
         raise ValueError("shards and metadata do not fit each other: " + "; ".join(problems))
 
 
-def _joined(parts: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> Tensor:
-    described, weights = parts[0]
-    whole = torch.empty(described["shape"], dtype=weights[described["entry"]].dtype)
-    flat = whole.view(-1)
-    for part, its_weights in parts:
-        length = part["stop"] - part["start"]
-        source = its_weights[part["entry"]].detach().reshape(-1)[part["offset"] : part["offset"] + length]
-        flat[part["start"] : part["stop"]].copy_(source)
-    return whole
+def _concatenate(parts: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> Tensor:
+    first, weights = parts[0]
+    full = torch.empty(first["shape"], dtype=weights[first["entry"]].dtype)
+    for part, weights in parts:
+        local = weights[part["entry"]].detach().reshape(-1)
+        full.view(-1)[part["start"] : part["stop"]].copy_(local.narrow(0, part["offset"], part["stop"] - part["start"]))
+    return full
 
 
-def _whole(part: Mapping[str, Any] | None) -> str:
+def _format_shape(part: Mapping[str, Any] | None) -> str:
     return "no such parameter" if part is None else f"{tuple(part['shape'])} {part['dtype']}"
 
 
-def _listed(ranks: Sequence[int]) -> str:
+def _format_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

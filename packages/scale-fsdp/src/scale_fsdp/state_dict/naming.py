@@ -1,7 +1,7 @@
-"""Where each parameter of the plain model is now, by its name there.
+"""Names of the plain model: which unit, buffer and elements each of its parameters is now.
 
-State is known by the plain model's names, in its order, whatever was wrapped, flattened or tied since. The modules
-still stand where they stood, so the names can be read off the slots of the units, and the order off the modules.
+State is saved under the plain model's names, in its order, whatever was wrapped, flattened or tied. The modules are
+still where they were, so the names are read off the slots of the units, and the order off the modules.
 """
 
 from __future__ import annotations
@@ -14,51 +14,38 @@ from torch import Tensor, nn
 from scale_core.comm.group import Group
 from scale_core.consistency.execution_order import unit_title
 from scale_core.flat.buffer import FlatBuffer
-from scale_core.flat.layout import Entry, Span
-from scale_core.state.param_ownership import Holding, holdings_of
-from scale_fsdp.unit import Slot, Unit, units_in
+from scale_core.flat.layout import LayoutEntry, ShardSpan
+from scale_core.state.param_ownership import ParamSlice, param_slices
+from scale_fsdp.runtime.unit import ParamSlot, Unit, units_in
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
-    """Where one parameter of the plain model is.
+class ParamLocation:
+    """Where one parameter of the plain model is."""
 
-    Attributes:
-        name: Its name in the plain model; of a tied one the first.
-        unit: The unit that owns it.
-        buffer: The unit's buffer that it is in.
-        number: Its number there.
-    """
-
-    name: str
-    unit: Unit
+    name: str  # in the plain model; of a tied one the first
+    unit: Unit  # the owner
     buffer: FlatBuffer
-    number: int
+    index: int  # in the buffer
 
     @property
     def owner(self) -> nn.Parameter:
-        """What an optimizer steps on: its local shard, or the flat parameter that holds it."""
-        return self.buffer.exposed_of(self.number)
+        """What an optimizer steps on: the local shard, or the flat parameter that holds it."""
+        return self.buffer.sharded_param(self.index)
 
     @property
-    def entry(self) -> Entry:
-        """Its place in the full buffer."""
-        return self.buffer.layout.entries[self.number]
+    def entry(self) -> LayoutEntry:
+        """Its entry in the full buffer's layout."""
+        return self.buffer.layout.entries[self.index]
 
     @property
-    def span(self) -> Span:
-        """The part of it that this rank holds."""
-        return self.buffer.spans[self.number]
+    def span(self) -> ShardSpan:
+        """The elements that this rank holds."""
+        return self.buffer.spans[self.index]
 
 
-def names_in(module: nn.Module, unit: Unit, prefix: str = "") -> list[tuple[str, Slot]]:
-    """Returns a unit's parameters by their names in a state dict in which `module` stands under `prefix`.
-
-    One that is tied, or in a module that stands in several places, has several names.
-
-    Raises:
-        RuntimeError: A module of the unit stands nowhere in `module` any more.
-    """
+def param_names(module: nn.Module, unit: Unit, prefix: str = "") -> list[tuple[str, ParamSlot]]:
+    """A unit's parameters by all their names in a state dict with `module` under `prefix`."""
     paths: dict[int, list[str]] = {}
     for path, child in module.named_modules(remove_duplicate=False):
         paths.setdefault(id(child), []).append(f"{prefix}{path}." if path else prefix)
@@ -73,109 +60,95 @@ def names_in(module: nn.Module, unit: Unit, prefix: str = "") -> list[tuple[str,
     return [(f"{path}{slot.attribute}", slot) for slot in unit.slots for path in paths[id(slot.module)]]
 
 
-def all_names(model: nn.Module) -> dict[str, Slot]:
-    """Returns all names of all sharded parameters, in the order of the plain model; a tied one has several."""
+def all_names(model: nn.Module) -> dict[str, ParamSlot]:
+    """All names of all sharded parameters, in the order of the plain model; a tied one has several."""
     order = plain_order(model)
-    named = dict(named for unit in units_in(model) for named in names_in(model, unit))
+    named = dict(named for unit in units_in(model) for named in param_names(model, unit))
     return dict(sorted(named.items(), key=lambda item: order[item[0]]))
 
 
-def places_in(model: nn.Module) -> dict[str, Place]:
-    """Returns where the sharded parameters of a model are, by name and in the order of the plain model.
-
-    One that is tied stands once, under its first name.
-    """
-    units = {id(buffer): unit for unit in units_in(model) for buffer in unit.buffers}
-    lent = {id(buffer): unit for owner in units_in(model) for unit in owner.shared_owners for buffer in unit.buffers}
-    places: dict[tuple[int, int], Place] = {}
-    for name, (_, _, buffer, number) in all_names(model).items():
-        unit = units.get(id(buffer)) or lent[id(buffer)]
-        places.setdefault((id(buffer), number), Place(name, unit, buffer, number))
-    return {place.name: place for place in places.values()}
+def param_locations(model: nn.Module) -> dict[str, ParamLocation]:
+    """Where the sharded parameters of a model are, by first name and in the order of the plain model."""
+    units = [*(owner for unit in units_in(model) for owner in unit.shared_owners), *units_in(model)]
+    owners = {id(buffer): unit for unit in units for buffer in unit.buffers}
+    found: dict[tuple[int, int], ParamLocation] = {}
+    for name, (_, _, buffer, index) in all_names(model).items():
+        found.setdefault((id(buffer), index), ParamLocation(name, owners[id(buffer)], buffer, index))
+    return {location.name: location for location in found.values()}
 
 
-def tied_in(model: nn.Module) -> dict[str, str]:
-    """Returns, for each further name of a tied parameter, its first."""
-    first: dict[tuple[int, int], str] = {}
-    tied = {}
-    for name, slot in all_names(model).items():
-        original = first.setdefault((id(slot.buffer), slot.number), name)
-        if original != name:
-            tied[name] = original
-    return tied
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """The first name of each tied parameter by its other names."""
+    names, first = all_names(model), dict[tuple[int, int], str]()
+    for name, slot in names.items():
+        first.setdefault((id(slot.buffer), slot.number), name)
+    originals = {name: first[id(slot.buffer), slot.number] for name, slot in names.items()}
+    return {name: original for name, original in originals.items() if name != original}
 
 
 def plain_order(model: nn.Module, prefix: str = "") -> dict[str, int]:
-    """Returns the places that names have in the plain model's state dict; some of the names may be none of its own."""
+    """The position of names in the plain model's state dict; some of the names may be none of its own."""
     hidden: dict[int, list[str]] = {}
     for unit in units_in(model):
         for slot in unit.slots:
             hidden.setdefault(id(slot.module), []).append(slot.attribute)
     order: dict[str, int] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        for attribute in _attributes(module, hidden.get(id(module), [])):
+        shown = list(module._parameters)
+        flat = [name for name in hidden.get(id(module), ()) if name not in shown]  # hidden by a flat parameter
+        for attribute in (*flat, *shown, *module._buffers, "_extra_state"):
             order.setdefault(f"{prefix}{path}.{attribute}" if path else f"{prefix}{attribute}", len(order))
     return order
 
 
-def ranks_in(model: nn.Module) -> Group:
-    """Returns all ranks that share a model; a world of one where nothing is sharded."""
-    groups = [unit.options.ranks.whole for unit in units_in(model)]
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """The module's buffers that state dicts hold, by all their names."""
+    return {
+        f"{path}.{name}" if path else name: buffer
+        for path, child in module.named_modules(remove_duplicate=False)
+        for name, buffer in child._buffers.items()
+        if buffer is not None and name not in child._non_persistent_buffers_set
+    }
+
+
+def model_group(model: nn.Module) -> Group:
+    """All ranks that share a model; a world of one where nothing is sharded."""
+    groups = [unit.options.mesh_info.whole for unit in units_in(model)]
     return max(groups, key=lambda group: group.size, default=Group())
 
 
-def units_apart(model: nn.Module) -> list[Unit]:
-    """Returns the units over other ranks than the whole model, as experts that each rank has for itself."""
-    ranks = ranks_in(model).ranks
-    return [unit for unit in units_in(model) if unit.buffers and unit.options.ranks.whole.ranks != ranks]
+def units_on_other_ranks(model: nn.Module) -> list[Unit]:
+    """Units over other ranks than the whole model, such as experts."""
+    ranks = model_group(model).ranks
+    return [unit for unit in units_in(model) if unit.buffers and unit.options.mesh_info.whole.ranks != ranks]
 
 
-def check_none_apart(model: nn.Module, what: str) -> None:
-    """Refuses to give one rank's parameters out as those of all.
-
-    Raises:
-        RuntimeError: A unit is over other ranks than the model, so that others have other parameters of its names.
-    """
-    for unit in units_apart(model):
+def check_same_ranks(model: nn.Module, what: str) -> None:
+    """Raises RuntimeError where ranks have different parameters of one name, so that full tensors would lose some."""
+    for unit in units_on_other_ranks(model):
         raise RuntimeError(
-            f"{what}: {unit_title(unit.name)} is over ranks {list(unit.options.ranks.whole.ranks)} and the model over "
-            f"{list(ranks_in(model).ranks)}, so that others have other parameters of the same names, which would be "
-            "lost: save scale_core.state.sharded_state_dict(model, optimizer), which names them by their ranks"
+            f"{what}: {unit_title(unit.name)} is over ranks {list(unit.options.mesh_info.whole.ranks)} and the model "
+            f"over {list(model_group(model).ranks)}, so that others have other parameters of the same names, which "
+            "would be lost: save scale_core.state.sharded_state_dict(model, optimizer), which names them by their ranks"
         )
 
 
-def holdings_in(model: nn.Module) -> dict[Tensor, list[Holding]]:
-    """Returns what an optimizer of a model may step on, in the order of `parameters()`, each with what it holds.
+def slices_in(model: nn.Module) -> dict[Tensor, list[ParamSlice]]:
+    """What each parameter of a model holds, in the order of `parameters()`, for its optimizer.
 
     The names are those of the model's state dict, also where the model is a plain module around sharded ones.
     """
-    held: dict[int, list[Holding]] = {}
-    for place in places_in(model).values():
-        entry, span = place.entry, place.span
-        held.setdefault(id(place.owner), []).append(
-            Holding(
-                place.name,
-                place.owner,
-                entry.shape,
-                span.start,
-                span.stop,
-                span.shard_offset if place.buffer.flatten else 0,
-                span.shape,
-                shares_owner=place.buffer.flatten,
-            )
-        )
-    return {param: held.get(id(param)) or list(holdings_of(param, name)) for name, param in model.named_parameters()}
-
-
-def _attributes(module: nn.Module, hidden: list[str]) -> list[str]:
-    """A module's own names in the order of its state dict; those that a flat parameter hides come first."""
-    shown = list(module._parameters)
-    return [*(name for name in hidden if name not in shown), *shown, *module._buffers, "_extra_state"]
+    held: dict[int, list[ParamSlice]] = {}
+    for name, location in param_locations(model).items():
+        owner, flat, span = location.owner, location.buffer.flatten, location.span
+        elements = (location.entry.shape, span.start, span.stop, span.shard_offset if flat else 0, span.shape)
+        held.setdefault(id(owner), []).append(ParamSlice(name, owner, *elements, shares_owner=flat))
+    return {param: held.get(id(param)) or list(param_slices(param, name)) for name, param in model.named_parameters()}
 
 
 def names_by_buffer(model: nn.Module) -> Iterator[tuple[Unit, FlatBuffer, dict[str, int]]]:
-    """Yields every flat buffer of a model with its unit, and the numbers that its parameters have there by name."""
-    places = list(places_in(model).values())
+    """Yields every flat buffer of a model with its unit, and the index of each parameter by name."""
+    locations = list(param_locations(model).values())
     for unit in units_in(model):
         for buffer in unit.buffers:
-            yield unit, buffer, {place.name: place.number for place in places if place.buffer is buffer}
+            yield unit, buffer, {each.name: each.index for each in locations if each.buffer is buffer}

@@ -1,4 +1,4 @@
-"""Which modules become units, and how a whole model is wrapped by one call.
+"""Auto wrap: which modules become units, and calls that wrap or shard all of them.
 
 Begin with `policy`, then `auto_wrap`.
 """

@@ -1,7 +1,7 @@
-r"""The way from a policy to units.
+r"""Auto wrap: from a policy to units.
 
-`plan_units` turns a policy into a list of names that can be printed; then either `auto_wrap` puts a wrapper around
-each, or `fully_shard_modules` shards each in place.
+`plan_units` turns a policy into a list of names that can be printed; `auto_wrap` puts a wrapper around each, and
+`fully_shard_modules` shards each in place.
 
     >>> from scale_fsdp.wrapping.policy import class_policy, name_policy, size_policy
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
@@ -12,9 +12,9 @@ each, or `fully_shard_modules` shards each in place.
     >>> plan_units(model, size_policy(min_num_params=40))
     ['2']
 
-`enable_wrap`, `wrap`, `auto_wrap` and the two policies in `*_auto_wrap_policy` keep the names and the meaning that they
-have in FairScale. What differs: the context is a context variable, so threads and tasks don't see each other's;
-an inner context replaces the outer one until it ends; shared modules and parameters count once.
+`enable_wrap`, `wrap`, `auto_wrap` and the two policies in `*_auto_wrap_policy` keep FairScale's names and meaning, but
+for this: the context is a context variable, one for each thread and task; an inner context replaces the outer one until
+it ends; shared modules and parameters count once.
 """
 
 from __future__ import annotations
@@ -22,21 +22,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from scale_core.comm.group import GroupLike
 from scale_core.shard import unit_shard_of
-from scale_fsdp.config import FSDPConfig
-from scale_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
-from scale_fsdp.mesh_info import ranks_of
-from scale_fsdp.param_registry import own_and_borrowed, param_places
-from scale_fsdp.reshard.meta_init import check_init, who_initialises
+from scale_fsdp.fully_sharded_data_parallel import FSDPConfig, FullyShardedDataParallel
+from scale_fsdp.mesh_info import resolve_mesh_info
+from scale_fsdp.reshard.meta_init import check_init, should_initialize
+from scale_fsdp.runtime.param_registry import managed_params, split_owned_and_shared
+from scale_fsdp.runtime.unit import unit_of, units_in
 from scale_fsdp.shard_module import check_parameters, fully_shard
-from scale_fsdp.unit import unit_of, units_in
 from scale_fsdp.wrapping.policy import (
     Candidate,
     KeywordPolicy,
@@ -54,8 +52,8 @@ def plan_units(
 ) -> list[str]:
     """The qualified names of the modules that `policy` makes units, children before parents; changes nothing.
 
-    A module that stands at several places is planned once, under its first name. What is a `wrapper_cls` already, or
-    holds nothing but local shards, is left alone, and its parameters count for no other unit.
+    A module with several names is planned once, under its first one. A module that is a `wrapper_cls` already, or has
+    only local shards, is left alone, and its parameters count for no other unit.
 
     Raises:
         TypeError: `policy` is neither a Policy nor callable.
@@ -65,7 +63,7 @@ def plan_units(
     chosen.check(module)
     units: list[str] = []
     visited: set[nn.Module] = set()
-    taken = {param for param in module.parameters() if unit_shard_of(param) is not None}
+    taken = {param for param in module.parameters() if unit_shard_of(param) is not None}  # by other units
 
     def candidate(name: str, part: nn.Module) -> Candidate:
         return Candidate(name, part, sum(p.numel() for p in part.parameters() if p not in taken), part is module)
@@ -91,17 +89,12 @@ def plan_units(
     return units
 
 
-@dataclass(frozen=True)
-class _Context:
-    """What `enable_wrap` was given."""
+class _Context(NamedTuple):
+    """Arguments of the current `enable_wrap`."""
 
     policy: Policy | KeywordPolicy | None
-    wrapper_cls: type[nn.Module] | None
+    wrapper: type[nn.Module]
     kwargs: Mapping[str, Any]
-
-    @property
-    def wrapper(self) -> type[nn.Module]:
-        return FullyShardedDataParallel if self.wrapper_cls is None else self.wrapper_cls
 
 
 _context: ContextVar[_Context | None] = ContextVar("scale_fsdp.wrap", default=None)
@@ -114,16 +107,16 @@ def enable_wrap(
     wrapper_cls: type[nn.Module] | None = None,
     **wrapper_kwargs: Any,
 ) -> Iterator[None]:
-    """Let `wrap` and `auto_wrap` inside the block wrap modules; outside of it they return them as they are.
+    """Enables `wrap` and `auto_wrap` inside the block; outside of it they return modules as they are.
 
-    An inner block replaces the outer one altogether until it ends: neither its policy nor its arguments are inherited.
+    An inner block replaces the outer one until it ends: neither its policy nor its arguments are inherited.
 
     Args:
         auto_wrap_policy: For calls of `auto_wrap` that name none.
         wrapper_cls: Called as `wrapper_cls(module, **arguments)`; FullyShardedDataParallel by default.
-        wrapper_kwargs: Arguments for every wrapper; `module.wrapper_config` goes before them, a call's own before both.
+        wrapper_kwargs: Arguments for every wrapper; `module.wrapper_config` overrides them, a call's own both.
     """
-    token = _context.set(_Context(auto_wrap_policy, wrapper_cls, wrapper_kwargs))
+    token = _context.set(_Context(auto_wrap_policy, wrapper_cls or FullyShardedDataParallel, wrapper_kwargs))
     try:
         yield
     finally:
@@ -131,7 +124,7 @@ def enable_wrap(
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """Wrap one module as the surrounding `enable_wrap` says; outside of one, return it as it is.
+    """Wraps one module as the surrounding `enable_wrap` says; outside of one, returns it as it is.
 
     Raises:
         TypeError: `module.wrapper_config` is no mapping.
@@ -146,7 +139,7 @@ def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
             f"wrap expects a module that isn't wrapped, but got a {type(module).__name__}; "
             "leave this call out, or give its arguments to the first one"
         )
-    return wrapper(module, **{**context.kwargs, **_configured(module), **wrap_overrides})
+    return wrapper(module, **{**context.kwargs, **_wrapper_config(module), **wrap_overrides})
 
 
 def auto_wrap(
@@ -157,7 +150,7 @@ def auto_wrap(
     progress: Progress | None = None,
     **kwargs: Any,
 ) -> nn.Module:
-    """Wrap those modules below and including `module` that a policy selects, children first.
+    """Wraps the modules below and including `module` that a policy selects, children first.
 
     Outside of `enable_wrap` it returns the module as it is, like `wrap`. The root is wrapped only where the policy
     selects it, so that `FullyShardedDataParallel(auto_wrap(model))` holds the rest in an outer unit.
@@ -188,10 +181,10 @@ def auto_wrap(
     policy = auto_wrap_policy or context.policy or default_auto_wrap_policy
     names = plan_units(module, policy, context.wrapper)
     units = [module.get_submodule(name) for name in names]
-    _check_initialisable(units, units, {**context.kwargs, **kwargs})
+    _check_initializable(units, units, {**context.kwargs, **kwargs})
     places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
     for parent in module.modules():
-        for key, child in parent._modules.items():  # named_children() skips a second place of a shared child
+        for key, child in parent._modules.items():  # named_children() yields a shared child once
             if child is not None:
                 places.setdefault(child, []).append((parent, key))
     root = module
@@ -208,9 +201,9 @@ def auto_wrap(
 def fully_shard_modules(
     module: nn.Module, policy: Policy | KeywordPolicy, *, progress: Progress | None = None, **kwargs: Any
 ) -> nn.Module:
-    """Shard in place those modules that a policy selects, children first, and at last `module` around the rest.
+    """Shards in place the modules that a policy selects, children first, and at last `module` around the rest.
 
-    A model on the meta device is given values unit by unit, so that no more than one unit is ever whole:
+    A model on the meta device is initialized unit by unit, so that no more than one unit is ever whole:
 
         >>> import torch
         >>> from torch import nn
@@ -227,7 +220,7 @@ def fully_shard_modules(
         module: The model; its classes' names, its qualified names and its methods stay.
         policy: Which modules become units of their own.
         progress: Called after each unit with the number of units done, that of all, and the unit's name, "" for
-            `module` itself: for a progress bar.
+            `module` itself.
         kwargs: Arguments of `fully_shard` for every unit; a module's `wrapper_config` overrides them.
 
     Returns:
@@ -240,10 +233,10 @@ def fully_shard_modules(
     """
     names = [*(name for name in plan_units(module, policy) if name), ""]
     units = [module.get_submodule(name) for name in names]
-    check_parameters(own_and_borrowed(list(param_places(module)))[0])
-    _check_initialisable([module], units, kwargs)
+    check_parameters(split_owned_and_shared(list(managed_params(module)))[0])
+    _check_initializable([module], units, kwargs)
     for done, (name, unit) in enumerate(zip(names, units, strict=True), start=1):
-        fully_shard(unit, **{**kwargs, **_configured(unit)})
+        fully_shard(unit, **{**kwargs, **_wrapper_config(unit)})
         if progress is not None:
             progress(done, len(units), name)
     return module
@@ -267,18 +260,18 @@ def get_fsdp_instances(mod: nn.Module, skip_empty: bool = False) -> list[nn.Modu
     return [unit.module for unit in units_in(mod) if unit.buffers or not skip_empty]
 
 
-def _check_initialisable(parts: Sequence[nn.Module], units: Sequence[nn.Module], kwargs: Mapping[str, Any]) -> None:
-    """Looks at all parts of a model before the first of its units is made; all ranks do it together."""
+def _check_initializable(parts: Sequence[nn.Module], units: Sequence[nn.Module], kwargs: Mapping[str, Any]) -> None:
+    """Checks all parts of a model before the first of its units is made; all ranks together."""
     init = kwargs.get("init")
     check_init(init)
-    if init is not False and not any("init" in _configured(unit) for unit in units):
-        group = ranks_of(kwargs.get("process_group")).whole
-        places = [list(param_places(part)) for part in parts]
-        who_initialises(zip(parts, places, strict=True), init, group, sync=kwargs.get("sync_module_states", True))
+    if init is not False and not any("init" in _wrapper_config(unit) for unit in units):
+        group = resolve_mesh_info(kwargs.get("process_group")).whole
+        places = [list(managed_params(part)) for part in parts]
+        should_initialize(zip(parts, places, strict=True), init, group, sync=kwargs.get("sync_module_states", True))
 
 
-def _configured(module: nn.Module) -> Mapping[str, Any]:
-    """The arguments that a module asks for itself."""
+def _wrapper_config(module: nn.Module) -> Mapping[str, Any]:
+    """The module's own `wrapper_config`."""
     config = getattr(module, "wrapper_config", {})
     if not isinstance(config, Mapping):
         raise TypeError(
@@ -291,13 +284,6 @@ def _configured(module: nn.Module) -> Mapping[str, Any]:
 M = TypeVar("M", bound=nn.Module)
 
 
-# Batch norms in units of their own, in the dtype that they were built in.
-#
-# A batch norm's statistics do not survive half precision, so it keeps its parameters and buffers as they are while the
-# model around it computes in fp16 or bf16; it takes such inputs as they come and returns their dtype. Its few
-# parameters stay gathered between forward and backward: to gather them again would cost a message and save nothing.
-
-
 def auto_wrap_bn(
     module: M,
     single_rank_pg: bool = False,
@@ -308,13 +294,15 @@ def auto_wrap_bn(
 ) -> M:
     """Makes a unit of each batch norm in a module, `nn.SyncBatchNorm` included; call it before the rest is sharded.
 
+    Each keeps its dtype while the model around it computes in fp16 or bf16, where its statistics would lose their
+    digits, and its few parameters stay gathered until their backward.
+
     Args:
-        module: What holds them, or a batch norm itself; changed in place.
+        module: The module around them, or a batch norm itself; changed in place.
         single_rank_pg: FairScale's way to leave batch norms unsharded, which left their gradients unreduced as well;
             must be False.
         process_group: As for `fully_shard`.
-        fsdp_config: Arguments of `fully_shard` for every batch norm, in place of the ones that keep its parameters in
-            their dtype and gathered until their backward.
+        fsdp_config: Other arguments of `fully_shard` for every batch norm.
         wrap_it: False only records the arguments, as `wrapper_config` of each batch norm, for `auto_wrap` or
             `fully_shard_modules` with `config_auto_wrap_policy`.
         assert_on_collision: Refuse a batch norm that has a `wrapper_config` already; False replaces it.
@@ -330,36 +318,26 @@ def auto_wrap_bn(
             "auto_wrap_bn(single_rank_pg=True) would never average the gradients of batch norms, and the ranks would "
             "train different models: leave it out; their parameters are few, and sharding them costs one small message"
         )
-    given = fsdp_config.as_kwargs() if isinstance(fsdp_config, FSDPConfig) else fsdp_config
-    kwargs = {"reshard_after_forward": False} if given is None else dict(given)
+    config = fsdp_config.as_kwargs() if isinstance(fsdp_config, FSDPConfig) else fsdp_config
+    kwargs: Any = {"reshard_after_forward": False} if config is None else dict(config)
     if process_group is not None:
         kwargs = {"process_group": process_group, **kwargs}
-    norms = {name: part for name, part in module.named_modules() if _is_open(part)}
-    for name, norm in norms.items():
-        _check(name, norm, assert_on_collision)
-    for norm in norms.values():
+    norms = [(n, part) for n, part in module.named_modules() if isinstance(part, _BatchNorm) and unit_of(part) is None]
+    for name, norm in norms:
+        title = f"'{name}', a {type(norm).__name__}," if name else f"this {type(norm).__name__}"
+        if assert_on_collision and hasattr(norm, "wrapper_config"):
+            raise ValueError(
+                f"auto_wrap_bn: {title} has a wrapper_config already, {norm.wrapper_config!r}: take it away, or let it "
+                "be replaced by assert_on_collision=False"
+            )
+        for shard in filter(None, map(unit_shard_of, norm.parameters())):
+            raise ValueError(
+                f"auto_wrap_bn: {title} belongs to a unit that was sharded before, as '{shard.name}': "
+                "call auto_wrap_bn(model) first, then fully_shard what is around"
+            )
+    for _, norm in norms:
         if wrap_it:
             fully_shard(norm, **kwargs)
         else:
             norm.wrapper_config = kwargs
     return module
-
-
-def _is_open(module: nn.Module) -> bool:
-    return isinstance(module, _BatchNorm) and unit_of(module) is None
-
-
-def _check(name: str, norm: nn.Module, refuses_config: bool) -> None:
-    title = f"'{name}', a {type(norm).__name__}," if name else f"this {type(norm).__name__}"
-    if refuses_config and hasattr(norm, "wrapper_config"):
-        raise ValueError(
-            f"auto_wrap_bn: {title} has a wrapper_config already, {norm.wrapper_config!r}: take it away, or let it be "
-            "replaced by assert_on_collision=False"
-        )
-    for param in norm.parameters():
-        shard = unit_shard_of(param)
-        if shard is not None:
-            raise ValueError(
-                f"auto_wrap_bn: {title} belongs to a unit that was sharded before, as '{shard.name}': "
-                "call auto_wrap_bn(model) first, then fully_shard what is around"
-            )

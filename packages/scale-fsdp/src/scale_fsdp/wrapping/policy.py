@@ -1,9 +1,8 @@
-"""Which modules become units: policies, in a form of our own and in FairScale's.
+"""Auto-wrap policies: which modules become units, in a form of our own and in FairScale's.
 
-A unit is what is gathered and released together: too small, and the collectives' latency shows; too large, and the
-memory does. So the choice stands apart from the sharding. A policy is asked about one module at a time, changes
-nothing, and can be read, printed and tested without any rank; `scale_fsdp.wrapping.auto_wrap` walks the model and does
-what it says.
+A unit is gathered and released together: too small, and the collectives' latency shows; too large, and the memory does.
+A policy is asked about one module at a time, changes nothing, and can be read, printed and tested without any rank;
+`scale_fsdp.wrapping.auto_wrap` walks the model and applies it.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from typing import TypeAlias
 
 from torch import nn
 
+# Modules that are never called, so that nothing would gather their parameters.
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-"""Modules that are never called, so that nothing would gather them."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +26,10 @@ class Candidate:
     """A module that a policy is asked about.
 
     Attributes:
-        name: Qualified name below the module that planning started from, which is "" itself.
+        name: Qualified name below the root, which is "" itself.
         module: The module.
         num_params: Elements of the parameters below it that no unit holds yet.
-        is_root: Planning started from it.
+        is_root: `plan_units` was called with it.
     """
 
     name: str
@@ -40,7 +39,7 @@ class Candidate:
 
 
 class Policy(ABC):
-    """Chooses units; asked about a module before and after its children.
+    """Selects units; called for a module before (`enters`) and after its children (`selects`).
 
     Attributes:
         wraps_leaves: A module that `enters` refuses may still be a unit.
@@ -57,7 +56,7 @@ class Policy(ABC):
         return not isinstance(candidate.module, tuple(default_auto_wrap_policy.FORCE_LEAF_MODULES))
 
     def check(self, root: nn.Module) -> None:  # noqa: B027  most policies fit every model
-        """Raise ValueError where the policy can't mean this model."""
+        """Raises ValueError where the policy does not fit this model."""
 
 
 KeywordPolicy: TypeAlias = Callable[..., bool]
@@ -102,8 +101,8 @@ def config_auto_wrap_policy(module: nn.Module, recurse: bool, unwrapped_params: 
 
 
 @dataclass(frozen=True)
-class _ByKeywords(Policy):
-    """A policy in FairScale's form, which never wraps what it doesn't enter."""
+class _KeywordPolicyAdapter(Policy):
+    """A policy in FairScale's form; what it doesn't enter, it doesn't wrap."""
 
     policy: KeywordPolicy
     wraps_leaves = False
@@ -131,11 +130,11 @@ def size_policy(min_num_params: float) -> Policy:
     """
     if min_num_params < 0:
         raise ValueError(f"a unit has 0 elements or more, but min_num_params is {min_num_params}")
-    return _ByKeywords(functools.partial(default_auto_wrap_policy, min_num_params=min_num_params))
+    return _KeywordPolicyAdapter(functools.partial(default_auto_wrap_policy, min_num_params=min_num_params))
 
 
 @dataclass(frozen=True)
-class _ByClass(Policy):
+class _ClassPolicy(Policy):
     classes: tuple[type[nn.Module] | str, ...]
 
     def selects(self, candidate: Candidate) -> bool:
@@ -145,7 +144,7 @@ class _ByClass(Policy):
         if not any(self._matches(module) for module in root.modules()):
             present = sorted({type(module).__name__ for module in root.modules()})
             wanted = [wanted if isinstance(wanted, str) else wanted.__name__ for wanted in self.classes]
-            raise ValueError(f"class_policy: no module is a {' or '.join(wanted)}; {_near(wanted, present)}")
+            raise ValueError(f"class_policy: no module is a {' or '.join(wanted)}; {_closest_names(wanted, present)}")
 
     def _matches(self, module: nn.Module) -> bool:
         names = {cls.__name__ for cls in type(module).__mro__}
@@ -163,7 +162,7 @@ def class_policy(*classes: type[nn.Module] | str) -> Policy:
 
     Raises:
         TypeError: An argument is neither a class nor a name.
-        ValueError: There are no arguments; or, once it meets the model, no module is of any of the classes.
+        ValueError: There are no arguments; or, with the model, no module is of any of the classes.
     """
     for wanted in classes:
         if not isinstance(wanted, (str, type)):
@@ -172,17 +171,16 @@ def class_policy(*classes: type[nn.Module] | str) -> Policy:
             )
     if not classes:
         raise ValueError("class_policy needs at least one class; write class_policy(nn.TransformerEncoderLayer)")
-    return _ByClass(classes)
+    return _ClassPolicy(classes)
 
 
 def no_split_policy(model: nn.Module) -> Policy:
-    """Units are the modules that a model of transformers says must not be divided: its blocks.
+    """Units are the blocks of a model of transformers, or of any library whose models have `_no_split_modules`.
 
-    Reads `_no_split_modules`, a set or list of class names, of the model and of all models inside of it. Libraries
-    whose models carry the same attribute are served as well.
+    Reads that attribute, a set or list of class names, of the model and of all models inside it.
 
     Raises:
-        ValueError: No model in it names any class; names those that stand several times in a list.
+        ValueError: No model in it names any class.
     """
     names: set[str] = set()
     for module in model.modules():
@@ -200,7 +198,7 @@ def no_split_policy(model: nn.Module) -> Policy:
 
 
 @dataclass(frozen=True)
-class _ByName(Policy):
+class _NamePolicy(Policy):
     patterns: tuple[re.Pattern[str], ...]
 
     def selects(self, candidate: Candidate) -> bool:
@@ -214,9 +212,8 @@ class _ByName(Policy):
             matched = [name for name in modules if pattern.fullmatch(name)]
             if not matched:
                 plain = re.sub(r"\\d\+|\[[^]]*\][+*]?", "0", pattern.pattern).replace("\\", "")
-                raise ValueError(
-                    f"name_policy: {pattern.pattern!r} matches the name of no module; {_near([plain], list(modules))}"
-                )
+                near = _closest_names([plain], list(modules))
+                raise ValueError(f"name_policy: {pattern.pattern!r} matches the name of no module; {near}")
             if all(isinstance(modules[name], CONTAINERS) for name in matched):
                 held, inside = type(modules[matched[0]]).__name__, re.escape(matched[0]) + r"\.[^.]+"
                 raise ValueError(
@@ -228,11 +225,11 @@ class _ByName(Policy):
 def name_policy(*patterns: str) -> Policy:
     r"""Units are the modules whose whole qualified name matches a regular expression, as `r"layers\.\d+"`.
 
-    Lists and dicts of modules are passed over, since they are never called, and so are modules without parameters.
+    Lists and dicts of modules, which are never called, and modules without parameters are no units.
 
     Raises:
-        ValueError: There are no patterns, or one is no regular expression; or, once it meets the model, one of them
-            matches nothing that could be a unit.
+        ValueError: There are no patterns, or one is no regular expression; or, with the model, one matches no module
+            that could be a unit.
     """
     if not patterns:
         raise ValueError(r'name_policy needs at least one pattern; write name_policy(r"layers\.\d+")')
@@ -242,24 +239,20 @@ def name_policy(*patterns: str) -> Policy:
             compiled.append(re.compile(pattern))
         except re.error as error:
             raise ValueError(f"name_policy: {pattern!r} is no regular expression: {error}") from error
-    return _ByName(tuple(compiled))
+    return _NamePolicy(tuple(compiled))
 
 
 def as_policy(policy: Policy | KeywordPolicy) -> Policy:
-    """Returns a policy in either form as a Policy.
-
-    Raises:
-        TypeError: It is neither a Policy nor callable.
-    """
+    """The policy in either form as a `Policy`."""
     if isinstance(policy, Policy):
         return policy
     if not callable(policy):
         raise TypeError(f"a policy is a Policy or a function of module=, recurse=, ..., but got {policy!r}")
-    return _ByKeywords(policy)
+    return _KeywordPolicyAdapter(policy)
 
 
-def _near(wanted: Iterable[str], present: list[str]) -> str:
-    """Names that are there, the nearest to the wanted ones first."""
+def _closest_names(wanted: Iterable[str], present: list[str]) -> str:
+    """For an error: names in the model, the closest to the wanted ones first."""
     found = [name for want in wanted for name in difflib.get_close_matches(want, present, n=3)]
     names = ", ".join(repr(name) for name in dict.fromkeys(found or present[:8]))
     return f"near names in the model: {names}" if found else f"the model has {names}"

@@ -1,4 +1,4 @@
-"""A pipeline over several processes: each rank holds some stages, and follows its list of the schedule.
+"""`DistributedPipe`, a pipeline over several processes: each rank holds some stages, and runs its program.
 
-Begin with `pipe`, what users hold; `runtime` carries a rank's instructions out, `stage` computes.
+Begin with `pipe`; a step goes on in `step_loop` and `runtime`, then in `stage` (computes) and `p2p` (sends, receives).
 """

@@ -1,4 +1,4 @@
-"""What a pipeline is made of: its stages, and what the ranks compare before they begin."""
+"""Builds a pipeline: its stages, what connects them, and the lines that all ranks compare before they begin."""
 
 from __future__ import annotations
 
@@ -8,28 +8,21 @@ from typing import NamedTuple
 
 from torch import nn
 
-from scale_pipe.distributed.program.plan import SharedParameter, Skip, Wiring
+from scale_pipe.distributed.program import CrossStageTensors, SharedParameter, SkipTransfer
 from scale_pipe.module_split.split import shared_parameters
 from scale_pipe.partition.partition import check_balance, check_sequential, partition
-from scale_pipe.schedules.placement import Placement
+from scale_pipe.schedules.placement import StagePlacement
 from scale_pipe.schedules.schedule import Schedule
-from scale_pipe.skip.layout import skip_layout
+from scale_pipe.skip.layout import inspect_skip_layout
 from scale_pipe.skip.namespace import SkipKey
 
 
-def cut_in_stages(
+def split_into_stages(
     module: nn.Module | Sequence[nn.Module], num_stages: int, balance: Sequence[int] | None
 ) -> list[nn.Module]:
-    """Returns the stages of a model; no tensor moves.
+    """Returns the stages of a sequence with its balance, or those that `split` made; no tensor moves.
 
-    Args:
-        module: A sequence of layers, or stages as `split` returns them.
-        num_stages: How many the schedule has.
-        balance: Layers of each stage, of a sequence; None where there is one for each stage.
-
-    Raises:
-        TypeError: It is neither.
-        ValueError: The numbers do not fit.
+    Raises TypeError if it is neither, and ValueError if numbers do not fit.
     """
     if isinstance(module, nn.Module) and not isinstance(module, nn.ModuleList):
         check_sequential(module)
@@ -59,14 +52,10 @@ def cut_in_stages(
     return stages
 
 
-def stages_each(module: nn.Module | Sequence[nn.Module], num_ranks: int, balance: Sequence[int] | None) -> int | None:
-    """Returns how many stages each rank has by what was given; None if that does not say, or says it unevenly.
-
-    Args:
-        module: As in `cut_in_stages`.
-        num_ranks: Of the group.
-        balance: Likewise.
-    """
+def infer_stages_per_rank(
+    module: nn.Module | Sequence[nn.Module], num_ranks: int, balance: Sequence[int] | None
+) -> int | None:
+    """The stages of each rank by balance or list of stages; None if these do not tell, or are uneven."""
     if balance is not None:
         number = len(list(balance))
     elif isinstance(module, nn.Module) and not isinstance(module, nn.ModuleList):
@@ -76,50 +65,33 @@ def stages_each(module: nn.Module | Sequence[nn.Module], num_ranks: int, balance
     return number // num_ranks if number and number % num_ranks == 0 else None
 
 
-class Connections(NamedTuple):
-    """What connects the stages of a model beside their order.
+class ModelConnections(NamedTuple):
+    """What connects the stages of a model beside their order."""
 
-    Attributes:
-        wiring: Skips and shared parameters, by name.
-        skip_keys: By the name of a skip, the key that layers know it by.
-        tied: By the name of a shared parameter and by stage, its name there.
-    """
-
-    wiring: Wiring
-    skip_keys: dict[str, SkipKey]
-    tied: dict[str, dict[int, str]]
+    cross_stage: CrossStageTensors
+    skip_keys: dict[str, SkipKey]  # by name of a skip, the key that layers use
+    shared_names: dict[str, dict[int, str]]  # by name of a shared parameter and by stage, its name there
 
 
-def connections(stages: Sequence[nn.Module], placement: Placement) -> Connections:
-    """Finds out what connects stages; of shared parameters, those that stand on several ranks.
-
-    Args:
-        stages: All of a model, which share tensors as it does.
-        placement: Which rank holds which stage.
-    """
+def find_connections(stages: Sequence[nn.Module], placement: StagePlacement) -> ModelConnections:
+    """Finds the skips between all stages of a model, and the parameters that stages on several ranks share."""
     keys: dict[str, SkipKey] = {}
     skips = []
-    for number, skip in enumerate(skip_layout(stages)):
+    for number, skip in enumerate(inspect_skip_layout(stages)):
         name = skip.key[1] if skip.key[1] not in keys else f"{skip.key[1]} ({number})"
         keys[name] = skip.key
-        skips.append(Skip(name, skip.stashed_in, skip.popped_in))
-    shared, tied = [], {}
+        skips.append(SkipTransfer(name, skip.stashed_in, skip.popped_in))
+    shared, names = [], {}
     for places in shared_parameters(stages):
         name = places[0][1]
         if len({placement.rank_of[stage] for stage, _ in places}) > 1:
             shared.append(SharedParameter(name, tuple(sorted({stage for stage, _ in places}))))
-            tied[name] = dict(reversed(places))
-    return Connections(Wiring(tuple(skips), tuple(shared)), keys, tied)
+            names[name] = dict(reversed(places))
+    return ModelConnections(CrossStageTensors(tuple(skips), tuple(shared)), keys, names)
 
 
-def described(schedule: Schedule, stages: Sequence[nn.Module], wiring: Wiring) -> Iterator[str]:
-    """Yields the lines that all ranks have to have in common; the first that differs is what an error shows.
-
-    Args:
-        schedule: What runs.
-        stages: All of the model.
-        wiring: What connects them.
-    """
+def fingerprint_lines(schedule: Schedule, stages: Sequence[nn.Module], cross_stage: CrossStageTensors) -> Iterator[str]:
+    """Yields the lines that all ranks must have in common; an error shows the first that differs."""
     ranks = schedule.placement.rank_of
     yield f"schedule {schedule.name}, {schedule.num_micro_batches} micro-batches, stages on ranks {ranks}"
     for rank, actions in enumerate(schedule.actions):
@@ -130,5 +102,5 @@ def described(schedule: Schedule, stages: Sequence[nn.Module], wiring: Wiring) -
         yield f"stage {index}: {type(stage).__name__} of {', '.join(names)}"
         for name, param in stage.named_parameters():
             yield f"stage {index}: {name} {list(param.shape)} {param.dtype}{'' if param.requires_grad else ', frozen'}"
-    yield from map(str, wiring.skips)
-    yield from map(str, wiring.shared)
+    yield from map(str, cross_stage.skips)
+    yield from map(str, cross_stage.shared)

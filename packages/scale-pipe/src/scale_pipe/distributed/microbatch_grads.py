@@ -1,283 +1,208 @@
-"""Each micro-batch as a sample of the gradient, for whoever measures gradients before they are averaged, as AdaScale.
+"""Gradients of each micro-batch, for observers that measure them before they are averaged, as AdaScale does.
 
-A parameter belongs to one stage, so the square of a micro-batch's gradient is the sum of those of its parts, which each
-rank knows. It comes in one pass or two, between the passes of other micro-batches and stages; so before each pass it is
-said of which micro-batch it is (`scale_core.microbatch_grads`), and the step ends when all ranks are through and
+A parameter belongs to one stage, so the squared norm of a micro-batch's gradient is the sum of those of its parts,
+which each rank knows. A part is computed in one pass or two, between the passes of other micro-batches and stages; so
+each pass announces its micro-batch (`scale_core.microbatch_grads`), and the step ends when all ranks have finished and
 gradients are averaged.
 
-A parameter that several stages hold gets a sum, whose square is not that of its parts. While somebody listens, what
-stages add to a micro-batch is kept; at the end of the step the first rank that holds the parameter gets it from the
-others, and tells of the sum. Where no other rank holds it, that is when all stages are through with the micro-batch.
+A parameter that several stages hold gets a sum, whose square is not that of its parts. While it is measured, what
+stages add to a micro-batch is kept; at the end of the step the first rank that holds the parameter receives it from the
+others, and reports the sum. Where no other rank holds it, that is when all stages have finished the micro-batch.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Self
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from scale_core.autograd_hooks import are_local_grads_reported, on_local_grads
-from scale_core.comm.control_plane import exchange_text
+from scale_core.autograd_hooks import lacks_autograd_hooks, register_local_grad_hook
+from scale_core.comm.collectives import exchange_text
 from scale_core.comm.group import Group
 from scale_core.comm.subgroup import subgroup_of
-from scale_core.microbatch_grads import SampledStep, Terms, sampled_steps_wanted
-from scale_pipe.distributed.comm.messages import Content, Share, pack, unpack
-from scale_pipe.distributed.comm.p2p import Links
-from scale_pipe.distributed.program.plan import Flow, SharedParameter, Slot, first_holders
-from scale_pipe.schedules.placement import Placement
-
-_WHOLE = Share(1, 1, 1)
+from scale_core.microbatch_grads import MicrobatchStep, StepSignature, microbatch_steps_wanted
+from scale_pipe.distributed.messages import WHOLE, Flow, Payload, Slot, pack, unpack
+from scale_pipe.distributed.p2p import P2PChannel
+from scale_pipe.distributed.program import SharedParameter, first_stage_by_rank
+from scale_pipe.schedules.placement import StagePlacement
 
 
 @dataclass
-class _Shared:
-    """A parameter of several stages.
-
-    Attributes:
-        param: As this rank has it.
-        holders: By rank that has it, by which stage it stands there; the first one adds up. None if no other rank has.
-        sums: By micro-batch, what stages of this rank have added to its gradient so far, in its full shape.
-    """
+class _SharedParam:
+    """A parameter of several stages, as this rank has it."""
 
     param: nn.Parameter
-    holders: Mapping[int, int] | None = None
-    sums: dict[int, Tensor] = field(default_factory=dict)
+    holders: Mapping[int, int] | None = None  # by rank its first stage; the first sums up. None if no other rank has it
+    sums: dict[int, Tensor] = field(default_factory=dict)  # by micro-batch, in the full shape
 
 
-class Samples:
-    """What is told of one step of one rank; nothing where nobody listens. Entered around the step.
+class MicrobatchGrads:
+    """Reports the gradients of one rank's steps by micro-batch; does nothing while nobody measures them."""
 
-    Args:
-        shared: The parameters of the model that stages on several ranks hold.
-        placement: Which rank holds which stage.
-        rank: This one.
-    """
-
-    def __init__(self, shared: Sequence[SharedParameter], placement: Placement, rank: int) -> None:
+    def __init__(self, shared: Sequence[SharedParameter], placement: StagePlacement, rank: int) -> None:
         self._parameters, self._placement, self._rank = shared, placement, rank
-        self._shared: list[_Shared] = []
-        self._names: dict[str, _Shared] = {}  # of those that other ranks have, too
+        self.is_measured = False  # in the step that runs
+        self.step: MicrobatchStep | None = None  # None while nobody observes steps
         self._num_stages = 0
-        self._stages_through: Counter[int] = Counter()  # by micro-batch
+        self._shared: list[_SharedParam] = []
+        self._by_name: dict[str, _SharedParam] = {}  # those that other ranks have, too
+        self._stages_done: Counter[int] = Counter()  # by micro-batch
         self._handles: list[RemovableHandle] = []
-        self._step: SampledStep | None = None
 
     @cached_property
     def _holders(self) -> dict[str, Mapping[int, int]]:
-        """By name of a shared parameter what `first_holders` returns; asked for where somebody listens, on any rank."""
-        return {parameter.name: first_holders(parameter, self._placement) for parameter in self._parameters}
+        """By name of a shared parameter what `first_stage_by_rank` returns."""
+        return {parameter.name: first_stage_by_rank(parameter, self._placement) for parameter in self._parameters}
 
     @property
-    def is_heard(self) -> bool:
-        """Whether anybody listens."""
-        return self._step is not None and self._step.is_heard
-
-    @property
-    def terms(self) -> Sequence[Terms]:
-        """What whoever listens needs other ranks to have alike."""
-        return () if self._step is None else self._step.terms
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._forget_hooks()
-        self._shared, self._names = [], {}
-        if self._step is not None:
-            self._step.fail()
+    def signatures(self) -> Sequence[StepSignature]:
+        """What the observers need other ranks to have alike."""
+        return () if self.step is None else self.step.terms
 
     def begin(self, stages: Mapping[int, nn.Module], copies: Mapping[str, nn.Parameter]) -> None:
-        """Announces the step.
-
-        Args:
-            stages: Of this rank, as they are wrapped now.
-            copies: Of their parameters, by name, those that other ranks have, too.
-
-        Raises:
-            Exception: Whoever listens refuses it.
-        """
-        if not sampled_steps_wanted():
+        """Announces a step to observers, which may refuse it; `copies` are parameters that other ranks have, too."""
+        if not microbatch_steps_wanted():
             return
         counts = Counter(param for stage in stages.values() for param in stage.parameters())
         self._num_stages = len(stages)
-        self._names = {name: _Shared(param, self._holders[name]) for name, param in copies.items()}
+        self._by_name = {name: _SharedParam(param, self._holders[name]) for name, param in copies.items()}
         elsewhere = set(copies.values())
         alone = [param for param, number in counts.items() if number > 1 and param not in elsewhere]
-        self._shared = [*self._names.values(), *map(_Shared, alone)]
-        self._step = SampledStep(
+        self._shared = [*self._by_name.values(), *map(_SharedParam, alone)]
+        self.step = MicrobatchStep(
             counts,
             [shared.param for shared in self._shared],
-            [shared.param for shared in self._shared if self._adds_up(shared) != self._rank],
+            [one.param for one in self._shared if one.holders is not None and next(iter(one.holders)) != self._rank],
         )
-        self._step.begin()
-        if self._step.is_heard and self._shared:
-            self._listen()
-
-    @contextmanager
-    def of(self, micro_batch: int, *, ends_stage: bool) -> Iterator[None]:
-        """Around each pass that computes gradients.
-
-        Args:
-            micro_batch: Of which.
-            ends_stage: It is the last pass of its stage for that micro-batch.
-        """
-        if self._step is None:
-            yield
-            return
-        with self._step.of_sample(micro_batch):
-            yield
-            self._stages_through[micro_batch] += ends_stage
-            if self._stages_through[micro_batch] == self._num_stages:
-                for shared in self._shared:
-                    if shared.holders is None:
-                        self._tell(shared, shared.sums.pop(micro_batch, None))
-
-    def check_terms(self, group: Group, limit_seconds: float | None) -> None:
-        """Checks that all ranks that somebody would wait for measure on the same terms; all ranks call it together.
-
-        Args:
-            group: All ranks of the pipeline.
-            limit_seconds: How long to wait for one.
-
-        Raises:
-            RuntimeError: They don't; on all ranks.
-            TransferError: A rank did not come.
-        """
-        texts = exchange_text(json.dumps(self.terms), group, limit_seconds=limit_seconds)
-        told = [[Terms(tuple(ranks), words) for ranks, words in json.loads(text)] for text in texts]
-        check_terms(dict(zip(group.ranks, told, strict=True)))
-
-    def check_holders(self, heard: Collection[int]) -> None:
-        """Checks that each shared parameter is measured on all ranks that hold it, or on none.
-
-        Args:
-            heard: The ranks on which somebody listens.
-
-        Raises:
-            RuntimeError: One is not; on all ranks.
-        """
-        for name, holders in self._holders.items():
-            deaf = [rank for rank in holders if rank not in heard]
-            if deaf and len(deaf) < len(holders):
-                raise RuntimeError(
-                    f"gradients are measured by micro-batch (as by AdaScale) on the ranks {sorted(heard)} of the "
-                    f"pipeline and not on {deaf}, which hold {name}, too: build AdaScale around the optimizer of each "
-                    "of these ranks, or call unhook() on all of them"
-                )
-
-    def add_up(self, num_micro_batches: int, links: Links) -> None:
-        """Puts together what stages have added to the gradients of shared parameters; all ranks call it together.
-
-        Args:
-            num_micro_batches: Of the step.
-            links: To the others.
-
-        Raises:
-            LinkError: A rank did not come.
-        """
-        self._forget_hooks()
-        for name, shared in self._names.items() if self.is_heard else ():
-            self._add_up(name, shared, num_micro_batches, links)
-        links.finish()
+        self.step.begin()
+        self.is_measured = self.step.has_observers
+        if self.is_measured and self._shared:
+            self._register_hooks()
 
     def end(self, weights: Sequence[float]) -> None:
-        """Says that the step has gone well, and that gradients are averaged.
+        """Ends a step that went well, once gradients are averaged; `weights` are those of micro-batches in the mean."""
+        if self.step is not None:
+            self.step.end(weights)
 
-        Args:
-            weights: What each micro-batch counts in their mean.
-        """
-        if self._step is not None:
-            self._step.end(weights)
+    def close(self) -> None:
+        """Drops the step, and reports to observers that it failed unless it has ended."""
+        self._remove_hooks()
+        step, self.step, self.is_measured = self.step, None, False
+        self._shared, self._by_name = [], {}
+        self._stages_done.clear()
+        if step is not None:
+            step.fail()
 
-    # The gradients of shared parameters.
+    @contextmanager
+    def micro_batch(self, micro_batch: int, *, ends_stage: bool) -> Iterator[None]:
+        """Around each pass that computes gradients; `ends_stage` if it is its stage's last one for the micro-batch."""
+        assert self.step is not None
+        with self.step.micro_batch(micro_batch):
+            yield
+            self._stages_done[micro_batch] += ends_stage
+            if self._stages_done[micro_batch] == self._num_stages:
+                for shared in self._shared:
+                    if shared.holders is None:
+                        self._report(shared, shared.sums.pop(micro_batch, None))
 
-    def _adds_up(self, shared: _Shared) -> int:
-        return self._rank if shared.holders is None else next(iter(shared.holders))
+    # At the end of a step that some rank measures; all ranks call these together.
 
-    def _listen(self) -> None:
-        reported: dict[int, _Shared] = {}
+    def check_signatures(self, group: Group, limit_seconds: float | None) -> None:
+        """Raises RuntimeError on all ranks if one would wait for another that measures otherwise."""
+        texts = exchange_text(json.dumps(self.signatures), group, limit_seconds=limit_seconds)
+        rows = [[StepSignature(tuple(ranks), text) for ranks, text in json.loads(row)] for row in texts]
+        check_signatures(dict(zip(group.ranks, rows, strict=True)))
+
+    def check_holders(self, measured: Collection[int]) -> None:
+        """Raises RuntimeError if a shared parameter is measured on some of the ranks that hold it, but not on all."""
+        for name, holders in self._holders.items():
+            missing = [rank for rank in holders if rank not in measured]
+            if missing and len(missing) < len(holders):
+                raise RuntimeError(
+                    f"gradients are measured by micro-batch (as by AdaScale) on the ranks {sorted(measured)} of the "
+                    f"pipeline and not on {missing}, which hold {name}, too. Build AdaScale around the optimizer of "
+                    "each of these ranks, or call unhook() on all of them"
+                )
+
+    def sum_shared(self, num_micro_batches: int, channel: P2PChannel) -> None:
+        """Sums the gradients of shared parameters over stages, micro-batch by micro-batch. Raises P2PError."""
+        self._remove_hooks()
+        for name, shared in self._by_name.items() if self.is_measured else ():
+            self._sum_shared(name, shared, num_micro_batches, channel)
+        channel.wait_sends()
+
+    @torch.no_grad()
+    def _sum_shared(self, name: str, shared: _SharedParam, num_micro_batches: int, channel: P2PChannel) -> None:
+        assert shared.holders is not None, "no other rank has it"
+        (first, target), *others = shared.holders.items()
+        for batch in range(num_micro_batches):
+            total = shared.sums.pop(batch, None)
+            if self._rank != first:
+                message = WHOLE if total is None else Payload(*pack(total), WHOLE)
+                channel.send(Slot(Flow.SAMPLE, name, shared.holders[self._rank], target, batch), first, message)
+                continue
+            for peer, stage in others:
+                slot = Slot(Flow.SAMPLE, name, stage, target, batch)
+                channel.post_receive(slot, peer)
+                arrived = channel.receive(slot, peer)
+                if isinstance(arrived, Payload):
+                    part = unpack(arrived.structure, arrived.tensors)
+                    total = part if total is None else total + part
+            self._report(shared, total)
+
+    # Hooks on shared parameters.
+
+    def _register_hooks(self) -> None:
+        reported: dict[int, _SharedParam] = {}
         for shared in self._shared:
-            if are_local_grads_reported(shared.param):
+            if lacks_autograd_hooks(shared.param):
                 reported[id(shared.param)] = shared
             elif shared.param.requires_grad:
-                self._handles.append(shared.param.register_hook(self._hook(shared)))
+                self._handles.append(shared.param.register_hook(partial(self._accumulate, shared)))
 
-        def hear(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        def on_grads(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
             for param, grad in zip(params, grads, strict=True):
                 if id(param) in reported:
-                    self._take(reported[id(param)], grad)
+                    self._accumulate(reported[id(param)], grad)
 
         if reported:
-            self._handles.append(on_local_grads(hear))
+            self._handles.append(register_local_grad_hook(on_grads))
 
-    def _hook(self, shared: _Shared) -> Callable[[Tensor], None]:
-        def hook(grad: Tensor) -> None:
-            self._take(shared, grad)
-
-        return hook
-
-    def _forget_hooks(self) -> None:
+    def _remove_hooks(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
-    def _take(self, shared: _Shared, grad: Tensor) -> None:
-        """A stage has brought what it adds, or a part of that, as a reentrant checkpoint inside of it does."""
-        assert self._step is not None
-        sample = self._step.sample
-        if sample is None:
-            return  # Of no backward of a micro-batch, and so in no gradient of the step.
+    def _accumulate(self, shared: _SharedParam, grad: Tensor) -> None:
+        """Adds what a stage computed, or a part of it, as a reentrant checkpoint inside of it does."""
+        batch = None if self.step is None else self.step.sample
+        if batch is None:
+            return  # A backward outside of the schedule, whose gradient is not in the step.
         with torch.no_grad():
             part = grad.detach()
-            before = shared.sums.get(sample)
+            before = shared.sums.get(batch)
             if before is not None:
-                shared.sums[sample] = before + part
+                shared.sums[batch] = before + part
             else:  # The gradient itself may be added to later.
-                shared.sums[sample] = part.clone() if part.layout is torch.strided else part.to_dense()
+                shared.sums[batch] = part.clone() if part.layout is torch.strided else part.to_dense()
 
-    @torch.no_grad()
-    def _add_up(self, name: str, shared: _Shared, num_micro_batches: int, links: Links) -> None:
-        assert shared.holders is not None, "no other rank has it"
-        (first, target), *others = shared.holders.items()
-        for sample in range(num_micro_batches):
-            total = shared.sums.pop(sample, None)
-            if self._rank != first:
-                message = _WHOLE if total is None else Content(*pack(total), _WHOLE)
-                links.send(sample_slot(name, shared.holders[self._rank], target, sample), first, message)
-                continue
-            for peer, stage in others:
-                slot = sample_slot(name, stage, target, sample)
-                links.post(slot, peer)
-                arrived = links.take(slot, peer)
-                if isinstance(arrived, Content):
-                    part = unpack(arrived.structure, list(arrived.tensors))
-                    total = part if total is None else total + part
-            self._tell(shared, total)
-
-    def _tell(self, shared: _Shared, total: Tensor | None) -> None:
-        assert self._step is not None
+    def _report(self, shared: _SharedParam, total: Tensor | None) -> None:
+        assert self.step is not None
         if total is not None:
-            self._step.tell(shared.param, total)
+            self.step.report_grad(shared.param, total)
 
 
-def ranks_with_parameters(stages: Sequence[nn.Module], placement: Placement, group: Group) -> Group:
-    """Returns the ranks whose stages have any parameters; all ranks call it together.
+def ranks_with_parameters(stages: Sequence[nn.Module], placement: StagePlacement, group: Group) -> Group:
+    """The ranks whose stages have any parameters; this rank alone if it is the only one, or has none.
 
-    Args:
-        stages: All stages.
-        placement: Which rank holds which.
-        group: All ranks.
-
-    Returns:
-        Them, or this rank alone if it is the only one, or has none.
+    All ranks call it together.
     """
     owned = (placement.stages_of[rank] for rank in range(group.size))
     have = [any(next(stages[index].parameters(), None) is not None for index in each) for each in owned]
@@ -288,53 +213,16 @@ def ranks_with_parameters(stages: Sequence[nn.Module], placement: Placement, gro
     return subgroup_of(group, [rank for rank, has_any in zip(group.ranks, have, strict=True) if has_any])
 
 
-def check_terms(told: Mapping[int, Sequence[Terms]]) -> None:
-    """Checks that no rank would wait for one that measures on other terms, or not at all.
-
-    Args:
-        told: By global rank of a pipeline, the terms of those who listen there, in their order.
-
-    Raises:
-        RuntimeError: One would.
-    """
-    for rank, peer in ((rank, peer) for rank, terms in told.items() for peer in told if peer != rank and terms):
-        mine, its = (
-            [each.words for each in told[one] if other in each.ranks] for one, other in ((rank, peer), (peer, rank))
-        )
-        if mine != its:
+def check_signatures(signatures: Mapping[int, Sequence[StepSignature]]) -> None:
+    """Raises RuntimeError if a rank would wait for one that measures otherwise; keys are global ranks."""
+    for rank, peer in ((a, b) for a, terms in signatures.items() for b in signatures if b != a and terms):
+        mine = [each.words for each in signatures[rank] if peer in each.ranks]
+        theirs = [each.words for each in signatures[peer] if rank in each.ranks]
+        if mine != theirs:
             raise RuntimeError(
-                "expected gradients to be measured by micro-batch (as by AdaScale) on the same terms on all ranks of "
-                f"the pipeline that add up what they have, but rank {rank} has {' and '.join(mine) or 'nothing'}, and "
-                f"rank {peer} {' and '.join(its) or 'nothing'}: build AdaScale around the optimizer of each of these "
-                "ranks, with as many parameter groups and the same num_gradients_to_accumulate, pass "
+                "gradients are measured by micro-batch (as by AdaScale), but not alike on all ranks of the pipeline "
+                f"that sum them: rank {rank} has {' and '.join(mine) or 'nothing'}, and rank {peer} "
+                f"{' and '.join(theirs) or 'nothing'}. Build AdaScale around the optimizer of each of these ranks, "
+                "with as many parameter groups and the same num_gradients_to_accumulate, pass "
                 "model_parallel_group=a group of those that do, or call unhook() on all of them"
             )
-
-
-def sample_slot(name: str, source: int, target: int, micro_batch: int) -> Slot:
-    """Returns where one micro-batch's gradient of a shared parameter travels, while gradients are measured.
-
-    Args:
-        name: Of the parameter.
-        source: By which stage the rank stands among the holders that has computed it.
-        target: By which the first of them does.
-        micro_batch: Which.
-    """
-    return Slot(Flow.SAMPLE, name, source, target, micro_batch)
-
-
-def sample_slots(placement: Placement, parameters: Sequence[SharedParameter], num_micro_batches: int) -> list[Slot]:
-    """Returns all of these: from each rank that holds a shared parameter to the first one that does.
-
-    Args:
-        placement: Which rank holds which stage.
-        parameters: Those that are shared.
-        num_micro_batches: At most.
-    """
-    slots = []
-    for parameter in parameters:
-        target, *others = first_holders(parameter, placement).values()
-        slots += [
-            sample_slot(parameter.name, one, target, batch) for one in others for batch in range(num_micro_batches)
-        ]
-    return slots

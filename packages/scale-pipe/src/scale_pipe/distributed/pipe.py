@@ -3,43 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from scale_core import Contract, GroupLike, group_of
 from scale_core.comm.collectives import HOST
-from scale_core.comm.group import check_not_forgotten
-from scale_core.consistency.contract import next_number
-from scale_core.microbatch_grads import announces_samples
+from scale_core.comm.group import check_initialized
+from scale_core.consistency.flight_recorder import next_unique_id
+from scale_core.microbatch_grads import microbatch_steps_wanted, register_pipeline
 from scale_core.optim.clip_grad import clip, measured_gradients
-from scale_core.shard import mark_stages
+from scale_core.shard import register_stages
 from scale_pipe.batch_norm import DeferredBatchNorm
-from scale_pipe.distributed.build import connections, cut_in_stages, described, stages_each
-from scale_pipe.distributed.comm.messages import Pass
-from scale_pipe.distributed.data_parallel import check_apart
-from scale_pipe.distributed.errors import Verdict, of_error
-from scale_pipe.distributed.microbatch_grads import Samples, ranks_with_parameters
-from scale_pipe.distributed.module_view import PlainFace
-from scale_pipe.distributed.profile import costs_of, gathered_spans, link_times, measured, solved
-from scale_pipe.distributed.program.channels import traffic_of
-from scale_pipe.distributed.shared_params import Shared, Tied
+from scale_pipe.distributed.build import (
+    find_connections,
+    fingerprint_lines,
+    infer_stages_per_rank,
+    split_into_stages,
+)
+from scale_pipe.distributed.data_parallel import check_disjoint_wrappers
+from scale_pipe.distributed.errors import failure_from_error
+from scale_pipe.distributed.messages import StepKind
+from scale_pipe.distributed.microbatch_grads import MicrobatchGrads, ranks_with_parameters
+from scale_pipe.distributed.module_view import ModelFQNs, StageModuleView
+from scale_pipe.distributed.profile import (
+    costs_from_spans,
+    gather_spans,
+    local_spans,
+    measure_link_times,
+    solve_on_first_rank,
+)
+from scale_pipe.distributed.program import build_channels
+from scale_pipe.distributed.shared_params import SharedParamLookup, SharedParams
 from scale_pipe.distributed.stage import Stage
-from scale_pipe.distributed.state_dict import StagesState
-from scale_pipe.distributed.step_inputs import Asked, Given, LossFunction, Optimizers, given_for
-from scale_pipe.distributed.step_loop import Passes, kept_gradients
+from scale_pipe.distributed.step_inputs import LossFunction, Optimizers, StepArgs, StepInputs, prepare_inputs
+from scale_pipe.distributed.step_loop import StepLoop, restore_grads_on_error
 from scale_pipe.microbatch import Arguments
 from scale_pipe.partition.partition import Checkpoint, check_checkpoint
-from scale_pipe.schedules.registry import SOLVE, schedule_for
+from scale_pipe.schedules.action import TimedAction
+from scale_pipe.schedules.registry import SOLVE, get_schedule
 from scale_pipe.schedules.schedule import Schedule
-from scale_pipe.schedules.simulation import Simulation, TimedAction
+
+if TYPE_CHECKING:
+    from scale_pipe.schedules.simulation import ScheduleSimulation
 
 _MEASURED_STEP = 2  # The first one is slower than all that follow.
 
 
-class DistributedPipe(PlainFace):
-    """A pipeline over the ranks of a group: each holds some stages of the model, and follows its list of the schedule.
+class DistributedPipe(StageModuleView):
+    """A pipeline over the ranks of a group: each holds some stages of the model, and runs its actions of the schedule.
 
     Every rank builds the same model and the same pipeline, and calls `step` for each batch.
 
@@ -56,21 +69,22 @@ class DistributedPipe(PlainFace):
     Args:
         module: An `nn.Sequential`, or the stages that `split(model, [...])` returns; only those of this rank are kept.
         schedule: A name ("1f1b", "zb_v", ...), a `Schedule`, or "solve": the second step and the links are measured,
-            and the following steps run by the schedule that the solver finds for these times.
-        balance: How many layers each stage has, of a sequence.
+            and the following steps run the schedule that the solver finds for these times.
+        balance: The number of layers of each stage, for a sequence.
         chunks: The most micro-batches of a step; a `Schedule` has its own number.
-        stages_per_rank: For schedules that leave it open.
+        stages_per_rank: For schedules that run with any number.
         group: The ranks, in the order of the stages: a process group or a `DeviceMesh` of one dimension; None for all.
-        device: Where the stages of this rank are moved; None leaves them where they are. On the meta device they stay:
-            give this rank's stages memory and values before the first step.
-        checkpoint: For which micro-batches activations are computed again in the backward pass.
-        deferred_batch_norm: Batch norms move their running statistics once per step, by those of the whole batch.
-        memory_cap: Of "solve": live micro-batches on a rank, in model equivalents.
+        device: The device to which the stages of this rank are moved; None leaves them where they are. Stages on the
+            meta device stay there: give this rank's stages memory and values before the first step.
+        checkpoint: "never", "always" or "except_last": the micro-batches whose activations are recomputed in the
+            backward pass.
+        deferred_batch_norm: Batch norms update their running statistics once per step, by those of the whole batch.
+        memory_cap: For "solve", the most live micro-batches on a rank, in model equivalents.
         limit_seconds: The longest wait for another rank; None is the group's own limit, at most ten minutes.
 
     Raises:
-        TypeError: The module or the schedule is none.
-        ValueError: Numbers do not fit each other: the message says which.
+        TypeError: The module is no sequence or list of stages, or the schedule is none.
+        ValueError: Numbers do not fit each other.
         RuntimeError: A launcher has started several ranks, and torch.distributed is not initialised.
         ContractError: The ranks have built different models, splits or schedules.
     """
@@ -93,49 +107,52 @@ class DistributedPipe(PlainFace):
         super().__init__()
         check_checkpoint(checkpoint)
         if group is None:
-            check_not_forgotten()
+            check_initialized()
         self.group = group_of(group)
         self.checkpoint: Checkpoint = checkpoint
-        stages_per_rank = stages_per_rank or stages_each(module, self.group.size, balance)
-        self._schedule = schedule_for(schedule, self.group.size, chunks, stages_per_rank)
-        self._to_be_solved = isinstance(schedule, str) and schedule.lower() == SOLVE
-        if memory_cap is not None and not self._to_be_solved:
+        stages_per_rank = stages_per_rank or infer_stages_per_rank(module, self.group.size, balance)
+        self._schedule = get_schedule(schedule, self.group.size, chunks, stages_per_rank)
+        self._solve_pending = isinstance(schedule, str) and schedule.lower() == SOLVE
+        self._steps_until_solve = _MEASURED_STEP
+        if memory_cap is not None and not self._solve_pending:
             raise ValueError(
                 f'memory_cap={memory_cap} is for schedule="solve", and {self._schedule.name} does not look at it: take '
                 '"solve", or "v_half" or "v_min", which need less memory'
             )
         self._memory_cap = memory_cap
-        stages = cut_in_stages(module, self._schedule.num_stages, balance)
+        stages = split_into_stages(module, self._schedule.num_stages, balance)
         placement = self._schedule.placement
-        self._wiring, self._skip_keys, tied = connections(stages, placement)
-        self._state = StagesState(stages, self.group)
+        self._cross_stage, self._skip_keys, shared_names = find_connections(stages, placement)
+        self._fqns = ModelFQNs(stages)
         self._contract = Contract(self.group, limit_seconds)
-        self._passes = Passes(self.group, self._contract.limit_seconds)
-        self._contract.agree("how the pipeline is built", list(described(self._schedule, stages, self._wiring)))
+        self._limit = self._contract.limit_seconds
+        self._loop = StepLoop(self.group, self._limit)
+        lines = fingerprint_lines(self._schedule, stages, self._cross_stage)
+        self._contract.check_equal("how the pipeline is built", list(lines))
         for index in placement.stages_of[self.group.rank]:
             stage = stages[index]
             if device is not None and not any(param.is_meta for param in stage.parameters()):
                 stage = stage.to(device)
             if deferred_batch_norm:
                 stage = DeferredBatchNorm.convert_deferred_batch_norm(stage, self._schedule.num_micro_batches)
-            self._hold(index, stage)
-        self._tied = Tied(tied, self.stages)
+            self._add_stage(index, stage)
+        self._shared_lookup = SharedParamLookup(shared_names, self.stages)
         self._runners: dict[int, Stage] = {}
-        self._are_new = True  # The stages, as they are wrapped now.
-        self._number = next_number("the number of a pipeline", self._contract)
-        self._num_steps = 0
-        self._wished = HOST if device is None else torch.device(device)
-        self._prepare()
-        announces_samples(self, self.group, ranks_with_parameters(stages, placement, self.group))
-        self._shared = Shared(self._wiring.shared, placement, self.group.rank, self._tied.now(self, self.stages))
-        self._shared.make_equal(self._traffic.host_links, placement, self.group.rank)
-        mark_stages(self)
-
-    # What it is made of.
+        self._wrappers_changed = True
+        self._pipeline_id = next_unique_id("DistributedPipe", self.group)
+        self._requested_device = HOST if device is None else torch.device(device)
+        self._build_channels()
+        register_pipeline(self, self.group, ranks_with_parameters(stages, placement, self.group))
+        shared = self._cross_stage.shared
+        self._grads = MicrobatchGrads(shared, placement, self.group.rank)
+        copies = self._shared_lookup.find(self, self.stages)
+        self._shared = SharedParams(shared, placement, self.group.rank, copies)
+        self._shared.broadcast_values(self._channels.host, placement, self.group.rank)
+        register_stages(self)
 
     @property
     def schedule(self) -> Schedule:
-        """What runs now."""
+        """The schedule that runs now."""
         return self._schedule
 
     @property
@@ -145,28 +162,27 @@ class DistributedPipe(PlainFace):
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
-        params = (param for module in self.stages.values() for param in module.parameters())
-        return next((param.device for param in params if not param.is_meta), self._wished)
+        """The device where this rank computes."""
+        params = (param for module in self._modules.values() if module is not None for param in module.parameters())
+        return next((param.device for param in params if not param.is_meta), self._requested_device)
 
-    def _prepare(self) -> None:
-        """Makes all that follows from the schedule."""
+    def _build_channels(self) -> None:
         self._device = self.device
-        self._traffic = traffic_of(
+        self._channels = build_channels(
             self._schedule,
-            self._wiring,
+            self._cross_stage,
             self.group,
-            number=self._number,
+            pipeline_id=self._pipeline_id,
             device=self._device,
-            limit_seconds=self._contract.limit_seconds,
+            limit_seconds=self._limit,
         )
 
     # Steps.
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """A pipeline is not called: its backward is a part of its step."""
+        """Raises RuntimeError: the backward of a pipeline is a part of its `step`."""
         raise RuntimeError(
-            "a DistributedPipe computes the loss and its gradients in one: write loss = pipe.step(batch, "
+            "a DistributedPipe computes the loss and its gradients in one call: write loss = pipe.step(batch, "
             "target=target, loss_fn=loss_fn), or output = pipe.evaluate(batch) without gradients"
         )
 
@@ -179,42 +195,46 @@ class DistributedPipe(PlainFace):
         stage_inputs: Mapping[int, Mapping[str, Any]] | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Runs a batch through the pipeline and back; gradients are added to `param.grad` of this rank's stages.
+        """Runs the forward and backward of a batch; gradients are added to `param.grad` of this rank's stages.
 
         Args:
-            args: Of the first stage; tensors [N, ...] in any nesting. Ranks without it may leave them out.
-            target: Of the loss function, tensors [N, ...] in any nesting; needed on the rank of the last stage.
+            args: Arguments of the first stage: tensors [N, ...] in any nesting. Other ranks may leave them out.
+            target: Second argument of the loss function: tensors [N, ...] in any nesting; needed on the rank of the
+                last stage.
             loss_fn: `loss_fn(output, target)`, or `loss_fn(output)` without a target: the mean over the samples of a
-                micro-batch. None where the last stage returns that itself.
-            optimizer: Steps each stage as soon as its gradients are there, or where gradients are measured, as by
-                AdaScale, when all ranks are through; one for all stages of this rank, or one for each by its number.
+                micro-batch. None where the last stage returns the loss.
+            optimizer: Steps each stage as soon as its gradients are complete, or where gradients are measured, as by
+                AdaScale, when all ranks have finished; one for all stages of this rank, or one for each by its number.
                 None leaves it to the caller, who may clip gradients before.
-            stage_inputs: By the number of a stage, arguments by keyword that it gets on its own rank.
-            kwargs: Of the first stage, by keyword; one that has a name from above is given as `stage_inputs={0: ...}`.
+            stage_inputs: By the number of a stage, further keyword arguments, given on its own rank.
+            kwargs: Keyword arguments of the first stage; one with a name from above is given as
+                `stage_inputs={0: ...}`.
 
         Returns:
-            The mean loss of the batch: a scalar without history, the same on all ranks.
+            The mean loss of the batch: a detached scalar, the same on all ranks.
 
         Raises:
-            StageError: A stage has failed, or was given what it can't take; on all ranks alike. Gradients are as before
-                the step, and training can go on.
-            ScaleDistributedError: The ranks have lost each other.
+            StageError: A stage has failed, or its arguments are wrong; on all ranks alike. Gradients are as before the
+                step, and training can go on.
+            ScaleDistributedError: A rank was lost.
         """
-        asked = Asked(Arguments(args, kwargs), target, loss_fn, stage_inputs or {}, optimizer)
-        self._begin(Pass.STEP)
+        step_args = StepArgs(Arguments(args, kwargs), target, loss_fn, stage_inputs or {}, optimizer)
+        self._begin(StepKind.STEP)
         # In whatever mode a step is called it computes gradients, and such as can be used outside of inference mode.
         with torch.inference_mode(False), torch.enable_grad():
-            given = given_for(asked, Pass.STEP, self._schedule, self.group.rank, self._device)
-            samples = Samples(self._wiring.shared, self._schedule.placement, self.group.rank)
-            with kept_gradients(self.stages.values(), self._runners), samples:
-                given = self._checked(given._replace(samples=samples), samples)
-                self._shared.begin()
-                _, verdict = self._run(given)
-            loss = verdict.loss_on(self._device)
-            assert loss is not None
-        self._num_steps += 1
-        if self._to_be_solved and self._num_steps >= _MEASURED_STEP:
-            self._solve()
+            inputs = prepare_inputs(step_args, StepKind.STEP, self._schedule, self.group.rank, self._device)
+            with restore_grads_on_error(self._runners.values()):
+                try:
+                    inputs = self._begin_gradients(inputs)
+                    _, loss = self._run(inputs)
+                finally:
+                    if self._grads.step is not None:
+                        self._grads.close()
+        assert loss is not None
+        if self._solve_pending:
+            self._steps_until_solve -= 1
+            if not self._steps_until_solve:
+                self._solve()
         return loss
 
     @torch.no_grad()
@@ -227,7 +247,7 @@ class DistributedPipe(PlainFace):
         stage_inputs: Mapping[int, Mapping[str, Any]] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Runs a batch forward alone, in the mode that the modules are in (`pipe.eval()`).
+        """Runs the forward of a batch, in the mode that the modules are in (`pipe.eval()`).
 
             output = pipe.evaluate(batch)
             loss = pipe.evaluate(batch, target=target, loss_fn=loss_fn)
@@ -236,116 +256,123 @@ class DistributedPipe(PlainFace):
             args: As in `step`.
             target: As in `step`.
             loss_fn: As in `step`. Where the last stage returns the loss itself: `loss_fn=lambda loss: loss`.
-            with_output: Beside a loss, the output as well; otherwise that is not kept.
+            with_output: Whether to return the output beside a loss; otherwise it is not kept.
             stage_inputs: As in `step`.
             kwargs: As in `step`.
 
         Returns:
-            Where the rank of the last stage is given a target or a loss function, the mean loss as `step` has it, a
-            scalar, the same on all ranks; with `with_output` a tuple of the loss and the output. Without them the
-            output. The output is that of the whole batch on the rank of the last stage, and None on the others.
+            Where the rank of the last stage is given a target or a loss function, the mean loss as `step` returns it;
+            with `with_output` a tuple of the loss and the output. Without them the output, which is that of the whole
+            batch on the rank of the last stage, and None on the others.
 
         Raises:
             StageError: As in `step`.
             ScaleDistributedError: As in `step`.
         """
-        asked = Asked(Arguments(args, kwargs), target, loss_fn, stage_inputs or {}, with_output=with_output)
-        self._begin(Pass.EVALUATION)
-        output, verdict = self._run(given_for(asked, Pass.EVALUATION, self._schedule, self.group.rank, self._device))
-        loss = verdict.loss_on(self._device)
+        step_args = StepArgs(Arguments(args, kwargs), target, loss_fn, stage_inputs or {}, with_output=with_output)
+        self._begin(StepKind.EVALUATION)
+        inputs = prepare_inputs(step_args, StepKind.EVALUATION, self._schedule, self.group.rank, self._device)
+        output, loss = self._run(inputs)
         return output if loss is None else (loss, output) if with_output else loss
 
-    def _run(self, given: Given) -> tuple[Any, Verdict]:
-        run, verdict = self._passes.run(self._traffic, self._runners, given, self._shared)
-        return run.output, verdict
-
-    def _begin(self, kind: Pass) -> None:
-        self._passes.begin(kind)
-        if self._shared.is_unequal:
-            self._shared.look_again(self._tied.now(self, self.stages))
-            self._shared.make_equal(self._traffic.host_links, self._schedule.placement, self.group.rank)
+    def _begin(self, kind: StepKind) -> None:
+        """Begins a pass with the stages as they are now, some of which may have been wrapped or moved."""
+        self._loop.begin(kind)
+        if self._cross_stage.shared and self._shared.needs_broadcast:
+            self._shared.update(self._shared_lookup.find(self, self.stages))
+            self._shared.broadcast_values(self._channels.host, self._schedule.placement, self.group.rank)
         device = self.device
         if device != self._device:
             self._device = device
-            self._traffic.compute_on(device)
-        for index, module in self.stages.items():
-            known = self._runners.get(index)
-            if known is None or known.module is not module:
-                self._are_new = True
-                pops, stashes = self._keys(index, pops=True), self._keys(index, pops=False)
+            self._channels.set_device(device)
+        stages = zip(self._schedule.placement.stages_of[self.group.rank], self._modules.values(), strict=True)
+        for index, module in stages:
+            runner = self._runners.get(index)
+            if runner is None or runner.module is not module:
+                assert module is not None
+                self._wrappers_changed = True
+                skips = self._cross_stage.skips
+                pops = {skip.name: self._skip_keys[skip.name] for skip in skips if skip.target == index}
+                stashes = {skip.name: self._skip_keys[skip.name] for skip in skips if skip.source == index}
                 self._runners[index] = Stage(index, module, pops, stashes, self.checkpoint)
 
-    def _checked(self, given: Given, samples: Samples) -> Given:
-        """Looks at wrappers and shared parameters again, and announces the step; an error fails it on all ranks."""
+    def _begin_gradients(self, inputs: StepInputs) -> StepInputs:
+        """Looks at wrappers and shared parameters, and announces the step; an error fails it on all ranks."""
         try:
-            if self._are_new:
-                check_apart(self.stages)
-                self._are_new = False
-            tied = self._tied.now(self, self.stages)
-            self._shared.look_again(tied)
-            for runner in self._runners.values():
-                runner.shared = [param for param, _ in tied.values()]
-            samples.begin(self.stages, {name: param for name, (param, _) in tied.items()})
+            copies: dict[str, nn.Parameter] = {}
+            if self._wrappers_changed:
+                check_disjoint_wrappers(self.stages)
+                self._wrappers_changed = False
+            if self._cross_stage.shared:
+                found = self._shared_lookup.find(self, self.stages)
+                self._shared.update(found)
+                copies = {name: param for name, (param, _) in found.items()}
+                for runner in self._runners.values():
+                    runner.shared = list(copies.values())
+            if microbatch_steps_wanted():
+                self._grads.begin(self.stages, copies)
         except Exception as error:
-            words = "what its stages are wrapped in, or measured by"
-            return given._replace(
-                failure=of_error(error, rank=self.group.rank, stage=min(self.stages), micro_batch=-1, doing=words),
-                cause=error,
-            )
-        return given
+            action = "what its stages are wrapped in, or measured by"
+            failure = failure_from_error(error, rank=self.group.rank, stage=min(self.stages), action=action)
+            inputs = inputs._replace(failure=failure, cause=error)
+        if self._cross_stage.shared:
+            self._shared.set_grads_aside()
+        return inputs
 
-    def _keys(self, index: int, *, pops: bool) -> dict[str, Any]:
-        skips = self._wiring.skips
-        return {
-            skip.name: self._skip_keys[skip.name] for skip in skips if index == (skip.target if pops else skip.source)
-        }
+    def _run(self, inputs: StepInputs) -> tuple[Any, Tensor | None]:
+        """Runs a pass, and returns the output on the last stage's rank and the loss on all."""
+        runtime, status = self._loop.run(self._channels, self._runners, inputs, self._shared, self._grads, self._device)
+        return runtime.output, status.loss
 
     # Measured and solved.
 
     @property
     def last_trace(self) -> tuple[TimedAction, ...]:
-        """What this rank has computed in its last pass, in seconds from its begin."""
-        return () if self._passes.last is None else self._passes.last[0]
+        """This rank's actions of its last pass, in seconds from its start."""
+        return () if self._loop.last is None else local_spans(self._loop.last, self.group.rank)
 
-    def measured(self) -> Simulation:
+    def measured(self) -> ScheduleSimulation:
         """Returns the last pass of all ranks, to be drawn beside the plan; all ranks call it together.
 
+            measured = pipe.measured()
             save_drawing([simulate(pipe.schedule, measured.costs), measured], "step.svg")
 
         Raises:
-            RuntimeError: There was none.
+            RuntimeError: There was no pass yet.
             TransferError: A rank did not come.
         """
-        if self._passes.last is None:
+        from scale_pipe.schedules.simulation import ScheduleSimulation  # Steps need no simulator.
+
+        if self._loop.last is None:
             raise RuntimeError("there is nothing measured before the first step: call pipe.step(...) first")
-        spans, began = self._passes.last
-        return measured(self._schedule, gathered_spans(spans, self.group, began, self._contract.limit_seconds))
+        spans = gather_spans(self._loop.last, self.group, self._limit)
+        return ScheduleSimulation(self._schedule, costs_from_spans(spans, self._schedule.num_stages), spans)
 
     def _solve(self) -> None:
-        self._to_be_solved = False
+        self._solve_pending = False
         spans = self.measured().spans
-        limit, traffic = self._contract.limit_seconds, self._traffic
-        link = link_times(self._schedule.placement, traffic.links, traffic.probes, self.group, limit)
-        costs = costs_of(spans, self._schedule.num_stages, link)
-        self._schedule = solved(self._schedule, costs, self.group, self._memory_cap, limit)
-        self._prepare()
+        placement, channels = self._schedule.placement, self._channels
+        link = measure_link_times(placement, channels.p2p, channels.probes, self.group, self._limit)
+        costs = costs_from_spans(spans, self._schedule.num_stages, link)
+        self._schedule = solve_on_first_rank(self._schedule, costs, self.group, self._memory_cap, self._limit)
+        self._build_channels()
 
     # State.
 
     def state_dict(  # type: ignore[override]  # torch overloads it
         self, *args: Any, full: bool = False, **kwargs: Any
     ) -> dict[str, Any]:
-        """Returns what this rank holds, by the names of the plain model.
+        """Returns this rank's part of the state dict of the original model.
 
         Args:
             args: `destination`, `prefix`, `keep_vars`, as torch has them.
-            full: The whole model, in its order of names, on the host of the first rank, and nothing on the others; all
-                ranks call it together, with those that divide a stage's layers or shard it.
-            kwargs: Likewise.
+            full: Return the whole state dict, in the model's order, on the host of the first rank, and {} on others;
+                all ranks call it together, with those that shard a stage or its layers.
+            kwargs: The same by keyword.
         """
-        own = super().state_dict(*args, **kwargs)
-        links, placement = self._traffic.host_links, self._schedule.placement
-        return self._state.whole(own, links, placement) if full else own
+        local = super().state_dict(*args, **kwargs)
+        placement = self._schedule.placement
+        return self._gather_full(local, self.group.rank, self._channels.host, placement) if full else local
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales all gradients of all stages so that their norm is at most `max_norm`; all ranks call it together.
@@ -362,8 +389,8 @@ class DistributedPipe(PlainFace):
             TransferError: A rank did not come.
         """
         gradients = measured_gradients(list(self.parameters()))
-        return clip(gradients, float(max_norm), float(norm_type), self._contract.limit_seconds, [self])
+        return clip(gradients, float(max_norm), float(norm_type), self._limit, [self])
 
     def counted_elsewhere(self) -> set[nn.Parameter]:
-        """Returns those of this rank's parameters that another stage shares, whose rank counts them in a norm."""
+        """Returns this rank's copies of shared parameters that another rank counts in a norm."""
         return self._shared.counted_elsewhere()

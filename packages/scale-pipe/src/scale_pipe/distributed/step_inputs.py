@@ -1,4 +1,4 @@
-"""What a rank is given for a step, cut into micro-batches. What is wrong with it fails the step on all ranks alike."""
+"""The inputs of one rank for a pass, cut into micro-batches; an error in them fails the step on all ranks alike."""
 
 from __future__ import annotations
 
@@ -9,70 +9,87 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from scale_pipe.distributed.comm.messages import Failure, Pass, Share
-from scale_pipe.distributed.errors import of_error
-from scale_pipe.distributed.microbatch_grads import Samples
-from scale_pipe.distributed.stage import ToLoss
-from scale_pipe.microbatch import Arguments, batch_size_of, copied_to, cut, micro_batch_sizes, scatter
+from scale_pipe.distributed.errors import failure_from_error
+from scale_pipe.distributed.messages import ChunkSize, Failure, StepKind
+from scale_pipe.distributed.stage import StageLoss
+from scale_pipe.microbatch import Arguments, batch_size_of, copy_to, cut, micro_batch_sizes, scatter_with_sizes
 from scale_pipe.schedules.schedule import Schedule
 
-OnStep = Callable[[int], Sequence[int]]
-"""Steps what belongs to a stage, and returns the stages whose parameters were updated."""
-
-
-class Parts(NamedTuple):
-    """Something that is given for a mini-batch, by micro-batch.
-
-    Attributes:
-        of: By micro-batch.
-        total: Samples of the mini-batch that it was cut from; None where each micro-batch gets the whole.
-    """
-
-    of: Sequence[Any]
-    total: int | None
-
-
-class Given(NamedTuple):
-    """What a rank is given for a pass.
-
-    Attributes:
-        shares: Of each micro-batch, on the rank of the first stage; elsewhere they arrive.
-        arguments: By stage of this rank, the `Arguments` that it is called with beside what arrives.
-        to_loss: On the rank of the last stage, where a loss is wanted.
-        keeps_output: On the rank of the last stage, in an evaluation: its output is wanted.
-        on_step: Called for each stage where the schedule steps it; returns the stages whose parameters were updated.
-        failure: What was wrong with it.
-        cause: What was raised then.
-        samples: Tells of the step to whoever measures gradients; None in an evaluation.
-    """
-
-    shares: Sequence[Share] = ()
-    arguments: Mapping[int, Parts] = {}
-    to_loss: ToLoss | None = None
-    keeps_output: bool = False
-    on_step: OnStep | None = None
-    failure: Failure | None = None
-    cause: Exception | None = None
-    samples: Samples | None = None
-
+LossFunction = Callable[..., Any]
 
 Optimizers = Optimizer | Mapping[int, Optimizer]
 """One for all stages of a rank, or one for each."""
 
+StepOptimizer = Callable[[int], Sequence[int]]
+"""Steps a stage, and returns the stages whose parameters were updated."""
 
-def stepper(optimizer: Optimizers | None, stages: Sequence[int]) -> Callable[[int], tuple[int, ...]] | None:
-    """Returns what steps a stage, and says which stages were stepped; one optimizer for all steps with the last.
 
-    Args:
-        optimizer: What was given; None steps nothing.
-        stages: Of this rank.
+class StepArgs(NamedTuple):
+    """The arguments of a call of `step` or `evaluate`."""
 
-    Raises:
-        TypeError: It is no optimizer.
-        ValueError: It is for a stage that is not here.
-    """
-    if optimizer is None:
-        return None
+    arguments: Arguments  # of the first stage; on other ranks they may be empty
+    target: Any  # [N, ...], or None
+    loss_fn: LossFunction | None  # None where the last stage returns the loss
+    stage_inputs: Mapping[int, Mapping[str, Any]]  # by stage, further arguments by keyword
+    optimizer: Optimizers | None = None  # None leaves stepping to the caller
+    with_output: bool = False  # of an evaluation with a loss
+
+
+class Chunks(NamedTuple):
+    """Inputs of a mini-batch by micro-batch; `total` samples, None where each micro-batch gets the whole."""
+
+    by_micro_batch: Sequence[Any]
+    total: int | None
+
+
+class StepInputs(NamedTuple):
+    """What a rank needs to run a pass."""
+
+    chunk_sizes: Sequence[ChunkSize] = ()  # on the rank of the first stage; elsewhere they arrive
+    arguments: Mapping[int, Chunks] = {}  # by stage of this rank, the `Arguments` beside what arrives
+    loss_fn: StageLoss | None = None  # on the rank of the last stage, where a loss is wanted
+    keep_output: bool = False  # on the rank of the last stage, in an evaluation
+    step_optimizer: StepOptimizer | None = None  # called for each stage where the schedule steps it
+    failure: Failure | None = None  # what is wrong with them
+    cause: Exception | None = None
+
+
+def prepare_inputs(args: StepArgs, kind: StepKind, schedule: Schedule, rank: int, device: torch.device) -> StepInputs:
+    """Cuts the arguments of a call into micro-batches on this rank's device; errors are in `failure`."""
+    num_stages, chunks = len(schedule.placement.rank_of), schedule.num_micro_batches
+    stages = schedule.placement.stages_of[rank]
+    stage = stages[0]
+    try:
+        _check_stage_inputs(args.stage_inputs, num_stages)
+        step_optimizer = None if args.optimizer is None else optimizer_stepper(args.optimizer, stages)
+        chunk_sizes: list[ChunkSize] = []
+        arguments: dict[int, Chunks] = {}
+        for stage in stages:
+            extra = dict(args.stage_inputs.get(stage, {}))
+            if stage == 0:
+                inputs = Arguments(args.arguments.args, {**args.arguments.kwargs, **extra})
+                parts, sizes = scatter_with_sizes(inputs, chunks)
+                total = sum(sizes)
+                chunk_sizes = [ChunkSize(size, total, len(sizes)) for size in sizes]
+                arguments[0] = Chunks(copy_to(device, parts), total)
+            elif extra:
+                arguments[stage] = _cut(Arguments((), extra), chunks, device)
+        inputs_of_rank = StepInputs(chunk_sizes, arguments, step_optimizer=step_optimizer)
+        if num_stages - 1 not in stages:
+            return inputs_of_rank
+        stage = num_stages - 1
+        has_loss = kind is StepKind.STEP or args.target is not None or args.loss_fn is not None
+        return inputs_of_rank._replace(
+            loss_fn=_stage_loss(args, chunks, device) if has_loss else None,
+            keep_output=kind is StepKind.EVALUATION and (args.with_output or not has_loss),
+        )
+    except Exception as error:
+        failure = failure_from_error(error, rank=rank, stage=stage, action="what it was called with")
+        return StepInputs(failure=failure, cause=error)
+
+
+def optimizer_stepper(optimizer: Optimizers, stages: Sequence[int]) -> StepOptimizer:
+    """Steps one optimizer for all stages with the last of them, or each stage's own."""
     if isinstance(optimizer, Mapping):
         by_stage = dict(optimizer)
         for stage, one in by_stage.items():
@@ -81,7 +98,7 @@ def stepper(optimizer: Optimizers | None, stages: Sequence[int]) -> Callable[[in
                     f"an optimizer was given for stage {stage!r}, but this rank holds the stages {list(stages)}: write "
                     "optimizer={index: ... for index in pipe.stages}"
                 )
-            _check(one)
+            _check_optimizer(one)
 
         def step_one(stage: int) -> tuple[int, ...]:
             if stage not in by_stage:
@@ -90,35 +107,29 @@ def stepper(optimizer: Optimizers | None, stages: Sequence[int]) -> Callable[[in
             return (stage,)
 
         return step_one
-    _check(optimizer)
+    _check_optimizer(optimizer)
     waiting = set(stages)
 
-    def step(stage: int) -> tuple[int, ...]:
+    def step_all(stage: int) -> tuple[int, ...]:
         waiting.discard(stage)
         if waiting:
             return ()
         optimizer.step()
         return tuple(stages)
 
-    return step
+    return step_all
 
 
-def _check(optimizer: object) -> None:
+def _check_optimizer(optimizer: object) -> None:
     if not callable(getattr(optimizer, "step", None)):
         raise TypeError(f"expected an optimizer, or a dict of them by stage, but got {type(optimizer).__name__}")
 
 
-def check_is_mean(loss_fn: Any) -> None:
-    """Refuses a loss function that says of itself that it is a sum.
+def check_mean_loss(loss_fn: Any) -> None:
+    """Refuses a loss function with `reduction="sum"`, also in a partial (ValueError).
 
     The loss of a step is the mean over its micro-batches, each weighted by its samples, so of a sum over N samples it
-    would be a fraction, and gradients with it. A function that sums without saying so can't be told from others.
-
-    Args:
-        loss_fn: As a user gives it: any function, a module, a partial of one; None where there is none.
-
-    Raises:
-        ValueError: It has `reduction="sum"`.
+    would be a fraction, and gradients with it. A function that sums without an attribute can't be told from others.
     """
     function, reduction = loss_fn, None
     while isinstance(function, partial):
@@ -128,81 +139,13 @@ def check_is_mean(loss_fn: Any) -> None:
         return
     title = getattr(function, "__name__", type(function).__name__)
     raise ValueError(
-        f'loss_fn is expected to return the mean over the samples of a micro-batch, and {title} has reduction="sum": '
-        'write reduction="mean"; or, for the gradients of the sum over a batch of N samples, '
+        f'loss_fn is expected to return the mean over the samples of a micro-batch, and {title} has reduction="sum". '
+        'Write reduction="mean"; or, for the gradients of the sum over a batch of N samples, '
         "loss_fn=lambda output, target: N * sum_loss(output, target) / len(target)"
     )
 
 
-LossFunction = Callable[..., Any]
-
-
-class Asked(NamedTuple):
-    """What a step or an evaluation was called with.
-
-    Attributes:
-        arguments: Of the first stage; on other ranks they may be empty.
-        target: What the loss function compares with, [N, ...]; None where it needs none.
-        loss_fn: From output and target to their mean loss; None where the last stage returns it.
-        stage_inputs: By stage, further arguments by keyword.
-        optimizer: Steps stages as soon as their gradients are there; None leaves that to the caller.
-        with_output: Of an evaluation with a loss: the output is wanted as well.
-    """
-
-    arguments: Arguments
-    target: Any
-    loss_fn: LossFunction | None
-    stage_inputs: Mapping[int, Mapping[str, Any]]
-    optimizer: Optimizers | None = None
-    with_output: bool = False
-
-
-def given_for(asked: Asked, kind: Pass, schedule: Schedule, rank: int, device: torch.device) -> Given:
-    """Returns what this rank goes into a pass with.
-
-    Args:
-        asked: What the call says.
-        kind: A step has a loss anyhow, an evaluation where it is given what makes one.
-        schedule: Says which stages are here, and how many micro-batches there may be.
-        rank: This one.
-        device: Where it computes.
-    """
-    doing, stages = "what it was called with", schedule.placement.stages_of[rank]
-    stage = stages[0]
-    try:
-        shares, arguments = [], {}
-        _check_stages(asked.stage_inputs, schedule.num_stages)
-        on_step = stepper(asked.optimizer, stages)
-        for stage in stages:
-            extra = dict(asked.stage_inputs.get(stage, {}))
-            if stage == 0:
-                inputs = Arguments(asked.arguments.args, {**asked.arguments.kwargs, **extra})
-                parts = copied_to(device, scatter(inputs, schedule.num_micro_batches))
-                shares = _shares(inputs, schedule.num_micro_batches)
-                arguments[0] = Parts(parts, shares[0].total)
-            elif extra:
-                arguments[stage] = _cut(Arguments((), extra), schedule.num_micro_batches, device)
-        given = Given(shares, arguments, on_step=on_step)
-        if schedule.num_stages - 1 not in stages:
-            return given
-        stage = schedule.num_stages - 1
-        has_loss = kind is Pass.STEP or asked.target is not None or asked.loss_fn is not None
-        return given._replace(
-            to_loss=_loss_of(asked, schedule.num_micro_batches, device) if has_loss else None,
-            keeps_output=kind is Pass.EVALUATION and (asked.with_output or not has_loss),
-        )
-    except Exception as error:
-        return Given(failure=of_error(error, rank=rank, stage=stage, micro_batch=-1, doing=doing), cause=error)
-
-
-def _shares(inputs: Any, chunks: int) -> list[Share]:
-    total = batch_size_of(inputs)
-    assert total is not None
-    sizes = micro_batch_sizes(total, chunks)
-    return [Share(size, total, len(sizes)) for size in sizes]
-
-
-def _check_stages(stage_inputs: Any, num_stages: int) -> None:
+def _check_stage_inputs(stage_inputs: Any, num_stages: int) -> None:
     if not isinstance(stage_inputs, Mapping):
         raise TypeError(
             f"expected stage_inputs to be a dict of keyword arguments by stage, but got {type(stage_inputs).__name__}: "
@@ -215,29 +158,29 @@ def _check_stages(stage_inputs: Any, num_stages: int) -> None:
             )
 
 
-def _cut(inputs: Any, chunks: int, device: torch.device) -> Parts:
+def _cut(inputs: Any, chunks: int, device: torch.device) -> Chunks:
     """Cuts inputs; those without a tensor [N, ...] go to every micro-batch."""
     total = batch_size_of(inputs)
     parts = [inputs] * chunks if total is None else cut(inputs, micro_batch_sizes(total, chunks))
-    return Parts(copied_to(device, parts), total)
+    return Chunks(copy_to(device, parts), total)
 
 
-def _loss_of(asked: Asked, chunks: int, device: torch.device) -> ToLoss:
-    check_is_mean(asked.loss_fn)
-    loss_fn, targets = asked.loss_fn, Parts([], None)
-    if asked.target is not None:
-        targets = _cut(asked.target, chunks, device)
+def _stage_loss(args: StepArgs, chunks: int, device: torch.device) -> StageLoss:
+    check_mean_loss(args.loss_fn)
+    loss_fn, targets = args.loss_fn, Chunks([], None)
+    if args.target is not None:
+        targets = _cut(args.target, chunks, device)
 
-    def to_loss(output: Any, micro_batch: int, share: Share) -> Any:
-        if targets.total is not None and targets.total != share.total:
+    def stage_loss(output: Any, micro_batch: int, chunk_size: ChunkSize) -> Any:
+        if targets.total is not None and targets.total != chunk_size.total:
             raise ValueError(
-                f"the mini-batch has {share.total} samples, and target has {targets.total}: give target for the same "
-                "samples"
+                f"the mini-batch has {chunk_size.total} samples, and target has {targets.total}: give target for the "
+                "same samples"
             )
         if loss_fn is None:
             return output
-        if asked.target is not None:
-            return loss_fn(output, targets.of[micro_batch])
+        if args.target is not None:
+            return loss_fn(output, targets.by_micro_batch[micro_batch])
         try:
             return loss_fn(output)
         except TypeError as error:
@@ -246,4 +189,4 @@ def _loss_of(asked: Asked, chunks: int, device: torch.device) -> ToLoss:
             )
             raise
 
-    return to_loss
+    return stage_loss

@@ -2,189 +2,216 @@
 
 from __future__ import annotations
 
+import struct
 import time
-from collections.abc import Iterable, Iterator, Mapping
+import zlib
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
-from torch import nn
+import torch
+from torch import Tensor
 
 from scale_core import ScaleDistributedError
-from scale_core.comm.control_plane import exchange
+from scale_core.comm.collectives import exchange
 from scale_core.comm.group import Group
 from scale_core.comm.work import TransferError
-from scale_core.consistency.flight_recorder import LastWords
-from scale_pipe.distributed import errors as failures
-from scale_pipe.distributed.comm.messages import Failure, Pass
-from scale_pipe.distributed.comm.p2p import LinkError, Links
-from scale_pipe.distributed.data_parallel import gradients_of
-from scale_pipe.distributed.errors import Verdict, agree_on_end, mean_loss
-from scale_pipe.distributed.microbatch_grads import Samples
-from scale_pipe.distributed.profile import spans_of
-from scale_pipe.distributed.program.channels import Traffic
-from scale_pipe.distributed.runtime import Run
-from scale_pipe.distributed.shared_params import Shared
+from scale_core.consistency.flight_recorder import FlightRecorder
+from scale_pipe.distributed import errors
+from scale_pipe.distributed.data_parallel import grad_holders
+from scale_pipe.distributed.messages import Failure, StepKind
+from scale_pipe.distributed.microbatch_grads import MicrobatchGrads
+from scale_pipe.distributed.p2p import P2PChannel, P2PError
+from scale_pipe.distributed.program import RankChannels
+from scale_pipe.distributed.runtime import PassRuntime
+from scale_pipe.distributed.shared_params import SharedParams
 from scale_pipe.distributed.stage import Stage
-from scale_pipe.distributed.step_inputs import Given, OnStep
-from scale_pipe.schedules.simulation import TimedAction
+from scale_pipe.distributed.step_inputs import StepInputs, StepOptimizer
+from scale_pipe.schedules.action import Action
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-class Passes:
-    """What a rank knows of its passes.
+class StepStatus(NamedTuple):
+    """What all ranks know after a pass."""
 
-    Args:
-        group: The ranks of the pipeline.
-        limit_seconds: The longest wait for another rank.
+    failed_ranks: list[int]
+    loss: Tensor | None  # the mean over the mini-batch, a scalar on this rank's device
+    measured_ranks: list[int]  # where gradients are measured by micro-batch
+    signatures_match: bool  # they are measured alike on all ranks
+    steps_after_all: bool  # some rank steps its stages now that all have finished
 
-    Attributes:
-        last: What the last one has computed, in seconds from its begin, and when that was; None before the first.
-    """
+
+class TimedPass(NamedTuple):
+    """The actions of a pass with their start and end in seconds, and when the pass began."""
+
+    actions: list[tuple[Action, float, float]]  # by time.perf_counter
+    start: float  # by time.perf_counter
+    wall_clock: float  # seconds since the epoch
+
+
+class StepLoop:
+    """The passes of a rank; `last` is the latest one that went well."""
 
     def __init__(self, group: Group, limit_seconds: float | None) -> None:
-        self.last: tuple[tuple[TimedAction, ...], float] | None = None
+        self.last: TimedPass | None = None
         self._group = group
         self._limit = limit_seconds
-        self._words = LastWords(group)
-        self._number = 0
-        self._kind = Pass.STEP
+        self._recorder = FlightRecorder(group)
+        self._number = 0  # of passes
+        self._kind = StepKind.STEP
         self._broken: str | None = None
 
-    def begin(self, kind: Pass) -> None:
-        """Another one begins.
-
-        Args:
-            kind: Of which kind.
-
-        Raises:
-            ScaleDistributedError: The ranks have lost each other before.
-        """
+    def begin(self, kind: StepKind) -> None:
+        """Counts a pass. Raises ScaleDistributedError if a rank was lost in an earlier one."""
         if self._broken is not None:
             raise ScaleDistributedError(
                 f"the ranks of the pipeline have lost each other in an earlier step:\n{self._broken}\n"
-                "end this process and start from the last checkpoint",
+                "End this process and start from the last checkpoint",
                 step=self._number,
             )
         self._number += 1
         self._kind = kind
 
-    def run(self, traffic: Traffic, stages: Mapping[int, Stage], given: Given, shared: Shared) -> tuple[Run, Verdict]:
-        """Goes through a list, and returns what came of it here, and what all ranks know of it.
+    def run(
+        self,
+        channels: RankChannels,
+        stages: Mapping[int, Stage],
+        inputs: StepInputs,
+        shared: SharedParams,
+        grads: MicrobatchGrads,
+        device: torch.device,
+    ) -> tuple[PassRuntime, StepStatus]:
+        """Runs a program, and returns what came of it here and on all ranks.
 
-        Args:
-            traffic: What this rank does in passes of each kind, and by which links.
-            stages: Of this rank.
-            given: What it is given.
-            shared: The parameters that it shares with others.
-
-        Raises:
-            StageError: A stage has failed, on whichever rank.
-            ScaleDistributedError: The ranks have lost each other.
+        Raises StageError on all ranks if a stage has failed, and ScaleDistributedError if a rank was lost.
         """
-        heard = given.samples is not None and given.samples.is_heard
-        on_step = given.on_step
-        if heard:  # How far an optimizer goes all ranks know at the end of the step alone.
-            given = given._replace(on_step=None)
-        run = Run(self._group, self._kind, traffic.orders, stages, traffic.links, given, shared, self._limit)
-        steps_late = heard and on_step is not None
-        terms = () if given.samples is None else given.samples.terms
-        began, clock = time.time(), time.perf_counter()
+        runtime = PassRuntime(self._group, self._kind, channels, stages, inputs, shared, grads, self._limit)
+        steps_after_all = grads.is_measured and inputs.step_optimizer is not None
+        wall_clock, start = time.time(), time.perf_counter()
         try:
-            run.go()
-            if run.failure is not None and run.failure.lost:
-                self._lose(run.failure)
-            loss = mean_loss(run.losses, run.shares) if run.losses else None
-            failed = run.failure is not None
-            verdict = agree_on_end(
-                self._group,
-                failed=failed,
-                loss=loss,
-                heard=heard,
-                terms=terms,
-                steps_late=steps_late,
-                limit_seconds=self._limit,
-            )
-            if verdict.failed:
-                self._give_up(run)
+            runtime.run()
+            if runtime.failure is not None and runtime.failure.rank_lost:
+                self._raise_rank_lost(runtime.failure)
+            status = self._exchange_status(runtime, grads, steps_after_all, device)
+            if status.failed_ranks:
+                self._abort(runtime)
         except TransferError as error:
-            self._lose(failures.of_end(error, self._group.rank))
-        except failures.StageError:
+            self._raise_rank_lost(errors.failure_at_end(error, self._group.rank))
+        except errors.StageError:
             raise
-        except BaseException as error:  # The others may still wait for this rank, which has left its list.
+        except BaseException as error:  # The others may still wait for this rank, which has left its program.
             self._broken = self._broken or f"rank {self._group.rank} left step {self._number}: {error!r}"
             raise
-        if given.samples is not None and verdict.heard:
-            self._tell(given.samples, verdict, run, traffic.sample_links)
-        if verdict.steps_late:
-            self._step_late(run, on_step if steps_late else None)
-        self.last = spans_of(run.times, self._group.rank, clock), began
-        return run, verdict
+        if status.measured_ranks:
+            self._report_microbatch_grads(grads, status, runtime, channels.microbatch_grads)
+        if status.steps_after_all:
+            self._step_after_all(runtime, inputs.step_optimizer if steps_after_all else None)
+        self.last = TimedPass(runtime.timed_actions, start, wall_clock)
+        return runtime, status
 
-    def _tell(self, samples: Samples, verdict: Verdict, run: Run, links: Links) -> None:
-        """Tells those who measure gradients of a step that has gone well on all ranks."""
-        shares = [run.shares[number] for number in sorted(run.shares)]
+    def _exchange_status(
+        self, runtime: PassRuntime, grads: MicrobatchGrads, steps_after_all: bool, device: torch.device
+    ) -> StepStatus:
+        """Exchanges how the pass went; the one place where a step waits for what a device has computed."""
+        failed = runtime.failure is not None
+        # Records of other lengths, as those of a contract, are never taken for these five integers.
+        bits, dtype, flags, fingerprint = 0, -1, int(grads.is_measured) + 2 * int(steps_after_all), 0
+        if runtime.losses and not failed:
+            terms = (
+                runtime.losses[number].reshape(()) * runtime.chunk_sizes[number].weight
+                for number in sorted(runtime.losses)
+            )
+            loss = next(terms)
+            for term in terms:
+                loss = loss + term
+            (bits,) = struct.unpack("<q", struct.pack("<d", float(loss)))
+            dtype = _DTYPES.index(loss.dtype) if loss.dtype in _DTYPES else 0
+        if grads.is_measured:
+            signatures = grads.signatures
+            fingerprint = zlib.crc32(repr([tuple(each) for each in signatures]).encode()) if signatures else 0
+        rows = exchange([int(failed), bits, dtype, flags, fingerprint], self._group, limit_seconds=self._limit)
+        mean: Tensor | None = None
+        for row in rows:
+            if row[2] >= 0:
+                (value,) = struct.unpack("<d", struct.pack("<q", row[1]))
+                mean = torch.tensor(value, dtype=_DTYPES[row[2]], device=device)
+                break
+        return StepStatus(
+            failed_ranks=[rank for rank, row in enumerate(rows) if row[0]],
+            loss=mean,
+            measured_ranks=[rank for rank, row in enumerate(rows) if row[3] & 1],
+            signatures_match=len({row[4] for row in rows}) == 1,
+            steps_after_all=any(row[3] & 2 for row in rows),
+        )
+
+    def _report_microbatch_grads(
+        self, grads: MicrobatchGrads, status: StepStatus, runtime: PassRuntime, channel: P2PChannel
+    ) -> None:
+        """Ends the step for those who measure gradients, once it has gone well on all ranks."""
+        sizes = [runtime.chunk_sizes[number] for number in sorted(runtime.chunk_sizes)]
         try:
-            samples.check_holders(verdict.heard)
-            if not verdict.is_heard_alike:
-                samples.check_terms(self._group, self._limit)
-            samples.add_up(len(shares), links)
-        except LinkError as error:
-            self._lose(failures.of_link(error, rank=self._group.rank, stage=error.slot.target))
+            grads.check_holders(status.measured_ranks)
+            if not status.signatures_match:
+                grads.check_signatures(self._group, self._limit)
+            grads.sum_shared(len(sizes), channel)
+        except P2PError as error:
+            self._raise_rank_lost(errors.failure_from_p2p(error, rank=self._group.rank, stage=error.slot.target))
         except TransferError as error:
-            self._lose(failures.of_end(error, self._group.rank))
+            self._raise_rank_lost(errors.failure_at_end(error, self._group.rank))
         except RuntimeError as error:
-            if run.stepped:
-                error.add_note(_were_stepped(run))
+            if runtime.stepped_stages:
+                error.add_note(_stepped_note(runtime))
             raise
-        samples.end([share.weight for share in shares])
+        grads.end([size.weight for size in sizes])
 
-    def _step_late(self, run: Run, on_step: OnStep | None) -> None:
-        """Steps stages when all ranks are through, and gives the step up on all of them if one fails."""
+    def _step_after_all(self, runtime: PassRuntime, step_optimizer: StepOptimizer | None) -> None:
+        """Steps stages when all ranks have finished, and aborts the step on all of them if one fails."""
         try:
-            if on_step is not None:
-                run.step_all(on_step)
-            rows = exchange([int(run.failure is not None)], self._group, limit_seconds=self._limit)
+            if step_optimizer is not None:
+                runtime.step_stages(step_optimizer)
+            rows = exchange([int(runtime.failure is not None)], self._group, limit_seconds=self._limit)
         except TransferError as error:
-            self._lose(failures.of_end(error, self._group.rank))
+            self._raise_rank_lost(errors.failure_at_end(error, self._group.rank))
         except BaseException as error:
             self._broken = f"rank {self._group.rank} left step {self._number}: {error!r}"
             raise
         if any(failed for (failed,) in rows):
-            self._give_up(run)
+            self._abort(runtime)
 
-    def _give_up(self, run: Run) -> NoReturn:
-        """Raises on all ranks what was raised on one."""
-        note = _were_stepped(run) if run.stepped else ""
-        cause, run.cause = run.cause, None  # Its traceback leads to the run: what is a cycle outlives the error.
-        failures.raise_together(run.failure, self._group, self._number, cause, self._limit, note)
+    def _abort(self, runtime: PassRuntime) -> NoReturn:
+        note = _stepped_note(runtime) if runtime.stepped_stages else ""
+        # The traceback of the cause leads to the runtime: a cycle would outlive the error.
+        cause, runtime.cause = runtime.cause, None
+        errors.raise_on_all_ranks(runtime.failure, self._group, self._number, cause, self._limit, note)
 
-    def _lose(self, failure: Failure) -> NoReturn:
-        told = failure._replace(text=f"{failure.text} (in {self._kind})")
-        try:
-            failures.raise_lost(told, self._number, self._words)
-        except ScaleDistributedError as error:
-            self._broken = str(error)
-            raise
+    def _raise_rank_lost(self, failure: Failure) -> NoReturn:
+        """Raises ScaleDistributedError with what each rank did last; no pass can follow."""
+        text = f"step {self._number}: {failure.text} (in {self._kind})"
+        self._recorder.events.append(text)
+        self._recorder.publish()
+        lines = [text, "What each rank did last:"]
+        lines += [f"  rank {rank}: {events}" for rank, events in self._recorder.dump_all_ranks().items()]
+        self._broken = "\n".join([*lines, "End this process and start from the last checkpoint"])
+        raise ScaleDistributedError(self._broken, step=self._number, unit=f"stage {failure.stage}")
 
 
-def _were_stepped(run: Run) -> str:
-    stages = ", ".join(map(str, run.stepped))
-    return f"Stages {stages} had been stepped by then, which can't be taken back: load the last checkpoint"
+def _stepped_note(runtime: PassRuntime) -> str:
+    stages = ", ".join(map(str, runtime.stepped_stages))
+    return f"Stages {stages} had been stepped by then, which can't be undone: load the last checkpoint"
 
 
 @contextmanager
-def kept_gradients(modules: Iterable[nn.Module], stages: Mapping[int, Stage]) -> Iterator[None]:
-    """Around a step: gradients are afterwards as before it if it raises anything.
-
-    Args:
-        modules: Of this rank's stages: their parameters have gradients, and so may pieces of these in optimizers.
-        stages: Likewise; what they hold is let go of.
-    """
-    held = dict.fromkeys(tensor for module in modules for pair in gradients_of(module) for tensor in pair)
-    before = [(tensor, None if tensor.grad is None else tensor.grad.clone()) for tensor in held]
+def restore_grads_on_error(stages: Collection[Stage]) -> Iterator[None]:
+    """Around a step that may raise: then gradients of stages, and of their shards in optimizers, are as before it."""
+    before = [
+        (tensor, None if tensor.grad is None else tensor.grad.clone())
+        for tensor in dict.fromkeys(tensor for stage in stages for tensor in grad_holders(stage.module))
+    ]
     try:
         yield
     except BaseException:
-        for stage in stages.values():
+        for stage in stages:
             stage.discard()
         for tensor, grad in before:
             tensor.grad = grad

@@ -1,4 +1,4 @@
-"""`split`: cuts any model by the names of its modules; each stage runs the model's own forward.
+"""Cutting any model into stages at the names of its modules, without tracing it.
 
-Begin with `split`; `replay` runs the forward of a stage, `placeholder_tensor` stands for what other stages have.
+Begin with `split`; a step of a stage runs from `stage_forward` into `replay`.
 """

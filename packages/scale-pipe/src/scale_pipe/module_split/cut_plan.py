@@ -1,7 +1,7 @@
-"""Which stage holds which module, from the names at which a model is cut. Names and numbers, no tensor moves.
+"""Which stage holds which module, from the names at which a model is cut.
 
-Modules and parameters are put in the order in which the model registers them, parents before their children. A cut
-begins a new stage there:
+Modules and parameters count in the order in which the model registers them, parents before their children. A cut begins
+a new stage there:
 
     cuts ["h.2", "norm"]        stage
     wte                         0
@@ -9,9 +9,9 @@ begins a new stage there:
     h.2  h.3                    1  1        each with all that is in it
     norm  head                  2  2
 
-A module with parts on several stages, here the model itself and `h`, is a *frame*: each stage has a copy of it, without
-what is on other stages, and runs its forward. The largest modules that stand on a stage as a whole are *units*. What
-holds neither parameters nor buffers that are saved is *free*: it stands on every stage.
+A module with parts on several stages, here the model itself and `h`, is *split*: each stage has a copy of it, without
+what is on other stages, and runs its forward. What is in it is on a stage as a *whole*, or is split in turn. A module
+that holds neither parameters nor saved buffers is *stateless*: it is on every stage.
 """
 
 from __future__ import annotations
@@ -34,99 +34,72 @@ class _Item(NamedTuple):
 
 @dataclass(frozen=True)
 class CutPlan:
-    """What stands where.
+    """Which stage holds what, by names in the model."""
 
-    Attributes:
-        cuts: The names of the modules at which stages 1, 2, ... begin.
-        stages: By the name of a unit, or of a frame's own parameter, the stages that hold it.
-        frames: The names of the modules that each stage has a copy of; that of the model is "".
-    """
-
-    cuts: tuple[str, ...]
-    stages: Mapping[str, tuple[int, ...]]
-    frames: frozenset[str]
+    cuts: tuple[str, ...]  # The modules at which stages 1, 2, ... begin.
+    stages_of: Mapping[str, tuple[int, ...]]  # By whole module, or parameter of a split one, the stages that hold it.
+    split_modules: frozenset[str]  # The model itself is "".
 
     @property
     def num_stages(self) -> int:
-        """How many stages there are."""
+        """The number of stages."""
         return len(self.cuts) + 1
 
     def holds(self, stage: int, name: str) -> bool:
-        """Whether a stage holds a unit or a parameter.
+        """Whether a stage holds a whole module or a parameter."""
+        return stage in self.stages_of[name]
 
-        Args:
-            stage: Which.
-            name: Of `stages`.
-        """
-        return stage in self.stages[name]
-
-    def where(self, name: str) -> str:
-        """Says where a unit stands, for errors.
-
-        Args:
-            name: Of `stages`.
-        """
-        stages = self.stages[name]
+    def describe_stages(self, name: str) -> str:
+        """Returns "stage 0" or "stages 0, 3", for errors."""
+        stages = self.stages_of[name]
         return f"stage {stages[0]}" if len(stages) == 1 else f"stages {', '.join(map(str, stages))}"
 
 
 def plan_cuts(model: nn.Module, cuts: Sequence[str], hold: Mapping[str, int | Sequence[int]] | None = None) -> CutPlan:
-    """Finds out which stage holds what.
-
-    Args:
-        model: Any module.
-        cuts: Names of modules, in the order of registration; each begins a stage.
-        hold: By the name of a module or parameter, the stage or stages that hold it, where that is not what the order
-            of registration says.
-
-    Raises:
-        TypeError: The model is no module; cuts or `hold` are no names and numbers; a cut is never called.
-        ValueError: There is no module of a name; cuts are out of order or stand twice; there is no such stage.
-    """
+    """Finds out which stage holds what; for arguments and errors see `split`."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model that is cut is an nn.Module, but is {type(model).__name__}")
     items = list(_items(model))
-    positions: dict[str, int] = {item.name: position for position, item in enumerate(items)}
+    positions = {item.name: position for position, item in enumerate(items)}
     starts = _check_cuts(model, items, positions, cuts)
     given = _check_hold(hold or {}, positions, len(cuts) + 1, cuts)
 
     def stages_of(position: int) -> tuple[int, ...]:
-        name = items[position].name
-        for ancestor in _with_ancestors(name):
+        for ancestor in _with_ancestors(items[position].name):
             if ancestor in given:
                 return given[ancestor]
         return (sum(start <= position for start in starts),)
 
-    # What is in a frame counts by itself.
-    frames = {""} | {above for name in (*cuts, *given) for above in _with_ancestors(name) if above != name}
+    split_modules = {""} | {above for name in (*cuts, *given) for above in _with_ancestors(name) if above != name}
     by_module: dict[str, set[tuple[int, ...]]] = {}
     for position, item in enumerate(items):
         if item.holds or item.name in given:
             for ancestor in _with_ancestors(item.name):
                 by_module.setdefault(ancestor, set()).add(stages_of(position))
-    frames |= {item.name for item in items if item.module is not None and _is_frame(item, by_module)}
+    split_modules |= {
+        item.name
+        for item in items
+        if item.name in by_module and item.module is not None
+        if len(by_module[item.name]) > 1 or _parts_are_called(item.module)
+    }
     stages: dict[str, tuple[int, ...]] = {}
     for position, item in enumerate(items):
         parent = item.name.rpartition(".")[0]
-        if item.name and item.name not in frames and parent in frames and item.name in by_module:
+        if item.name not in split_modules and parent in split_modules and item.name in by_module:
             stages[item.name] = stages_of(position) if item.module is None else next(iter(by_module[item.name]))
-    return CutPlan(tuple(cuts), stages, frozenset(frames))
+    return CutPlan(tuple(cuts), stages, frozenset(split_modules))
 
 
-def _is_frame(item: _Item, by_module: Mapping[str, set[tuple[int, ...]]]) -> bool:
-    return len(by_module.get(item.name, ())) > 1 or (item.name in by_module and _is_list(item.module))
-
-
-def _is_list(module: nn.Module | None) -> bool:
-    """Whether a module's parts may be called one by one: that of a list are, and those of a plain sequence may be."""
+def _parts_are_called(module: nn.Module) -> bool:
+    """Whether a module's parts may be called one by one: those of a list are, and those of a plain sequence may be."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         return True
-    hooked = module is not None and (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+    hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
     return type(module) is nn.Sequential and not hooked
 
 
 def _items(module: nn.Module, name: str = "") -> Iterator[_Item]:
-    """Yields modules, parameters and saved buffers in the order of registration; one that stands twice comes twice."""
+    """Yields modules, parameters and saved buffers in the order of registration, those with two names twice."""
     yield _Item(name, module, holds=False)
     prefix = f"{name}." if name else ""
     saved = [key for key in module._buffers if key not in module._non_persistent_buffers_set]
@@ -140,7 +113,7 @@ def _items(module: nn.Module, name: str = "") -> Iterator[_Item]:
 
 
 def _with_ancestors(name: str) -> Iterator[str]:
-    """Yields a name, that of its module, and so on up to the model's, which is ""."""
+    """Yields a name, that of the module which holds it, and so on up to the model's, which is ""."""
     yield name
     while name:
         name = name.rpartition(".")[0]
@@ -157,8 +130,8 @@ def _check_cuts(
     starts: list[int] = []
     for index, cut in enumerate(cuts):
         if cut not in names:
-            alike = [name for name in names if name.count(".") == cut.count(".")]
-            near = difflib.get_close_matches(cut, alike, n=3, cutoff=0.5) or difflib.get_close_matches(cut, names)
+            same_depth = [name for name in names if name.count(".") == cut.count(".")]
+            near = difflib.get_close_matches(cut, same_depth, n=3, cutoff=0.5) or difflib.get_close_matches(cut, names)
             hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are {', '.join(names[:8])} ..."
             raise ValueError(f"{type(model).__name__} has no module named {cut!r} to be cut at; {hint}")
         if type(items[positions[cut]].module) in (nn.ModuleList, nn.ModuleDict):
@@ -169,7 +142,7 @@ def _check_cuts(
             )
         if starts and positions[cut] <= starts[-1]:
             before = cuts[index - 1]
-            what = "stands there twice" if cut == before else f"is registered before {before!r}"
+            what = "is named twice" if cut == before else f"is registered before {before!r}"
             raise ValueError(f"cuts are in the order of the model, but {cut!r} {what}; write {_sorted(cuts, names)}")
         starts.append(positions[cut])
     return starts

@@ -1,8 +1,8 @@
-"""One stage's part in a model's own forward: what is called here, what stands for itself, and where it ends.
+"""One run of a stage: the model's own forward, of which it runs its part.
 
-While a stage runs the forward, each call of a unit passes through here. Before the stage begins, units of earlier
-stages return absent tensors of the shapes that the trail tells. At the call where it begins, the arguments are those
-that the stage before has sent. At the call where the next stage begins, the forward is left: its arguments are sent on.
+Each call of a module that `StageModules` holds passes through `Replay.call`. Before the stage begins, modules of
+earlier stages return placeholders of the shapes in the trail. At the call where the stage begins, the arguments are
+those that the stage before has sent. At the call where the next stage begins, the forward ends: its arguments are sent.
 """
 
 from __future__ import annotations
@@ -16,33 +16,37 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from scale_checkpoint.recompute import rng as randomness
+from scale_core import rng
 from scale_core.tree import map_tensors
 from scale_pipe.module_split.collected_outputs import add_collected, collecting
 from scale_pipe.module_split.cut_plan import CutPlan
 from scale_pipe.module_split.placeholder_tensor import (
-    Absent,
-    AbsentTensorError,
-    absent_in,
-    holds_absent,
-    received,
-    shape_of,
+    PlaceholderTensor,
+    PlaceholderTensorError,
+    has_placeholder,
+    resolve,
+    to_meta,
+    unresolved_placeholder,
 )
-from scale_pipe.module_split.stage_io import Arguments, Handed, Local, Opened, Returned, hand_over, open_handed
+from scale_pipe.module_split.stage_io import (
+    CallArguments,
+    ModuleOutputShapes,
+    NotForwarded,
+    StageInput,
+    StageOutput,
+    pack_stage_output,
+    unpack_stage_input,
+)
 
 
 class SplitError(RuntimeError):
     """A model cannot run in the stages that it is cut into; the message says where to cut, or what to hold."""
 
 
-class _Reached(Exception):
-    """The call at which the next stage begins. Wrappers take what is no `Exception` for an interrupt of the process.
+class _StageBoundary(Exception):
+    """Raised at the call where the next stage begins. Wrappers of modules would take a `BaseException` for Ctrl-C."""
 
-    Attributes:
-        call: Its arguments.
-    """
-
-    def __init__(self, call: Arguments) -> None:
+    def __init__(self, call: CallArguments) -> None:
         super().__init__("this stage ends here")
         self.call = call
 
@@ -50,14 +54,9 @@ class _Reached(Exception):
 class Replay:
     """A run of the model's forward on one stage.
 
-    Args:
-        plan: Which stage holds what.
-        stage: Which one runs.
-        device: Its device.
-        handed: What the stage before has returned; None on the first.
-        inputs: Of the model, as the first stage is given them; later ones find them in what was handed over.
-        passed: The same as the next stage is to get them; what it need not have is absent.
-        own: Inputs of the model by keyword that this stage alone is given.
+    The first stage is given `inputs`, the model's, and `passed_inputs`, the same with placeholders for those that later
+    stages do not get. Others are given `received`, the output of the stage before, and perhaps inputs of the model that
+    they alone get, `own_inputs`.
     """
 
     def __init__(
@@ -66,38 +65,30 @@ class Replay:
         stage: int,
         device: torch.device,
         *,
-        handed: Handed | None = None,
-        inputs: Arguments = ((), {}),
-        passed: Arguments = ((), {}),
-        own: Mapping[str, Any] | None = None,
+        received: StageOutput | None = None,
+        inputs: CallArguments = ((), {}),
+        passed_inputs: CallArguments = ((), {}),
+        own_inputs: Mapping[str, Any] | None = None,
     ) -> None:
         self._plan, self._stage, self._device = plan, stage, device
         self._begin = plan.cuts[stage - 1] if stage else None
         self._end = plan.cuts[stage] if stage < len(plan.cuts) else None
-        self._opened = open_handed(handed, device) if handed is not None else Opened(inputs, ((), {}), (), ())
-        self._trail, self._collected = list(self._opened.trail), list(self._opened.collected)
-        self._replayed = 0
+        self._input = StageInput(inputs, ((), {}), (), ()) if received is None else unpack_stage_input(received, device)
+        self._passed_inputs = passed_inputs if received is None else self._input.inputs
+        self._own_inputs = dict(own_inputs or {})
+        self._trail, self._collected = list(self._input.trail), list(self._input.collected)
+        self._num_replayed = 0  # Calls of the received trail.
         self._begun = stage == 0
-        self._own = dict(own or {})
-        self._passed = passed if handed is None else self._opened.inputs
 
     def run(self, forward: Any) -> Any:
-        """Runs the forward of the model's frame; returns what the next stage needs, or the model's output.
-
-        Args:
-            forward: Takes the model's inputs.
-
-        Raises:
-            SplitError: The forward does not pass the cuts as the plan has it.
-            AbsentTensorError: A value of another stage is needed that was not handed over.
-        """
-        args, kwargs = self._opened.inputs
-        self._states = [] if self._begun else randomness.states()
+        """Runs the model's forward; returns the `StageOutput`, or the model's output on the last stage."""
+        args, kwargs = self._input.inputs
+        self._states = [] if self._begun else rng.generator_states()
         try:
             with _running(self):
-                output = forward(*args, **{**kwargs, **self._own})
-        except _Reached as end:
-            return hand_over(self._passed, end.call, tuple(self._trail), self._collected)
+                output = forward(*args, **{**kwargs, **self._own_inputs})
+        except _StageBoundary as boundary:
+            return pack_stage_output(self._passed_inputs, boundary.call, tuple(self._trail), self._collected)
         if not self._begun:
             raise SplitError(
                 f"the forward is over, but {self._begin!r}, where stage {self._stage} begins, was not called"
@@ -107,150 +98,131 @@ class Replay:
                 f"the forward is over, but {self._end!r}, where stage {self._stage + 1} begins, was not called; cut at "
                 "modules that every forward calls"
             )
-        output = received(output)
-        if (lacking := absent_in(output)) is not None:
-            raise AbsentTensorError(
-                f"the model's output has a tensor {list(lacking.shape)} from {lacking.origin}, which is not on stage "
+        output = resolve(output)
+        if (missing := unresolved_placeholder(output)) is not None:
+            raise PlaceholderTensorError(
+                f"the model's output has a tensor {list(missing.shape)} from {missing.origin}, which is not on stage "
                 f"{self._stage}; leave it out of the output, hand it to {self._begin!r} as an argument, or have what "
                 f"makes it here as well: split(..., hold={{...: {self._stage}}})"
             )
         return output
 
-    def watches(self, name: str) -> bool:
-        """Whether the calls of a module are to pass here: of all but frames in which nothing begins or ends.
-
-        Args:
-            name: Its name in the model.
-        """
-        return name not in self._plan.frames or name in (self._begin, self._end)
+    def intercepts(self, name: str) -> bool:
+        """Whether calls of a module pass here: all but those of split modules in which nothing begins or ends."""
+        return name not in self._plan.split_modules or name in (self._begin, self._end)
 
     def call(
         self, name: str, module: nn.Module, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Calls a module of a frame, or does what is due in its place.
-
-        Args:
-            name: Its name in the model.
-            module: What stands in the frame.
-            function: What the caller wants to call: the module, or its forward.
-            args: By position.
-            kwargs: By keyword.
-
-        Raises:
-            SplitError: It is on another stage.
-            AbsentTensorError: An argument is on another stage.
-        """
-        if holds_absent((args, kwargs)):
-            args, kwargs = received((args, kwargs))
+        """Calls `function`, a module or its forward, or replays its output, or begins or ends the stage there."""
+        if has_placeholder((args, kwargs)):
+            args, kwargs = resolve((args, kwargs))
         if name == self._end:
-            self._check_begun(name)
-            self._check_there(name, args, kwargs)
-            raise _Reached((args, kwargs))
-        begins = name == self._begin and not self._begun
-        if begins:
+            self._check_can_run(name, args, kwargs)
+            raise _StageBoundary((args, kwargs))
+        if name == self._begin and not self._begun:
             args, kwargs = self._begin_with((args, kwargs))
-        if name in self._plan.frames:  # The next cut is inside of the module where this stage begins.
+        if name in self._plan.split_modules:  # The next cut is inside of the module where this stage begins.
             return function(*args, **kwargs)
-        if name not in self._plan.stages:
-            return self._call_free(name, module, function, args, kwargs)
+        if name not in self._plan.stages_of:
+            return self._call_stateless(name, module, function, args, kwargs)
         if not self._plan.holds(self._stage, name) or (not self._begun and self._is_replayed(name)):
-            return self._stand_in(name)
-        self._check_begun(name)
-        self._check_there(name, args, kwargs)
+            return self._replay_output(name)
+        self._check_can_run(name, args, kwargs)
         with _running(None), collecting() as added:
             output = function(*args, **kwargs)
         if self._end is not None:
-            self._trail.append(Returned(name, map_tensors(shape_of, output)))
+            self._trail.append(ModuleOutputShapes(name, map_tensors(to_meta, output)))
             self._collected.append(added)
         return output
 
     def _is_replayed(self, name: str) -> bool:
         """Whether the next call of the trail is this one: a module that several stages hold was called before."""
-        return self._replayed < len(self._opened.trail) and self._opened.trail[self._replayed].name == name
+        return self._num_replayed < len(self._input.trail) and self._input.trail[self._num_replayed].name == name
 
-    def _stand_in(self, name: str) -> Any:
-        """Returns, in the place of a module's output, absent tensors of its shapes."""
-        where, here = self._plan.where(name), f"stage {self._stage}"
-        if not self._is_replayed(name) or self._begun:
-            earlier = self._plan.stages[name][0] < self._stage
-            if self._end is not None and name.startswith(f"{self._end}."):
-                raise SplitError(f"{self._end!r} is not called itself, but its part {name!r} is: cut at {name!r}")
-            if self._begun or not earlier:
-                also = sorted({*self._plan.stages[name], self._stage}) if earlier else self._stage
-                raise SplitError(
-                    f"the forward calls {name!r} on {here}, but by the order of registration it is on {where}; write "
-                    f'split(..., hold={{"{name}": {also}}}), or cut elsewhere'
-                )
-            expected = self._opened.trail[self._replayed :][:1]
-            raise SplitError(
-                f"the forward calls {name!r} on {here}, where on the stage before it called "
-                f"{expected[0].name if expected else self._begin!r}: it is to take the same way on every stage"
+    def _replay_output(self, name: str) -> Any:
+        """Returns placeholders for the output of a module that an earlier stage has called."""
+        where = self._plan.describe_stages(name)
+        if self._begun or not self._is_replayed(name):
+            raise SplitError(self._not_replayed_reason(name, where))
+        shapes = self._input.trail[self._num_replayed].shapes
+        add_collected(self._input.collected[self._num_replayed])
+        self._num_replayed += 1
+        return map_tensors(lambda meta: PlaceholderTensor(meta, f"module {name!r} of {where}", self._device), shapes)
+
+    def _not_replayed_reason(self, name: str, where: str) -> str:
+        earlier = self._plan.stages_of[name][0] < self._stage
+        if self._end is not None and name.startswith(f"{self._end}."):
+            return f"{self._end!r} is not called itself, but its part {name!r} is: cut at {name!r}"
+        if self._begun or not earlier:
+            also = sorted({*self._plan.stages_of[name], self._stage}) if earlier else self._stage
+            return (
+                f"the forward calls {name!r} on stage {self._stage}, but by the order of registration it is on "
+                f'{where}; write split(..., hold={{"{name}": {also}}}), or cut elsewhere'
             )
-        shapes = self._opened.trail[self._replayed].shapes
-        add_collected(self._opened.collected[self._replayed])
-        self._replayed += 1
-        return map_tensors(lambda shape: Absent(shape, f"module {name!r} of {where}", self._device), shapes)
+        trail = self._input.trail
+        expected = trail[self._num_replayed].name if self._num_replayed < len(trail) else self._begin
+        return (
+            f"the forward calls {name!r} on stage {self._stage}, where on the stage before it called {expected!r}: it "
+            "must call the same modules in the same order on every stage"
+        )
 
-    def _call_free(
+    def _call_stateless(
         self, name: str, module: nn.Module, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Calls a module that holds nothing; on a stage that has not begun, without a trace on random numbers."""
+        """Calls a module that holds nothing; before the stage begins, without an effect on random states."""
         if self._begun or not module.training:
             return function(*args, **kwargs)
-        states = randomness.states()
+        states = rng.generator_states()
         output = function(*args, **kwargs)
-        drawn = randomness.drawn_since(states)
+        drawn = rng.drawn_since(states)
         if not drawn:
             return output
-        for generator, state in drawn:
-            generator.set_state(state)
+        rng.set_states(drawn)
         origin = f"module {name!r}, which draws random numbers on an earlier stage"
-        return map_tensors(lambda tensor: Absent(shape_of(tensor), origin, self._device), output)
+        return map_tensors(lambda tensor: PlaceholderTensor(to_meta(tensor), origin, self._device), output)
 
-    def _begin_with(self, local: Arguments) -> Arguments:
-        """Returns the arguments that the stage before has sent; what stood for them here is resolved."""
-        if self._replayed < len(self._opened.trail):
+    def _begin_with(self, local: CallArguments) -> CallArguments:
+        """Returns the arguments that the stage before has sent, and resolves the placeholders among the local ones."""
+        if self._num_replayed < len(self._input.trail):
             raise SplitError(
                 f"the forward calls {self._begin!r} on stage {self._stage} before it has called "
-                f"{self._opened.trail[self._replayed].name!r}, as it did on the stage before: it is to take the "
-                "same way on every stage"
+                f"{self._input.trail[self._num_replayed].name!r}, as it did on the stage before: it must call the same "
+                "modules in the same order on every stage"
             )
-        if drawn := randomness.drawn_since(self._states):
-            for generator, state in drawn:
-                generator.set_state(state)
+        if drawn := rng.drawn_since(self._states):
+            rng.set_states(drawn)
             raise SplitError(
                 f"the forward draws random numbers before {self._begin!r} outside of any module, so stage "
                 f"{self._stage} would draw others than stage 0; draw them in a module (nn.Dropout), or outside of "
                 "the model"
             )
         self._begun = True
-        sent, sent_spec = pytree.tree_flatten(self._opened.call)
+        sent, sent_spec = pytree.tree_flatten(self._input.call)
         here, here_spec = pytree.tree_flatten(local)
-        alike = sent_spec == here_spec
-        for place, leaf in enumerate(sent):
-            if leaf is Local.VALUE:
-                if not alike:
+        same_structure = sent_spec == here_spec
+        for index, leaf in enumerate(sent):
+            if leaf is NotForwarded.VALUE:
+                if not same_structure:
                     raise SplitError(
                         f"an argument of {self._begin!r} is no tensor and no plain value, so each stage takes its own, "
                         f"but on stage {self._stage} the call has other arguments than on the stage before"
                     )
-                sent[place] = here[place]
-            elif alike and isinstance(here[place], Absent) and isinstance(leaf, Tensor):
-                here[place].resolved = leaf
-        arguments: Arguments = pytree.tree_unflatten(sent, sent_spec)
+                sent[index] = here[index]
+            elif same_structure and isinstance(here[index], PlaceholderTensor) and isinstance(leaf, Tensor):
+                here[index].resolved = leaf
+        arguments: CallArguments = pytree.tree_unflatten(sent, sent_spec)
         return arguments
 
-    def _check_begun(self, name: str) -> None:
+    def _check_can_run(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._begun:
             raise SplitError(
                 f"the forward calls {name!r} of stage {self._stage} before {self._begin!r}, where that stage begins; "
                 f'cut at {name!r}, or write split(..., hold={{"{name}": {self._stage - 1}}})'
             )
-
-    def _check_there(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if holds_absent((args, kwargs)) and (lacking := absent_in((args, kwargs))) is not None:
-            raise AbsentTensorError(
-                f"{name!r} on stage {self._stage} is called with a tensor {list(lacking.shape)} from {lacking.origin}, "
+        if has_placeholder((args, kwargs)) and (missing := unresolved_placeholder((args, kwargs))) is not None:
+            raise PlaceholderTensorError(
+                f"{name!r} on stage {self._stage} is called with a tensor {list(missing.shape)} from {missing.origin}, "
                 f"which went around the cut at {self._begin!r}: hand it to that module as an argument too, cut "
                 f"elsewhere, or have what makes it here as well: split(..., hold={{...: {self._stage}}})"
             )
@@ -260,7 +232,7 @@ _local = threading.local()
 
 
 def active_replay() -> Replay | None:
-    """Returns the run that this thread is in; None outside, and inside of a unit."""
+    """Returns the run of this thread; None outside of runs, and inside of modules that are on the stage as a whole."""
     return getattr(_local, "replay", None)
 
 

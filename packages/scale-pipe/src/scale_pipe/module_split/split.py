@@ -1,8 +1,8 @@
 """`split`: a model cut at names of modules into stages, each of which runs the model's own forward.
 
-A stage is a copy of the model's frames: of the model itself, and of those modules that have parts on several stages.
-The units of other stages are replaced in it by placeholders without values; the own ones are the very modules of the
-model. So parameters have the model's names, a model on the meta device never becomes whole, and nothing is traced.
+A stage is a copy of the model itself and of the other modules that have parts on several stages. In it, the modules of
+other stages are replaced by placeholders without values; its own ones are the very modules of the model. So parameters
+have the model's names, a model on the meta device never becomes whole, and nothing is traced.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import nn
 from scale_core.part_hooks import is_for_each_part, take_hooks
 from scale_pipe.module_split.collected_outputs import install_collectors
 from scale_pipe.module_split.cut_plan import CutPlan, plan_cuts
-from scale_pipe.module_split.placeholder_tensor import absent, shape_of
-from scale_pipe.module_split.stage_forward import Elsewhere, Parts, StageForward
-from scale_pipe.partition.partition import Partition, own_hooks
+from scale_pipe.module_split.placeholder_tensor import PlaceholderTensor, to_meta
+from scale_pipe.module_split.stage_forward import RemoteForward, StageForward, StageModules
+from scale_pipe.partition.partition import Partition, forward_hook_names
 
 _FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _STATE_HOOKS = (
@@ -54,20 +54,20 @@ def split(
     Args:
         model: Any module. What its forward does between the calls of modules, each stage does as well.
         cuts: Names of modules, in the order in which the model registers them. Each begins a stage, at its first call.
-            A module stands on the stage that the order of registration says.
+            The stage of a module follows from the order of registration.
         hold: By the name of a module or parameter, the stage that holds it where that order is not the order of use;
             several stages for one that all of them use, such as an embedding whose weight is the output layer's too.
         pass_on: The names of the model's arguments whose tensors later stages need themselves, such as "labels"; of the
             others they know the shapes. None passes all on.
 
     Returns:
-        One more than there are cuts. Where an `nn.Sequential` is cut at its own layers, they are sequences.
+        One stage more than there are cuts. Where an `nn.Sequential` is cut at its own layers, they are sequences.
 
     Raises:
         TypeError: The model is no module; cuts, `hold` or `pass_on` are no names; a cut is a module that is never
             called.
-        ValueError: There is no module or argument of a name; cuts are out of order or stand twice; there is no such
-            stage; a module's forward was replaced, which a copy of it could not follow.
+        ValueError: There is no module or argument of a name; cuts are out of order or named twice; there is no such
+            stage; a split module's forward was replaced, which its copies could not follow.
     """
     plan = plan_cuts(model, cuts, hold)
     if not cuts:
@@ -75,8 +75,8 @@ def split(
     if isinstance(pass_on, str):
         raise TypeError(f'pass_on is a list of names, as ["labels"], but got {pass_on!r}')
     names = None if pass_on is None else frozenset(pass_on)
-    whole = "forward" in vars(model) or own_hooks(model) or hold or any("." in cut for cut in cuts)
-    if type(model) is nn.Sequential and not whole:
+    runs_itself = "forward" in vars(model) or forward_hook_names(model) or hold or any("." in cut for cut in cuts)
+    if type(model) is nn.Sequential and not runs_itself:
         return _slices(model, cuts)
     install_collectors(model)
     forwards = [StageForward(plan, stage, names) for stage in range(plan.num_stages)]
@@ -96,7 +96,7 @@ def _slices(model: nn.Sequential, cuts: Sequence[str]) -> list[nn.Module]:
 
 def _stage(model: nn.Module, forward: StageForward) -> nn.Module:
     forward.check_names(model)
-    stage = _frame(model, "", forward.plan, forward.stage)
+    stage = _split_copy(model, "", forward.plan, forward.stage)
     for hooks in _FORWARD_HOOKS:  # These get the model's inputs or outputs, which only one stage has.
         first = hooks == "_forward_pre_hooks"
         if forward.stage != (0 if first else forward.plan.num_stages - 1):
@@ -106,8 +106,8 @@ def _stage(model: nn.Module, forward: StageForward) -> nn.Module:
     return stage
 
 
-def _frame(module: nn.Module, name: str, plan: CutPlan, stage: int) -> nn.Module:
-    """Returns a copy of a module that has parts on several stages."""
+def _split_copy(module: nn.Module, name: str, plan: CutPlan, stage: int) -> nn.Module:
+    """Returns a stage's copy of a module that has parts on several stages."""
     if "forward" in vars(module):
         raise ValueError(
             f"{name or type(module).__name__!r} is cut through, but its forward was replaced "
@@ -121,25 +121,27 @@ def _frame(module: nn.Module, name: str, plan: CutPlan, stage: int) -> nn.Module
         if parameter is None or plan.holds(stage, prefix + key):
             copy._parameters[key] = parameter
         else:
-            _set_absent(copy, key, parameter, f"parameter {prefix + key!r} of {plan.where(prefix + key)}")
+            _set_placeholder(
+                copy, key, parameter, f"parameter {prefix + key!r} of {plan.describe_stages(prefix + key)}"
+            )
     copy._buffers.update(module._buffers)
-    parts = Parts(prefix)
+    parts = StageModules(prefix)
     for key, child in module._modules.items():
         path = prefix + key
         if child is None:
             parts[key] = None
-        elif path in plan.frames:
-            parts[key] = _frame(child, path, plan, stage)
-        elif path in plan.stages and not plan.holds(stage, path):
-            parts[key] = _placeholder(child, path, plan.where(path))
+        elif path in plan.split_modules:
+            parts[key] = _split_copy(child, path, plan, stage)
+        elif path in plan.stages_of and not plan.holds(stage, path):
+            parts[key] = _placeholder_module(child, path, plan.describe_stages(path))
         else:
             parts[key] = child
     vars(copy)["_modules"] = parts
     return copy
 
 
-def _placeholder(module: nn.Module, name: str, where: str) -> nn.Module:
-    """Returns a copy of a module without values: it has the attributes that a forward may ask it for."""
+def _placeholder_module(module: nn.Module, name: str, where: str) -> nn.Module:
+    """Returns a copy of a module without values, which has the attributes that a forward may read."""
     copy = _bare_copy(module)
     for hooks in (*_FORWARD_HOOKS, *_STATE_HOOKS):
         vars(copy)[hooks] = OrderedDict()
@@ -147,22 +149,22 @@ def _placeholder(module: nn.Module, name: str, where: str) -> nn.Module:
         if tensor is None:
             copy._parameters[key] = None
         else:
-            _set_absent(copy, key, tensor, f"{name}.{key} of {where}")
+            _set_placeholder(copy, key, tensor, f"{name}.{key} of {where}")
     for key, child in module._modules.items():
-        copy._modules[key] = None if child is None else _placeholder(child, f"{name}.{key}", where)
+        copy._modules[key] = None if child is None else _placeholder_module(child, f"{name}.{key}", where)
     # A class's own ways to save and load, as a batch norm has, would look for what is not here.
     vars(copy).update(
-        forward=Elsewhere(name, where), _save_to_state_dict=_save_nothing, _load_from_state_dict=_load_nothing
+        forward=RemoteForward(name, where), _save_to_state_dict=_save_nothing, _load_from_state_dict=_load_nothing
     )
     return copy
 
 
 def _save_nothing(destination: Any, prefix: str, keep_vars: bool) -> None:
-    """What a placeholder adds to a state."""
+    """Adds nothing to a state dict."""
 
 
 def _load_nothing(state: Mapping[str, Any], prefix: str, _: Any, strict: bool, *lists: list[str]) -> None:
-    """What a placeholder takes of a state; where that is strict, its keys are too many."""
+    """Takes nothing from a state dict; where that is strict, keys of this module are unexpected."""
     unexpected = lists[1]
     if strict:
         unexpected += [key for key in state if key.startswith(prefix) and "." not in key[len(prefix) :]]
@@ -176,15 +178,12 @@ def _bare_copy(module: nn.Module) -> nn.Module:
     return copy
 
 
-def _set_absent(module: nn.Module, key: str, tensor: Any, origin: str) -> None:
-    vars(module)[key] = absent(shape_of(tensor), origin, tensor.device)
+def _set_placeholder(module: nn.Module, key: str, tensor: Any, origin: str) -> None:
+    vars(module)[key] = PlaceholderTensor(to_meta(tensor), origin, tensor.device)
 
 
 def shared_parameters(stages: Sequence[nn.Module]) -> list[list[tuple[int, str]]]:
-    """Returns the parameters that are one tensor and stand on several stages.
-
-    Args:
-        stages: Of `split`, or any modules.
+    """Returns the parameters that are one tensor and are on several stages, of `split` or any modules.
 
     Returns:
         Of each such tensor its stages and names there, in order: [(0, "wte.weight"), (3, "head.weight")].

@@ -1,4 +1,4 @@
-"""A stage's copy of a model's frame: what its forward is, and what it finds where it looks for modules."""
+"""The forward of a stage, and the modules that the model's code finds in it."""
 
 from __future__ import annotations
 
@@ -15,43 +15,29 @@ from torch import Tensor, nn
 
 from scale_core.tree import map_tensors, tensors_in
 from scale_pipe.module_split.cut_plan import CutPlan
-from scale_pipe.module_split.placeholder_tensor import Absent, shape_of
+from scale_pipe.module_split.placeholder_tensor import PlaceholderTensor, to_meta
 from scale_pipe.module_split.replay import Replay, SplitError, active_replay
-from scale_pipe.module_split.stage_io import Arguments, Handed
+from scale_pipe.module_split.stage_io import CallArguments, StageOutput
 
 
 class StageForward:
-    """The forward of a stage: the model's own, of which it runs its part. It is copied and pickled with the stage.
+    """The forward of a stage, which is copied and pickled with it: the model's own, of which it runs its part.
 
-    Args:
-        plan: Which stage holds what.
-        stage: Which one this is.
-        pass_on: The names of the model's arguments that later stages get whole; None for all.
+    `pass_on` names the model's arguments that later stages get whole; None is all.
     """
 
     def __init__(self, plan: CutPlan, stage: int, pass_on: frozenset[str] | None) -> None:
         self.plan, self.stage, self.pass_on = plan, stage, pass_on
         self._module: weakref.ref[nn.Module] | None = None
-        self._first: tuple[nn.Module, str] | None = None
+        self._first: tuple[nn.Module, str] | None = None  # The first parameter of the stage, which may be replaced.
 
     def bind(self, module: nn.Module) -> None:
-        """Becomes the forward of a stage.
-
-        Args:
-            module: The model's frame.
-        """
-        self._module = weakref.ref(module)  # The module holds this; so nothing goes round in a circle.
+        """Becomes the forward of a stage."""
+        self._module = weakref.ref(module)  # The module holds this: a strong reference would be a cycle.
         vars(module)["forward"] = self
 
     def check_names(self, model: nn.Module) -> None:
-        """Checks that the model's forward takes what is to be passed on.
-
-        Args:
-            model: Whose.
-
-        Raises:
-            ValueError: It has no argument of a name.
-        """
+        """Raises `ValueError` if the model's forward lacks an argument that is to be passed on."""
         parameters = inspect.signature(type(model).forward).parameters
         if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
             return
@@ -71,49 +57,45 @@ class StageForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module() if self._module is not None else None
         if module is None:
-            raise ReferenceError("this forward is that of a stage that is gone: keep the stage, and call it")
+            raise ReferenceError("the stage of this forward was deleted: keep the stage, and call it")
         forward = partial(type(module).forward, module)
         if not self.stage:
             inputs = args, kwargs
-            passed = inputs if self.pass_on is None else self._passed(module, inputs)
-            return Replay(self.plan, 0, self._device(module, inputs), inputs=inputs, passed=passed).run(forward)
-        if len(args) != 1 or not isinstance(args[0], Handed):
+            passed = inputs if self.pass_on is None else self._passed_inputs(module, inputs)
+            return Replay(self.plan, 0, self._device(module, inputs), inputs=inputs, passed_inputs=passed).run(forward)
+        if len(args) != 1 or not isinstance(args[0], StageOutput):
             given = ", ".join([*(type(arg).__name__ for arg in args), *kwargs]) or "nothing"
             raise TypeError(
-                f"stage {self.stage} takes what stage {self.stage - 1} returns, one Handed, and the model's own "
+                f"stage {self.stage} takes what stage {self.stage - 1} returns, one StageOutput, and the model's own "
                 f"arguments by keyword, but got {given}; other arguments go to stage 0"
             )
         device = self._device(module, args[0])
-        return Replay(self.plan, self.stage, device, handed=args[0], own=kwargs).run(forward)
+        return Replay(self.plan, self.stage, device, received=args[0], own_inputs=kwargs).run(forward)
 
     def _device(self, module: nn.Module, given: Any) -> torch.device:
-        """Returns where the stage computes: where its parameters are, or else what it is given."""
+        """Returns the device of the stage's parameters, or else of its buffers, or of what it is given."""
         found = None if self._first is None else self._first[0]._parameters.get(self._first[1])
         if found is None:
-            self._first = next(
-                (
-                    (part, key)
-                    for part in module.modules()
-                    for key, tensor in part._parameters.items()
-                    if tensor is not None
-                ),
-                None,
+            parameters = (
+                (part, key) for part in module.modules() for key, p in part._parameters.items() if p is not None
             )
+            self._first = next(parameters, None)
             found = None if self._first is None else self._first[0]._parameters[self._first[1]]
         if found is not None:
             return found.device
         tensors: Iterator[Tensor] = chain(module.buffers(), tensors_in(given))
         return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
-    def _passed(self, module: nn.Module, inputs: Arguments) -> Arguments:
-        """Returns the inputs as later stages get them."""
+    def _passed_inputs(self, module: nn.Module, inputs: CallArguments) -> CallArguments:
+        """Returns the model's inputs with placeholders for those that later stages do not get."""
         names = list(inspect.signature(type(module).forward).parameters)[1:]
         args, kwargs = inputs
 
         def passed(name: str | None, value: Any) -> Any:
             if name in (self.pass_on or ()):
                 return value
-            return map_tensors(lambda tensor: Absent(shape_of(tensor), f"the input {name!r}", tensor.device), value)
+            origin = f"the input {name!r}"
+            return map_tensors(lambda tensor: PlaceholderTensor(to_meta(tensor), origin, tensor.device), value)
 
         by_position = zip([*names, *[None] * len(args)], args, strict=False)
         return tuple(passed(name, value) for name, value in by_position), {
@@ -121,29 +103,23 @@ class StageForward:
         }
 
 
-class Elsewhere:
-    """The forward of a placeholder, which is called only where a model calls a part of a unit past it.
+class RemoteForward:
+    """The forward of a placeholder module, which runs only where a model calls a part of a whole module by itself."""
 
-    Args:
-        name: Of the module.
-        where: The stages that it is on.
-    """
-
-    def __init__(self, name: str, where: str) -> None:
-        self.name, self.where = name, where
+    def __init__(self, name: str, stages: str) -> None:
+        self.name, self.stages = name, stages
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise SplitError(
-            f"{self.name!r} is on {self.where}, and was called here by itself, not through the module that it is part "
+            f"{self.name!r} is on {self.stages}, and was called here by itself, not through the module that it is part "
             f'of; cut at {self.name!r} or write split(..., hold={{"{self.name}": ...}}), so that it counts by itself'
         )
 
 
-class Parts(dict[str, nn.Module | None]):
-    """The modules of a frame. While its stage runs, whoever looks for one finds one whose calls pass the replay.
+class StageModules(dict[str, nn.Module | None]):
+    """The `_modules` of a split module. While its stage runs, it returns modules whose calls pass the replay.
 
-    Args:
-        prefix: Of their names in the model: "" or "transformer.h.".
+    `prefix` is that of their names in the model: "" or "transformer.h.".
     """
 
     def __init__(self, prefix: str) -> None:
@@ -151,10 +127,10 @@ class Parts(dict[str, nn.Module | None]):
         self.prefix = prefix
 
     def __getitem__(self, key: str) -> nn.Module | None:
-        return self._seen(key, super().__getitem__(key))
+        return self._intercepted(key, super().__getitem__(key))
 
     def get(self, key: str, default: Any = None) -> Any:
-        return self._seen(key, super().get(key, default))
+        return self._intercepted(key, super().get(key, default))
 
     def values(self) -> Any:
         return [self[key] for key in self] if active_replay() is not None else super().values()
@@ -162,52 +138,51 @@ class Parts(dict[str, nn.Module | None]):
     def items(self) -> Any:
         return [(key, self[key]) for key in self] if active_replay() is not None else super().items()
 
-    def _seen(self, key: str, module: nn.Module | None) -> nn.Module | None:
+    def _intercepted(self, key: str, module: nn.Module | None) -> nn.Module | None:
         replay = active_replay()
-        if replay is None or module is None or not replay.watches(self.prefix + key):
+        if replay is None or module is None or not replay.intercepts(self.prefix + key):
             return module
-        return _Called(self.prefix + key, module)
+        return _InterceptedModule(self.prefix + key, module)
 
 
-class _Called(nn.Module):
-    """A module of a frame as the forward sees it: the module itself, but for its call.
-
-    Args:
-        name: Of the module in the model.
-        module: Which.
-    """
+class _InterceptedModule(nn.Module):
+    """A module as the forward of a stage finds it: the module itself, but for its call."""
 
     def __init__(self, name: str, module: nn.Module) -> None:
-        object.__setattr__(self, "_seen", (name, module))
+        object.__setattr__(self, "_intercepted", (name, module))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        name, module = object.__getattribute__(self, "_seen")
+        name, module = object.__getattribute__(self, "_intercepted")
         replay = active_replay()
-        if replay is None:  # Kept by someone for longer than the forward.
+        if replay is None:  # A reference that has outlived the forward.
             return module(*args, **kwargs)
         return replay.call(name, module, module, args, kwargs)
 
     def __getattribute__(self, key: str) -> Any:
-        name, module = object.__getattribute__(self, "_seen")
+        name, module = object.__getattribute__(self, "_intercepted")
         replay = active_replay() if key == "forward" else None
         if replay is not None:  # Some call the forward itself, past the hooks.
             return lambda *args, **kwargs: replay.call(name, module, module.forward, args, kwargs)
         return getattr(module, key)
 
     def __setattr__(self, key: str, value: Any) -> None:
-        setattr(object.__getattribute__(self, "_seen")[1], key, value)
+        setattr(_module_of(self), key, value)
 
     def __getitem__(self, key: Any) -> Any:
-        return object.__getattribute__(self, "_seen")[1][key]
+        return _module_of(self)[key]
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(object.__getattribute__(self, "_seen")[1])
+        return iter(_module_of(self))
 
     def __len__(self) -> int:
-        return len(object.__getattribute__(self, "_seen")[1])
+        return len(_module_of(self))
 
     def __bool__(self) -> bool:
-        return bool(object.__getattribute__(self, "_seen")[1])
+        return bool(_module_of(self))
 
     def __repr__(self) -> str:
-        return repr(object.__getattribute__(self, "_seen")[1])
+        return repr(_module_of(self))
+
+
+def _module_of(intercepted: _InterceptedModule) -> Any:
+    return object.__getattribute__(intercepted, "_intercepted")[1]

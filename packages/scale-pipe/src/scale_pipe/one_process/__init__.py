@@ -1,4 +1,4 @@
-"""A pipeline in one process, over several devices.
+"""`Pipe`, a pipeline in one process over several devices.
 
-Begin with `pipe`.
+Begin with `pipe`; `pipeline` runs the clock cycles, `worker` the tasks of each device.
 """

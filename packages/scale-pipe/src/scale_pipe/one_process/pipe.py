@@ -1,4 +1,4 @@
-"""`Pipe`: a sequence of layers on several devices of one process, through which micro-batches flow."""
+"""`Pipe`: a sequence of layers on several devices of one process."""
 
 from __future__ import annotations
 
@@ -11,26 +11,20 @@ from typing import Any, NoReturn, overload
 import torch
 from torch import nn
 
-from scale_pipe.batch_norm import DeferredBatchNorm, begin_mini_batch
+from scale_pipe.batch_norm import DeferredBatchNorm
 from scale_pipe.microbatch import Arguments, check_chunks, gather, scatter, scatter_each
 from scale_pipe.one_process.pipeline import Pipeline
 from scale_pipe.partition.partition import Checkpoint, check_balance, check_checkpoint, check_sequential, partition
 from scale_pipe.skip.layout import verify_skippables
-from scale_pipe.skip.namespace import declared_by
+from scale_pipe.skip.namespace import declared_skips
 
 Device = torch.device | str | int
 
 
-def devices_of(devices: Iterable[Device] | None, balance: Sequence[int] | None) -> list[torch.device]:
-    """Returns the devices that are meant; without an index, one device would have two names.
+def resolve_devices(devices: Iterable[Device] | None, balance: Sequence[int] | None) -> list[torch.device]:
+    """Returns devices with their index; None is all accelerators, or the CPU for each partition of the balance.
 
-    Args:
-        devices: As a pipeline is given them. None is all accelerators, or the CPU where there is none.
-        balance: So many partitions may share the CPU.
-
-    Raises:
-        TypeError: They are no list.
-        ValueError: There is no such device.
+    Raises TypeError if `devices` is no list, and ValueError if there is no such device.
     """
     if devices is None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -49,7 +43,7 @@ def _device(place: int, given: Device) -> torch.device:
         raise ValueError(f"{_missing(place, given)} ({str(error).splitlines()[0]})") from error
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if device.type in ("cpu", "meta") or (accelerator is not None and device.type != accelerator.type):
-        return device  # Whether one of a third kind is there, the copy to it will say.
+        return device  # Of another type: a copy to it raises if it is not there.
     if accelerator is None or (device.index or 0) >= torch.accelerator.device_count():
         raise ValueError(_missing(place, given))
     unnumbered = torch.device(device.type)
@@ -62,29 +56,25 @@ def _missing(place: int, given: Device) -> str:
     there = f"{count} of the type {accelerator.type!r}" if accelerator is not None else "no accelerators"
     return (
         f"there is no device {given!r}, as devices[{place}] names it: this process sees {there}, and the CPU, which "
-        'may stand several times: devices=["cpu", "cpu"]'
+        'may be given several times: devices=["cpu", "cpu"]'
     )
 
 
-_OF_A_PARTITION = re.compile(r"partitions\.\d+\.(.+)", re.DOTALL)
+_PARTITION_KEY = re.compile(r"partitions\.\d+\.(.+)", re.DOTALL)
 
 
-def plain_keys(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-    """Renames the keys in `state_dict` that name a partition, so that they name the layer alone.
+def strip_partition_keys(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+    """Renames FairScale's and torchgpipe's keys in place: `partitions.1.3.weight` is `3.weight`, whatever the balance.
 
-    What was saved as `partitions.1.3.weight` is `3.weight`, in whatever balance. There, a skippable layer holds the
-    layer that was written, as its `module`: `partitions.1.3.module.weight` is `3.weight` as well.
-
-    Args:
-        module: Whose layers are meant.
-        state_dict: Changed in place.
-        prefix: Of the module's keys.
+    There, a skippable layer holds the original layer as its `module`: `partitions.1.3.module.weight` is `3.weight` too.
     """
     if "partitions" in module._modules:
         return  # A layer has this name itself.
-    skippables = [name for name, part in module.named_modules() if declared_by(part) and "module" not in part._modules]
+    skippables = [
+        name for name, part in module.named_modules() if declared_skips(part) and "module" not in part._modules
+    ]
     for key in [key for key in state_dict if key.startswith(prefix)]:
-        match = _OF_A_PARTITION.fullmatch(key[len(prefix) :])
+        match = _PARTITION_KEY.fullmatch(key[len(prefix) :])
         if match is None:
             continue
         plain = match.group(1)
@@ -95,7 +85,7 @@ def plain_keys(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> No
 
 
 class Pipe(nn.Module):
-    """Trains a sequence of layers on several devices of one process: while one computes, the others do as well.
+    """A pipeline of layers on several devices of one process, which compute at the same time (GPipe).
 
         >>> import torch
         >>> from scale_pipe import Pipe
@@ -106,19 +96,20 @@ class Pipe(nn.Module):
         >>> [name for name, _ in pipe.named_parameters()]
         ['0.weight', '0.bias', '2.weight', '2.bias']
 
-    A mini-batch is cut into micro-batches, which go through the partitions one after the other as GPipe has it. Outputs
-    and gradients are those of the layers called with each micro-batch. Parameters keep the names of the sequence,
-    whatever the balance; `partitions` can be walked, and belongs to no name.
+    A mini-batch is cut into micro-batches, which go through the partitions one after the other, in GPipe's order.
+    Outputs and gradients are those of the layers called with each micro-batch. Parameters keep the names of the
+    sequence, whatever the balance; `partitions` holds the same layers, and is in no name.
 
     Args:
         module: The layers, each of them once. They are moved to their devices; each calls the next with its output.
         balance: How many layers each partition has.
-        devices: A list with the device of each partition; one may stand several times. None is all accelerators, or
+        devices: A list with the device of each partition; one may be given several times. None is all accelerators, or
             the CPU where there is none.
         chunks: Micro-batches in a mini-batch; fewer where it has fewer samples.
-        checkpoint: Which micro-batches keep the partitions' inputs alone: "always", "except_last" (the last one goes
-            back at once, so nothing would be gained), or "never". None of them do in eval mode.
-        deferred_batch_norm: Move the running statistics of batch norms once per mini-batch, not per micro-batch.
+        checkpoint: Which micro-batches keep the partitions' inputs alone and are recomputed in the backward pass:
+            "always", "except_last" (the last one goes back at once, so nothing would be gained), or "never". None of
+            them is in eval mode.
+        deferred_batch_norm: Update the running statistics of batch norms once per mini-batch, not per micro-batch.
 
     Attributes:
         balance: As above.
@@ -126,14 +117,13 @@ class Pipe(nn.Module):
         chunks: As above; may be set.
         checkpoint: As above; may be set.
         partitions: An `nn.ModuleList` with an `nn.Sequential` for each device, of the very same layers.
-        pipeline: What runs them.
+        pipeline: Runs them.
 
     Raises:
         TypeError: The module is no `nn.Sequential`, or has a forward of its own; balance or devices is no list; `stash`
             and `pop` of its layers do not match.
-        ValueError: The balance is missing, or does not fit; chunks or checkpoint is none of those above; a layer stands
-            in it twice; the sequence itself has hooks; one tensor would have to be on two devices; there is no such
-            device.
+        ValueError: The balance is missing, or does not fit; chunks or checkpoint is none of those above; a layer occurs
+            twice; the sequence itself has hooks; one tensor would have to be on two devices; there is no such device.
         IndexError: There are fewer devices than partitions.
     """
 
@@ -153,19 +143,21 @@ class Pipe(nn.Module):
         deferred_batch_norm: bool = False,
     ) -> None:
         super().__init__()
-        chunks = _checked(chunks, checkpoint)
+        check_checkpoint(checkpoint)
+        chunks = check_chunks(chunks)
+        self._checked = chunks, checkpoint
         check_sequential(module)
         verify_skippables(module)
         numbers = None if balance is None else check_balance(balance, len(module))
-        with _keeping_modes(module):
-            cut = partition(module, numbers, devices_of(devices, numbers), move=False)
+        with _keep_modes(module):
+            cut = partition(module, numbers, resolve_devices(devices, numbers), move=False)
         if deferred_batch_norm:
             DeferredBatchNorm.convert_deferred_batch_norm(module, chunks)
-        with _keeping_modes(module):
+        with _keep_modes(module):
             cut = partition(module, numbers, cut.devices)
         self.chunks, self.checkpoint = chunks, checkpoint
         self.training = module.training
-        # Past `add_module`, which refuses names that this class uses itself; partitions are no part of any name.
+        # Not by `add_module`, which refuses names that this class uses itself; partitions are in no name.
         self._modules.update(module.named_children())
         for part in cut.modules:
             part.training = module.training  # Of its own alone: a layer may be in another mode than the sequence.
@@ -180,10 +172,10 @@ class Pipe(nn.Module):
         """Computes the output of a mini-batch.
 
         Args:
-            args: Of the first layer: tensors [N, ...], nested in any way, which are cut; everything else, and tensors
-                in a `NoChunk`, goes to each micro-batch. Tensors of different N are cut each by itself, in the same
-                shares, with a warning. They may be on any device.
-            kwargs: Of the first layer, in the same way.
+            args: Arguments of the first layer: tensors [N, ...], nested in any way, which are cut; everything else, and
+                tensors in a `NoChunk`, goes to each micro-batch. Tensors of different N are cut each by itself, in the
+                same proportions, with a warning. They may be on any device.
+            kwargs: Its keyword arguments, likewise.
 
         Returns:
             What the last layer returns, [N, ...], on the last device: tensors are concatenated, everything else has to
@@ -191,31 +183,42 @@ class Pipe(nn.Module):
 
         Raises:
             TypeError: There is no tensor to cut.
-            ValueError: Tensors cannot be cut in the same shares; outputs cannot be put together.
+            ValueError: Tensors cannot be cut in the same proportions; outputs cannot be merged.
             RuntimeError: A layer was replaced after the pipeline was made.
-            Exception: What a layer has raised, with its own traceback, and a note on where that was. The next
-                mini-batch is not affected.
+            Exception: That of a layer, with its own traceback and a note on where it was raised. The next mini-batch is
+                not affected.
         """
-        chunks = _checked(self.chunks, self.checkpoint)
+        if (self.chunks, self.checkpoint) != self._checked:  # Both may be set.
+            check_checkpoint(self.checkpoint)
+            self._checked = check_chunks(self.chunks), self.checkpoint
         self._check_layers()
         if not self.partitions:
-            (input,) = scatter(_only_input(args, kwargs), 1)
-            return input
-        micro_batches = scatter_each(Arguments(args, kwargs), chunks, stacklevel=5)  # Past torch's two of a call.
+            if len(args) != 1 or kwargs:
+                raise TypeError(
+                    "a pipeline without layers returns its one input, but is given "
+                    f"{len(args)} by place and {len(kwargs)} by keyword: pipe(input)"
+                )
+            return scatter(args[0], 1)[0]
+        micro_batches = scatter_each(
+            Arguments(args, kwargs), self._checked[0], stacklevel=5
+        )  # Past torch's two of a call.
         checkpointed = {"always": len(micro_batches), "except_last": len(micro_batches) - 1, "never": 0}
-        begin_mini_batch(self, len(micro_batches))
+        for part in self.modules():
+            if isinstance(part, DeferredBatchNorm):
+                part.begin_mini_batch(len(micro_batches))
         return gather(self.pipeline.run(micro_batches, checkpointed[self.checkpoint] if self.training else 0))
 
     def _check_layers(self) -> None:
-        """Layers stand in this module under their names and in their partitions, and have to be the same in both."""
-        for name, layer in self._layers():
-            now = self._modules.get(name)
-            if now is not layer:
-                raise RuntimeError(
-                    f"layer {name!r} of the pipeline is a {type(now).__name__} by its name, and another one, a "
-                    f"{type(layer).__name__}, in its partition: it was replaced in one of these places after the "
-                    "pipeline was made; replace layers before that, Pipe(module, balance), or inside of a layer"
-                )
+        """Refuses a layer that was replaced under its name or in its partition, and not in both."""
+        for part in self.partitions:
+            for name, layer in part._modules.items():
+                now = self._modules.get(name)
+                if now is not layer:
+                    raise RuntimeError(
+                        f"layer {name!r} of the pipeline is a {type(now).__name__} by its name, and another one, a "
+                        f"{type(layer).__name__}, in its partition: it was replaced in one of these places after the "
+                        "pipeline was made. Replace layers before Pipe(module, balance), or inside of a layer"
+                    )
 
     def __len__(self) -> int:
         return sum(self.balance)
@@ -224,7 +227,7 @@ class Pipe(nn.Module):
         return (layer for _, layer in self._layers())
 
     def _layers(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yields the layers by name; what was added to this module beside them is none."""
+        """Yields the layers by name, without modules that were added to the pipeline."""
         for part in self.partitions:
             yield from part.named_children()
 
@@ -250,7 +253,7 @@ class Pipe(nn.Module):
         """Casts parameters and buffers: `pipe.to(dtype)`. They stay on their devices.
 
         Raises:
-            TypeError: A device is given, or a tensor, which has one.
+            TypeError: A device is given, or a tensor, which has a device.
         """
         device = kwargs.get("device", kwargs.get("tensor"))
         if device is not None or any(isinstance(arg, torch.device | str | int | torch.Tensor) for arg in args):
@@ -258,49 +261,35 @@ class Pipe(nn.Module):
         return super().to(*args, **kwargs)
 
     def cuda(self, device: Any = None) -> NoReturn:
-        """Is denied: each partition stays on its device."""
+        """Raises TypeError: each partition stays on its device."""
         _deny("cuda")
 
     def cpu(self) -> NoReturn:
-        """Is denied: each partition stays on its device."""
+        """Raises TypeError: each partition stays on its device."""
         _deny("cpu")
 
     def xpu(self, device: Any = None) -> NoReturn:
-        """Is denied: each partition stays on its device."""
+        """Raises TypeError: each partition stays on its device."""
         _deny("xpu")
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> NoReturn:
-        """Is denied: each partition stays on its device."""
+        """Raises TypeError: each partition stays on its device."""
         _deny("to_empty")
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        plain_keys(self, state_dict, prefix)
+        strip_partition_keys(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
 @contextmanager
-def _keeping_modes(module: nn.Module) -> Iterator[None]:
-    """Layers that are in another mode than the sequence, as frozen norms are, stay in it."""
+def _keep_modes(module: nn.Module) -> Iterator[None]:
+    """Layers in another mode than the sequence, such as frozen norms, stay in it."""
     modes = [(part, part.training) for part in module.modules()]
     try:
         yield
     finally:
         for part, training in modes:
             part.training = training
-
-
-def _checked(chunks: Any, checkpoint: Any) -> int:
-    check_checkpoint(checkpoint)
-    return check_chunks(chunks)
-
-
-def _only_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if len(args) != 1 or kwargs:
-        raise TypeError(
-            "a pipeline without layers returns its one input, but is given "
-            f"{len(args)} by place and {len(kwargs)} by keyword: pipe(input)"
-        )
-    return args[0]
 
 
 def _deny(verb: str) -> NoReturn:

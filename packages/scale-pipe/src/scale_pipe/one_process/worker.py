@@ -1,8 +1,8 @@
-"""Who computes: one worker per device, in the surroundings of the thread that calls.
+"""One worker per device, in the context of the calling thread.
 
 What an accelerator computes is issued by a thread of its own, so that no device waits until the host has issued what
 another one does. A device that computes in the calling thread anyway has no other thread: its worker runs inline, and
-the order of all it does is always the same.
+the order of everything it does is always the same.
 """
 
 from __future__ import annotations
@@ -19,17 +19,13 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from scale_checkpoint import disable_checkpointing
 from scale_checkpoint import state as phase
-from scale_core.streams import Inline, worker_for
+from scale_core.streams import InlineExecutor, worker_for
 
 R = TypeVar("R")
 
 
 class Workers:
-    """The workers of some devices; they start with their first task, and end with this object.
-
-    Args:
-        devices: One may stand several times, and has one worker all the same.
-    """
+    """One worker for each of some devices; they start with their first task, and end with this object."""
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._devices = list(dict.fromkeys(devices))
@@ -39,18 +35,19 @@ class Workers:
         return {**self.__dict__, "_executors": {}}
 
     def run(self, tasks: Sequence[tuple[torch.device, Callable[[], R]]]) -> list[R]:
-        """Does tasks, those of different devices at the same time, and returns what they return.
+        """Runs tasks, those of different devices at the same time, and returns their results.
 
-        Raises:
-            Exception: That of the first task in the list that failed, with its own traceback; when it is raised, none
-                of the tasks is running any more.
+        The error of the first task in the list that failed is raised when no task runs any more.
         """
-        executors = [self._executor(device) for device, _ in tasks]
-        if all(isinstance(executor, Inline) for executor in executors):
+        for device, _ in tasks:
+            if device not in self._executors:
+                self._executors[device] = worker_for(device)
+        executors = [self._executors[device] for device, _ in tasks]
+        if all(isinstance(executor, InlineExecutor) for executor in executors):
             return [task() for _, task in tasks]
-        surroundings = Surroundings(self._devices)
+        context = CallerContext(self._devices)
         futures: list[Future[R]] = [
-            executor.submit(surroundings.call, device, task)
+            executor.submit(context.call, device, task)
             for executor, (device, task) in zip(executors, tasks, strict=True)
         ]
         wait(futures)
@@ -59,28 +56,26 @@ class Workers:
         finally:
             futures.clear()  # An error holds this frame, and would be held by it.
 
-    def _executor(self, device: torch.device) -> Executor:
-        if device not in self._executors:
-            self._executors[device] = worker_for(device)
-        return self._executors[device]
 
-
-class Surroundings:
-    """What holds in the calling thread, and would not hold in another one: each thread has its own.
+class CallerContext:
+    """The modes of the calling thread, which another thread would not have.
 
     Grad and inference mode, autocast, the default device, hooks for saved tensors, switches of checkpointing, and the
-    current stream of each device. Generators of random numbers are those of the process, whatever the thread.
-
-    Args:
-        devices: Whose current streams count.
-
-    Raises:
-        RuntimeError: A mode of dispatch is active, which sees what its own thread calls, and could be in no other one.
+    current stream of each device. Generators of random numbers are those of the process, whatever the thread. Raises
+    RuntimeError under a dispatch mode, which sees the operators of its own thread alone.
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         devices = list(devices)
-        _check_modes()
+        modes: list[Any] = list(_get_current_dispatch_mode_stack())
+        modes += [mode for mode in _get_current_function_mode_stack() if not isinstance(mode, DeviceContext)]
+        if modes:
+            names = " and ".join(dict.fromkeys(type(mode).__name__ for mode in modes))
+            raise RuntimeError(
+                f"{names} is active around the pipeline and sees the operators of one thread alone, but each "
+                "accelerator has a thread of its own, whose operators it would miss. Call the pipeline outside of it, "
+                'or put such a mode into a layer, or make the pipeline of devices=["cpu"] * n to look at it'
+            )
         self._grad, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         self._autocast = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
@@ -94,7 +89,7 @@ class Surroundings:
         self._streams = [torch.cuda.current_stream(device) for device in devices if device.type == "cuda"]
 
     def call(self, device: torch.device, task: Callable[[], R]) -> R:
-        """Does a task on a device as if it were done in the thread where this was made."""
+        """Runs a task on a device with these modes."""
         with ExitStack() as stack:
             for context in self._contexts(device):
                 stack.enter_context(context)
@@ -120,15 +115,3 @@ class Surroundings:
             yield torch.cuda.stream(stream)
         if device.type == "cuda":
             yield torch.cuda.device(device)
-
-
-def _check_modes() -> None:
-    modes: list[Any] = list(_get_current_dispatch_mode_stack())
-    modes += [mode for mode in _get_current_function_mode_stack() if not isinstance(mode, DeviceContext)]
-    if modes:
-        names = " and ".join(dict.fromkeys(type(mode).__name__ for mode in modes))
-        raise RuntimeError(
-            f"{names} is active around the pipeline and sees the operators of one thread alone, but each accelerator "
-            "has a thread of its own, whose operators it would miss: call the pipeline outside of it, or put such a "
-            'mode into a layer, or make the pipeline of devices=["cpu"] * n to look at it'
-        )

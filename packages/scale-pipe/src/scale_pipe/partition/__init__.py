@@ -1,4 +1,4 @@
-"""Where to cut a sequence of layers: by size, by time, or by the makespan of the schedule.
+"""Cutting a sequence of layers, and where: by size, by time, or by the makespan of the schedule.
 
 Begin with `partition`, then `balance`.
 """

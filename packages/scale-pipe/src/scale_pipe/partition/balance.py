@@ -1,8 +1,9 @@
-"""How many layers each partition should have: by their times, by their memory, or by the time of the whole step."""
+"""Balances: how many layers each partition has, by times, by memory, or by the time of a simulated step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import permutations
 from typing import Any
 
 import torch
@@ -13,23 +14,23 @@ from scale_pipe.partition.block_partition import block_partition
 from scale_pipe.partition.partition import check_sequential
 from scale_pipe.partition.profile import StageTimes, layer_bytes, layer_times
 from scale_pipe.schedules.cost_model import Costs
-from scale_pipe.schedules.registry import SOLVE, schedule_for
+from scale_pipe.schedules.registry import SOLVE, get_schedule
 from scale_pipe.schedules.simulation import simulate
 from scale_pipe.schedules.solver.solver import solve
 
 Device = torch.device | str | int | None
 
-_EVALUATIONS = 1000
+_MAX_BALANCES = 1000
 """How many balances are simulated at most; a solved schedule takes a hundred times as long as a given one."""
-_VISITS = 30_000
+_SOLVER_VISITS = 30_000
 
 
 def balance_by_time(
     partitions: int, module: nn.Sequential, sample: Any, *, timeout: float = 1.0, device: Device = None
 ) -> list[int]:
-    """Balances the times of forward and backward: the slowest partition is as quick as can be.
+    """Balances the times of forward and backward: the slowest partition is as fast as can be.
 
-    Of each layer the quickest of its runs counts, by the wall clock, so that one which waits counts as well; on the CPU
+    The fastest run of each layer counts, by the wall clock, so that time in which it waits counts as well; on the CPU
     with one thread.
 
         >>> import torch
@@ -39,18 +40,18 @@ def balance_by_time(
         6
 
     Args:
-        partitions: How many.
-        module: The layers. They are measured as copies, one at a time, in training mode; the module is not touched.
-        sample: What the first layer takes: a micro-batch, on any device.
-        timeout: Seconds of wall clock to spend, after each layer has run twice; longer is steadier.
-        device: Where to measure; None for where the module is.
+        partitions: The number of partitions.
+        module: The layers. They are measured as copies, one at a time, in training mode; the module does not change.
+        sample: One micro-batch, as the first layer takes it, on any device.
+        timeout: Seconds of wall clock to spend, after each layer has run twice; more are steadier.
+        device: Where to measure; None for the module's device.
 
     Returns:
-        How many layers each partition has, as `Pipe` and `DistributedPipe` take it.
+        The number of layers of each partition, as `Pipe` and `DistributedPipe` take it.
 
     Raises:
         TypeError: The module is no `nn.Sequential`, or has a forward of its own; partitions is no integer.
-        ValueError: There are fewer layers than partitions, or none; a layer stands twice in the module.
+        ValueError: There are fewer layers than partitions, or none; a layer is in the module twice.
     """
     _check(partitions, module)
     return block_partition([sum(times) for times in layer_times(module, sample, timeout, device)], partitions)
@@ -65,20 +66,17 @@ def balance_by_size(
     param_scale: float = 2.0,
     device: Device = None,
 ) -> list[int]:
-    """Balances memory: activations of one micro-batch, and parameters with what the optimizer keeps for them.
+    """Balances memory: activations of one micro-batch, and parameters with their gradients and optimizer state.
 
     Bytes are counted exactly, storage by storage, on the CPU as on any other device.
 
     Args:
-        partitions: How many.
-        module: As in `balance_by_time`.
-        input: What the first layer takes: a mini-batch.
-        chunks: How many micro-batches it is cut into.
-        param_scale: Copies of a parameter in all: 2 with its gradient, as SGD has it; 3 with momentum; 4 with Adam.
-        device: As in `balance_by_time`.
-
-    Returns:
-        How many layers each partition has.
+        partitions: The number of partitions.
+        module: The layers, as in `balance_by_time`.
+        input: A mini-batch, as the first layer takes it.
+        chunks: The number of micro-batches it is cut into.
+        param_scale: Copies of a parameter in all: 2 with its gradient, as with SGD; 3 with momentum; 4 with Adam.
+        device: Where to measure.
 
     Raises:
         TypeError: As in `balance_by_time`.
@@ -104,31 +102,28 @@ def balance_by_makespan(
     timeout: float = 1.0,
     device: Device = None,
 ) -> list[int]:
-    """Balances the time of a whole step, as the simulator has it for a schedule.
+    """Balances the time of a whole step of a schedule, as the simulator gives it.
 
-    Where the slowest partition stands matters, and how its time is made up of forward and gradients. So from the
-    balance by times, cuts are moved as long as the simulated step becomes shorter.
+    The place of the slowest partition matters, and the shares of forward and gradients in its time. So from the balance
+    by times, cuts are moved as long as the simulated step becomes shorter.
 
     Args:
-        partitions: How many stages.
-        module: As in `balance_by_time`.
+        partitions: The number of stages.
+        module: The layers, as in `balance_by_time`.
         sample: One micro-batch.
-        num_micro_batches: Of a step.
+        num_micro_batches: The number of micro-batches of a step.
         schedule: A name that `DistributedPipe` knows, or "solve".
-        stages_per_rank: Of the schedule; None for what it is made for.
+        stages_per_rank: Of the schedule; None for its usual number.
         link: Seconds of a transfer between two ranks.
-        timeout: As in `balance_by_time`.
-        device: As in `balance_by_time`.
-
-    Returns:
-        How many layers each partition has.
+        timeout: Seconds of wall clock to spend.
+        device: Where to measure.
 
     Raises:
         TypeError: As in `balance_by_time`.
         ValueError: As in `balance_by_time`; or the schedule has another number of stages.
     """
     _check(partitions, module)
-    example = schedule_for(schedule, 1, 1, stages_per_rank)
+    example = get_schedule(schedule, 1, 1, stages_per_rank)
     if partitions % example.num_stages:
         raise ValueError(
             f"schedule {schedule!r} has {example.num_stages} stages on each rank, so their number is a multiple of it, "
@@ -140,11 +135,11 @@ def balance_by_makespan(
         return best_balance(
             times,
             partitions,
-            lambda costs: solve(costs, num_ranks, num_micro_batches, visits=_VISITS).makespan,
+            lambda costs: solve(costs, num_ranks, num_micro_batches, visits=_SOLVER_VISITS).makespan,
             link,
-            evaluations=_EVALUATIONS // 100,
+            max_balances=_MAX_BALANCES // 100,
         )
-    built = schedule_for(schedule, num_ranks, num_micro_batches, stages_per_rank)
+    built = get_schedule(schedule, num_ranks, num_micro_batches, stages_per_rank)
     return best_balance(times, partitions, lambda costs: simulate(built, costs).makespan, link)
 
 
@@ -154,28 +149,19 @@ def best_balance(
     makespan: Callable[[Costs], float],
     link: float = 0.0,
     *,
-    evaluations: int = _EVALUATIONS,
+    max_balances: int = _MAX_BALANCES,
 ) -> list[int]:
-    """Returns the balance that no move of one cut by one layer, nor of two cuts, makes quicker.
-
-    Args:
-        times: Of each layer.
-        partitions: How many.
-        makespan: Of the costs of stages.
-        link: Of a transfer.
-        evaluations: Stops after so many.
-    """
+    """Returns a balance of layer times whose makespan becomes no shorter if a layer passes to another partition."""
     best = block_partition([sum(layer) for layer in times], partitions)
-    least, spent, seen = makespan(_costs(times, best, link)), 1, {tuple(best)}
+    least, seen = makespan(_costs(times, best, link)), {tuple(best)}
     while True:
         found = None
         for balance in _neighbours(best):
             if tuple(balance) in seen:
                 continue
-            if spent >= evaluations:
+            if len(seen) >= max_balances:
                 return found or best
             seen.add(tuple(balance))
-            spent += 1
             time = makespan(_costs(times, balance, link))
             if time < least * (1 - 1e-9):
                 least, found = time, balance
@@ -185,22 +171,17 @@ def best_balance(
 
 
 def _neighbours(balance: Sequence[int]) -> list[list[int]]:
-    """Returns the balances in which one layer passes from a partition to another one, all between them moving along."""
-    places = range(len(balance))
-    pairs = sorted(((giver, taker) for giver in places for taker in places if giver != taker), key=_distance)
+    """Returns the balances with one layer less in one partition and one more in another, near pairs first."""
+    pairs = sorted(permutations(range(len(balance)), 2), key=lambda pair: abs(pair[0] - pair[1]))
     return [
-        [number - (place == giver) + (place == taker) for place, number in enumerate(balance)]
-        for giver, taker in pairs
-        if balance[giver] > 1
+        [number - (index == source) + (index == target) for index, number in enumerate(balance)]
+        for source, target in pairs
+        if balance[source] > 1
     ]
 
 
-def _distance(pair: tuple[int, int]) -> int:
-    return abs(pair[0] - pair[1])
-
-
 def _costs(times: Sequence[StageTimes], balance: Sequence[int], link: float) -> Costs:
-    """Returns the costs of stages that are made of layers."""
+    """Returns the costs of stages, which are sums of those of their layers."""
     sums, start = [], 0
     for number in balance:
         sums.append([sum(column) for column in zip(*times[start : start + number], strict=True)])

@@ -1,8 +1,8 @@
-"""A row of costs cut into blocks of neighbours, so that the dearest block is as cheap as can be.
+"""Block partition: a sequence of costs cut into blocks of neighbours, so that the largest block cost is minimal.
 
     costs   1  2  3  4  5  6        3 blocks: [1 2 3] [4 5] [6]        sums 6, 9, 6
 
-Of all cuts with that dearest block, the one whose sums are most even: the least sum of their squares.
+Of all cuts with that largest cost, the one whose block costs are most even: the least sum of their squares.
 """
 
 from __future__ import annotations
@@ -14,17 +14,10 @@ from itertools import accumulate, pairwise
 
 
 def block_partition(costs: Sequence[float], num_blocks: int) -> list[int]:
-    """Returns how many neighbours each block has.
+    """Returns how many costs each block has; raises `ValueError` for too few costs or blocks, or a bad cost.
 
-        >>> block_partition([1, 2, 3, 4, 5, 6], 3)
-        [3, 2, 1]
-
-    Args:
-        costs: Not negative.
-        num_blocks: At least one, and at most as many as there are costs.
-
-    Raises:
-        ValueError: There are too few costs or blocks, or a cost is negative or not finite.
+    >>> block_partition([1, 2, 3, 4, 5, 6], 3)
+    [3, 2, 1]
     """
     if num_blocks < 1:
         raise ValueError(f"the number of partitions must be at least 1, but is {num_blocks}")
@@ -48,12 +41,7 @@ def _whole_numbers(costs: Sequence[float]) -> list[int]:
 
 
 def _least_maximum(sums: list[int], num_blocks: int) -> int:
-    """Returns the cost of the dearest block of the best partition.
-
-    Args:
-        sums: Of the first 0, 1, ... costs.
-        num_blocks: At most so many: more never make the dearest one dearer.
-    """
+    """Returns the largest block cost of the best partition, from the sums of the first 0, 1, ... costs."""
     low = max(later - sooner for sooner, later in pairwise(sums))
     high = sums[-1]
     while low < high:
@@ -66,7 +54,7 @@ def _least_maximum(sums: list[int], num_blocks: int) -> int:
 
 
 def _num_blocks_within(sums: list[int], limit: int) -> int:
-    """Returns how many blocks of a cost up to `limit` it takes; no cost is above it."""
+    """Returns how many blocks of a cost up to `limit` are needed; no single cost is above it."""
     count, start = 1, 0
     for index in range(1, len(sums)):
         if sums[index] - sums[start] > limit:
@@ -75,7 +63,7 @@ def _num_blocks_within(sums: list[int], limit: int) -> int:
 
 
 def _most_even(sums: list[int], num_blocks: int, limit: int) -> list[int]:
-    """Returns the sizes of blocks up to `limit` whose costs have the least sum of squares."""
+    """Returns the sizes of blocks of a cost up to `limit` with the least sum of squared costs."""
     length = len(sums) - 1
     least: list[int | None] = [0, *[None] * length]
     starts: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""What layers and stages take, measured on the machine that will run them; nothing is left of the measurement."""
+"""Times and memory of layers and stages, measured on the machine that will run them, without lasting effects."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from scale_checkpoint.live_memory import LiveBytes, storage_bytes
-from scale_checkpoint.planner.step import steady, undisturbed
+from scale_checkpoint.live_memory import LiveMemory, storage_bytes
+from scale_checkpoint.planner.step import preserve_state, single_threaded
 from scale_core import compat
 from scale_core.tree import map_tensors, tensors_in
 from scale_pipe.schedules.cost_model import Costs
-from scale_pipe.skip.namespace import SkipKey, popped_by
+from scale_pipe.skip.namespace import SkipKey, popped_keys
 from scale_pipe.skip.tracker import run_with_skips
 from scale_pipe.split_backward import Backward
 
@@ -24,42 +24,26 @@ T = TypeVar("T")
 
 
 class StageTimes(NamedTuple):
-    """Seconds of wall clock of one micro-batch, until all of it is done: a layer that waits takes time as well.
+    """Seconds of wall clock of one micro-batch, waiting included.
 
-    They are the least of several runs, which is what other programs on the machine disturb least; on the CPU with one
-    thread, since threads that wait for one another are disturbed most.
-
-    Attributes:
-        forward: Of the forward.
-        input_gradient: Of the gradient of the input; of the first stage next to nothing.
-        weight_gradient: Of the gradients of the parameters.
+    They are the least of several runs, which other programs on the machine disturb least; on the CPU with one thread,
+    since threads that wait for one another are disturbed most.
     """
 
     forward: float
-    input_gradient: float
+    input_gradient: float  # Next to nothing in the first stage.
     weight_gradient: float
 
 
 class LayerBytes(NamedTuple):
-    """What a layer holds.
-
-    Attributes:
-        activations: What it keeps of one micro-batch between forward and backward, its output included.
-        parameters: Its parameters.
-    """
+    """Bytes of a layer: its parameters, and what it keeps of a micro-batch for its backward, with its output."""
 
     activations: int
     parameters: int
 
 
-class _Passing(NamedTuple):
-    """What goes from one module to the next.
-
-    Attributes:
-        args: By position.
-        kwargs: By keyword.
-        skips: By key, what later ones pop.
-    """
+class _Inputs(NamedTuple):
+    """The inputs of a layer or stage: its arguments, and the skips that it and later ones pop."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -71,9 +55,8 @@ def profile_stages(
 ) -> Costs:
     """Measures the stages of a model, as `solve` and `simulate` take it.
 
-    Each stage runs by itself on what the one before returns, in the mode that it is in. What counts is the wall clock,
-    and of its runs the quickest, on the CPU with one thread. Gradients, buffers and random numbers are afterwards what
-    they were.
+    Each stage runs by itself on the output of the one before, in its mode. The fastest run of each counts, by the wall
+    clock, on the CPU with one thread. Gradients, buffers and random states are afterwards as before.
 
         >>> import torch
         >>> from scale_pipe import profile_stages, solve, split
@@ -92,7 +75,7 @@ def profile_stages(
     Raises:
         TypeError: The stages are one module, and no list.
         ValueError: There is no stage, or the number of links is not one less than that of stages.
-        Exception: What a stage has raised, with a note on which one.
+        Exception: An error of a stage, with a note on which one.
     """
     given_stages: object = stages
     if not isinstance(given_stages, Iterable):
@@ -102,11 +85,11 @@ def profile_stages(
         )
     if not stages:
         raise ValueError("there are no stages to be measured; give the list that split(model, [...]) returns")
-    given, times = _Passing(args, kwargs, {}), []
+    inputs, times = _Inputs(args, kwargs, {}), []
     for number, stage in enumerate(stages):
-        device = next((p.device for p in stage.parameters()), _device_of(given))
-        with _named(f"stage {number}", stage), undisturbed(stage):
-            found, given = _times(stage, given, device, timeout / len(stages))
+        device = next((p.device for p in stage.parameters()), _device_of((inputs.args, dict(inputs.kwargs))))
+        with _noting_errors(f"stage {number}", stage), preserve_state(stage):
+            found, inputs = _measure_times(stage, inputs, device, timeout / len(stages))
         times.append(found)
     forward, input_gradient, weight_gradient = zip(*times, strict=True)
     return Costs.measured(forward, input_gradient, weight_gradient, link)
@@ -115,52 +98,40 @@ def profile_stages(
 def layer_times(
     module: nn.Sequential, sample: Any, timeout: float = 1.0, device: torch.device | str | int | None = None
 ) -> list[StageTimes]:
-    """Measures each layer in training mode, as a copy on the device; the module is not touched.
-
-    Args:
-        module: The layers.
-        sample: What the first one takes, on any device.
-        timeout: Seconds of wall clock to spend on all layers, after each has run twice.
-        device: Where; None for that of the module.
-    """
-    return _each_layer(
-        module, sample, device, lambda layer, given, place: _times(layer, given, place, timeout / len(module))
+    """Measures each layer in training mode, as a copy on the device (None: the module's); see `balance_by_time`."""
+    seconds = timeout / len(module)
+    return _measure_layers(
+        module, sample, device, lambda layer, inputs, place: _measure_times(layer, inputs, place, seconds)
     )
 
 
 def layer_bytes(module: nn.Sequential, sample: Any, device: torch.device | str | int | None = None) -> list[LayerBytes]:
-    """Counts what each layer holds after its forward in training mode; the module is not touched.
-
-    Args:
-        module: The layers.
-        sample: What the first one takes, on any device.
-        device: Where; None for that of the module.
-    """
-    return _each_layer(module, sample, device, _bytes)
+    """Counts the memory of each layer after its forward in training mode, as a copy on the device."""
+    return _measure_layers(module, sample, device, _measure_bytes)
 
 
-def _each_layer(
+def _measure_layers(
     module: nn.Sequential,
     sample: Any,
     device: torch.device | str | int | None,
-    measure: Callable[[nn.Module, _Passing, torch.device], tuple[T, _Passing]],
+    measure: Callable[[nn.Module, _Inputs, torch.device], tuple[T, _Inputs]],
 ) -> list[T]:
-    """Measures a copy of each layer in training mode on what the one before has returned, one at a time."""
+    """Measures a copy of each layer in training mode on the output of the one before, one at a time."""
     place = torch.device(device) if device is not None else next((p.device for p in module.parameters()), None)
-    place = place or next((tensor.device for tensor in tensors_in(sample)), torch.device("cpu"))
-    with _random_numbers_kept(place):
-        given = _Passing((map_tensors(lambda tensor: tensor.to(place), sample),), {}, {})
+    place = place or _device_of(sample)
+    devices = [place] if place.type != "cpu" else []
+    with torch.random.fork_rng(devices, device_type=place.type if devices else "cuda"):
+        inputs = _Inputs((map_tensors(lambda tensor: tensor.to(place), sample),), {}, {})
         results = []
         for name, layer in module.named_children():
-            with _named(f"layer {name!r}", layer):
-                result, given = measure(copy.deepcopy(layer).to(place).train(), given, place)
+            with _noting_errors(f"layer {name!r}", layer):
+                result, inputs = measure(copy.deepcopy(layer).to(place).train(), inputs, place)
             results.append(result)
     return results
 
 
 @contextmanager
-def _named(title: str, module: nn.Module) -> Iterator[None]:
-    """Says in errors of a module which one it is."""
+def _noting_errors(title: str, module: nn.Module) -> Iterator[None]:
     try:
         yield
     except Exception as error:
@@ -168,81 +139,76 @@ def _named(title: str, module: nn.Module) -> Iterator[None]:
         raise
 
 
-@contextmanager
-def _random_numbers_kept(device: torch.device) -> Iterator[None]:
-    devices = [device] if device.type != "cpu" else []
-    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
-        yield
-
-
-def _bytes(module: nn.Module, given: _Passing, device: torch.device) -> tuple[LayerBytes, _Passing]:
-    """Counts what lives after a forward."""
-    entered, _ = _entered(given)
-    live = LiveBytes(device)
+def _measure_bytes(module: nn.Module, inputs: _Inputs, device: torch.device) -> tuple[LayerBytes, _Inputs]:
+    """Counts the live bytes after a forward; returns them and the next layer's inputs."""
+    copies, _ = _copied(inputs)
+    live = LiveMemory(device)
     with torch.enable_grad(), live:
-        output, stashed = run_with_skips(module, entered.skips, *entered.args)
+        output, stashed = run_with_skips(module, copies.skips, *copies.args)
     found = LayerBytes(live.current_bytes, storage_bytes(list(module.parameters())))
     live.close()
-    return found, _next(module, given, output, stashed)
+    return found, _next_inputs(module, inputs, output, stashed)
 
 
-def _times(module: nn.Module, given: _Passing, device: torch.device, timeout: float) -> tuple[StageTimes, _Passing]:
-    """Runs a module until the time is spent, twice at least; returns the least of its times, and what follows."""
-    with steady(device):
-        _, passed = _run(module, given, device)  # Kernels prepare themselves at the first call.
-        runs, end = [_run(module, given, device)[0]], _now(device) + timeout
+def _measure_times(
+    module: nn.Module, inputs: _Inputs, device: torch.device, timeout: float
+) -> tuple[StageTimes, _Inputs]:
+    """Runs a module until the time is spent, twice at least; returns its least times, and the next one's inputs."""
+    with single_threaded(device):
+        _, next_inputs = _run(module, inputs, device)  # Kernels are prepared at the first call.
+        runs, end = [_run(module, inputs, device)[0]], _now(device) + timeout
         while _now(device) < end:
-            runs.append(_run(module, given, device)[0])
-    return StageTimes(*map(min, zip(*runs, strict=True))), passed
+            runs.append(_run(module, inputs, device)[0])
+    return StageTimes(*map(min, zip(*runs, strict=True))), next_inputs
 
 
 def _now(device: torch.device) -> float:
-    """Returns the wall clock's time, when all that the device was given to do is done."""
+    """Returns the wall clock's time after the device has finished."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     return time.perf_counter()
 
 
-def _run(module: nn.Module, given: _Passing, device: torch.device) -> tuple[StageTimes, _Passing]:
-    entered, leaves = _entered(given)
+def _run(module: nn.Module, inputs: _Inputs, device: torch.device) -> tuple[StageTimes, _Inputs]:
+    copies, leaves = _copied(inputs)
     times = [_now(device)]
     with torch.enable_grad():
-        output, stashed = run_with_skips(module, entered.skips, *entered.args, **entered.kwargs)
+        output, stashed = run_with_skips(module, copies.skips, *copies.args, **copies.kwargs)
     times.append(_now(device))
     roots = [tensor for tensor in tensors_in((output, list(stashed.values()))) if tensor.requires_grad]
     backward = Backward([compat.gradient_edge(root) for root in roots], leaves)
     ones = [torch.ones_like(root) for root in roots]
-    passed = _next(module, given, output, stashed)
+    next_inputs = _next_inputs(module, inputs, output, stashed)
     del roots, output
     times.append(_now(device))
     backward.run_inputs(ones)
     times.append(_now(device))
     backward.run_weights()
     times.append(_now(device))
-    return StageTimes(times[1] - times[0], times[3] - times[2], times[4] - times[3]), passed
+    return StageTimes(times[1] - times[0], times[3] - times[2], times[4] - times[3]), next_inputs
 
 
-def _entered(given: _Passing) -> tuple[_Passing, list[Tensor]]:
-    """Returns what a module is given, as copies that it may write into, and the leaves that want gradients."""
+def _copied(inputs: _Inputs) -> tuple[_Inputs, list[Tensor]]:
+    """Returns copies that a module may write into, and the leaves that get gradients."""
     leaves: list[Tensor] = []
 
-    def enter(tensor: Tensor) -> Tensor:
+    def copied(tensor: Tensor) -> Tensor:
         leaf = tensor.detach()
         if tensor.requires_grad:
             leaves.append(leaf.requires_grad_())
         return leaf.clone()
 
-    args, kwargs, *skips = map_tensors(enter, (given.args, dict(given.kwargs), *given.skips.values()))
-    return _Passing(args, kwargs, dict(zip(given.skips, skips, strict=True))), leaves
+    args, kwargs, *skips = map_tensors(copied, (inputs.args, dict(inputs.kwargs), *inputs.skips.values()))
+    return _Inputs(args, kwargs, dict(zip(inputs.skips, skips, strict=True))), leaves
 
 
-def _next(module: nn.Module, given: _Passing, output: Any, stashed: Mapping[SkipKey, Any]) -> _Passing:
-    """Returns what the next module is given; what has a gradient asks for one there."""
-    popped = set(popped_by(module))
-    skips = {key: tree for key, tree in given.skips.items() if key not in popped}
+def _next_inputs(module: nn.Module, inputs: _Inputs, output: Any, stashed: Mapping[SkipKey, Any]) -> _Inputs:
+    """Returns the inputs of the next module; tensors with a gradient require one there."""
+    popped = set(popped_keys(module))
+    skips = {key: tree for key, tree in inputs.skips.items() if key not in popped}
     args, new = map_tensors(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), ((output,), stashed))
-    return _Passing(args, {}, {**skips, **new})
+    return _Inputs(args, {}, {**skips, **new})
 
 
-def _device_of(given: _Passing) -> torch.device:
-    return next((tensor.device for tensor in tensors_in((given.args, dict(given.kwargs)))), torch.device("cpu"))
+def _device_of(tree: Any) -> torch.device:
+    return next((tensor.device for tensor in tensors_in(tree)), torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Schedules as data: what builds, proves, simulates and draws them. Nothing here needs a tensor.
+"""Schedules as data: their builders, validator, simulator, solver and pictures. Nothing here needs a tensor.
 
 Begin with `schedule`, then `classic`.
 """

@@ -1,7 +1,6 @@
-"""One thing that a rank does: an action on a stage and a micro-batch.
+"""Actions: what a rank does on a stage and a micro-batch. A schedule is lists of these and nothing else.
 
-A schedule is lists of these and nothing else. The validator, the simulator, the pictures and the runtime read the same
-lists, so what is proved and what is drawn is what runs.
+The validator, the simulator, the pictures and the runtime read the same lists: what is proved and drawn is what runs.
 """
 
 from __future__ import annotations
@@ -14,34 +13,29 @@ EVERY_MICRO_BATCH = -1
 
 
 class Kind(StrEnum):
-    """What is done. The value is its letter in the text form."""
+    """The kind of an action. The value is its letter in the text form.
+
+    Attributes:
+        FORWARD: Computes a stage's output; its activations are held from here on.
+        INPUT_GRADIENT: Computes the gradient of a stage's input, for which the stage before waits.
+        WEIGHT_GRADIENT: Computes the gradients of a stage's parameters, for which no rank waits; frees the activations.
+        BACKWARD: Computes both gradients together, as one backward pass; frees the activations.
+        SEND_ACTIVATION: Sends this stage's output to the next stage.
+        RECEIVE_ACTIVATION: Receives this stage's input from the stage before.
+        SEND_GRADIENT: Sends the gradient of this stage's input to the stage before.
+        RECEIVE_GRADIENT: Receives the gradient of this stage's output from the next stage.
+        STEP: The optimizer's step for the parameters of a stage, once after all of its gradients.
+    """
 
     FORWARD = "F"
-    """Computes a stage's output; its activations are held from here on."""
-
     INPUT_GRADIENT = "I"
-    """Computes the gradient of a stage's input, which the stage before waits for."""
-
     WEIGHT_GRADIENT = "W"
-    """Computes the gradients of a stage's parameters, which nobody waits for; frees the activations."""
-
     BACKWARD = "B"
-    """Both gradients together, as one backward pass; frees the activations."""
-
     SEND_ACTIVATION = "SA"
-    """Sends this stage's output to the next stage."""
-
     RECEIVE_ACTIVATION = "RA"
-    """Receives this stage's input from the stage before."""
-
     SEND_GRADIENT = "SG"
-    """Sends the gradient of this stage's input to the stage before."""
-
     RECEIVE_GRADIENT = "RG"
-    """Receives the gradient of this stage's output from the next stage."""
-
     STEP = "S"
-    """The optimizer's step for the parameters of a stage, once after all of its gradients."""
 
 
 COMPUTES = frozenset({Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT, Kind.BACKWARD})
@@ -49,6 +43,13 @@ SENDS = frozenset({Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT})
 RECEIVES = frozenset({Kind.RECEIVE_ACTIVATION, Kind.RECEIVE_GRADIENT})
 GIVES_INPUT_GRADIENT = frozenset({Kind.INPUT_GRADIENT, Kind.BACKWARD})
 FREES = frozenset({Kind.WEIGHT_GRADIENT, Kind.BACKWARD})
+_MATCHING = {
+    Kind.SEND_ACTIVATION: (Kind.RECEIVE_ACTIVATION, 1),
+    Kind.RECEIVE_ACTIVATION: (Kind.SEND_ACTIVATION, -1),
+    Kind.SEND_GRADIENT: (Kind.RECEIVE_GRADIENT, -1),
+    Kind.RECEIVE_GRADIENT: (Kind.SEND_GRADIENT, 1),
+}
+"""By kind of a transfer, that of the other rank's entry, and its stage minus this one."""
 
 
 class Action(NamedTuple):
@@ -66,10 +67,7 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Reads what `str` has written.
-
-        Args:
-            text: Such as `F2.5`, `SA0.1` or `S2`.
+        """Reads what `str` has written, such as `F2.5`, `SA0.1` or `S2`.
 
         Raises:
             ValueError: It is no action.
@@ -83,9 +81,34 @@ class Action(NamedTuple):
         return cls(Kind(found[1]), int(found[2]), EVERY_MICRO_BATCH if found[3] is None else int(found[3]))
 
     def __str__(self) -> str:
-        if self.kind is Kind.STEP:
-            return f"{self.kind.value}{self.stage}"
-        return f"{self.kind.value}{self.stage}.{self.micro_batch}"
+        return f"{self.kind.value}{self.stage}" + f".{self.micro_batch}" * (self.kind is not Kind.STEP)
+
+
+class TimedAction(NamedTuple):
+    """An action with its time, simulated or measured.
+
+    Attributes:
+        rank: The rank that does it; the sender of a transfer.
+        action: The action.
+        start: When it starts, in the unit of the costs; seconds where it was measured.
+        end: When it is over.
+    """
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+
+
+def matching_transfer(action: Action) -> Action:
+    """Returns the receive of a send, or the send of a receive."""
+    kind, distance = _MATCHING[action.kind]
+    return Action(kind, action.stage + distance, action.micro_batch)
+
+
+def live_change(action: Action) -> int:
+    """Returns by how much an action changes the number of live (stage, micro-batch) of its rank."""
+    return (action.kind is Kind.FORWARD) - (action.kind in FREES)
 
 
 def forward(stage: int, micro_batch: int) -> Action:

@@ -1,4 +1,4 @@
-"""What a step costs: the times of each stage, of each link, and the memory that a stage's activations take."""
+"""The cost model of a pipeline: the times of each stage and of each link."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scale_pipe.schedules.action import Action, Kind
-from scale_pipe.schedules.placement import Placement
+from scale_pipe.schedules.action import FREES, GIVES_INPUT_GRADIENT, Action, Kind
+from scale_pipe.schedules.placement import StagePlacement
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Costs:
         forward: Time of the forward, by stage.
         input_gradient: Time of the gradient of the input, by stage.
         weight_gradient: Time of the gradients of the parameters, by stage.
-        link: Time of a transfer between stage s and s + 1, either way, at index s, where these stand on two ranks. A
+        link: Time of a transfer between stage s and s + 1, either way, at index s, where these are on two ranks. A
             link between two ranks carries one tensor after another in each direction. Between stages of one rank
             nothing moves.
 
@@ -33,8 +33,8 @@ class Costs:
 
     def __post_init__(self) -> None:
         num_stages = len(self.forward)
-        expected = {"forward": num_stages, "input_gradient": num_stages, "weight_gradient": num_stages}
-        for name, length in {**expected, "link": max(num_stages - 1, 0)}.items():
+        lengths = {"input_gradient": num_stages, "weight_gradient": num_stages, "link": max(num_stages - 1, 0)}
+        for name, length in {"forward": num_stages, **lengths}.items():
             times = getattr(self, name)
             if len(times) != length:
                 raise ValueError(
@@ -55,15 +55,7 @@ class Costs:
         weight_gradient: float = 1.0,
         link: float = 0.0,
     ) -> Costs:
-        """Returns equal costs for all stages.
-
-        Args:
-            num_stages: How many.
-            forward: Time of the forward.
-            input_gradient: Time of the gradient of the input.
-            weight_gradient: Time of the gradients of the parameters.
-            link: Time of a transfer.
-        """
+        """Returns equal costs for all stages; see the class for the arguments."""
         return cls(
             (forward,) * num_stages,
             (input_gradient,) * num_stages,
@@ -79,13 +71,7 @@ class Costs:
         weight_gradient: Sequence[float],
         link: float | Sequence[float] = 0.0,
     ) -> Costs:
-        """Returns costs from lists; one link time may stand for all.
-
-        Args:
-            forward: By stage.
-            input_gradient: By stage.
-            weight_gradient: By stage.
-            link: Of all links, or by link.
+        """Returns costs from lists by stage; `link` is the time of every link, or by link.
 
         Raises:
             ValueError: See the class.
@@ -97,44 +83,23 @@ class Costs:
 
     @property
     def num_stages(self) -> int:
-        """For how many stages there are costs."""
+        """The number of stages."""
         return len(self.forward)
 
-    def of(self, action: Action) -> float:
-        """Returns the time that an action keeps its rank busy; none for transfers and steps.
+    def duration(self, action: Action) -> float:
+        """Returns the time for which an action keeps its rank busy: 0 for transfers and steps."""
+        kind, stage, _ = action
+        if kind is Kind.FORWARD:
+            return self.forward[stage]
+        time = self.input_gradient[stage] if kind in GIVES_INPUT_GRADIENT else 0.0
+        return time + self.weight_gradient[stage] if kind in FREES else time
 
-        Args:
-            action: Any.
-        """
-        match action.kind:
-            case Kind.FORWARD:
-                return self.forward[action.stage]
-            case Kind.INPUT_GRADIENT:
-                return self.input_gradient[action.stage]
-            case Kind.WEIGHT_GRADIENT:
-                return self.weight_gradient[action.stage]
-            case Kind.BACKWARD:
-                return self.input_gradient[action.stage] + self.weight_gradient[action.stage]
-            case _:
-                return 0.0
-
-    def work(self, stage: int) -> float:
-        """Returns the time of a stage's forward and backward on one micro-batch.
-
-        Args:
-            stage: Which.
-        """
+    def stage_time(self, stage: int) -> float:
+        """Returns the time of a stage's forward and backward on one micro-batch."""
         return self.forward[stage] + self.input_gradient[stage] + self.weight_gradient[stage]
 
-    def check_for(self, placement: Placement) -> None:
-        """Checks that there are costs for the stages of a placement.
-
-        Args:
-            placement: Any.
-
-        Raises:
-            ValueError: There are fewer or more.
-        """
+    def check_for(self, placement: StagePlacement) -> None:
+        """Raises `ValueError` if the placement has another number of stages."""
         if placement.num_stages != self.num_stages:
             raise ValueError(
                 f"the placement has {placement.num_stages} stages, but there are costs for {self.num_stages}; "

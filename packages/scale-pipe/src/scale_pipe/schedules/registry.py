@@ -1,4 +1,4 @@
-"""The schedules that have a name, and how each is made for a number of ranks and micro-batches."""
+"""The schedules by name, as `DistributedPipe` and `balance_by_makespan` take them."""
 
 from __future__ import annotations
 
@@ -12,43 +12,28 @@ from scale_pipe.schedules.zero_bubble import dual_pipe_v, v_half, v_min, zb_h1, 
 
 SOLVE = "solve"
 
-
 _LOOPED: dict[str, Callable[[int, int, int], Schedule]] = {
     "gpipe": gpipe,
     "interleaved_1f1b": interleaved_1f1b,
     "looped_breadth_first": looped_breadth_first,
 }
-
-
-_ONE_STAGE: dict[str, Callable[[int, int], Schedule]] = {"1f1b": one_forward_one_backward, "zb_h1": zb_h1}
-
-
-_TWO_STAGES: dict[str, Callable[[int, int], Schedule]] = {
-    "zb_v": zb_v,
-    "v_half": v_half,
-    "v_min": v_min,
-    "dual_pipe_v": dual_pipe_v,
+_FIXED: dict[str, tuple[Callable[[int, int], Schedule], int]] = {  # With their stages per rank.
+    "1f1b": (one_forward_one_backward, 1),
+    "zb_h1": (zb_h1, 1),
+    "zb_v": (zb_v, 2),
+    "v_half": (v_half, 2),
+    "v_min": (v_min, 2),
+    "dual_pipe_v": (dual_pipe_v, 2),
 }
+NAMES = (*_LOOPED, *_FIXED, SOLVE)
 
 
-NAMES = (*_LOOPED, *_ONE_STAGE, *_TWO_STAGES, SOLVE)
-"""The schedules that have a name."""
-
-
-def schedule_for(
+def get_schedule(
     schedule: str | Schedule, num_ranks: int, num_micro_batches: int, stages_per_rank: int | None
 ) -> Schedule:
-    """Returns the schedule that is asked for; of "solve" the one that times are measured with.
+    """Returns the schedule of a name, or a given schedule, validated; for "solve" the one that is run to measure times.
 
-    Args:
-        schedule: A name, or a schedule.
-        num_ranks: Of the group.
-        num_micro_batches: Of a step; a schedule that is given has its own number.
-        stages_per_rank: None is what the schedule is made for: two in a V and where stages are interleaved, else one.
-
-    Raises:
-        TypeError: It is neither.
-        ValueError: There is no such name; a number does not suit it; it can't run.
+    `stages_per_rank` None is what the schedule is built for: two in a V and where stages are interleaved, else one.
     """
     if isinstance(schedule, Schedule):
         if schedule.num_ranks != num_ranks:
@@ -70,12 +55,12 @@ def schedule_for(
     if name in _LOOPED:
         usual = 1 if name == "gpipe" else 2
         return _LOOPED[name](num_ranks, num_micro_batches, stages_per_rank or usual)
-    for built, number in ((_ONE_STAGE, 1), (_TWO_STAGES, 2)):
-        if name in built:
-            if stages_per_rank not in (None, number):
-                raise ValueError(
-                    f"{schedule!r} has {number} stage{'s' * (number > 1)} on each rank, but there are to be "
-                    f"{stages_per_rank}: take another number of stages, or one of {', '.join((*_LOOPED, SOLVE))}"
-                )
-            return built[name](num_ranks, num_micro_batches)
+    if name in _FIXED:
+        build, number = _FIXED[name]
+        if stages_per_rank not in (None, number):
+            raise ValueError(
+                f"{schedule!r} has {number} stage{'s' * (number > 1)} on each rank, but stages_per_rank is "
+                f"{stages_per_rank}: take another number of stages, or one of {', '.join((*_LOOPED, SOLVE))}"
+            )
+        return build(num_ranks, num_micro_batches)
     raise ValueError(f"there is no schedule {schedule!r}; there are {', '.join(NAMES)}, or pass a Schedule of your own")

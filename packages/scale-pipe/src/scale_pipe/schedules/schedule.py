@@ -1,4 +1,4 @@
-"""A schedule: per rank, the ordered list of what it does in a step. Frozen data, which can be printed and saved."""
+"""A schedule: per rank, the ordered list of its actions in a step. Frozen data, which can be printed and saved."""
 
 from __future__ import annotations
 
@@ -11,25 +11,23 @@ from typing import Any
 
 from scale_pipe.integers import check_positive
 from scale_pipe.schedules.action import COMPUTES, Action, Kind
-from scale_pipe.schedules.placement import Placement
+from scale_pipe.schedules.placement import StagePlacement
 
 FORMAT = 1
 
 Orders = Sequence[Sequence[Action]]
-"""Per rank what it computes, in order; no transfers."""
+"""By rank what it computes, in order, without transfers."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What each rank does in one step, in order; `print` shows it as a table.
-
-    Whether it can run is another question: `validate` answers it.
+    """The actions of each rank in one step, in order; `print` shows them as a table, and `validate` checks them.
 
     Attributes:
-        name: What it is called in pictures and errors.
+        name: Its name in pictures and errors.
         placement: Which rank holds which stage.
-        num_micro_batches: How many micro-batches a step has.
-        actions: By rank, in the order in which the rank does them.
+        num_micro_batches: The number of micro-batches of a step.
+        actions: By rank, in order.
 
     Raises:
         TypeError: num_micro_batches is no integer.
@@ -37,7 +35,7 @@ class Schedule:
     """
 
     name: str
-    placement: Placement
+    placement: StagePlacement
     num_micro_batches: int
     actions: tuple[tuple[Action, ...], ...]
 
@@ -52,20 +50,20 @@ class Schedule:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return self.placement.num_ranks
 
     @property
     def num_stages(self) -> int:
-        """How many stages there are."""
+        """The number of stages."""
         return self.placement.num_stages
 
     @property
     def splits_backward(self) -> bool:
-        """Whether the two gradients are computed apart, on any stage."""
+        """Whether any stage computes its two gradients apart."""
         return any(action.kind is Kind.INPUT_GRADIENT for actions in self.actions for action in actions)
 
-    def computes(self) -> tuple[tuple[Action, ...], ...]:
+    def compute_actions(self) -> tuple[tuple[Action, ...], ...]:
         """Returns by rank what it computes, without transfers and steps."""
         return tuple(tuple(action for action in actions if action.kind in COMPUTES) for actions in self.actions)
 
@@ -83,9 +81,6 @@ class Schedule:
     def from_json(cls, content: Any) -> Schedule:
         """Reads what `to_json` has returned.
 
-        Args:
-            content: The decoded JSON.
-
         Raises:
             ValueError: It is no schedule, or one of another format.
         """
@@ -95,7 +90,7 @@ class Schedule:
                 raise ValueError(f"expected a schedule of format {FORMAT}, but got format {found!r}; build it again")
             return cls(
                 name=str(content["name"]),
-                placement=Placement(tuple(map(int, content["rank_of_stage"]))),
+                placement=StagePlacement(tuple(map(int, content["rank_of_stage"]))),
                 num_micro_batches=content["num_micro_batches"],
                 actions=tuple(tuple(map(Action.parse, line.split())) for line in content["actions"]),
             )
@@ -103,25 +98,15 @@ class Schedule:
             raise ValueError(f"the content is no schedule: {type(error).__name__}: {error}") from error
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Writes the schedule as JSON.
-
-        Args:
-            path: A file, replaced if it is there.
-
-        Raises:
-            OSError: It cannot be written.
-        """
+        """Writes the schedule as JSON; a file that exists is replaced."""
         Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Schedule:
         """Reads a schedule that `save` has written.
 
-        Args:
-            path: The file.
-
         Raises:
-            ValueError: It holds no schedule.
+            ValueError: The file holds no schedule.
             OSError: It cannot be read.
         """
         try:
@@ -134,7 +119,7 @@ class Schedule:
             raise ValueError(f"{path}: {error}") from error
 
     def __str__(self) -> str:
-        lines = self.computes()
+        lines = self.compute_actions()
         width = max((len(str(action)) for actions in lines for action in actions), default=1)
         head = (
             f"{self.name}: {self.num_stages} stages on {self.num_ranks} ranks ({self.placement.shape}), "
@@ -145,11 +130,11 @@ class Schedule:
 
 
 class ScheduleError(ValueError):
-    """A schedule does not do what it is for.
+    """A schedule is wrong.
 
     Attributes:
-        rank: Where it goes wrong; None where no rank does it.
-        action: At which action; None where it is not about one.
+        rank: The rank where it goes wrong; None where it is not about one.
+        action: The action; None where it is not about one.
         reason: What is wrong with it.
     """
 
@@ -162,8 +147,8 @@ class ScheduleError(ValueError):
 
 
 class DeadlockError(ScheduleError):
-    """Ranks wait for one another in a circle. The message says for each what it waits for."""
+    """Ranks wait for one another in a circle; the message says for each what it waits for."""
 
 
 class MemoryCapError(ScheduleError):
-    """A rank holds more activations than it may."""
+    """A rank holds more activations than its memory cap."""

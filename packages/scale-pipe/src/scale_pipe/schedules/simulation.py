@@ -1,7 +1,7 @@
-"""How long a schedule takes under measured costs, and what each rank holds meanwhile.
+"""The simulator: how long a schedule takes under measured costs, and what each rank holds meanwhile.
 
-The model: a rank does one computation at a time, in its list's order, each as soon as its tensor is there. Transfers
-start when their list reaches them, run beside the computation, and pass one after another over each directed link
+The model: a rank does one computation at a time, in its list's order, each as soon as its tensor has arrived. Transfers
+start when their list reaches them, overlap with computations, and pass one after another over each directed link
 between two ranks. Activations of a stage and a micro-batch are held from the start of the forward to the end of the
 weight gradient.
 """
@@ -10,37 +10,30 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from itertools import accumulate
 
-from scale_pipe.schedules.action import COMPUTES, FREES, GIVES_INPUT_GRADIENT, SENDS, Action, Kind
+from scale_pipe.schedules.action import (
+    COMPUTES,
+    GIVES_INPUT_GRADIENT,
+    SENDS,
+    Action,
+    Kind,
+    TimedAction,
+    live_change,
+    matching_transfer,
+)
 from scale_pipe.schedules.cost_model import Costs
 from scale_pipe.schedules.schedule import Schedule
-from scale_pipe.schedules.validate import partner, validate
-
-
-class TimedAction(NamedTuple):
-    """An action with its time.
-
-    Attributes:
-        rank: Who does it; the sender of a transfer.
-        action: What.
-        start: When it starts.
-        end: When it is over.
-    """
-
-    rank: int
-    action: Action
-    start: float
-    end: float
+from scale_pipe.schedules.validate import validate
 
 
 @dataclass(frozen=True)
-class Simulation:
+class ScheduleSimulation:
     """A schedule in time; `print` shows a table.
 
     Attributes:
-        schedule: What was simulated.
-        costs: The times it was simulated with.
+        schedule: The schedule.
+        costs: The times of its stages and links.
         spans: All computations and sends, by start.
     """
 
@@ -66,8 +59,8 @@ class Simulation:
     def bubble(self) -> float:
         """The share of the makespan in which the busiest rank is idle: 1 - work / makespan.
 
-        With equal stages it is that of every rank. What other ranks wait because they have less work is a matter of the
-        balance and of no schedule: `idle` says it.
+        With equal stages it is that of every rank. Other ranks are idle for longer where they have less work, which is
+        a matter of the balance and not of the schedule; see `idle`.
         """
         return 1 - max(self.busy) / self.makespan if self.makespan else 0.0
 
@@ -81,18 +74,13 @@ class Simulation:
         """By rank, the most live micro-batches, in model equivalents: one is a micro-batch on all its stages."""
         return peak_live(self.schedule)
 
-    def live(self, rank: int) -> list[tuple[float, float]]:
-        """Returns a rank's live micro-batches over time: (time, how many from then on), in model equivalents.
-
-        Args:
-            rank: Which.
-        """
-        share, count, steps = 1 / len(self.schedule.placement.stages_of[rank]), 0, [(0.0, 0.0)]
+    def live_over_time(self, rank: int) -> list[tuple[float, float]]:
+        """Returns a rank's live micro-batches over time: (time, number from then on), in model equivalents."""
+        share, live, steps = 1 / len(self.schedule.placement.stages_of[rank]), 0, [(0.0, 0.0)]
         for span in self.spans:
-            if span.rank == rank and (span.action.kind is Kind.FORWARD or span.action.kind in FREES):
-                forward = span.action.kind is Kind.FORWARD
-                count += 1 if forward else -1
-                steps.append((span.start if forward else span.end, count * share))
+            if span.rank == rank and (change := live_change(span.action)):
+                live += change
+                steps.append((span.start if change > 0 else span.end, live * share))
         return steps
 
     def __str__(self) -> str:
@@ -108,30 +96,22 @@ class Simulation:
 
 
 def peak_live(schedule: Schedule) -> tuple[float, ...]:
-    """Returns by rank the most live micro-batches, in model equivalents; times don't matter to it.
-
-    Args:
-        schedule: Any.
-    """
-    peaks = []
-    for rank, actions in enumerate(schedule.actions):
-        live = peak = 0
-        for action in actions:
-            live += (action.kind is Kind.FORWARD) - (action.kind in FREES)
-            peak = max(peak, live)
-        peaks.append(peak / len(schedule.placement.stages_of[rank]))
-    return tuple(peaks)
+    """Returns by rank the most live micro-batches, in model equivalents, whatever the times are."""
+    return tuple(
+        max(accumulate(map(live_change, actions), initial=0)) / len(stages)
+        for actions, stages in zip(schedule.actions, schedule.placement.stages_of, strict=True)
+    )
 
 
-def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
-    """Returns a schedule in time.
+def simulate(schedule: Schedule, costs: Costs | None = None) -> ScheduleSimulation:
+    """Simulates a schedule.
 
     Args:
         schedule: Any that can run.
-        costs: The times of its stages and links; None counts a forward and each gradient as 1, and a link as nothing.
+        costs: The times of its stages and links; None takes 1 for a forward and for each gradient, and 0 for a link.
 
     Raises:
-        ScheduleError: It can't run; see `validate`.
+        ScheduleError: It cannot run; see `validate`.
         ValueError: The costs are for another number of stages.
     """
     validate(schedule, transport="posted")
@@ -140,7 +120,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
     rank_of = schedule.placement.rank_of
     positions, clocks = [0] * schedule.num_ranks, [0.0] * schedule.num_ranks
     links_free: dict[tuple[int, int], float] = {}
-    arrivals: dict[Action, float] = {}  # of sends that have run
+    arrivals: dict[Action, float] = {}  # Of sends that have run.
     spans: list[TimedAction] = []
     moving = True
     while moving:
@@ -150,25 +130,25 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
                 action = actions[positions[rank]]
                 start = clocks[rank]
                 if action.kind in COMPUTES:
-                    if (source := _sent_for(action, rank_of)) is not None:
+                    if (source := _needed_send(action, rank_of)) is not None:
                         if source not in arrivals:
                             break
                         start = max(start, arrivals[source])
-                    clocks[rank] = start + costs.of(action)
+                    clocks[rank] = start + costs.duration(action)
                     spans.append(TimedAction(rank, action, start, clocks[rank]))
                 elif action.kind in SENDS:
-                    link = rank, rank_of[partner(action).stage]
+                    link = rank, rank_of[matching_transfer(action).stage]
                     start = max(start, links_free.get(link, 0.0))
-                    end = start + costs.link[min(action.stage, partner(action).stage)]
+                    end = start + costs.link[min(action.stage, matching_transfer(action).stage)]
                     links_free[link] = arrivals[action] = end
                     spans.append(TimedAction(rank, action, start, end))
                 positions[rank] += 1
                 moving = True
     assert all(position == len(actions) for position, actions in zip(positions, schedule.actions, strict=True))
-    return Simulation(schedule, costs, tuple(sorted(spans, key=lambda span: (span.start, span.end, span.rank))))
+    return ScheduleSimulation(schedule, costs, tuple(sorted(spans, key=lambda span: (span.start, span.end, span.rank))))
 
 
-def _sent_for(action: Action, rank_of: tuple[int, ...]) -> Action | None:
+def _needed_send(action: Action, rank_of: tuple[int, ...]) -> Action | None:
     """Returns the send of another rank whose tensor a computation needs."""
     kind, stage, micro_batch = action
     if kind is Kind.FORWARD and stage and rank_of[stage - 1] != rank_of[stage]:

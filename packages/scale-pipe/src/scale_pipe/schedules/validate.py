@@ -1,25 +1,45 @@
-"""Proves of a schedule that it can run: every action once, each dependency met, no deadlock, the memory cap kept.
+"""The schedule validator: every action once, each dependency met, no deadlock, the memory cap kept.
 
-Whether ranks wait for one another for ever depends on how tensors travel. There are three models:
+Whether ranks deadlock depends on the transport. There are three models:
 
-- `"posted"`: sends and receives only start, and an action waits for the tensor that it needs. Tensors are told apart
-  by their tags, so their order on a link is free. So it is on gloo.
+- `"posted"`: sends and receives only start, and an action waits for the tensor that it needs. Tensors have tags, so
+  their order on a link is free. gloo is such.
 - `"buffered"`: a send returns at once, a receive waits for its tensor; on a link, tensors arrive in the order of their
   sends.
-- `"rendezvous"`: a send returns when its receive has begun, and the other way round. So it may be on NCCL, where all
+- `"rendezvous"`: a send returns when its receive has begun, and the other way round. NCCL may be such, where all
   transfers of a rank pass one after the other. What passes here passes everywhere.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Literal, get_args
 
-from scale_pipe.schedules.action import COMPUTES, EVERY_MICRO_BATCH, FREES, RECEIVES, SENDS, Action, Kind
+from scale_pipe.schedules.action import (
+    COMPUTES,
+    EVERY_MICRO_BATCH,
+    RECEIVES,
+    SENDS,
+    Action,
+    Kind,
+    live_change,
+    matching_transfer,
+)
 from scale_pipe.schedules.schedule import DeadlockError, MemoryCapError, Schedule, ScheduleError
 
 Transport = Literal["posted", "buffered", "rendezvous"]
+
+_GRADIENT_NEEDS = ((Kind.FORWARD, 0), (Kind.RECEIVE_GRADIENT, 0), (Kind.INPUT_GRADIENT, 1))
+_LOCAL_DEPENDENCIES = {
+    Kind.FORWARD: ((Kind.RECEIVE_ACTIVATION, 0), (Kind.FORWARD, -1)),
+    Kind.INPUT_GRADIENT: _GRADIENT_NEEDS,
+    Kind.BACKWARD: _GRADIENT_NEEDS,
+    Kind.WEIGHT_GRADIENT: ((Kind.INPUT_GRADIENT, 0),),
+    Kind.SEND_GRADIENT: ((Kind.INPUT_GRADIENT, 0),),
+    Kind.SEND_ACTIVATION: ((Kind.FORWARD, 0),),
+}
+"""By kind, the kinds that the same rank has to do before it, with their stage minus its own."""
 
 
 def validate(
@@ -28,13 +48,13 @@ def validate(
     memory_cap: float | Sequence[float] | None = None,
     transport: Transport = "rendezvous",
 ) -> None:
-    """Returns if the schedule can run, and raises what is wrong with it otherwise.
+    """Proves that a schedule can run, or raises what is wrong with it.
 
     Args:
         schedule: Any.
-        memory_cap: How many micro-batches may be live on a rank, or by rank, in model equivalents: one stands for one
+        memory_cap: The largest number of live micro-batches, for all ranks or by rank, in model equivalents: one is a
             micro-batch on all stages of the rank. None for no limit.
-        transport: How tensors travel; the strictest model by default.
+        transport: The model of transfers; the strictest by default.
 
     Raises:
         ScheduleError: An action is missing, too many, on the wrong rank, or before what it needs.
@@ -56,12 +76,7 @@ def validate(
 
 
 def expected_actions(schedule: Schedule, rank: int) -> Iterator[Action]:
-    """Yields what a rank has to do in a step, with the backward as its two gradients.
-
-    Args:
-        schedule: Read for its placement and number of micro-batches.
-        rank: Which.
-    """
+    """Yields the actions of a rank in a step, with each backward as its two gradients."""
     rank_of = schedule.placement.rank_of
     for stage in schedule.placement.stages_of[rank]:
         before = stage > 0 and rank_of[stage - 1] != rank
@@ -75,15 +90,7 @@ def expected_actions(schedule: Schedule, rank: int) -> Iterator[Action]:
 
 
 def caps_by_rank(memory_cap: float | Sequence[float] | None, num_ranks: int) -> tuple[float, ...]:
-    """Returns the cap of each rank; infinite where there is none.
-
-    Args:
-        memory_cap: One for all, one for each, or None.
-        num_ranks: How many ranks there are.
-
-    Raises:
-        ValueError: There is not one for each rank, or one is not positive.
-    """
+    """Returns the cap of each rank, infinite for None; raises `ValueError` for caps that don't fit the ranks."""
     if memory_cap is None:
         return (float("inf"),) * num_ranks
     caps = (float(memory_cap),) * num_ranks if isinstance(memory_cap, int | float) else tuple(map(float, memory_cap))
@@ -96,106 +103,76 @@ def caps_by_rank(memory_cap: float | Sequence[float] | None, num_ranks: int) -> 
 
 
 def _check_each_once(schedule: Schedule) -> None:
-    """Each action stands once on its rank, and no other stands anywhere."""
+    """Checks that each action is in the list of its rank once, and no other anywhere."""
     for rank, actions in enumerate(schedule.actions):
         expected = set(expected_actions(schedule, rank))
-        found: Counter[Action] = Counter()
+        found: set[Action] = set()
         for action in actions:
-            parts = [action]
-            if action.kind is Kind.BACKWARD:
-                parts = [action._replace(kind=kind) for kind in (Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)]
-            for part in parts:
-                found[part] += 1
+            for part in _parts(action):
                 if part not in expected:
-                    raise ScheduleError(_why_not_here(schedule, rank, action), rank, action)
-                if found[part] > 1:
-                    raise ScheduleError("stands here a second time; each action is done once in a step", rank, action)
+                    raise ScheduleError(_misplaced_reason(schedule, rank, action), rank, action)
+                if part in found:
+                    raise ScheduleError("is here a second time; each action is done once in a step", rank, action)
+                found.add(part)
         for action in expected_actions(schedule, rank):
-            if not found[action]:
-                raise ScheduleError("is missing; weave(...) makes whole schedules of what ranks compute", rank, action)
+            if action not in found:
+                raise ScheduleError("is missing; build_schedule(...) adds transfers and steps", rank, action)
 
 
-def _why_not_here(schedule: Schedule, rank: int, action: Action) -> str:
+def _parts(action: Action) -> list[Action]:
+    """Returns the two gradients of a backward, or else the action itself."""
+    if action.kind is Kind.BACKWARD:
+        return [action._replace(kind=kind) for kind in (Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)]
+    return [action]
+
+
+def _misplaced_reason(schedule: Schedule, rank: int, action: Action) -> str:
     rank_of = schedule.placement.rank_of
     if not 0 <= action.stage < len(rank_of):
         return f"there are stages 0 to {len(rank_of) - 1} only"
     if rank_of[action.stage] != rank:
-        return f"stage {action.stage} stands on rank {rank_of[action.stage]}"
+        return f"stage {action.stage} is on rank {rank_of[action.stage]}"
     if action.kind is not Kind.STEP and not 0 <= action.micro_batch < schedule.num_micro_batches:
         return f"there are micro-batches 0 to {schedule.num_micro_batches - 1} only"
-    return "there is nothing to transfer: both stages stand on this rank, or there is no stage on the other side"
+    return "there is nothing to transfer: both stages are on this rank, or there is no stage on the other side"
 
 
 def _check_local_order(schedule: Schedule, rank: int, actions: Sequence[Action]) -> None:
-    """What an action needs of its own rank stands before it."""
+    """Checks that what an action needs of its own rank comes before it."""
     done: set[Action] = set()
     expected = set(expected_actions(schedule, rank))
     for action in actions:
-        for needed in _needs_here(action, schedule.num_micro_batches):
+        for needed in _local_dependencies(action, schedule.num_micro_batches):
             if needed in expected and needed not in done:
-                raise ScheduleError(f"needs {needed}, which stands behind it", rank, action)
-        if action.kind is Kind.BACKWARD:
-            done |= {action._replace(kind=kind) for kind in (Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)}
-        done.add(action)
+                raise ScheduleError(f"needs {needed}, which comes after it", rank, action)
+        done.update(_parts(action))
 
 
-def _needs_here(action: Action, num_micro_batches: int) -> list[Action]:
+def _local_dependencies(action: Action, num_micro_batches: int) -> list[Action]:
     """Returns what an action needs of its own rank, where its rank does that at all."""
     kind, stage, micro_batch = action
-    match kind:
-        case Kind.FORWARD:
-            return [Action(Kind.RECEIVE_ACTIVATION, stage, micro_batch), Action(Kind.FORWARD, stage - 1, micro_batch)]
-        case Kind.INPUT_GRADIENT | Kind.BACKWARD:
-            return [
-                Action(Kind.FORWARD, stage, micro_batch),
-                Action(Kind.RECEIVE_GRADIENT, stage, micro_batch),
-                Action(Kind.INPUT_GRADIENT, stage + 1, micro_batch),
-            ]
-        case Kind.WEIGHT_GRADIENT | Kind.SEND_GRADIENT:
-            return [Action(Kind.INPUT_GRADIENT, stage, micro_batch)]
-        case Kind.SEND_ACTIVATION:
-            return [Action(Kind.FORWARD, stage, micro_batch)]
-        case Kind.STEP:
-            return [Action(Kind.WEIGHT_GRADIENT, stage, batch) for batch in range(num_micro_batches)]
-        case _:
-            return []
-
-
-def partner(action: Action) -> Action:
-    """Returns the receive of a send, or the send of a receive.
-
-    Args:
-        action: A transfer.
-    """
-    kind, stage, micro_batch = action
-    match kind:
-        case Kind.SEND_ACTIVATION:
-            return Action(Kind.RECEIVE_ACTIVATION, stage + 1, micro_batch)
-        case Kind.RECEIVE_ACTIVATION:
-            return Action(Kind.SEND_ACTIVATION, stage - 1, micro_batch)
-        case Kind.SEND_GRADIENT:
-            return Action(Kind.RECEIVE_GRADIENT, stage - 1, micro_batch)
-        case _:
-            assert kind is Kind.RECEIVE_GRADIENT
-            return Action(Kind.SEND_GRADIENT, stage + 1, micro_batch)
+    if kind is Kind.STEP:
+        return [Action(Kind.WEIGHT_GRADIENT, stage, batch) for batch in range(num_micro_batches)]
+    return [Action(needed, stage + distance, micro_batch) for needed, distance in _LOCAL_DEPENDENCIES.get(kind, ())]
 
 
 def _check_order_on_links(schedule: Schedule) -> None:
-    """What a rank receives from another stands in the order in which the other sends it."""
+    """Checks that a rank receives from another in the order in which the other sends."""
     rank_of = schedule.placement.rank_of
     sent: dict[tuple[int, int], deque[Action]] = {}
     for rank, actions in enumerate(schedule.actions):
         for action in actions:
             if action.kind in SENDS:
-                sent.setdefault((rank, rank_of[partner(action).stage]), deque()).append(action)
+                sent.setdefault((rank, rank_of[matching_transfer(action).stage]), deque()).append(action)
     for rank, actions in enumerate(schedule.actions):
         for action in actions:
             if action.kind in RECEIVES:
-                peer = rank_of[partner(action).stage]
+                send = matching_transfer(action)
+                peer = rank_of[send.stage]
                 arriving = sent[peer, rank].popleft()
-                if arriving != partner(action):
+                if arriving != send:
                     raise ScheduleError(
-                        f"would be given {arriving} of rank {peer}, which sends that before {partner(action)}; "
+                        f"would receive {arriving} of rank {peer}, which sends that before {send}; "
                         "receive in the order of the sends",
                         rank,
                         action,
@@ -203,32 +180,14 @@ def _check_order_on_links(schedule: Schedule) -> None:
 
 
 def _check_progress(schedule: Schedule, transport: Transport) -> None:
-    """Follows the lists: each rank goes on while it can; whoever is left waits in a circle."""
-    rank_of = schedule.placement.rank_of
+    """Runs the lists, each rank while it can; ranks that are not done at the end wait in a circle."""
     positions = [0] * schedule.num_ranks
     done: set[Action] = set()
-
-    def blocker(rank: int) -> Action | None:
-        """Returns what the next action of a rank waits for."""
-        action = schedule.actions[rank][positions[rank]]
-        wanted: list[Action] = []
-        if action.kind in RECEIVES and transport == "buffered":
-            wanted = [partner(action)]
-        elif action.kind in COMPUTES and transport == "posted":
-            receives = [need for need in _needs_here(action, schedule.num_micro_batches) if need.kind in RECEIVES]
-            wanted = [partner(receive) for receive in receives if receive in done]
-        elif action.kind in SENDS | RECEIVES and transport == "rendezvous":
-            other = partner(action)
-            peer = rank_of[other.stage]
-            at_peer = positions[peer] < len(schedule.actions[peer]) and schedule.actions[peer][positions[peer]]
-            wanted = [] if at_peer == other or other in done else [other]
-        return next((action for action in wanted if action not in done), None)
-
     moving = True
     while moving:
         moving = False
         for rank, actions in enumerate(schedule.actions):
-            while positions[rank] < len(actions) and blocker(rank) is None:
+            while positions[rank] < len(actions) and _blocker(schedule, transport, rank, positions, done) is None:
                 done.add(actions[positions[rank]])
                 positions[rank] += 1
                 moving = True
@@ -236,22 +195,42 @@ def _check_progress(schedule: Schedule, transport: Transport) -> None:
     if stuck:
         waits = []
         for rank in stuck:
-            needed = blocker(rank)
+            action = schedule.actions[rank][positions[rank]]
+            needed = _blocker(schedule, transport, rank, positions, done)
             assert needed is not None
-            waits.append(
-                f"rank {rank} at {schedule.actions[rank][positions[rank]]} for {needed} of rank {rank_of[needed.stage]}"
-            )
+            peer = schedule.placement.rank_of[needed.stage]
+            waits.append(f"rank {rank} waits at {action} for {needed} of rank {peer}")
         raise DeadlockError(
-            f"{schedule.name} never ends where transfers are {transport}; there wait {'; '.join(waits)}",
+            f"{schedule.name} deadlocks with {transport} transfers: {'; '.join(waits)}",
             stuck[0],
             schedule.actions[stuck[0]][positions[stuck[0]]],
         )
 
 
+def _blocker(
+    schedule: Schedule, transport: Transport, rank: int, positions: list[int], done: set[Action]
+) -> Action | None:
+    """Returns the action of another rank for which the next action of a rank waits, if any."""
+    action = schedule.actions[rank][positions[rank]]
+    wanted: list[Action] = []
+    if action.kind in RECEIVES and transport == "buffered":
+        wanted = [matching_transfer(action)]
+    elif action.kind in COMPUTES and transport == "posted":
+        needed = _local_dependencies(action, schedule.num_micro_batches)
+        wanted = [matching_transfer(receive) for receive in needed if receive.kind in RECEIVES and receive in done]
+    elif action.kind in SENDS | RECEIVES and transport == "rendezvous":
+        other = matching_transfer(action)
+        peer = schedule.placement.rank_of[other.stage]
+        actions = schedule.actions[peer]
+        if positions[peer] == len(actions) or actions[positions[peer]] != other:
+            wanted = [other]
+    return next((action for action in wanted if action not in done), None)
+
+
 def _check_memory(schedule: Schedule, rank: int, cap: float) -> None:
     num_stages, live = len(schedule.placement.stages_of[rank]), 0
     for action in schedule.actions[rank]:
-        live += (action.kind is Kind.FORWARD) - (action.kind in FREES)
+        live += live_change(action)
         if live > cap * num_stages + 1e-9:
             raise MemoryCapError(
                 f"holds {live / num_stages:g} micro-batches (in model equivalents) where {cap:g} fit; "

@@ -1,14 +1,16 @@
-"""Schedules as pictures: an SVG with a row for each rank, a box for each action, and time from left to right."""
+"""Pictures of simulated or measured schedules: an SVG, or a Chrome trace for Perfetto and chrome://tracing."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
+from typing import Any
 from xml.sax.saxutils import escape
 
 from scale_pipe.schedules.action import COMPUTES, Kind
-from scale_pipe.schedules.simulation import Simulation
+from scale_pipe.schedules.simulation import ScheduleSimulation
 
 COLOURS = {
     Kind.FORWARD: "#4c78a8",
@@ -22,23 +24,31 @@ NAMES = {
     Kind.WEIGHT_GRADIENT: "gradient of weights",
     Kind.BACKWARD: "both gradients",
 }
+TRACE_COLOURS = {
+    Kind.FORWARD: "thread_state_running",
+    Kind.INPUT_GRADIENT: "thread_state_iowait",
+    Kind.WEIGHT_GRADIENT: "thread_state_runnable",
+    Kind.BACKWARD: "terrible",
+}
 ROW, GAP, LEFT, HEAD = 22, 4, 56, 30
 PALEST = 0.45
+MICROSECONDS = 1e6
 
 
-def draw(simulations: Simulation | Sequence[Simulation], *, width: int = 960) -> str:
-    """Returns an SVG; several simulations stand one below the other on one scale of time, such as planned and measured.
+def draw(simulations: ScheduleSimulation | Sequence[ScheduleSimulation], *, width: int = 960) -> str:
+    """Returns an SVG: a row for each rank, a box for each computation, and time from left to right.
 
-    A box carries the number of its micro-batch; the paler it is, the earlier its stage stands among those of its rank.
+    Several simulations, such as planned and measured, are drawn one below the other on one scale of time. A box has the
+    number of its micro-batch; the paler it is, the earlier its stage is among those of its rank.
 
     Args:
         simulations: One or more.
         width: Of the picture, in pixels.
 
     Raises:
-        ValueError: There is none, or the width leaves no room.
+        ValueError: There is no simulation, or the width leaves no room.
     """
-    shown = [simulations] if isinstance(simulations, Simulation) else list(simulations)
+    shown = [simulations] if isinstance(simulations, ScheduleSimulation) else list(simulations)
     if not shown:
         raise ValueError("expected at least one simulation to draw, but got none; write draw(simulate(schedule))")
     if width < 2 * LEFT:
@@ -63,23 +73,13 @@ def draw(simulations: Simulation | Sequence[Simulation], *, width: int = 960) ->
 
 
 def save_drawing(
-    simulations: Simulation | Sequence[Simulation], path: str | PathLike[str], *, width: int = 960
+    simulations: ScheduleSimulation | Sequence[ScheduleSimulation], path: str | PathLike[str], *, width: int = 960
 ) -> None:
-    """Writes an SVG; see `draw`.
-
-    Args:
-        simulations: One or more.
-        path: A file, replaced if it is there.
-        width: Of the picture, in pixels.
-
-    Raises:
-        ValueError: See `draw`.
-        OSError: It cannot be written.
-    """
+    """Writes the SVG of `draw`; a file that exists is replaced."""
     Path(path).write_text(draw(simulations, width=width), encoding="utf-8")
 
 
-def _panel(simulation: Simulation, top: int, scale: float) -> list[str]:
+def _panel(simulation: ScheduleSimulation, top: int, scale: float) -> list[str]:
     """Returns the rows of one simulation."""
     schedule = simulation.schedule
     title = (
@@ -110,7 +110,7 @@ def _panel(simulation: Simulation, top: int, scale: float) -> list[str]:
     return parts
 
 
-def _legend(shown: list[Simulation], y: int) -> list[str]:
+def _legend(shown: list[ScheduleSimulation], y: int) -> list[str]:
     used = {span.action.kind for one in shown for span in one.spans}
     parts, x = [], LEFT
     for kind, colour in COLOURS.items():
@@ -119,3 +119,38 @@ def _legend(shown: list[Simulation], y: int) -> list[str]:
             parts.append(f'<text x="{x + 19}" y="{y + 15}" fill="#222222">{NAMES[kind]}</text>')
             x += 160
     return parts
+
+
+def chrome_trace(simulation: ScheduleSimulation) -> dict[str, Any]:
+    """Returns the trace events of a simulation: each rank's computations, sends and number of live micro-batches.
+
+    Its times are taken as seconds.
+    """
+    events: list[dict[str, Any]] = []
+    for rank in range(simulation.schedule.num_ranks):
+        events.append({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}})
+        for row, name in enumerate(("computes", "sends")):
+            events.append({"ph": "M", "pid": rank, "tid": row, "name": "thread_name", "args": {"name": name}})
+        for time, live in simulation.live_over_time(rank):
+            counter = {"ph": "C", "pid": rank, "name": "live micro-batches", "ts": time * MICROSECONDS}
+            events.append({**counter, "args": {"live": live}})
+    for rank, action, start, end in simulation.spans:
+        event: dict[str, Any] = {
+            "ph": "X",
+            "pid": rank,
+            "tid": 0 if action.kind in COMPUTES else 1,
+            "name": str(action),
+            "cat": action.kind.name.lower(),
+            "ts": start * MICROSECONDS,
+            "dur": (end - start) * MICROSECONDS,
+            "args": {"stage": action.stage, "micro_batch": action.micro_batch},
+        }
+        if action.kind in TRACE_COLOURS:
+            event["cname"] = TRACE_COLOURS[action.kind]
+        events.append(event)
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def save_chrome_trace(simulation: ScheduleSimulation, path: str | PathLike[str]) -> None:
+    """Writes the events of `chrome_trace` as JSON; a file that exists is replaced."""
+    Path(path).write_text(json.dumps(chrome_trace(simulation)) + "\n", encoding="utf-8")

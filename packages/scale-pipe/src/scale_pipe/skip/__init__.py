@@ -1,4 +1,4 @@
-"""Skip connections between layers of different stages, by torchgpipe's names `skippable`, `stash` and `pop`.
+"""Skip connections between layers of different stages, with torchgpipe's `skippable`, `stash` and `pop`.
 
 Begin with `skippable`.
 """

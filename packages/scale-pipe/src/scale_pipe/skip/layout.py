@@ -1,4 +1,4 @@
-"""Which skips cross from one partition to another, and whether each of them has both of its ends."""
+"""The skips that cross from one partition to another, and a check that each has both of its ends."""
 
 from __future__ import annotations
 
@@ -8,47 +8,35 @@ from typing import NamedTuple
 
 from torch import nn
 
-from scale_pipe.skip.namespace import SkipKey, declared_by, popped_by, stashed_by
+from scale_pipe.skip.namespace import SkipKey, declared_skips, popped_keys, stashed_keys
 
 
 class Skip(NamedTuple):
-    """A tensor that goes from one partition straight to a later one.
-
-    Attributes:
-        key: Its name, in its namespace.
-        stashed_in: The number of the partition that stashes it.
-        popped_in: The number of the partition that pops it.
-    """
+    """A tensor that goes from one partition straight to a later one."""
 
     key: SkipKey
-    stashed_in: int
+    stashed_in: int  # Number of a partition.
     popped_in: int
 
 
-def skip_layout(partitions: Sequence[nn.Module]) -> list[Skip]:
-    """Returns the skips that cross from one partition to another, in the order of the modules that stash.
-
-    The order is the same wherever the same model is cut in the same way, though namespaces differ between processes.
-
-    Args:
-        partitions: In the order in which they run.
-    """
-    popped_in = {key: number for number, partition in enumerate(partitions) for key in popped_by(partition)}
+def inspect_skip_layout(partitions: Sequence[nn.Module]) -> list[Skip]:
+    """Returns the skips between partitions, in the order of the modules that stash, which is the same on all ranks."""
+    popped_in = {key: number for number, partition in enumerate(partitions) for key in popped_keys(partition)}
     return [
         Skip(key, number, popped_in[key])
         for number, partition in enumerate(partitions)
-        for key in stashed_by(partition)
+        for key in stashed_keys(partition)
         if popped_in.get(key, number) > number
     ]
 
 
 def verify_skippables(module: nn.Sequential | Sequence[nn.Module]) -> None:
-    """Proves that each name that is popped was stashed before, by exactly one layer, and the other way round.
+    """Checks that each popped name was stashed before, by exactly one layer, and the other way round.
 
-    A forward that yields and that nobody follows is found as well: its class lacks the decorator.
+    It also finds a forward that yields although its class lacks the decorator.
 
     Args:
-        module: A sequential module, or its layers; what these hold counts as theirs.
+        module: A sequential module, or its layers; modules inside of a layer count as part of it.
 
     Raises:
         TypeError: One or more pairs do not match; the message lists all of them.
@@ -60,15 +48,15 @@ def verify_skippables(module: nn.Sequential | Sequence[nn.Module]) -> None:
     for name, layer in layers:
         for part in layer.modules():
             kind = type(part)
-            # A decorated forward is no generator any more. Inside of a layer, others may be such, and who calls them.
-            if isgeneratorfunction(kind.forward) and (part is layer or declared_by(part)):
+            # A decorated forward is no generator any more. Inside of a layer, other modules may have generators.
+            if isgeneratorfunction(kind.forward) and (part is layer or declared_skips(part)):
                 problems.append(
                     f"layer '{name}' has a forward that yields: write @skippable above class {kind.__name__}"
                 )
-        declared = declared_by(layer)
+        declared = declared_skips(layer)
         both = set(declared.stash) & set(declared.pop) if declared else set()
         problems += [f"layer '{name}' both stashes and pops {word!r}" for word in sorted(both)]
-        keys = [key for key in stashed_by(layer) if key[1] not in both]
+        keys = [key for key in stashed_keys(layer) if key[1] not in both]
         for key in keys:
             if key in stashed:
                 problems.append(
@@ -76,7 +64,7 @@ def verify_skippables(module: nn.Sequential | Sequence[nn.Module]) -> None:
                 )
             else:
                 stashed[key] = str(name)
-        for key in popped_by(layer):
+        for key in popped_keys(layer):
             if key[1] in both:
                 continue
             if key in popped:

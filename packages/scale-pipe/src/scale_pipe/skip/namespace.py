@@ -1,4 +1,4 @@
-"""The words of skip connections: what layers say that they stash and pop, and the keys by which it is known."""
+"""Names of skip connections: the commands `stash` and `pop`, namespaces, and what modules declare."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 
 class Namespace:
-    """Keeps names apart: "skip" in one namespace is another than "skip" in the next one.
+    """A namespace of skips: "skip" in one namespace is another than "skip" in the next one.
 
     Copies of a namespace, pickled ones too, are the same namespace.
     """
@@ -30,15 +30,15 @@ class Namespace:
 
 
 SkipKey: TypeAlias = tuple[Namespace | None, str]
-"""What is stashed and popped: a name in a namespace; None is the one of all that were not isolated."""
+"""A namespace and a name in it; None is the namespace of all that were not isolated."""
 
 
 class stash:  # noqa: N801  # It reads as a command: `yield stash("skip", x)`.
-    """Said by a skippable layer's `forward`: keep this for the layer that pops it.
+    """A command that a skippable layer's `forward` yields: keep a tensor for the layer that pops it.
 
     Args:
         name: As declared.
-        tensor: Any shape; None may be stashed as well, and tensors nested in containers.
+        tensor: Of any shape; None may be stashed as well, and tensors nested in containers.
     """
 
     __slots__ = ("name", "tensor")
@@ -48,7 +48,7 @@ class stash:  # noqa: N801  # It reads as a command: `yield stash("skip", x)`.
 
 
 class pop:  # noqa: N801  # It reads as a command: `skip = yield pop("skip")`.
-    """Said by a skippable layer's `forward`: give me what was stashed by this name.
+    """A command that a skippable layer's `forward` yields, to get what was stashed by this name.
 
     Args:
         name: As declared.
@@ -60,40 +60,37 @@ class pop:  # noqa: N801  # It reads as a command: `skip = yield pop("skip")`.
         self.name = name
 
 
-class Declared(NamedTuple):
-    """What a skippable layer says that it does.
-
-    Attributes:
-        stash: Names.
-        pop: Names.
-    """
+class DeclaredSkips(NamedTuple):
+    """The names that a skippable class stashes and pops."""
 
     stash: tuple[str, ...]
     pop: tuple[str, ...]
 
 
 def namespaces_of(module: nn.Module) -> dict[str, Namespace]:
-    """Returns the namespaces that names of this module were put into; the others are in none."""
+    """Returns by name the namespaces of a module's isolated names."""
     found: dict[str, Namespace] = module.__dict__.get("_skip_namespaces", {})
     return found
 
 
-def declared_by(module: nn.Module) -> Declared | None:
-    """Returns what a module itself stashes and pops; None if it is not skippable."""
-    found: Declared | None = getattr(type(module), "_declared_skips", None)
+def declared_skips(module: nn.Module) -> DeclaredSkips | None:
+    """Returns the names of a module itself; None if it is not skippable."""
+    found: DeclaredSkips | None = getattr(type(module), "_declared_skips", None)
     return found
 
 
-def key_of(module: nn.Module, name: str) -> SkipKey:
-    """Returns what a name of this module is known by."""
+def skip_key(module: nn.Module, name: str) -> SkipKey:
+    """Returns the key of a module's name."""
     return namespaces_of(module).get(name), name
 
 
-def stashed_by(module: nn.Module) -> list[SkipKey]:
-    """Returns what a module and all that it holds stash, in the order of the modules."""
-    return [key_of(part, name) for part in module.modules() if (names := declared_by(part)) for name in names.stash]
+def stashed_keys(module: nn.Module) -> list[SkipKey]:
+    """Returns what a module and its submodules stash, in their order."""
+    return [
+        skip_key(part, name) for part in module.modules() if (names := declared_skips(part)) for name in names.stash
+    ]
 
 
-def popped_by(module: nn.Module) -> list[SkipKey]:
-    """Returns what a module and all that it holds pop, in the order of the modules."""
-    return [key_of(part, name) for part in module.modules() if (names := declared_by(part)) for name in names.pop]
+def popped_keys(module: nn.Module) -> list[SkipKey]:
+    """Returns what a module and its submodules pop, in their order."""
+    return [skip_key(part, name) for part in module.modules() if (names := declared_skips(part)) for name in names.pop]

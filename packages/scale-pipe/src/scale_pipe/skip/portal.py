@@ -1,4 +1,4 @@
-"""Where a stashed tensor is until it is popped: beside the partitions between, which never see it."""
+"""Portals: stashed tensors on their way to the partition that pops them, past the partitions between."""
 
 from __future__ import annotations
 
@@ -14,12 +14,9 @@ from scale_pipe.skip.namespace import SkipKey
 
 
 class Portals:
-    """The skips of one mini-batch, from the partition that stashes to the one that pops.
+    """The skips of one mini-batch that cross from one partition to another.
 
     A tensor stays on the device where it was stashed, and is copied from there straight to where it is popped.
-
-    Args:
-        layout: All that crosses from one partition to another.
     """
 
     def __init__(self, layout: Sequence[Skip]) -> None:
@@ -27,21 +24,14 @@ class Portals:
         self._waiting: dict[tuple[int, SkipKey], Any] = {}
 
     def put(self, micro_batch: int, stashed: Mapping[SkipKey, Any]) -> None:
-        """Takes what a partition has stashed of a micro-batch."""
+        """Stores what a partition has stashed of a micro-batch."""
         for key, value in stashed.items():
             self._waiting[micro_batch, key] = value
 
-    def check_kept(self, micro_batch: int, given: Any) -> None:
-        """Checks that what waits is not overwritten, by a layer that works in place on what it is given.
+    def check_not_overwritten(self, micro_batch: int, given: Any) -> None:
+        """Raises if the input of a layer that works in place shares memory with a skip that is still to be popped.
 
-        Whether the skip changed with it would hang on devices and on checkpointing, which copy and which do not.
-
-        Args:
-            micro_batch: Its number.
-            given: What the layer is given.
-
-        Raises:
-            RuntimeError: A tensor in it waits as a skip as well.
+        Whether the skip changed with it would depend on devices and on checkpointing, some of which copy.
         """
         storages = set(map(_storage, tensors_in(given)))
         for (number, (_, name)), value in self._waiting.items():
@@ -51,8 +41,8 @@ class Portals:
                     f"yield stash({name!r}, input.clone()), or give the layer inplace=False"
                 )
 
-    def take(self, micro_batch: int, partition: int) -> dict[SkipKey, Any]:
-        """Hands out what a partition will pop of a micro-batch, and holds it no longer."""
+    def pop(self, micro_batch: int, partition: int) -> dict[SkipKey, Any]:
+        """Returns and removes what a partition will pop of a micro-batch."""
         keys = [skip.key for skip in self._layout if skip.popped_in == partition]
         return {key: self._waiting.pop((micro_batch, key)) for key in keys if (micro_batch, key) in self._waiting}
 

@@ -1,7 +1,7 @@
 """Skip connections: a layer stashes a tensor, and a later one pops it, wherever the model is cut between them.
 
-A layer's `forward` is a generator that says what it stashes and pops, and who runs it answers. So a pipeline never has
-to send a tensor through the stages that do not use it.
+A layer's `forward` is a generator that yields what it stashes and pops to the code that runs it. So a pipeline never
+sends a tensor through stages that do not use it.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from scale_pipe.skip.namespace import Declared, Namespace, declared_by, namespaces_of
-from scale_pipe.skip.tracker import check_all_done, follow
+from scale_pipe.skip.namespace import DeclaredSkips, Namespace, declared_skips, namespaces_of
+from scale_pipe.skip.tracker import check_all_used, run_generator
 
 M = TypeVar("M", bound=nn.Module)
 
 
 def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[type[M]], type[M]]:
-    """Makes a class of modules stash and pop: its `forward` is a generator that yields `stash(...)` and `pop(...)`.
+    """Class decorator of modules whose `forward` is a generator that yields `stash(...)` and `pop(...)`.
 
         >>> import torch
         >>> from scale_pipe import pop, skippable, stash
@@ -37,7 +37,7 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
         >>> torch.nn.Sequential(Keep(), torch.nn.Tanh(), Add())(torch.zeros(2))
         tensor([0., 0.])
 
-    The class stays itself, with its names and keys, and gets a method `isolate(namespace, *, only=None)`, which puts
+    The class stays the same, with its names and keys, and gets a method `isolate(namespace, *, only=None)`, which puts
     the names of one of its modules, or `only` some, into a namespace, and returns the module.
 
     Args:
@@ -45,9 +45,9 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
         pop: Names that it pops, all of them in each forward.
 
     Raises:
-        TypeError: Names are no list of words; what is decorated is no class of modules.
+        TypeError: Names are no list of strings, or the decorated object is no class of modules.
     """
-    declared = Declared(_names("@skippable: stash", stash), _names("@skippable: pop", pop))
+    declared = DeclaredSkips(_names("@skippable: stash", stash), _names("@skippable: pop", pop))
 
     def decorate(cls: type[M]) -> type[M]:
         given: object = cls
@@ -55,16 +55,16 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
             raise TypeError(f"@skippable: expected a class derived from torch.nn.Module, got {cls!r}")
         made: Any = cls
         plain = made.forward
-        # A forward that calls that of a skippable class before it may leave it to that one to stash and pop.
+        # A forward that calls that of a skippable base class may leave it to that one to stash and pop.
         is_first = getattr(cls, "_declared_skips", None) is None
 
         @wraps(plain)
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             output = plain(self, *args, **kwargs)
             if isgenerator(output):
-                return follow(self, declared, output)
+                return run_generator(self, declared, output)
             if is_first:
-                check_all_done(self, set(declared.stash), set(declared.pop))
+                check_all_used(self, set(declared.stash), set(declared.pop))
             return output
 
         made.forward, made.isolate, made._declared_skips = forward, _isolate, declared
@@ -84,25 +84,13 @@ def _names(title: str, names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _isolate(self: nn.Module, namespace: Namespace, *, only: Iterable[str] | None = None) -> nn.Module:
-    """Puts what this module stashes and pops into a namespace.
-
-    Args:
-        namespace: Shared with those that pop and stash the same.
-        only: Of the names, which ones; None is all.
-
-    Returns:
-        The module.
-
-    Raises:
-        TypeError: It is no namespace; `only` is no list of names.
-        ValueError: A name in `only` is not declared.
-    """
+    """Puts the names that this module stashes and pops, or `only` some, into a namespace; returns the module."""
     if not isinstance(namespace, Namespace):
         raise TypeError(
             f"isolate: expected a Namespace, got {namespace!r}: namespace = scale_pipe.Namespace(), one for all layers "
             "that stash and pop the same"
         )
-    declared = declared_by(self)
+    declared = declared_skips(self)
     assert declared is not None
     all_names = (*declared.stash, *declared.pop)
     names = all_names if only is None else _names("isolate: only", only)

@@ -1,4 +1,4 @@
-"""Exchanges that run beside the products that need them.
+"""Communication that overlaps with the matrix products that need it.
 
 Begin with `collective_matmul`.
 """

@@ -1,7 +1,7 @@
-"""Linear layers without sequence parallelism, whose sums over the ranks run beside their own matrix products.
+"""Linear layers without sequence parallelism whose all-reduces overlap with their own matrix products.
 
 A column parallel layer sums the gradient of its input while that of its weight is computed. A row parallel layer cuts
-its rows into pieces: the sum of one travels while the next is multiplied. The numbers are those without overlap, as in
+its rows into pieces: the sum of one is sent while the next is multiplied. The numbers are those without overlap, as in
 `collective_matmul`, and gradients of gradients do not pass.
 """
 
@@ -14,59 +14,38 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from scale_core.comm.group import Group
-from scale_tp.async_tp.chunks import dtype_of_products, rows_of, without_autocast
-from scale_tp.autograd_regions import Entering, Leaving, cross
-from scale_tp.comm import Coming, begin_sum
+from scale_tp.async_tp.chunks import product_dtype, to_rows, without_autocast
+from scale_tp.comm import PendingTensor, start_all_reduce
+from scale_tp.mappings import RegionEntry, RegionExit, apply
 
 
-def copied_linear(input: Tensor, weight: Tensor, bias: Tensor | None, group: Group) -> tuple[Tensor, Tensor]:
-    """Multiplies what all ranks have; its gradient is summed over the ranks while that of the weight is computed.
+def linear_with_grad_all_reduce(
+    input: Tensor, weight: Tensor, bias: Tensor | None, group: Group
+) -> tuple[Tensor, Tensor]:
+    """Multiplies what all ranks have; its gradient is summed while that of the weight is computed.
 
-    Args:
-        input: [..., features], the same on all ranks.
-        weight: [outputs of this rank, features].
-        bias: [outputs of this rank], or None.
-        group: The ranks.
-
-    Returns:
-        The input inside of the divided region, for others to read, and [..., outputs of this rank].
-
-    Raises:
-        ValueError: The dtypes do not fit.
+    Returns the input inside of the region, for other readers, and [..., outputs of this rank].
     """
-    compute = dtype_of_products(input, [weight])
+    compute = product_dtype(input, [weight])
     if group.size == 1 or not input.requires_grad:
         return input, F.linear(input, weight, bias)
-    factor, summand = weight.to(compute), None if bias is None else bias.to(compute)
-    found: tuple[Tensor, Tensor] = cross(_CopyLinear, group, input, factor, summand)
+    found: tuple[Tensor, Tensor] = apply(
+        _LinearWithGradAllReduce, group, input, weight.to(compute), None if bias is None else bias.to(compute)
+    )
     return found
 
 
-def linear_sum(input: Tensor, weight: Tensor, group: Group, pieces: int) -> Tensor:
-    """Multiplies with a weight and sums over the ranks, piece by piece: one travels while the next is computed.
-
-    Args:
-        input: [..., features of this rank].
-        weight: [outputs, features of this rank].
-        group: The ranks.
-        pieces: Into how many the rows of the input are cut.
-
-    Returns:
-        [..., outputs], the same on all ranks.
-
-    Raises:
-        TransferError: A rank did not take part.
-        ValueError: The dtypes do not fit.
-    """
-    compute = dtype_of_products(input, [weight])
-    found: Tensor = cross(_LinearSum, group, pieces, input.to(compute), weight.to(compute))
+def linear_all_reduce(input: Tensor, weight: Tensor, group: Group, pieces: int) -> Tensor:
+    """Multiplies [..., features of this rank] and sums over the ranks, `pieces` of the rows one after the other."""
+    compute = product_dtype(input, [weight])
+    found: Tensor = apply(_LinearAllReduce, group, pieces, input.to(compute), weight.to(compute))
     return found
 
 
-class _CopyLinear(Entering):
+class _LinearWithGradAllReduce(RegionEntry):
     @staticmethod
-    def forward(ctx: Any, ranks: Group, input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        ctx.ranks, ctx.dtype = ranks, input.dtype
+    def forward(ctx: Any, group: Group, input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        ctx.group, ctx.dtype = group, input.dtype
         ctx.set_materialize_grads(False)
         multiplied = input.to(weight.dtype)  # This is kept, as autocast keeps it.
         ctx.save_for_backward(multiplied, weight)
@@ -75,47 +54,47 @@ class _CopyLinear(Entering):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, total: Tensor | None, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, total: Tensor | None, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         input, weight = ctx.saved_tensors
         _, _, wants_weight, wants_bias = ctx.needs_input_grad
-        of_weight = of_bias = None
+        weight_grad = bias_grad = None
         with without_autocast(input):
-            if gradient is not None:
-                of_input = (rows_of(gradient) @ weight).to(ctx.dtype).view(input.shape)
-                total = of_input if total is None else total + of_input
-            assert total is not None, "nobody asks for gradients where there are none"
-            coming = begin_sum(total, ctx.ranks)
-            if gradient is not None and wants_weight:
-                of_weight = rows_of(gradient).mT @ rows_of(input).to(gradient.dtype)
-            if gradient is not None and wants_bias:
-                of_bias = rows_of(gradient).sum(0)
-            return None, coming.wait(), of_weight, of_bias
+            if grad is not None:
+                input_grad = (to_rows(grad) @ weight).to(ctx.dtype).view(input.shape)
+                total = input_grad if total is None else total + input_grad
+            assert total is not None, "autograd asks for no gradients where there are none"
+            pending = start_all_reduce(total, ctx.group)
+            if grad is not None and wants_weight:
+                weight_grad = to_rows(grad).mT @ to_rows(input).to(grad.dtype)
+            if grad is not None and wants_bias:
+                bias_grad = to_rows(grad).sum(0)
+            return None, pending.wait(), weight_grad, bias_grad
 
 
-class _LinearSum(Leaving):
+class _LinearAllReduce(RegionExit):
     @staticmethod
-    def forward(ctx: Any, ranks: Group, pieces: int, input: Tensor, weight: Tensor) -> Tensor:
-        ctx.ranks = ranks
+    def forward(ctx: Any, group: Group, pieces: int, input: Tensor, weight: Tensor) -> Tensor:
+        ctx.group = group
         ctx.save_for_backward(input, weight)
-        rows = rows_of(input)
+        rows = to_rows(input)
         total = input.new_empty(rows.shape[0], weight.shape[0])
-        before: tuple[Tensor, Coming] | None = None
+        previous: tuple[Tensor, PendingTensor] | None = None
         with without_autocast(input):
-            for piece, place in zip(rows.tensor_split(pieces), total.tensor_split(pieces), strict=True):
-                coming = begin_sum(piece @ weight.mT, ranks)
-                if before is not None:  # While this one travels.
-                    before[0].copy_(before[1].wait())
-                before = place, coming
-        assert before is not None, "there is at least one piece"
-        before[0].copy_(before[1].wait())
+            for piece, output in zip(rows.tensor_split(pieces), total.tensor_split(pieces), strict=True):
+                pending = start_all_reduce(piece @ weight.mT, group)
+                if previous is not None:  # While this one is sent.
+                    previous[0].copy_(previous[1].wait())
+                previous = output, pending
+        assert previous is not None, "there is at least one piece"
+        previous[0].copy_(previous[1].wait())
         return total.view(*input.shape[:-1], weight.shape[0])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         input, weight = ctx.saved_tensors
         _, _, wants_input, wants_weight = ctx.needs_input_grad
-        rows = rows_of(gradient)
+        rows = to_rows(grad)
         with without_autocast(input):
-            of_input = (rows @ weight).view(input.shape) if wants_input else None
-            return None, None, of_input, rows.mT @ rows_of(input) if wants_weight else None
+            input_grad = (rows @ weight).view(input.shape) if wants_input else None
+            return None, None, input_grad, rows.mT @ to_rows(input) if wants_weight else None

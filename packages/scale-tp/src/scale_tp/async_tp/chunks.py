@@ -1,8 +1,8 @@
-"""Pieces of a sequence that are multiplied while others are on their way.
+"""Chunks of a sequence that are multiplied while others are being sent.
 
 Each rank has a part of the sequence, and each part is cut into pieces. In round r, each rank sends its r-th piece to
-all others; or it sends each of them a summand of their r-th piece. All rounds are begun as early as can be, and what
-needs nobody else is multiplied in the meantime. A step reads: start the transfers, multiply, wait.
+all others; or it sends each of them a summand of their r-th piece. All rounds are started as early as possible, and
+what needs no other rank is multiplied in the meantime. A step reads: start the transfers, multiply, wait.
 """
 
 from __future__ import annotations
@@ -17,172 +17,144 @@ from torch import Tensor
 
 from scale_core.comm.collectives import all_gather, all_to_all
 from scale_core.comm.group import Group
-from scale_tp.comm import Coming, Purpose, add_up, as_it_is, tag_of
+from scale_tp.comm import PendingTensor, call_tag, sum_in_rank_order
 from scale_tp.split import even_sizes
 
 
-class Place(NamedTuple):
-    """Some positions of a sequence: the first one, and how many."""
+class ChunkRange(NamedTuple):
+    """Some positions of a sequence."""
 
     start: int
     length: int
 
 
-class Cut(NamedTuple):
-    """How a sequence is cut.
-
-    Attributes:
-        group: The ranks.
-        dim: The dimension of the sequence, counted from the first.
-        sizes: How many positions each rank has.
-        pieces: Into how many each rank's part is cut; some are empty where a part has fewer positions.
-    """
+class SequenceChunks(NamedTuple):
+    """How a sequence is cut into the ranks' parts, and these into pieces; some are empty where a part is shorter."""
 
     group: Group
-    dim: int
-    sizes: tuple[int, ...]
+    dim: int  # of the sequence, counted from the first
+    sizes: tuple[int, ...]  # positions of each rank
     pieces: int
 
     @property
-    def own(self) -> Place:
+    def own(self) -> ChunkRange:
         """This rank's part, in the whole sequence."""
         rank = self.group.rank
-        return Place(sum(self.sizes[:rank]), self.sizes[rank])
+        return ChunkRange(sum(self.sizes[:rank]), self.sizes[rank])
 
-    def at(self, whole: Tensor, place: Place) -> Tensor:
+    def at(self, tensor: Tensor, chunk: ChunkRange) -> Tensor:
         """Some positions of a tensor: a view."""
-        return whole.narrow(self.dim, place.start, place.length)
+        return tensor.narrow(self.dim, chunk.start, chunk.length)
 
     def shape(self, like: tuple[int, ...], length: int, features: int | None = None) -> tuple[int, ...]:
         """A shape as another one, with so many positions; the last dimension may be another as well."""
-        whole = (*like[: self.dim], length, *like[self.dim + 1 :])
-        return whole if features is None else (*whole[:-1], features)
+        shape = (*like[: self.dim], length, *like[self.dim + 1 :])
+        return shape if features is None else (*shape[:-1], features)
+
+    def row_numel(self, like: Tensor) -> int:
+        """How many elements one position has."""
+        return torch.Size(self.shape(tuple(like.shape), 1)).numel()
 
 
 @functools.lru_cache(maxsize=4096)
-def places(sizes: tuple[int, ...], pieces: int, turn: int) -> tuple[Place, ...]:
-    """Returns where each rank's piece of a round stands in the whole sequence.
+def chunk_ranges(sizes: tuple[int, ...], pieces: int, turn: int) -> tuple[ChunkRange, ...]:
+    """Returns where each rank's piece of a round is in the whole sequence.
 
     Example:
-        >>> [[tuple(place) for place in places((5, 2), 2, turn)] for turn in range(2)]
+        >>> [[tuple(chunk) for chunk in chunk_ranges((5, 2), 2, turn)] for turn in range(2)]
         [[(0, 3), (5, 1)], [(3, 2), (6, 1)]]
     """
     found, first = [], 0
     for size in sizes:
         lengths = even_sizes(size, pieces)
-        found.append(Place(first + sum(lengths[:turn]), lengths[turn]))
+        found.append(ChunkRange(first + sum(lengths[:turn]), lengths[turn]))
         first += size
     return tuple(found)
 
 
-def multiply_gathered(cut: Cut, part: Tensor, act: Callable[[Place, Tensor], None]) -> None:
-    """Calls act(place in the whole sequence, positions) for all of it: what this rank has first, then what comes.
+def all_gather_chunks(chunks: SequenceChunks, part: Tensor, act: Callable[[ChunkRange, Tensor], None]) -> None:
+    """Calls act(range in the whole sequence, [..., positions, ...]) for all of it: this rank's part first."""
+    rounds = [_start_gather(chunks, part, turn) for turn in range(chunks.pieces)] if chunks.group.size > 1 else []
+    if chunks.own.length:
+        act(chunks.own, part)  # While the others' pieces are being sent.
+    for turn, pending in enumerate(rounds):
+        for chunk, piece in _received_pieces(chunks, part, turn, pending):
+            act(chunk, piece)
 
-    Args:
-        cut: How the sequence is cut.
-        part: [..., positions of this rank, ...].
-        act: Gets [..., positions, ...].
 
-    Raises:
-        TransferError: A rank did not take part.
+def reduce_scatter_chunks(chunks: SequenceChunks, like: Tensor, act: Callable[[ChunkRange, Tensor], None]) -> Tensor:
+    """Returns this rank's part [..., positions, ...] of the sum of what all ranks compute, piece by piece.
+
+    act(range in the whole sequence, [..., positions, ...]) fills the latter with this rank's summand. Summands, which
+    have the dtype of `like` and its shape but for the positions, are added in rank order, in fp32 at least.
     """
-    coming = [_begin_gather(cut, part, turn) for turn in range(cut.pieces)] if cut.group.size > 1 else []
-    if cut.own.length:
-        act(cut.own, part)  # While the others' pieces are on their way.
-    for turn, pending in enumerate(coming):
-        for place, piece in _others(cut, part, turn, pending):
-            act(place, piece)
-
-
-def multiply_scattered(cut: Cut, like: Tensor, act: Callable[[Place, Tensor], None]) -> Tensor:
-    """Returns this rank's part of the sum of what all ranks compute, piece by piece.
-
-    Args:
-        cut: How the sequence is cut.
-        like: [..., any number of positions, ...], of the shape and dtype of what is summed.
-        act: Called as act(place in the whole sequence, [..., positions, ...]), it fills the latter with this rank's
-            summand.
-
-    Returns:
-        [..., positions of this rank, ...]; summands are added in rank order, in fp32 at least.
-
-    Raises:
-        TransferError: A rank did not take part.
-    """
-    group, shape = cut.group, tuple(like.shape)
-    coming = [_begin_scatter(cut, like, turn, act) for turn in range(cut.pieces)] if group.size > 1 else []
-    mine = like.new_empty(cut.shape(shape, cut.own.length))
-    if cut.own.length:
-        act(cut.own, mine)  # While the summands are on their way.
-    for turn, pending in enumerate(coming):
-        received, place = pending.wait(), places(cut.sizes, cut.pieces, turn)[group.rank]
-        here = cut.at(mine, Place(place.start - cut.own.start, place.length))
+    group, shape = chunks.group, tuple(like.shape)
+    rounds = [_start_scatter(chunks, like, turn, act) for turn in range(chunks.pieces)] if group.size > 1 else []
+    own = like.new_empty(chunks.shape(shape, chunks.own.length))
+    if chunks.own.length:
+        act(chunks.own, own)  # While the summands are being sent.
+    for turn, pending in enumerate(rounds):
+        received, chunk = pending.wait(), chunk_ranges(chunks.sizes, chunks.pieces, turn)[group.rank]
+        here = chunks.at(own, ChunkRange(chunk.start - chunks.own.start, chunk.length))
         others = list(received.view(group.size - 1, *here.shape))
-        here.copy_(add_up([*others[: group.rank], here, *others[group.rank :]]))
-    return mine
+        here.copy_(sum_in_rank_order([*others[: group.rank], here, *others[group.rank :]]))
+    return own
 
 
-def _begin_gather(cut: Cut, part: Tensor, turn: int) -> Coming:
-    group, row = cut.group, _row(cut, part)
-    here = places(cut.sizes, cut.pieces, turn)
-    numbers = [place.length * row for place in here]
-    piece = cut.at(part, Place(here[group.rank].start - cut.own.start, here[group.rank].length)).reshape(-1)
-    tag = tag_of("piece to all", turn, cut.dim, cut.sizes, part.dtype, cut.shape(tuple(part.shape), 0))
-    alike = numbers if len(set(numbers)) > 1 else None
-    pending = all_gather(part.new_empty(sum(numbers)), piece.contiguous(), group, sizes=alike, tag=tag)
-    return Coming(Purpose("a gathering of pieces", tuple(part.shape), part.dtype, group), pending, as_it_is)
+def _start_gather(chunks: SequenceChunks, part: Tensor, turn: int) -> PendingTensor:
+    group, row = chunks.group, chunks.row_numel(part)
+    ranges = chunk_ranges(chunks.sizes, chunks.pieces, turn)
+    numels = [chunk.length * row for chunk in ranges]
+    own = ranges[group.rank]
+    piece = chunks.at(part, ChunkRange(own.start - chunks.own.start, own.length)).reshape(-1)
+    tag = call_tag("piece to all", turn, chunks.dim, chunks.sizes, part.dtype, chunks.shape(tuple(part.shape), 0))
+    uneven = numels if len(set(numels)) > 1 else None
+    work = all_gather(part.new_empty(sum(numels)), piece.contiguous(), group, sizes=uneven, tag=tag)
+    return PendingTensor("a gathering of pieces", part, group, work)
 
 
-def _others(cut: Cut, part: Tensor, turn: int, coming: Coming) -> Iterator[tuple[Place, Tensor]]:
-    """The others' pieces of a round, once they are here."""
-    here = places(cut.sizes, cut.pieces, turn)
-    found = coming.wait().split([place.length * _row(cut, part) for place in here])
-    for rank, (place, flat) in enumerate(zip(here, found, strict=True)):
-        if rank != cut.group.rank and place.length:
-            yield place, flat.view(cut.shape(tuple(part.shape), place.length))
+def _received_pieces(
+    chunks: SequenceChunks, part: Tensor, turn: int, pending: PendingTensor
+) -> Iterator[tuple[ChunkRange, Tensor]]:
+    """The others' pieces of a round."""
+    ranges = chunk_ranges(chunks.sizes, chunks.pieces, turn)
+    found = pending.wait().split([chunk.length * chunks.row_numel(part) for chunk in ranges])
+    for rank, (chunk, flat) in enumerate(zip(ranges, found, strict=True)):
+        if rank != chunks.group.rank and chunk.length:
+            yield chunk, flat.view(chunks.shape(tuple(part.shape), chunk.length))
 
 
-def _begin_scatter(cut: Cut, like: Tensor, turn: int, act: Callable[[Place, Tensor], None]) -> Coming:
-    group, row, shape = cut.group, _row(cut, like), tuple(like.shape)
-    here = places(cut.sizes, cut.pieces, turn)
-    sent = [0 if rank == group.rank else place.length * row for rank, place in enumerate(here)]
-    received = [0 if rank == group.rank else here[group.rank].length * row for rank in range(group.size)]
-    given = like.new_empty(sum(sent))
-    for rank, (place, flat) in enumerate(zip(here, given.split(sent), strict=True)):
-        if rank != group.rank and place.length:
-            act(place, flat.view(cut.shape(shape, place.length)))
-    tag = tag_of("summand of a piece", turn, cut.dim, cut.sizes, like.dtype, cut.shape(shape, 0))
-    pending = all_to_all(given.new_empty(sum(received)), given, group, output_sizes=received, input_sizes=sent, tag=tag)
-    return Coming(Purpose("a sum of pieces", cut.shape(shape, sum(cut.sizes)), like.dtype, group), pending, as_it_is)
+def _start_scatter(
+    chunks: SequenceChunks, like: Tensor, turn: int, act: Callable[[ChunkRange, Tensor], None]
+) -> PendingTensor:
+    group, row, shape = chunks.group, chunks.row_numel(like), tuple(like.shape)
+    ranges = chunk_ranges(chunks.sizes, chunks.pieces, turn)
+    sent_sizes = [0 if rank == group.rank else chunk.length * row for rank, chunk in enumerate(ranges)]
+    received_sizes = [0 if rank == group.rank else ranges[group.rank].length * row for rank in range(group.size)]
+    sent, received = like.new_empty(sum(sent_sizes)), like.new_empty(sum(received_sizes))
+    for rank, (chunk, flat) in enumerate(zip(ranges, sent.split(sent_sizes), strict=True)):
+        if rank != group.rank and chunk.length:
+            act(chunk, flat.view(chunks.shape(shape, chunk.length)))
+    tag = call_tag("summand of a piece", turn, chunks.dim, chunks.sizes, like.dtype, chunks.shape(shape, 0))
+    work = all_to_all(received, sent, group, output_sizes=received_sizes, input_sizes=sent_sizes, tag=tag)
+    return PendingTensor("a sum of pieces", like, group, work)
 
 
-def _row(cut: Cut, like: Tensor) -> int:
-    """How many elements one position has."""
-    return torch.Size(cut.shape(tuple(like.shape), 1)).numel()
-
-
-def rows_of(tensor: Tensor) -> Tensor:
+def to_rows(tensor: Tensor) -> Tensor:
     """[..., features] as [rows, features]."""
     return tensor.reshape(-1, tensor.shape[-1]) if tensor.shape[-1] else tensor.new_empty(tensor.shape[:-1].numel(), 0)
 
 
-def multiply(rows: Tensor, factor: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """Fills [..., outputs] with [rows, features] times [features, outputs], and a bias."""
+def matmul_into(rows: Tensor, factor: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """Fills `out` [..., outputs] with [rows, features] times [features, outputs], and a bias."""
     into = out.view(rows.shape[0], factor.shape[1]) if out.is_contiguous() else None
-    if bias is None:
-        found = torch.mm(rows, factor, out=into)
-    else:
-        found = torch.addmm(bias, rows, factor, out=into)
+    found = torch.mm(rows, factor, out=into) if bias is None else torch.addmm(bias, rows, factor, out=into)
     if into is None:
         out.copy_(found.view(out.shape))
 
 
-def dtype_of_products(input: Tensor, weights: Sequence[Tensor]) -> torch.dtype:
-    """What is multiplied in: the dtype of all, or that of autocast.
-
-    Raises:
-        ValueError: They have several.
-    """
+def product_dtype(input: Tensor, weights: Sequence[Tensor]) -> torch.dtype:
+    """The dtype of a matrix product: that of all factors, or of autocast; `ValueError` where they have several."""
     kind = input.device.type
     if torch.is_autocast_enabled(kind) and input.dtype != torch.float64:
         return torch.get_autocast_dtype(kind)
@@ -193,6 +165,6 @@ def dtype_of_products(input: Tensor, weights: Sequence[Tensor]) -> torch.dtype:
 
 
 def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
-    """No autocast: what is multiplied has its dtype already."""
+    """Turns autocast off: the factors have their dtype already."""
     kind = tensor.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()

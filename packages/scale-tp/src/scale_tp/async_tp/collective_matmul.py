@@ -1,11 +1,11 @@
-"""Linear layers whose communication runs beside their own matrix products.
+"""Linear layers whose communication overlaps with their own matrix products (asynchronous tensor parallelism).
 
-Where a sequence parallel layer gathers its input, what this rank has can be multiplied while the rest is on its way;
-where it scatters a sum, what the others are to have is computed first, and travels while the rest is computed. So the
-work is cut along the sequence: into the ranks' parts, and those of the others into `pieces`. In the backward pass of
-the first, the gradient of the input travels while that of the weight is computed; in that of the second, the gradient
-is gathered, and multiplied as it comes. (Known as asynchronous or micro-pipelined tensor parallelism, and as
-decomposed collectives: Wang et al., ASPLOS 2023.)
+Where a sequence parallel layer gathers its input, this rank's part is multiplied while the rest is sent; where it
+scatters a sum, the others' parts are computed first, and sent while the rest is computed. So the work is cut along the
+sequence: into the ranks' parts, and those of the others into `pieces`. In the backward pass of the first, the gradient
+of the input is sent while that of the weight is computed; in that of the second, the gradient is gathered, and
+multiplied as it comes. (Also called micro-pipelined tensor parallelism, or decomposed collectives: Wang et al., ASPLOS
+2023.)
 
 The numbers are those of the layers without overlap, sums in the same order: to the bit where the kernel of a matrix
 product treats a row alike however many rows there are. Gradients of weights are one product, as without.
@@ -22,23 +22,26 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from scale_core.comm.group import GroupLike
+from scale_core.comm.work import TransferError
+from scale_core.compat import untraced
 from scale_tp.async_tp.chunks import (
-    Cut,
-    Place,
-    dtype_of_products,
-    multiply,
-    multiply_gathered,
-    multiply_scattered,
-    rows_of,
+    ChunkRange,
+    SequenceChunks,
+    all_gather_chunks,
+    matmul_into,
+    product_dtype,
+    reduce_scatter_chunks,
+    to_rows,
     without_autocast,
 )
-from scale_tp.autograd_regions import Entering, Leaving, cross, divides
-from scale_tp.comm import begin_gather, begin_sum_scatter
-from scale_tp.parallel_state import layer_group
-from scale_tp.sequence_lengths import explained, parts_held, sequence_dim_of, tell_parts
-from scale_tp.split import check_size, even_sizes
+from scale_tp.comm import check_sizes, gather_sizes, start_all_gather, start_reduce_scatter
+from scale_tp.mappings import RegionEntry, RegionExit, apply
+from scale_tp.parallel_state import tensor_parallel_group
+from scale_tp.sequence_lengths import check_sequence_dim, lengths_hint, record_lengths, shard_lengths
+from scale_tp.split import check_size
 
 
+@untraced
 def gather_linear(
     input: Tensor,
     weights: Sequence[Tensor],
@@ -70,10 +73,11 @@ def gather_linear(
         TransferError: A rank did not take part.
         ValueError: `pieces` is below 1, or `sizes`, `dim` or the dtypes do not fit.
     """
-    cut = cut_of_part("gather_linear", input, layer_group(group), dim, sizes, pieces)
-    return linear_of_gathered(cut, input, weights, [None] * len(weights) if biases is None else biases, keeps=False)
+    chunks = chunk_sequence("gather_linear", input, tensor_parallel_group(group), dim, sizes, pieces)
+    return all_gather_linear(chunks, input, weights, [None] * len(weights) if biases is None else biases, keeps=False)
 
 
+@untraced
 def linear_scatter(
     input: Tensor,
     weight: Tensor,
@@ -103,169 +107,137 @@ def linear_scatter(
         TransferError: A rank did not take part.
         ValueError: `pieces` is below 1, or `sizes`, `dim` or the dtypes do not fit.
     """
-    ranks = layer_group(group)
+    ranks = tensor_parallel_group(group)
     check_size("pieces", pieces, 1)
-    dim = sequence_dim_of("linear_scatter", "dim", input.shape, dim)
-    known = even_sizes(input.shape[dim], ranks.size) if sizes is None else tuple(sizes)
-    if len(known) != ranks.size or sum(known) != input.shape[dim]:
-        raise ValueError(
-            f"linear_scatter: expected the parts of {ranks.size} ranks, which add up to {input.shape[dim]} positions, "
-            f"got {list(known)}"
-        )
-    tell_parts(ranks, known)
-    compute = dtype_of_products(input, [weight])
-    found: Tensor = cross(_LinearScatter, Cut(ranks, dim, known, pieces), input.to(compute), weight.to(compute))
+    dim = check_sequence_dim("linear_scatter", "dim", input.shape, dim)
+    known = tuple(check_sizes(input.shape[dim], ranks, sizes))
+    record_lengths(ranks, known)
+    compute = product_dtype(input, [weight])
+    chunks = SequenceChunks(ranks, dim, known, pieces)
+    found: Tensor = apply(_LinearReduceScatter, chunks, input.to(compute), weight.to(compute))
     return found
 
 
-def cut_of_part(what: str, input: Tensor, group: GroupLike, dim: int, sizes: Sequence[int] | None, pieces: int) -> Cut:
-    """Returns how a sequence is cut of which this rank has a part [..., positions of this rank, ..., features].
-
-    Raises:
-        TransferError: The ranks had to ask each other, and one did not answer.
-        ValueError: `pieces` is below 1, or `sizes` or `dim` do not fit.
-    """
-    ranks = layer_group(group)
+def chunk_sequence(
+    what: str, input: Tensor, group: GroupLike, dim: int, sizes: Sequence[int] | None, pieces: int
+) -> SequenceChunks:
+    """Returns how a sequence is cut of which this rank has a part [..., positions of this rank, ..., features]."""
+    ranks = tensor_parallel_group(group)
     check_size("pieces", pieces, 1)
-    dim = sequence_dim_of(what, "dim", input.shape, dim)
-    known = parts_held(ranks, input, dim) if sizes is None else tuple(sizes)
-    if len(known) != ranks.size or known[ranks.rank] != input.shape[dim]:
-        raise ValueError(
-            f"{what}: expected the sizes of {ranks.size} ranks, of which rank {ranks.rank} has the "
-            f"{input.shape[dim]} positions of its input, got {list(known)}"
-        )
-    return Cut(ranks, dim, known, pieces)
+    dim = check_sequence_dim(what, "dim", input.shape, dim)
+    known = shard_lengths(ranks, input, dim) if sizes is None else gather_sizes(input.shape[dim], ranks, sizes)
+    return SequenceChunks(ranks, dim, tuple(known), pieces)
 
 
-def linear_of_gathered(
-    cut: Cut, part: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], *, keeps: bool
+def all_gather_linear(
+    chunks: SequenceChunks, part: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], *, keeps: bool
 ) -> tuple[Tensor, ...]:
-    """What `gather_linear` does with a sequence that is cut.
+    """Multiplies a gathered sequence with weights: [..., all positions, ..., outputs of this rank] for each.
 
-    Args:
-        cut: How.
-        part: [..., positions of this rank, ..., features].
-        weights: [outputs of this rank, features] each.
-        biases: [outputs of this rank] or None, for each weight.
-        keeps: Whether to keep the gathered input for the backward pass, and return it as well, for others to read.
-
-    Returns:
-        With `keeps` the gathered input, then for each weight [..., all positions, ..., outputs of this rank].
-
-    Raises:
-        TransferError: A rank did not take part.
-        ValueError: The dtypes do not fit.
+    With `keeps` the gathered input is kept for the backward pass, and returned first, for other readers.
     """
-    compute = dtype_of_products(part, weights)
+    compute = product_dtype(part, weights)
     factors = [weight.to(compute) for weight in weights]
     summands = [None if bias is None else bias.to(compute) for bias in biases]
-
-    def gather() -> tuple[Tensor, ...]:
-        found: tuple[Tensor, ...] = cross(_GatherLinear, cut, keeps, len(weights), part, *factors, *summands)
+    try:
+        found: tuple[Tensor, ...] = apply(_AllGatherLinear, chunks, keeps, len(weights), part, *factors, *summands)
         return found
+    except TransferError as error:
+        error.add_note(lengths_hint(chunks.group.rank, part.shape[chunks.dim]))
+        raise
 
-    return explained(gather, cut.group, part, cut.dim, cut.sizes)
 
-
-class _GatherLinear(Entering):
+class _AllGatherLinear(RegionEntry):
     @staticmethod
     def forward(
-        ctx: Any, cut: Cut, keeps: bool, num_weights: int, part: Tensor, *factors: Tensor | None
+        ctx: Any, chunks: SequenceChunks, keeps: bool, num_weights: int, part: Tensor, *factors: Tensor | None
     ) -> tuple[Tensor, ...]:
-        weights, biases = factors[:num_weights], factors[num_weights:]
-        ctx.ranks, ctx.cut, ctx.keeps, ctx.num_weights = cut.group, cut, keeps, num_weights
+        weights, biases = [factor for factor in factors[:num_weights] if factor is not None], factors[num_weights:]
+        ctx.group, ctx.chunks, ctx.keeps, ctx.num_weights = chunks.group, chunks, keeps, num_weights
         ctx.set_materialize_grads(False)
-        shape = cut.shape(tuple(part.shape), sum(cut.sizes))
-        whole = part.new_empty(shape) if keeps else None
-        outputs = [
-            part.new_empty((*shape[:-1], weight.shape[0]), dtype=weight.dtype)
-            for weight in weights
-            if weight is not None
-        ]
+        shape = chunks.shape(tuple(part.shape), sum(chunks.sizes))
+        gathered = part.new_empty(shape) if keeps else None
+        outputs = [part.new_empty((*shape[:-1], weight.shape[0]), dtype=weight.dtype) for weight in weights]
 
-        def act(place: Place, piece: Tensor) -> None:
-            if whole is not None:
-                cut.at(whole, place).copy_(piece)
+        def act(chunk: ChunkRange, piece: Tensor) -> None:
+            if gathered is not None:
+                chunks.at(gathered, chunk).copy_(piece)
             for output, weight, bias in zip(outputs, weights, biases, strict=True):
-                assert weight is not None
-                multiply(rows_of(piece).to(weight.dtype), weight.mT, bias, cut.at(output, place))
+                matmul_into(to_rows(piece).to(weight.dtype), weight.mT, bias, chunks.at(output, chunk))
 
         with without_autocast(part):
-            multiply_gathered(cut, part, act)
+            all_gather_chunks(chunks, part, act)
         # In the dtype of the products, as autocast keeps it.
         ctx.dtype, compute = part.dtype, outputs[0].dtype if outputs else part.dtype
-        ctx.save_for_backward((part if whole is None else whole).to(compute), *weights)
-        if whole is None:
+        ctx.save_for_backward((part if gathered is None else gathered).to(compute), *weights)
+        if gathered is None:
             return tuple(outputs)
         if not ctx.needs_input_grad[3]:
-            ctx.mark_non_differentiable(whole)
-        return whole, *outputs
+            ctx.mark_non_differentiable(gathered)
+        return gathered, *outputs
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        cut: Cut = ctx.cut
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        chunks: SequenceChunks = ctx.chunks
         kept, *weights = ctx.saved_tensors
-        total, of_outputs = (gradients[0], gradients[1:]) if ctx.keeps else (None, gradients)
+        total, output_grads = (grads[0], grads[1:]) if ctx.keeps else (None, grads)
         _, _, _, wants_part, *wants = ctx.needs_input_grad
         wants_weights, wants_biases = wants[: ctx.num_weights], wants[ctx.num_weights :]
+        gathering = scattering = None
         with without_autocast(kept):
-            gathering = (
-                None if ctx.keeps or not any(wants_weights) else begin_gather(kept, cut.group, cut.dim, cut.sizes)
-            )
-            scattering = None
+            if not ctx.keeps and any(wants_weights):
+                gathering = start_all_gather(kept, chunks.group, chunks.dim, chunks.sizes)
             if wants_part:
                 # In the order in which autograd adds what the readers of one tensor give: the last one first.
-                for gradient, weight in reversed(list(zip(of_outputs, weights, strict=True))):
-                    if gradient is not None:
-                        product = rows_of(gradient) @ weight
-                        of_input = product.to(ctx.dtype).view(*gradient.shape[:-1], weight.shape[1])
-                        total = of_input if total is None else total + of_input
-                assert total is not None, "nobody asks for gradients where there are none"
-                scattering = begin_sum_scatter(total, cut.group, cut.dim, cut.sizes)
-            whole = kept if gathering is None else gathering.wait()
-            rows = rows_of(whole)
-            of_weights = [
-                rows_of(gradient).mT @ rows.to(gradient.dtype) if wanted and gradient is not None else None
-                for gradient, wanted in zip(of_outputs, wants_weights, strict=True)
+                for grad, weight in reversed(list(zip(output_grads, weights, strict=True))):
+                    if grad is not None:
+                        input_grad = (to_rows(grad) @ weight).to(ctx.dtype).view(*grad.shape[:-1], weight.shape[1])
+                        total = input_grad if total is None else total + input_grad
+                assert total is not None, "autograd asks for no gradients where there are none"
+                scattering = start_reduce_scatter(total, chunks.group, chunks.dim, chunks.sizes)
+            rows = to_rows(kept if gathering is None else gathering.wait())
+            weight_grads = [
+                to_rows(grad).mT @ rows.to(grad.dtype) if wanted and grad is not None else None
+                for grad, wanted in zip(output_grads, wants_weights, strict=True)
             ]
-            of_biases = [
-                rows_of(gradient).sum(0) if wanted and gradient is not None else None
-                for gradient, wanted in zip(of_outputs, wants_biases, strict=True)
+            bias_grads = [
+                to_rows(grad).sum(0) if wanted and grad is not None else None
+                for grad, wanted in zip(output_grads, wants_biases, strict=True)
             ]
-            of_part = None if scattering is None else scattering.wait()
-        return None, None, None, of_part, *of_weights, *of_biases
+            part_grad = None if scattering is None else scattering.wait()
+        return None, None, None, part_grad, *weight_grads, *bias_grads
 
 
-class _LinearScatter(Leaving):
+class _LinearReduceScatter(RegionExit):
     @staticmethod
-    def forward(ctx: Any, cut: Cut, input: Tensor, weight: Tensor) -> Tensor:
-        ctx.ranks, ctx.cut = cut.group, cut
+    def forward(ctx: Any, chunks: SequenceChunks, input: Tensor, weight: Tensor) -> Tensor:
+        ctx.group, ctx.chunks = chunks.group, chunks
         ctx.save_for_backward(input, weight)
 
-        def act(place: Place, summand: Tensor) -> None:
-            multiply(rows_of(cut.at(input, place)), weight.mT, None, summand)
+        def act(chunk: ChunkRange, summand: Tensor) -> None:
+            matmul_into(to_rows(chunks.at(input, chunk)), weight.mT, None, summand)
 
-        like = input.new_empty(cut.shape(tuple(input.shape), 0, weight.shape[0]))
+        like = input.new_empty(chunks.shape(tuple(input.shape), 0, weight.shape[0]))
         with without_autocast(input):
-            return divides(ctx, multiply_scattered(cut, like, act), cut.dim, cut.sizes)
+            return reduce_scatter_chunks(chunks, like, act)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        cut: Cut = ctx.cut
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        chunks: SequenceChunks = ctx.chunks
         input, weight = ctx.saved_tensors
         _, wants_input, wants_weight = ctx.needs_input_grad
-        of_input = torch.empty_like(input, memory_format=torch.contiguous_format) if wants_input else None
-        whole = gradient.new_empty(cut.shape(tuple(gradient.shape), sum(cut.sizes))) if wants_weight else None
+        input_grad = torch.empty_like(input, memory_format=torch.contiguous_format) if wants_input else None
+        gathered = grad.new_empty(chunks.shape(tuple(grad.shape), sum(chunks.sizes))) if wants_weight else None
 
-        def act(place: Place, piece: Tensor) -> None:
-            if whole is not None:
-                cut.at(whole, place).copy_(piece)
-            if of_input is not None:
-                multiply(rows_of(piece), weight, None, cut.at(of_input, place))
+        def act(chunk: ChunkRange, piece: Tensor) -> None:
+            if gathered is not None:
+                chunks.at(gathered, chunk).copy_(piece)
+            if input_grad is not None:
+                matmul_into(to_rows(piece), weight, None, chunks.at(input_grad, chunk))
 
         with without_autocast(input):
-            multiply_gathered(cut, gradient, act)
-            of_weight = None if whole is None else rows_of(whole).mT @ rows_of(input)
-        return None, of_input, of_weight
+            all_gather_chunks(chunks, grad, act)
+            weight_grad = None if gathered is None else to_rows(gathered).mT @ to_rows(input)
+        return None, input_grad, weight_grad

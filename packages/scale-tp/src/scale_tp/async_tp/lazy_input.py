@@ -1,10 +1,9 @@
-"""An input on its way into the divided region, which is multiplied while its communication runs.
+"""An input whose communication into the divided region is deferred to the first product with it.
 
-Who divides a module that exists already can't tell it to multiply in another way, but knows which linear layer comes
-first. So what goes into the region is not brought there at once: the first divided layer that reads it does that
-together with its own product, beside which the communication runs (see `collective_matmul`). Whoever else reads it gets
-what that layer has brought, or brings it as without overlap; so what is read by whom changes no number. Where a
-checkpoint computes a reader again, it does what it did in the forward, whoever else is computed again with it.
+The forward of a module that exists already can't be changed where it is divided, but the first linear layer that reads
+its input can overlap that input's gather with its own product (see `collective_matmul`). Other readers get what that
+layer has gathered, or gather it without overlap, with the same numbers. Where a checkpoint computes a reader again, it
+does what it did in the forward, whatever else is computed again.
 """
 
 from __future__ import annotations
@@ -18,24 +17,20 @@ from torch.utils._pytree import tree_map_only
 
 from scale_core.autograd_hooks import in_backward
 from scale_core.comm.group import Group
-from scale_tp.async_tp.all_reduce_matmul import copied_linear
-from scale_tp.async_tp.collective_matmul import cut_of_part, linear_of_gathered
-from scale_tp.mappings import copy_to_model_parallel_region, gather_from_sequence_parallel_region
+from scale_tp.async_tp.all_reduce_matmul import linear_with_grad_all_reduce
+from scale_tp.async_tp.chunks import SequenceChunks
+from scale_tp.async_tp.collective_matmul import all_gather_linear, chunk_sequence
+from scale_tp.mappings import copy_to_region, gather_sequence
 
 
-class Arrival:
-    """An input of divided layers that are to overlap their communication.
+class DeferredInput:
+    """An input that is the same on all ranks or, with `sequence_dim`, this rank's part of the sequence."""
 
-    Args:
-        outside: What comes: the same on all ranks or, with a dimension, this rank's part of the sequence.
-        group: The ranks.
-        sequence_dim: The dimension of the sequence, of which each rank has a part; None where all have all of it.
-        pieces: Into how many each rank's part is cut.
-    """
-
-    def __init__(self, outside: Tensor, group: Group, sequence_dim: int | None, pieces: int) -> None:
-        self.outside, self.group = outside, group
-        self.cut = None if sequence_dim is None else cut_of_part("overlap", outside, group, sequence_dim, None, pieces)
+    def __init__(self, input: Tensor, group: Group, sequence_dim: int | None, pieces: int) -> None:
+        self.input, self.group = input, group
+        self.chunks: SequenceChunks | None = None
+        if sequence_dim is not None:
+            self.chunks = chunk_sequence("overlap", input, group, sequence_dim, None, pieces)
         self.keeps_graph = torch.is_grad_enabled()
         self._inside: Tensor | None = None
         self._in_backward = self._began_in_backward = in_backward()
@@ -43,75 +38,67 @@ class Arrival:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of what it will be inside."""
-        shape = tuple(self.outside.shape)
-        return shape if self.cut is None else self.cut.shape(shape, sum(self.cut.sizes))
+        """Its shape inside of the region."""
+        shape = tuple(self.input.shape)
+        return shape if self.chunks is None else self.chunks.shape(shape, sum(self.chunks.sizes))
 
     @property
-    def has_arrived(self) -> bool:
-        """Whether somebody has read it, in this pass: what the forward brought is no longer kept in a recomputation."""
+    def is_available(self) -> bool:
+        """Whether it was brought in in this pass: a recomputation does not keep what the forward has brought in."""
         if self._in_backward != in_backward():
             self._in_backward, self._inside = in_backward(), None
         return self._inside is not None
 
-    def whole(self) -> Tensor:
-        """Returns the input inside of the region, for whoever does not multiply it."""
-        if self.has_arrived and self._inside is not None:
+    def gather(self) -> Tensor:
+        """Returns the input inside of the region, for what does not multiply it."""
+        if self.is_available and self._inside is not None:
             return self._inside
         with torch.set_grad_enabled(self.keeps_graph):
-            if self.cut is None:
-                self._inside = copy_to_model_parallel_region(self.outside, self.group)
+            if self.chunks is None:
+                self._inside = copy_to_region(self.input, self.group)
             else:
-                self._inside = gather_from_sequence_parallel_region(
-                    self.outside, self.group, dim=self.cut.dim, sizes=self.cut.sizes
-                )
+                self._inside = gather_sequence(self.input, self.group, self.chunks.dim, self.chunks.sizes)
             return self._inside
 
-    def arrives_with(self, reader: nn.Module) -> bool:
-        """Whether it arrives beside a reader's product: the first one's, if that keeps a graph as the input."""
+    def is_fused_with(self, reader: nn.Module) -> bool:
+        """Whether a reader's product brings it in: the first one's, if that keeps a graph as the input does."""
         if in_backward() and not self._began_in_backward:
             return reader is self._first
-        return not self.has_arrived and torch.is_grad_enabled() == self.keeps_graph
+        return not self.is_available and torch.is_grad_enabled() == self.keeps_graph
 
-    def multiplied(self, reader: nn.Module, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Returns its product with a weight, beside which it arrives.
-
-        Args:
-            reader: The layer that multiplies, with which it has to arrive.
-            weight: [outputs of this rank, features].
-            bias: [outputs of this rank], or None.
-        """
-        assert self.arrives_with(reader), "what is here already is multiplied as any tensor"
+    def fused_linear(self, reader: nn.Module, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Returns the product with a weight [outputs of this rank, features], which brings the input in meanwhile."""
+        assert self.is_fused_with(reader), "an input that is here already is multiplied as any tensor"
         self._first = reader
-        if self.cut is None:
-            self._inside, output = copied_linear(self.outside, weight, bias, self.group)
+        if self.chunks is None:
+            self._inside, output = linear_with_grad_all_reduce(self.input, weight, bias, self.group)
         else:
-            self._inside, output = linear_of_gathered(self.cut, self.outside, [weight], [bias], keeps=True)
+            self._inside, output = all_gather_linear(self.chunks, self.input, [weight], [bias], keeps=True)
         return output
 
 
-class ArrivingTensor(Tensor):
-    """An arrival in the place of a tensor, for a module that hands it on to divided layers.
+class DeferredInputTensor(Tensor):
+    """A deferred input in the place of a tensor, for a module that hands it on to divided layers.
 
-    It has the shape of the whole. Whatever else is asked of it brings the whole here first.
+    It has the full shape, which such modules read; every other use gathers it first.
     """
 
-    arrival: Arrival
+    deferred: DeferredInput
 
     @staticmethod
-    def __new__(cls, arrival: Arrival) -> Self:
-        outside = arrival.outside
+    def __new__(cls, deferred: DeferredInput) -> Self:
+        input = deferred.input
         made = Tensor._make_wrapper_subclass(
             cls,
-            arrival.shape,
-            dtype=outside.dtype,
-            device=outside.device,
-            requires_grad=outside.requires_grad and arrival.keeps_graph,
+            deferred.shape,
+            dtype=input.dtype,
+            device=input.device,
+            requires_grad=input.requires_grad and deferred.keeps_graph,
         )
         with torch._C.DisableTorchFunctionSubclass():
             if made.requires_grad:
                 made.register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
-        made.arrival = arrival
+        made.deferred = deferred
         found: Self = made
         return found
 
@@ -123,38 +110,34 @@ class ArrivingTensor(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Answers what the shape tells, and gives everything else the whole."""
-        if func in _TOLD_BY_THE_SHAPE:
+        """Answers what the shape tells, and gives every other function the gathered input."""
+        if func in _KNOWN_FROM_SHAPE:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        args, kwargs = tree_map_only(ArrivingTensor, _whole_of, (tuple(args), dict(kwargs or {})))
+        args, kwargs = tree_map_only(cls, lambda each: each.deferred.gather(), (tuple(args), dict(kwargs or {})))
         return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch has it without the function
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Nobody gets here who reads it through torch's functions."""
-        raise RuntimeError(f"{func}{_TOLD_TO_OTHERS}")
+        """What reads it through torch's functions does not get here."""
+        raise RuntimeError(f"{func}{_NOT_GATHERED}")
 
 
-_TOLD_BY_THE_SHAPE = frozenset(
+_KNOWN_FROM_SHAPE = frozenset(
     [
         *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad")),
         *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.__len__),
     ]
 )
-_TOLD_TO_OTHERS = (
+_NOT_GATHERED = (
     " was given the sequence before it was gathered: a module around divided layers hands its input to something that "
     "is no function of torch, to a reentrant checkpoint, or to a module with a hook of register_full_backward_hook: "
     "multiply it by 1 before, or pass overlap_pieces=None"
 )
 
 
-def _whole_of(tensor: ArrivingTensor) -> Tensor:
-    return tensor.arrival.whole()
-
-
 def _refuse_gradient(gradient: Tensor) -> Tensor:
-    """A gradient of what only stands for the whole would go nowhere."""
-    raise RuntimeError(f"a torch.autograd.Function{_TOLD_TO_OTHERS}")
+    """A gradient of what only stands for the gathered input would be lost."""
+    raise RuntimeError(f"a torch.autograd.Function{_NOT_GATHERED}")

@@ -1,4 +1,4 @@
-"""Attention of some queries over some keys, so that the results over several sets of keys can be merged.
+"""Attention over blocks of keys, with results that can be merged (online softmax).
 
 Softmax over all keys is a weighted mean of the softmaxes over parts of them, and the weights follow from the log of
 each part's sum of exponentials. (Online softmax, arXiv 1805.02867; ring attention, arXiv 2310.01889.) So a block
@@ -19,26 +19,17 @@ from torch import Tensor
 _PIECE = 1 << 22
 
 
-class Attended(NamedTuple):
-    """What queries have seen so far.
+class PartialAttention(NamedTuple):
+    """The attention of queries over the keys so far."""
 
-    Attributes:
-        output: [batch, key-value heads, queries per key-value head, query positions, value size], fp32 or wider: the
-            mean of the values, weighted by softmax.
-        log_sum: The same without the last dimension: the log of the sum of the exponentials of the scores; -inf where
-            nothing has been seen.
-    """
-
+    # [batch, key-value heads, queries per key-value head, query positions, value size], fp32 or wider: the mean of
+    # the values, weighted by softmax.
     output: Tensor
-    log_sum: Tensor
+    lse: Tensor
 
 
 def check_attention_inputs(what: str, query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Refuses shapes and dtypes that do not fit each other, before anything is sent.
-
-    Raises:
-        ValueError: They do not.
-    """
+    """Refuses shapes and dtypes that do not fit each other, before anything is sent."""
     shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
     if not query.dim() == key.dim() == value.dim() == 4:
         raise ValueError(f"{what}: expected [batch, heads, positions, head size] each, got {shapes}")
@@ -53,38 +44,34 @@ def check_attention_inputs(what: str, query: Tensor, key: Tensor, value: Tensor)
         )
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, *, scale: float, diagonal: bool) -> Attended:
-    """Lets queries look at keys.
+def block_attention(query: Tensor, key: Tensor, value: Tensor, *, scale: float, diagonal: bool) -> PartialAttention:
+    """Attention of a query block [batch, key-value heads, queries per key-value head, positions, head size] over keys.
 
-    Args:
-        query: [batch, key-value heads, queries per key-value head, query positions, head size], fp32 or wider.
-        key: [batch, key-value heads, key positions, head size], of that dtype.
-        value: [batch, key-value heads, key positions, value size], of that dtype.
-        scale: What the scores are multiplied by.
-        diagonal: Query number i sees the keys 0 to i alone; then there are as many of these as of those.
+    Keys and values are [batch, key-value heads, key positions, head or value size]; all have one dtype, fp32 or wider.
+    `diagonal`: query number i sees the keys 0 to i alone.
     """
     output = query.new_empty((*query.shape[:-1], value.shape[-1]))
-    log_sum = query.new_empty(query.shape[:-1])
+    lse = query.new_empty(query.shape[:-1])
     for rows, seen in _pieces(query, key, diagonal):
         scores = _scores(query, key, rows, seen, scale, diagonal)
-        log_sum[..., rows] = scores.logsumexp(-1)
-        scores.sub_(log_sum[..., rows, None]).exp_()
+        lse[..., rows] = scores.logsumexp(-1)
+        scores.sub_(lse[..., rows, None]).exp_()
         output[..., rows, :] = scores @ value[:, :, None, :seen]
-    return Attended(output, log_sum)
+    return PartialAttention(output, lse)
 
 
-def merge(total: Attended, rows: slice, part: Attended) -> None:
-    """Adds what the queries `rows` have seen in another set of keys to what they have seen before, in place."""
-    output, log_sum = total.output[..., rows, :], total.log_sum[..., rows]
-    merged = torch.logaddexp(log_sum, part.log_sum)
-    output.mul_((log_sum - merged).exp_()[..., None]).add_(part.output * (part.log_sum - merged).exp_()[..., None])
-    log_sum.copy_(merged)
+def merge_partial(total: PartialAttention, rows: slice, part: PartialAttention) -> None:
+    """Merges the attention of the queries `rows` over another block of keys into the total, in place."""
+    output, lse = total.output[..., rows, :], total.lse[..., rows]
+    merged = torch.logaddexp(lse, part.lse)
+    output.mul_((lse - merged).exp_()[..., None]).add_(part.output * (part.lse - merged).exp_()[..., None])
+    lse.copy_(merged)
 
 
-def attend_backward(
+def block_attention_backward(
     gradient: Tensor,
     offset: Tensor,
-    log_sum: Tensor,
+    lse: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -92,25 +79,14 @@ def attend_backward(
     scale: float,
     diagonal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes what a block contributes to the gradients, from the merged results over all keys.
+    """Returns a block's share of the gradients of query, key and value, from the merged results over all keys.
 
-    Args:
-        gradient: [batch, key-value heads, queries per key-value head, query positions, value size], the gradient of
-            the merged output.
-        offset: The same without the last dimension: the sum of `gradient` times the merged output over that.
-        log_sum: The same: as merged.
-        query: As in `attend`.
-        key: As in `attend`.
-        value: As in `attend`.
-        scale: As in `attend`.
-        diagonal: As in `attend`.
-
-    Returns:
-        The gradients of the query, the key and the value, in their shapes.
+    `gradient` is that of the merged output, `offset` the sum of it times that output over the last dimension, and `lse`
+    as merged.
     """
     of_query, of_key, of_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
     for rows, seen in _pieces(query, key, diagonal):
-        weights = _scores(query, key, rows, seen, scale, diagonal).sub_(log_sum[..., rows, None]).exp_()
+        weights = _scores(query, key, rows, seen, scale, diagonal).sub_(lse[..., rows, None]).exp_()
         given = gradient[..., rows, :]
         # The heads that share a key sum into it.
         of_value[:, :, :seen] += (weights.transpose(-1, -2) @ given).sum(2)
@@ -131,7 +107,7 @@ def _scores(query: Tensor, key: Tensor, rows: slice, seen: int, scale: float, di
 
 
 def _pieces(query: Tensor, key: Tensor, diagonal: bool) -> Iterator[tuple[slice, int]]:
-    """Stretches of the queries, and how many keys the last query of each sees."""
+    """Slices of the queries, and how many keys the last query of each sees."""
     num_queries, num_keys = query.shape[-2], key.shape[-2]
     heads = max(1, query.shape[0] * query.shape[1] * query.shape[2])
     length = max(1, min(num_queries, _PIECE // (heads * max(1, num_keys))))

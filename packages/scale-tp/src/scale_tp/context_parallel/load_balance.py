@@ -1,6 +1,6 @@
-"""Which positions of a sequence each rank holds, where ranks divide it between them.
+"""Load balancing of context parallelism: which positions of a sequence each rank holds.
 
-A causal query looks at what stands before it. So where each rank holds one stretch of the sequence, the last rank has
+A causal query attends to the positions before it. So where each rank holds one chunk of the sequence, the last rank has
 almost all of the work. In the zigzag order the sequence is cut into two chunks per rank, and rank r holds the r-th
 chunk from the front and the r-th from the back: then all have the same. (Striped attention, arXiv 2311.09431, balances
 by single tokens; whole chunks leave each block of the work in one piece.)
@@ -15,32 +15,23 @@ from typing import Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from scale_core.comm.collectives import all_gather
-from scale_core.comm.control_plane import exchange, exchange_text
+from scale_core.comm.collectives import all_gather, exchange, exchange_text
 from scale_core.comm.group import Group, GroupLike
-from scale_core.consistency.execution_order import identity
-from scale_tp.parallel_state import context_group
+from scale_core.consistency.execution_order import fingerprint_of
+from scale_tp.parallel_state import context_parallel_group
 
 Order: TypeAlias = Literal["zigzag", "contiguous"]
 
 
-def held_positions(length: int, num_ranks: int, order: Order = "zigzag") -> list[tuple[range, ...]]:
-    """Returns, by rank, the stretches of a sequence that it holds: in order, and all of them together are the sequence.
+def rank_positions(length: int, num_ranks: int, order: Order = "zigzag") -> list[tuple[range, ...]]:
+    """Returns, by rank, the ranges of a sequence that it holds: in order, and all of them together are the sequence.
 
     Lengths that do not divide are cut as evenly as may be, longer chunks first; a rank may hold nothing of a short one.
 
-    Args:
-        length: How many positions there are.
-        num_ranks: How many ranks divide them.
-        order: "zigzag", the same work for all in causal attention, or "contiguous", one stretch each.
-
-    Raises:
-        ValueError: Another order.
-
     Example:
-        >>> held_positions(9, 2)
+        >>> rank_positions(9, 2)
         [(range(0, 3), range(7, 9)), (range(3, 5), range(5, 7))]
-        >>> held_positions(9, 2, "contiguous")
+        >>> rank_positions(9, 2, "contiguous")
         [(range(0, 5),), (range(5, 9),)]
     """
     if order not in get_args(Order):
@@ -51,12 +42,12 @@ def held_positions(length: int, num_ranks: int, order: Order = "zigzag") -> list
     return [(chunks[rank], chunks[-1 - rank]) for rank in range(num_ranks)]
 
 
-def held_lengths(length: int, num_ranks: int, order: Order = "zigzag") -> list[int]:
-    """Returns, by rank, how many positions of a sequence it holds; the arguments are those of `held_positions`."""
-    return [sum(map(len, stretches)) for stretches in held_positions(length, num_ranks, order)]
+def rank_lengths(length: int, num_ranks: int, order: Order = "zigzag") -> list[int]:
+    """Returns, by rank, how many positions of a sequence it holds; the arguments are those of `rank_positions`."""
+    return [sum(map(len, ranges)) for ranges in rank_positions(length, num_ranks, order)]
 
 
-def positions(
+def position_ids(
     length: int, group: GroupLike = None, *, order: Order = "zigzag", device: torch.device | str | None = None
 ) -> Tensor:
     """Returns the positions that this rank holds, as a model needs them for its rotary or learned embedding.
@@ -64,15 +55,15 @@ def positions(
     Args:
         length: How many positions the whole sequence has.
         group: The ranks that divide it; None is the context axis of `initialize_model_parallel`, or this process alone.
-        order: As in `held_positions`.
+        order: As in `rank_positions`.
         device: Where the result is made.
 
     Returns:
         [positions held] int64, ascending.
     """
-    ranks = context_group(group)
-    stretches = held_positions(length, ranks.size, order)[ranks.rank]
-    return torch.cat([torch.arange(held.start, held.stop, device=device) for held in stretches])
+    ranks = context_parallel_group(group)
+    ranges = rank_positions(length, ranks.size, order)[ranks.rank]
+    return torch.cat([torch.arange(held.start, held.stop, device=device) for held in ranges])
 
 
 def split_sequence(tensor: Tensor, group: GroupLike = None, *, dim: int = 1, order: Order = "zigzag") -> Tensor:
@@ -84,14 +75,14 @@ def split_sequence(tensor: Tensor, group: GroupLike = None, *, dim: int = 1, ord
         tensor: [..., length, ...], any dtype.
         group: The ranks that divide it; None is the context axis of `initialize_model_parallel`, or this process alone.
         dim: The dimension of the sequence.
-        order: As in `held_positions`.
+        order: As in `rank_positions`.
 
     Returns:
         [..., positions held, ...], contiguous. Gradients flow back into the part, and are zero elsewhere.
     """
-    ranks = context_group(group)
-    stretches = held_positions(tensor.size(dim), ranks.size, order)[ranks.rank]
-    return torch.cat([tensor.narrow(dim, held.start, len(held)) for held in stretches], dim)
+    ranks = context_parallel_group(group)
+    ranges = rank_positions(tensor.size(dim), ranks.size, order)[ranks.rank]
+    return torch.cat([tensor.narrow(dim, held.start, len(held)) for held in ranges], dim)
 
 
 @torch.no_grad()
@@ -105,7 +96,7 @@ def join_sequence(
         group: The ranks that divide it; None is the context axis of `initialize_model_parallel`, or this process alone.
         dim: The dimension of the sequence.
         length: How many positions the whole sequence has; None is as many as the ranks hold together.
-        order: As in `held_positions`.
+        order: As in `rank_positions`.
 
     Returns:
         [..., length, ...], contiguous.
@@ -114,35 +105,35 @@ def join_sequence(
         TransferError: A rank did not come.
         ValueError: On all ranks: a part has another length than a rank holds of such a sequence, or the ranks differ.
     """
-    ranks = context_group(group)
+    ranks = context_parallel_group(group)
     length = _agreed_length(tensor, dim, length, ranks, order)
-    held = held_positions(length, ranks.size, order)
+    held = rank_positions(length, ranks.size, order)
     front = tensor.movedim(dim, 0).contiguous()
     joined = front.new_empty((length, *front.shape[1:]))
     row = joined[:1].numel()
-    sizes = [sum(map(len, stretches)) * row for stretches in held]
+    sizes = [sum(map(len, ranges)) * row for ranges in held]
     received = front.new_empty(length * row)
     all_gather(received, front.view(-1), ranks, sizes=sizes).wait()
     rows = received.view(joined.shape)
     at = 0
-    for stretch in (stretch for stretches in held for stretch in stretches):
-        joined[stretch.start : stretch.stop] = rows[at : at + len(stretch)]
-        at += len(stretch)
+    for span in (span for ranges in held for span in ranges):
+        joined[span.start : span.stop] = rows[at : at + len(span)]
+        at += len(span)
     return joined.movedim(0, dim).contiguous()
 
 
 def _agreed_length(tensor: Tensor, dim: int, length: int | None, group: Group, order: Order) -> int:
-    """Returns the length of the sequence whose parts the ranks have; they tell each other before they send."""
+    """Returns the length of the sequence, after the ranks have compared their parts."""
     others = tensor.movedim(dim, 0).shape[1:]
     words = f"of {list(others)} each, {tensor.dtype}, in {order} order, length={length}"
-    rows = exchange([tensor.size(dim), identity(words)], group)
+    rows = exchange([tensor.size(dim), fingerprint_of(words)], group)
     if len({row[1] for row in rows}) > 1:
         told = exchange_text(f"{tensor.size(dim)} positions {words}", group)
         by_rank = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(told))
         raise ValueError(f"join_sequence: the ranks bring different things: {by_rank}: call it alike on all of them")
     held = [row[0] for row in rows]
     whole = sum(held) if length is None else length
-    expected = held_lengths(whole, group.size, order)
+    expected = rank_lengths(whole, group.size, order)
     if held != expected:
         raise ValueError(
             f"join_sequence: expected the ranks to hold {expected} positions, of a sequence of {whole} in {order} "
@@ -151,15 +142,11 @@ def _agreed_length(tensor: Tensor, dim: int, length: int | None, group: Group, o
     return whole
 
 
-def whole_length(local: int, length: int | None, num_ranks: int, rank: int, order: Order) -> int:
-    """Returns the length of the sequence of which this rank holds `local` positions.
-
-    Raises:
-        ValueError: It would hold another number of them.
-    """
+def full_length(local: int, length: int | None, num_ranks: int, rank: int, order: Order) -> int:
+    """Returns the length of the sequence of which this rank holds `local` positions, if it can."""
     if length is None:
         return local * num_ranks
-    expected = held_lengths(length, num_ranks, order)
+    expected = rank_lengths(length, num_ranks, order)
     if local != expected[rank]:
         raise ValueError(
             f"expected {expected[rank]} positions on rank {rank} of {num_ranks}, of a sequence of {length} in "

@@ -1,10 +1,10 @@
-"""Exact attention over a sequence that is divided between ranks: keys and values go round, queries stay.
+"""Ring attention, exact over a sequence that is divided between ranks: keys and values are passed round.
 
-In each of W steps a rank attends to the keys and values that it has, while they are already on their way to the next
-rank. Results over parts of the keys are merged in fp32. In the backward pass keys and values go round once more, and
-their gradients follow them one step behind, until they are home. (Ring attention, arXiv 2310.01889.)
+In each of W steps a rank attends to the keys and values that it has, while they are sent to the next rank. Results over
+parts of the keys are merged in fp32. In the backward pass keys and values are passed round once more, and their
+gradients follow one step behind, until they are back at their rank. (Ring attention, arXiv 2310.01889.)
 
-A step reads: start to pass on, attend, merge, wait.
+A step reads: start to send and receive, attend, merge, wait.
 """
 
 from __future__ import annotations
@@ -18,62 +18,57 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from scale_core.comm.collectives import Pending, all_to_all
+from scale_core.comm.collectives import CollectiveWork, all_to_all
 from scale_core.comm.group import Group, GroupLike
 from scale_core.consistency.execution_order import Event, message_tag
-from scale_tp.comm import agree, wide
-from scale_tp.context_parallel.blockwise import Attended, attend, attend_backward, check_attention_inputs, merge
-from scale_tp.context_parallel.load_balance import Order, held_positions, whole_length
-from scale_tp.parallel_state import context_group
+from scale_tp.comm import check_same_call, to_accumulation_dtype
+from scale_tp.context_parallel.blockwise import (
+    PartialAttention,
+    block_attention,
+    block_attention_backward,
+    check_attention_inputs,
+    merge_partial,
+)
+from scale_tp.context_parallel.load_balance import Order, full_length, rank_positions
+from scale_tp.parallel_state import context_parallel_group
 
 
-class Block(NamedTuple):
-    """Queries of this rank that look at keys of one rank, by their places in what those ranks hold.
-
-    Attributes:
-        queries: Which queries.
-        num_keys: They see the first keys, so many of them.
-        diagonal: Each sees the keys up to its own place alone.
-    """
+class AttentionBlock(NamedTuple):
+    """Queries of this rank that attend to keys of one rank, by their indices in what those ranks hold."""
 
     queries: slice
-    num_keys: int
-    diagonal: bool
+    num_keys: int  # the first ones
+    diagonal: bool  # each query sees the keys up to its own index
 
 
-def blocks(queries: Sequence[range], keys: Sequence[range], *, causal: bool) -> list[Block]:
-    """Says which queries look at which keys, in the fewest blocks.
-
-    Args:
-        queries: The stretches of positions that this rank holds, in order.
-        keys: Those that another rank holds, or the same.
-        causal: No query looks at what comes after it.
+def blocks(queries: Sequence[range], keys: Sequence[range], *, causal: bool) -> list[AttentionBlock]:
+    """Returns which queries attend to which keys, in the fewest blocks.
 
     Example:
         Of two ranks in zigzag order the first one holds positions 0-1 and 6-7, the second one 2-5:
 
         >>> first, second = (range(0, 2), range(6, 8)), (range(2, 4), range(4, 6))
         >>> blocks(first, first, causal=True)
-        [Block(queries=slice(0, 4, None), num_keys=4, diagonal=True)]
+        [AttentionBlock(queries=slice(0, 4, None), num_keys=4, diagonal=True)]
         >>> blocks(first, second, causal=True)
-        [Block(queries=slice(2, 4, None), num_keys=4, diagonal=False)]
+        [AttentionBlock(queries=slice(2, 4, None), num_keys=4, diagonal=False)]
         >>> blocks(second, first, causal=True)
-        [Block(queries=slice(0, 4, None), num_keys=2, diagonal=False)]
+        [AttentionBlock(queries=slice(0, 4, None), num_keys=2, diagonal=False)]
     """
     num_queries, num_keys = sum(map(len, queries)), sum(map(len, keys))
     if causal and tuple(queries) == tuple(keys):
-        return [Block(slice(0, num_queries), num_keys, True)] if num_queries else []
-    found: list[Block] = []
+        return [AttentionBlock(slice(0, num_queries), num_keys, True)] if num_queries else []
+    found: list[AttentionBlock] = []
     at = 0
-    for stretch in queries:
-        # Stretches of two ranks do not overlap, so a stretch of keys lies before these queries or behind them.
-        seen = sum(len(held) for held in keys if not causal or held.start < stretch.start)
-        rows = slice(at, at := at + len(stretch))
-        if not stretch or not seen:
+    for chunk in queries:
+        # Chunks of two ranks do not overlap, so a chunk of keys lies before these queries or behind them.
+        seen = sum(len(held) for held in keys if not causal or held.start < chunk.start)
+        rows = slice(at, at := at + len(chunk))
+        if not chunk or not seen:
             continue
         if found and found[-1].num_keys == seen and found[-1].queries.stop == rows.start:
             rows = slice(found.pop().queries.start, rows.stop)
-        found.append(Block(rows, seen, False))
+        found.append(AttentionBlock(rows, seen, False))
     return found
 
 
@@ -114,14 +109,14 @@ def ring_attention(
             ranks differ.
     """
     check_attention_inputs("ring_attention", query, key, value)
-    ranks = context_group(group)
-    length = whole_length(query.shape[2], length, ranks.size, ranks.rank, order)
+    ranks = context_parallel_group(group)
+    length = full_length(query.shape[2], length, ranks.size, ranks.rank, order)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     heads = (key.shape[0], query.shape[1], key.shape[1], key.shape[3], value.shape[3])
     words = f"sizes {heads}, length {length}, {order}, {key.dtype}, is_causal={is_causal}, scale={scale:g}"
-    tag = agree("ring_attention", words, ranks)
+    tag = check_same_call("ring_attention", words, ranks)
     gradient_tag = message_tag(Event("gradients of ring_attention", words))
-    ring = _Ring(ranks, held_positions(length, ranks.size, order), is_causal, scale, tag, gradient_tag)
+    ring = _Ring(ranks, rank_positions(length, ranks.size, order), is_causal, scale, tag, gradient_tag)
     device = query.device.type
     if torch.is_autocast_enabled(device):  # As torch's own attention does.
         query, key, value = (tensor.to(torch.get_autocast_dtype(device)) for tensor in (query, key, value))
@@ -131,44 +126,28 @@ def ring_attention(
 
 @dataclass(frozen=True)
 class _Ring:
-    """Who holds what, and how keys and values get round.
-
-    Attributes:
-        group: The ranks.
-        held: By rank, the stretches of positions that it holds.
-        causal: No position looks at a later one.
-        scale: What the scores are multiplied by.
-        tag: What the messages with keys and values carry.
-        gradient_tag: What those with their gradients carry.
-    """
+    """The positions of each rank, and the options of a call."""
 
     group: Group
-    held: list[tuple[range, ...]]
-    causal: bool
-    scale: float
-    tag: int
-    gradient_tag: int
+    positions: list[tuple[range, ...]]
+    causal: bool  # no position looks at a later one
+    scale: float  # what the scores are multiplied by
+    tag: int  # of keys and values
+    gradient_tag: int  # of their gradients
 
     def source(self, step: int) -> int:
-        """Whose keys and values this rank has in a step."""
+        """The rank whose keys and values this one has in a step."""
         return (self.group.rank - step) % self.group.size
 
-    def blocks(self, step: int) -> list[Block]:
-        return blocks(self.held[self.group.rank], self.held[self.source(step)], causal=self.causal)
+    def blocks(self, step: int) -> list[AttentionBlock]:
+        return blocks(self.positions[self.group.rank], self.positions[self.source(step)], causal=self.causal)
 
-    def pass_on(self, part: Tensor, step: int, row: int, tag: int) -> Pending:
-        """Starts to send what this rank has in a step to the next rank, and to receive what it has in the next step.
-
-        Args:
-            part: [positions of the source * row], what belongs to the source of `step`.
-            step: The step that ends.
-            row: Elements per position.
-            tag: What the message carries.
-        """
+    def send_recv(self, part: Tensor, step: int, row: int, tag: int) -> CollectiveWork:
+        """Starts to send this step's [positions * row] to the next rank, and to receive those of the next step."""
         sent, received = [0] * self.group.size, [0] * self.group.size
         following, before = (self.group.rank + 1) % self.group.size, (self.group.rank - 1) % self.group.size
         sent[following] = part.numel()
-        received[before] = row * sum(map(len, self.held[self.source(step + 1)]))
+        received[before] = row * sum(map(len, self.positions[self.source(step + 1)]))
         return all_to_all(
             part.new_empty(received[before]),
             part,
@@ -207,8 +186,8 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: _Ring) -> Tensor:
         with torch.autocast(query.device.type, enabled=False):
-            output, log_sum = _forward(query, key, value, ring)
-        ctx.save_for_backward(query, key, value, output, log_sum)
+            output, lse = _forward(query, key, value, ring)
+        ctx.save_for_backward(query, key, value, output, lse)
         ctx.ring = ring
         return output.reshape(*query.shape[:3], value.shape[3]).to(query.dtype)
 
@@ -219,63 +198,53 @@ class _RingAttention(torch.autograd.Function):
             return *_backward(gradient, ctx.ring, *ctx.saved_tensors), None
 
 
-def _forward(query: Tensor, key: Tensor, value: Tensor, ring: _Ring) -> Attended:
-    """Goes round once; returns what this rank's queries have seen then."""
+def _forward(query: Tensor, key: Tensor, value: Tensor, ring: _Ring) -> PartialAttention:
+    """Passes keys and values round once; returns the attention of this rank's queries."""
     packing = _Packing(key.shape, value.shape)
     grouped = _grouped(query, key.shape[1])
-    total = Attended(
+    total = PartialAttention(
         grouped.new_zeros((*grouped.shape[:-1], value.shape[-1])),
         grouped.new_full(grouped.shape[:-1], -torch.inf),
     )
     packed = packing.pack(key, value)
     for step in range(ring.group.size):
         last = step + 1 == ring.group.size
-        passing = None if last else ring.pass_on(packed, step, packing.row, ring.tag)
-        key_here, value_here = map(wide, packing.unpack(packed))
+        passing = None if last else ring.send_recv(packed, step, packing.row, ring.tag)
+        key_here, value_here = map(to_accumulation_dtype, packing.unpack(packed))
         for rows, num_keys, diagonal in ring.blocks(step):
             looking = (grouped[..., rows, :], key_here[:, :, :num_keys], value_here[:, :, :num_keys])
-            merge(total, rows, attend(*looking, scale=ring.scale, diagonal=diagonal))
+            merge_partial(total, rows, block_attention(*looking, scale=ring.scale, diagonal=diagonal))
         packed = packed if passing is None else passing.wait()
     return total
 
 
 def _backward(
-    gradient: Tensor, ring: _Ring, query: Tensor, key: Tensor, value: Tensor, output: Tensor, log_sum: Tensor
+    gradient: Tensor, ring: _Ring, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Goes round once more; returns the gradients of what `_forward` was given.
-
-    Args:
-        gradient: [batch, heads, positions held, value size], of the result of `ring_attention`.
-        ring: As in `_forward`.
-        query: As in `_forward`.
-        key: As in `_forward`.
-        value: As in `_forward`.
-        output: What `_forward` returned.
-        log_sum: What `_forward` returned.
-    """
+    """Passes keys and values round once more; returns the gradients of query, key and value."""
     packing = _Packing(key.shape, value.shape)
     grouped, given = _grouped(query, key.shape[1]), _grouped(gradient, key.shape[1])
     offset = (given * output).sum(-1)
     of_query = torch.zeros_like(grouped)
     packed = packing.pack(key, value)
-    arriving: Pending | None = None  # The gradients of the keys and values of this step, from the rank before.
+    arriving: CollectiveWork | None = None  # The gradients of the keys and values of this step, from the rank before.
     for step in range(ring.group.size):
         last = step + 1 == ring.group.size
-        passing = None if last else ring.pass_on(packed, step, packing.row, ring.tag)
-        key_here, value_here = map(wide, packing.unpack(packed))
+        passing = None if last else ring.send_recv(packed, step, packing.row, ring.tag)
+        key_here, value_here = map(to_accumulation_dtype, packing.unpack(packed))
         of_packed = torch.zeros(packed.shape, dtype=grouped.dtype, device=packed.device)
         of_key, of_value = packing.unpack(of_packed)
         for rows, num_keys, diagonal in ring.blocks(step):
             looking = (grouped[..., rows, :], key_here[:, :, :num_keys], value_here[:, :, :num_keys])
-            merged = (given[..., rows, :], offset[..., rows], log_sum[..., rows])
-            parts = attend_backward(*merged, *looking, scale=ring.scale, diagonal=diagonal)
+            merged = (given[..., rows, :], offset[..., rows], lse[..., rows])
+            parts = block_attention_backward(*merged, *looking, scale=ring.scale, diagonal=diagonal)
             of_query[..., rows, :] += parts[0]
             of_key[:, :, :num_keys] += parts[1]
             of_value[:, :, :num_keys] += parts[2]
         if arriving is not None:
             of_packed += arriving.wait()
         packed = packed if passing is None else passing.wait()
-        arriving = ring.pass_on(of_packed, step, packing.row, ring.gradient_tag) if ring.group.size > 1 else None
+        arriving = ring.send_recv(of_packed, step, packing.row, ring.gradient_tag) if ring.group.size > 1 else None
     of_key, of_value = packing.unpack(of_packed if arriving is None else arriving.wait())
     return of_query.reshape(query.shape).to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype)
 
@@ -283,4 +252,4 @@ def _backward(
 def _grouped(tensor: Tensor, num_key_value_heads: int) -> Tensor:
     """[batch, heads, ...] as [batch, key-value heads, heads per key-value head, ...], fp32 or wider."""
     batch, heads, *rest = tensor.shape
-    return wide(tensor).reshape(batch, num_key_value_heads, heads // num_key_value_heads, *rest)
+    return to_accumulation_dtype(tensor).reshape(batch, num_key_value_heads, heads // num_key_value_heads, *rest)

@@ -22,11 +22,11 @@ from torch import Tensor
 from scale_core.comm.collectives import all_to_all
 from scale_core.comm.group import Group, GroupLike
 from scale_core.consistency.execution_order import Event, message_tag
-from scale_tp.comm import agree, wide_dtype
+from scale_tp.comm import accumulation_dtype, check_same_call
 from scale_tp.context_parallel.blockwise import check_attention_inputs
-from scale_tp.context_parallel.load_balance import Order, held_positions, whole_length
-from scale_tp.parallel_state import context_group
-from scale_tp.random import DividedRandomness
+from scale_tp.context_parallel.load_balance import Order, full_length, rank_positions
+from scale_tp.parallel_state import context_parallel_group
+from scale_tp.random import RegionRNG
 from scale_tp.split import Split, split_heads
 
 
@@ -68,42 +68,42 @@ def ulysses_attention(
             ranks differ.
     """
     check_attention_inputs("ulysses_attention", query, key, value)
-    ranks = context_group(group)
-    length = whole_length(query.shape[2], length, ranks.size, ranks.rank, order)
+    ranks = context_parallel_group(group)
+    length = full_length(query.shape[2], length, ranks.size, ranks.rank, order)
     heads, key_value_heads = query.shape[1], key.shape[1]
     words = (
         f"sizes {(key.shape[0], heads, key_value_heads, key.shape[3], value.shape[3])}, length {length}, {order}, "
         f"{key.dtype}"
     )
-    agree("ulysses_attention", words, ranks)
+    check_same_call("ulysses_attention", words, ranks)
     split = split_heads(heads, key_value_heads, ranks.size)
     tags = [message_tag(Event(f"{what} of ulysses_attention", words)) for what in ("heads", "sequences")]
-    exchange = _Exchange(ranks, held_positions(length, ranks.size, order), *tags)
+    exchange = _HeadExchange(ranks, rank_positions(length, ranks.size, order), *tags)
     splits = (split.query, split.key_value, split.key_value)
-    query, key, value = _WholeSequence.apply(exchange, splits, query, key, value)  # type: ignore[no-untyped-call]
+    query, key, value = _SequenceToHeads.apply(exchange, splits, query, key, value)  # type: ignore[no-untyped-call]
     attend = functools.partial(attention, **options)
-    output = _attended(query, key, value, attend, ranks, drops=bool(options.get("dropout_p")))
-    (result,) = _AllHeads.apply(exchange, (split.query,), output)  # type: ignore[no-untyped-call]
+    output = _run_attention(query, key, value, attend, ranks, drops=bool(options.get("dropout_p")))
+    (result,) = _HeadsToSequence.apply(exchange, (split.query,), output)  # type: ignore[no-untyped-call]
     return cast(Tensor, result)
 
 
-def _attended(
+def _run_attention(
     query: Tensor, key: Tensor, value: Tensor, attention: Callable[..., Tensor], ranks: Group, *, drops: bool
 ) -> Tensor:
-    """What an attention gives for this rank's heads over the whole sequence, [batch, heads, positions, value size]."""
+    """Runs an attention for this rank's heads over the whole sequence: [batch, heads, positions, value size]."""
     expected = (*query.shape[:3], value.shape[3])
     if query.shape[1] == 0:  # A rank without heads takes part in the exchanges alone.
         return query.sum() + key.sum() + value.sum() + value.new_empty(expected)
     shared = query.shape[1] // key.shape[1]
     if shared > 1:
         key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
-    randomness = DividedRandomness(ranks)
+    randomness = RegionRNG(ranks)
     if drops:  # Other heads on each rank.
         randomness.enter()
     try:
         output = attention(query, key, value)
     finally:
-        randomness.leave()
+        randomness.exit()
     if output.shape != expected:
         raise ValueError(
             "ulysses_attention: expected attention to return [batch, heads, positions, value size], here "
@@ -113,41 +113,35 @@ def _attended(
 
 
 @dataclass(frozen=True)
-class _Exchange:
-    """How parts of a sequence with all heads become the whole sequence with some heads, and back.
+class _HeadExchange:
+    """The all-to-all between parts of a sequence with all heads and the whole sequence with some heads.
 
     Several tensors go in one message. For each there is a `Split`: which of its heads every rank computes with; several
     ranks may have copies of one.
-
-    Attributes:
-        group: The ranks.
-        held: By rank, the stretches of positions that it holds.
-        heads_tag: What messages to ranks that compute with some heads carry.
-        sequence_tag: What messages to ranks that hold some positions carry.
     """
 
     group: Group
-    held: list[tuple[range, ...]]
-    heads_tag: int
-    sequence_tag: int
+    positions: list[tuple[range, ...]]
+    heads_tag: int  # of messages from sequence parts to heads
+    sequence_tag: int  # of messages back
 
-    def whole_sequence(self, parts: Sequence[Tensor], splits: Sequence[Split]) -> list[Tensor]:
+    def sequence_to_heads(self, parts: Sequence[Tensor], splits: Sequence[Split]) -> list[Tensor]:
         """[batch, all heads, positions held, size] to [batch, heads here, all positions, size], each."""
         sent = [[split.take(part, rank, 1) for part, split in self._pairs(parts, splits)] for rank in self._ranks]
         shapes = [
             [
-                (part.shape[0], split.sizes[self.group.rank], sum(map(len, stretches)), part.shape[3])
+                (part.shape[0], split.sizes[self.group.rank], sum(map(len, chunks)), part.shape[3])
                 for part, split in self._pairs(parts, splits)
             ]
-            for stretches in self.held
+            for chunks in self.positions
         ]
         received = self._all_to_all(sent, shapes, self.heads_tag)
         return [self._in_order(pieces) for pieces in zip(*received, strict=True)]
 
-    def all_heads(self, wholes: Sequence[Tensor], splits: Sequence[Split]) -> list[Tensor]:
+    def heads_to_sequence(self, wholes: Sequence[Tensor], splits: Sequence[Split]) -> list[Tensor]:
         """[batch, heads here, all positions, size] to [batch, all heads, positions held, size], copies summed."""
-        sent = [[_held(whole, stretches) for whole in wholes] for stretches in self.held]
-        length = sum(map(len, self.held[self.group.rank]))
+        sent = [[_local_positions(whole, chunks) for whole in wholes] for chunks in self.positions]
+        length = sum(map(len, self.positions[self.group.rank]))
         shapes = [
             [
                 (whole.shape[0], split.sizes[rank], length, whole.shape[3])
@@ -180,50 +174,52 @@ class _Exchange:
         return [[next(pieces).view(shape) for shape in of_rank] for of_rank in shapes]
 
     def _in_order(self, parts: Sequence[Tensor]) -> Tensor:
-        """What the ranks hold of a sequence, by rank, as the whole sequence."""
+        """Puts the ranks' parts of a sequence in order."""
         pieces: list[tuple[int, Tensor]] = []
-        for stretches, part in zip(self.held, parts, strict=True):
-            found = part.split([len(held) for held in stretches], 2)
-            pieces += [(held.start, piece) for held, piece in zip(stretches, found, strict=True) if len(held)]
+        for chunks, part in zip(self.positions, parts, strict=True):
+            found = part.split([len(held) for held in chunks], 2)
+            pieces += [(held.start, piece) for held, piece in zip(chunks, found, strict=True) if len(held)]
         return torch.cat([piece for _, piece in sorted(pieces, key=itemgetter(0))], 2) if pieces else parts[0]
 
 
-def _held(whole: Tensor, stretches: Sequence[range]) -> Tensor:
-    """What a rank holds of a sequence: [batch, heads, positions held, size]."""
-    return torch.cat([whole[:, :, held.start : held.stop] for held in stretches], 2)
+def _local_positions(whole: Tensor, chunks: Sequence[range]) -> Tensor:
+    """Returns a rank's part of a sequence: [batch, heads, positions held, size]."""
+    return torch.cat([whole[:, :, held.start : held.stop] for held in chunks], 2)
 
 
 def _sum_of_heads(parts: Sequence[Tensor], split: Split) -> Tensor:
-    """All heads, from those of each rank; copies are added in rank order, in fp32 at least."""
+    """Returns all heads from those of each rank; copies are added in rank order, in fp32 at least."""
     if split.is_in_rank_order:
         return torch.cat(list(parts), 1)
     batch, _, length, size = parts[0].shape
-    total = torch.zeros((batch, split.total, length, size), dtype=wide_dtype(parts[0].dtype), device=parts[0].device)
+    total = torch.zeros(
+        (batch, split.total, length, size), dtype=accumulation_dtype(parts[0].dtype), device=parts[0].device
+    )
     for ranges, part in zip(split.ranges, parts, strict=True):
         for (start, stop), piece in zip(ranges, part.split([stop - start for start, stop in ranges], 1), strict=True):
             total[:, start:stop] += piece
     return total.to(parts[0].dtype)
 
 
-class _WholeSequence(torch.autograd.Function):
+class _SequenceToHeads(torch.autograd.Function):
     """Each is the backward of the other one, so gradients of gradients pass as well."""
 
     @staticmethod
-    def forward(ctx: Any, exchange: _Exchange, splits: tuple[Split, ...], *parts: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, exchange: _HeadExchange, splits: tuple[Split, ...], *parts: Tensor) -> tuple[Tensor, ...]:
         ctx.exchange, ctx.splits = exchange, splits
-        return tuple(exchange.whole_sequence(parts, splits))
+        return tuple(exchange.sequence_to_heads(parts, splits))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, None, *_AllHeads.apply(ctx.exchange, ctx.splits, *gradients))  # type: ignore[no-untyped-call]
+        return (None, None, *_HeadsToSequence.apply(ctx.exchange, ctx.splits, *gradients))  # type: ignore[no-untyped-call]
 
 
-class _AllHeads(torch.autograd.Function):
+class _HeadsToSequence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, exchange: _Exchange, splits: tuple[Split, ...], *wholes: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, exchange: _HeadExchange, splits: tuple[Split, ...], *wholes: Tensor) -> tuple[Tensor, ...]:
         ctx.exchange, ctx.splits = exchange, splits
-        return tuple(exchange.all_heads(wholes, splits))
+        return tuple(exchange.heads_to_sequence(wholes, splits))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, None, *_WholeSequence.apply(ctx.exchange, ctx.splits, *gradients))  # type: ignore[no-untyped-call]
+        return (None, None, *_SequenceToHeads.apply(ctx.exchange, ctx.splits, *gradients))  # type: ignore[no-untyped-call]

@@ -1,14 +1,13 @@
-"""What is looked at once, in a model's first forward: whether the ranks hold different parts of its weights.
+"""Compares some elements of each divided weight between the ranks, once, in a model's first forward.
 
-Whoever initialises a model that is divided already, or sends one rank's weights to the others, gives all ranks the same
-numbers. The model trains on with them, and nothing else shows that it is a much smaller one. Some elements of each
-weight are compared, where the layer is about to use them, so that it does not matter who holds them at other times.
+Where a function draws into the parts from one seed, or a wrapper sends one rank's parts to the others, all ranks get
+the same numbers. The model trains with them, and nothing else shows that it is a much smaller one. The elements are
+taken where a layer is about to use its weight, so it does not matter where the weight is at other times.
 """
 
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
 
@@ -16,74 +15,72 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from scale_core.comm.control_plane import exchange
+from scale_core.comm.collectives import exchange
 from scale_core.comm.group import Group
 from scale_core.compat import active_fake_mode
-from scale_core.consistency.execution_order import identity
-from scale_core.part_hooks import ForEachPart
+from scale_core.consistency.execution_order import fingerprint_of
+from scale_core.part_hooks import ForEachShardHook
 from scale_tp.layers.base import ParallelModule
 
 _NUM_COMPARED = 32  # elements of a weight
 
 
-def watch_first_forward(model: nn.Module, group: Group) -> None:
-    """Has the first forward of a divided model end in an error where all ranks hold the same, and not their parts."""
-    look = _Look(group)
-    model.register_forward_pre_hook(look.before)
-    model.register_forward_hook(look.after, always_call=True)
+def check_first_forward(model: nn.Module, group: Group) -> None:
+    """Makes the first forward of a divided model an error where all ranks hold the same parts."""
+    if group.size > 1 and group.backend != "fake":
+        check = _ReplicaCheck(group)
+        model.register_forward_pre_hook(check.pre_forward)
+        model.register_forward_hook(check.post_forward, always_call=True)
 
 
-@dataclass
-class _Look(ForEachPart):
-    """The state of it.
+class _ReplicaCheck(ForEachShardHook):
+    """The hooks of that forward, which take themselves off when it has ended."""
 
-    Attributes:
-        group: The ranks that divide the model.
-        done: What has been looked at: the model, or its parts.
-        names: The weights that are compared, in the model's order.
-        samples: Some elements of those that a layer has used, by name.
-        handles: Of the hooks that take them, for as long as the forward runs.
-    """
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.done: WeakSet[nn.Module] = WeakSet()  # the model, or its parts
+        self.names: list[str] = []
+        self.samples: dict[str, Tensor] = {}
+        self.handles: list[RemovableHandle] = []
 
-    group: Group
-    done: WeakSet[nn.Module] = field(default_factory=WeakSet)
-    names: list[str] = field(default_factory=list)
-    samples: dict[str, Tensor] = field(default_factory=dict)
-    handles: list[RemovableHandle] = field(default_factory=list)
-
-    def before(self, model: nn.Module, args: Any) -> None:
-        """A forward pre-hook of the model."""
+    def pre_forward(self, model: nn.Module, args: Any) -> None:
+        """Has each divided layer take a sample of its weights when it is called."""
         if torch.compiler.is_compiling() or model in self.done:
             return
-        if self.group.size == 1 or self.group.backend == "fake" or active_fake_mode() is not None:
+        if active_fake_mode() is not None:
             self.done.add(model)
             return
-        self.clear()
+        self._clear()
         for path, module in model.named_modules():
             if not isinstance(module, ParallelModule):
                 continue
-            names = [name for name in module.placements if _is_comparable(module, name)]
-            if names:
-                self.names += [f"{path}.{name}".lstrip(".") for name in names]
-                self.handles.append(module.register_forward_pre_hook(_Sample(self.samples, path, names)))
+            for name in module.shardings:
+                if _is_comparable(module, name):
+                    self.names.append(f"{path}.{name}".lstrip("."))
+                    self.handles.append(module.register_forward_pre_hook(_Sampler(self.samples, self.names[-1], name)))
 
-    def after(self, model: nn.Module, args: Any, output: Any) -> None:
-        """A forward hook of the model, after an error, too: then there is no output."""
-        if torch.compiler.is_compiling() or model in self.done:
+    def post_forward(self, model: nn.Module, args: Any, output: Any) -> None:
+        """Compares the samples; after an error there is no output, and the next forward is the first one."""
+        if torch.compiler.is_compiling():
             return
-        names, samples = self.names, self.samples
-        self.clear()
+        names, samples, is_done = self.names, self.samples, model in self.done
+        self._clear()
         if output is None:
             return
         self.done.add(model)
-        rows = exchange([_word(samples.get(name)) for name in names], self.group)
-        used = [(name, set(words)) for name, words in zip(names, zip(*rows, strict=True), strict=True) if all(words)]
-        alike = [name for name, words in used if len(words) == 1]
-        if alike:
-            _tell(alike, len(used), self.group)
+        for hooks in (model._forward_pre_hooks, model._forward_hooks):
+            for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is self]:
+                del hooks[key]
+                model._forward_hooks_always_called.pop(key, None)
+        if is_done:
+            return
+        rows = exchange([_fingerprint(samples.get(name)) for name in names], self.group)
+        used = {name: set(row) for name, row in zip(names, zip(*rows, strict=True), strict=True) if all(row)}
+        equal = [name for name, fingerprints in used.items() if len(fingerprints) == 1]
+        if equal:
+            _report(equal, len(used), self.group)
 
-    def clear(self) -> None:
-        """Takes the hooks away and forgets what they have found."""
+    def _clear(self) -> None:
         for handle in self.handles:
             handle.remove()
         self.names, self.samples, self.handles = [], {}, []
@@ -95,50 +92,42 @@ class _Look(ForEachPart):
         self.__dict__.update(state, done=WeakSet())
 
 
-@dataclass(frozen=True)
-class _Sample:
-    """A forward pre-hook of a layer: takes some elements of its weights."""
+class _Sampler:
+    """Forward pre-hook of a layer: takes some elements of a weight."""
 
-    samples: dict[str, Tensor]
-    path: str
-    names: list[str]
+    def __init__(self, samples: dict[str, Tensor], key: str, name: str) -> None:
+        self.samples, self.key, self.name = samples, key, name
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         assert isinstance(module, ParallelModule)
-        for name in self.names:
-            value = getattr(module, name, None)
-            if isinstance(value, Tensor) and tuple(value.shape) == module.placements[name].local_shape(
-                module.group.rank
-            ):
-                flat = value.detach().reshape(-1)
-                step = max(1, flat.numel() // _NUM_COMPARED)
-                self.samples[f"{self.path}.{name}".lstrip(".")] = flat[::step][:_NUM_COMPARED].clone()
+        value = getattr(module, self.name, None)
+        local = module.shardings[self.name].local_shape(module.group.rank)
+        if isinstance(value, Tensor) and tuple(value.shape) == local:
+            flat = value.detach().reshape(-1)
+            self.samples[self.key] = flat[:: max(1, flat.numel() // _NUM_COMPARED)][:_NUM_COMPARED].clone()
 
 
 def _is_comparable(module: ParallelModule, name: str) -> bool:
-    """Whether all ranks have parts of one shape, and of different elements.
-
-    A bias is none: whoever draws may set it to zeros, or leave it as it is.
-    """
-    shape, _, split = module.placements[name]
-    return len(shape) > 1 and split is not None and len(set(split.sizes)) == 1 and sum(split.sizes) == split.total
+    """Whether all ranks have parts of one shape and of different elements; biases may be zeros on all of them."""
+    shape, _, split = module.shardings[name]
+    return len(shape) > 1 and split is not None and len(set(split.sizes)) == 1 and not split.has_copies
 
 
-def _word(sample: Tensor | None) -> int:
-    """A number for these values; 0 where they say nothing, as all zeros or all ones."""
+def _fingerprint(sample: Tensor | None) -> int:
+    """A number for these values; 0 where they are all equal, as all zeros or all ones."""
     values = [] if sample is None else sample.tolist()
-    return identity(*values) if len(set(values)) > 1 else 0
+    return fingerprint_of(*values) if len(set(values)) > 1 else 0
 
 
-def _tell(alike: list[str], number: int, group: Group) -> None:
-    shown = ", ".join(map(repr, alike[:3])) + (", ..." if len(alike) > 3 else "")
-    told = (
-        f"the ranks {list(group.ranks)} hold the same numbers in {len(alike)} of {number} divided weights ({shown}), "
+def _report(equal: list[str], number: int, group: Group) -> None:
+    shown = ", ".join(map(repr, equal[:3])) + (", ..." if len(equal) > 3 else "")
+    message = (
+        f"the ranks {list(group.ranks)} hold the same numbers in {len(equal)} of {number} divided weights ({shown}), "
         "of which each should have a part of its own. Either they were drawn into the parts: write "
-        "scale_tp.initialise_whole(model, lambda model: model.apply(initialise)). Or one rank's were sent to the "
-        'others: give what does so, such as a data parallel wrapper, the ranks along the data axis, mesh["data"]. Then '
-        "load or initialise them again"
+        "scale_tp.init_as_full(model, lambda model: model.apply(initialise)). Or one rank's were sent to the others: "
+        'give what does so, such as a data parallel wrapper, the ranks along the data axis, mesh["data"]. Then load or '
+        "initialise them again"
     )
-    if len(alike) == number:
-        raise RuntimeError(told)
-    warnings.warn(f"{told} (a model whose whole weights repeat may have such parts)", stacklevel=2)
+    if len(equal) == number:
+        raise RuntimeError(message)
+    warnings.warn(f"{message} (a model whose whole weights repeat may have such parts)", stacklevel=2)

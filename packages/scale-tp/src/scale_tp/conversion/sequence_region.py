@@ -1,6 +1,6 @@
-"""The stretch of a model in which each rank has a part of the sequence: from its first block to its last.
+"""The blocks of a model between which each rank has a part of the sequence: from the first one to the last one.
 
-Before the first block the sequence is divided, behind the last one it is put together. In between, norms, dropout and
+Before the first block the sequence is divided, behind the last one it is gathered. In between, norms, dropout and
 residual sums compute on a part; where a block goes into a divided layer the sequence is gathered, and where it comes
 out, the sum over the ranks is scattered. (Korthikanti et al., arXiv 2205.05198.)
 """
@@ -15,45 +15,35 @@ from torch import Tensor, nn
 
 from scale_core.autograd_hooks import in_backward
 from scale_core.comm.group import Group
-from scale_tp.async_tp.lazy_input import Arrival, ArrivingTensor
+from scale_tp.async_tp.lazy_input import DeferredInput, DeferredInputTensor
 from scale_tp.conversion.styles import Style
-from scale_tp.layers.input_region import SEQUENCE_DIM
-from scale_tp.layers.linear_ops import enter
-from scale_tp.mappings import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
-from scale_tp.random import DividedRandomness, drops
-from scale_tp.sequence_lengths import parts_held, tell_parts
+from scale_tp.layers.linear_ops import SEQUENCE_DIM, to_region
+from scale_tp.mappings import gather_sequence, scatter_to_region
+from scale_tp.random import RegionRNG, has_dropout
+from scale_tp.sequence_lengths import record_lengths
 from scale_tp.split import even_sizes
 
-_ALIKE = Style("sequence", sums_gradients=True)
+_REPLICATED = Style("sequence", sums_gradients=True)
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """Which blocks it goes over, and which modules in them compute on a part of the sequence.
+class SequenceRegion:
+    """The blocks, and what the modules in them do with the sequence."""
 
-    Attributes:
-        path: The name of the list of blocks.
-        blocks: The blocks.
-        alike: Modules whose parameters all ranks have, by name.
-        gathering: Modules that gather what they are given, by name; their divided layers are inside the region then.
-    """
-
-    path: str
+    path: str  # the name of the list of blocks
     blocks: nn.ModuleList
-    alike: Mapping[str, Style]
-    gathering: Mapping[str, nn.Module]
+    replicated: Mapping[str, Style]  # modules with whole parameters that compute on a part, by name
+    gathering: Mapping[str, nn.Module]  # modules that gather what they are given, by name
 
-    def holds(self, path: str) -> bool:
-        """Whether a module stands in one of the blocks."""
+    def contains(self, path: str) -> bool:
+        """Whether a module is in one of the blocks."""
         return path.startswith(f"{self.path}.")
 
 
-def stretch_of(model: nn.Module, modules: Mapping[str, nn.Module], styles: Mapping[str, Style]) -> Stretch:
-    """Finds the list of blocks that hold all layers which take a part and give a sum.
-
-    Raises:
-        ValueError: There is none, or a block holds a parameter of which it is not known on what part it is used.
-    """
+def find_sequence_region(
+    model: nn.Module, modules: Mapping[str, nn.Module], styles: Mapping[str, Style]
+) -> SequenceRegion:
+    """Finds the list of blocks that holds all row parallel layers."""
     rows = [path for path, style in styles.items() if style.divides == "inputs" and style.input == "part"]
     lists = [path for path, module in modules.items() if isinstance(module, nn.ModuleList)]
     around = [path for path in lists if rows and all(row.startswith(f"{path}.") for row in rows)]
@@ -76,7 +66,7 @@ def stretch_of(model: nn.Module, modules: Mapping[str, nn.Module], styles: Mappi
             continue
         if any(name.startswith(f"{parent}.") for parent in inner):
             raise ValueError(
-                f"sequence_parallel=True: '{name}' ({type(module).__name__}) stands between divided layers, and its "
+                f"sequence_parallel=True: '{name}' ({type(module).__name__}) is between divided layers, and its "
                 "parameters have no style: give it 'replicated_with_grad_allreduce' if it computes on what 'colwise' "
                 "layers give, or pass sequence_parallel=False"
             )
@@ -85,51 +75,38 @@ def stretch_of(model: nn.Module, modules: Mapping[str, nn.Module], styles: Mappi
                 f"sequence_parallel=True: '{name}' ({type(module).__name__}) is not divided, and may need the whole "
                 "sequence: give it a style, 'sequence_parallel' if a part of the sequence is enough for it"
             )
-        alike[name] = _ALIKE
+        alike[name] = _REPLICATED
     columns = {name.rpartition(".")[0] for name, style in styles.items() if style.divides == "outputs"}
-    return Stretch(path, blocks, alike, {name: module for name, module in inner.items() if name in columns})
+    return SequenceRegion(path, blocks, alike, {name: module for name, module in inner.items() if name in columns})
 
 
-def divide_stretch(model: nn.Module, stretch: Stretch, group: Group, overlap_pieces: int | None = None) -> None:
-    """Divides the sequence before the first block, and puts it together behind the last one.
-
-    Args:
-        model: The model that has the stretch.
-        stretch: Its blocks.
-        group: The ranks.
-        overlap_pieces: Into how many pieces each part is cut where it is gathered, to overlap the communication with
-            the first product; None does not.
-    """
-    for module in stretch.gathering.values():
-        module.register_forward_pre_hook(_Gather(group, overlap_pieces), with_kwargs=True)
-    randomness = DividedRandomness(group)
-    passage = _Passage(stretch.path, randomness)
-    stretch.blocks[0].register_forward_pre_hook(_Enter(group, passage, stretch.blocks), with_kwargs=True)
-    stretch.blocks[-1].register_forward_hook(_Leave(group, passage))
-    # Whoever runs the blocks is most often the module that holds them, and else the model.
-    for module in dict.fromkeys((model, model.get_submodule(stretch.path.rpartition(".")[0]))):
-        module.register_forward_pre_hook(passage.before)
-        module.register_forward_hook(passage.after, always_call=True)
+def install_sequence_region(
+    model: nn.Module, region: SequenceRegion, group: Group, overlap_pieces: int | None = None
+) -> None:
+    """Registers the hooks that divide the sequence before the first block and gather it behind the last one."""
+    for module in region.gathering.values():
+        module.register_forward_pre_hook(_GatherInput(group, overlap_pieces), with_kwargs=True)
+    state = _RegionState(region.path, RegionRNG(group))
+    region.blocks[0].register_forward_pre_hook(_ScatterInput(group, state, region.blocks), with_kwargs=True)
+    region.blocks[-1].register_forward_hook(_GatherOutput(group, state))
+    # The blocks are called by the module that holds them most often, and else by the model.
+    for module in dict.fromkeys((model, model.get_submodule(region.path.rpartition(".")[0]))):
+        module.register_forward_pre_hook(state.pre_forward)
+        module.register_forward_hook(state.post_forward, always_call=True)
 
 
 @dataclass
-class _Passage:
-    """How far a forward of the model is: what happens at one end of the stretch has to happen at the other one.
+class _RegionState:
+    """How far a forward of the model is: a region that was entered has to be left."""
 
-    Attributes:
-        path: The name of the list of blocks.
-        randomness: What is drawn within.
-        inside: Whether the sequence is divided; None outside of the model's forward, as in a recomputation.
-    """
+    path: str  # the name of the list of blocks
+    rng: RegionRNG
+    inside: bool | None = None  # whether the sequence is divided; None outside of the model's forward
 
-    path: str
-    randomness: DividedRandomness
-    inside: bool | None = None
-
-    def before(self, module: nn.Module, args: Any) -> None:
-        """A forward pre-hook of the model."""
+    def pre_forward(self, module: nn.Module, args: Any) -> None:
+        """Forward pre-hook of the model."""
         self.inside = False
-        self.randomness.forget()
+        self.rng.reset()
 
     def enter(self, draws: bool) -> None:
         """Before the first block."""
@@ -138,15 +115,15 @@ class _Passage:
         elif draws and not in_backward():
             raise RuntimeError(
                 f"sequence_parallel=True: '{self.path}' drops something, and its first block was called outside of the "
-                "model's forward, as by a stage of a pipeline: from there nobody would lead the ranks back to the same "
+                "model's forward, as by a stage of a pipeline: after it the ranks would not go back to the same "
                 "random numbers: pass sequence_parallel=False, or set dropout to 0"
             )
         if draws:
-            self.randomness.enter()
+            self.rng.enter()
         else:
-            self.randomness.forget()
+            self.rng.reset()
 
-    def leave(self) -> None:
+    def exit(self) -> None:
         """Behind the last block."""
         if self.inside is False:
             raise RuntimeError(
@@ -155,12 +132,12 @@ class _Passage:
             )
         if self.inside is not None:
             self.inside = False
-        self.randomness.leave()
+        self.rng.exit()
 
-    def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """A forward hook of the model, after an error, too: then there is no output."""
+    def post_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Forward hook of the model, after an error too: then there is no output."""
         inside, self.inside = self.inside, None
-        self.randomness.leave()
+        self.rng.exit()
         if inside and output is not None:
             raise RuntimeError(
                 f"sequence_parallel=True: '{self.path}' was entered at its first block, but its last one was not "
@@ -172,7 +149,7 @@ class _Passage:
 
 
 @dataclass(frozen=True)
-class _BeforeForward:
+class _InputHook:
     """Changes the first argument of a module, or the one that transformers give by name."""
 
     group: Group
@@ -192,49 +169,46 @@ class _BeforeForward:
 
 
 @dataclass(frozen=True)
-class _Gather(_BeforeForward):
-    """Before a module of divided layers: the sequence is put together, or it is when the first of them reads it."""
+class _GatherInput(_InputHook):
+    """Before a module of divided layers: the sequence is gathered, or will be when the first of them reads it."""
 
     overlap_pieces: int | None
 
     def change(self, given: Tensor) -> Tensor:
-        entered = enter(given, self.group, SEQUENCE_DIM, self.overlap_pieces)
-        return ArrivingTensor(entered) if isinstance(entered, Arrival) else entered
+        entered = to_region(given, self.group, SEQUENCE_DIM, self.overlap_pieces)
+        return DeferredInputTensor(entered) if isinstance(entered, DeferredInput) else entered
 
 
 @dataclass(frozen=True)
-class _Enter(_BeforeForward):
+class _ScatterInput(_InputHook):
     """Before the first block: a rank keeps its part of the sequence, and draws numbers of its own for it."""
 
-    passage: _Passage
+    state: _RegionState
     blocks: nn.ModuleList
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         changed = super().__call__(module, args, kwargs)
-        self.passage.enter(any(drops(block) for block in self.blocks))
+        self.state.enter(any(has_dropout(block) for block in self.blocks))
         return changed
 
     def change(self, given: Tensor) -> Tensor:
         sizes = even_sizes(given.shape[SEQUENCE_DIM], self.group.size)
-        tell_parts(self.group, sizes)
-        return scatter_to_sequence_parallel_region(given, self.group, dim=SEQUENCE_DIM, sizes=sizes)
+        record_lengths(self.group, sizes)
+        return scatter_to_region(given, self.group, SEQUENCE_DIM, sizes)
 
 
 @dataclass(frozen=True)
-class _Leave:
+class _GatherOutput:
     """Behind the last block: all ranks have all of what it returned, or of the first part of that."""
 
     group: Group
-    passage: _Passage
+    state: _RegionState
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        self.passage.leave()
+        self.state.exit()
         if isinstance(output, Tensor):
-            return self._whole(output)
-        return (self._whole(output[0]), *output[1:])
+            return self._gather(output)
+        return (self._gather(output[0]), *output[1:])
 
-    def _whole(self, part: Tensor) -> Tensor:
-        sizes = parts_held(self.group, part, SEQUENCE_DIM)
-        return gather_from_sequence_parallel_region(
-            part, self.group, dim=SEQUENCE_DIM, sizes=sizes, to_model_parallel=False
-        )
+    def _gather(self, part: Tensor) -> Tensor:
+        return gather_sequence(part, self.group, SEQUENCE_DIM, to_model_parallel=False)

@@ -1,7 +1,6 @@
-"""Which module of a model is divided in which way: names and styles only, before any tensor is touched.
+"""Parallel styles and plans: how each module of a model is divided, by names or patterns of names.
 
-A plan says it by names or patterns of names. The styles are those of transformers, whose models carry such plans
-(`_tp_plan`); each is a few facts, on which `parallelize` acts.
+The styles are those of transformers, whose models carry such plans (`_tp_plan`).
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from typing import Literal, TypeAlias, get_args
 
 from scale_tp.split import check_size
 
-Divides: TypeAlias = Literal["outputs", "inputs", "words", "width", "sequence", "nothing"]
+SplitKind: TypeAlias = Literal["outputs", "inputs", "words", "width", "sequence", "nothing"]
 Input: TypeAlias = Literal["whole", "part"]
 Output: TypeAlias = Literal["whole", "part", "summand"]
-_ALLOWED = {"divides": get_args(Divides), "input": get_args(Input), "output": get_args(Output)}
+_ALLOWED = {"divides": get_args(SplitKind), "input": get_args(Input), "output": get_args(Output)}
 
 
 @dataclass(frozen=True)
@@ -36,19 +35,14 @@ class Style:
         sums_gradients: The parameters are whole, but each rank computes with other data, so their gradients are summed.
     """
 
-    divides: Divides
+    divides: SplitKind
     input: Input = "whole"
     output: Output = "whole"
     stacked: int = 1
     sums_gradients: bool = False
 
     def __post_init__(self) -> None:
-        """Refuses what it can't be.
-
-        Raises:
-            TypeError: `stacked` is no integer.
-            ValueError: A field has a value that there is not.
-        """
+        """Checks the fields."""
         for field, allowed in _ALLOWED.items():
             if (value := getattr(self, field)) not in allowed:
                 raise ValueError(f"expected {field} of a style to be one of {', '.join(allowed)}, got {value!r}")
@@ -81,7 +75,7 @@ STYLES: Mapping[str, Style] = MappingProxyType(
 )
 """The styles by the names that transformers gives them, those of older releases included."""
 
-NOT_SUPPORTED: Mapping[str, str] = MappingProxyType(
+UNSUPPORTED_STYLES: Mapping[str, str] = MappingProxyType(
     {
         "moe_tp_experts": "it divides experts, which are one tensor for all",
         "moe_identity_expert": "it divides experts",
@@ -94,7 +88,7 @@ NOT_SUPPORTED: Mapping[str, str] = MappingProxyType(
 )
 """Styles of transformers that are refused, and why."""
 
-_WITH_THOSE_BESIDE = ("mla_kv_a_proj",)  # Of these, the layers beside them divide what they give.
+_UNSUPPORTED_WITH_SIBLINGS = ("mla_kv_a_proj",)  # Siblings divide its output.
 
 Plan: TypeAlias = Mapping[str, "str | Style"]
 
@@ -111,25 +105,14 @@ GPT2_PLAN: Plan = MappingProxyType(
 """A plan for the GPT-2 of transformers, which carries none."""
 
 
-def resolve(plan: Plan, names: Iterable[str], *, needs_all: bool = True) -> dict[str, Style]:
-    """Returns the style of each module that a plan speaks of, in the order of the modules.
+def resolve_styles(plan: Plan, names: Iterable[str], *, needs_all: bool = True) -> dict[str, Style]:
+    """Returns the style of each module that a plan names, in the order of the modules.
 
     A key of a plan is a name; a name in which `*` stands for one part between dots; or a regular expression, which
     has to match all of a name.
 
-    Args:
-        plan: Names or patterns, to the names of styles or styles.
-        names: The names of the model's modules.
-        needs_all: Whether each key must match something. A plan that a model carries speaks of modules that only some
-            of its configurations have.
-
-    Raises:
-        TypeError: A style is none, and no name of one.
-        ValueError: A style is unknown or not supported, a key matches nothing, or two keys that match one module ask
-            for different styles.
-
     Example:
-        >>> resolve({"layers.*.up": "colwise"}, ["", "layers", "layers.0", "layers.0.up"])
+        >>> resolve_styles({"layers.*.up": "colwise"}, ["", "layers", "layers.0", "layers.0.up"])
         {'layers.0.up': Style(divides='outputs', input='whole', output='part', stacked=1, sums_gradients=False)}
     """
     names = list(names)
@@ -150,17 +133,8 @@ def resolve(plan: Plan, names: Iterable[str], *, needs_all: bool = True) -> dict
     return {name: found[name][1] for name in names if name in found}
 
 
-def check_carried(model: str, plan: Plan, names: Iterable[str]) -> None:
-    """Refuses a plan that a model carries where it fits nothing, or asks for what is not supported.
-
-    Args:
-        model: The name of the model's class.
-        plan: The plan.
-        names: The names of the model's modules.
-
-    Raises:
-        ValueError: It does; styles that match no module count for nothing, unless none does.
-    """
+def check_model_plan(model: str, plan: Plan, names: Iterable[str]) -> None:
+    """Refuses a model's own plan that matches no module, or has styles that are not supported."""
     names = list(names)
     matching = {key: value for key, value in plan.items() if any(map(_pattern(key).fullmatch, names))}
     if not matching:
@@ -171,12 +145,12 @@ def check_carried(model: str, plan: Plan, names: Iterable[str]) -> None:
             f"for stands inside of another one: its {key!r} does not{_near(key, names)}: pass a plan with the names as "
             f"they are here, parallelize(model, {{{near!r}: {value!r}, ...}})"
         )
-    refused = {key: value for key, value in matching.items() if value in NOT_SUPPORTED}
+    refused = {key: value for key, value in matching.items() if value in UNSUPPORTED_STYLES}
     if not refused:
         return
     key, value = next(iter(refused.items()))
     # What is inside of such a module, and what takes what such a projection gives, is left out with it.
-    around = {key.rpartition(".")[0] if value in _WITH_THOSE_BESIDE else key for key, value in refused.items()}
+    around = {key.rpartition(".")[0] if value in _UNSUPPORTED_WITH_SIBLINGS else key for key, value in refused.items()}
     left = {
         key: value
         for key, value in matching.items()
@@ -184,7 +158,7 @@ def check_carried(model: str, plan: Plan, names: Iterable[str]) -> None:
     }
     raise ValueError(
         f"the plan that {model} carries asks for {value!r} of {key!r}, which is not supported "
-        f"({NOT_SUPPORTED[str(value)]}): "
+        f"({UNSUPPORTED_STYLES[str(value)]}): "
         + (
             f"pass what is left of it, and all ranks compute those modules alike: parallelize(model, {left})"
             if left
@@ -198,10 +172,10 @@ def _style_of(key: str, value: object) -> Style:
         return value
     if not isinstance(value, str):
         raise TypeError(f"the plan's {key!r}: expected a style or the name of one, got {type(value).__name__}")
-    if value in NOT_SUPPORTED:
+    if value in UNSUPPORTED_STYLES:
         raise ValueError(
-            f"the plan's {key!r}: the style {value!r} is not supported ({NOT_SUPPORTED[value]}): leave it out of the "
-            "plan, so that all ranks compute that module alike"
+            f"the plan's {key!r}: the style {value!r} is not supported ({UNSUPPORTED_STYLES[value]}): leave it out of "
+            "the plan, so that all ranks compute that module alike"
         )
     if value not in STYLES:
         near = difflib.get_close_matches(value, STYLES, n=3)
@@ -223,7 +197,7 @@ def _pattern(key: str) -> re.Pattern[str]:
 
 
 def _near(key: str, names: list[str]) -> str:
-    """What an error says of the names most like a key."""
+    """The part of an error about the names most like a key."""
     near = _nearest(key, names)
     return f"; near it are {_listed(near)}" if near else f"; there are {_listed(_starred(names)[:5])}"
 
@@ -242,6 +216,6 @@ def _nearest(key: str, names: list[str]) -> list[str]:
     starred = _starred(names)
     plain = re.sub(r"\\d\+|\d+", "*", key).replace("\\", "")
     near = difflib.get_close_matches(plain, starred, n=3, cutoff=0.5)
-    # A name that is right but for what stands before it is nearer than its letters say.
+    # A name with the right last part is nearer than its letters say.
     last = plain.rsplit(".", 1)[-1]
     return list(dict.fromkeys([name for name in starred if name.rsplit(".", 1)[-1] == last][:3] + near))[:3]

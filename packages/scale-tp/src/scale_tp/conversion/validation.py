@@ -1,26 +1,25 @@
-"""Plans that do not fit their model, found before anything is changed.
-
-Each check says what was expected, what came, and what to write in its place.
-"""
+"""Checks of a plan against its model, before anything is changed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
 
 from scale_core.comm.group import Group
-from scale_core.shard import Held, shard_of
+from scale_core.shard import Placement, shard_of
 from scale_tp.attention_heads import AttentionRule, Heads
-from scale_tp.conversion.convert import Change
-from scale_tp.conversion.modules import Columns, Rows, is_embedding, is_linear
+from scale_tp.conversion.convert import Conversion
+from scale_tp.conversion.modules import ColumnParallelMixin, RowParallelMixin, is_embedding, is_linear, output_dim
 from scale_tp.conversion.styles import STYLES, Style
-from scale_tp.layers.base import ParallelModule, Placement
+from scale_tp.layers.base import ParallelModule, ParamSharding
 from scale_tp.split import Split
 
 
-def check_kinds(model: object, plan: object, attention_rules: object) -> None:
-    """Refuses arguments of another kind than is expected, and a plan that says nothing."""
+def check_arguments(model: object, plan: object, attention_rules: object) -> None:
+    """Refuses arguments of other types, and an empty plan."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a model, a torch.nn.Module, got {type(model).__name__}")
     if plan is not None and not isinstance(plan, Mapping):
@@ -49,7 +48,7 @@ def check_groups(modules: Mapping[str, nn.Module], group: Group) -> None:
 
 
 def check_divisible(modules: Mapping[str, nn.Module], styles: Mapping[str, Style]) -> None:
-    """Refuses modules that are divided already, or are none that a style can divide."""
+    """Refuses modules that are divided already, or that their style can't divide."""
     for path, style in styles.items():
         module = modules[path]
         if isinstance(module, ParallelModule) or any(map(_is_divided, module.parameters(recurse=False))):
@@ -88,7 +87,7 @@ def check_divisible(modules: Mapping[str, nn.Module], styles: Mapping[str, Style
 
 
 def check_adapters(modules: Mapping[str, nn.Module], styles: Mapping[str, Style]) -> None:
-    """Refuses a dropout before the small layers beside a divided one: ranks would drop other elements of one input."""
+    """Refuses dropout before adapters of a divided layer: ranks would drop different elements of one input."""
     for path, style in styles.items():
         around, _, name = path.rpartition(".")
         if name != "base_layer" or style.divides not in ("outputs", "inputs"):
@@ -96,22 +95,14 @@ def check_adapters(modules: Mapping[str, nn.Module], styles: Mapping[str, Style]
         for below in modules[around].modules():
             if isinstance(below, nn.Dropout) and below.p > 0:
                 raise ValueError(
-                    f"'{around}' drops {below.p:g} of what the small layers beside '{path}' read, and the ranks would "
+                    f"'{around}' drops {below.p:g} of what the adapters of '{path}' read, and the ranks would "
                     "not drop the same: build it without, LoraConfig(lora_dropout=0), or merge it before, "
                     "model.merge_and_unload()"
                 )
 
 
 def check_layers_divided(model: nn.Module, styles: Mapping[str, Style]) -> None:
-    """Refuses a plan that a model carries where it leaves all repeated layers whole, as one of a head alone.
-
-    Args:
-        model: It carries the plan.
-        styles: By the names of modules, what the plan says of them.
-
-    Raises:
-        ValueError: It does.
-    """
+    """Refuses a model's own plan that divides none of its repeated layers, as one of a head alone."""
     modules = dict(model.named_modules())
     layers = [
         f"{path}.*"
@@ -136,33 +127,82 @@ def _name_of(style: Style) -> str:
     return next((name for name, known in STYLES.items() if known == style), str(style))
 
 
-def check_beside(modules: Mapping[str, nn.Module], styles: Mapping[str, Style]) -> None:
-    """Refuses parameters of which it is not known whether ranks compute with them on parts or on all.
+def check_unstyled_siblings(
+    modules: Mapping[str, nn.Module], styles: Mapping[str, Style], heads: Mapping[str, Heads]
+) -> None:
+    """Refuses parameters without a style that may compute on what 'colwise' layers give.
 
-    What stands beside divided layers in one module may compute on what they give. Each rank then has a summand of its
-    gradients alone, and nothing else would show that they are wrong.
+    Beside divided layers, as the norm of a block, most parameters have the width of what all ranks have, and compute on
+    that: they stay replicated. On a part of another width torch raises. What is left fits a part of any size: scalars,
+    a factor of each position, and what has the size of one head. Each rank would have a summand of its gradient alone,
+    and nothing would show it.
     """
-    parents = {path.rpartition(".")[0] for path, style in styles.items() if style.output == "part"}
     divided = {path for path, style in styles.items() if style.divides not in ("nothing", "sequence")}
-    for path in modules:
-        within: list[str] = []
-        if path in parents:
-            within = [path]  # Its own parameters; what it holds has its turn.
-        elif path.rpartition(".")[0] in parents:
-            within = [below for below in modules if below == path or below.startswith(f"{path}.")]
-        if divided.intersection(within):
-            continue
-        for below in within:
-            if below not in styles and next(modules[below].parameters(recurse=False), None) is not None:
+    for parent in dict.fromkeys(path.rpartition(".")[0] for path, style in styles.items() if style.output == "part"):
+        head_size = heads[parent].head_size if parent in heads else None
+        full_widths, part_totals = _sibling_widths(modules, styles, parent)
+        for below in modules:
+            in_parent = below.startswith(f"{parent}.") if parent else below != ""
+            child = f"{parent}.".lstrip(".") + below[len(parent) :].lstrip(".").partition(".")[0]
+            if below in styles or not (below == parent or in_parent):
+                continue
+            if below != parent and any(path == child or path.startswith(f"{child}.") for path in divided):
+                continue  # Layers in it are divided too, and have their own siblings.
+            # A module of several layers that knows the width of what all ranks have takes that, and may narrow it.
+            is_replicated = below not in (parent, child) and any(
+                full_widths.intersection(param.shape) for param in modules[child].parameters()
+            )
+            for name, param in modules[below].named_parameters(recurse=False):
+                gives_scalar = param.numel() == 1 or (param.dim() == 2 and param.shape[0] == 1)
+                fits_part = not is_replicated and _fits_part(modules[below], name, param, full_widths, part_totals)
+                if not gives_scalar and not fits_part and head_size not in param.shape:
+                    continue
+                path = f"{below}.{name}".lstrip(".")
+                styled = below
                 raise ValueError(
-                    f"'{below}' ({type(modules[below]).__name__}) has parameters and stands beside divided layers: "
-                    "give it the style 'replicate' if it computes on what all ranks have and gives it to what all "
-                    "compute alike, and 'replicated_with_grad_allreduce' if it computes on what 'colwise' layers give"
+                    f"'{path}' {list(param.shape)} ({type(modules[below]).__name__}) is a sibling of divided layers, "
+                    f"has no style, and fits a part of their output as well as all of it. Add {styled!r}: 'replicate' "
+                    "if its input is the same on all ranks, or 'replicated_with_grad_allreduce' if its input is the "
+                    "output of a 'colwise' layer."
                 )
 
 
+def _sibling_widths(
+    modules: Mapping[str, nn.Module], styles: Mapping[str, Style], parent: str
+) -> tuple[set[int], set[int]]:
+    """Widths that all ranks have before and behind the divided layers of a module; and those that are divided."""
+    full_widths, part_totals = set[int](), set[int]()
+    for path, style in styles.items():
+        if path.rpartition(".")[0] == parent and style.divides in ("outputs", "inputs") and is_linear(modules[path]):
+            weight = modules[path].get_parameter("weight")
+            outputs, inputs = (weight.shape[dim] for dim in (output_dim(modules[path]), 1 - output_dim(modules[path])))
+            if style.input != "part":
+                full_widths.add(inputs)
+            if style.output == "part":
+                part_totals.add(outputs)
+            else:
+                full_widths.add(outputs)
+    return full_widths, part_totals
+
+
+def _fits_part(module: nn.Module, name: str, param: Tensor, full_widths: set[int], part_totals: set[int]) -> bool:
+    """Whether a parameter can be applied to each position, or to each head, of a part of any size."""
+    # These compare the number of channels, or look rows up.
+    if isinstance(module, _ConvNd | _BatchNorm | nn.GroupNorm | nn.Embedding):
+        return False
+    if isinstance(module, nn.Linear):
+        widths = set[int](param.shape) if name == "weight" else set[int]()
+    else:
+        widths = {param.shape[-1]} if param.dim() else set[int]()
+    return any(
+        width == 1 or any(total % width == 0 and width < total for total in part_totals)
+        for width in widths - full_widths
+        if width
+    )
+
+
 def check_key_values(modules: Mapping[str, nn.Module], styles: Mapping[str, Style], heads: Mapping[str, Heads]) -> None:
-    """Refuses keys and values that all ranks compute whole beside queries that are divided.
+    """Refuses keys and values that are not divided where their queries are.
 
     Each rank's queries give a summand of their gradients, and what they are computed from would have to come into the
     divided region as well. Divided, a head that several ranks need is a copy on each, and all of this is done.
@@ -179,18 +219,18 @@ def check_key_values(modules: Mapping[str, nn.Module], styles: Mapping[str, Styl
                 )
 
 
-def check_neighbours(changes: Sequence[Change]) -> None:
-    """Refuses layers of one module that hand each other parts which are cut in different ways."""
-    parents: dict[str, list[Change]] = {}
+def check_producer_splits(changes: Sequence[Conversion]) -> None:
+    """Refuses row parallel layers whose input is divided in another way than their sibling's output."""
+    parents: dict[str, list[Conversion]] = {}
     for change in changes:
         parents.setdefault(change.parent, []).append(change)
     for siblings in parents.values():
-        giving = [change for change in siblings if change.kind is Columns and not change.gathers]
+        giving = [change for change in siblings if change.mixin is ColumnParallelMixin and not change.gather_output]
         for taking in siblings:
-            if taking.kind is not Rows or taking.splits_input:
+            if taking.mixin is not RowParallelMixin or taking.split_input:
                 continue
             wanted, given = taking.weight_split, [change.weight_split for change in giving]
-            sizes = [one for split in given for one in _things(split, wanted.total)]
+            sizes = [one for split in given for one in _stacked_splits(split, wanted.total)]
             if sizes and wanted not in sizes:
                 raise ValueError(
                     f"'{taking.path}' takes {wanted.total} inputs in parts of {list(wanted.sizes)}, but "
@@ -199,8 +239,8 @@ def check_neighbours(changes: Sequence[Change]) -> None:
                 )
 
 
-def _things(split: Split, total: int) -> list[Split]:
-    """The splits of so many indices that a split is, or is stacked of."""
+def _stacked_splits(split: Split, total: int) -> list[Split]:
+    """Returns the splits of so many indices that a split is, or is stacked of."""
     if split.total == total:
         return [split]
     count = split.total // total if total and split.total % total == 0 else 0
@@ -216,14 +256,14 @@ def _things(split: Split, total: int) -> list[Split]:
     return found
 
 
-def check_ties(model: nn.Module, changes: Sequence[Change]) -> None:
+def check_tied_params(model: nn.Module, changes: Sequence[Conversion]) -> None:
     """Refuses a parameter that two modules share, of which only one is divided, or each in another way."""
-    placed: dict[Tensor, dict[str, Placement | None]] = {}
+    placed: dict[Tensor, dict[str, ParamSharding | None]] = {}
     by_path = {change.path: change for change in changes}
     for path, module in model.named_modules():
         for name, param in module.named_parameters(recurse=False):
             change = by_path.get(path)
-            placement = change.placements.get(name) if change is not None else None
+            placement = change.shardings.get(name) if change is not None else None
             if placement is not None and placement.split is None:
                 placement = None
             placed.setdefault(param, {})[f"{path}.{name}"] = placement
@@ -238,19 +278,19 @@ def check_ties(model: nn.Module, changes: Sequence[Change]) -> None:
             )
 
 
-def check_sequences(styles: Mapping[str, Style], within: Callable[[str], bool]) -> None:
+def check_sequence_styles(styles: Mapping[str, Style], within: Callable[[str], bool]) -> None:
     """Refuses modules that would compute on a part of the sequence where all ranks have the whole of it."""
     for path, style in styles.items():
         if style.divides == "sequence" and not within(path):
             raise ValueError(
                 f"'{path}' has the style 'sequence_parallel', but here each rank has the whole sequence, and the sum "
-                "of its gradients would be too large: pass sequence_parallel=True if it stands in one of the blocks, "
+                "of its gradients would be too large: pass sequence_parallel=True if it is in one of the blocks, "
                 "or give it the style 'replicate'"
             )
 
 
-def check_sums(styles: Mapping[str, Style], on_a_part: Callable[[str], bool]) -> None:
-    """Refuses to sum what a module gives where each rank has another part of the sequence."""
+def check_output_reductions(styles: Mapping[str, Style], on_a_part: Callable[[str], bool]) -> None:
+    """Refuses to sum a module's output where each rank has another part of the sequence."""
     for path, style in styles.items():
         if style.divides == "nothing" and style.input == "part" and on_a_part(path):
             raise ValueError(
@@ -260,8 +300,8 @@ def check_sums(styles: Mapping[str, Style], on_a_part: Callable[[str], bool]) ->
             )
 
 
-def check_summands(styles: Mapping[str, Style]) -> None:
-    """Refuses summands that nobody sums."""
+def check_partial_outputs(styles: Mapping[str, Style]) -> None:
+    """Refuses partial outputs that no module around them sums."""
     summing = [path for path, style in styles.items() if style.divides == "nothing" and style.input == "part"]
     for path, style in styles.items():
         if style.output == "summand" and not any(path == outer or path.startswith(f"{outer}.") for outer in summing):
@@ -273,4 +313,4 @@ def check_summands(styles: Mapping[str, Style]) -> None:
 
 def _is_divided(param: Tensor) -> bool:
     shard = shard_of(param)
-    return shard is not None and any(axis.held is Held.SHARD for axis in shard.axes)
+    return shard is not None and any(axis.placement is Placement.SHARD for axis in shard.axes)

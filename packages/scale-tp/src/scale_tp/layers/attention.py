@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from scale_core.comm.group import GroupLike
-from scale_tp.attention_heads import in_elements
+from scale_tp.attention_heads import heads_to_features
 from scale_tp.layers.linear import ColumnParallelLinear, RowParallelLinear
-from scale_tp.layers.linear_ops import check_overlap, enter
-from scale_tp.parallel_state import layer_group
+from scale_tp.layers.linear_ops import to_region
+from scale_tp.parallel_state import tensor_parallel_group
 from scale_tp.split import HeadSplit, Split, check_size, split_heads
-from scale_tp.weight_init import Initialiser
+from scale_tp.weight_init import Initializer
 
 Attend: TypeAlias = Callable[..., Tensor]
 """Called as attend(query, key, value, is_causal=...) with [batch, heads, positions, head size] each, as torch's own
@@ -72,7 +72,7 @@ class ParallelAttention(nn.Module):
         bias: bool = False,
         causal: bool = False,
         attend: Attend = F.scaled_dot_product_attention,
-        init_method: Initialiser = nn.init.xavier_normal_,
+        init_method: Initializer = nn.init.xavier_normal_,
         group: GroupLike = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -80,18 +80,18 @@ class ParallelAttention(nn.Module):
         overlap_pieces: int | None = None,
     ) -> None:
         key_value_heads = num_heads if num_key_value_heads is None else num_key_value_heads
-        size = _checked_head_dim(embed_dim, num_heads, key_value_heads, head_dim)
-        check_overlap(overlap_pieces)
+        size = _resolve_head_dim(embed_dim, num_heads, key_value_heads, head_dim)
+        check_size("overlap_pieces", 1 if overlap_pieces is None else overlap_pieces, 1)
         super().__init__()
-        self.group, self.head_dim = layer_group(group), size
+        self.group, self.head_dim = tensor_parallel_group(group), size
         self.heads = split_heads(num_heads, key_value_heads, self.group.size)
         self.causal, self.attend = causal, attend
         self.sequence_parallel, self.overlap_pieces = sequence_parallel, overlap_pieces
-        splits = HeadSplit(*(in_elements(split, size) for split in self.heads))
+        splits = HeadSplit(*(heads_to_features(split, size) for split in self.heads))
         options: Any = {"init_method": init_method, "group": self.group, "device": device, "dtype": dtype}
 
         def projection(split: Split) -> ColumnParallelLinear:
-            """What goes in is brought into the divided region once for all three."""
+            # The input is brought into the divided region once for all three.
             inside: Any = {"gather_output": False, "input_is_inside": True}
             return ColumnParallelLinear(embed_dim, split.total, bias, split=split, **inside, **options)
 
@@ -104,7 +104,7 @@ class ParallelAttention(nn.Module):
         )
 
     def reset_parameters(self) -> None:
-        """Gives all parameters the values that they begin with; on all ranks from the same random numbers."""
+        """Gives all parameters their initial values; on all ranks from the same random numbers."""
         for layer in (self.query, self.key, self.value, self.output):
             layer.reset_parameters()
 
@@ -124,18 +124,19 @@ class ParallelAttention(nn.Module):
             raise ValueError(
                 f"ParallelAttention: expected [batch, positions, {self.query.in_features}], got {tuple(input.shape)}"
             )
-        inside = enter(input, self.group, 1 if self.sequence_parallel else None, self.overlap_pieces)
+        inside = to_region(input, self.group, 1 if self.sequence_parallel else None, self.overlap_pieces)
         query, key, value = (self._heads_of(layer(inside)) for layer in (self.query, self.key, self.value))
         if query.shape[1] == 0:  # A rank without heads brings zeros to the sum; its gradients are zeros as well.
-            nothing = query.sum() + key.sum() + value.sum()
-            return self._out(query.transpose(1, 2).flatten(2) + nothing)
-        shared = query.shape[1] // key.shape[1]
-        if shared > 1:
-            key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
-        return self._out(self.attend(query, key, value, is_causal=self.causal).transpose(1, 2).flatten(2))
+            attended = query + (query.sum() + key.sum() + value.sum())
+        else:
+            shared = query.shape[1] // key.shape[1]
+            if shared > 1:
+                key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
+            attended = self.attend(query, key, value, is_causal=self.causal)
+        output: Tensor = self.output(attended.transpose(1, 2).flatten(2))
+        return output
 
     def extra_repr(self) -> str:
-        """What stands in the module's line of a printed model."""
         here = f", {self.heads.query.sizes[self.group.rank]} here" if self.group.size > 1 else ""
         return f"{self.heads.query.total} heads{here}, {self.heads.key_value.total} key-value heads of {self.head_dim}"
 
@@ -144,13 +145,9 @@ class ParallelAttention(nn.Module):
         batch, length, features = projected.shape
         return projected.view(batch, length, features // self.head_dim, self.head_dim).transpose(1, 2)
 
-    def _out(self, attended: Tensor) -> Tensor:
-        output: Tensor = self.output(attended)
-        return output
 
-
-def _checked_head_dim(embed_dim: int, num_heads: int, num_key_value_heads: int, head_dim: int | None) -> int:
-    """The size of one head, if there can be such heads."""
+def _resolve_head_dim(embed_dim: int, num_heads: int, num_key_value_heads: int, head_dim: int | None) -> int:
+    """Returns the size of one head, after checking the sizes."""
     check_size("embed_dim", embed_dim, 1)
     check_size("num_heads", num_heads, 1)
     check_size("num_key_value_heads", num_key_value_heads, 1)

@@ -1,8 +1,8 @@
-"""Dropout on a tensor that is divided between ranks: the elements that the whole tensor would lose.
+"""Dropout on a tensor that is divided between ranks: it drops the elements that the full tensor would drop.
 
-The noise of the whole tensor is drawn on each rank, block by block, and this rank's part of it is kept. So the result
-is that of one process, and a recomputation needs no more than torch's own random state. What it costs is the drawing:
-of all elements on each rank.
+The mask of the full tensor is drawn on each rank, block by block, and this rank's part of it is kept. So the result is
+that of one process, and a recomputation needs no more than torch's own random state. The cost is drawing all elements
+on each rank.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from scale_core.comm.group import Group, GroupLike
-from scale_tp.parallel_state import layer_group
-from scale_tp.sequence_lengths import parts_held
+from scale_tp.parallel_state import tensor_parallel_group
+from scale_tp.sequence_lengths import shard_lengths
 from scale_tp.split import Split
-from scale_tp.weight_init import whole_noise
+from scale_tp.weight_init import full_noise
 
 
 class ParallelDropout(nn.Dropout):
-    """`torch.nn.Dropout` for an input that is this rank's part of a tensor, with what the whole one would lose.
+    """`torch.nn.Dropout` for an input that is this rank's part of a tensor: it drops what the full tensor would drop.
 
     Args:
-        p: The probability of an element to be lost.
+        p: The probability of an element to be dropped.
         inplace: Write to the input.
         dim: The dimension that is divided: by default that of the sequence in [batch, sequence, features].
         split: How it is divided; None is as the sequence was, by a region or a layer.
@@ -38,32 +38,24 @@ class ParallelDropout(nn.Dropout):
         group: GroupLike = None,
     ) -> None:
         super().__init__(p, inplace)
-        self.dim, self.split, self.group = dim, split, layer_group(group)
+        self.dim, self.split, self.group = dim, split, tensor_parallel_group(group)
 
     def forward(self, input: Tensor) -> Tensor:
         """Drops elements in training."""
         if self.group.size == 1 or not self.training or self.p == 0.0:
             return super().forward(input)
-        split = self.split or Split.of_sizes(parts_held(self.group, input, self.dim))
-        noise = dropout_noise(input, self.p, self.dim, split, self.group)
-        return input.mul_(noise) if self.inplace else input * noise
+        split = self.split or Split.of_sizes(shard_lengths(self.group, input, self.dim))
+        mask = dropout_mask(input, self.p, self.dim, split, self.group)
+        return input.mul_(mask) if self.inplace else input * mask
 
 
-def dropout_noise(part: Tensor, p: float, dim: int, split: Split, group: Group) -> Tensor:
-    """What to multiply this rank's part by: 0, or 1 / (1 - p); drawn as `torch.nn.functional.dropout` draws it.
-
-    Args:
-        part: [..., indices of this rank, ...]
-        p: The probability of a 0.
-        dim: The dimension that is divided.
-        split: How it is divided.
-        group: The ranks.
-    """
+def dropout_mask(part: Tensor, p: float, dim: int, split: Split, group: Group) -> Tensor:
+    """Returns the factors of this rank's part [..., indices, ...], 0 or 1 / (1 - p), as torch's dropout draws them."""
     dim = dim % part.dim()
     shape = (*part.shape[:dim], split.total, *part.shape[dim + 1 :])
-    if part.is_cuda:  # There it is one kernel, which draws in an order of its own.
-        whole = torch.nn.functional.dropout(torch.ones(shape, dtype=part.dtype, device=part.device), p)
-        return split.take(whole, group.rank, dim)
+    if part.is_cuda:  # There dropout is one kernel, which draws in an order of its own.
+        full = torch.nn.functional.dropout(torch.ones(shape, dtype=part.dtype, device=part.device), p)
+        return split.take(full, group.rank, dim)
     if p == 1.0:
         return torch.zeros_like(part, requires_grad=False)
-    return whole_noise(part, shape, dim, split, group.rank, lambda noise: noise.bernoulli_(1 - p)).div_(1 - p)
+    return full_noise(part, shape, dim, split, group.rank, lambda noise: noise.bernoulli_(1 - p)).div_(1 - p)

@@ -1,4 +1,4 @@
-"""Embeddings whose table is divided between ranks, by words or by features.
+"""Embeddings whose table is divided between ranks, by vocabulary or by features.
 
 By words, each rank looks up those that it has, and the rows of all ranks are added: of each word, all but one are
 zeros. By features, each rank looks all words up in its columns, and the columns are gathered.
@@ -6,72 +6,50 @@ zeros. By features, each rank looks all words up in its columns, and the columns
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from scale_core.comm.group import GroupLike
-from scale_tp.layers.base import ParallelModule, Placement, ranks_described
-from scale_tp.mappings import (
-    gather_from_model_parallel_region,
-    reduce_from_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-)
-from scale_tp.parallel_state import layer_group
+from scale_tp.layers.base import ParallelModule, ParamSharding, rank_repr
+from scale_tp.mappings import gather_from_region, reduce_from_region, reduce_scatter_sequence
+from scale_tp.parallel_state import tensor_parallel_group
 from scale_tp.split import Range, Split, check_size
-from scale_tp.weight_init import Initialiser
+from scale_tp.weight_init import Initializer
 
 
-class LocalWords(NamedTuple):
-    """Words as rows of a rank's part of a table.
+class LocalIds(NamedTuple):
+    """Token ids [any shape] as rows of a rank's part of a table."""
 
-    Attributes:
-        rows: [any shape] of integers: the row of each word that this rank has, the first one for words of other ranks,
-            and one that there is not for words that no rank has: a lookup says so, on this device as on any.
-        others: [the same shape] of booleans: words that this rank does not have.
-        unknown: [the same shape] of booleans: words that no rank has.
-    """
-
-    rows: Tensor
-    others: Tensor
-    unknown: Tensor
+    rows: Tensor  # 0 for tokens of other ranks; a row that there is not for ids out of range: a lookup raises
+    others: Tensor  # of booleans: tokens that this rank does not have
+    unknown: Tensor  # of booleans: ids that no rank has
 
 
-def local_words(ids: Tensor, own: Range, num_words: int) -> LocalWords:
-    """Returns words as rows of this rank's part.
-
-    Args:
-        ids: [any shape] of integers.
-        own: The words that this rank has; if none, its table has one row nevertheless.
-        num_words: Those of all ranks.
+def local_ids(ids: Tensor, own: Range, num_embeddings: int) -> LocalIds:
+    """Returns token ids [any shape] as rows of this rank's part; one without rows has a table of one row nevertheless.
 
     Example:
         >>> import torch
-        >>> local_words(torch.tensor([1, 3, 4, 5]), (3, 5), 5).rows
+        >>> local_ids(torch.tensor([1, 3, 4, 5]), (3, 5), 5).rows
         tensor([0, 0, 1, 2])
     """
     start, stop = own
     others = (ids < start) | (ids >= stop)
-    unknown = (ids < 0) | (ids >= num_words)
+    unknown = (ids < 0) | (ids >= num_embeddings)
     rows = (ids - start).masked_fill(others, 0).masked_fill(unknown, max(stop - start, 1))
-    return LocalWords(rows, others, unknown)
+    return LocalIds(rows, others, unknown)
 
 
-def local_padding(padding_idx: int | None, own: Range) -> int | None:
-    """Returns the row of the word that gets no gradient, if this rank has it."""
+def local_padding_idx(padding_idx: int | None, own: Range) -> int | None:
+    """Returns the row of the token that gets no gradient, if this rank has it."""
     return None if padding_idx is None or not own[0] <= padding_idx < own[1] else padding_idx - own[0]
 
 
-def check_words(layer: str, ids: object) -> None:
-    """Refuses what are no words, before anything is looked up.
-
-    Raises:
-        TypeError: It is no tensor.
-        ValueError: It is one of another dtype.
-    """
+def check_token_ids(layer: str, ids: object) -> None:
+    """Refuses what is no tensor of token ids, before anything is looked up."""
     if not isinstance(ids, Tensor):
         raise TypeError(f"{layer}: expected a tensor of words, got {type(ids).__name__}: write torch.tensor(...)")
     if ids.dtype not in (torch.int64, torch.int32):
@@ -80,51 +58,16 @@ def check_words(layer: str, ids: object) -> None:
         )
 
 
-def unknown_word(layer: str, ids: Tensor, num_words: int) -> IndexError:
-    """Returns the error for words [any shape] of which a lookup has found that there is not one in a table."""
+def out_of_range_error(layer: str, ids: Tensor, num_embeddings: int) -> IndexError:
+    """Returns the error for token ids of which a lookup has found one out of range."""
     return IndexError(
-        f"{layer}: expected words from 0 to {num_words - 1}, got some from {int(ids.min())} to {int(ids.max())}: a "
-        "word is out of range"
+        f"{layer}: expected words from 0 to {num_embeddings - 1}, got some from {int(ids.min())} to {int(ids.max())}: "
+        "a word is out of range"
     )
 
 
-class _Created(TypedDict):
-    """Where a parameter is made, and of what dtype."""
-
-    device: torch.device | str | None
-    dtype: torch.dtype | None
-
-
-@dataclass(frozen=True)
-class _Lookup:
-    """How rows are looked up; the names are torch's.
-
-    Attributes:
-        padding_idx: A word whose row gets no gradient; negative counts from the last.
-        max_norm: Rows that are looked up are scaled down to this norm.
-        norm_type: p of that norm.
-        scale_grad_by_freq: Divide a row's gradient by how often the word stands in the input.
-        sparse: Gradients of the table are sparse.
-    """
-
-    padding_idx: int | None
-    max_norm: float | None
-    norm_type: float
-    scale_grad_by_freq: bool
-    sparse: bool
-
-
-class _DividedEmbedding(ParallelModule):
-    """What both have in common: torch's attributes, and a table that is divided along one dimension.
-
-    Args:
-        shape: How many words, and features of each.
-        lookup: How they are looked up.
-        init_method: What fills the whole table in place.
-        group: The ranks.
-        options: The table's device and dtype.
-        keep_whole: Keep the whole table, as it began.
-    """
+class _EmbeddingBase(ParallelModule):
+    """`torch.nn.Embedding` with a table [num_embeddings, embedding_dim] that is divided along the dimension `_dim`."""
 
     weight: nn.Parameter
     master_weight: Tensor | None
@@ -132,45 +75,56 @@ class _DividedEmbedding(ParallelModule):
 
     def __init__(
         self,
-        shape: tuple[int, int],
-        lookup: _Lookup,
-        init_method: Initialiser,
-        group: GroupLike,
-        options: _Created,
-        keep_whole: bool,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        init_method: Initializer = nn.init.xavier_normal_,
+        keep_master_weight_for_test: bool = False,
+        *,
+        group: GroupLike = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        num_embeddings, embedding_dim = shape
         check_size("num_embeddings", num_embeddings)
         check_size("embedding_dim", embedding_dim)
-        padding_idx = _known_padding(lookup.padding_idx, num_embeddings)
-        super().__init__(layer_group(group))
+        ranks = tensor_parallel_group(group)
+        if max_norm is not None and self._dim == 1 and ranks.size > 1:
+            raise ValueError(
+                f"ParallelEmbedding: max_norm={max_norm} needs whole rows, and {ranks.size} ranks have some features "
+                "each: use VocabParallelEmbedding, which divides the words"
+            )
+        padding_idx = _check_padding(padding_idx, num_embeddings)
+        super().__init__(ranks)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
-        self.padding_idx, self.max_norm, self.norm_type = padding_idx, lookup.max_norm, lookup.norm_type
-        self.scale_grad_by_freq, self.sparse = lookup.scale_grad_by_freq, lookup.sparse
+        self.padding_idx, self.max_norm, self.norm_type = padding_idx, max_norm, norm_type
+        self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
         self.init_method = init_method
-        self.split = Split.even(shape[self._dim], self.group.size)
-        self.place("weight", Placement(shape, self._dim, self.split), **options)
-        self.master_weight = self.initialise("weight", init_method, keep_whole=keep_whole)
+        shape = (num_embeddings, embedding_dim)
+        self.split = Split.even(shape[self._dim], ranks.size)
+        self.add_parameter("weight", ParamSharding(shape, self._dim, self.split), device=device, dtype=dtype)
+        self.master_weight = self.init_parameter("weight", init_method, keep_full=keep_master_weight_for_test)
 
     def reset_parameters(self) -> None:
-        """Gives the table the values that it begins with; on all ranks from the same random numbers."""
-        self.initialise("weight", self.init_method)
+        """Gives the table its initial values; on all ranks from the same random numbers."""
+        self.init_parameter("weight", self.init_method)
 
     def get_master_weight(self) -> Tensor:
-        """Returns the whole table [num_embeddings, embedding_dim]; all ranks call it together."""
-        return self.whole_parameter("weight")
+        """Returns the full table [num_embeddings, embedding_dim]; all ranks call it together."""
+        return self.full_parameter("weight")
 
     def extra_repr(self) -> str:
-        """What stands in the layer's line of a printed model."""
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
-        return f"{self.num_embeddings}, {self.embedding_dim}{padding}{ranks_described(self.group)}"
+        return f"{self.num_embeddings}, {self.embedding_dim}{padding}{rank_repr(self.group)}"
 
-    def _looked_up(self, ids: Tensor, table: Tensor, padding_idx: int | None) -> Tensor:
-        """What torch gives for these rows of this rank's table."""
+    def _embed(self, ids: Tensor, table: Tensor, padding_idx: int | None) -> Tensor:
         return F.embedding(ids, table, padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse)
 
 
-class VocabParallelEmbedding(_DividedEmbedding):
+class VocabParallelEmbedding(_EmbeddingBase):
     """`torch.nn.Embedding` of which each rank has some words.
 
     Args:
@@ -179,7 +133,7 @@ class VocabParallelEmbedding(_DividedEmbedding):
         padding_idx: A word whose row gets no gradient; negative counts from the last.
         max_norm: Rows that are looked up are scaled down to this norm, in the table.
         norm_type: p of that norm.
-        scale_grad_by_freq: Divide a row's gradient by how often the word stands in the input.
+        scale_grad_by_freq: Divide a row's gradient by how often the word occurs in the input.
         sparse: Gradients of the table are sparse.
         init_method: What fills the whole table in place; each rank keeps its part of the same values.
         keep_master_weight_for_test: Keep the whole table, as it began, in `master_weight`.
@@ -208,7 +162,7 @@ class VocabParallelEmbedding(_DividedEmbedding):
         norm_type: float = 2.0,
         scale_grad_by_freq: bool = False,
         sparse: bool = False,
-        init_method: Initialiser = nn.init.xavier_normal_,
+        init_method: Initializer = nn.init.xavier_normal_,
         keep_master_weight_for_test: bool = False,
         *,
         group: GroupLike = None,
@@ -217,10 +171,20 @@ class VocabParallelEmbedding(_DividedEmbedding):
         sequence_parallel: bool = False,
         sequence_dim: int = -2,
     ) -> None:
-        lookup = _Lookup(padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
-        options: _Created = {"device": device, "dtype": dtype}
-        shape = (num_embeddings, embedding_dim)
-        super().__init__(shape, lookup, init_method, group, options, keep_master_weight_for_test)
+        super().__init__(
+            num_embeddings,
+            embedding_dim,
+            padding_idx,
+            max_norm,
+            norm_type,
+            scale_grad_by_freq,
+            sparse,
+            init_method,
+            keep_master_weight_for_test,
+            group=group,
+            device=device,
+            dtype=dtype,
+        )
         self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
 
     @property
@@ -252,53 +216,44 @@ class VocabParallelEmbedding(_DividedEmbedding):
             TypeError: The input is no tensor.
             ValueError: The input is of another dtype than int64 or int32.
         """
-        check_words("VocabParallelEmbedding", input_)
+        check_token_ids("VocabParallelEmbedding", input_)
         try:
-            rows = self._own_rows(input_)
+            rows = self._local_rows(input_)
         except IndexError as error:  # On a CPU; elsewhere it would cost a synchronisation to know.
-            raise unknown_word("VocabParallelEmbedding", input_, self.num_embeddings) from error
+            raise out_of_range_error("VocabParallelEmbedding", input_, self.num_embeddings) from error
         if self.group.size == 1:
             return rows
         if self.sequence_parallel:
-            return reduce_scatter_to_sequence_parallel_region(rows, self.group, dim=self.sequence_dim)
-        return reduce_from_model_parallel_region(rows, self.group)
+            return reduce_scatter_sequence(rows, self.group, self.sequence_dim)
+        return reduce_from_region(rows, self.group)
 
-    def _own_rows(self, ids: Tensor) -> Tensor:
+    def _local_rows(self, ids: Tensor) -> Tensor:
         """The rows of the words that this rank has, and zeros for the others."""
         if self.group.size == 1:
-            return self._looked_up(ids, self.weight, self.padding_idx)
+            return self._embed(ids, self.weight, self.padding_idx)
         (own,) = self.split.ranges[self.group.rank]
         has_words = own[1] > own[0]
         # A rank without words has a row for the lookup nevertheless.
         table = self.weight if has_words else self.weight.new_zeros(1, self.embedding_dim)
-        local, others, unknown = local_words(ids, own, self.num_embeddings)
-        padding = local_padding(self.padding_idx, own)
+        local, others, unknown = local_ids(ids, own, self.num_embeddings)
+        padding = local_padding_idx(self.padding_idx, own)
         if self.max_norm is None and not self.scale_grad_by_freq:
-            rows = self._looked_up(local, table, padding).masked_fill(others.unsqueeze(-1), 0)
+            rows = self._embed(local, table, padding).masked_fill(others.unsqueeze(-1), 0)
         else:  # The first row must not seem to have been looked up for the words of other ranks.
             mine = ~others | unknown
             rows = table.new_zeros(*ids.shape, self.embedding_dim)
-            rows = rows.index_put((mine,), self._looked_up(local[mine], table, padding))
+            rows = rows.index_put((mine,), self._embed(local[mine], table, padding))
         # Every rank has a gradient for its part, be it of zeros.
         return rows if has_words else rows + self.weight.sum()
 
 
-class ParallelEmbedding(_DividedEmbedding):
+class ParallelEmbedding(_EmbeddingBase):
     """`torch.nn.Embedding` of which each rank has some features of all words.
 
     Args:
-        num_embeddings: How many words there are.
+        num_embeddings: As in `VocabParallelEmbedding`, like all arguments but these.
         embedding_dim: Features of a word; they need not divide by the ranks.
-        padding_idx: A word whose row gets no gradient; negative counts from the last.
         max_norm: Only in a world of one rank: no rank has all that the norm of a row is made of.
-        norm_type: p of that norm.
-        scale_grad_by_freq: Divide a row's gradient by how often the word stands in the input.
-        sparse: Gradients of the table are sparse.
-        init_method: What fills the whole table in place; each rank keeps its part of the same values.
-        keep_master_weight_for_test: Keep the whole table, as it began, in `master_weight`.
-        group: As in `ColumnParallelLinear`.
-        device: As in `ColumnParallelLinear`.
-        dtype: Of the table.
 
     Attributes:
         weight: [num_embeddings, features of this rank]
@@ -309,32 +264,6 @@ class ParallelEmbedding(_DividedEmbedding):
     """
 
     _dim = 1
-
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        padding_idx: int | None = None,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        sparse: bool = False,
-        init_method: Initialiser = nn.init.xavier_normal_,
-        keep_master_weight_for_test: bool = False,
-        *,
-        group: GroupLike = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        if max_norm is not None and (size := layer_group(group).size) > 1:
-            raise ValueError(
-                f"ParallelEmbedding: max_norm={max_norm} needs whole rows, and {size} ranks have some features each: "
-                "use VocabParallelEmbedding, which divides the words"
-            )
-        lookup = _Lookup(padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
-        options: _Created = {"device": device, "dtype": dtype}
-        shape = (num_embeddings, embedding_dim)
-        super().__init__(shape, lookup, init_method, group, options, keep_master_weight_for_test)
 
     @property
     def embedding_dim_per_partition(self) -> int:
@@ -355,15 +284,15 @@ class ParallelEmbedding(_DividedEmbedding):
             TypeError: The input is no tensor.
             ValueError: The input is of another dtype than int64 or int32.
         """
-        check_words("ParallelEmbedding", input_)
+        check_token_ids("ParallelEmbedding", input_)
         try:
-            columns = self._looked_up(input_, self.weight, self.padding_idx)
+            columns = self._embed(input_, self.weight, self.padding_idx)
         except IndexError as error:
-            raise unknown_word("ParallelEmbedding", input_, self.num_embeddings) from error
-        return gather_from_model_parallel_region(columns, self.group, sizes=self.split.sizes)
+            raise out_of_range_error("ParallelEmbedding", input_, self.num_embeddings) from error
+        return gather_from_region(columns, self.group, -1, self.split.sizes)
 
 
-def _known_padding(padding_idx: Any, num_embeddings: int) -> int | None:
+def _check_padding(padding_idx: Any, num_embeddings: int) -> int | None:
     if padding_idx is None:
         return None
     if isinstance(padding_idx, bool) or not isinstance(padding_idx, int):

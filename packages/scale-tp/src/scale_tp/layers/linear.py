@@ -16,18 +16,70 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from scale_core.comm.group import GroupLike
-from scale_tp.async_tp.lazy_input import Arrival
-from scale_tp.autograd_regions import check_inside
-from scale_tp.layers.base import ParallelModule, Placement, checked_split, ranks_described
-from scale_tp.layers.linear_ops import check_features, check_overlap, check_parts, column_product, enter, row_total
-from scale_tp.mappings import gather_features, scatter_features
-from scale_tp.parallel_state import layer_group
+from scale_core.comm.group import Group, GroupLike
+from scale_tp.async_tp.lazy_input import DeferredInput
+from scale_tp.layers.base import ParallelModule, ParamSharding, rank_repr, resolve_split
+from scale_tp.layers.linear_ops import (
+    check_num_features,
+    check_parallel_input,
+    column_parallel_linear,
+    row_parallel_linear,
+    to_region,
+)
+from scale_tp.mappings import check_in_region, gather_features, scatter_features
+from scale_tp.parallel_state import tensor_parallel_group
 from scale_tp.split import Split, check_size
-from scale_tp.weight_init import Initialiser
+from scale_tp.weight_init import Initializer
 
 
-class ColumnParallelLinear(ParallelModule):
+class _ParallelLinear(ParallelModule):
+    """What both layers have in common: a weight [out, in] that is divided along one dimension, and a bias."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    master_weight: Tensor | None
+
+    def __init__(
+        self,
+        features: tuple[int, int],
+        dim: int,
+        group: Group,
+        split: Split,
+        *,
+        bias: bool,
+        init_method: Initializer,
+        keep_full: bool,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__(group)
+        self.in_features, self.out_features = features
+        self.split, self.init_method = split, init_method
+        out_features = self.out_features
+        self.add_parameter("weight", ParamSharding((out_features, features[0]), dim, split), device=device, dtype=dtype)
+        if bias:
+            sharding = ParamSharding((out_features,), 0, split) if dim == 0 else ParamSharding((out_features,))
+            self.add_parameter("bias", sharding, device=device, dtype=dtype)
+        else:
+            self.register_parameter("bias", None)
+        self.master_weight = self._init_parameters(keep_full)
+
+    def reset_parameters(self) -> None:
+        """Gives the parameters their initial values; on all ranks from the same random numbers."""
+        self._init_parameters(False)
+
+    def get_master_weight(self) -> Tensor:
+        """Returns the full weight [out_features, in_features]; all ranks call it together."""
+        return self.full_parameter("weight")
+
+    def _init_parameters(self, keep_full: bool) -> Tensor | None:
+        full = self.init_parameter("weight", self.init_method, keep_full=keep_full)
+        if self.bias is not None:
+            self.init_parameter("bias", nn.init.zeros_)
+        return full
+
+
+class ColumnParallelLinear(_ParallelLinear):
     """`y = x W^T + b`, of which each rank computes some of the output features.
 
     Args:
@@ -49,7 +101,7 @@ class ColumnParallelLinear(ParallelModule):
         split: Which output features each rank has, in place of `stride`. Ranks may have copies of each other's
             features, as of key-value heads; the gradients of copies are summed.
         overlap_pieces: Into how many pieces to cut the other ranks' parts of the sequence, each of which is multiplied
-            while the next ones are on their way; in the backward pass the gradient of the input travels while that of
+            while the next ones are sent; in the backward pass the gradient of the input is sent while that of
             the weight is computed, which without `sequence_parallel` is all there is. None does not overlap.
         input_is_inside: Whether the input has been brought into the divided region already, as by
             `copy_to_model_parallel_region`, for several layers together. Not with `sequence_parallel` or
@@ -64,17 +116,13 @@ class ColumnParallelLinear(ParallelModule):
         ValueError: A size or option that makes no sense, or a group that is not known.
     """
 
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-    master_weight: Tensor | None
-
     def __init__(
         self,
         in_features: int,
         out_features: int,
         bias: bool = True,
         gather_output: bool = True,
-        init_method: Initialiser = nn.init.xavier_normal_,
+        init_method: Initializer = nn.init.xavier_normal_,
         stride: int = 1,
         keep_master_weight_for_test: bool = False,
         *,
@@ -89,47 +137,41 @@ class ColumnParallelLinear(ParallelModule):
     ) -> None:
         check_size("in_features", in_features)
         check_size("out_features", out_features)
-        check_overlap(overlap_pieces)
+        check_size("overlap_pieces", 1 if overlap_pieces is None else overlap_pieces, 1)
         if input_is_inside and (sequence_parallel or overlap_pieces is not None):
             raise ValueError(
                 "ColumnParallelLinear: input_is_inside=True says that the input has been brought into the divided "
                 f"region already, got sequence_parallel={sequence_parallel} and overlap_pieces={overlap_pieces} beside "
                 "it: leave one or the other out"
             )
-        ranks = layer_group(group)
-        chosen = checked_split("out_features", out_features, ranks, stride, split)
-        super().__init__(ranks)
-        self.in_features, self.out_features = in_features, out_features
-        self.gather_output, self.split = gather_output, chosen
+        ranks = tensor_parallel_group(group)
+        super().__init__(
+            (in_features, out_features),
+            0,
+            ranks,
+            resolve_split("out_features", out_features, ranks, stride, split),
+            bias=bias,
+            init_method=init_method,
+            keep_full=keep_master_weight_for_test,
+            device=device,
+            dtype=dtype,
+        )
+        self.gather_output, self.input_is_inside = gather_output, input_is_inside
         self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
-        self.overlap_pieces, self.input_is_inside = overlap_pieces, input_is_inside
-        self.init_method = init_method
-        self.place("weight", Placement((out_features, in_features), 0, chosen), device=device, dtype=dtype)
-        if bias:
-            self.place("bias", Placement((out_features,), 0, chosen), device=device, dtype=dtype)
-        else:
-            self.register_parameter("bias", None)
-        self.master_weight = self._fill(keep_master_weight_for_test)
+        self.overlap_pieces = overlap_pieces
+        self._checked_input = False
 
     @property
     def output_size_per_partition(self) -> int:
-        """How many output features this rank has."""
+        """Output features of this rank."""
         return self.split.sizes[self.group.rank]
 
-    def reset_parameters(self) -> None:
-        """Gives the parameters the values that they begin with; on all ranks from the same random numbers."""
-        self._fill(False)
-
-    def get_master_weight(self) -> Tensor:
-        """Returns the whole weight [out_features, in_features]; all ranks call it together."""
-        return self.whole_parameter("weight")
-
-    def forward(self, input_: Tensor | Arrival) -> Tensor:
+    def forward(self, input_: Tensor | DeferredInput) -> Tensor:
         """Computes this rank's output features, or all of them.
 
         Args:
             input_: [..., in_features]: the same on all ranks or, with `sequence_parallel`, this rank's part. With
-                `input_is_inside`, what has been brought into the divided region, or is on its way.
+                `input_is_inside`, what has been brought into the divided region.
 
         Returns:
             [..., out_features], or [..., out features of this rank] without `gather_output`; always of the whole
@@ -139,30 +181,23 @@ class ColumnParallelLinear(ParallelModule):
             TypeError: The input is no tensor.
             ValueError: The input has another last dimension, or is not inside where it should be.
         """
-        check_features("ColumnParallelLinear", input_, self.in_features)
-        sequence_dim = self.sequence_dim if self.sequence_parallel else None
+        check_num_features("ColumnParallelLinear", input_, self.in_features)
         inside = input_
         if isinstance(input_, Tensor):
-            if self.input_is_inside:
-                check_inside("ColumnParallelLinear", input_, self.group)
-            else:
-                inside = enter(input_, self.group, sequence_dim, self.overlap_pieces)
-        output = column_product(inside, self.weight, self.bias, self.group, self.split, reader=self)
+            if not self.input_is_inside:
+                dim = self.sequence_dim if self.sequence_parallel else None
+                inside = to_region(input_, self.group, dim, self.overlap_pieces)
+            elif not self._checked_input:
+                self._checked_input = check_in_region("ColumnParallelLinear", input_, self.group)
+        output = column_parallel_linear(inside, self.weight, self.bias, self.group, self.split, reader=self)
         return gather_features(output, self.group, self.split) if self.gather_output else output
 
     def extra_repr(self) -> str:
-        """What stands in the layer's line of a printed model."""
         described = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-        return f"{described}, gather_output={self.gather_output}{ranks_described(self.group)}"
-
-    def _fill(self, keep: bool) -> Tensor | None:
-        whole = self.initialise("weight", self.init_method, keep_whole=keep)
-        if self.bias is not None:
-            self.initialise("bias", nn.init.zeros_)
-        return whole
+        return f"{described}, gather_output={self.gather_output}{rank_repr(self.group)}"
 
 
-class RowParallelLinear(ParallelModule):
+class RowParallelLinear(_ParallelLinear):
     """`y = x W^T + b`, to which each rank adds what some of the input features give.
 
     Args:
@@ -192,17 +227,13 @@ class RowParallelLinear(ParallelModule):
         ValueError: A size or option that makes no sense, or a group that is not known.
     """
 
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-    master_weight: Tensor | None
-
     def __init__(
         self,
         in_features: int,
         out_features: int,
         bias: bool = True,
         input_is_parallel: bool = False,
-        init_method: Initialiser = nn.init.xavier_normal_,
+        init_method: Initializer = nn.init.xavier_normal_,
         stride: int = 1,
         keep_master_weight_for_test: bool = False,
         *,
@@ -216,40 +247,34 @@ class RowParallelLinear(ParallelModule):
     ) -> None:
         check_size("in_features", in_features)
         check_size("out_features", out_features)
-        check_overlap(overlap_pieces)
-        ranks = layer_group(group)
-        chosen = checked_split("in_features", in_features, ranks, stride, split)
-        if sum(chosen.sizes) != chosen.total:
+        check_size("overlap_pieces", 1 if overlap_pieces is None else overlap_pieces, 1)
+        ranks = tensor_parallel_group(group)
+        chosen = resolve_split("in_features", in_features, ranks, stride, split)
+        if chosen.has_copies:
             raise ValueError(
                 f"RowParallelLinear: expected a split that gives each input feature to one rank, got {chosen}: "
                 "the products of copies would be added twice"
             )
-        super().__init__(ranks)
-        self.in_features, self.out_features = in_features, out_features
-        self.input_is_parallel, self.split = input_is_parallel, chosen
+        super().__init__(
+            (in_features, out_features),
+            1,
+            ranks,
+            chosen,
+            bias=bias,
+            init_method=init_method,
+            keep_full=keep_master_weight_for_test,
+            device=device,
+            dtype=dtype,
+        )
+        self.input_is_parallel = input_is_parallel
         self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
         self.overlap_pieces = overlap_pieces
-        self.init_method = init_method
-        self._fitting_width: int | None = None
-        self.place("weight", Placement((out_features, in_features), 1, chosen), device=device, dtype=dtype)
-        if bias:
-            self.place("bias", Placement((out_features,)), device=device, dtype=dtype)
-        else:
-            self.register_parameter("bias", None)
-        self.master_weight = self._fill(keep_master_weight_for_test)
+        self._checked_width: int | None = None
 
     @property
     def input_size_per_partition(self) -> int:
-        """How many input features this rank has."""
+        """Input features of this rank."""
         return self.split.sizes[self.group.rank]
-
-    def reset_parameters(self) -> None:
-        """Gives the parameters the values that they begin with; on all ranks from the same random numbers."""
-        self._fill(False)
-
-    def get_master_weight(self) -> Tensor:
-        """Returns the whole weight [out_features, in_features]; all ranks call it together."""
-        return self.whole_parameter("weight")
 
     def forward(self, input_: Tensor) -> Tensor:
         """Computes this rank's summand, and adds all of them.
@@ -264,10 +289,24 @@ class RowParallelLinear(ParallelModule):
             ValueError: The input has another last dimension, on this rank or on another one.
         """
         if self.group.size == 1:
-            check_features("RowParallelLinear", input_, self.in_features)
+            check_num_features("RowParallelLinear", input_, self.in_features)
             return F.linear(input_, self.weight, self.bias)
-        return row_total(
-            self._own_features(input_),
+        if not self.input_is_parallel:
+            check_num_features("RowParallelLinear", input_, self.in_features)
+            input_ = scatter_features(input_, self.group, self.split)
+        elif getattr(input_, "shape", ())[-1:] != (self._checked_width,):
+            self._checked_width = check_parallel_input(
+                "RowParallelLinear",
+                input_,
+                self.group,
+                self.split,
+                self._checked_width,
+                fix="what comes before must be divided alike, as by ColumnParallelLinear(..., "
+                f"{self.in_features}, gather_output=False) in the same group; or pass the whole input to a layer with "
+                "input_is_parallel=False",
+            )
+        return row_parallel_linear(
+            input_,
             self.weight,
             self.bias,
             self.group,
@@ -276,28 +315,5 @@ class RowParallelLinear(ParallelModule):
         )
 
     def extra_repr(self) -> str:
-        """What stands in the layer's line of a printed model."""
         described = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-        return f"{described}, input_is_parallel={self.input_is_parallel}{ranks_described(self.group)}"
-
-    def _own_features(self, input_: Tensor) -> Tensor:
-        if self.input_is_parallel:
-            self._fitting_width = check_parts(
-                "RowParallelLinear",
-                input_,
-                self.group,
-                self.split,
-                self._fitting_width,
-                mend="what comes before must be divided alike, as by ColumnParallelLinear(..., "
-                f"{self.in_features}, gather_output=False) in the same group; or pass the whole input to a layer with "
-                "input_is_parallel=False",
-            )
-            return input_
-        check_features("RowParallelLinear", input_, self.in_features)
-        return scatter_features(input_, self.group, self.split)
-
-    def _fill(self, keep: bool) -> Tensor | None:
-        whole = self.initialise("weight", self.init_method, keep_whole=keep)
-        if self.bias is not None:
-            self.initialise("bias", nn.init.zeros_)
-        return whole
+        return f"{described}, input_is_parallel={self.input_is_parallel}{rank_repr(self.group)}"

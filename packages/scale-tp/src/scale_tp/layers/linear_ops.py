@@ -1,71 +1,60 @@
-"""Linear layers at the edges of the divided region: what the layers and the divided modules of this package compute.
+"""Functional column- and row-parallel linear layers, which the layers and the divided modules of this package share.
 
-Into the region goes a column parallel layer, `enter` and `column_product`; out of it a row parallel one, `row_total`.
+Into the region that is divided between ranks goes `to_region` and `column_parallel_linear`; out of it
+`row_parallel_linear`. Modules that read one input bring it in together (`SharedInput`), so its gradient is summed once.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from scale_core.comm.control_plane import exchange
+from scale_core.autograd_hooks import in_backward
+from scale_core.comm.collectives import exchange
 from scale_core.comm.group import Group
 from scale_core.compat import untraced
-from scale_tp.async_tp.all_reduce_matmul import linear_sum
+from scale_core.part_hooks import ForEachShardHook
+from scale_tp.async_tp.all_reduce_matmul import linear_all_reduce
 from scale_tp.async_tp.collective_matmul import linear_scatter
-from scale_tp.async_tp.lazy_input import Arrival, ArrivingTensor
-from scale_tp.autograd_regions import entered_with
+from scale_tp.async_tp.lazy_input import DeferredInput, DeferredInputTensor
 from scale_tp.mappings import (
-    copy_all_to_model_parallel_region,
-    copy_to_model_parallel_region,
-    gather_from_sequence_parallel_region,
-    has_copies,
-    reduce_from_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-    sum_gradients_of_copies,
+    copy_many_to_region,
+    copy_to_region,
+    gather_sequence,
+    reduce_from_region,
+    reduce_grads_of_copies,
+    reduce_scatter_sequence,
+    region_groups,
 )
-from scale_tp.sequence_lengths import sequence_dim_of
-from scale_tp.split import Split, check_size
+from scale_tp.sequence_lengths import check_sequence_dim
+from scale_tp.split import Split
+
+SEQUENCE_DIM = 1
+"""The dimension of the sequence between the modules of transformers: [batch, sequence, width]."""
 
 
-def check_overlap(overlap_pieces: int | None) -> None:
-    """Refuses a number of pieces that is none.
+def to_region(
+    input: Tensor, group: Group, sequence_dim: int | None, overlap_pieces: int | None
+) -> Tensor | DeferredInput:
+    """Brings an input [..., features] into the divided region: copies it, or gathers the sequence along a dimension.
 
-    Raises:
-        TypeError: It is no integer.
-        ValueError: It is below 1.
-    """
-    if overlap_pieces is not None:
-        check_size("overlap_pieces", overlap_pieces, 1)
-
-
-def enter(input: Tensor, group: Group, sequence_dim: int | None, overlap_pieces: int | None) -> Tensor | Arrival:
-    """Brings an input into the divided region, or has it brought by the first product with it.
-
-    Args:
-        input: [..., features], the same on all ranks or, with a dimension of the sequence, this rank's part.
-        group: The ranks.
-        sequence_dim: The dimension of the sequence, of which all parts are gathered; None where all ranks have all.
-        overlap_pieces: Into how many pieces each part is cut, to overlap the communication; None does not.
-
-    Raises:
-        TransferError: A rank did not take part.
-        ValueError: There is no such dimension of a sequence.
+    With `overlap_pieces` the first product with it does that, while its communication runs.
     """
     if sequence_dim is not None:
-        sequence_dim = sequence_dim_of("sequence_parallel=True", "sequence_dim", input.shape, sequence_dim)
+        sequence_dim = check_sequence_dim("sequence_parallel=True", "sequence_dim", input.shape, sequence_dim)
     if group.size > 1 and overlap_pieces is not None and not torch.compiler.is_compiling():
-        return Arrival(input, group, sequence_dim, overlap_pieces)
+        return DeferredInput(input, group, sequence_dim, overlap_pieces)
     if sequence_dim is None:
-        return copy_to_model_parallel_region(input, group)
-    return gather_from_sequence_parallel_region(input, group, dim=sequence_dim)
+        return copy_to_region(input, group)
+    return gather_sequence(input, group, sequence_dim)
 
 
-def column_product(
-    inside: Tensor | Arrival,
+def column_parallel_linear(
+    input: Tensor | DeferredInput,
     weight: Tensor,
     bias: Tensor | None,
     group: Group,
@@ -74,30 +63,24 @@ def column_product(
     reader: nn.Module,
     transposed: bool = False,
 ) -> Tensor:
-    """Returns [..., outputs of this rank] for what has been brought into the divided region.
+    """Returns [..., outputs of this rank] for an input [..., features] inside of the region.
 
-    Args:
-        inside: [..., features].
-        weight: [outputs of this rank, features]; ranks with copies of one part sum its gradient.
-        bias: [outputs of this rank], or None.
-        group: The ranks.
-        split: Which outputs each rank has.
-        transposed: Whether the weight is [features, outputs of this rank].
+    The weight is [outputs of this rank, features], or transposed; ranks with copies of one part sum its gradient.
     """
-    if has_copies(split):
-        weight = sum_gradients_of_copies(weight, group, split)
-        bias = None if bias is None else sum_gradients_of_copies(bias, group, split)
-    if isinstance(inside, ArrivingTensor):
-        inside = inside.arrival
-    if isinstance(inside, Arrival):
-        if inside.arrives_with(reader):
-            return inside.multiplied(reader, weight.mT if transposed else weight, bias)
-        inside = inside.whole()
-    return product(inside, weight, bias, transposed=transposed)
+    if split.has_copies:
+        weight = reduce_grads_of_copies(weight, group, split)
+        bias = None if bias is None else reduce_grads_of_copies(bias, group, split)
+    if isinstance(input, DeferredInputTensor):
+        input = input.deferred
+    if isinstance(input, DeferredInput):
+        if input.is_fused_with(reader):
+            return input.fused_linear(reader, weight.mT if transposed else weight, bias)
+        input = input.gather()
+    return linear(input, weight, bias, transposed=True) if transposed else F.linear(input, weight, bias)
 
 
-def row_total(
-    inside: Tensor,
+def row_parallel_linear(
+    input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     group: Group,
@@ -106,113 +89,138 @@ def row_total(
     overlap_pieces: int | None,
     transposed: bool = False,
 ) -> Tensor:
-    """Returns the sum over the ranks of what each rank's features give, [..., outputs], and a bias.
+    """Returns [..., outputs]: the sum over the ranks of what each rank's features give, and the bias once.
 
-    Args:
-        inside: [..., features of this rank].
-        weight: [outputs, features of this rank].
-        bias: [outputs], or None.
-        group: The ranks.
-        sequence_dim: The dimension of the sequence, of which each rank gets its part; None gives all ranks all.
-        overlap_pieces: Into how many pieces the work is cut, to overlap the communication; None does not.
-        transposed: Whether the weight is [features of this rank, outputs].
-
-    Raises:
-        TransferError: A rank did not take part.
-        ValueError: There is no such dimension of a sequence.
+    The input is [..., features of this rank], the weight [outputs, features of this rank] or transposed. With a
+    `sequence_dim` each rank gets its part of the sequence; with `overlap_pieces` sums overlap with products.
     """
     if sequence_dim is not None:
-        sequence_dim = sequence_dim_of("sequence_parallel=True", "sequence_dim", inside.shape, sequence_dim)
-    overlaps = group.size > 1 and overlap_pieces is not None and not torch.compiler.is_compiling()
-    if overlaps:
-        assert overlap_pieces is not None
+        sequence_dim = check_sequence_dim("sequence_parallel=True", "sequence_dim", input.shape, sequence_dim)
+    if group.size > 1 and overlap_pieces is not None and not torch.compiler.is_compiling():
         factor = weight.mT if transposed else weight
         if sequence_dim is None:
-            total = linear_sum(inside, factor, group, overlap_pieces)
+            total = linear_all_reduce(input, factor, group, overlap_pieces)
         else:
-            total = linear_scatter(inside, factor, group, dim=sequence_dim, pieces=overlap_pieces)
+            total = linear_scatter(input, factor, group, dim=sequence_dim, pieces=overlap_pieces)
     else:
-        summand = product(inside, weight, None, transposed=transposed)
+        summand = linear(input, weight, None, transposed=True) if transposed else F.linear(input, weight)
         if sequence_dim is None:
-            total = reduce_from_model_parallel_region(summand, group)
+            total = reduce_from_region(summand, group)
         else:
-            total = reduce_scatter_to_sequence_parallel_region(summand, group, dim=sequence_dim)
+            total = reduce_scatter_sequence(summand, group, sequence_dim)
     if bias is None:
         return total
     if sequence_dim is not None:  # Each rank adds it to its own part, so its gradient is a sum over the ranks.
-        (bias,) = copy_all_to_model_parallel_region(bias, group=group)
+        (bias,) = copy_many_to_region([bias], group)
     return total + bias
 
 
-def product(input: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool) -> Tensor:
-    """Computes a linear layer with a weight [outputs, features], or one that is transposed."""
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool) -> Tensor:
+    """A linear layer with a weight [outputs, features], or a transposed one."""
     if not transposed:
         return F.linear(input, weight, bias)
-    flat = input.reshape(-1, input.shape[-1])
-    output = flat @ weight if bias is None else torch.addmm(bias, flat, weight)
+    rows = input.reshape(-1, input.shape[-1])
+    output = rows @ weight if bias is None else torch.addmm(bias, rows, weight)
     return output.view(*input.shape[:-1], weight.shape[1])
 
 
-def check_features(layer: str, input_: Any, expected: int, *, mend: str = "") -> None:
-    """Refuses what is no tensor, and an input of another last dimension.
+class SharedInput(ForEachShardHook):
+    """The input of several column-parallel modules, which is brought into the region once.
 
-    Args:
-        layer: In an error.
-        input_: [..., features].
-        expected: How many features there have to be.
-        mend: What to write instead, in an error.
-
-    Raises:
-        TypeError: It is no tensor, and none on its way.
-        ValueError: It has another last dimension.
+    Modes: "copy" what all ranks have; "gather" the sequence, of which each has a part; "inside" where it is already.
     """
-    if not isinstance(input_, Tensor | Arrival):
-        raise TypeError(f"{layer}: expected a tensor [..., {expected}], got {type(input_).__name__}")
-    if not input_.shape or input_.shape[-1] != expected:
-        hint = f": {mend}" if mend else ""
-        raise ValueError(f"{layer}: expected an input [..., {expected}], got {list(input_.shape)}{hint}")
+
+    def __init__(
+        self,
+        group: Group,
+        num_readers: int,
+        mode: Literal["copy", "gather", "inside"],
+        overlap_pieces: int | None = None,
+    ) -> None:
+        self.group, self.num_readers, self.mode, self.overlap_pieces = group, num_readers, mode, overlap_pieces
+        self._inside: tuple[object, Tensor, Tensor | DeferredInput] | None = None
+        self._num_left = 0
+        self._first_readers: WeakSet[nn.Module] = WeakSet()  # of some input each, in the last forward
+
+    def to_region(self, input: Tensor, reader: nn.Module) -> Tensor | DeferredInput:
+        """Returns the input inside of the region; the same tensor for each module that brings the same input."""
+        if self.mode == "inside":
+            return input
+        if self.num_readers == 1:
+            return to_region(input, self.group, None if self.mode == "copy" else SEQUENCE_DIM, self.overlap_pieces)
+        # A tensor that was changed, or is used for another purpose, is another one.
+        state = (input._version if not input.is_inference() else 0, torch.is_grad_enabled())
+        known, self._inside = self._inside, None
+        # Where a checkpoint computes some readers again, each does what it did in the forward.
+        is_first_again = in_backward() and reader in self._first_readers
+        if known is not None and known[0] == state and known[1] is input and not is_first_again:
+            inside = known[2]
+            if not in_backward():
+                self._first_readers.discard(reader)
+        else:
+            inside, self._num_left = self._bring_in(input, reader), self.num_readers
+        self._num_left -= 1
+        if self._num_left > 0:  # The last one leaves nothing behind.
+            self._inside = (state, input, inside)
+        return inside
+
+    def reset(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Forward hook of the module that holds the readers: some of them may not have read."""
+        self._inside = None
+
+    def _bring_in(self, input: Tensor, reader: nn.Module) -> Tensor | DeferredInput:
+        overlap_pieces = self.overlap_pieces
+        if not in_backward():
+            self._first_readers.add(reader)
+        elif reader not in self._first_readers:  # A checkpoint of it alone: the forward did not overlap it either.
+            overlap_pieces = None
+        return to_region(input, self.group, None if self.mode == "copy" else SEQUENCE_DIM, overlap_pieces)
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = {name: value for name, value in self.__dict__.items() if name != "_first_readers"}
+        return {**kept, "_inside": None, "_num_left": 0}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _first_readers=WeakSet())
+
+
+def check_num_features(layer: str, input: Any, expected: int, *, fix: str = "") -> None:
+    """Refuses what is no tensor, and an input of another last dimension than `expected`."""
+    if not isinstance(input, Tensor | DeferredInput):
+        raise TypeError(f"{layer}: expected a tensor [..., {expected}], got {type(input).__name__}")
+    if not input.shape or input.shape[-1] != expected:
+        hint = f": {fix}" if fix else ""
+        raise ValueError(f"{layer}: expected an input [..., {expected}], got {list(input.shape)}{hint}")
 
 
 @untraced
-def check_parts(what: str, input_: Tensor, group: Group, split: Split, fitting: int | None, *, mend: str) -> int:
-    """Refuses an input of a row parallel layer that other ranks have divided, or in another way.
+def check_parallel_input(
+    layer: str, input: Tensor, group: Group, split: Split, checked_width: int | None, *, fix: str
+) -> int:
+    """Refuses an input of a row-parallel layer that is divided between other ranks, or in another way.
 
-    Args:
-        what: The layer, in an error.
-        input_: [..., features of this rank].
-        group: The ranks that divide the layer.
-        split: Which features each of them has.
-        fitting: What this has returned for the layer before. Only the first time, all ranks ask each other: one rank
-            alone, whose input has changed, would wait for the others in vain.
-        mend: What to write instead, in an error.
-
-    Returns:
-        The number of features, which fits.
-
-    Raises:
-        TransferError: A rank did not answer.
-        TypeError: The input is no tensor.
-        ValueError: The input does not fit, on this rank or, the first time, on another one.
+    Returns the number of features, which the caller passes as `checked_width` the next time. Only the first time all
+    ranks ask each other: one rank alone, whose input has changed later, would wait in vain.
     """
-    given: object = input_
+    given: object = input
     if not isinstance(given, Tensor):
-        raise TypeError(f"{what}: expected a tensor [..., {split.sizes[group.rank]}], got {type(given).__name__}")
-    width = input_.shape[-1] if input_.dim() else 0
-    if width == fitting:
+        raise TypeError(f"{layer}: expected a tensor [..., {split.sizes[group.rank]}], got {type(given).__name__}")
+    width = input.shape[-1] if input.dim() else 0
+    if width == checked_width:
         return width
-    others = [ranks for ranks in entered_with(input_) if ranks.ranks != group.ranks]
+    others = [ranks for ranks in region_groups(input) if ranks.ranks != group.ranks]
     if others:
         raise ValueError(
-            f"{what}: the layer is divided between ranks {list(group.ranks)}, but its input comes "
-            f"from layers that are divided between ranks {list(others[0].ranks)}: give both the same group, or let "
-            "the layer before gather its output, and pass the whole to one with input_is_parallel=False"
+            f"{layer}: the layer is divided between ranks {list(group.ranks)}, but its input comes from layers that "
+            f"are divided between ranks {list(others[0].ranks)}: give both the same group, or let the layer before "
+            "gather its output, and pass the whole to one with input_is_parallel=False"
         )
-    asks = fitting is None and group.backend != "fake"
+    asks = checked_width is None and group.backend != "fake"
     widths = [row[0] for row in exchange([width], group)] if asks else None
     expected = split.sizes
     if width != expected[group.rank] or (widths is not None and tuple(widths) != expected):
         raise ValueError(
-            f"{what}: expected the {split.total} input features to be divided as {list(expected)} between the ranks, "
-            f"got {widths or width} of them: {mend}"
+            f"{layer}: expected the {split.total} input features to be divided as {list(expected)} between the ranks, "
+            f"got {widths or width} of them: {fix}"
         )
     return width

@@ -1,8 +1,8 @@
-"""Norms on a sequence that is divided between ranks.
+"""LayerNorm and RMSNorm for sequence parallelism: their gradients are all-reduced.
 
-A norm works token by token, so each rank norms its own part. But its parameters are the same on all ranks, and each
-rank finds only its tokens' share of their gradient. Here these shares are added in the backward pass, in one message
-for all parameters of a norm: after it every rank has the whole gradient, which counts once.
+A norm works token by token, so each rank norms its own part. Its parameters are the same on all ranks, and each rank
+has only its tokens' share of their gradient. The shares are summed in the backward pass, in one message for all
+parameters of a norm: after it every rank has the full gradient, which counts once.
 """
 
 from __future__ import annotations
@@ -14,22 +14,17 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from scale_core.comm.group import GroupLike
-from scale_tp.layers.base import ParallelModule, Placement
-from scale_tp.layers.module_swap import divide
-from scale_tp.layers.replicated import SummedGradients
-from scale_tp.parallel_state import layer_group
+from scale_tp.layers.base import ParallelModule, ParamSharding
+from scale_tp.layers.module_swap import swap_class
+from scale_tp.layers.replicated import GradAllReduceMixin
+from scale_tp.parallel_state import tensor_parallel_group
 
 
 class ParallelLayerNorm(nn.LayerNorm):
     """`torch.nn.LayerNorm` for an input that is this rank's part of a sequence.
 
     Args:
-        normalized_shape: As in `torch.nn.LayerNorm`.
-        eps: As there.
-        elementwise_affine: As there.
-        bias: As there.
-        device: As there.
-        dtype: As there.
+        normalized_shape: As in `torch.nn.LayerNorm`, like all arguments but the last.
         group: The ranks that divide the sequence; None is the model axis, or this process alone.
     """
 
@@ -44,20 +39,16 @@ class ParallelLayerNorm(nn.LayerNorm):
         *,
         group: GroupLike = None,
     ) -> None:
-        ranks = layer_group(group)
+        ranks = tensor_parallel_group(group)
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
-        sum_gradients_over(self, ranks)
+        register_grad_all_reduce(self, ranks)
 
 
 class ParallelRMSNorm(nn.RMSNorm):
     """`torch.nn.RMSNorm` for an input that is this rank's part of a sequence.
 
     Args:
-        normalized_shape: As in `torch.nn.RMSNorm`.
-        eps: As there.
-        elementwise_affine: As there.
-        device: As there.
-        dtype: As there.
+        normalized_shape: As in `torch.nn.RMSNorm`, like all arguments but the last.
         group: The ranks that divide the sequence; None is the model axis, or this process alone.
     """
 
@@ -71,13 +62,13 @@ class ParallelRMSNorm(nn.RMSNorm):
         *,
         group: GroupLike = None,
     ) -> None:
-        ranks = layer_group(group)
+        ranks = tensor_parallel_group(group)
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
-        sum_gradients_over(self, ranks)
+        register_grad_all_reduce(self, ranks)
 
 
-def sum_gradients_over(module: nn.Module, group: GroupLike = None) -> nn.Module:
-    """Has the gradients of a module's own parameters summed over the ranks, each of which has a part of its input.
+def register_grad_all_reduce(module: nn.Module, group: GroupLike = None) -> nn.Module:
+    """Has the gradients of a module's own parameters all-reduced over the ranks, each of which has a part of its input.
 
     The module stays the same object, with the same names; its class becomes one that is made from it. Parameters of
     modules inside it are not meant.
@@ -96,23 +87,23 @@ def sum_gradients_over(module: nn.Module, group: GroupLike = None) -> nn.Module:
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"expected a module, such as a norm, got {type(module).__name__}")
-    ranks = layer_group(group)
-    if isinstance(module, SummedGradients):
+    ranks = tensor_parallel_group(group)
+    if isinstance(module, GradAllReduceMixin):
         raise ValueError(f"the gradients of this {type(module).__name__} are summed already: once is enough")
     if isinstance(module, ParallelModule):
         raise ValueError(
             f"expected a module whose parameters are the same on all ranks, got a {type(module).__name__} that is "
             "divided between them, and sums what has to be summed itself: leave it as it is"
         )
-    _check_own(module)
+    _check_own_parameters(module)
     if ranks.size > 1:
         own = module.named_parameters(recurse=False)
-        divide(module, SummedGradients, ranks, {name: Placement(tuple(param.shape)) for name, param in own})
+        swap_class(module, GradAllReduceMixin, ranks, {name: ParamSharding(tuple(param.shape)) for name, param in own})
     return module
 
 
-def _check_own(module: nn.Module) -> None:
-    """Refuses a module whose parameters stand in others, where their gradients would not be summed."""
+def _check_own_parameters(module: nn.Module) -> None:
+    """Refuses a module whose parameters are those of modules in it, where their gradients would not be summed."""
     kind = type(module).__name__
     if is_parametrized(module):
         names = ", ".join(module.parametrizations)  # type: ignore[arg-type]  # a ModuleDict then
@@ -124,5 +115,6 @@ def _check_own(module: nn.Module) -> None:
     if inner and not any(True for _ in module.parameters(recurse=False)):
         raise ValueError(
             f"expected a module that has parameters of its own, such as a norm, got a {kind} that has them in "
-            f"{', '.join(map(repr, inner))}: pass these, as in sum_gradients_over(module.get_submodule({inner[0]!r}))"
+            f"{', '.join(map(repr, inner))}: "
+            f"pass these, as in register_grad_all_reduce(module.get_submodule({inner[0]!r}))"
         )

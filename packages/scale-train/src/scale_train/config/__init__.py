@@ -1,4 +1,4 @@
-"""The options of the command, what they mean together, and what is refused.
+"""The options of the command, the values derived from them, and their checks.
 
 Begin with `options`.
 """

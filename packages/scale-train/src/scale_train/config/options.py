@@ -1,6 +1,6 @@
-"""Everything that can be asked of a training, as frozen dataclasses; the command line is made from them.
+"""Options of a training as frozen dataclasses, from which the command line is made.
 
-Every rank gets them whole. What they come to is in `resolve`, and what is wrong with them `validate` says.
+`resolve` derives values from them, `validate` checks them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What options come to: a device, a number of ranks, a model, pipelines, a budget of bytes."""
+"""Values derived from options: device, number of ranks, model, pipelines, budget of bytes; errors are InputErrors."""
 
 from __future__ import annotations
 
@@ -8,21 +8,17 @@ from typing import NamedTuple
 
 import torch
 
-from scale_pipe.schedules.registry import schedule_for
+from scale_pipe.schedules.registry import get_schedule
 from scale_train.config.options import Options, ParallelOptions
 from scale_train.errors import InputError
 from scale_train.model import SIZES, ModelConfig
 
-# A core can play several ranks, slowly; beyond this the ranks mostly wait for each other.
+# Ranks can share a core, slowly; beyond this they mostly wait for each other.
 MAX_RANKS_PER_CORE = 4
 
 
 def device_type(options: Options) -> str:
-    """The device to compute on, cpu or cuda.
-
-    Raises:
-        InputError: If cuda was asked for and there is none.
-    """
+    """Returns the device to compute on, cpu or cuda."""
     asked = options.parallel.device
     if asked == "cuda" and not torch.cuda.is_available():
         raise InputError("--device cuda: this machine has no CUDA device that torch can use; take --device cpu")
@@ -32,11 +28,7 @@ def device_type(options: Options) -> str:
 
 
 def num_local_ranks(options: Options) -> int:
-    """How many ranks to start on this machine.
-
-    Raises:
-        InputError: If it has fewer devices than that.
-    """
+    """Returns how many ranks to start on this machine."""
     asked, kind = options.parallel.ranks, device_type(options)
     cores = os.cpu_count() or 1
     most = torch.cuda.device_count() if kind == "cuda" else cores * MAX_RANKS_PER_CORE
@@ -53,11 +45,7 @@ def num_local_ranks(options: Options) -> int:
 
 
 def model_config(options: Options) -> ModelConfig:
-    """The model that is asked for.
-
-    Raises:
-        InputError: If the size has no such name, or its numbers do not fit each other.
-    """
+    """Returns the model's config."""
     asked = options.model
     shape = SIZES.get(asked.size)
     if shape is None:
@@ -76,17 +64,11 @@ def model_config(options: Options) -> ModelConfig:
 
 
 class PipelineShape(NamedTuple):
-    """How ranks make pipelines.
+    """How ranks form pipelines."""
 
-    Attributes:
-        ranks: In each pipeline.
-        replicas: Pipelines beside each other, with the same stages and other parts of the batch.
-        stages_per_rank: On each rank.
-    """
-
-    ranks: int
-    replicas: int
-    stages_per_rank: int
+    ranks: int  # in each pipeline
+    replicas: int  # pipelines with the same stages and other parts of the batch
+    stages_per_rank: int  # on each rank
 
     @property
     def stages(self) -> int:
@@ -95,17 +77,13 @@ class PipelineShape(NamedTuple):
 
 
 def pipeline_shape(options: ParallelOptions, num_ranks: int) -> PipelineShape:
-    """How the ranks make pipelines: as few as the stages and the schedule allow.
-
-    Raises:
-        InputError: There is no such schedule, or the stages do not suit it.
-    """
+    """Returns how ranks form pipelines: as few as the stages and the schedule allow."""
     stages, refused = options.stages, None
     for ranks in range(num_ranks, min(num_ranks, 2) - 1, -1):
         if num_ranks % ranks or (stages is None and ranks < num_ranks) or (stages is not None and stages % ranks):
             continue
         try:
-            schedule = schedule_for(options.schedule, ranks, options.chunks, stages and stages // ranks)
+            schedule = get_schedule(options.schedule, ranks, options.chunks, stages and stages // ranks)
         except ValueError as error:
             refused = refused or error
             continue
@@ -114,12 +92,12 @@ def pipeline_shape(options: ParallelOptions, num_ranks: int) -> PipelineShape:
         raise InputError(f"--schedule {options.schedule}, --stages {stages}: {refused}") from refused
     raise InputError(
         f"--stages {stages} does not divide among {num_ranks} ranks; take {num_ranks} or a multiple of it, or, for "
-        "several pipelines beside each other, a divisor of it"
+        "several pipelines, a divisor of it"
     )
 
 
 def budget_bytes(choice: str) -> int | None:
-    """The bytes of `--checkpoint-activations budget:2GiB`, or None where the choice is another word."""
+    """Returns the bytes of `--checkpoint-activations budget:2GiB`; None for another choice."""
     found = re.fullmatch(r"budget:(\d+(?:\.\d+)?)([KMG]i?B|B)", choice)
     if found is None:
         return None

@@ -1,8 +1,4 @@
-"""What is wrong with options, as far as it can be told without a tensor.
-
-`check` runs before any rank starts, so that wrong input costs a second and one line, not a start-up and one traceback
-per rank.
-"""
+"""Checks of options before any rank starts, so that wrong input costs a second and one line."""
 
 from __future__ import annotations
 
@@ -13,12 +9,8 @@ from scale_train.config.resolve import budget_bytes, model_config, pipeline_shap
 from scale_train.errors import InputError
 
 
-def check(options: Options, num_ranks: int) -> None:
-    """Finds what is wrong before anything starts.
-
-    Raises:
-        InputError: If the numbers make no training on `num_ranks` ranks.
-    """
+def check_options(options: Options, num_ranks: int) -> None:
+    """Raises InputError where options make no training on `num_ranks` ranks."""
     _check_numbers(options)
     _check_adascale(options.optimizer)
     model_config(options)
@@ -43,7 +35,7 @@ def check(options: Options, num_ranks: int) -> None:
 
 
 def _check_tensor_parallel(options: Options, num_ranks: int) -> int:
-    """Returns how many ranks, or groups of ranks that divide layers, see different parts of the batch."""
+    """Returns how many data-parallel ranks there are."""
     number, parallel = options.parallel.tensor_parallel, options.parallel
     if number < 1 or num_ranks % number:
         raise InputError(
@@ -145,8 +137,8 @@ def _check_numbers(options: Options) -> None:
         raise InputError(f"--dropout {options.model.dropout}: a number from 0 to below 1 is needed")
 
 
-def without_effect(options: Options) -> list[str]:
-    """What was asked for and changes nothing, a line for each."""
+def options_without_effect(options: Options) -> list[str]:
+    """Returns a line for each option that changes nothing."""
     lines, parallel = [], options.parallel
     if parallel.no_sync and parallel.parallel not in ("fsdp", "sharded-ddp"):
         lines.append(f"--no-sync has no effect with --parallel {parallel.parallel}")

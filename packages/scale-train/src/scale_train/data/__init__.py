@@ -1,4 +1,4 @@
-"""Text as bytes, and which part of it a rank sees at which step.
+"""Text as bytes, and the part of it that a rank sees at each step.
 
 Begin with `text`.
 """

@@ -1,7 +1,7 @@
-"""Which bytes stand in the batch of a step: the same ones at any number of ranks, and again after a resume.
+"""Sampler: the batch of each step, the same at any number of ranks and after a resume.
 
-The order is a pure function of the seed and of how many sequences were drawn so far. That one number is the whole data
-position: nothing is lost when a run is killed, and ranks need no word with each other.
+The order is a pure function of the seed and of how many sequences were drawn, which is the whole data position. Ranks
+need no communication for it.
 """
 
 from __future__ import annotations
@@ -16,34 +16,23 @@ from scale_train.errors import InputError
 
 @dataclass
 class Sampler:
-    """Draws windows of a text without replacement, in another order each epoch.
+    """Draws windows of a text without replacement, in another order each epoch."""
 
-    Attributes:
-        num_bytes: Length of the text; at least `sequence + 1`.
-        sequence: Tokens in a window; its targets are the same window one byte later.
-        seed: Of the order.
-        drawn: Sequences drawn so far by all ranks together.
-    """
-
-    num_bytes: int
-    sequence: int
-    seed: int
-    drawn: int = 0
+    num_bytes: int  # length of the text; at least `sequence + 1`
+    sequence: int  # tokens in a window; its targets are the same window one byte later
+    seed: int  # of the order
+    drawn: int = 0  # sequences drawn so far by all ranks together
     _epoch: int = field(default=-1, init=False, repr=False)
     _starts: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64), init=False, repr=False)
 
     @property
     def windows(self) -> int:
         """Windows in an epoch."""
-        # One window less than would fit, where more than one fits, leaves room for another shift in each epoch.
+        # One less than would fit, where several fit, leaves room for another shift in each epoch.
         return max(1, (self.num_bytes - 1) // self.sequence - 1)
 
     def starts(self, batch: int) -> Tensor:
-        """Draws the global batch of a step, and moves on.
-
-        Returns:
-            `[batch]`, int64: where each window starts.
-        """
+        """Draws the global batch of a step: where each window starts, `[batch]`, int64."""
         starts = torch.stack([self._start(index) for index in range(self.drawn, self.drawn + batch)])
         self.drawn += batch
         return starts
@@ -59,15 +48,11 @@ class Sampler:
         return self._starts[position]
 
     def state(self) -> dict[str, int]:
-        """The data position, as numbers for a JSON file."""
+        """Returns the data position, as JSON."""
         return {"num_bytes": self.num_bytes, "sequence": self.sequence, "seed": self.seed, "drawn": self.drawn}
 
     def load_state(self, state: dict[str, int]) -> None:
-        """Goes on where `state` was taken.
-
-        Raises:
-            InputError: If it belongs to another order of the data.
-        """
+        """Goes on from a `state`; an InputError where it belongs to another order of the data."""
         for name in ("num_bytes", "sequence", "seed"):
             if state[name] != getattr(self, name):
                 raise InputError(
@@ -78,14 +63,7 @@ class Sampler:
 
 
 def slice_of_rank(starts: Tensor, rank: int, num_ranks: int, accumulate: int) -> Tensor:
-    """One rank's part of a global batch, cut into micro-batches.
-
-    Args:
-        starts: `[batch]`, with `batch` a multiple of `num_ranks * accumulate`.
-
-    Returns:
-        `[accumulate, batch / num_ranks / accumulate]`. All ranks' parts, one after the other, are `starts` again.
-    """
+    """Returns a rank's micro-batches of a global batch: `[batch]` to `[accumulate, batch / num_ranks / accumulate]`."""
     return starts.view(num_ranks, accumulate, -1)[rank]
 
 
@@ -98,11 +76,6 @@ class Batch:
 
 
 def windows_at(text: Tensor, starts: Tensor, sequence: int) -> Batch:
-    """Cuts windows out of a text.
-
-    Args:
-        text: `[bytes]`, uint8.
-        starts: `[batch]`, int64.
-    """
+    """Returns the windows of `text`, uint8 `[bytes]`, at `starts`, int64 `[batch]`."""
     windows = text[starts.unsqueeze(1) + torch.arange(sequence + 1)].long()
     return Batch(windows[:, :-1].contiguous(), windows[:, 1:].contiguous())

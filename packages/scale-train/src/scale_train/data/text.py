@@ -1,4 +1,4 @@
-"""Real text on every machine: which bytes a model learns from, and which it never sees before it is judged.
+"""Text as bytes: a training and a held-out part of files.
 
 The default needs no download: the source files of the running Python's own standard library. Files are read in sorted
 order and joined by a zero byte, so that the same files give the same text everywhere, and a zero byte means "a file
@@ -26,24 +26,16 @@ SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "t
 
 @dataclass(frozen=True)
 class Text:
-    """A corpus of bytes in two parts.
+    """A corpus of bytes in two parts."""
 
-    Attributes:
-        train: `[train bytes]`, uint8.
-        held_out: `[held-out bytes]`, uint8; no byte of it stands in `train`.
-        num_files: Files that were read.
-        source: Where they came from, for people.
-        split: How the two parts were divided, for people.
-    """
-
-    train: Tensor
-    held_out: Tensor
+    train: Tensor  # uint8 `[train bytes]`
+    held_out: Tensor  # uint8 `[held-out bytes]`; none of it is in `train`
     num_files: int
-    source: str
-    split: str
+    source: str  # for messages
+    split: str  # for messages
 
     def fingerprint(self) -> str:
-        """SHA-256 of both parts: equal exactly where the text and its split are equal."""
+        """SHA-256 of both parts."""
         digest = hashlib.sha256()
         for part in (self.train, self.held_out):
             digest.update(len(part).to_bytes(8, "little"))
@@ -51,7 +43,7 @@ class Text:
         return digest.hexdigest()
 
     def describe(self) -> str:
-        """One line: how much there is and how it is split."""
+        """Size and split, in one line."""
         total = len(self.train) + len(self.held_out)
         return (
             f"{self.source}: {total / 1e6:.1f} MB in {self.num_files} file{'s' if self.num_files > 1 else ''}; "
@@ -63,12 +55,9 @@ def read_text(paths: Sequence[Path] = ()) -> Text:
     """Reads files and folders, or the standard library's sources where none are named.
 
     Folders are walked in sorted order, without hidden entries, tests and files that are no text.
-
-    Raises:
-        InputError: If a path does not exist or cannot be read, or if there is no text in it.
     """
     if paths:
-        # Each file once, by its real path, over all paths: read twice it could stand in both parts.
+        # Each file once, by its real path: read twice it could be in both parts.
         seen: set[Path] = set()
         files = [file for path in paths for file in _files_of(path, seen)]
         source = ", ".join(str(path) for path in paths)
@@ -97,7 +86,7 @@ def _files_of(path: Path, seen: set[Path]) -> list[Path]:
 
 
 def _is_new(path: Path, seen: set[Path]) -> bool:
-    """Whether no path before led to this file; remembers it."""
+    """Whether no earlier path led to this file; remembers it."""
     real = path.resolve()
     is_new = real not in seen
     seen.add(real)
@@ -114,7 +103,7 @@ def _walk(folder: Path, seen: set[Path]) -> Iterator[Path]:
 
 
 def _read(file: Path, *, named: bool) -> bytes:
-    """The bytes of a file; nothing for one that only happened to lie in a folder and is no text."""
+    """The bytes of a file; none of a file in a folder that is no text."""
     try:
         content = file.read_bytes()
     except OSError as error:
@@ -149,11 +138,7 @@ def _as_tensor(content: bytes) -> Tensor:
 
 
 def check_length(text: Text, sequence: int) -> None:
-    """Finds out whether there is text enough.
-
-    Raises:
-        InputError: If a part of the text holds no sequence and the byte after it.
-    """
+    """Raises InputError where a part of the text holds no sequence and the byte after it."""
     for name, part in (("training", text.train), ("held-out", text.held_out)):
         if len(part) < sequence + 1:
             raise InputError(

@@ -1,4 +1,4 @@
-"""How the packages are put around a model: sharded, in stages, divided, with activation checkpointing and AdaScale.
+"""The packages around a model: data, pipeline and tensor parallelism, activation checkpointing, AdaScale.
 
 Begin with `engine`.
 """

@@ -1,4 +1,4 @@
-"""What the blocks of a model do with their activations, as the command line asks for it."""
+"""Activation checkpointing and offload of blocks, by the options of the command line."""
 
 from __future__ import annotations
 
@@ -18,14 +18,7 @@ CHOICES = ("none", "all", "selective")
 
 
 def checkpoint_blocks(model: GPT, choice: str, *, offload: bool) -> None:
-    """Checkpoints each block of a model, before or after it is spread over ranks.
-
-    Args:
-        model: Changed in place.
-        choice: One of `CHOICES`: keep everything, nothing but each block's input, or that and what is dear. A budget is
-            for `plan_blocks`.
-        offload: Move what is kept to the host until the backward pass.
-    """
+    """Checkpoints each block, before or after it is sharded; a budget is for `plan_blocks`."""
     if budget_bytes(choice) is not None:
         return
     assert choice in CHOICES, choice
@@ -37,41 +30,32 @@ def checkpoint_blocks(model: GPT, choice: str, *, offload: bool) -> None:
 
 
 def plan_blocks(model: GPT, options: Options, group: Group) -> None:
-    """Plans what each block keeps, if a budget is asked for: measured on rank 0, and the same on all ranks.
-
-    Args:
-        model: Whole, where it will train; changed in place.
-        options: Say the budget, and the shape of a micro-batch.
-        group: All ranks.
-
-    Raises:
-        InputError: No plan fits the budget. On all ranks.
-    """
+    """With a budget, plans what each block keeps: measured on rank 0, the same on all ranks; an InputError on all."""
     budget = budget_bytes(options.parallel.checkpoint_activations)
     if budget is None:
         return
     device = model.embedding.weight.device
     sequences = max(1, options.data.batch // (group.size * options.parallel.accumulate))
     tokens = torch.zeros(sequences, options.data.sequence, dtype=torch.int64, device=device)
-    # fp32 master weights are the model's own; Adam keeps two more numbers for each, on one rank or shared by all.
+    # fp32 master weights are the model's own; Adam keeps two more numbers for each, sharded or not.
     shared = options.parallel.parallel in ("oss", "sharded-ddp")
     adam_bytes = sum(8 * param.numel() for param in model.parameters()) // (group.size if shared else 1)
     plan: MemoryPlan | None = None
-    told = ""
+    problem = ""
     if group.rank == 0:
         try:
-            plan = plan_memory(model, (tokens, tokens), budget, beside_bytes=adam_bytes)
+            plan = plan_memory(model, (tokens, tokens), budget, other_bytes=adam_bytes)
         except BudgetError as error:
-            told = (
-                f"no plan fits: a step, with Adam's state, takes at least {error.least_bytes} bytes; write "
-                f"--checkpoint-activations budget:{error.least_bytes}B, or take a smaller --batch or --sequence"
+            problem = (
+                f"no plan fits: a step, with Adam's state, takes at least {error.minimum_bytes} bytes; write "
+                f"--checkpoint-activations budget:{error.minimum_bytes}B, or take a smaller --batch or --sequence"
             )
     if group.process_group is not None:
-        said: list[Any] = [plan, told]
-        dist.broadcast_object_list(said, group_src=0, group=group.process_group)
-        plan, told = said
+        message: list[Any] = [plan, problem]
+        dist.broadcast_object_list(message, group_src=0, group=group.process_group)
+        plan, problem = message
     if plan is None:
-        raise InputError(f"--checkpoint-activations {options.parallel.checkpoint_activations}: {told}")
+        raise InputError(f"--checkpoint-activations {options.parallel.checkpoint_activations}: {problem}")
     apply_plan(model, plan)
 
 

@@ -1,7 +1,7 @@
-"""--adascale: a training that is counted in steps of a smaller batch, whose learning rate and schedule it has.
+"""--adascale: `--steps`, `--warmup` and `--lr` are those of a smaller batch.
 
-AdaScale multiplies the learning rate by what a step of the whole batch is worth. So `--steps` and `--warmup` are steps
-of the smaller batch, and the training is over when what its steps were worth sums up to them.
+AdaScale multiplies the learning rate by its gain, the steps of the smaller batch that a step of the whole batch is
+worth. The training is over when the gains sum up to `--steps`.
 """
 
 from __future__ import annotations
@@ -18,27 +18,18 @@ from scale_train.config.options import Options
 from scale_train.parallelize.engine import Engine
 
 
-class Worth(NamedTuple):
-    """What AdaScale knows after a step.
+class AdaScaleStats(NamedTuple):
+    """Estimates of AdaScale after a step."""
 
-    Attributes:
-        gain: Steps of the smaller batch that the step was worth.
-        useful_steps: The sum of all gains.
-        noise_scale: Of the gradient, in sequences; None where it is not known yet, or infinite, as are the two below.
-        noise_scale_low: The lower end of its interval of 95 %.
-        noise_scale_high: The upper one.
-        critical_batch: Sequences in a batch above which more of them stop to pay.
-        suggested_batch: Those of the batch with which the training would go forward fastest on these ranks, by the
-            seconds of a pass and of a step; None where a step is one pass or one of a pipeline, and where the noise
-            scale is not known.
-    """
-
-    gain: float
-    useful_steps: float
+    gain: float  # steps of the smaller batch that the step is worth
+    useful_steps: float  # the sum of all gains
+    # Of the gradient, in sequences; None where it is not known yet, or infinite, as are the two below.
     noise_scale: float | None
-    noise_scale_low: float | None
-    noise_scale_high: float | None
-    critical_batch: int | None
+    noise_scale_low: float | None  # the lower end of its interval of 95 %
+    noise_scale_high: float | None  # the upper one
+    critical_batch: int | None  # sequences in a batch above which more of them stop to pay
+    # The batch with which the training would be fastest on these ranks, by measured seconds; None where a step is one
+    # micro-batch or one of a pipeline, and where the noise scale is not known.
     suggested_batch: int | None
 
 
@@ -58,26 +49,20 @@ def with_adascale(engine: Engine, options: Options) -> Optimizer:
     )
 
 
-def steps_done(optimizer: Optimizer, steps: int) -> int:
-    """Steps of the schedule that are done: as many as were taken, or with AdaScale as they were worth."""
+def schedule_steps_done(optimizer: Optimizer, steps: int) -> int:
+    """Steps of the schedule that are done: those taken, or with AdaScale the sum of gains."""
     return int(optimizer.progress) if isinstance(optimizer, AdaScale) else steps
 
 
-def worth_of(optimizer: Optimizer, batch: int, seconds: Mapping[int, float]) -> Worth | None:
-    """What AdaScale knows, if it is there.
-
-    Args:
-        optimizer: What steps.
-        batch: Sequences of a step of all ranks.
-        seconds: Measured seconds of a step by batch, of two sizes at least; or nothing.
-    """
+def adascale_stats(optimizer: Optimizer, batch: int, seconds: Mapping[int, float]) -> AdaScaleStats | None:
+    """Returns the estimates after a step; None without AdaScale. `seconds` of a step are by batch size."""
     if not isinstance(optimizer, AdaScale):
         return None
     base = batch / optimizer.scale
     noise = optimizer.noise_scale(base)
     known = math.isfinite(noise.value)
     best = suggest_batch_size(seconds, noise.value, base).batch_size if known and len(seconds) > 1 else None
-    return Worth(
+    return AdaScaleStats(
         gain=optimizer.gain(),
         useful_steps=optimizer.progress,
         noise_scale=_if_finite(noise.value),
@@ -92,6 +77,6 @@ def _if_finite(number: float) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def is_of_adascale(option: str) -> bool:
-    """Whether an option of a parameter group is what AdaScale keeps there, and no word of the command line."""
+def is_adascale_option(option: str) -> bool:
+    """Whether an option of a parameter group is AdaScale's own."""
     return option.startswith("adascale")

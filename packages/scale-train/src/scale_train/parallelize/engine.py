@@ -1,7 +1,6 @@
-"""One model and its optimizer, six ways to spread them over ranks, behind the few verbs that the training loop needs.
+"""Engine: a model and its optimizer under each `--parallel`, with the same methods for the trainer.
 
-The loop reads the same for all: call the model, go backward, clip, step. What differs between fully sharded, sharded in
-part, replicated, in stages and plain stands here and nowhere else.
+The trainer reads the same for all: call the model, go backward, clip, step. What differs is here.
 """
 
 from __future__ import annotations
@@ -23,45 +22,35 @@ from scale_oss import OSS, ShardedDataParallel
 from scale_train.config.options import OptimizerOptions, ParallelOptions
 from scale_train.model import GPT, Block
 from scale_train.parallelize.activations import checkpoint_blocks
-from scale_train.parallelize.pipeline import Pipeline
-from scale_train.parallelize.tensor import Axes, divide_blocks, two_axes
-from scale_train.reporting.reporters import Told
+from scale_train.parallelize.pipeline import PipelineEngine
+from scale_train.parallelize.tensor import MeshAxes, mesh_axes, parallelize_blocks
+from scale_train.reporting.reporters import ProgressCallback
 
 
 @dataclass(frozen=True)
 class Engine:
-    """A model and its optimizer that are spread over the ranks of a group.
+    """A model and its optimizer on the ranks of a group."""
 
-    Attributes:
-        model: What is called: the model itself, or the module around it that spreads it.
-        plain: The model itself, whose `named_parameters` have the plain names; local shards with fsdp, and with pipe
-            the stages of this rank.
-        optimizer: Of the whole model, or of this rank's part of it.
-        options: How they are spread.
-        device: Where the model computes.
-        axes: The ranks that see other parts of the batch, and those that divide this one's layers.
-    """
-
-    model: nn.Module
-    plain: GPT | Pipeline
+    model: nn.Module  # what is called: `raw_model`, or DDP or ShardedDataParallel around it
+    raw_model: GPT | PipelineEngine  # with the plain names; local shards with fsdp, this rank's stages with pipe
     optimizer: Optimizer
     options: ParallelOptions
     device: torch.device
-    axes: Axes
+    axes: MeshAxes
 
     @property
-    def pipeline(self) -> Pipeline | None:
-        """The model, if it is in stages: then all ranks see the same batch."""
-        return self.plain if isinstance(self.plain, Pipeline) else None
+    def pipeline(self) -> PipelineEngine | None:
+        """The model, if it is a pipeline: then all ranks see the same batch."""
+        return self.raw_model if isinstance(self.raw_model, PipelineEngine) else None
 
-    def computing(self) -> AbstractContextManager[object]:
-        """Around each forward pass: the precision, where the model does not see to it itself."""
+    def autocast(self) -> AbstractContextManager[object]:
+        """Around each forward: the precision, where the model does not cast itself."""
         if self.options.precision == "bf16" and self.options.parallel != "fsdp":
             return torch.autocast(self.device.type, dtype=torch.bfloat16)
         return nullcontext()
 
-    def syncing(self, *, last: bool) -> AbstractContextManager[object]:
-        """Around each micro-batch: gradients are reduced at the last one only, where waiting costs no memory."""
+    def gradient_sync(self, *, last: bool) -> AbstractContextManager[object]:
+        """Around each micro-batch: reduces gradients at the last one only, where that costs no memory."""
         if last:
             return nullcontext()
         if isinstance(self.model, DistributedDataParallel):
@@ -76,48 +65,46 @@ class Engine:
         if isinstance(self.optimizer, OSS):
             return self.optimizer.clip_grad_norm(max_norm)
         if self.options.parallel == "fsdp":
-            norm: Tensor = self.plain.clip_grad_norm_(max_norm)  # type: ignore[operator]
+            norm: Tensor = self.raw_model.clip_grad_norm_(max_norm)  # type: ignore[operator]
             return norm
         if self.pipeline is not None:
             return self.pipeline.clip(max_norm)
         if self.axes.tensor.size > 1:
-            return clip_grad_norm(self.plain.parameters(), max_norm)
-        return nn.utils.clip_grad_norm_(self.plain.parameters(), max_norm)
+            return clip_grad_norm(self.raw_model.parameters(), max_norm)
+        return nn.utils.clip_grad_norm_(self.raw_model.parameters(), max_norm)
 
     def params(self) -> list[nn.Parameter]:
         """The parameters as they are after the last step; local shards with fsdp."""
         if isinstance(self.optimizer, OSS):
-            self.optimizer.wait()  # What other ranks have updated may still be on its way.
-        return list(self.plain.parameters())
+            self.optimizer.wait()  # Gathers of what other ranks have updated may still run.
+        return list(self.raw_model.parameters())
 
-    def with_gradients(self) -> list[nn.Parameter]:
-        """What has the averaged gradients when the optimizer steps."""
+    def params_with_gradients(self) -> list[nn.Parameter]:
+        """The parameters that have gradients when the optimizer steps."""
         return self.optimizer.params_with_gradients if isinstance(self.optimizer, OSS) else self.params()
 
 
-def spread(
+def parallelize_gpt(
     model: GPT,
     options: ParallelOptions,
     optimizer_options: OptimizerOptions,
     group: Group,
     device: torch.device,
-    progress: Told | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Engine:
-    """Puts a model on the device, spreads it as asked and makes its optimizer; the model must be equal on all ranks.
+    """Moves a model, equal on all ranks, to the device, parallelizes it and makes its optimizer.
 
-    With pipe the device gets this rank's stages alone.
-
-    With fsdp the model may be on the meta device: its units are then given values one by one, and `progress` is told.
-    One whose layers are to be divided is whole.
+    With pipe or fsdp it may be on the meta device, but not with tensor parallelism; with fsdp `progress` is called
+    after each unit was initialized.
     """
     checkpoint_blocks(model, options.checkpoint_activations, offload=options.offload_activations)
     if options.parallel == "pipe":
-        pipeline = Pipeline(model, options, group, device)
+        pipeline = PipelineEngine(model, options, group, device)
         optimizer = _make_optimizer(pipeline, options, optimizer_options, group)
-        return Engine(pipeline, pipeline, optimizer, options, device, Axes(group, Group()))
-    axes = two_axes(group, options.tensor_parallel)
+        return Engine(pipeline, pipeline, optimizer, options, device, MeshAxes(group, Group()))
+    axes = mesh_axes(group, options.tensor_parallel)
     pieces = options.overlap_pieces
-    divide_blocks(model, axes, sequence_parallel=options.sequence_parallel, overlap_pieces=pieces)
+    parallelize_blocks(model, axes, sequence_parallel=options.sequence_parallel, overlap_pieces=pieces)
     group = axes.data
     if options.parallel == "fsdp":
         _shard(model, options, group, device, progress)
@@ -133,9 +120,9 @@ def spread(
 
 
 def _shard(
-    model: GPT, options: ParallelOptions, group: Group, device: torch.device, progress: Told | None = None
+    model: GPT, options: ParallelOptions, group: Group, device: torch.device, progress: ProgressCallback | None = None
 ) -> None:
-    """Each block is a unit of its own, and the rest (embedding, last norm, head) is the outer unit."""
+    """Each block is a unit, and the rest (embedding, last norm, head) is the root unit."""
     if not model.embedding.weight.is_meta:
         model.to(device)
     fully_shard_modules(
@@ -146,7 +133,7 @@ def _shard(
         reshard_after_forward=options.reshard_after_forward,
         mixed_precision=options.precision == "bf16"
         and MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-        init=model.initialise,
+        init=model.init_weights,
         compute_device=device,
     )
 
@@ -156,7 +143,7 @@ def _make_optimizer(
 ) -> AdamW | OSS:
     """AdamW, with weight decay on matrices only."""
     params = list(model.parameters())
-    # The whole parameter's shape: a local shard may have fewer dimensions, and must not change its group for it.
+    # The full shape: a local shard may have fewer dimensions.
     matrices = [param for param in params if len(full_shape(param)) >= 2]
     vectors = [param for param in params if len(full_shape(param)) < 2]
     groups = [

@@ -1,8 +1,7 @@
-"""Blocks whose layers are divided between ranks, beside whatever spreads the model over the others.
+"""Tensor parallelism of the blocks on one axis of a mesh; the other axis is data parallel.
 
-The ranks stand in two axes. Those of the tensor axis, which are next to each other, see the same batch and divide the
-layers of each block; those of the data axis see other parts of the batch. The embedding of bytes is small, and stays
-whole on each rank.
+Ranks of the tensor axis, which are next to each other, see the same batch. The embedding of bytes is small, and is
+replicated.
 """
 
 from __future__ import annotations
@@ -25,41 +24,33 @@ PLAN: Plan = {
     "blocks.*.feed_out": "rowwise",
     r"blocks\.\d+\.(attention|feed)_norm": "replicate",
 }
-"""How the layers of a block are divided: two sums in its forward and two in its backward pass."""
+"""Two all-reduces in the forward of a block and two in its backward."""
 
 _RULE = AttentionRule("scale-train's GPT", fused=("qkv",), heads=("heads",))
 
 
-class Axes(NamedTuple):
-    """The ranks in two axes, as one of them sees them.
-
-    Attributes:
-        data: Those that see other parts of the batch.
-        tensor: Those that divide the layers.
-    """
+class MeshAxes(NamedTuple):
+    """The groups of a rank on the axes of the mesh."""
 
     data: Group
     tensor: Group
 
 
-def two_axes(group: Group, num_tensor: int) -> Axes:
-    """Returns the axes of this rank; all ranks of the group call it together.
-
-    Args:
-        group: All ranks, `num_tensor` of which divide a layer each time.
-        num_tensor: A divisor of their number.
-    """
+def mesh_axes(group: Group, num_tensor: int) -> MeshAxes:
+    """Returns the axes of this rank, `num_tensor` ranks on the tensor axis; called on all ranks."""
     if num_tensor == 1:
-        return Axes(group, Group())
+        return MeshAxes(group, Group())
     if num_tensor == group.size:
-        return Axes(Group(), group)
+        return MeshAxes(Group(), group)
     numbers = torch.tensor(group.ranks).view(-1, num_tensor)
     mesh = DeviceMesh("cpu" if group.backend == "gloo" else "cuda", numbers, mesh_dim_names=("data", "tensor"))
-    return Axes(group_of(mesh["data"]), group_of(mesh["tensor"]))
+    return MeshAxes(group_of(mesh["data"]), group_of(mesh["tensor"]))
 
 
-def divide_blocks(model: GPT, axes: Axes, *, sequence_parallel: bool, overlap_pieces: int | None = None) -> None:
-    """Divides the blocks of a model, in place, that is whole and equal on all ranks."""
+def parallelize_blocks(
+    model: GPT, axes: MeshAxes, *, sequence_parallel: bool, overlap_pieces: int | None = None
+) -> None:
+    """Shards the layers of the blocks, in place, of a full model that is equal on all ranks."""
     if axes.tensor.size > 1:
         parallelize(
             model,

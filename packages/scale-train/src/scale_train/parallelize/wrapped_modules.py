@@ -1,4 +1,4 @@
-"""Modules of a model, chosen by their names, each checkpointed and sharded: one call for a configuration file to make.
+"""`with_wrapped_modules`: checkpoints and shards modules by their names, in one call for a configuration file.
 
 The name and the arguments are those by which users of Tango know it. Patterns come as a set, which has no order, and
 may match modules inside of each other: here children always come before their parents, so that the units are the same
@@ -7,16 +7,15 @@ whatever the order of the set.
 
 from __future__ import annotations
 
-import difflib
-import re
 from collections.abc import Collection, Iterator
 from typing import TypeVar
 
 from torch import nn
 
 from scale_checkpoint import checkpoint_wrapper, is_checkpointed
+from scale_checkpoint.wrapper import modules_by_name
 from scale_fsdp import FSDPConfig, fully_shard
-from scale_fsdp.unit import unit_of
+from scale_fsdp.runtime.unit import unit_of
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -62,7 +61,8 @@ def with_wrapped_modules(
             "with_wrapped_modules: neither fsdp_config nor activation_checkpointing is given, so nothing would be "
             "done: write fsdp_config=FSDPConfig(), activation_checkpointing=True, or both"
         )
-    chosen = _matching(model, sorted(modules_to_wrap))
+    matched = set(modules_by_name(model, sorted(modules_to_wrap), "modules_to_wrap"))
+    chosen = [module for module in _children_first(model, set()) if module in matched]
     for module in chosen:
         _check_is_plain(module, fsdp_config is not None, activation_checkpointing)
     for module in chosen:
@@ -71,41 +71,6 @@ def with_wrapped_modules(
         if fsdp_config is not None:
             fully_shard(module, **fsdp_config.as_kwargs())
     return model
-
-
-def _matching(model: nn.Module, patterns: Collection[str]) -> list[nn.Module]:
-    """The modules that a pattern matches, each once, children before parents."""
-    names: dict[nn.Module, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        if name:
-            names.setdefault(module, []).append(name)
-    chosen: set[nn.Module] = set()
-    for pattern in patterns:
-        try:
-            whole = re.compile(pattern)
-        except re.error as error:
-            raise ValueError(f"modules_to_wrap: {pattern!r} is no regular expression: {error}") from error
-        matched = {module for module, called in names.items() if any(map(whole.fullmatch, called))}
-        runs = {module for module in matched if not isinstance(module, nn.ModuleList | nn.ModuleDict)}
-        if not runs:
-            raise ValueError(f"modules_to_wrap: {pattern!r} {_why_nothing(pattern, matched, names)}")
-        chosen |= runs
-    return [module for module in _children_first(model, set()) if module in chosen]
-
-
-def _why_nothing(pattern: str, matched: set[nn.Module], names: dict[nn.Module, list[str]]) -> str:
-    if matched:
-        module = next(iter(matched))
-        name = names[module][0]
-        inside = re.escape(name) + r"\.[^.]+"
-        return (
-            f"matches only '{name}', a {type(module).__name__}, which is never called: match what it holds, r'{inside}'"
-        )
-    every = [name for called in names.values() for name in called]
-    plain = re.sub(r"\\d[+*]?|\[[^]]*\][+*]?", "0", pattern).replace("\\", "")
-    near = difflib.get_close_matches(plain, every, n=5)
-    listed = ", ".join(map(repr, near or every[:8]))
-    return f"matches the name of no module; {'near names in the model' if near else 'the model has'}: {listed}"
 
 
 def _children_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:

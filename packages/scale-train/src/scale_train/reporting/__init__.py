@@ -1,4 +1,4 @@
-"""What a run says: lines, files, a picture and the summary at its end.
+"""Reports of a run: lines, metrics file, plot and the summary at its end.
 
 Begin with `reporters`.
 """

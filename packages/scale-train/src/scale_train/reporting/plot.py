@@ -1,4 +1,4 @@
-"""loss.png: the training in one picture."""
+"""`loss.png`: loss, gain and noise scale over the steps."""
 
 from __future__ import annotations
 
@@ -18,15 +18,7 @@ if TYPE_CHECKING:
 def plot_loss(metrics: Path, picture: Path) -> None:
     """Draws the loss of the training batches and of the held-out text over the steps, both in bits per byte.
 
-    With --adascale the gain, too, and below it the noise scale with its interval, which is about the critical batch,
-    and the batch that was suggested.
-
-    Args:
-        metrics: A `metrics.jsonl`.
-        picture: Where the PNG goes; replaced, as a whole, if it is there.
-
-    Raises:
-        OSError: It cannot be written; what was there stays.
+    With --adascale the gain, too, and below it the noise scale with its interval and the suggested batch.
     """
     figure = draw(read_metrics(metrics))
     partial = picture.with_name(f"{picture.name}.partial")

@@ -1,8 +1,4 @@
-"""What a person, or a program, sees of a training while it runs.
-
-Rank 0 speaks; the others are silent. On a terminal that is a bar; in a log file plain lines; for machines one JSON
-object per line. All say the same things, and `Metrics` keeps them on disk.
-"""
+"""Reporters of a training on rank 0: progress bar, plain lines, JSON lines, metrics file, TensorBoard."""
 
 from __future__ import annotations
 
@@ -13,12 +9,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from scale_train.memory import in_words
+from scale_train.memory import format_bytes
 from scale_train.reporting.metrics import MetricsFile
 
 _SCALARS = (
@@ -29,102 +25,65 @@ _SCALARS = (
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step, as all ranks together saw it.
+    """Numbers of one step, over all ranks."""
 
-    Attributes:
-        step: Steps done, this one included.
-        steps: Steps of the whole training.
-        loss: Nats per token, the mean over the global batch.
-        learning_rate: Of this step.
-        gradient_norm: Before clipping; None without clipping.
-        tokens_per_second: Of all ranks, since the last record.
-        peak_memory_bytes: The most memory of each rank so far.
-        seconds_left: Until the last step, at the speed of this run so far.
-        gain: With --adascale, steps of the smaller batch that this one was worth.
-        useful_steps: With it, the sum of all gains.
-        noise_scale: With it, that of the gradient, in sequences; None, as are those below, where it is not known.
-        noise_scale_low: The lower end of its interval of 95 %.
-        noise_scale_high: The upper one, if it is finite.
-        critical_batch: Sequences in a batch above which more of them stop to pay.
-        suggested_batch: Sequences in the batch with which the training would go forward fastest, if that is known.
-    """
-
-    step: int
-    steps: int
-    loss: float
-    learning_rate: float
-    gradient_norm: float | None
-    tokens_per_second: float
-    peak_memory_bytes: tuple[int, ...]
-    seconds_left: float
-    gain: float | None = None
-    useful_steps: float | None = None
+    step: int  # steps done, this one included
+    steps: int  # steps of the whole training
+    loss: float  # nats per token, the mean over the global batch
+    learning_rate: float  # of this step
+    gradient_norm: float | None  # before clipping; None without clipping
+    tokens_per_second: float  # of all ranks, since the last record
+    peak_memory_bytes: tuple[int, ...]  # the most memory of each rank so far
+    seconds_left: float  # until the last step, at the speed of this run so far
+    gain: float | None = None  # with --adascale, steps of the smaller batch that this one was worth
+    useful_steps: float | None = None  # with it, the sum of all gains
+    # With it, that of the gradient, in sequences; None, as are those below, where it is not known.
     noise_scale: float | None = None
-    noise_scale_low: float | None = None
-    noise_scale_high: float | None = None
-    critical_batch: int | None = None
+    noise_scale_low: float | None = None  # the lower end of its interval of 95 %
+    noise_scale_high: float | None = None  # the upper one, if it is finite
+    critical_batch: int | None = None  # sequences in a batch above which more of them stop to pay
+    # Sequences in the batch with which the training would go forward fastest, if that is known.
     suggested_batch: int | None = None
 
 
 @dataclass(frozen=True)
 class EvaluationRecord:
-    """The held-out text, judged after a step.
+    """An evaluation of the held-out text."""
 
-    Attributes:
-        step: Steps done.
-        held_out_bits_per_byte: Mean over the held-out windows.
-    """
-
-    step: int
-    held_out_bits_per_byte: float
+    step: int  # steps done
+    held_out_bits_per_byte: float  # mean over the held-out windows
 
 
-class Reporter(Protocol):
-    """Anyone who wants to hear how the training goes."""
+class Reporter:
+    """Receives what happens in a training, and reports nothing itself: the one of all ranks but 0."""
 
     def note(self, text: str) -> None:
-        """Something happened that people should know."""
+        """A line for people."""
 
     def advance(self, step: int) -> None:
-        """A step is done; called for every one."""
+        """Called after every step."""
 
     def step(self, record: StepRecord) -> None:
-        """The numbers of a step; called for some."""
+        """Called every `log_every` steps."""
 
     def evaluation(self, record: EvaluationRecord) -> None:
-        """The held-out text was judged."""
+        """Called after an evaluation."""
 
     def end(self, lines: list[str], facts: Mapping[str, Any]) -> None:
-        """The training is over: its report for people, and the same for machines."""
+        """Called at the end with the summary, as lines for people and as JSON."""
 
     def close(self) -> None:
-        """Nothing more will come, whether the training ended or not."""
+        """Called last, after an error as well."""
 
 
-class Silent:
-    """Hears everything and says nothing: the other ranks."""
-
-    def note(self, text: str) -> None: ...
-
-    def advance(self, step: int) -> None: ...
-
-    def step(self, record: StepRecord) -> None: ...
-
-    def evaluation(self, record: EvaluationRecord) -> None: ...
-
-    def end(self, lines: list[str], facts: Mapping[str, Any]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class Plain(Silent):
-    """One line per record."""
+class PlainReporter(Reporter):
+    """Prints one line per record."""
 
     def note(self, text: str) -> None:
         print(text, flush=True)
 
     def step(self, record: StepRecord) -> None:
-        print(f"step {record.step}/{record.steps}  {_words(record)}", flush=True)
+        print(f"step {record.step}/{record.steps}  {_format_step(record)}", flush=True)
 
     def evaluation(self, record: EvaluationRecord) -> None:
         print(f"step {record.step}  held out {record.held_out_bits_per_byte:.3f} bits per byte", flush=True)
@@ -133,8 +92,8 @@ class Plain(Silent):
         print("\n".join(["", *lines]), flush=True)
 
 
-class Json(Silent):
-    """One JSON object per line, each with an "event"."""
+class JsonReporter(Reporter):
+    """Prints one JSON object per line, each with an "event"."""
 
     def note(self, text: str) -> None:
         self._print("note", {"text": text})
@@ -152,8 +111,8 @@ class Json(Silent):
         print(json.dumps({"event": event, **facts}), flush=True)
 
 
-class Bar(Silent):
-    """A progress bar on a terminal; notes and evaluations scroll by above it."""
+class ProgressBarReporter(Reporter):
+    """A progress bar on a terminal, with notes and evaluations above it."""
 
     def __init__(self, steps: int, first_step: int, console: Console | None = None) -> None:
         self._progress = Progress(
@@ -172,7 +131,7 @@ class Bar(Silent):
         self._progress.update(self._task, completed=step)
 
     def step(self, record: StepRecord) -> None:
-        self._progress.update(self._task, description=_words(record))
+        self._progress.update(self._task, description=_format_step(record))
 
     def evaluation(self, record: EvaluationRecord) -> None:
         self.note(f"step {record.step}: held out {record.held_out_bits_per_byte:.3f} bits per byte")
@@ -186,8 +145,8 @@ class Bar(Silent):
         self._progress.stop()
 
 
-class Metrics(Silent):
-    """Keeps the records in `metrics.jsonl`."""
+class MetricsReporter(Reporter):
+    """Writes the records to `metrics.jsonl`."""
 
     def __init__(self, file: MetricsFile) -> None:
         self._file = file
@@ -199,7 +158,7 @@ class Metrics(Silent):
         self._file.append(asdict(record))
 
 
-class TensorBoard(Silent):
+class TensorBoardReporter(Reporter):
     """Scalars for TensorBoard; only where it is installed."""
 
     def __init__(self, folder: Path) -> None:
@@ -209,7 +168,7 @@ class TensorBoard(Silent):
 
     @staticmethod
     def is_installed() -> bool:
-        """Whether there is a TensorBoard to write for."""
+        """Whether TensorBoard is installed."""
         return importlib.util.find_spec("tensorboard") is not None
 
     def step(self, record: StepRecord) -> None:
@@ -224,8 +183,8 @@ class TensorBoard(Silent):
         self._writer.close()
 
 
-class Several:
-    """Passes everything on to several reporters."""
+class MultiReporter(Reporter):
+    """Calls several reporters."""
 
     def __init__(self, *reporters: Reporter) -> None:
         self._reporters = reporters
@@ -255,50 +214,45 @@ class Several:
             reporter.close()
 
 
-def on_screen(log_format: str) -> bool:
-    """Whether a person looks at bars: in the format "rich", and in "auto" on a terminal."""
+def uses_progress_bar(log_format: str) -> bool:
+    """Whether the format is "rich", or "auto" on a terminal."""
     return log_format == "rich" or (log_format == "auto" and sys.stdout.isatty())
 
 
 def make_reporter(log_format: str, steps: int, first_step: int, folder: Path) -> Reporter:
-    """What rank 0 reports to: the screen in the format asked for, the metrics file, and TensorBoard if installed."""
+    """Returns the reporter of rank 0: the screen, the metrics file, and TensorBoard if installed."""
     screen: Reporter
-    if on_screen(log_format):
-        screen = Bar(steps, first_step)
+    if uses_progress_bar(log_format):
+        screen = ProgressBarReporter(steps, first_step)
     else:
-        screen = Json() if log_format == "json" else Plain()
-    kept: list[Reporter] = [Metrics(MetricsFile(folder / "metrics.jsonl", screen.note))]
-    if TensorBoard.is_installed():
-        kept.append(TensorBoard(folder / "tensorboard"))
-    return Several(screen, *kept)
+        screen = JsonReporter() if log_format == "json" else PlainReporter()
+    kept: list[Reporter] = [MetricsReporter(MetricsFile(folder / "metrics.jsonl", screen.note))]
+    if TensorBoardReporter.is_installed():
+        kept.append(TensorBoardReporter(folder / "tensorboard"))
+    return MultiReporter(screen, *kept)
 
 
-def _words(record: StepRecord) -> str:
+def _format_step(record: StepRecord) -> str:
     minutes, seconds = divmod(round(record.seconds_left), 60)
-    peak = in_words(max(record.peak_memory_bytes))
-    worth = "" if record.gain is None else f"gain {record.gain:.2f}  useful {record.useful_steps:.0f}  "
+    peak = format_bytes(max(record.peak_memory_bytes))
+    gain = "" if record.gain is None else f"gain {record.gain:.2f}  useful {record.useful_steps:.0f}  "
     if record.critical_batch is not None:
         high = "inf" if record.noise_scale_high is None else f"{record.noise_scale_high:.0f}"
-        worth += f"critical batch {record.critical_batch} ({record.noise_scale_low:.0f} to {high})  "
+        gain += f"critical batch {record.critical_batch} ({record.noise_scale_low:.0f} to {high})  "
     if record.suggested_batch is not None:
-        worth += f"suggested {record.suggested_batch}  "
+        gain += f"suggested {record.suggested_batch}  "
     return (
-        f"loss {record.loss:.3f}  {worth}{record.tokens_per_second:,.0f} tokens/s  peak {peak}/rank  "
+        f"loss {record.loss:.3f}  {gain}{record.tokens_per_second:,.0f} tokens/s  peak {peak}/rank  "
         f"{minutes}:{seconds:02d} left"
     )
 
 
-# A bar for a model that is built on the meta device and given values unit by unit.
-#
-# Thirteen billion parameters take minutes until the first step. What passes meanwhile is units: each one is given
-# memory and values, is sharded and freed, and the bar moves on.
-
-Told = Callable[[int, int, str], None]
+ProgressCallback = Callable[[int, int, str], None]
 """Called after each unit with the number of units done, that of all, and the unit's name."""
 
 
 @contextmanager
-def initialisation_bar(*, shown: bool = True, console: Console | None = None) -> Iterator[Told]:
+def initialisation_bar(*, shown: bool = True, console: Console | None = None) -> Iterator[ProgressCallback]:
     """Shows how far the units of a model have come; gives what `fully_shard_modules` takes as `progress`.
 
         with torch.device("meta"):
@@ -324,8 +278,8 @@ def initialisation_bar(*, shown: bool = True, console: Console | None = None) ->
     )
     task = bar.add_task("", total=None)
 
-    def tell(done: int, total: int, name: str) -> None:
+    def update(done: int, total: int, name: str) -> None:
         bar.update(task, completed=done, total=total, description=name or "the rest")
 
     with bar:
-        yield tell
+        yield update

@@ -1,4 +1,4 @@
-"""The search for a schedule that no rule gives: under measured times, and under a cap of memory.
+"""The search for schedules under measured times and a memory cap, beyond those with a name. No step passes here.
 
 Begin with `solver`.
 """

@@ -1,8 +1,8 @@
-"""The search: annealing over orders, whole ones or backbones.
+"""Simulated annealing over orders, complete or partial.
 
-A step takes an action of the critical path and moves it, exchanges it with another of its rank, or moves it together
-with the same action of some neighbouring micro-batches: good schedules are nearly periodic, and such a step changes
-several periods at once. It is deterministic: seeded, and bounded by the actions that were evaluated.
+A move takes an action of the critical path and shifts it, swaps it with another of its rank, or shifts it together
+with the same action of some neighbouring micro-batches: good schedules are nearly periodic, and such a move changes
+several periods at once. The search is deterministic: seeded, and bounded by the number of visited actions.
 """
 
 from __future__ import annotations
@@ -12,114 +12,86 @@ from bisect import bisect_left
 from random import Random
 from typing import NamedTuple
 
-from scale_pipe.schedules.solver.partial_order import Change, Evaluator, Timing, in_order, whole_orders
-from scale_pipe.schedules.solver.problem import ROUNDING, Codes, Problem
+from scale_pipe.schedules.list_scheduling import ROUNDING, Codes, Problem
+from scale_pipe.schedules.solver.partial_order import (
+    Change,
+    Evaluator,
+    Timing,
+    insert_weight_gradients,
+    renumber_micro_batches,
+)
 
-DISTANCE = 8
-"""How far an action moves at most."""
-DISTANCE_TOGETHER = 4
-"""How far several move at most."""
-TOGETHER = 0.3
-EXCHANGED = 0.2
-"""How many of the steps move several actions, and exchange two."""
+MAX_SHIFT = 8
+MAX_SHIFT_OF_SEVERAL = 4
+SHARE_OF_SEVERAL = 0.3
+"""The share of moves that shift several actions."""
+SHARE_OF_SWAPS = 0.2
 MEAN_END_SHARE = 0.1
-MOST_FAILURES = 1000
+MAX_FAILURES = 1000
 
 
-class Heat(NamedTuple):
-    """By how much a step may be worse and still be taken, more or less: a share of the mean time of a stage's three.
+class Temperatures(NamedTuple):
+    """The temperature at the start and the end: about by how much a move may make it worse, in mean stage times."""
 
-    Attributes:
-        first: How hot a search begins.
-        last: How hot it ends.
-    """
-
-    first: float
-    last: float
+    start: float
+    end: float
 
 
-class Search:
-    """The best schedule that was found for a problem, and what it took.
-
-    Attributes:
-        problem: What is scheduled.
-        codes: The best whole orders so far.
-        makespan: Theirs.
-        goal: A lower bound: a search ends where it is reached.
-        evaluator: What counts.
-    """
+class Search(Evaluator):
+    """An evaluator that keeps the best complete orders; the search ends where their makespan reaches `goal`."""
 
     def __init__(self, problem: Problem, goal: float) -> None:
-        self.problem = problem
+        super().__init__(problem)
         self.codes: Codes = []
         self.makespan = math.inf
-        self.goal = goal
-        self.evaluator = Evaluator(problem)
-
-    @property
-    def visits(self) -> int:
-        """How many actions were evaluated."""
-        return self.evaluator.visits
+        self.goal = goal  # A lower bound.
 
     @property
     def done(self) -> bool:
         """Whether nothing better is possible."""
         return self.makespan <= self.goal + ROUNDING
 
-    def time(
+    def evaluate(
         self, orders: Codes, limit: float = math.inf, patience: float = 1.0, change: Change | None = None
     ) -> Timing | None:
-        """Returns orders in time, as `Evaluator.time` does; keeps them if they are the best.
-
-        Args:
-            orders: By rank, whole or a backbone.
-            limit: What the makespan may be.
-            patience: How long an idle time must be for a weight gradient.
-            change: Where they differ from others that were evaluated.
-        """
-        timing = self.evaluator.time(orders, limit, patience, change)
+        """Evaluates orders, and keeps them if they are the best."""
+        timing = super().evaluate(orders, limit, patience, change)
         if timing is not None and timing.makespan < self.makespan - ROUNDING:
-            self.makespan, self.codes = timing.makespan, whole_orders(self.problem, orders, timing)
+            self.makespan, self.codes = timing.makespan, insert_weight_gradients(self.problem, orders, timing)
         return timing
 
 
 def anneal(
-    search: Search, orders: Codes, visits: int, *, heat: Heat, patience: float, seed: int
+    search: Search, orders: Codes, visits: int, *, temperatures: Temperatures, patience: float, seed: int
 ) -> tuple[float, Codes]:
-    """Searches from orders on, and returns the best that were met here, with their makespan.
+    """Searches from orders on, for so many visits; returns the best makespan found here, with its orders.
 
-    Args:
-        search: Takes what is found.
-        orders: Where to start; from a backbone only backbones are met, from whole orders only whole ones.
-        visits: How many evaluated actions this may cost.
-        heat: How hot it is.
-        patience: How long an idle time must be for a weight gradient, as a share of its time.
-        seed: Of the random numbers.
+    From partial orders only partial ones are reached, from complete orders only complete ones.
     """
     problem, random = search.problem, Random(seed)
     scale = sum(problem.durations) / problem.size
-    by_kind = (1, 0, -1) if problem.is_whole(orders) else (1, -1, 0)
-    effects = [effect for effect in by_kind for _ in range(problem.size)]
+    by_kind = (1, 0, -1) if problem.has_weight_gradients(orders) else (1, -1, 0)
+    live_changes = [change for change in by_kind for _ in range(problem.size)]
     current = [list(order) for order in orders]
-    timing = search.time(current, patience=patience)
-    assert timing is not None, "orders that run, and their backbones, never deadlock"
+    timing = search.evaluate(current, patience=patience)
+    assert timing is not None, "orders that run never deadlock, nor do their partial orders"
     best, best_makespan = [list(order) for order in current], timing.makespan
     score, path = _score(timing), critical_path(problem, current, timing)
-    least_mean_end = MEAN_END_SHARE * sum(problem.works) / len(problem.works)
+    least_mean_end = MEAN_END_SHARE * sum(problem.rank_work) / len(problem.rank_work)
     begin, until, failures = search.visits, search.visits + visits, 0
-    while search.visits < until and not search.done and failures < MOST_FAILURES:
+    while search.visits < until and not search.done and failures < MAX_FAILURES:
         rank, position = path[int(random.random() * len(path))]
         order = current[rank]
-        changed = _step(problem, order, position, random)
-        if changed is None or not _fits(problem, effects, rank, order, *changed):
+        move = _propose_move(problem, order, position, random)
+        if move is None or not _keeps_cap(problem, live_changes, rank, order, *move):
             failures += 1
             continue
         failures = 0
-        first, part = changed
+        first, part = move
         current[rank] = order[:first] + part + order[first + len(part) :]
-        now = scale * heat.first * (heat.last / heat.first) ** ((search.visits - begin) / (until - begin))
-        allowed = score - now * math.log(1 - random.random())
-        found = search.time(current, allowed - least_mean_end, patience, Change(timing, rank, first))
+        cooling = (temperatures.end / temperatures.start) ** ((search.visits - begin) / (until - begin))
+        allowed = score - scale * temperatures.start * cooling * math.log(1 - random.random())
+        found = search.evaluate(current, allowed - least_mean_end, patience, Change(timing, rank, first))
         if found is None or _score(found) > allowed:
             current[rank] = order
             continue
@@ -130,67 +102,58 @@ def anneal(
 
 
 def critical_path(problem: Problem, orders: Codes, timing: Timing) -> list[tuple[int, int]]:
-    """Returns the (rank, position) of actions none of which can be later without making the whole later.
-
-    Args:
-        problem: With the costs.
-        orders: By rank.
-        timing: Their own.
-    """
+    """Returns the (rank, position) of actions none of which can be later without making the makespan longer."""
     rank = timing.rank_ends.index(timing.makespan)
-    order = orders[rank]
-    position = len(order) - 1
+    position = len(orders[rank]) - 1
     path = []
     while position >= 0:
         path.append((rank, position))
-        gaps = timing.gaps_at[rank]
-        at = bisect_left(gaps, position)
-        if at == len(gaps) or gaps[at] != position:  # it has not waited for its source
+        idle = timing.idle_before[rank]
+        at = bisect_left(idle, position)
+        if at == len(idle) or idle[at] != position:  # It has not waited for its source.
             position -= 1
         else:
-            source = problem.sources[order[position]]
+            source = problem.sources[orders[rank][position]]
             rank = problem.owners[source]
-            order = orders[rank]
-            position = order.index(source)
+            position = orders[rank].index(source)
     return path
 
 
 def _score(timing: Timing) -> float:
-    """What is minimised: the makespan, and a little of the mean end, which leads on where many makespans are equal."""
+    """Returns what is minimised: the makespan, and a little of the mean end, which guides where makespans are equal."""
     return timing.makespan + MEAN_END_SHARE * sum(timing.rank_ends) / len(timing.rank_ends)
 
 
-def _step(problem: Problem, order: list[int], position: int, random: Random) -> tuple[int, list[int]] | None:
-    """Returns where a changed order begins to differ, and the part that does; None if nothing would."""
-    towards = 1 if random.random() < 0.5 else -1
+def _propose_move(problem: Problem, order: list[int], position: int, random: Random) -> tuple[int, list[int]] | None:
+    """Returns the position from which the changed order differs, and the part that does; None if nothing would."""
+    direction = 1 if random.random() < 0.5 else -1
     which = random.random()
-    if which < TOGETHER:
-        distance = towards * (1 + int(random.random() * DISTANCE_TOGETHER))
-        changed = _moved_together(problem, order, position, distance, random)
+    if which < SHARE_OF_SEVERAL:
+        distance = direction * (1 + int(random.random() * MAX_SHIFT_OF_SEVERAL))
+        move = _shift_several(problem, order, position, distance, random)
+        if move is None:
+            return None
+        first, part = move
     else:
-        target = position + towards * (1 + int(random.random() * DISTANCE))
+        target = position + direction * (1 + int(random.random() * MAX_SHIFT))
         if not 0 <= target < len(order):
             return None
         first, last = min(position, target), max(position, target)
         part = order[first : last + 1]
-        if which < TOGETHER + EXCHANGED:
+        if which < SHARE_OF_SEVERAL + SHARE_OF_SWAPS:
             part[0], part[-1] = part[-1], part[0]
         elif target > position:
             part.append(part.pop(0))
         else:
             part.insert(0, part.pop())
-        changed = first, part
-    if changed is None:
-        return None
-    first, part = changed
-    part = in_order(part, problem.num_micro_batches)
+    part = renumber_micro_batches(part, problem.num_micro_batches)
     return None if part == order[first : first + len(part)] else (first, part)
 
 
-def _moved_together(
+def _shift_several(
     problem: Problem, order: list[int], position: int, distance: int, random: Random
 ) -> tuple[int, list[int]] | None:
-    """Returns a part in which an action and the same of some neighbouring micro-batches are moved by one distance."""
+    """Shifts an action and the same one of some neighbouring micro-batches by one distance; see `_propose_move`."""
     num_micro_batches = problem.num_micro_batches
     here = order[position] % num_micro_batches
     first_code = order[position] - here
@@ -206,21 +169,14 @@ def _moved_together(
     return first, changed[first : max(positions[-1], positions[-1] + distance) + 1]
 
 
-def _fits(problem: Problem, effects: list[int], rank: int, order: list[int], first: int, part: list[int]) -> bool:
-    """Returns whether a part keeps its rank's cap, and the order of what is done for one stage and micro-batch.
-
-    Args:
-        problem: With the cap.
-        effects: By code, how it changes the number of live (stage, micro-batch).
-        rank: Whose order it is.
-        order: Before the change.
-        first: Where the part begins.
-        part: It changes the order of what was there, and nothing else.
-    """
+def _keeps_cap(
+    problem: Problem, live_changes: list[int], rank: int, order: list[int], first: int, part: list[int]
+) -> bool:
+    """Returns whether a reordered part of an order keeps the cap, and each stage and micro-batch its order."""
     size, cap = problem.size, problem.caps[rank]
-    live = sum(map(effects.__getitem__, order[:first]))
+    live = sum(map(live_changes.__getitem__, order[:first]))
     for index, code in enumerate(part):
-        live += effects[code]
+        live += live_changes[code]
         if live > cap or (code >= size and code - size in part[index + 1 :]):
             return False
     return True

@@ -1,4 +1,4 @@
-"""What no schedule can beat: lower bounds of the makespan, each with its proof.
+"""Lower bounds of the makespan, each with its proof.
 
 With P ranks, M micro-batches, times F, I and W of each stage, and rank r's cap of C live (stage, micro-batch):
 
@@ -6,11 +6,11 @@ With P ranks, M micro-batches, times F, I and W of each stage, and rank r's cap 
 
 *Rank.* A rank r can't start before a micro-batch has come to its first stage (`head`), and has M times its stages'
 work to do. Until the first gradient can have come back to it, at time `turn`, it has only forwards to do, and of
-these only C, since a place becomes free with a weight gradient only, which needs an input gradient. So it is idle for
-turn - head less the C longest forwards, if that is positive. In the same way, after its last input gradient it has
-only weight gradients left, C at most, but the gradient it sent still passes all stages before (`tail`), and the first
-stage's weight gradient. The two idle times do not overlap: the one lies before the first input gradient, the other
-after the last. So
+these only C, since only a weight gradient, which needs an input gradient, frees a place. So it is idle for turn - head
+less the C longest forwards, if that is positive. In the same way, after its last input gradient it has only weight
+gradients left, C at most, but the gradient it sent still passes all stages before (`tail`), and the first stage's
+weight gradient. The two idle times do not overlap: the one lies before the first input gradient, the other after the
+last. So
 
     makespan >= head + work + max(0, turn - head - forwards of C) + max(0, tail - weight gradients of C)
 
@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from scale_pipe.schedules.cost_model import Costs
-from scale_pipe.schedules.placement import Placement
+from scale_pipe.schedules.placement import StagePlacement
 from scale_pipe.schedules.validate import caps_by_rank
 
 
@@ -45,17 +45,17 @@ class RankBound:
 
     @property
     def makespan(self) -> float:
-        """The bound."""
+        """The sum of the terms."""
         return self.head + self.work + self.idle_at_start + self.idle_at_end
 
 
 @dataclass(frozen=True)
 class Bound:
-    """What no schedule of a placement can beat.
+    """A lower bound of the makespan of all schedules of a placement.
 
     Attributes:
-        critical_path: The way of one micro-batch there and back.
-        ranks: By rank.
+        critical_path: The time of one micro-batch through all stages and back.
+        ranks: The bound of each rank.
     """
 
     critical_path: float
@@ -63,20 +63,20 @@ class Bound:
 
     @property
     def makespan(self) -> float:
-        """The largest of all."""
+        """The largest of the bounds."""
         return max(self.critical_path, *(rank.makespan for rank in self.ranks))
 
     @property
     def bubble(self) -> float:
-        """The bubble that no schedule can beat."""
+        """The least bubble of any schedule."""
         return 1 - max(rank.work for rank in self.ranks) / self.makespan if self.makespan else 0.0
 
     @property
     def reason(self) -> str:
-        """What it is that holds a schedule up, in a few words."""
+        """What keeps schedules from being faster, in words."""
         busiest = max(range(len(self.ranks)), key=lambda rank: self.ranks[rank].makespan)
         if self.critical_path > self.ranks[busiest].makespan:
-            return f"one micro-batch takes {self.critical_path:g} there and back"
+            return f"one micro-batch takes {self.critical_path:g} through all stages and back"
         terms = self.ranks[busiest]
         return (
             f"rank {busiest} starts at {terms.head:g} at the soonest, works {terms.work:g}, and has nothing to do for "
@@ -85,15 +85,15 @@ class Bound:
 
 
 def lower_bound(
-    placement: Placement,
+    placement: StagePlacement,
     num_micro_batches: int,
     costs: Costs,
     memory_cap: float | Sequence[float] | None = None,
 ) -> Bound:
-    """Returns what no schedule of a placement can beat.
+    """Returns a lower bound of the makespan of all schedules of a placement.
 
     Args:
-        placement: Which rank holds which stage.
+        placement: The rank of each stage.
         num_micro_batches: M.
         costs: Times of its stages and links.
         memory_cap: Live micro-batches in model equivalents, for all ranks or by rank; None for no limit.
@@ -107,38 +107,30 @@ def lower_bound(
     rank_of = placement.rank_of
     links = [costs.link[stage] if rank_of[stage] != rank_of[stage + 1] else 0.0 for stage in range(last)]
 
-    def there(stage: int) -> float:
-        """When a stage's first forward can start."""
+    def first_forward(stage: int) -> float:
         return sum(costs.forward[:stage]) + sum(links[:stage])
 
-    def back(stage: int) -> float:
-        """When a stage's first input gradient can start."""
-        return there(last) + costs.forward[last] + sum(links[stage:]) + sum(costs.input_gradient[stage + 1 :])
+    def first_gradient(stage: int) -> float:
+        return first_forward(last) + costs.forward[last] + sum(links[stage:]) + sum(costs.input_gradient[stage + 1 :])
 
     ranks = []
     for rank, stages in enumerate(placement.stages_of):
         places = cap_in_stages(caps[rank], len(stages), num_micro_batches)
         forwards = sorted((costs.forward[s] for s in stages for _ in range(num_micro_batches)), reverse=True)
         weights = sorted((costs.weight_gradient[s] for s in stages for _ in range(num_micro_batches)), reverse=True)
-        head, turn, first = min(map(there, stages)), min(map(back, stages)), min(stages)
+        head, turn, first = min(map(first_forward, stages)), min(map(first_gradient, stages)), min(stages)
         tail = sum(costs.input_gradient[:first]) + sum(links[:first]) + (costs.weight_gradient[0] if first else 0.0)
         ranks.append(
             RankBound(
                 head=head,
-                work=num_micro_batches * sum(map(costs.work, stages)),
+                work=num_micro_batches * sum(map(costs.stage_time, stages)),
                 idle_at_start=max(0.0, turn - head - sum(forwards[:places])),
                 idle_at_end=max(0.0, tail - sum(weights[:places])),
             )
         )
-    return Bound(back(0) + costs.input_gradient[0] + costs.weight_gradient[0], tuple(ranks))
+    return Bound(first_gradient(0) + costs.input_gradient[0] + costs.weight_gradient[0], tuple(ranks))
 
 
 def cap_in_stages(cap: float, num_stages: int, num_micro_batches: int) -> int:
-    """Returns how many (stage, micro-batch) a cap in model equivalents lets live on a rank.
-
-    Args:
-        cap: Live micro-batches in model equivalents.
-        num_stages: Stages of the rank.
-        num_micro_batches: More than all of them never live.
-    """
+    """Returns how many (stage, micro-batch) may live on a rank of so many stages, from a cap in model equivalents."""
     return int(min(cap, num_micro_batches) * num_stages + 1e-9)

@@ -1,28 +1,88 @@
 """The solver: from measured costs and a memory cap to a placement and a schedule, with the proof of how good they are.
 
 It starts from every classic schedule and from some hundred list schedules, anneals the best of each placement for a
-short time, and the best of the results for the rest, until the proved lower bound is reached or the evaluations are
-spent. It counts evaluations and not seconds, so the same input gives the same schedule
-on any machine.
+short time, and the best of the results for the rest, until the proved lower bound is reached or the visits are spent.
+It counts visited actions and not seconds, so the same input gives the same schedule on any machine.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
+import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from os import PathLike
+from pathlib import Path
+from typing import Any
 
 from scale_pipe.integers import check_positive
 from scale_pipe.schedules.cost_model import Costs
-from scale_pipe.schedules.placement import Placement
-from scale_pipe.schedules.schedule import MemoryCapError
-from scale_pipe.schedules.simulation import simulate
-from scale_pipe.schedules.solver.bounds import cap_in_stages, lower_bound
-from scale_pipe.schedules.solver.candidates import classic_schedules, fits, placements
-from scale_pipe.schedules.solver.search import search_schedule
-from scale_pipe.schedules.solver.solution import Solution, read_solution, solution_key, write_solution
+from scale_pipe.schedules.placement import StagePlacement
+from scale_pipe.schedules.schedule import MemoryCapError, Schedule
+from scale_pipe.schedules.simulation import ScheduleSimulation, simulate
+from scale_pipe.schedules.solver.bounds import Bound, cap_in_stages, lower_bound
+from scale_pipe.schedules.solver.search import candidate_placements, classic_schedules, keeps_caps, search_schedule
 from scale_pipe.schedules.validate import caps_by_rank, validate
 
 VISITS_AT_4_X_8 = 4_500_000
+CACHE_FORMAT = 1
+SOLVER = 2
+"""Goes up whenever the solver would find another schedule for the same input, which discards older cache entries."""
+
+
+@dataclass(frozen=True)
+class Solution:
+    """The solver's result; `print` says how good it is.
+
+    Attributes:
+        simulation: The schedule in time, under the costs.
+        bound: The lower bound of this placement under the memory cap.
+        best_bound: The lower bound of the makespan of all tried placements.
+        best_classic: The name and makespan of the best classic schedule that keeps the cap; None where none does.
+        visits: The number of evaluated actions.
+    """
+
+    simulation: ScheduleSimulation
+    bound: Bound
+    best_bound: float
+    best_classic: tuple[str, float] | None
+    visits: int
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule."""
+        return self.simulation.schedule
+
+    @property
+    def makespan(self) -> float:
+        """The schedule's time."""
+        return self.simulation.makespan
+
+    @property
+    def bubble(self) -> float:
+        """The share of the makespan in which the busiest rank is idle."""
+        return self.simulation.bubble
+
+    @property
+    def gap(self) -> float:
+        """The makespan above the best bound, as a share of it; 0 is proved to be the fastest."""
+        return max(0.0, self.makespan / self.best_bound - 1) if self.best_bound else 0.0
+
+    def __str__(self) -> str:
+        if self.best_classic is None:
+            classic = "no classic schedule keeps the memory cap"
+        else:
+            name, makespan = self.best_classic
+            classic = f"{name} takes {makespan:g} ({makespan / self.makespan - 1:+.2%})" if self.makespan else name
+        proof = "proved to be the fastest" if self.gap < 1e-9 else f"at most {self.gap:.2%} above the fastest"
+        return (
+            f"{self.schedule.placement.shape} placement: makespan {self.makespan:g}, bubble {self.bubble:.2%}, "
+            f"peak {max(self.simulation.peak_live):g} live micro-batches; {proof}\n"
+            f"bound {self.bound.makespan:g}: {self.bound.reason}\n"
+            f"best classic: {classic}"
+        )
 
 
 def solve(
@@ -31,24 +91,26 @@ def solve(
     num_micro_batches: int,
     *,
     memory_cap: float | Sequence[float] | None = None,
-    placement: Placement | None = None,
+    placement: StagePlacement | None = None,
     visits: int | None = None,
     cache: str | PathLike[str] | None = None,
 ) -> Solution:
     """Finds a placement and a schedule for measured costs.
 
     Args:
-        costs: Times of each stage and link. A wave and a loop have other neighbours on other ranks: a link's time
-            counts where its two stages stand on different ranks.
+        costs: Times of each stage and link. A link's time counts where its two stages are on different ranks, which
+            differs between a wave and a loop.
         num_ranks: P; there are at least as many stages.
         num_micro_batches: M.
         memory_cap: Live micro-batches on a rank, in model equivalents, for all ranks or by rank; None for no limit.
-        placement: Which rank holds which stage, if that is given; None tries a wave (V) and a loop.
-        visits: How many actions may be evaluated; None for 4.5 million with 4 x 8, and in proportion to (P M)^1.5.
-        cache: A JSON file that keeps solutions by their inputs: read first, and added to. None keeps nothing.
+        placement: The rank of each stage; None tries a wave (V) and a loop.
+        visits: The number of actions that may be evaluated; None for 4.5 million with P = 4 and M = 8, and in
+            proportion to (P M)^1.5.
+        cache: A JSON file of solutions by their inputs, which is read first and added to; None caches nothing.
 
     Returns:
-        Never slower than any classic schedule of this placement, or of any if none is given, that keeps the cap.
+        A solution that is never slower than any classic schedule of the placement, or of any placement if none is
+        given, that keeps the cap.
 
     Raises:
         MemoryCapError: Less than one micro-batch on each stage of a rank fits.
@@ -63,36 +125,38 @@ def solve(
     if costs.num_stages < num_ranks:
         raise ValueError(f"each rank needs a stage: {num_ranks} ranks, but costs for {costs.num_stages} stages")
     caps = caps_by_rank(memory_cap, num_ranks)
-    tried = placements(num_ranks, costs.num_stages) if placement is None else (placement,)
+    tried = candidate_placements(num_ranks, costs.num_stages) if placement is None else (placement,)
     for one in tried:
-        costs.check_for(one)
-        if one.num_ranks != num_ranks:
-            raise ValueError(f"num_ranks is {num_ranks}, but the placement has {one.num_ranks} ranks")
-        _check_caps(one, caps, num_micro_batches)
+        _check_placement(one, costs, num_ranks, caps, num_micro_batches)
     bounds = {one: lower_bound(one, num_micro_batches, costs, caps) for one in tried}
     best_bound = min(bound.makespan for bound in bounds.values())
     classics = [
         schedule
         for schedule in classic_schedules(num_ranks, costs.num_stages, num_micro_batches)
-        if schedule.placement in tried and fits(schedule, caps)
+        if schedule.placement in tried and keeps_caps(schedule, caps)
     ]
     times = [(simulate(schedule, costs).makespan, index) for index, schedule in enumerate(classics)]
     best_classic = (classics[min(times)[1]].name, min(times)[0]) if times else None
 
-    key = solution_key(costs, num_micro_batches, caps, tried, visits)
-    kept = None if cache is None else read_solution(cache, key)
-    if kept is not None:
-        schedule, spent = kept
+    key = _cache_key(costs, num_micro_batches, caps, tried, visits)
+    cached = None if cache is None else _read_cached(cache, key)
+    if cached is not None:
+        schedule, spent = cached
     else:
         schedule, spent = search_schedule(costs, num_micro_batches, caps, bounds, classics, visits)
         if cache is not None:
-            write_solution(cache, key, schedule, spent)
+            _write_cached(cache, key, schedule, spent)
     validate(schedule, memory_cap=caps)
     simulation = simulate(schedule, costs)
     return Solution(simulation, bounds[schedule.placement], best_bound, best_classic, spent)
 
 
-def _check_caps(placement: Placement, caps: tuple[float, ...], num_micro_batches: int) -> None:
+def _check_placement(
+    placement: StagePlacement, costs: Costs, num_ranks: int, caps: tuple[float, ...], num_micro_batches: int
+) -> None:
+    costs.check_for(placement)
+    if placement.num_ranks != num_ranks:
+        raise ValueError(f"num_ranks is {num_ranks}, but the placement has {placement.num_ranks} ranks")
     for rank, stages in enumerate(placement.stages_of):
         if cap_in_stages(caps[rank], len(stages), num_micro_batches) < len(stages):
             raise MemoryCapError(
@@ -100,3 +164,46 @@ def _check_caps(placement: Placement, caps: tuple[float, ...], num_micro_batches
                 "write memory_cap=1 or more, or make micro-batches smaller",
                 rank,
             )
+
+
+def _cache_key(
+    costs: Costs, num_micro_batches: int, caps: Sequence[float], placements: Sequence[StagePlacement], visits: int
+) -> str:
+    """Returns the digest of all inputs of a search."""
+    inputs = [SOLVER, asdict(costs), num_micro_batches, list(caps), [one.rank_of for one in placements], visits]
+    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
+
+
+def _read_cached(path: str | PathLike[str], key: str) -> tuple[Schedule, int] | None:
+    """Returns a cached schedule and its visits, or None; raises `ValueError` if the file holds something else."""
+    entry = _read(Path(path)).get(key)
+    return None if entry is None else (Schedule.from_json(entry["schedule"]), int(entry["visits"]))
+
+
+def _write_cached(path: str | PathLike[str], key: str, schedule: Schedule, visits: int) -> None:
+    """Adds a schedule to the cache file, which is replaced at once, so that a reader never sees half of it."""
+    path = Path(path)
+    solutions = {**_read(path), key: {"schedule": schedule.to_json(), "visits": visits}}
+    text = json.dumps({"format": CACHE_FORMAT, "solutions": solutions}, indent=1) + "\n"
+    handle, name = tempfile.mkstemp(prefix=path.name, suffix=".part", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["format"] == CACHE_FORMAT and isinstance(content["solutions"], dict):
+            return dict(content["solutions"])
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} holds no solutions of the solver ({error}); name another file as cache=") from error
+    raise ValueError(
+        f"{path} holds solutions of format {content['format']!r}, not {CACHE_FORMAT}; name another file as cache="
+    )

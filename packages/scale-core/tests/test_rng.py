@@ -1,0 +1,35 @@
+"""Which generators were drawn from, and the same numbers drawn again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from scale_core import rng
+
+
+def test_only_generators_that_were_drawn_from_are_replayed() -> None:
+    before = rng.generator_states()
+    assert rng.drawn_since(before) == []
+    first = torch.rand(3)
+    drawn = rng.drawn_since(before)
+    assert [one.generator for one in drawn] == [torch.default_generator]
+    following = torch.default_generator.get_state()
+    with rng.replayed(drawn):
+        assert torch.equal(torch.rand(3), first)
+    assert torch.equal(torch.default_generator.get_state(), following)
+    with pytest.raises(KeyError), rng.replayed(drawn):
+        raise KeyError
+    assert torch.equal(torch.default_generator.get_state(), following)
+
+
+def test_an_accelerator_that_is_initialised_on_the_way_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = rng.generator_states()
+    generators = [torch.default_generator, torch.Generator()]
+    monkeypatch.setattr(rng, "_generators", lambda: generators)
+    with pytest.raises(RuntimeError, match=r"call torch.cuda.init\(\)"):
+        rng.drawn_since(before)
+    # And those of several devices are told apart.
+    before = rng.generator_states()
+    torch.rand(1, generator=generators[1])
+    assert [one.generator for one in rng.drawn_since(before)] == [generators[1]]

@@ -1,0 +1,295 @@
+"""What is refused around a unit: rules that would otherwise be broken without a word, and the texts of their errors.
+
+Functions that return an error are called where the step has found what is wrong; the others look for it themselves, at
+construction, before a conversion, or when the user has changed something. On a steady step none of them is called.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from scale_core import compat
+from scale_core.comm.group import Group
+from scale_core.consistency.execution_order import unit_title
+from scale_core.flat.buffer import FlatBuffer
+from scale_fsdp.runtime.param_registry import managed_modules
+from scale_fsdp.runtime.unit import ParamSlot, RegisteredNames, Unit, flat_param_name
+
+# Errors that a step raises.
+
+
+def trains_in_summon(unit: Unit) -> RuntimeError:
+    """Full parameters inside `summon_full_params` get no gradients."""
+    return RuntimeError(
+        f"{unit_title(unit.name)} was called with gradients enabled inside summon_full_params, whose tensors are "
+        "copies that no optimizer knows: call it under torch.no_grad(), or outside"
+    )
+
+
+def param_replaced(unit: Unit, slot: ParamSlot) -> RuntimeError:
+    """Gathered parameters would be put over a tensor that somebody else has put there."""
+    name = slot.buffer.names[slot.number]
+    return RuntimeError(
+        f"another tensor stands in the place of '{name}', by an assignment or by torch.func.functional_call, and "
+        f"{unit_title(unit.name)} would compute with its own parameter all the same: assign it, or tie it, before "
+        "fully_shard(...), call a plain copy of the model, or write the values: with torch.no_grad(), "
+        "model.summon_full_params(): param.copy_(values)"
+    )
+
+
+def check_not_replaced(units: Iterable[Unit]) -> None:
+    """Refuses what would put shards or gathered parameters over one that the user has assigned."""
+    for unit in units:
+        if not unit.in_summon and (slot := unit.replaced_slot()) is not None:
+            raise param_replaced(unit, slot)
+
+
+def params_overwritten(unit: Unit) -> RuntimeError:
+    """A unit computes with a gathered copy of its shards, and what is written to the copy is lost."""
+    names = next(buffer.names for buffer in unit.buffers if buffer.is_overwritten)
+    some = ", ".join(f"'{name}'" for name in names[:4]) + (", ..." if len(names) > 4 else "")
+    return RuntimeError(
+        f"{some if len(names) == 1 else f'one of {some}'} was written to in place while {unit_title(unit.name)} ran, "
+        "as nn.Embedding(max_norm=...) does, and that would be lost, since it is a gathered copy: keep what a forward "
+        "updates in a buffer, change parameters between steps inside model.summon_full_params(), or leave the module "
+        "that holds it unsharded"
+    )
+
+
+def changed_before_backward(unit: Unit) -> RuntimeError:
+    """Autograd's own rule: what a forward has used must not change before its backward."""
+    return RuntimeError(
+        f"the parameters of {unit_title(unit.name)} were changed between its forward and its backward, by an "
+        "optimizer step, load_state_dict, a conversion or another in-place operation, so its gradients would be "
+        "wrong: call loss.backward() first"
+    )
+
+
+def second_derivative(unit: Unit) -> RuntimeError:
+    """A graph through a backward pass would need parameters that are released after it."""
+    return RuntimeError(
+        f"a backward pass with create_graph=True has come to {unit_title(unit.name)}, whose parameters are released "
+        "after it, so that no second derivative can be taken through it: call backward() and autograd.grad() without "
+        "create_graph=True, or leave the module that the penalty is on unsharded"
+    )
+
+
+def hook_on_shard(buffer: FlatBuffer, index: int) -> RuntimeError:
+    """A hook on a shard would never be called."""
+    return RuntimeError(
+        f"a hook is registered on the local shard of '{buffer.names[index]}', where no gradient ever arrives by "
+        "itself: see the gradients before they are reduced by scale_core.register_local_grad_hook(...), and those "
+        "after it in param.grad when backward() has returned"
+    )
+
+
+def data_replaced(unit: Unit, buffer: FlatBuffer, index: int) -> RuntimeError:
+    """An optimizer would train memory that is never gathered."""
+    name = "flat_param" if buffer.flatten else buffer.names[index]
+    return RuntimeError(
+        f"'{name}' of {unit_title(unit.name)} has got other memory since it was sharded, by param.data = ..., as "
+        "resize_token_embeddings does, so that training it would change nothing: resize embeddings and the like "
+        "before fully_shard(...), and write values in place, with torch.no_grad(): param.copy_(values)"
+    )
+
+
+def prefetch_of_another_model(unit: Unit, other: Unit) -> ValueError:
+    """Units of another model are not gathered in this one's order."""
+    return ValueError(
+        f"{unit_title(unit.name)} was told to prefetch a {type(other.module).__name__} that is no unit of this model: "
+        "pass modules of the same model to set_modules_to_forward_prefetch(...) and "
+        "set_modules_to_backward_prefetch(...)"
+    )
+
+
+def copied_without_unit(unit: Unit) -> TypeError:
+    """A module without the unit that gathers its parameters would compute with shards."""
+    return TypeError(
+        f"a module in {unit_title(unit.name)} can't be copied without that unit's {type(unit.module).__name__}, which "
+        "gathers its parameters: copy that, or make the module a unit of its own by fully_shard(module) before the "
+        "modules around it"
+    )
+
+
+def check_not_sharded(unit: Unit, module: nn.Module) -> None:
+    """Refuses to let `module`, which holds parameters of `unit`, compute while they are sharded.
+
+    `model.lm_head(hidden)` and `model.forward(ids)` would compute with local shards: wrong shapes at best, and a lookup
+    in this rank's rows of an embedding at worst.
+    """
+    attributes = ", ".join(slot.attribute for slot in unit.slots if slot.module is module)
+    if not attributes or _in_use(unit) or all(buffer.group.size == 1 for buffer in unit.buffers):
+        return
+    outermost = type(unit.root.outermost.module if unit.root else unit.module).__name__
+    raise RuntimeError(
+        f"a {type(module).__name__} of {unit_title(unit.name)} was called outside of the unit's forward, where its "
+        f"parameters ({attributes}) are sharded: call the {outermost} itself, model(...). Where a method of it has "
+        "called this, register_forward_method(model, 'the method') lets that run as the forward does; otherwise make "
+        "the part a unit of its own by fully_shard(...) before the modules around it, or call it inside "
+        "summon_full_params()"
+    )
+
+
+def check_not_in_use(units: Iterable[Unit], what: str) -> None:
+    """Refuses to change or copy parameters that are gathered for a pass or by hand; waits for copies of the shards."""
+    for unit in units:
+        if unit.root is not None:
+            unit.root.recover()
+        if _in_use(unit):
+            raise RuntimeError(
+                f"{what}: the parameters of {unit_title(unit.name)} are in use, by a forward or backward pass, inside "
+                "summon_full_params or gathered by hand: call it between steps"
+            )
+        for buffer in unit.buffers:
+            buffer.wait_sent()
+
+
+def _in_use(unit: Unit) -> bool:
+    return bool(unit.use_count or unit.in_backward or unit.in_summon or unit.kept_unsharded)
+
+
+def check_registered(unit: Unit) -> None:
+    """Refuses parameters in the unit's modules that are not its own, and remembers what the modules hold.
+
+    One that was put in after the sharding, or a module with such, would be neither sharded nor reduced, and the ranks
+    would train different models.
+    """
+    own = {(id(slot.module), slot.attribute) for slot in unit.slots}
+    own |= {(id(unit.module), flat_param_name(number)) for number in range(len(unit.buffers))}
+    registered = []
+    for path, module in managed_modules(unit.module, unit.name):
+        registered.append(RegisteredNames.of(module))
+        new = [name for name in registered[-1].params if (id(module), name) not in own]
+        if new:
+            raise RuntimeError(
+                f"'{f'{path}.{new[0]}'.lstrip('.')}' was put into {unit_title(unit.name)} after that was sharded, so "
+                "it would be neither sharded nor averaged over the ranks: change the model (resize its embeddings, add "
+                "adapters, convert its norms, tie or add parameters) before fully_shard(...)"
+            )
+    unit.registered = registered
+
+
+# Memory that was allocated and not written to.
+#
+# What comes from the meta device has no values. torch fills its memory later, by an initialisation or a checkpoint, and
+# says nothing where either of them leaves something out: what `__init__` has computed for a buffer is in no checkpoint.
+
+
+class Uninitialized(NamedTuple):
+    """Memory that something must still be written to: NaN throughout, where its dtype has that."""
+
+    tensor: Tensor
+    version: int  # before anybody wrote to it
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, tensor: Tensor) -> Uninitialized:
+        if tensor.is_floating_point() and tensor.itemsize > 1:
+            tensor.fill_(torch.nan)
+        return cls(tensor, tensor._version)
+
+    def is_filled(self, now: Tensor | None) -> bool:
+        """Whether what stands in its place now is another tensor, or the same one with something written to it."""
+        if now is not self.tensor or not self.tensor.numel() or self.tensor._version != self.version:
+            return now is not None and not now.is_meta
+        # A write to `tensor.data` leaves no trace but the values; a simulation has none to look at.
+        if not self.tensor.is_floating_point() or self.tensor.itemsize == 1:
+            return False
+        return compat.active_fake_mode() is not None or not bool(self.tensor.isnan().all())
+
+
+# What `to_empty` has given memory to, until somebody has written to it.
+_buffers: weakref.WeakKeyDictionary[nn.Module, dict[str, Uninitialized]] = weakref.WeakKeyDictionary()
+_shard_versions: weakref.WeakKeyDictionary[FlatBuffer, int] = weakref.WeakKeyDictionary()
+
+
+def track_uninitialized_buffers(module: nn.Module, before: Mapping[str, Tensor | None]) -> None:
+    """Records which buffers of a module, on meta `before`, have got memory and no values."""
+    for name, old in before.items():
+        now = module._buffers.get(name)
+        if old is not None and old.is_meta and now is not None and not now.is_meta:
+            _buffers.setdefault(module, {})[name] = Uninitialized.of(now)
+
+
+def track_uninitialized_shard(buffer: FlatBuffer) -> None:
+    """Records that a shard from the meta device has got memory and no values."""
+    Uninitialized.of(buffer.shard)
+    _shard_versions[buffer] = buffer.version
+
+
+def check_initialized(unit: Unit) -> None:
+    """Refuses to compute with what has no values."""
+    for buffer in unit.buffers:
+        if buffer.is_meta:
+            raise RuntimeError(
+                f"'{buffer.names[0]}' of {unit_title(unit.name)} is on the meta device and has no values to compute "
+                "with: call model.to_empty(device=...) and load a checkpoint, or shard the model without init=False"
+            )
+        if _shard_versions.get(buffer, -1) == buffer.version:
+            raise RuntimeError(
+                f"nothing was written to '{buffer.names[0]}' of {unit_title(unit.name)} since it was on the meta "
+                "device: load a checkpoint first, model.load_state_dict(...) or load_snapshot(...)"
+            )
+        _shard_versions.pop(buffer, None)
+    for path, module in unit.module.named_modules(prefix=unit.name):
+        for attribute, uninitialized in list(_buffers.get(module, {}).items()):
+            if not uninitialized.is_filled(module._buffers.get(attribute)):
+                raise RuntimeError(
+                    f"the buffer '{f'{path}.{attribute}'.lstrip('.')}' has had no values since it was on the meta "
+                    "device, and the checkpoint has none for it: write what its module's __init__ computes, "
+                    f"module.{attribute}.copy_(...), or build that module outside of torch.device('meta')"
+                )
+            del _buffers[module][attribute]
+
+
+# What must be equal before the units of a model run.
+
+
+def check_units(units: Sequence[Unit], group: Group) -> None:
+    """Checks that the units of one model, which `group` shares, can run together."""
+    for unit in units:
+        check_initialized(unit)
+        check_registered(unit)
+        for owner in unit.shared_owners:
+            if owner not in units:
+                raise ValueError(
+                    f"a {type(unit.module).__name__} shares a parameter with a {type(owner.module).__name__} that is "
+                    "sharded too, but no sharded module holds both: call fully_shard on the module around them"
+                )
+        ranks = unit.options.mesh_info.whole
+        if unit.buffers and ranks.size > 1 and ranks.ranks != group.ranks:
+            raise ValueError(
+                f"{unit_title(unit.name)} is sharded over ranks {list(ranks.ranks)} and the rest over "
+                f"{list(group.ranks)}: pass one process_group to every fully_shard of a model"
+            )
+
+
+def describe_units(units: Sequence[Unit]) -> list[str]:
+    """Returns, line by line, all that decides what the units send, to compare it between ranks before the first gather.
+
+    Ranks that would cut, cast or prefetch differently read each other's bytes as something else.
+    """
+    lines = []
+    for unit in units:
+        title = unit.name or "root"
+        for buffer in unit.buffers:
+            lines += [
+                f"{title}: {name.removesuffix(unit.rank_suffix)} {entry.shape} {buffer.dtype} "
+                f"trains={buffer.sharded_param(index).requires_grad} cut at {entry.cut}"
+                for index, (name, entry) in enumerate(zip(buffer.names, buffer.layout.entries, strict=True))
+            ]
+            lines.append(
+                f"{title}: computes in {buffer.compute_dtype}, reduces in {buffer.reduce_dtype}, "
+                f"flatten={buffer.flatten}, layout {buffer.layout.digest()}"
+            )
+        lines.append(
+            f"{title}: over {unit.options.mesh_info.replicas.size} x {unit.options.mesh_info.shard.size} ranks, "
+            f"reshard_after_forward={unit.options.reshard_after_forward}, "
+            f"shares with {[owner.name for owner in unit.shared_owners]}"
+        )
+    return lines

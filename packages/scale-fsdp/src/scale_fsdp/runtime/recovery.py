@@ -1,0 +1,115 @@
+"""Coordinated abort: one rank fails in the middle of a step, all ranks give the step up, and training can go on.
+
+A rank that raises alone leaves the others waiting for its shards. But every step is like the last one, so the rank
+that has failed knows what the others wait for: it replays the rest of that order, with its shards and with zeros for
+its gradients, and says at the end that it has failed. Then every rank raises, no optimizer has stepped, and what was
+reduced in this step is dropped. In the first step there is no order to replay, but there all ranks compare each event:
+the rank that has failed comes to the next comparison and says so. Where neither is so, as in the third micro-batch of
+the first step, it leaves its error in the store, and the others raise when their wait times out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, NoReturn
+
+from scale_core.autograd_hooks import is_consumed_in_backward
+from scale_core.consistency.all_ranks import all_gather_failures, format_abort, format_traceback
+from scale_core.consistency.contract import ScaleDistributedError, StepError
+from scale_core.consistency.execution_order import END, Pass
+from scale_fsdp.runtime.unit import UnitContext
+
+
+class PassStatus(NamedTuple):
+    """What a rank tells the others when they compare a pass, beside what it ran."""
+
+    num_late: int = 0  # units that have got gradients after their reduction
+    num_unused: int = 0  # parameters that it has reduced as zeros, since it had no gradient for them
+    failed: int = False
+
+
+def can_abort(root: UnitContext) -> bool:
+    """Whether an error that is raised now can be raised on all ranks."""
+    return root.contract.is_single_rank or root.contract.checks_every_event or _remaining(root) is not None
+
+
+def abort_on_all_ranks(root: UnitContext, error: BaseException) -> bool:
+    """Replays the rest of this cycle of passes for the other ranks, and tells them that this one failed.
+
+    Returns:
+        Whether it could: the order of what is left is known, and the ranks have not lost each other.
+    """
+    if isinstance(error, StepError) or error is root.shared_error:
+        return True
+    contract, rest = root.contract, _remaining(root)
+    if contract.is_single_rank or contract.is_broken or isinstance(error, ScaleDistributedError):
+        return False
+    if rest is None and not contract.checks_every_event:
+        return False
+    for unit in root.units:
+        for buffer in unit.buffers:
+            buffer.gradient.use_zeros()  # until `discard`
+    if rest is None:
+        _start_last_event(root)
+        error.add_note(contract.abort(format_traceback(error)))
+        return True
+    for unit in root.units:
+        unit.wait_reduced()
+        unit.release(keep_part=True)
+    for number, left in enumerate(rest):
+        if number:
+            contract.begin(left.kind, new_step=left.new_step)
+        _replay(root, left)
+        if number < len(rest) - 1:
+            contract.end_unchecked()
+    contract.end_checked(*PassStatus(failed=True))
+    error.add_note(abort_message(root, all_gather_failures(error, contract)))
+    return True
+
+
+def raise_aborted(root: UnitContext, error: BaseException | None) -> NoReturn:
+    """Raises at the end of a cycle of passes in which a rank has failed; `error` is this rank's own, or None."""
+    if error is not None and root.contract.is_single_rank:
+        raise error
+    message = abort_message(root, all_gather_failures(error, root.contract))
+    if error is None:
+        raise StepError(message, step=root.contract.step)
+    error.add_note(message)
+    root.shared_error = error
+    raise error
+
+
+def _remaining(root: UnitContext) -> list[Pass] | None:
+    """What the others expect of this rank until all compare again; None where that is unknown."""
+    return root.contract.history.remaining(in_order=root.contract.group.backend != "gloo")
+
+
+def _start_last_event(root: UnitContext) -> None:
+    """Starts all that the others wait for before they compare the next event."""
+    event = root.contract.history.last_event
+    if event is not None and event.phase == "reduction":
+        root.by_name[event.unit].start_remaining("reduction")
+    for unit in root.starting_gathers:
+        unit.start_remaining("gather")
+
+
+def _replay(root: UnitContext, left: Pass) -> None:
+    """Runs the collectives of the rest of a pass, and computes nothing."""
+    between = left.kind.phase.startswith("forward") and left.kind.grad
+    for event, is_transfer in left.log:
+        if is_transfer:
+            root.by_name[event.unit.rpartition("#")[0]].replay(event, keep_part=between)
+        elif event != END:
+            root.contract.record(event)
+
+
+def abort_message(root: UnitContext, reasons: Sequence[str]) -> str:
+    """The text of an aborted step; `reasons` by rank, "" where a rank has not failed."""
+    params = [param for unit in root.units for buffer in unit.buffers for param in buffer.sharded_params]
+    left = "Parameters and optimizer state are as before it, and training can go on with the next batch."
+    if any(is_consumed_in_backward(param) for param in params):
+        left = (
+            "An optimizer that updates during the backward pass (overlap_step=True) may have updated some of the "
+            "parameters: load the last snapshot, or build it with overlap_step=False to be able to go on."
+        )
+    return format_abort(f"step {root.contract.step}", reasons, left)

@@ -1,0 +1,390 @@
+"""The units of one model: what is gathered next, what stays gathered, what is reduced when, and how a pass ends.
+
+A pass through the model begins with one unit, the outermost one that is called. From then on every unit records what
+it does, in order; that order is compared between ranks and, from the second pass on, says what to prefetch.
+
+Reductions follow each other, one at a time, each beside the backward of the next unit. At the end the ranks compare
+what they did, and only then are gradients published in `param.grad`.
+
+A parameter that no rank has used keeps the gradient it had, none as a rule, as in plain PyTorch: Adam's momentum and
+weight decay would move it on zeros. One that only some ranks have used counts as zeros on the others. No rank can know
+alone which is which, so each records what it reduced as zeros, and they compare that at the end of the pass.
+
+Reduced gradients are known long before the pass has ended: optimizer state on the host can have them copied there
+(`register_reduced_grad_hook`), or consume them (`register_grad_published_hook(..., at_once=...)`). Every rank waits
+for the same reductions in the same order, so the hooks run in one order on all ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from scale_core import uneven_inputs
+from scale_core.autograd_hooks import (
+    call_grad_published_hooks,
+    call_reduced_grad_hooks,
+    has_grad_published_hooks,
+    has_reduced_grad_hooks,
+    in_backward,
+    is_consumed_in_backward,
+)
+from scale_core.consistency.all_ranks import all_gather_json
+from scale_core.consistency.contract import StepError
+from scale_core.consistency.execution_order import Event, PassKind, unit_title
+from scale_fsdp.runtime.checks import check_units, describe_units
+from scale_fsdp.runtime.nonfinite import NonFiniteSearch
+from scale_fsdp.runtime.recovery import PassStatus, abort_message, abort_on_all_ranks, can_abort, raise_aborted
+from scale_fsdp.runtime.unit import Unit, UnitContext
+
+
+class ParamKey(NamedTuple):
+    """A parameter by numbers that are equal on all ranks."""
+
+    unit: int
+    buffer: int  # in the unit
+    param: int  # in the buffer
+
+
+class Root(UnitContext):
+    """The units of one model in their passes."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        super().__init__(units, functools.partial(abort_message, self))
+        self.reducing: Unit | None = None  # its reduction is under way
+        self._numbers = {unit: number for number, unit in enumerate(self.units)}
+        self._reduced: set[Unit] = set()
+        self._unused: dict[ParamKey, bool] = {}  # what was reduced as zeros, and whether it had no gradient before
+        self._in_transit: Unit | None = None  # its reduced gradients go on to replicas or the host; no hook has run
+        self._published: set[Tensor] = set()  # in this pass, before its end
+        self._is_aborting = False
+        dtypes = {(unit.precision.param_dtype, unit.precision.output_dtype) for unit in self.units}
+        self._computes_in_one_dtype = len(dtypes) == 1 and dtypes.pop()[1] is None
+        group = self.contract.group
+        self.nonfinite = NonFiniteSearch(group.rank) if self.outermost.options.error_if_nonfinite else None
+        check_units(self.units, group)
+        self.contract.check_equal("how the model is built and wrapped", describe_units(self.units))
+        for unit in self.units:
+            unit.root, unit.contract = self, self.contract
+
+    # Order and memory.
+
+    def begin_forward(self, unit: Unit, method: str) -> None:
+        """A forward pass begins with `unit`: that of its module or, unless it is "", another method."""
+        self.entry_unit = unit
+        # Another method runs other units as a rule, or the same in another order: its passes are of another kind.
+        name = f"forward of {unit.name}{f' by {method}' if method else ''}"
+        self.contract.begin(PassKind(name, torch.is_grad_enabled(), unit.module.training), new_step=True)
+        for member in self.units:
+            member.begin_forward()
+        # What an earlier pass has left is gathered again: `param.data` can be written to without a trace.
+        idle = self._idle_units()
+        for member in self.units:
+            if member in idle or member.is_stale:
+                member.release()
+
+    def record(self, phase: str, unit: Unit) -> None:
+        """A unit is about to do something in which all ranks take part."""
+        try:
+            self.contract.record(Event(phase, unit.name))
+        except StepError as error:
+            self.failure = error  # In a backward pass, autograd reports it to nobody.
+            raise
+
+    def next_prefetch(self) -> list[Unit]:
+        """The unit that the last pass of this kind gathered next, if that is known."""
+        history = self.contract.history
+        if history.matches_last_order:
+            for phase, name in history.order[history.position :]:
+                unit = self.by_name.get(name)
+                if phase in ("forward", "recomputation", "backward") and unit is not None:
+                    return [unit]
+        return []
+
+    def keeps_after_forward(self, unit: Unit) -> bool:
+        """Whether a unit stays gathered when its forward has ended."""
+        if unit.backward_unobserved or unit.kept_unsharded:
+            return True
+        history = self.contract.history
+        order, position = history.order, history.position
+        if history.matches_last_order and position < len(order) and order[position] == Event("forward", unit.name):
+            return True  # It runs again at once.
+        if not torch.is_grad_enabled():
+            return False
+        # The entry unit's backward comes first: releasing it would only mean to gather it again.
+        return not unit.reshard_after_forward or unit is self.entry_unit
+
+    def keeps_after_backward(self, unit: Unit) -> bool:
+        """Whether a unit stays gathered for the next micro-batch: it was to be kept, and no optimizer step is due."""
+        if unit.kept_unsharded or not unit.reshard_after_backward:
+            return True
+        return not (unit.reshard_after_forward or self.reduces(unit))
+
+    def reshard_idle(self) -> None:
+        """Between passes: frees what is not kept for the next one, and lets shards be written to."""
+        for unit in self._idle_units():
+            unit.release()
+        for unit in self.units:
+            for buffer in unit.buffers:
+                buffer.wait_sent()
+
+    def _idle_units(self) -> list[Unit]:
+        """The units that are not kept for the next pass."""
+        return [unit for unit in self.units if not (self.keeps_after_backward(unit) or unit.backward_unobserved)]
+
+    def casts_inputs_of(self, unit: Unit) -> bool:
+        """Whether floating-point inputs take the unit's dtype: at the entry, and at every unit if dtypes vary."""
+        return unit is self.entry_unit or unit is self.outermost or not self._computes_in_one_dtype
+
+    def reduces(self, unit: Unit) -> bool:
+        """Whether a unit's gradients are reduced at the end of this backward pass."""
+        return self.synchronizes and unit.synchronizes
+
+    @property
+    def reduces_any(self) -> bool:
+        """Whether any unit's are."""
+        return self.synchronizes and any(unit.synchronizes for unit in self.units)
+
+    # The backward pass.
+
+    def begin_backward(self) -> None:
+        """The first gradient of a pass has arrived at one of the units."""
+        if self.entry_unit is not None:
+            raise RuntimeError(
+                f"a backward pass has begun inside the forward of {unit_title(self.entry_unit.name)}: take gradients "
+                "after the outermost sharded module has returned, or shard only modules that are not differentiated "
+                "inside of one that is called"
+            )
+        if uneven_inputs.active_share is not None and not self.synchronizes:
+            raise RuntimeError(
+                "join() counts whole steps, and this backward pass is one of several in a step, under no_sync(): let "
+                "join() yield all micro-batches of a step together, or leave no_sync() out"
+            )
+        self.in_backward = True
+        self.reset()
+        kind = "backward with reduction" if self.reduces_any else "backward"
+        self.contract.begin(PassKind(kind, grad=True, training=True), new_step=False)
+
+    def reduce(self, unit: Unit) -> None:
+        """Starts to reduce a unit's gradients, after the unit before it; without reduction, keeps them packed."""
+        if not self.reduces(unit):
+            for buffer in unit.buffers:
+                buffer.gradient.pack(wide=True)
+            return
+        trained = unit.trained_buffers()
+        if not trained:
+            return
+        self.record("reduction", unit)
+        self.wait_previous_reduction()
+        self.reducing = unit
+        if unit in self._reduced:
+            self._record_late(unit)  # A second reduction in a pass brings only what came late.
+        else:
+            self._reduced.add(unit)
+            self._record_unused(unit, trained)
+        unit.reduce(trained)
+
+    def wait_previous_reduction(self) -> None:
+        """Takes the results of the reduction under way, so that its flat gradient is free before the next is filled.
+
+        It has run beside the backward of the next unit up to that unit's first gradient, and beside all of its
+        recomputation where it is checkpointed.
+        """
+        if self.reducing is None:
+            return
+        unit, self.reducing = self.reducing, None
+        unit.wait_reduced()
+        if not has_reduced_grad_hooks() or self._is_aborting:
+            return
+        # Gradients that go on to the host or to replicas come one unit later: to wait for them would stop the pass.
+        ready = [] if self._in_transit is None else [self._in_transit]
+        self._in_transit = None
+        if any(buffer.needs_transfer_after_reduce for buffer in unit.buffers):
+            self._in_transit = unit
+        else:
+            ready.append(unit)
+        for each in ready:
+            self._call_hooks(each)
+
+    def on_recomputed(self) -> None:
+        """A checkpointed unit is about to compute its gradients; the reduction before them has run beside it so far.
+
+        Only now is the unit before it gathered, so that its parameters never stand beside the flat gradient of the
+        unit behind it: at this size one of them is a tenth of the device.
+        """
+        self.wait_previous_reduction()
+        for unit in self.next_prefetch():
+            unit.gather()
+
+    def finish_backward(self) -> None:
+        """The backward pass has come to its end on this rank: reduces what is left, compares, and commits."""
+        if not self.reduces_any:
+            fault = self._check_finite()
+            self.contract.end_unchecked()
+            for unit in self.units:
+                if fault is None:
+                    unit.commit()
+                else:
+                    for buffer in unit.buffers:
+                        buffer.gradient.rollback_pass()
+            return
+        for unit in self.units:
+            if unit.is_shared and unit not in self._reduced:
+                self.reduce(unit)
+        self.wait_previous_reduction()
+        for unit in self.units if self._unused else ():
+            self._record_late(unit)
+        late = []
+        for number, unit in enumerate(self.units):
+            pending = [buffer for buffer in unit.buffers if buffer.gradient]
+            for buffer in pending:
+                if not buffer.trains:
+                    buffer.gradient.drop()  # Frozen since the forward.
+            if unit.synchronizes and any(buffer.trains for buffer in pending):
+                late.append(number)
+        fault = None if self.nonfinite is None else self.nonfinite.find()
+        statuses = self._end_checked(len(late), len(self._unused), fault)
+        try:
+            self._commit(statuses, late)
+        except BaseException:  # The others found no failure, and are about to use their gradients.
+            self.contract.mark_late_failure()
+            raise
+        self.reset()
+
+    def _commit(self, statuses: Sequence[PassStatus], late: Sequence[int]) -> None:
+        """The pass has gone well on every rank: publishes its gradients."""
+        if any(status.num_late for status in statuses):
+            for number in sorted({number for numbers in all_gather_json(late, self.contract) for number in numbers}):
+                self.units[number].reduce(self.units[number].trained_buffers())
+        for unit in self.units:
+            unit.commit()
+        if all(status.num_unused for status in statuses):
+            # Takes the zeros away from what no rank has used and what had no gradient before.
+            keys_by_rank = all_gather_json(sorted(self._unused), self.contract)
+            for key in set.intersection(*({ParamKey(*key) for key in keys} for keys in keys_by_rank)):
+                buffer = self.units[key.unit].buffers[key.buffer]
+                if self._unused[key] and not buffer.flatten:
+                    buffer.sharded_param(key.param).grad = None
+        if has_grad_published_hooks():
+            buffers = [buffer for unit in self.units if self.reduces(unit) for buffer in unit.buffers]
+            params = [param for buffer in buffers for param in buffer.sharded_params if param.grad is not None]
+            call_grad_published_hooks([param for param in params if param not in self._published])
+
+    def _record_unused(self, unit: Unit, trained: Sequence[int]) -> None:
+        """A unit is about to be reduced: what has no gradient now counts as zeros."""
+        for number in trained:
+            buffer = unit.buffers[number]
+            for index in buffer.gradient.missing():
+                had_none = buffer.sharded_param(index).grad is None
+                self._unused[ParamKey(self._numbers[unit], number, index)] = had_none
+
+    def _record_late(self, unit: Unit) -> None:
+        """What has got a gradient after its unit's reduction is not unused."""
+        if self._unused and unit in self._reduced:
+            for number, buffer in enumerate(unit.buffers):
+                for index in buffer.gradient.has_grad():
+                    self._unused.pop(ParamKey(self._numbers[unit], number, index), None)
+
+    def _call_hooks(self, unit: Unit) -> None:
+        """Hands a unit's reduced gradients to those who asked for them before the end of the pass."""
+        with self.contract.waiting(Event("reduction", unit.name)):
+            new = [
+                (buffer, param, grad)
+                for buffer in unit.buffers
+                if buffer.keeps_reduced
+                for param, grad in buffer.wait_results(self.contract.limit_seconds)
+                if param.requires_grad
+            ]
+        # What this rank has not used, no rank may have used: then there is no gradient, as is known in the end.
+        self._record_late(unit)
+        keys = (key for key in self._unused if key.unit == self._numbers[unit] and not unit.buffers[key.buffer].flatten)
+        unknown = {unit.buffers[key.buffer].sharded_param(key.param) for key in keys}
+        at_once = {param for _, param, _ in new if is_consumed_in_backward(param) and param not in unknown}
+        self._published |= at_once
+        for buffer in dict.fromkeys(buffer for buffer, param, _ in new if param in at_once):
+            buffer.publish_grads(at_once)
+        if at_once:
+            call_grad_published_hooks([param for _, param, _ in new if param in at_once])
+        rest = [(param, grad) for _, param, grad in new if param.grad is None and not is_consumed_in_backward(param)]
+        if rest:
+            call_reduced_grad_hooks([param for param, _ in rest], [grad for _, grad in rest])
+
+    # How a pass ends.
+
+    def end_forward(self, unit: Unit) -> None:
+        """A unit's forward has ended; with that of the entry unit, so has the pass."""
+        if self.entry_unit is not unit:
+            return
+        self.entry_unit = None
+        try:
+            if torch.is_grad_enabled():
+                self._check_finite()
+                self.contract.end_unchecked()
+            else:
+                # Compared first: where the ranks differ, what was prefetched may never arrive.
+                self._end_checked()
+                self.reshard_idle()
+        except BaseException as error:
+            self.abort(error)
+            raise
+
+    def abort(self, error: BaseException) -> None:
+        """The pass has failed on this rank: aborts it together with the others, or alone, and is as before it."""
+        self.entry_unit = None
+        self.in_backward, self._is_aborting = False, True
+        on_all_ranks = False
+        try:
+            on_all_ranks = abort_on_all_ranks(self, error)
+        finally:
+            if not on_all_ranks:  # The others find it when their wait times out.
+                self.contract.report_failure(error)
+            self.contract.history.reset()
+            if self.nonfinite is not None:
+                self.nonfinite.reset()
+            self.shared_error, self.starting_gathers = None, []
+            self.reset()
+            for unit in self.units:
+                unit.discard()
+
+    def recover(self) -> None:
+        """Ends a backward pass that has failed; autograd reports that to nobody."""
+        if self.in_backward and not in_backward():
+            self.abort(RuntimeError("the backward pass before this one did not come to its end"))
+
+    def fail(self) -> None:
+        """Autograd has dropped the backward pass that ran, and raises its error to the user."""
+        if self.in_backward:
+            last = self.contract.history.last_event
+            where = f" after the {last}" if last is not None else ""
+            unknown = RuntimeError(f"its backward pass failed{where}, with an error that is raised there")
+            self.abort(self.failure or unknown)
+
+    def reset(self) -> None:
+        """A backward pass begins, is over, or was aborted."""
+        self.reducing = self.failure = self._in_transit = None
+        self._reduced, self._unused, self._published = set(), {}, set()
+        self._is_aborting = False
+
+    def _check_finite(self) -> FloatingPointError | None:
+        """Raises what was not finite in a pass in which the ranks compare nothing, if all ranks can abort now.
+
+        Else returns it, as in the third micro-batch of the first step: it waits until the ranks compare.
+        """
+        fault = None if self.nonfinite is None else self.nonfinite.find()
+        if fault is not None and can_abort(self):
+            raise fault
+        return fault
+
+    def _end_checked(
+        self, num_late: int = 0, num_unused: int = 0, fault: BaseException | None = None
+    ) -> list[PassStatus]:
+        """Compares what the ranks did since they last compared; returns each one's status, by rank."""
+        rows = self.contract.end_checked(*PassStatus(num_late, num_unused, fault is not None))
+        statuses = [PassStatus(*row) for row in rows]
+        if any(status.failed for status in statuses):
+            raise_aborted(self, fault)
+        return statuses

@@ -1,0 +1,321 @@
+"""One step of a unit, in the order of time: the page to read first.
+
+torch calls `pre_forward` and `post_forward` around the module. Autograd calls `pre_backward`, `post_accumulate_grad`
+and `post_backward`, and at the end of the whole pass `finalize_backward`. What a unit does then is in `unit.py`; the
+order among units, and how a pass ends, in `root.py`; the texts of errors in `checks.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from scale_core import compat
+from scale_core.autograd_hooks import (
+    after_backward,
+    after_gradient,
+    alias_outputs,
+    before_backward,
+    register_post_backward,
+)
+from scale_core.consistency.execution_order import unit_title
+from scale_fsdp.api import cast_floating
+from scale_fsdp.runtime import checks
+from scale_fsdp.runtime.root import Root
+from scale_fsdp.runtime.unit import UNIT, ForwardCalls, Unit, units_in
+
+
+@compat.untraced
+def pre_forward(
+    unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, method: str = ""
+) -> tuple[Any, Any]:
+    """Before the module, or a registered method of it, runs: unshards it, and prefetches the next unit."""
+    if unit.in_summon:
+        if torch.is_grad_enabled() and unit.trains:
+            raise checks.trains_in_summon(unit)
+        return args, kwargs
+    try:
+        root = _begin_forward(unit, method)
+        if (slot := unit.replaced_slot()) is not None:
+            raise checks.param_replaced(unit, slot)
+        recomputing = root.in_backward
+        root.record("recomputation" if recomputing else "forward", unit)
+        if not (recomputing and unit.in_backward):
+            _unshard(unit, root)
+        dtype = unit.precision.param_dtype
+        if dtype is not None and root.casts_inputs_of(unit):
+            args, kwargs = cast_floating((args, kwargs), dtype)
+        if torch.is_grad_enabled() and not (recomputing and unit.pending_backwards):
+            (args, kwargs), _ = after_backward((args, kwargs), functools.partial(post_backward, unit))
+            unit.pending_backwards += 1
+            unit.forward_calls.count += 1
+        return args, kwargs
+    except BaseException as error:
+        abort_on_interrupt(unit, error)
+        raise
+
+
+@compat.untraced
+def post_forward(unit: Unit, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    """After the module has run, or failed: reshards it, and hooks the gradients of its outputs."""
+    root = unit.root
+    if unit.in_summon or root is None:  # Without a root it has failed before it began.
+        return output
+    assert isinstance(root, Root)
+    try:
+        raised = sys.exc_info()[1]
+        if raised is not None and raised is not unit.error_at_entry:
+            _post_failed_forward(unit, root, raised)
+            return None
+        if unit.precision.output_dtype is not None:
+            output = cast_floating(output, unit.precision.output_dtype)
+        if root.in_backward and unit.in_backward:
+            root.on_recomputed()
+            return output  # Recomputed for its own backward, which needs the parameters now.
+        if any(buffer.is_overwritten for buffer in unit.buffers):
+            error = checks.params_overwritten(unit)
+            _post_failed_forward(unit, root, error)
+            raise error
+        if (slot := unit.replaced_slot()) is not None:
+            error = checks.param_replaced(unit, slot)
+            _post_failed_forward(unit, root, error)
+            raise error
+        if root.nonfinite is not None and not root.in_backward and root.contract.history.current.kind.grad:
+            root.nonfinite.add_output(unit, output)
+        if torch.is_grad_enabled():
+            output = alias_outputs(output)
+            callback = functools.partial(pre_backward, unit, unit.shard_versions, unit.forward_calls)
+            observed = before_backward(output, callback)
+            # Where no output was found, nothing shows when the backward begins, so it stays gathered until it has.
+            unit.backward_unobserved = unit.backward_unobserved or (not observed and unit.trains)
+        _reshard(unit, root, keep=root.keeps_after_forward(unit))
+        root.end_forward(unit)
+        return output
+    except BaseException as error:
+        abort_on_interrupt(unit, error)
+        raise
+
+
+def pre_backward(unit: Unit, versions: Sequence[int], calls: ForwardCalls) -> None:
+    """A gradient has arrived at the module's outputs: unshards it, and prefetches the unit before it.
+
+    `versions` are those of the shards when the module ran, `calls` those of the forward pass in which it ran.
+    """
+    root = unit.root
+    assert isinstance(root, Root)
+    if torch.is_grad_enabled() and not all(buffer.is_aliased for buffer in unit.buffers):
+        raise checks.second_derivative(unit)
+    if not root.in_backward:
+        _begin_backward(root)
+    if versions != unit.shard_versions:
+        raise checks.changed_before_backward(unit)
+    if not unit.in_backward:
+        unit.in_backward = True
+        # Where none is left, this graph was kept from an earlier pass, or lived through a forward after one.
+        unit.pending_backwards = max(unit.pending_backwards, 0) or calls.count
+        root.record("backward", unit)
+        _unshard(unit, root)
+
+
+def post_accumulate_grad(unit_ref: weakref.ref[Unit], number: int, index: int, param: Tensor) -> None:
+    """A parameter's gradient of this pass stands in `param.grad`: moves it into the flat gradient."""
+    unit = unit_ref()  # Autograd holds the hook where no garbage collector can see it.
+    assert unit is not None, "a gradient has come whose unit is gone"
+    root, gradient = unit.root, unit.buffers[number].gradient
+    assert isinstance(root, Root)
+    if not root.in_backward:
+        _begin_backward(root)
+    if root.reducing is not None and not gradient.has_begun:
+        root.wait_previous_reduction()
+    if root.nonfinite is not None:
+        root.nonfinite.add_gradient(unit, number, index)
+    gradient.accumulate(index, wide=not (root.synchronizes and unit.synchronizes))
+
+
+def post_backward(unit: Unit) -> None:
+    """The gradients of one call's inputs are there; after the last call's, reshards and reduces."""
+    unit.pending_backwards -= 1
+    unit.input_grads_seen = True
+    if unit.in_backward and unit.pending_backwards <= 0 and not unit.is_shared:
+        assert isinstance(unit.root, Root)
+        _reshard_and_reduce(unit, unit.root)
+
+
+def finalize_backward(root: Root) -> None:
+    """The whole pass has run on this rank: ends units whose inputs got no gradient, and commits the pass."""
+    try:
+        for unit in root.units:
+            if unit.in_backward:
+                _reshard_and_reduce(unit, root)
+            unit.end_backward()
+        root.finish_backward()
+    except BaseException as error:
+        root.abort(error)
+        raise
+    root.in_backward = False
+    root.reshard_idle()
+
+
+# Parts of the above.
+
+
+def root_of(unit: Unit) -> Root:
+    """Returns the root of a unit's model; a unit without one becomes the outermost."""
+    if unit.root is not None and unit.root.stale:
+        unit.root.recover()
+        for member in unit.root.units:
+            member.root = None
+    root = Root(units_in(unit.module)) if unit.root is None else unit.root
+    assert isinstance(root, Root)
+    return root
+
+
+def follow_user_changes(unit: Unit) -> None:
+    """Follows `requires_grad`, hooks the gradients of what trains, and refuses other changes since the last pass."""
+    for number, buffer in enumerate(unit.buffers):
+        buffer.follow_trainable()
+        storage = buffer.shard.untyped_storage()
+        for index, param in enumerate(buffer.sharded_params):
+            if param.untyped_storage() is not storage:
+                raise checks.data_replaced(unit, buffer, index)
+            if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
+                raise checks.hook_on_shard(buffer, index)
+        for index, param in enumerate(buffer.unsharded_params):
+            if param.requires_grad and (number, index) not in unit.hooked:
+                unit.hooked.add((number, index))
+                after_gradient(param, functools.partial(post_accumulate_grad, weakref.ref(unit), number, index))
+
+
+def abort_on_interrupt(unit: Unit, error: BaseException) -> None:
+    """Aborts the pass that this unit has begun, if it has, where Ctrl-C or a signal cuts it off.
+
+    torch calls `post_forward` where an `Exception` is raised, and not for other errors: the model would keep
+    whole parameters, and the memory of all that is gathered, until its next forward.
+    """
+    root = unit.root
+    if isinstance(error, Exception) or not isinstance(root, Root) or root.entry_unit is not unit:
+        return
+    try:
+        root.abort(error)
+    except Exception as other:  # The user who has interrupted wants to see that, not this.
+        error.add_note(f"the other ranks could not be reached: {other}")
+
+
+class ShardGuard:
+    """Forward pre-hook of a module inside a unit: refuses to compute with shards, past the unit."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+
+    def __call__(self, module: nn.Module, _: object) -> None:
+        if not self.unit.use_count:
+            checks.check_not_sharded(self.unit, module)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardGuard:
+        """Copies the guard with its unit, never the unit for the guard's sake."""
+        if id(self.unit) not in memo:
+            raise checks.copied_without_unit(self.unit)
+        return ShardGuard(memo[id(self.unit)])
+
+
+def guarded_forward(cls: type[nn.Module]) -> Callable[..., Any]:
+    """Returns the class's forward, made to refuse to run on shards, and to abort its pass where it is interrupted."""
+
+    @functools.wraps(cls.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        unit: Unit | None = self.__dict__.get(UNIT)
+        if unit is not None and not unit.use_count:
+            checks.check_not_sharded(unit, self)
+        try:
+            return cls.forward(self, *args, **kwargs)
+        except BaseException as error:
+            if unit is not None:
+                abort_on_interrupt(unit, error)
+            raise
+
+    return forward
+
+
+def _begin_forward(unit: Unit, method: str) -> Root:
+    unit.error_at_entry = sys.exc_info()[1]
+    root = root_of(unit)
+    if root.in_backward:
+        root.recover()
+    if root.entry_unit is unit:
+        root.abort(RuntimeError(f"the forward pass of {unit_title(unit.name)} before this one was cut off"))
+    if root.entry_unit is None and not root.in_backward:
+        root.begin_forward(unit, method)
+        for member in root.units:
+            follow_user_changes(member)
+        for member in root.units:
+            if not member.has_registered_names():
+                checks.check_registered(member)
+    return root
+
+
+def _begin_backward(root: Root) -> None:
+    """The first hook of a backward pass."""
+    root.begin_backward()
+    register_post_backward(functools.partial(finalize_backward, root), root.fail)
+
+
+def _unshard(unit: Unit, root: Root) -> None:
+    """Gathers the unit, the owners of what it shares, and what is prefetched; shows its whole parameters."""
+    prefetch = unit.prefetch.get("backward" if root.in_backward else "forward", [])
+    if root.outermost.name:  # A part of a model that was entered, or copied, by itself, without the rest.
+        prefetch = [other for other in prefetch if other.root is root]
+    for other in prefetch:
+        if other.root is not root:
+            raise checks.prefetch_of_another_model(unit, other)
+    root.starting_gathers = gathers = [*unit.shared_owners, unit, *root.next_prefetch(), *prefetch]
+    for each in gathers:
+        each.gather()
+    root.starting_gathers = []
+    for each in (*unit.shared_owners, unit):
+        each.use_count += 1
+        each.wait_gathered()
+    unit.to_unsharded()
+
+
+def _reshard(unit: Unit, root: Root, *, keep: bool) -> None:
+    """After a forward."""
+    _release(unit, lambda each: keep or root.keeps_after_forward(each), keep_part=torch.is_grad_enabled())
+    if not unit.use_count and not unit.kept_unsharded:
+        unit.to_sharded()
+
+
+def _reshard_and_reduce(unit: Unit, root: Root) -> None:
+    """After a backward."""
+    unit.in_backward = False
+    _release(unit, root.keeps_after_backward)
+    if not unit.kept_unsharded:
+        unit.to_sharded()
+    root.reduce(unit)
+
+
+def _release(unit: Unit, keeps: Callable[[Unit], bool], *, keep_part: bool = False) -> None:
+    """Ends one use of the unit and of the owners of what it shares; frees what has no other use."""
+    for each in (unit, *unit.shared_owners):
+        each.use_count = max(0, each.use_count - 1)  # A forward that failed before it was gathered had no use yet.
+        if not each.use_count and not keeps(each):
+            each.release(keep_part=keep_part)
+        if each is not unit and not each.use_count and not each.kept_unsharded:
+            each.to_sharded()  # It ran inside this one, and stayed open for it.
+
+
+def _post_failed_forward(unit: Unit, root: Root, error: BaseException) -> None:
+    recomputed = root.in_backward and unit.in_backward
+    if recomputed and compat.ends_recomputation(error):
+        root.on_recomputed()
+    elif recomputed:
+        root.failure = error  # Autograd does not pass it on.
+    else:
+        _reshard(unit, root, keep=False)
+    if root.entry_unit is unit:
+        root.abort(error)

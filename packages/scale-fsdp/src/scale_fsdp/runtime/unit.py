@@ -1,0 +1,384 @@
+"""One unit: a module whose parameters are gathered before it runs, released after, and reduced after its backward.
+
+Here is a unit's state: its flat buffers, the slots of its parameters in the module tree, and their collectives
+(`gather`, `release`, `reduce`); and the data that all units of one model share. `root.py` has the order among units,
+`step.py`, the page to read first, what torch and autograd call.
+
+Every collective is recorded in the history when it has started, buffer by buffer: from that a rank that fails, as for
+want of memory for that very collective, knows what the others still expect of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from scale_core.consistency.contract import Contract
+from scale_core.consistency.execution_order import Event, message_tag, unit_title
+from scale_core.flat.buffer import FlatBuffer, State
+from scale_fsdp.api import UnitOptions
+from scale_fsdp.runtime.flattened_parameter import FlattenedParameter, flattened_parameter
+
+UNIT = "_scale_unit"
+# What deepcopy and pickle copy: how the unit was made and set, nothing of a pass that runs or of other ranks.
+_COPIED = (
+    "module",
+    "slots",
+    "buffers",
+    "shared_owners",
+    "options",
+    "name",
+    "is_shared",
+    "reshard_after_forward",
+    "reshard_after_backward",
+    "synchronizes",
+    "serial",
+    "buffer_dtypes",
+    "rank_suffix",
+    "prefetch",
+)
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """Returns the unit that `fully_shard` has made of this very module, or None."""
+    unit: Unit | None = module.__dict__.get(UNIT)
+    return unit
+
+
+def units_in(module: nn.Module) -> list[Unit]:
+    """Returns the units of a module and all that it holds, the outermost first."""
+    return [unit for child in module.modules() if (unit := unit_of(child)) is not None]
+
+
+class ParamSlot(NamedTuple):
+    """A place in the module tree that holds a parameter: `module.attribute`."""
+
+    module: nn.Module
+    attribute: str
+    buffer: FlatBuffer
+    number: int
+
+
+class RegisteredNames(NamedTuple):
+    """What one module of a unit holds: its children, and the names of its parameters that are not None."""
+
+    module: nn.Module
+    children: tuple[nn.Module | None, ...]
+    params: tuple[str, ...]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> RegisteredNames:
+        params = tuple([name for name, param in module._parameters.items() if param is not None])
+        return cls(module, tuple(module._modules.values()), params)
+
+
+@dataclass
+class ForwardCalls:
+    """How many forward calls of a unit in one pass have a backward to come."""
+
+    count: int = 0
+
+
+class Unit:
+    """The sharded parameters of one module.
+
+    Args:
+        module: The module; its nested units are not part of this one.
+        slots: Every place in it that holds a parameter of this unit, or one that another unit owns and this one shares.
+        buffers: This unit's own parameters, one flat buffer per dtype and kind (trained or frozen).
+        shared_owners: The units that own the parameters which this one shares.
+        options: How it was sharded.
+    """
+
+    contract: Contract  # of the root
+
+    def __init__(
+        self,
+        module: nn.Module,
+        slots: Sequence[ParamSlot],
+        buffers: Sequence[FlatBuffer],
+        shared_owners: Sequence[Unit],
+        options: UnitOptions,
+    ) -> None:
+        self.module, self.slots = module, list(slots)
+        self.buffers, self.shared_owners = list(buffers), list(shared_owners)
+        self.options, self.precision = options, options.precision
+        self.name = ""  # its module's qualified name in the outermost unit's module
+        self.serial = 0  # among the units made over these ranks, in the order of `fully_shard`, equal on all of them
+        self.rank_suffix = ""  # of its parameters' names, where other ranks have other parameters of these names
+        self.root: UnitContext | None = None  # set when the model first runs
+        self.is_shared = False  # another unit shares one of its parameters
+        self.buffer_dtypes: dict[str, torch.dtype] = {}  # of module buffers that the policy has cast, before that
+        self.hooked: set[tuple[int, int]] = set()  # (buffer, parameter) whose gradients are hooked
+        self.registered: list[RegisteredNames] = []
+
+        # What the user sets.
+        self.reshard_after_forward = options.mesh_info.reshards_after_forward(options.reshard_after_forward)
+        self.reshard_after_backward = self.synchronizes = True
+        self.prefetch: dict[str, list[Unit]] = {}  # by hand, in a "forward" and in a "backward"
+        self.kept_unsharded = False  # between `unshard()` and `reshard()`
+        self.in_summon = False  # inside `summon_full_params`
+
+        # The pass that runs now.
+        self.forward_calls = ForwardCalls()
+        self.pending_backwards = 0  # forward calls whose backward has not come yet
+        self.use_count = 0  # reasons to be gathered: its own forward or backward, and those of units that share
+        self.in_backward = False  # between the first gradient at its outputs and the last at its inputs
+        self.had_backward = False  # since the last forward pass began
+        self.input_grads_seen = False  # a gradient at an input has said that a call's backward is over
+        self.backward_unobserved = False  # it returned nothing through which its backward could be seen to begin
+        self.error_at_entry: BaseException | None = None  # what was being handled when its forward began
+
+        self.to_sharded()
+        module.__dict__[UNIT] = self
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Numbers of hooks are counted in each process: those that are added later must not be given the same.
+        return {name: getattr(self, name) for name in _COPIED} | {"next hook": RemovableHandle.next_id}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Unit.__init__(self, state["module"], (), state["buffers"], state["shared_owners"], state["options"])
+        for name in _COPIED:
+            setattr(self, name, state[name])
+        if not any(buffer.is_meta for buffer in self.buffers):
+            groups = self.options.mesh_info.buffer_groups(self.options.reshard_after_forward)
+            for buffer in self.buffers:
+                buffer.groups = groups
+        RemovableHandle.next_id = max(RemovableHandle.next_id, state["next hook"])
+        cast(Any, self.module)._register_unit()
+
+    @property
+    def is_restored(self) -> bool:
+        """Whether it has its state: a copy, or what is read from a file, is first made and then filled."""
+        return "prefetch" in vars(self)
+
+    @property
+    def gathered(self) -> bool:
+        """Whether a buffer is gathered, or being gathered."""
+        return any(buffer.state is not State.SHARDED for buffer in self.buffers)
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether a shard was written to, as by an optimizer, since it was gathered."""
+        return any(buffer.is_stale() for buffer in self.buffers)
+
+    @property
+    def trains(self) -> bool:
+        """Whether any of its own parameters wants a gradient."""
+        return any(buffer.trains for buffer in self.buffers)
+
+    @property
+    def shard_versions(self) -> list[int]:
+        """The version counters of the shards that it computes with."""
+        return [buffer.version for unit in (self, *self.shared_owners) for buffer in unit.buffers]
+
+    # The parameters in the module tree.
+
+    def to_sharded(self) -> None:
+        """Puts the local shards into the module, as everybody sees them outside of its forward and backward."""
+        for module, attribute, buffer, number in self.slots:
+            shard = flattened_parameter(buffer, number) if buffer.flatten else buffer.sharded_params[number]
+            set_param(module, attribute, shard)
+
+    def to_unsharded(self) -> None:
+        """Puts the whole parameters into the module, with which it computes."""
+        for module, attribute, buffer, number in self.slots:
+            set_param(module, attribute, buffer.unsharded_params[number])
+
+    def replaced_slot(self) -> ParamSlot | None:
+        """The first slot that holds neither the local shard nor the whole parameter of this unit."""
+        for slot in self.slots:
+            module, attribute, buffer, number = slot
+            here = module._parameters.get(attribute)
+            shard = None if buffer.flatten else buffer.sharded_params[number]
+            if here is not shard and here is not buffer.unsharded_params[number]:
+                return slot
+        return None
+
+    def has_registered_names(self) -> bool:
+        """Whether its modules hold the children and parameters that they held when these were last checked."""
+        return bool(self.registered) and all(RegisteredNames.of(each.module) == each for each in self.registered)
+
+    # A pass.
+
+    def begin_forward(self) -> None:
+        """A forward pass begins, with whichever unit."""
+        if self.had_backward and not self.backward_unobserved:
+            # What has had no backward by now, as the outputs of an evaluation, gets none.
+            self.pending_backwards = 0
+        self.had_backward, self.forward_calls = False, ForwardCalls()
+
+    def end_backward(self) -> None:
+        """A backward pass has ended, of whichever units."""
+        # The backward of another call may come in a later pass without a sign, so it stays gathered until then.
+        self.backward_unobserved = self.backward_unobserved and self.input_grads_seen and self.pending_backwards > 0
+        self.had_backward, self.input_grads_seen = True, False
+        self.use_count = 0
+
+    def discard(self) -> None:
+        """After an error: back to the shards; gradients of earlier passes stay."""
+        for buffer in self.buffers:
+            buffer.discard()
+        self.pending_backwards = self.use_count = 0
+        self.in_backward = self.backward_unobserved = self.kept_unsharded = False
+        self.to_sharded()
+
+    def on_buffers_moved(self) -> None:
+        """Its buffers have other parameters to hook, and all ranks have to compare it anew."""
+        self.hooked.clear()
+        self.pending_backwards = 0
+        if self.root is not None:
+            self.root.stale = True
+
+    # Gather and release.
+
+    def gather(self) -> None:
+        """Starts to gather all buffers that are not gathered yet."""
+        for number, buffer in enumerate(self.buffers):
+            if buffer.state is State.SHARDED:
+                self._start("gather", number)
+
+    def wait_gathered(self) -> None:
+        """Returns when all buffers can be read."""
+        waiting = [buffer for buffer in self.buffers if buffer.state is not State.GATHERED]
+        if waiting:
+            with self.contract.waiting(Event("gather", self.name)):
+                for buffer in waiting:
+                    buffer.wait_gathered(self.contract.limit_seconds)
+
+    def release(self, *, keep_part: bool = False) -> None:
+        """Frees what was gathered, but for a part of it; waits for what was prefetched and is not used."""
+        if not self.gathered and (keep_part or not any(buffer.part is not None for buffer in self.buffers)):
+            return
+        waits = any(buffer.state is State.GATHERING for buffer in self.buffers)
+        with self.contract.waiting(Event("gather", self.name)) if waits else nullcontext():
+            for buffer in self.buffers:
+                buffer.release(self.contract.limit_seconds, keep_part=keep_part)
+
+    def gather_full_params(self, buffer: FlatBuffer) -> list[Tensor]:
+        """Returns a buffer's parameters whole, in the dtype they are trained in; all ranks call it together."""
+        if self.root is not None:
+            self.root.recover()
+        event = Event("whole parameters", self.name)
+        contract = (
+            self.root.contract
+            if self.root is not None and not self.root.stale
+            else Contract(self.options.mesh_info.whole, self.options.limit_seconds)
+        )
+        contract.sync_point(event)
+        with contract.waiting(event):
+            return buffer.gather_full_params(message_tag(event), contract.limit_seconds)
+
+    # Reduce.
+
+    def trained_buffers(self) -> list[int]:
+        """The numbers of the buffers that train."""
+        return [number for number, buffer in enumerate(self.buffers) if buffer.trains]
+
+    def reduce(self, trained: Sequence[int]) -> None:
+        """Starts to reduce the gradients of all buffers that train."""
+        for number in trained:
+            self._start("reduction", number)
+
+    def wait_reduced(self) -> None:
+        """Waits for the reductions, so that their flat gradients are free."""
+        with self.contract.waiting(Event("reduction", self.name)):
+            for buffer in self.buffers:
+                buffer.wait_reduced(self.contract.limit_seconds)
+
+    def commit(self) -> None:
+        """The pass has gone well on every rank: reduced gradients go to the shards' `grad`, others wait on."""
+        with self.contract.waiting(Event("reduction", self.name)):
+            for buffer in self.buffers:
+                buffer.commit(self.contract.limit_seconds)
+
+    # A step that fails.
+
+    def replay(self, transfer: Event, *, keep_part: bool) -> None:
+        """Takes part in one buffer's recorded collective for the other ranks; `keep_part` as in `release`."""
+        number = int(transfer.unit.rpartition("#")[2])
+        buffer, limit = self.buffers[number], self.contract.limit_seconds
+        with self.contract.waiting(Event(transfer.phase, self.name)):
+            if transfer.phase == "gather":
+                if buffer.state is State.SHARDED:
+                    self._start("gather", number)
+                buffer.release(limit, keep_part=keep_part)
+            else:
+                self._start("reduction", number)
+                buffer.wait_reduced(limit)
+
+    def start_remaining(self, phase: str) -> None:
+        """Starts those collectives of the last event, a "gather" or a "reduction", that this rank has not started."""
+        started = self.contract.history.transfers
+        for number, buffer in enumerate(self.buffers):
+            if self._transfer(phase, number) not in started and (
+                buffer.state is State.SHARDED if phase == "gather" else buffer.trains
+            ):
+                self._start(phase, number)
+
+    def _start(self, phase: str, number: int) -> None:
+        transfer, buffer = self._transfer(phase, number), self.buffers[number]
+        (buffer.gather if phase == "gather" else buffer.reduce)(message_tag(transfer))
+        self.contract.history.add_transfer(transfer)
+
+    def _transfer(self, phase: str, number: int) -> Event:
+        """One buffer's collective; messages carry a tag of it, so that no rank reads data of another unit."""
+        return Event(phase, f"{self.name}#{number}")
+
+
+class UnitContext:
+    """What all units of one model share.
+
+    Args:
+        units: All of them, in the order of `named_modules`; the module of the first holds all the others.
+        abort_message: The text of an aborted step, as for `Contract`.
+    """
+
+    def __init__(self, units: Sequence[Unit], abort_message: Callable[[Sequence[str]], str]) -> None:
+        self.units = list(units)
+        self.outermost = outermost = self.units[0]
+        self.by_name = {unit.name: unit for unit in self.units}
+        kind, number = type(outermost.module).__name__, outermost.serial
+        of = f"{unit_title(outermost.name)} ({kind}, number {number} in the order of fully_shard)"
+        group = max((unit.options.mesh_info.whole for unit in self.units), key=lambda group: group.size)
+        self.contract = Contract(group, outermost.options.limit_seconds, abort_message, of)
+        self.entry_unit: Unit | None = None  # the unit that was called first in the forward pass that runs now
+        self.in_backward = False
+        self.synchronizes = True  # gradients are reduced at the end of a backward pass; False inside `no_sync`
+        self.starting_gathers: list[Unit] = []
+        self.failure: BaseException | None = None  # what was raised in the backward pass that runs now, where known
+        self.shared_error: BaseException | None = None  # this rank's own error, where all ranks know of it
+        self.stale = False  # units have moved to another dtype, device or group: a new root takes its place
+
+    def recover(self) -> None:
+        """Ends a backward pass that has failed; see `Root`."""
+        raise NotImplementedError
+
+
+def module_names(module: nn.Module) -> dict[int, str]:
+    """Returns the qualified name of every module in `module`, by its id; that of `module` itself is ""."""
+    return {id(child): path for path, child in module.named_modules()}
+
+
+def flat_param_name(number: int) -> str:
+    """Returns the name under which a module holds the flat parameter of one buffer."""
+    return f"flat_param_{number}"
+
+
+def set_param(module: nn.Module, attribute: str, param: nn.Parameter | FlattenedParameter) -> None:
+    """Sets `module.attribute`; a `FlattenedParameter` stands in `__dict__`, and None among the parameters."""
+    registered = None if isinstance(param, FlattenedParameter) else param
+    vars(module).pop(attribute, None)
+    if type(module).__setattr__ is not nn.Module.__setattr__:
+        # Modules such as nn.LSTM keep a second list of their weights, which their own __setattr__ maintains.
+        setattr(module, attribute, registered)
+    else:
+        module._parameters[attribute] = registered
+    if registered is None:
+        vars(module)[attribute] = param  # It is found before what is among the parameters.

@@ -1,0 +1,87 @@
+"""checks.py: what holds a unit's parameters refuses to compute with shards."""
+
+import pytest
+import torch
+from fsdp_beside import noise, sharded
+from torch import nn
+
+from scale_core.testing import run_ranks
+from scale_fsdp import fully_shard
+
+
+class Model(nn.Module):
+    """A unit with parameters of its own, whose head is used past it as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.scale = nn.Parameter(torch.ones(3))
+        self.head = nn.Linear(3, 4)
+
+    def forward(self, x):
+        return self.head(x * self.scale)
+
+
+def refused(model: nn.Module, call) -> str:
+    with pytest.raises(RuntimeError, match="outside of the unit's forward") as caught:
+        call(model)
+    model(noise(2, 3)).sum().backward()
+    assert all(param.grad is not None for param in model.parameters())
+    return str(caught.value)
+
+
+def call_the_head(reshard: bool) -> str:
+    return refused(
+        sharded(Model(), [""], reshard_after_forward=reshard),
+        lambda model: (model(noise(2, 3)), model.head(noise(2, 3))),
+    )
+
+
+def call_forward(reshard: bool) -> str:
+    return refused(
+        sharded(Model(), [""], reshard_after_forward=reshard),
+        lambda model: (model(noise(2, 3)), model.forward(noise(2, 3))),
+    )
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_a_module_called_past_its_unit_is_refused_and_training_goes_on(reshard):
+    for message in run_ranks(call_the_head, 2, reshard):
+        assert "a Linear of the root unit" in message
+        assert "(weight, bias)" in message
+        assert "call the Model itself, model(...)" in message
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_forward_in_place_of_the_call_is_refused(reshard):
+    for message in run_ranks(call_forward, 2, reshard):
+        assert "a Model of the root unit" in message
+        assert "(scale)" in message
+
+
+def call_where_it_is_whole() -> list[str]:
+    plain = Model()
+    expected = plain.head(noise(2, 3))
+    model, head = sharded(plain, [""]), sharded(plain, ["head", ""])
+    wrong = []
+    with torch.no_grad(), model.summon_full_params():
+        for call in (model.head, lambda x: model.forward(x)):
+            wrong += [] if torch.allclose(call(noise(2, 3)), expected) else ["summoned: other numbers"]
+    return wrong if torch.equal(head.head(noise(2, 3)), expected) else [*wrong, "a unit of its own: other numbers"]
+
+
+def test_the_ways_out_that_the_error_names_work():
+    assert not any(run_ranks(call_where_it_is_whole, 2))
+
+
+def test_in_a_world_of_one_nothing_is_in_the_way():
+    plain = Model()
+    model = sharded(plain, [""])
+    assert torch.equal(model.head(noise(2, 3)), plain.head(noise(2, 3)))
+    assert torch.equal(model.forward(noise(2, 3)), plain(noise(2, 3)))
+
+
+def test_a_conversion_to_what_the_shards_are_already_is_none():
+    model = fully_shard(Model())
+    assert model.float().cpu().to(torch.float32) is model
+    model(noise(2, 3)).sum().backward()

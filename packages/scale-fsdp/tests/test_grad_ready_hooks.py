@@ -1,0 +1,91 @@
+"""offload/backward.py: hooks that see each gradient when it is ready."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+from torch import Tensor, nn
+
+from scale_core.autograd_hooks import (
+    call_grad_published_hooks,
+    call_reduced_grad_hooks,
+    has_reduced_grad_hooks,
+    is_consumed_in_backward,
+)
+from scale_core.shard import Shard, set_shard
+from scale_fsdp.offload.backward import GradReadyHooks
+
+
+class Listener:
+    def __init__(self, *, at_once: bool = False) -> None:
+        self.heard: list[tuple[Tensor, bool]] = []
+        self.arrivals = GradReadyHooks(self.tell, at_once=at_once)
+
+    def tell(self, param: Tensor, grad: Tensor) -> None:
+        self.heard.append((param, param.grad is grad))
+
+
+def test_a_plain_parameter_is_heard_of_once_per_pass() -> None:
+    listener, weight, other = Listener(), nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    listener.arrivals.register([weight, other])
+    listener.arrivals.register([weight, other])
+    (weight * weight).sum().backward()
+    assert [(param is weight, there) for param, there in listener.heard] == [(True, True)]
+
+
+def test_one_that_is_frozen_is_watched_from_when_it_trains() -> None:
+    listener, weight = Listener(), nn.Parameter(torch.ones(2), requires_grad=False)
+    listener.arrivals.register([weight])
+    weight.requires_grad_(True)
+    weight.sum().backward()
+    assert not listener.heard
+    listener.arrivals.register([weight])
+    weight.sum().backward()
+    assert len(listener.heard) == 1
+
+
+def test_a_shard_is_heard_of_from_whoever_reduces_it_and_gets_no_hook() -> None:
+    listener, shard, foreign = Listener(), nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    for param in (shard, foreign):
+        set_shard(param, Shard("weight", (4,), 0, 2))
+    listener.arrivals.register([shard])
+    assert not shard._post_accumulate_grad_hooks
+    grad = torch.ones(2)
+    call_reduced_grad_hooks([foreign, shard], [torch.ones(2), grad])
+    assert listener.heard == [(shard, False)]
+    shard.grad = grad
+    call_grad_published_hooks([foreign, shard])
+    assert [(param is shard, there) for param, there in listener.heard] == [(True, False), (True, True)]
+
+
+def test_who_uses_a_gradient_at_once_hears_of_it_when_it_is_there() -> None:
+    listener, shard, other = Listener(at_once=True), nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    for param in (shard, other):
+        set_shard(param, Shard("weight", (4,), 0, 2))
+    gc.collect()  # Of what other tests have left.
+    assert not has_reduced_grad_hooks()
+    listener.arrivals.register([shard])
+    assert has_reduced_grad_hooks() and is_consumed_in_backward(shard) and not is_consumed_in_backward(other)
+    call_reduced_grad_hooks([shard], [torch.ones(2)])
+    assert not listener.heard
+    shard.grad = torch.ones(2)
+    call_grad_published_hooks([shard])
+    assert listener.heard == [(shard, True)]
+    del listener
+    gc.collect()
+    assert not is_consumed_in_backward(shard)
+
+
+def test_with_the_listener_everything_goes() -> None:
+    listener, weight, shard = Listener(), nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    set_shard(shard, Shard("weight", (4,), 0, 2))
+    heard = listener.heard
+    listener.arrivals.register([weight, shard])
+    del listener
+    gc.collect()
+    assert not weight._post_accumulate_grad_hooks
+    weight.sum().backward()
+    call_grad_published_hooks([shard])
+    call_reduced_grad_hooks([shard], [torch.ones(2)])
+    assert not heard

@@ -1,0 +1,346 @@
+"""Point-to-point messages between ranks: headers, metadata and tensors, received early and sent without waiting.
+
+Every slot of a program is filled in every step, whatever happens: with a payload, with a failure, or with a header that
+says that there is nothing. So no rank waits for one that has failed, and sends and receives always match.
+
+A header has a fixed length, so it can be received before anything is known. Tensors mostly have the metadata of the
+last ones in their slot: memory for them is posted together with the header, and the transport fills it while this rank
+computes. Small tensors are packed in one message with the header. Where the metadata has changed, the sender, which
+knows what the receiver has posted, sends the header alone and a single byte for each tensor that was posted; the real
+tensors follow. (Gloo accepts a message that is shorter than the memory posted for it.)
+
+On NCCL, whose messages have no tags and are matched by their order alone, tensors are sent and received in the order of
+the program, which is one for all ranks; headers and metadata stay on the host.
+
+Layout of a packed message, with tensors at multiples of 64 bytes:
+
+    bytes      0      48   64              192            320
+               header      tensor 0        tensor 1
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from scale_core.comm.collectives import HOST, group_for, torch_group
+from scale_core.comm.group import Group
+from scale_core.comm.work import TransferError, Work, start_work, wait_for
+from scale_pipe.distributed.messages import ChunkSize, Failure, Message, Payload, Slot
+
+HEADER_LENGTH = 6  # int64: kind, bytes of the description, the three numbers of a ChunkSize, kind of the pass
+LARGEST_PACKED_BYTES = 1 << 17  # copying so many takes about as long as sending a message of its own
+
+_HEADER_BYTES = 8 * HEADER_LENGTH
+_ALIGNMENT = 64
+
+
+class MessageKind(IntEnum):
+    """The content of a message, as its header announces it."""
+
+    SAME_META = 0  # tensors follow, with the metadata of the last ones in this slot
+    WITH_META = 1  # metadata follows, and then the tensors
+    FAILED = 2  # a failure follows
+    ABSENT = 3  # the mini-batch has no such micro-batch
+
+
+class TensorMeta(NamedTuple):
+    """Everything about a tensor but its values. Strides decide how kernels read it, and so the last bits of results."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class PayloadMeta:
+    """The metadata of a payload, sent once and kept by both sides."""
+
+    structure: bytes
+    tensors: tuple[TensorMeta, ...]
+
+    @classmethod
+    def of(cls, structure: bytes, tensors: Sequence[Tensor]) -> PayloadMeta:
+        """The metadata of dense tensors."""
+        return cls(structure, tuple(TensorMeta(tuple(t.shape), t.stride(), t.dtype, t.requires_grad) for t in tensors))
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(meta.num_bytes for meta in self.tensors)
+
+    @cached_property
+    def is_packed(self) -> bool:
+        """Whether the tensors are small enough to be sent in one message with their header."""
+        return self.num_bytes <= LARGEST_PACKED_BYTES
+
+    @cached_property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """The first and past-the-last byte of each tensor in a packed message; the last entry is its end."""
+        ranges, start = [], _ALIGNMENT
+        for meta in self.tensors:
+            ranges.append((start, start + meta.num_bytes))
+            start += -(-meta.num_bytes // _ALIGNMENT) * _ALIGNMENT
+        return (*ranges, (start, start))
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """The tensor without its graph, copied only if its memory has gaps or overlaps. Raises TypeError if not strided."""
+    if tensor.layout != torch.strided:
+        raise TypeError(f"expected a strided tensor to send, but got one of layout {tensor.layout}: send .to_dense()")
+    requires_grad, tensor = tensor.requires_grad, tensor.detach()
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    if not (tensor.is_contiguous() or _is_permuted(tensor)):
+        tensor = tensor.contiguous()
+    return tensor.requires_grad_() if requires_grad else tensor
+
+
+def _is_permuted(tensor: Tensor) -> bool:
+    """Whether it is a permutation of a contiguous tensor."""
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a dense tensor, [num_bytes] uint8."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset()).view(torch.uint8)
+
+
+def empty_like_meta(meta: TensorMeta, device: torch.device = HOST) -> Tensor:
+    """Uninitialised memory for a tensor that will arrive."""
+    return torch.empty_strided(meta.shape, meta.strides, dtype=meta.dtype, device=device)
+
+
+def pack_message(header: Sequence[int], meta: PayloadMeta, tensors: Sequence[Tensor]) -> Tensor:
+    """A packed message, [num_bytes] uint8, of dense tensors on the host."""
+    memory = torch.empty(meta.ranges[-1][1], dtype=torch.uint8)
+    memory[:_HEADER_BYTES].view(torch.int64).copy_(torch.tensor(header))
+    for tensor, (start, stop) in zip(tensors, meta.ranges, strict=False):
+        if start < stop:
+            memory[start:stop].copy_(as_bytes(tensor))
+    return memory
+
+
+def unpack_message(memory: Tensor, meta: PayloadMeta) -> list[Tensor]:
+    """The tensors in a packed message, uncopied; each has a version counter of its own."""
+    return [
+        memory[start:stop].view(one.dtype).as_strided(one.shape, one.strides).data
+        for one, (start, stop) in zip(meta.tensors, meta.ranges, strict=False)
+    ]
+
+
+_Works = list[tuple[int | None, Work]]
+
+
+class _Posted(NamedTuple):
+    memory: Tensor  # of the header, and of the tensors packed with it
+    works: _Works
+    tensors: list[Tensor]  # posted beside the header
+
+
+class _Started(NamedTuple):
+    """A slot whose header has arrived, and whose tensors are being received."""
+
+    meta: PayloadMeta
+    tensors: list[Tensor]
+    works: _Works
+    chunk_size: ChunkSize
+
+
+class P2PError(RuntimeError):
+    """A slot that did not arrive from `peer`, or could not be sent to it; `cause` is the transport's text."""
+
+    def __init__(self, slot: Slot, peer: int, cause: str) -> None:
+        super().__init__(f"{slot}: {cause}")
+        self.slot = slot
+        self.peer = peer
+        self.cause = cause
+
+
+class P2PChannel:
+    """The messages of one rank to and from the others, a tag for each slot: the same on all ranks, no two alike.
+
+    `pass_kind` (0 outside of passes) is sent with each message; `received_kind` is that of the last one received.
+    """
+
+    def __init__(
+        self, group: Group, tags: Mapping[Slot, int], device: torch.device, limit_seconds: float | None
+    ) -> None:
+        self._group = group
+        self._tags = tags
+        self._limit = limit_seconds  # of the wait for one message
+        self.pass_kind = self.received_kind = 0
+        self._metas: dict[Slot, PayloadMeta] = {}  # of the last payload sent or received
+        self._posted: dict[Slot, _Posted] = {}
+        self._started: dict[Slot, _Started | Failure | ChunkSize] = {}
+        self._sent: dict[Slot, tuple[int, _Works, list[Tensor]]] = {}
+        self.set_device(device)
+
+    def set_device(self, device: torch.device) -> None:
+        """Sets the device where this rank computes; the known metadata stays."""
+        self.device = device
+        self._on_device = device.type != HOST.type and self._group.backend == "nccl"
+
+    @cached_property
+    def _host(self) -> Any:
+        """The process group that moves host memory."""
+        return group_for(HOST, self._group)
+
+    @property
+    def matches_by_order(self) -> bool:
+        """Whether `start_tensors` has to be called for each slot in the order of the program."""
+        return self._on_device
+
+    def num_bytes(self, slot: Slot) -> int:
+        """Bytes of the last payload in a slot; 0 before the first."""
+        meta = self._metas.get(slot)
+        return 0 if meta is None else meta.num_bytes
+
+    # Receiving.
+
+    def post_receive(self, slot: Slot, peer: int) -> None:
+        """Posts the receive of a slot; does not wait."""
+        expected = None if self._on_device else self._metas.get(slot)
+        is_packed = expected is not None and expected.is_packed
+        size = expected.ranges[-1][1] if expected is not None and is_packed else _HEADER_BYTES
+        memory, tensors = torch.empty(size, dtype=torch.uint8), list[Tensor]()
+        if expected is not None and not is_packed:
+            tensors = [empty_like_meta(meta) for meta in expected.tensors]
+        recv, tag = self._host.recv, self._tags[slot]
+        parts = [memory, *(as_bytes(tensor) for tensor in tensors if tensor.numel())]
+        works = [start_work(peer, partial(recv, [part], peer, tag)) for part in parts]
+        self._posted[slot] = _Posted(memory, works, tensors)
+
+    def start_tensors(self, slot: Slot, peer: int) -> None:
+        """Waits for the header of a posted slot, and starts to receive its tensors. Raises P2PError."""
+        self._started[slot] = self._start(slot, peer)
+
+    def receive(self, slot: Slot, peer: int) -> Message:
+        """Waits for a posted slot, and returns its message. Raises P2PError."""
+        started = self._started.pop(slot, None)
+        if started is None:
+            started = self._start(slot, peer)
+        if not isinstance(started, _Started):
+            return started
+        for work in started.works:
+            self._wait(slot, work)
+        tensors = started.tensors
+        if self.device != HOST:
+            tensors = [tensor.to(self.device) for tensor in tensors]
+        for tensor, meta in zip(tensors, started.meta.tensors, strict=True):
+            if meta.requires_grad:
+                tensor.requires_grad_()
+        return Payload(started.meta.structure, tensors, started.chunk_size)
+
+    def _start(self, slot: Slot, peer: int) -> _Started | Failure | ChunkSize:
+        posted = self._posted.pop(slot)
+        for work in posted.works:
+            self._wait(slot, work)
+        header = posted.memory[:_HEADER_BYTES].view(torch.int64).tolist()
+        kind, length, *size, self.received_kind = header
+        chunk_size = ChunkSize(*size)
+        if kind == MessageKind.ABSENT:
+            return chunk_size
+        if kind == MessageKind.FAILED:
+            return Failure.from_bytes(self._receive_bytes(slot, peer, length))
+        if kind == MessageKind.WITH_META:
+            self._metas[slot] = pickle.loads(self._receive_bytes(slot, peer, length))
+        meta = self._metas[slot]
+        if kind == MessageKind.SAME_META and not self._on_device:
+            tensors = unpack_message(posted.memory, meta) if meta.is_packed else posted.tensors
+            return _Started(meta, tensors, [], chunk_size)
+        recv, tag = (torch_group(self._group).recv, 0) if self._on_device else (self._host.recv, self._tags[slot])
+        tensors = [empty_like_meta(one, self.device if self._on_device else HOST) for one in meta.tensors]
+        works = [start_work(peer, partial(recv, [as_bytes(one)], peer, tag)) for one in tensors if one.numel()]
+        return _Started(meta, tensors, works, chunk_size)
+
+    def _receive_bytes(self, slot: Slot, peer: int, length: int) -> bytes:
+        content = bytearray(length)
+        memory = torch.frombuffer(content, dtype=torch.uint8)
+        self._wait(slot, start_work(peer, partial(self._host.recv, [memory], peer, self._tags[slot])))
+        return bytes(content)
+
+    # Sending.
+
+    def send(self, slot: Slot, peer: int, message: Message) -> None:
+        """Starts to send a message. Raises TypeError, with nothing sent, if a tensor in it can't be sent."""
+        known = self._metas.get(slot)
+        expected = None if self._on_device else known  # what the receiver has posted memory for
+        description, tensors, chunk_size = b"", [], ChunkSize(0, 0, 0)
+        if isinstance(message, Failure):
+            kind, description = MessageKind.FAILED, message.to_bytes()
+        elif isinstance(message, ChunkSize):
+            kind, chunk_size = MessageKind.ABSENT, message
+        else:
+            chunk_size, tensors = message.chunk_size, [dense(tensor) for tensor in message.tensors]
+            meta = PayloadMeta.of(message.structure, tensors)
+            kind = MessageKind.SAME_META if meta == known else MessageKind.WITH_META
+            if kind is MessageKind.WITH_META:
+                self._metas[slot] = meta
+                description = pickle.dumps(meta)
+        header = [kind, len(description), *chunk_size, self.pass_kind]
+        on_device: list[Tensor] = []
+        if kind is MessageKind.SAME_META and expected is not None and expected.is_packed:
+            on_host = [pack_message(header, expected, [tensor.cpu() for tensor in tensors])]
+        else:
+            on_host = [torch.tensor(header, dtype=torch.int64)]
+            if kind is not MessageKind.SAME_META and expected is not None and not expected.is_packed:
+                on_host += [torch.zeros(1, dtype=torch.uint8) for one in expected.tensors if one.num_bytes]
+            if description:
+                on_host.append(torch.frombuffer(bytearray(description), dtype=torch.uint8))
+            wires = [as_bytes(tensor) for tensor in tensors if tensor.numel()]
+            if self._on_device:
+                on_device = wires
+            else:
+                on_host += [wire.cpu() for wire in wires]
+        send, tag = self._host.send, self._tags[slot]
+        works = [start_work(peer, partial(send, [part], peer, tag)) for part in on_host]
+        if on_device:
+            send = torch_group(self._group).send
+            works += [start_work(peer, partial(send, [wire], peer, 0)) for wire in on_device]
+        self._sent[slot] = peer, works, [*on_host, *on_device]  # The transport reads them until they have arrived.
+
+    def release_sends(self, slots: Iterable[Slot]) -> None:
+        """Frees the memory of sends that have arrived. Raises P2PError if one could not be sent after all."""
+        for slot in slots:
+            for work in self._sent.pop(slot)[1]:
+                self._wait(slot, work)
+
+    def wait_sends(self) -> None:
+        """Waits until everything sent has arrived. Raises the first P2PError, after waiting for the others too."""
+        first: P2PError | None = None
+        for slot in list(self._sent):
+            try:
+                self.release_sends([slot])
+            except P2PError as error:
+                first = first or error
+        if first is not None:
+            raise first
+
+    def _wait(self, slot: Slot, work: tuple[int | None, Work]) -> None:
+        try:
+            # NCCL would block the host to keep a limit; its own watchdog keeps the group's.
+            wait_for("the transfer", work[0], work[1], None if self._on_device else self._limit)
+        except TransferError as error:
+            assert work[0] is not None
+            raise P2PError(slot, work[0], str(error)) from error

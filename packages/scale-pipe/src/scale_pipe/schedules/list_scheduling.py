@@ -1,0 +1,235 @@
+"""List scheduling: a free rank starts the ready action with the smallest priority number.
+
+The whole schedule follows from one number per action. A search over these numbers finds schedules that no search over
+orders reaches in as many steps, since one number moves many actions and the memory cap is kept throughout.
+
+Actions are integers here: kind k (0 forward, 1 input gradient, 2 weight gradient) on stage s and micro-batch m has the
+code (k S + s) M + m. `evaluate` is the plain evaluation of such orders; the solver has a faster one, which is tested
+with it, and `simulate` computes the same times from schedules.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import inf
+
+from scale_pipe.schedules.action import Action, Kind
+from scale_pipe.schedules.cost_model import Costs
+from scale_pipe.schedules.placement import StagePlacement
+from scale_pipe.schedules.schedule import Orders
+
+KINDS = (Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
+ROUNDING = 1e-9
+STALLS_PER_RANK = 50
+
+Codes = list[list[int]]
+"""By rank the codes of what it computes, in order."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A pipeline to be scheduled: placement, costs and memory caps, with the costs listed by code."""
+
+    placement: StagePlacement
+    num_micro_batches: int
+    costs: Costs
+    caps: tuple[int, ...]  # By rank, how many (stage, micro-batch) may be live.
+    sources: list[
+        int
+    ]  # By code, the code of the other stage's action, or of the last stage's forward, it needs; or -1.
+    channels: list[int]  # By code, the directed link that its result passes; -1 where it stays on its rank.
+    delays: list[float]  # By code, the time of that link.
+    owners: list[int]  # By code, the rank.
+
+    @classmethod
+    def build(cls, placement: StagePlacement, num_micro_batches: int, costs: Costs, caps: Sequence[int]) -> Problem:
+        """Returns the problem; each cap is at least the number of the rank's stages."""
+        costs.check_for(placement)
+        rank_of, num_stages, size = placement.rank_of, placement.num_stages, placement.num_stages * num_micro_batches
+        assert all(cap >= len(stages) for cap, stages in zip(caps, placement.stages_of, strict=True))
+        sources, channels, delays = [-1] * (3 * size), [-1] * (3 * size), [0.0] * (3 * size)
+        for forward in range(size):
+            stage, gradient = forward // num_micro_batches, forward + size
+            if stage:
+                sources[forward] = forward - num_micro_batches
+            sources[gradient] = gradient + num_micro_batches if stage + 1 < num_stages else forward
+            for code, neighbour in ((forward, stage + 1), (gradient, stage - 1)):
+                if 0 <= neighbour < num_stages and rank_of[neighbour] != rank_of[stage]:
+                    delays[code] = costs.link[min(stage, neighbour)]
+                    channels[code] = rank_of[stage] * placement.num_ranks + rank_of[neighbour]
+        owners = [rank_of[code // num_micro_batches % num_stages] for code in range(3 * size)]
+        return cls(placement, num_micro_batches, costs, tuple(caps), sources, channels, delays, owners)
+
+    def with_costs(self, costs: Costs) -> Problem:
+        """Returns the problem with other times of its stages, and the same links."""
+        return replace(self, costs=costs)
+
+    @cached_property
+    def durations(self) -> list[float]:
+        """By code, the time of the computation."""
+        by_kind = (self.costs.forward, self.costs.input_gradient, self.costs.weight_gradient)
+        return [time for times in by_kind for time in times for _ in range(self.num_micro_batches)]
+
+    @cached_property
+    def rank_work(self) -> tuple[float, ...]:
+        """By rank, the time of all its computations."""
+        return tuple(self.num_micro_batches * sum(map(self.costs.stage_time, s)) for s in self.placement.stages_of)
+
+    @cached_property
+    def has_link_times(self) -> bool:
+        """Whether any transfer takes time."""
+        return any(self.delays)
+
+    @cached_property
+    def size(self) -> int:
+        """The number of (stage, micro-batch): codes of two kinds differ by multiples of it."""
+        return self.placement.num_stages * self.num_micro_batches
+
+    def has_weight_gradients(self, orders: Codes) -> bool:
+        """Returns whether orders are complete; partial ones lack their weight gradients."""
+        return len(orders[0]) > 2 * self.num_micro_batches * len(self.placement.stages_of[0])
+
+    def action(self, code: int) -> Action:
+        """Returns the action of a code."""
+        kind, rest = divmod(code, self.size)
+        return Action(KINDS[kind], *divmod(rest, self.num_micro_batches))
+
+    def orders(self, codes: Codes) -> list[list[Action]]:
+        """Returns by rank the actions of codes."""
+        return [[self.action(code) for code in order] for order in codes]
+
+    def codes(self, orders: Orders) -> Codes:
+        """Returns by rank the codes of actions; a backward becomes its two gradients."""
+        found: Codes = []
+        for order in orders:
+            found.append([])
+            for kind, stage, micro_batch in order:
+                numbers = (1, 2) if kind is Kind.BACKWARD else (KINDS.index(kind),)
+                found[-1] += [number * self.size + stage * self.num_micro_batches + micro_batch for number in numbers]
+        return found
+
+
+def evaluate(problem: Problem, codes: Codes) -> list[float] | None:
+    """Returns by rank when complete orders end, each action starting as soon as it can; None if they deadlock."""
+    sources, durations, delays, channels = problem.sources, problem.durations, problem.delays, problem.channels
+    num_ranks = len(codes)
+    arrivals = [-1.0] * len(sources) + [0.0]  # The last one is for the source -1.
+    positions, clocks = [0] * num_ranks, [0.0] * num_ranks
+    links_free = [0.0] * (num_ranks * num_ranks)
+    waiting: dict[int, int] = {}
+    stack = list(range(num_ranks - 1, -1, -1))
+    while stack:
+        rank = stack.pop()
+        order, position, clock = codes[rank], positions[rank], clocks[rank]
+        while position < len(order):
+            code = order[position]
+            arrival = arrivals[sources[code]]
+            if arrival < 0:
+                waiting[sources[code]] = rank
+                break
+            clock = arrivals[code] = max(clock, arrival) + durations[code]
+            if delays[code]:
+                channel = channels[code]
+                arrivals[code] = links_free[channel] = max(clock, links_free[channel]) + delays[code]
+            position += 1
+            if code in waiting:
+                stack.append(waiting.pop(code))
+        positions[rank], clocks[rank] = position, clock
+    return clocks if positions == [len(order) for order in codes] else None
+
+
+def list_schedule(problem: Problem, priorities: Sequence[float], patience: float) -> tuple[Codes, float]:
+    """Returns the orders that follow from priorities (by code), and their makespan.
+
+    A rank does not start a weight gradient but waits where something arrives within `patience` (0 to 1) of its time.
+    The makespan is infinite, and the orders are not complete, where no rank finds anything to do any more.
+    """
+    state = _ListSchedule(problem, priorities, patience)
+    free = [(0.0, rank) for rank in range(problem.placement.num_ranks)]  # A heap.
+    makespan, stalls = 0.0, 0
+    while free:
+        now, rank = heapq.heappop(free)
+        code, next_arrival = state.choose(rank, now)
+        if code >= 0:
+            stalls = 0
+            end = state.start(rank, code, now)
+            makespan = max(makespan, end)
+            heapq.heappush(free, (end, rank))
+        elif state.remaining[rank]:
+            stalls += 1
+            if stalls > STALLS_PER_RANK * len(state.orders):
+                return state.orders, inf
+            heapq.heappush(free, (_next_event(free, now, next_arrival), rank))
+    return state.orders, makespan
+
+
+class _ListSchedule:
+    """What is done so far.
+
+    Stages do their micro-batches in order, and a forward of the j-th of a rank's v stages starts only while v - 1 - j
+    places stay free, so that younger micro-batches leave a place to older ones.
+    """
+
+    def __init__(self, problem: Problem, priorities: Sequence[float], patience: float) -> None:
+        stages_of, num_stages = problem.placement.stages_of, problem.placement.num_stages
+        self.problem, self.priorities, self.patience = problem, priorities, patience
+        self.arrivals = [-1.0] * (3 * problem.size) + [0.0]  # The last one is for the source -1 of a first stage.
+        # By kind and stage, how many micro-batches are done.
+        self.done = [[0] * num_stages for _ in range(3)]
+        self.links_free = [0.0] * len(stages_of) ** 2
+        self.room = [cap - len(stages) for cap, stages in zip(problem.caps, stages_of, strict=True)]
+        self.remaining = [3 * problem.num_micro_batches * len(stages) for stages in stages_of]
+        self.orders: Codes = [[] for _ in stages_of]
+
+    def choose(self, rank: int, now: float) -> tuple[int, float]:
+        """Returns the action to start now, or -1, and when the next one can be started."""
+        problem, priorities, arrivals = self.problem, self.priorities, self.arrivals
+        size, num_micro_batches, sources = problem.size, problem.num_micro_batches, problem.sources
+        forwards, gradients, weights = self.done
+        best, priority, next_arrival, limit, room = -1, inf, inf, now + ROUNDING, self.room[rank]
+        for index, stage in enumerate(problem.placement.stages_of[rank]):
+            base = stage * num_micro_batches
+            forward, gradient, weight = forwards[stage], gradients[stage], weights[stage]
+            candidates = [size + base + gradient] if gradient < forward else []
+            if forward < num_micro_batches and room + index >= 0:
+                candidates.append(base + forward)
+            for code in candidates:
+                arrival = arrivals[sources[code]]
+                if limit >= arrival >= 0:
+                    if priorities[code] < priority:
+                        best, priority = code, priorities[code]
+                elif limit < arrival < next_arrival:
+                    next_arrival = arrival
+            if weight < gradient:
+                code = 2 * size + base + weight
+                if priorities[code] < priority and now + problem.durations[code] * self.patience < next_arrival:
+                    best, priority = code, priorities[code]
+        return best, next_arrival
+
+    def start(self, rank: int, code: int, now: float) -> float:
+        """Adds an action to its rank's order; returns when it is over."""
+        problem = self.problem
+        kind, rest = divmod(code, problem.size)
+        self.done[kind][rest // problem.num_micro_batches] += 1
+        self.room[rank] += kind - 1  # A forward takes a place, a weight gradient frees one.
+        self.orders[rank].append(code)
+        self.remaining[rank] -= 1
+        end = arrival = now + problem.durations[code]
+        if problem.delays[code]:
+            channel = problem.channels[code]
+            arrival = self.links_free[channel] = max(end, self.links_free[channel]) + problem.delays[code]
+        self.arrivals[code] = arrival
+        return end
+
+
+def _next_event(free: list[tuple[float, int]], now: float, next_arrival: float) -> float:
+    """Returns when a rank that can do nothing looks again: at the next arrival, or when another rank is free."""
+    event = min(next_arrival, min((time for time, _ in free if time > now), default=inf))
+    if event < inf:
+        return event
+    # All others are free at this very moment: this rank looks again after they have started something.
+    assert free, "a list schedule never deadlocks"
+    return now + ROUNDING

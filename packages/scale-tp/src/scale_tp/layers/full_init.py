@@ -1,0 +1,96 @@
+"""Runs code that initialises full parameters on a model of which this rank has parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from scale_core.compat import active_fake_mode
+from scale_tp.layers.base import ParallelModule
+from scale_tp.weight_init import FullWeightProxy
+
+_Module = TypeVar("_Module", bound=nn.Module)
+
+
+@torch.no_grad()
+def init_as_full(module: _Module, function: Callable[[_Module], object]) -> _Module:
+    """Has a function initialise a divided module as if it were not; each rank keeps its part of the values.
+
+    A function that draws into a part computes with the part's number of inputs and outputs and, from one seed, gives
+    all ranks the same numbers. Here it finds parameters that have the full shape, and random numbers go on as if they
+    had been drawn for the full ones. Nothing is sent: all ranks call it from the same random state.
+
+    Args:
+        module: A module that is divided, or that holds such; on the meta device nothing happens to its parameters.
+        function: Is called with the module once. It fills parameters in place, as those of `torch.nn.init` do. What it
+            reads before it has written it is NaN where other ranks have it. Where it looks at the values of a
+            parameter, that parameter is built as a whole until it returns.
+
+    Returns:
+        The module.
+
+    Raises:
+        TypeError: An argument is of another kind.
+        ValueError: A parameter is no longer the part that its layer has, as after `fully_shard`, or `function` has put
+            another one in its place.
+
+    Example:
+        init_as_full(model, lambda model: model.apply(initialize))
+        init_as_full(model, lambda model: model.apply(model._init_weights))     # of transformers
+    """
+    given: object = module
+    if not isinstance(given, nn.Module) or not callable(function):
+        raise TypeError(
+            f"expected a module and a function of it, got {type(module).__name__} and {type(function).__name__}: write "
+            "init_as_full(model, lambda model: model.apply(initialize))"
+        )
+    if active_fake_mode() is not None:
+        function(module)
+        return module
+    proxies = _proxies(module)
+    replaced: list[str] = []
+    for (below, name), (_, proxy) in proxies.items():
+        below._parameters[name] = proxy  # type: ignore[assignment]  # for as long as the function runs
+    try:
+        function(module)
+    finally:
+        for (below, name), (param, proxy) in proxies.items():
+            held: object = below._parameters.get(name)
+            if held is not proxy:
+                replaced.append(f"{type(below).__name__}.{name}")
+            below._parameters[name] = param
+    if replaced:
+        raise ValueError(
+            f"expected the function to fill parameters in place, but it has put others in the place of {replaced}: "
+            "write torch.nn.init.normal_(module.weight), or module.weight.data.normal_()"
+        )
+    for proxy in {id(proxy): proxy for _, proxy in proxies.values()}.values():
+        proxy.write_back()
+    return module
+
+
+def _proxies(module: nn.Module) -> dict[tuple[ParallelModule, str], tuple[nn.Parameter, FullWeightProxy]]:
+    """For each divided parameter, by its module and name, the parameter and the proxy of the full one."""
+    made: dict[Tensor, FullWeightProxy] = {}
+    found: dict[tuple[ParallelModule, str], tuple[nn.Parameter, FullWeightProxy]] = {}
+    for path, below in module.named_modules():
+        if not isinstance(below, ParallelModule) or below.group.size == 1:
+            continue
+        for name, sharding in below.shardings.items():
+            param = below._parameters.get(name)
+            # Where it is a proxy, a call around this one has put it there.
+            if param is None or param.is_meta or sharding.split is None or isinstance(param, FullWeightProxy):
+                continue
+            local = sharding.local_shape(below.group.rank)
+            if tuple(param.shape) != local:
+                raise ValueError(
+                    f"'{path}.{name}': expected the part {local} that rank {below.group.rank} of {below.group.size} "
+                    f"has, got {tuple(param.shape)}: give parameters their values before fully_shard"
+                )
+            if param not in made:
+                made[param] = FullWeightProxy.of(param, sharding.shape, sharding.dim, sharding.split, below.group.rank)
+            found[below, name] = (param, made[param])
+    return found
