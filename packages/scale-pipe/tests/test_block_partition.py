@@ -2,7 +2,6 @@
 
 from itertools import combinations, pairwise
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -45,17 +44,3 @@ def test_blocks_that_are_equally_dear_are_seen_as_equal() -> None:
     """8 + 12 and 19 + 1: a rounded unit would make one of them dearer and take a less even cut."""
     assert block_partition([8, 12, 2, 6, 17, 19, 1], 5) == [1, 1, 2, 1, 2]
     assert block_partition([1e300, 1e-300, 1.0], 2) == [1, 2]
-
-
-@pytest.mark.parametrize(
-    ("costs", "num_blocks", "message"),
-    [
-        ([1.0], 2, "there are 2 partitions and 1 layers; make at most 1"),
-        ([1.0], 0, "must be at least 1, but is 0"),
-        ([1.0, -1.0], 1, "that of layer 1 is -1"),
-        ([float("nan")], 1, "that of layer 0 is nan"),
-    ],
-)
-def test_numbers_that_cannot_be_partitioned_are_named(costs: list[float], num_blocks: int, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        block_partition(costs, num_blocks)

@@ -36,7 +36,7 @@ class Repeat(nn.Module):
 
 def test_time_is_balanced() -> None:
     sample = torch.randn(64, 64)
-    module = nn.Sequential(*(Repeat(number) for number in (20, 1, 1, 1, 1, 1)), nn.ReLU(inplace=True))
+    module = nn.Sequential(*(Repeat(number) for number in (100, 1, 1, 1, 1, 1)), nn.ReLU(inplace=True))
     assert balance_by_time(2, module, sample, timeout=0.3) == [1, 6]
     module = nn.Sequential(*reversed([*module]))
     assert balance_by_time(2, module, sample, timeout=0.3) == [6, 1]
@@ -134,12 +134,14 @@ def test_the_step_is_balanced_for_schedules_by_name() -> None:
 
 def test_numbers_that_do_not_fit_are_named() -> None:
     module, sample = nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2)
-    with pytest.raises(ValueError, match="partitions is 2 and the module has 1 layers; take 1 to 1"):
+    with pytest.raises(ValueError, match="partitions is 2, but the module has only 1 layers"):
         balance_by_time(2, module, sample)
+    with pytest.raises(ValueError, match="partitions must be at least 1, but is 0"):
+        balance_by_time(0, module, sample)
     with pytest.raises(ValueError, match="number of chunks must be positive integer, got 0"):
         balance_by_size(1, module, sample, chunks=0)
     many: Any = "2"
-    with pytest.raises(TypeError, match="partitions is how many there are, an integer, but is '2'"):
+    with pytest.raises(TypeError, match="partitions must be an integer, but is '2'"):
         balance_by_time(many, module, sample)
     with pytest.raises(ValueError, match="param_scale must not be negative, but is -1"):
         balance_by_size(1, module, sample, param_scale=-1.0)

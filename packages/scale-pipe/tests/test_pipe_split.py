@@ -127,6 +127,10 @@ def test_a_sequence_is_sliced_and_its_layers_keep_their_names() -> None:
     assert [[name for name, _ in stage.named_children()] for stage in stages] == [["0", "1"], ["2"], ["3"]]
     nested = nn.Sequential(layers, nn.Linear(4, 2))
     assert_stages_are_the_model(nested, ["0.2"], lambda model: model(INPUT))
+    tanh = nn.Tanh()  # One layer in several places.
+    twice = nn.Sequential(nn.Linear(4, 4), tanh, nn.Linear(4, 4), tanh)
+    stages = assert_stages_are_the_model(twice, ["2"], lambda model: model(INPUT))
+    assert [list(stage._modules) for stage in stages] == [["0", "1"], ["2", "3"]]
 
 
 def test_weights_that_are_tied_over_stages_are_found_under_both_names() -> None:

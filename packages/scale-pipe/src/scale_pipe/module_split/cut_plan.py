@@ -143,13 +143,10 @@ def _check_cuts(
         if starts and positions[cut] <= starts[-1]:
             before = cuts[index - 1]
             what = "is named twice" if cut == before else f"is registered before {before!r}"
-            raise ValueError(f"cuts are in the order of the model, but {cut!r} {what}; write {_sorted(cuts, names)}")
+            ordered = [name for name in names if name in cuts]
+            raise ValueError(f"cuts are in the order of the model, but {cut!r} {what}; write {ordered}")
         starts.append(positions[cut])
     return starts
-
-
-def _sorted(cuts: Sequence[str], names: Sequence[str]) -> list[str]:
-    return [name for name in names if name in cuts]
 
 
 def _check_hold(

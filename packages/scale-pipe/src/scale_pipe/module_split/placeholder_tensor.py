@@ -81,7 +81,7 @@ class PlaceholderTensor(Tensor):
     ) -> Any:
         """Runs an operator on the meta device; an error where its result or its effect depends on values."""
         kwargs = dict(kwargs or {})
-        first = next(tensor for tensor in _tensors((args, kwargs)) if isinstance(tensor, PlaceholderTensor))
+        first = next(tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, PlaceholderTensor))
         _check_needs_no_values(func, args, kwargs, first)
         device = torch.device(kwargs.get("device") or first.device)
         if func in _FILLED_LIKE:  # A mask, or a first state: its values are known.
@@ -135,14 +135,8 @@ def has_placeholder(tree: Any) -> bool:
 
 def unresolved_placeholder(tree: Any) -> PlaceholderTensor | None:
     """Returns the first placeholder in a tree that is not resolved, if any."""
-    for tensor in tensors_in(tree):
-        if isinstance(tensor, PlaceholderTensor) and tensor.resolved is None:
-            return tensor
-    return None
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+    placeholders = (tensor for tensor in tensors_in(tree) if isinstance(tensor, PlaceholderTensor))
+    return next((tensor for tensor in placeholders if tensor.resolved is None), None)
 
 
 def _needs_values(what: str, tensor: PlaceholderTensor) -> PlaceholderTensorError:
@@ -167,7 +161,7 @@ def _check_needs_no_values(
     given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | {**kwargs}
     for argument in func._schema.arguments:
         written = argument.alias_info is not None and argument.alias_info.is_write
-        for tensor in _tensors(given.get(argument.name)) if written else ():
+        for tensor in tensors_in(given.get(argument.name)) if written else ():
             if not isinstance(tensor, PlaceholderTensor):
                 raise PlaceholderTensorError(
                     f"{func._schema.name} would write the values of a tensor from {first.origin}, which are on another "

@@ -89,14 +89,11 @@ class Replay:
                 output = forward(*args, **{**kwargs, **self._own_inputs})
         except _StageBoundary as boundary:
             return pack_stage_output(self._passed_inputs, boundary.call, tuple(self._trail), self._collected)
-        if not self._begun:
+        missed = self._end if self._begun else self._begin
+        if missed is not None:
             raise SplitError(
-                f"the forward is over, but {self._begin!r}, where stage {self._stage} begins, was not called"
-            )
-        if self._end is not None:
-            raise SplitError(
-                f"the forward is over, but {self._end!r}, where stage {self._stage + 1} begins, was not called; cut at "
-                "modules that every forward calls"
+                f"the forward is over, but {missed!r}, where stage {self._stage + self._begun} begins, was not called; "
+                "cut at modules that every forward calls"
             )
         output = resolve(output)
         if (missing := unresolved_placeholder(output)) is not None:

@@ -7,6 +7,8 @@ have the model's names, a model on the meta device never becomes whole, and noth
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -14,12 +16,12 @@ from typing import Any
 
 from torch import nn
 
-from scale_core.part_hooks import is_for_each_part, take_hooks
+from scale_core.part_hooks import is_for_each_part
 from scale_pipe.module_split.collected_outputs import install_collectors
 from scale_pipe.module_split.cut_plan import CutPlan, plan_cuts
 from scale_pipe.module_split.placeholder_tensor import PlaceholderTensor, to_meta
 from scale_pipe.module_split.stage_forward import RemoteForward, StageForward, StageModules
-from scale_pipe.partition.partition import Partition, forward_hook_names
+from scale_pipe.partition.partition import forward_hook_names, slice_layers
 
 _FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _STATE_HOOKS = (
@@ -74,28 +76,29 @@ def split(
         return [model]
     if isinstance(pass_on, str):
         raise TypeError(f'pass_on is a list of names, as ["labels"], but got {pass_on!r}')
-    names = None if pass_on is None else frozenset(pass_on)
     runs_itself = "forward" in vars(model) or forward_hook_names(model) or hold or any("." in cut for cut in cuts)
     if type(model) is nn.Sequential and not runs_itself:
-        return _slices(model, cuts)
+        names = list(model._modules)
+        starts = [0, *map(names.index, cuts), len(names)]
+        return list(slice_layers(model, [end - start for start, end in pairwise(starts)]))
+    _check_pass_on(model, pass_on or ())
     install_collectors(model)
-    forwards = [StageForward(plan, stage, names) for stage in range(plan.num_stages)]
-    return [_stage(model, forward) for forward in forwards]
+    passed = None if pass_on is None else frozenset(pass_on)
+    return [_stage(model, StageForward(plan, stage, passed)) for stage in range(plan.num_stages)]
 
 
-def _slices(model: nn.Sequential, cuts: Sequence[str]) -> list[nn.Module]:
-    layers = list(model.named_children())
-    starts = [0, *(next(i for i, (name, _) in enumerate(layers) if name == cut) for cut in cuts), len(layers)]
-    slices = (layers[start:end] for start, end in pairwise(starts))
-    stages: list[nn.Module] = [Partition(OrderedDict(part)) for part in slices]
-    for stage in stages:
-        stage.training = model.training  # Of itself alone: a layer may be frozen in evaluation mode.
-        take_hooks(stage, model)
-    return stages
+def _check_pass_on(model: nn.Module, names: Sequence[str]) -> None:
+    """Raises `ValueError` if the model's forward lacks an argument that is to be passed on."""
+    parameters = inspect.signature(type(model).forward).parameters
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    for name in names:
+        if name not in parameters:
+            near = difflib.get_close_matches(name, parameters, n=3) or list(parameters)[1:]
+            raise ValueError(f"pass_on names {name!r}, but the forward of {type(model).__name__} takes {near}")
 
 
 def _stage(model: nn.Module, forward: StageForward) -> nn.Module:
-    forward.check_names(model)
     stage = _split_copy(model, "", forward.plan, forward.stage)
     for hooks in _FORWARD_HOOKS:  # These get the model's inputs or outputs, which only one stage has.
         first = hooks == "_forward_pre_hooks"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import weakref
 from collections.abc import Iterator
@@ -35,16 +34,6 @@ class StageForward:
         """Becomes the forward of a stage."""
         self._module = weakref.ref(module)  # The module holds this: a strong reference would be a cycle.
         vars(module)["forward"] = self
-
-    def check_names(self, model: nn.Module) -> None:
-        """Raises `ValueError` if the model's forward lacks an argument that is to be passed on."""
-        parameters = inspect.signature(type(model).forward).parameters
-        if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
-            return
-        for name in self.pass_on or ():
-            if name not in parameters:
-                near = difflib.get_close_matches(name, parameters, n=3) or list(parameters)[1:]
-                raise ValueError(f"pass_on names {name!r}, but the forward of {type(model).__name__} takes {near}")
 
     def __getstate__(self) -> tuple[Any, ...]:
         return self.plan, self.stage, self.pass_on, self._module and self._module()

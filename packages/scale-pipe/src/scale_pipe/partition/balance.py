@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from scale_pipe.integers import check_positive
 from scale_pipe.microbatch import check_chunks, scatter_each
 from scale_pipe.partition.block_partition import block_partition
 from scale_pipe.partition.partition import check_sequential
@@ -53,7 +54,7 @@ def balance_by_time(
         TypeError: The module is no `nn.Sequential`, or has a forward of its own; partitions is no integer.
         ValueError: There are fewer layers than partitions, or none; a layer is in the module twice.
     """
-    _check(partitions, module)
+    partitions = _check_partitions(partitions, module)
     return block_partition([sum(times) for times in layer_times(module, sample, timeout, device)], partitions)
 
 
@@ -82,7 +83,7 @@ def balance_by_size(
         TypeError: As in `balance_by_time`.
         ValueError: As in `balance_by_time`; or chunks is not positive, or param_scale is negative.
     """
-    _check(partitions, module)
+    partitions = _check_partitions(partitions, module)
     chunks = check_chunks(chunks)
     if not param_scale >= 0:
         raise ValueError(f"param_scale must not be negative, but is {param_scale}")
@@ -122,7 +123,7 @@ def balance_by_makespan(
         TypeError: As in `balance_by_time`.
         ValueError: As in `balance_by_time`; or the schedule has another number of stages.
     """
-    _check(partitions, module)
+    partitions = _check_partitions(partitions, module)
     example = get_schedule(schedule, 1, 1, stages_per_rank)
     if partitions % example.num_stages:
         raise ValueError(
@@ -190,12 +191,9 @@ def _costs(times: Sequence[StageTimes], balance: Sequence[int], link: float) -> 
     return Costs.measured(forward, input_gradient, weight_gradient, link)
 
 
-def _check(partitions: int, module: nn.Sequential) -> None:
+def _check_partitions(partitions: int, module: nn.Sequential) -> int:
     check_sequential(module)
-    if isinstance(partitions, bool) or not isinstance(partitions, int):
-        raise TypeError(f"partitions is how many there are, an integer, but is {partitions!r}")
-    if not 1 <= partitions <= len(module):
-        raise ValueError(
-            f"each partition has at least one layer, but partitions is {partitions} and the module has {len(module)} "
-            f"layers; take 1 to {len(module)}"
-        )
+    (partitions,) = check_positive(partitions=partitions)
+    if partitions > len(module):
+        raise ValueError(f"partitions is {partitions}, but the module has only {len(module)} layers; take fewer")
+    return partitions

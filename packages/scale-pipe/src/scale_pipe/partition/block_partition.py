@@ -14,21 +14,11 @@ from itertools import accumulate, pairwise
 
 
 def block_partition(costs: Sequence[float], num_blocks: int) -> list[int]:
-    """Returns how many costs each block has; raises `ValueError` for too few costs or blocks, or a bad cost.
+    """Returns how many costs each block has; costs are finite and not negative, and no fewer than blocks.
 
     >>> block_partition([1, 2, 3, 4, 5, 6], 3)
     [3, 2, 1]
     """
-    if num_blocks < 1:
-        raise ValueError(f"the number of partitions must be at least 1, but is {num_blocks}")
-    if len(costs) < num_blocks:
-        raise ValueError(
-            f"each partition has at least one layer, but there are {num_blocks} partitions and {len(costs)} layers; "
-            f"make at most {len(costs)}"
-        )
-    for index, cost in enumerate(costs):
-        if not (math.isfinite(cost) and cost >= 0):
-            raise ValueError(f"costs are finite and not negative, but that of layer {index} is {cost}")
     sums = [0, *accumulate(_whole_numbers(costs))]
     return _most_even(sums, num_blocks, _least_maximum(sums, num_blocks))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
@@ -18,11 +19,6 @@ from torch import nn
 from scale_core.part_hooks import is_for_each_part, take_hooks
 from scale_pipe.integers import plain_integer
 from scale_pipe.microbatch import Arguments, describe_arguments
-
-BALANCE_HINT = (
-    "let times decide: from scale_pipe import balance_by_time; "
-    "balance = scale_pipe.balance_by_time({num_partitions}, module, sample)"
-)
 
 
 class Partition(nn.Sequential):
@@ -84,18 +80,24 @@ def partition(
             f"some of them several times, or take a balance of {len(devices)} numbers"
         )
     own = [torch.device(device) for device in devices[: len(numbers)]]
-    layers, modules = list(module.named_children()), []
-    for number in numbers:
-        part = Partition(OrderedDict(layers[:number]))
-        part.training = module.training  # Of the sequence alone: a layer may be frozen in evaluation mode.
-        take_hooks(part, module)
-        modules.append(part)
-        del layers[:number]
+    modules = slice_layers(module, numbers)
     _check_tensors(modules, own, move)
     if move:
         for part, device in zip(modules, own, strict=True):
             part.to(device)
     return Partitions(modules, numbers, own)
+
+
+def slice_layers(module: nn.Sequential, numbers: Iterable[int]) -> list[Partition]:
+    """Returns a sequence in slices of so many layers, under their names in it; one layer may be in it twice."""
+    layers = iter(module._modules.items())
+    slices = []
+    for number in numbers:
+        part = Partition(OrderedDict[str, Any](islice(layers, number)))
+        part.training = module.training  # Of the sequence alone: a layer may be frozen in evaluation mode.
+        take_hooks(part, module)
+        slices.append(part)
+    return slices
 
 
 def check_sequential(module: nn.Module) -> None:
@@ -136,19 +138,15 @@ def forward_hook_names(module: nn.Module) -> list[str]:
 
 def check_balance(balance: Iterable[int] | None, num_layers: int, num_devices: int = 2) -> list[int]:
     """Returns a balance as a list of positive integers whose sum is `num_layers`; `num_devices` is for hints."""
-
-    def hint(partitions: int) -> str:
-        return BALANCE_HINT.format(num_partitions=partitions)
-
     if balance is None:
         raise ValueError(
-            f"a balance is needed: how many of the {num_layers} layers each partition has; {hint(num_devices)}"
+            f"a balance is needed: how many of the {num_layers} layers each partition has; {_hint(num_devices)}"
         )
     given: object = balance
     if not isinstance(given, Iterable):
         partitions = given if isinstance(given, int) and given > 0 else num_devices
         raise TypeError(
-            f"a balance is a list, how many layers each partition has, but is {balance!r}; {hint(partitions)}"
+            f"a balance is a list, how many layers each partition has, but is {balance!r}; {_hint(partitions)}"
         )
     numbers = []
     for index, number in enumerate(balance):
@@ -159,11 +157,18 @@ def check_balance(balance: Iterable[int] | None, num_layers: int, num_devices: i
     partitions = len(numbers) or num_devices
     if sum(numbers) != num_layers:
         raise ValueError(
-            f"the balance {numbers} places {sum(numbers)} layers, but the module has {num_layers}; {hint(partitions)}"
+            f"the balance {numbers} places {sum(numbers)} layers, but the module has {num_layers}; {_hint(partitions)}"
         )
     if any(number <= 0 for number in numbers):
-        raise ValueError(f"each partition has at least one layer, but balance is {numbers}; {hint(partitions)}")
+        raise ValueError(f"each partition has at least one layer, but balance is {numbers}; {_hint(partitions)}")
     return numbers
+
+
+def _hint(partitions: int) -> str:
+    return (
+        "let times decide: from scale_pipe import balance_by_time; "
+        f"balance = scale_pipe.balance_by_time({partitions}, module, sample)"
+    )
 
 
 def _check_tensors(modules: Sequence[nn.Module], devices: Sequence[torch.device], move: bool) -> None:

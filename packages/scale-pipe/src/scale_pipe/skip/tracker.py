@@ -7,8 +7,7 @@ keeps them.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, TypeVar
 
 from torch import nn
@@ -46,15 +45,6 @@ class _Current(threading.local):
 _current = _Current()
 
 
-@contextmanager
-def _use_skip_tracker(tracker: _SkipTracker) -> Iterator[None]:
-    before, _current.tracker = _current.tracker, tracker
-    try:
-        yield
-    finally:
-        _current.tracker = before
-
-
 def run_with_skips(
     partition: Callable[..., R], popped: Mapping[SkipKey, Any], *args: Any, **kwargs: Any
 ) -> tuple[R, dict[SkipKey, Any]]:
@@ -62,9 +52,12 @@ def run_with_skips(
 
     Nothing is kept from one call to the next, so it can be recomputed as any function of tensors.
     """
-    tracker = _SkipTracker(popped)
-    with _use_skip_tracker(tracker):
+    before = _current.tracker
+    tracker = _current.tracker = _SkipTracker(popped)
+    try:
         output = partition(*args, **kwargs)
+    finally:
+        _current.tracker = before
     return output, {key: value for key, value in tracker.values.items() if key in tracker.stashed}
 
 
