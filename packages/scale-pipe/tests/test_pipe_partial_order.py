@@ -10,7 +10,7 @@ from scale_pipe.schedules.list_scheduling import Codes, Problem, evaluate
 from scale_pipe.schedules.solver.annealing import _keeps_cap, _propose_move
 from scale_pipe.schedules.solver.partial_order import (
     Change,
-    Evaluator,
+    Search,
     drop_weight_gradients,
     insert_weight_gradients,
     renumber_micro_batches,
@@ -35,8 +35,8 @@ def neighbours(problem: Problem, orders: Codes, number: int, seed: int):
     random = Random(seed)
     by_kind = (1, 0, -1) if problem.has_weight_gradients(orders) else (1, -1, 0)
     effects = [effect for effect in by_kind for _ in range(problem.size)]
-    evaluator, current = Evaluator(problem), [list(order) for order in orders]
-    timing = evaluator.evaluate(current, patience=0.75)
+    search, current = Search(problem, goal=0.0), [list(order) for order in orders]
+    timing = search.evaluate(current, patience=0.75)
     while number:
         rank = random.randrange(len(current))
         changed = _propose_move(problem, current[rank], random.randrange(len(current[rank])), random)
@@ -47,7 +47,7 @@ def neighbours(problem: Problem, orders: Codes, number: int, seed: int):
         new = [list(order) for order in current]
         new[rank][first : first + len(part)] = part
         yield new, Change(timing, rank, first)
-        found = evaluator.evaluate(new, patience=0.75)
+        found = search.evaluate(new, patience=0.75)
         if found is not None:
             current, timing = new, found
 
@@ -69,31 +69,30 @@ def test_from_a_change_on_it_is_what_it_is_from_the_start(
     orders = sequential_orders(problem)
     num_running = 0
     for new, change in neighbours(problem, orders if whole else drop_weight_gradients(problem, orders), 300, seed=1):
-        evaluator = Evaluator(problem)
-        expected = evaluator.evaluate(new, patience=0.75)
-        visits = evaluator.visits
-        assert evaluator.evaluate(new, patience=0.75, change=change) == expected
-        assert evaluator.visits - visits <= visits, "it passes no more actions"
+        search = Search(problem, goal=0.0)
+        expected = search.evaluate(new, patience=0.75)
+        visits = search.visits
+        assert search.evaluate(new, patience=0.75, change=change) == expected
+        assert search.visits - visits <= visits, "it passes no more actions"
         if expected is None:
             continue  # a deadlock
         num_running += 1
         found = insert_weight_gradients(problem, new, expected)
         assert keeps_caps(problem, found)
         rank_ends = evaluate(problem, found)
-        assert rank_ends is not None
         assert max(rank_ends) == pytest.approx(expected.makespan, rel=1e-12)
         assert rank_ends == pytest.approx(list(expected.rank_ends), rel=1e-12)
         for limit in (expected.makespan - 1e-6, expected.makespan):
-            assert (evaluator.evaluate(new, limit, 0.75) is None) == (limit < expected.makespan)
-        assert evaluator.evaluate(new, expected.makespan, 0.75, change) == expected
+            assert (search.evaluate(new, limit, 0.75) is None) == (limit < expected.makespan)
+        assert search.evaluate(new, expected.makespan, 0.75, change) == expected
     assert num_running > 20
 
 
 def test_it_finds_orders_that_deadlock() -> None:
     problem = problem_of(StagePlacement.loop(2), 2, 2, 0.0)
     # rank 0 wants the gradient of the first micro-batch before the second forward, rank 1 both forwards first
-    assert Evaluator(problem).evaluate([[0, 4, 1, 5], [2, 3, 6, 7]]) is None
-    assert Evaluator(problem).evaluate([[0, 1, 4, 5], [2, 3, 6, 7]]) is not None
+    assert Search(problem, goal=0.0).evaluate([[0, 4, 1, 5], [2, 3, 6, 7]]) is None
+    assert Search(problem, goal=0.0).evaluate([[0, 1, 4, 5], [2, 3, 6, 7]]) is not None
 
 
 def test_weight_gradients_stand_where_a_rank_is_idle_or_a_place_is_needed() -> None:
@@ -101,7 +100,7 @@ def test_weight_gradients_stand_where_a_rank_is_idle_or_a_place_is_needed() -> N
     costs = Costs.uniform(2, forward=1.0, input_gradient=1.0, weight_gradient=1.0)
     problem = Problem.build(placement, 3, costs, (2, 3))
     partial = [[0, 1, 6, 2, 7, 8], [3, 9, 4, 10, 5, 11]]
-    timing = Evaluator(problem).evaluate(partial)
+    timing = Search(problem, goal=0.0).evaluate(partial)
     assert timing is not None
     schedule = build_schedule(
         "partial", placement, 3, problem.orders(insert_weight_gradients(problem, partial, timing))
@@ -117,7 +116,7 @@ def test_weight_gradients_stand_where_a_rank_is_idle_or_a_place_is_needed() -> N
 def test_patience_is_the_share_of_a_weight_gradient_that_must_fit() -> None:
     problem = Problem.build(StagePlacement.loop(2), 2, Costs.uniform(2, weight_gradient=1.5), (2, 2))
     partial = [[0, 1, 4, 5], [2, 6, 3, 7]]
-    patient, hasty = (Evaluator(problem).evaluate(partial, patience=patience) for patience in (1.0, 0.5))
+    patient, hasty = (Search(problem, goal=0.0).evaluate(partial, patience=patience) for patience in (1.0, 0.5))
     assert patient is not None
     assert hasty is not None
     assert patient.weights_before == [[], []]

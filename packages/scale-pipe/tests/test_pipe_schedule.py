@@ -33,7 +33,11 @@ def test_what_is_saved_is_read_as_the_same_schedule(name: str, tmp_path: Path) -
 
 def test_a_file_that_holds_no_schedule_is_refused_by_its_name(tmp_path: Path) -> None:
     path = tmp_path / "schedule.json"
-    for text, told in (("{", "no JSON"), ("[]", "no schedule"), ('{"format": 7}', "format 7; build it again")):
+    for text, told in (
+        ("{", "Expecting"),
+        ("[]", "no schedule"),
+        ('{"format": 7}', "format 7; build it again"),
+    ):
         path.write_text(text)
         with pytest.raises(ValueError, match=told) as caught:
             Schedule.load(path)

@@ -63,7 +63,6 @@ def test_the_solvers_evaluation_and_the_simulator_agree_on_every_builder(link: f
         )
         problem = Problem.build(schedule.placement, 5, costs, (100,) * 3)
         rank_ends = evaluate(problem, problem.codes(schedule.compute_actions()))
-        assert rank_ends is not None
         if name != "dualpipe-v":  # it has backwards of both kinds together, too
             assert max(rank_ends) == pytest.approx(simulate(schedule, costs).makespan, rel=1e-12)
         assert max(rank_ends) <= simulate(schedule, costs).makespan + 1e-9

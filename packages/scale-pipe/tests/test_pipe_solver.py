@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from scale_pipe import Costs, MemoryCapError, Schedule, StagePlacement, simulate, solve, validate
-from scale_pipe.schedules.solver.search import classic_schedules, keeps_caps
+from scale_pipe.schedules.registry import classic_schedules
+from scale_pipe.schedules.solver.search import keeps_caps
 from scale_pipe.schedules.solver.solver import VISITS_AT_4_X_8
 
 

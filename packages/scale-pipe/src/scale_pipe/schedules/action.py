@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from enum import StrEnum
+from functools import partial
 from typing import NamedTuple
 
 EVERY_MICRO_BATCH = -1
@@ -41,6 +42,7 @@ class Kind(StrEnum):
 COMPUTES = frozenset({Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT, Kind.BACKWARD})
 SENDS = frozenset({Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT})
 RECEIVES = frozenset({Kind.RECEIVE_ACTIVATION, Kind.RECEIVE_GRADIENT})
+TRANSFERS = SENDS | RECEIVES
 GIVES_INPUT_GRADIENT = frozenset({Kind.INPUT_GRADIENT, Kind.BACKWARD})
 FREES = frozenset({Kind.WEIGHT_GRADIENT, Kind.BACKWARD})
 _MATCHING = {
@@ -84,6 +86,13 @@ class Action(NamedTuple):
         return f"{self.kind.value}{self.stage}" + f".{self.micro_batch}" * (self.kind is not Kind.STEP)
 
 
+# Called with the stage and the micro-batch.
+forward = partial(Action, Kind.FORWARD)
+input_gradient = partial(Action, Kind.INPUT_GRADIENT)
+weight_gradient = partial(Action, Kind.WEIGHT_GRADIENT)
+backward = partial(Action, Kind.BACKWARD)
+
+
 class TimedAction(NamedTuple):
     """An action with its time, simulated or measured.
 
@@ -109,23 +118,3 @@ def matching_transfer(action: Action) -> Action:
 def live_change(action: Action) -> int:
     """Returns by how much an action changes the number of live (stage, micro-batch) of its rank."""
     return (action.kind is Kind.FORWARD) - (action.kind in FREES)
-
-
-def forward(stage: int, micro_batch: int) -> Action:
-    """Returns the forward of a stage on a micro-batch."""
-    return Action(Kind.FORWARD, stage, micro_batch)
-
-
-def input_gradient(stage: int, micro_batch: int) -> Action:
-    """Returns the gradient of a stage's input on a micro-batch."""
-    return Action(Kind.INPUT_GRADIENT, stage, micro_batch)
-
-
-def weight_gradient(stage: int, micro_batch: int) -> Action:
-    """Returns the gradients of a stage's parameters on a micro-batch."""
-    return Action(Kind.WEIGHT_GRADIENT, stage, micro_batch)
-
-
-def backward(stage: int, micro_batch: int) -> Action:
-    """Returns both gradients of a stage on a micro-batch together."""
-    return Action(Kind.BACKWARD, stage, micro_batch)

@@ -33,9 +33,9 @@ class Costs:
 
     def __post_init__(self) -> None:
         num_stages = len(self.forward)
-        lengths = {"input_gradient": num_stages, "weight_gradient": num_stages, "link": max(num_stages - 1, 0)}
-        for name, length in {"forward": num_stages, **lengths}.items():
+        for name in self.__dataclass_fields__:
             times = getattr(self, name)
+            length = max(num_stages - 1, 0) if name == "link" else num_stages
             if len(times) != length:
                 raise ValueError(
                     f"expected a time for each of {num_stages} stages (links: one less), but {name} has {len(times)} "

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 
@@ -37,9 +37,7 @@ class Problem:
     num_micro_batches: int
     costs: Costs
     caps: tuple[int, ...]  # By rank, how many (stage, micro-batch) may be live.
-    sources: list[
-        int
-    ]  # By code, the code of the other stage's action, or of the last stage's forward, it needs; or -1.
+    sources: list[int]  # By code, that of the neighbour's action, or last stage's forward, that it needs; or -1.
     channels: list[int]  # By code, the directed link that its result passes; -1 where it stays on its rank.
     delays: list[float]  # By code, the time of that link.
     owners: list[int]  # By code, the rank.
@@ -62,10 +60,6 @@ class Problem:
                     channels[code] = rank_of[stage] * placement.num_ranks + rank_of[neighbour]
         owners = [rank_of[code // num_micro_batches % num_stages] for code in range(3 * size)]
         return cls(placement, num_micro_batches, costs, tuple(caps), sources, channels, delays, owners)
-
-    def with_costs(self, costs: Costs) -> Problem:
-        """Returns the problem with other times of its stages, and the same links."""
-        return replace(self, costs=costs)
 
     @cached_property
     def durations(self) -> list[float]:
@@ -112,8 +106,8 @@ class Problem:
         return found
 
 
-def evaluate(problem: Problem, codes: Codes) -> list[float] | None:
-    """Returns by rank when complete orders end, each action starting as soon as it can; None if they deadlock."""
+def evaluate(problem: Problem, codes: Codes) -> list[float]:
+    """Returns by rank when complete orders, which never deadlock, end; each action starts as soon as it can."""
     sources, durations, delays, channels = problem.sources, problem.durations, problem.delays, problem.channels
     num_ranks = len(codes)
     arrivals = [-1.0] * len(sources) + [0.0]  # The last one is for the source -1.
@@ -138,64 +132,37 @@ def evaluate(problem: Problem, codes: Codes) -> list[float] | None:
             if code in waiting:
                 stack.append(waiting.pop(code))
         positions[rank], clocks[rank] = position, clock
-    return clocks if positions == [len(order) for order in codes] else None
+    assert positions == list(map(len, codes)), "these orders deadlock"
+    return clocks
 
 
 def list_schedule(problem: Problem, priorities: Sequence[float], patience: float) -> tuple[Codes, float]:
     """Returns the orders that follow from priorities (by code), and their makespan.
 
-    A rank does not start a weight gradient but waits where something arrives within `patience` (0 to 1) of its time.
-    The makespan is infinite, and the orders are not complete, where no rank finds anything to do any more.
+    Stages do their micro-batches in order, and a forward of the j-th of a rank's v stages starts only while v - 1 - j
+    places stay free, so that younger micro-batches leave a place to older ones. A rank does not start a weight gradient
+    but waits where something arrives within `patience` (0 to 1) of its time. The makespan is infinite, and the orders
+    are not complete, where no rank finds anything to do any more.
     """
-    state = _ListSchedule(problem, priorities, patience)
-    free = [(0.0, rank) for rank in range(problem.placement.num_ranks)]  # A heap.
+    size, num_micro_batches, stages_of = problem.size, problem.num_micro_batches, problem.placement.stages_of
+    sources, durations, delays = problem.sources, problem.durations, problem.delays
+    arrivals = [-1.0] * (3 * size) + [0.0]  # The last one is for the source -1 of a first stage.
+    # By kind and stage, how many micro-batches are done.
+    num_done = forwards, gradients, weights = [[0] * problem.placement.num_stages for _ in range(3)]
+    room = [cap - len(stages) for cap, stages in zip(problem.caps, stages_of, strict=True)]
+    links_free = [0.0] * len(stages_of) ** 2
+    orders: Codes = [[] for _ in stages_of]
+    free = [(0.0, rank) for rank in range(len(stages_of))]  # A heap.
     makespan, stalls = 0.0, 0
     while free:
         now, rank = heapq.heappop(free)
-        code, next_arrival = state.choose(rank, now)
-        if code >= 0:
-            stalls = 0
-            end = state.start(rank, code, now)
-            makespan = max(makespan, end)
-            heapq.heappush(free, (end, rank))
-        elif state.remaining[rank]:
-            stalls += 1
-            if stalls > STALLS_PER_RANK * len(state.orders):
-                return state.orders, inf
-            heapq.heappush(free, (_next_event(free, now, next_arrival), rank))
-    return state.orders, makespan
-
-
-class _ListSchedule:
-    """What is done so far.
-
-    Stages do their micro-batches in order, and a forward of the j-th of a rank's v stages starts only while v - 1 - j
-    places stay free, so that younger micro-batches leave a place to older ones.
-    """
-
-    def __init__(self, problem: Problem, priorities: Sequence[float], patience: float) -> None:
-        stages_of, num_stages = problem.placement.stages_of, problem.placement.num_stages
-        self.problem, self.priorities, self.patience = problem, priorities, patience
-        self.arrivals = [-1.0] * (3 * problem.size) + [0.0]  # The last one is for the source -1 of a first stage.
-        # By kind and stage, how many micro-batches are done.
-        self.done = [[0] * num_stages for _ in range(3)]
-        self.links_free = [0.0] * len(stages_of) ** 2
-        self.room = [cap - len(stages) for cap, stages in zip(problem.caps, stages_of, strict=True)]
-        self.remaining = [3 * problem.num_micro_batches * len(stages) for stages in stages_of]
-        self.orders: Codes = [[] for _ in stages_of]
-
-    def choose(self, rank: int, now: float) -> tuple[int, float]:
-        """Returns the action to start now, or -1, and when the next one can be started."""
-        problem, priorities, arrivals = self.problem, self.priorities, self.arrivals
-        size, num_micro_batches, sources = problem.size, problem.num_micro_batches, problem.sources
-        forwards, gradients, weights = self.done
-        best, priority, next_arrival, limit, room = -1, inf, inf, now + ROUNDING, self.room[rank]
-        for index, stage in enumerate(problem.placement.stages_of[rank]):
-            base = stage * num_micro_batches
+        best, priority, next_arrival, limit = -1, inf, inf, now + ROUNDING
+        for index, stage in enumerate(stages_of[rank]):
+            first = stage * num_micro_batches
             forward, gradient, weight = forwards[stage], gradients[stage], weights[stage]
-            candidates = [size + base + gradient] if gradient < forward else []
-            if forward < num_micro_batches and room + index >= 0:
-                candidates.append(base + forward)
+            candidates = [size + first + gradient] if gradient < forward else []
+            if forward < num_micro_batches and room[rank] + index >= 0:
+                candidates.append(first + forward)
             for code in candidates:
                 arrival = arrivals[sources[code]]
                 if limit >= arrival >= 0:
@@ -204,25 +171,26 @@ class _ListSchedule:
                 elif limit < arrival < next_arrival:
                     next_arrival = arrival
             if weight < gradient:
-                code = 2 * size + base + weight
-                if priorities[code] < priority and now + problem.durations[code] * self.patience < next_arrival:
+                code = 2 * size + first + weight
+                if priorities[code] < priority and now + durations[code] * patience < next_arrival:
                     best, priority = code, priorities[code]
-        return best, next_arrival
-
-    def start(self, rank: int, code: int, now: float) -> float:
-        """Adds an action to its rank's order; returns when it is over."""
-        problem = self.problem
-        kind, rest = divmod(code, problem.size)
-        self.done[kind][rest // problem.num_micro_batches] += 1
-        self.room[rank] += kind - 1  # A forward takes a place, a weight gradient frees one.
-        self.orders[rank].append(code)
-        self.remaining[rank] -= 1
-        end = arrival = now + problem.durations[code]
-        if problem.delays[code]:
-            channel = problem.channels[code]
-            arrival = self.links_free[channel] = max(end, self.links_free[channel]) + problem.delays[code]
-        self.arrivals[code] = arrival
-        return end
+        if best >= 0:
+            kind, rest = divmod(best, size)
+            num_done[kind][rest // num_micro_batches] += 1
+            room[rank] += kind - 1  # A forward takes a place, a weight gradient frees one.
+            orders[rank].append(best)
+            end = arrivals[best] = now + durations[best]
+            if delays[best]:
+                channel = problem.channels[best]
+                arrivals[best] = links_free[channel] = max(end, links_free[channel]) + delays[best]
+            makespan, stalls = max(makespan, end), 0
+            heapq.heappush(free, (end, rank))
+        elif len(orders[rank]) < 3 * num_micro_batches * len(stages_of[rank]):
+            stalls += 1
+            if stalls > STALLS_PER_RANK * len(stages_of):
+                return orders, inf
+            heapq.heappush(free, (_next_event(free, now, next_arrival), rank))
+    return orders, makespan
 
 
 def _next_event(free: list[tuple[float, int]], now: float, next_arrival: float) -> float:

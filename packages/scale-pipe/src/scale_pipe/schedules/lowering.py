@@ -13,20 +13,9 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
-from scale_pipe.schedules.action import (
-    COMPUTES,
-    EVERY_MICRO_BATCH,
-    GIVES_INPUT_GRADIENT,
-    Action,
-    Kind,
-    backward,
-    forward,
-    input_gradient,
-    matching_transfer,
-)
-from scale_pipe.schedules.cost_model import Costs
+from scale_pipe.schedules.action import EVERY_MICRO_BATCH, GIVES_INPUT_GRADIENT, Action, Kind, matching_transfer
 from scale_pipe.schedules.placement import StagePlacement
 from scale_pipe.schedules.schedule import DeadlockError, Orders, Schedule
 
@@ -83,49 +72,52 @@ def insert_transfers(
     """
     rank_of = placement.rank_of
     events = [
-        (end, action.micro_batch, action, transfer)
+        (end, action, transfer)
         for action, end in global_order(placement, orders)
         for transfer in transfers(action)
         if rank_of[action.stage] != rank_of[transfer.target]
     ]
+    events.sort(key=lambda event: (event[0], event[1].micro_batch))
     lines: list[list[T]] = [[] for _ in orders]  # By rank, its transfers in the global order.
-    due: dict[tuple[int, int, bool, bool], int] = {}  # How many of them come before a computation, or right after it.
-    for _, micro_batch, action, transfer in sorted(events, key=lambda event: event[:2]):
+    before: dict[_Result, int] = {}  # How many of them come before the computation with this result,
+    after: dict[_Result, int] = {}  # and right after it.
+    for _, action, transfer in events:
         is_forward = action.kind is Kind.FORWARD
-        sides = ((action.stage, transfer.send, True), (transfer.target, transfer.receive, False))
-        for stage, item, is_send in sides:
+        for stage, item, due in ((action.stage, transfer.send, after), (transfer.target, transfer.receive, before)):
             line = lines[rank_of[stage]]
             line.append(item)
-            due[stage, micro_batch, is_forward, is_send] = len(line)
+            due[is_forward, stage, action.micro_batch] = len(line)
     found: list[list[Action | T]] = []
     for order, line in zip(orders, lines, strict=True):
         row: list[Action | T] = []
         num_done = 0
         for action in order:
-            for is_send in (False, True):
-                if action.kind is not Kind.WEIGHT_GRADIENT:
-                    until = due.get((action.stage, action.micro_batch, action.kind is Kind.FORWARD, is_send), 0)
-                    row += line[num_done:until]
-                    num_done = max(num_done, until)
-                row += [action] * (not is_send)
+            result = _result(action)
+            until = max(num_done, before.get(result, 0))
+            row += [*line[num_done:until], action]
+            num_done = max(until, after.get(result, 0))
+            row += line[until:num_done]
         found.append(row)
     return found
 
 
-def dependencies(action: Action, num_stages: int) -> tuple[Action, ...]:
-    """Returns what has to be computed before a computation; of several, any one suffices.
+_Result: TypeAlias = tuple[bool, int, int] | None
+"""What a computation gives to others: whether it is a forward's, the stage, and the micro-batch; None of `W`."""
 
-    The gradient of a stage's input comes from the next stage as `I` or as part of `B`.
-    """
-    assert action.kind in COMPUTES
-    stage, micro_batch = action.stage, action.micro_batch
-    if action.kind is Kind.FORWARD:
-        return (forward(stage - 1, micro_batch),) if stage else ()
-    if action.kind is Kind.WEIGHT_GRADIENT:
-        return (input_gradient(stage, micro_batch),)
-    if stage == num_stages - 1:
-        return (forward(stage, micro_batch),)
-    return input_gradient(stage + 1, micro_batch), backward(stage + 1, micro_batch)
+
+def _result(action: Action) -> _Result:
+    kind, stage, micro_batch = action
+    return None if kind is Kind.WEIGHT_GRADIENT else (kind is Kind.FORWARD, stage, micro_batch)
+
+
+def _needed_result(action: Action, last_stage: int) -> _Result:
+    """Returns the result that a computation needs, if any."""
+    kind, stage, micro_batch = action
+    if kind is Kind.FORWARD:
+        return (True, stage - 1, micro_batch) if stage else None
+    if kind is Kind.WEIGHT_GRADIENT:
+        return False, stage, micro_batch
+    return (True, stage, micro_batch) if stage == last_stage else (False, stage + 1, micro_batch)
 
 
 def global_order(placement: StagePlacement, orders: Orders) -> Iterator[tuple[Action, float]]:
@@ -133,42 +125,43 @@ def global_order(placement: StagePlacement, orders: Orders) -> Iterator[tuple[Ac
 
     Each forward and each gradient takes the time 1. If some never become ready, it raises `DeadlockError`.
     """
-    costs = Costs.uniform(placement.num_stages)
-    ends: dict[Action, float] = {}
+    last_stage = placement.num_stages - 1
+    ends: dict[_Result, float] = {None: 0.0}
     positions = [0] * placement.num_ranks
     free_at = [0.0] * placement.num_ranks
     ready: list[tuple[float, int]] = []  # A heap.
-    waiting: dict[tuple[Action, ...], set[int]] = {}
+    waiting: dict[_Result, list[int]] = {}  # The ranks that wait for a result.
 
     def schedule_next(rank: int) -> None:
         """Puts a rank on the heap if its next action is ready, or else among those that wait."""
-        if positions[rank] == len(orders[rank]):
-            return
-        needed = dependencies(orders[rank][positions[rank]], placement.num_stages)
-        done = [ends[other] for other in needed if other in ends]
-        if needed and not done:
-            waiting.setdefault(needed, set()).add(rank)
-        else:
-            heapq.heappush(ready, (max([free_at[rank], *done]), rank))
+        if positions[rank] < len(orders[rank]):
+            needed = _needed_result(orders[rank][positions[rank]], last_stage)
+            if needed in ends:
+                heapq.heappush(ready, (max(free_at[rank], ends[needed]), rank))
+            else:
+                waiting.setdefault(needed, []).append(rank)
 
     for rank in range(placement.num_ranks):
         schedule_next(rank)
     while ready:
         start, rank = heapq.heappop(ready)
         action = orders[rank][positions[rank]]
+        result = _result(action)
         positions[rank] += 1
-        free_at[rank] = ends[action] = start + costs.duration(action)
-        yield action, ends[action]
-        for needed in [needed for needed in waiting if action in needed]:
-            for other in sorted(waiting.pop(needed)):
+        free_at[rank] = end = start + (2.0 if action.kind is Kind.BACKWARD else 1.0)
+        yield action, end
+        if result is not None:
+            ends[result] = end
+            for other in waiting.pop(result, ()):
                 schedule_next(other)
         schedule_next(rank)
     stuck = {rank: order[at] for rank, (order, at) in enumerate(zip(orders, positions, strict=True)) if at < len(order)}
     if stuck:
-        waits = "; ".join(
-            f"rank {rank} waits before {action} for "
-            + " or ".join(map(str, dependencies(action, placement.num_stages)))
-            for rank, action in stuck.items()
-        )
-        first = min(stuck)
-        raise DeadlockError(f"these orders deadlock: {waits}; reorder one of these ranks", first, stuck[first])
+        waits = []
+        for rank, action in stuck.items():
+            is_forward, stage, micro_batch = _needed_result(action, last_stage) or (True, 0, 0)
+            kinds = [Kind.FORWARD] if is_forward else [Kind.INPUT_GRADIENT, Kind.BACKWARD]
+            needed = " or ".join(str(Action(kind, stage, micro_batch)) for kind in kinds)
+            waits.append(f"rank {rank} waits before {action} for {needed}")
+        reason = f"these orders deadlock: {'; '.join(waits)}; reorder one of these ranks"
+        raise DeadlockError(reason, *next(iter(stuck.items())))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from scale_pipe.integers import check_positive
 from scale_pipe.schedules.classic import gpipe, interleaved_1f1b, looped_breadth_first, one_forward_one_backward
@@ -14,8 +14,8 @@ SOLVE = "solve"
 
 _LOOPED: dict[str, Callable[[int, int, int], Schedule]] = {
     "gpipe": gpipe,
-    "interleaved_1f1b": interleaved_1f1b,
     "looped_breadth_first": looped_breadth_first,
+    "interleaved_1f1b": interleaved_1f1b,
 }
 _FIXED: dict[str, tuple[Callable[[int, int], Schedule], int]] = {  # With their stages per rank.
     "1f1b": (one_forward_one_backward, 1),
@@ -64,3 +64,15 @@ def get_schedule(
             )
         return build(num_ranks, num_micro_batches)
     raise ValueError(f"there is no schedule {schedule!r}; there are {', '.join(NAMES)}, or pass a Schedule of your own")
+
+
+def classic_schedules(num_ranks: int, num_stages: int, num_micro_batches: int) -> Iterator[Schedule]:
+    """Yields the schedules with a name that have this number of stages, whatever their placement."""
+    stages_per_rank, rest = divmod(num_stages, num_ranks)
+    if not rest:
+        for name, build_looped in _LOOPED.items():
+            if stages_per_rank > 1 or name == "gpipe":  # With one stage, others are GPipe and 1F1B.
+                yield build_looped(num_ranks, num_micro_batches, stages_per_rank)
+        for build, number in _FIXED.values():
+            if number == stages_per_rank:
+                yield build(num_ranks, num_micro_batches)

@@ -110,13 +110,9 @@ class Schedule:
             OSError: It cannot be read.
         """
         try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path} holds no schedule: it is no JSON ({error})") from error
-        try:
-            return cls.from_json(content)
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
+            return cls.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
+        except ValueError as error:  # Text that is no JSON is one as well.
+            raise ValueError(f"{path} holds no schedule that can be read: {error}") from error
 
     def __str__(self) -> str:
         lines = self.compute_actions()

@@ -12,19 +12,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from scale_pipe.schedules.action import (
-    COMPUTES,
-    GIVES_INPUT_GRADIENT,
-    SENDS,
-    Action,
-    Kind,
-    TimedAction,
-    live_change,
-    matching_transfer,
-)
+from scale_pipe.schedules.action import COMPUTES, SENDS, Action, TimedAction, live_change, matching_transfer
 from scale_pipe.schedules.cost_model import Costs
 from scale_pipe.schedules.schedule import Schedule
-from scale_pipe.schedules.validate import validate
+from scale_pipe.schedules.validate import needed_send, validate
 
 
 @dataclass(frozen=True)
@@ -130,30 +121,20 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> ScheduleSimulati
                 action = actions[positions[rank]]
                 start = clocks[rank]
                 if action.kind in COMPUTES:
-                    if (source := _needed_send(action, rank_of)) is not None:
+                    if (source := needed_send(action, rank_of)) is not None:
                         if source not in arrivals:
                             break
                         start = max(start, arrivals[source])
                     clocks[rank] = start + costs.duration(action)
                     spans.append(TimedAction(rank, action, start, clocks[rank]))
                 elif action.kind in SENDS:
-                    link = rank, rank_of[matching_transfer(action).stage]
+                    target = matching_transfer(action).stage
+                    link = rank, rank_of[target]
                     start = max(start, links_free.get(link, 0.0))
-                    end = start + costs.link[min(action.stage, matching_transfer(action).stage)]
+                    end = start + costs.link[min(action.stage, target)]
                     links_free[link] = arrivals[action] = end
                     spans.append(TimedAction(rank, action, start, end))
                 positions[rank] += 1
                 moving = True
     assert all(position == len(actions) for position, actions in zip(positions, schedule.actions, strict=True))
     return ScheduleSimulation(schedule, costs, tuple(sorted(spans, key=lambda span: (span.start, span.end, span.rank))))
-
-
-def _needed_send(action: Action, rank_of: tuple[int, ...]) -> Action | None:
-    """Returns the send of another rank whose tensor a computation needs."""
-    kind, stage, micro_batch = action
-    if kind is Kind.FORWARD and stage and rank_of[stage - 1] != rank_of[stage]:
-        return Action(Kind.SEND_ACTIVATION, stage - 1, micro_batch)
-    has_next = stage + 1 < len(rank_of) and rank_of[stage + 1] != rank_of[stage]
-    if kind in GIVES_INPUT_GRADIENT and has_next:
-        return Action(Kind.SEND_GRADIENT, stage + 1, micro_batch)
-    return None

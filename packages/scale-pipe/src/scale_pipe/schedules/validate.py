@@ -17,10 +17,11 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, get_args
 
 from scale_pipe.schedules.action import (
-    COMPUTES,
     EVERY_MICRO_BATCH,
+    GIVES_INPUT_GRADIENT,
     RECEIVES,
     SENDS,
+    TRANSFERS,
     Action,
     Kind,
     live_change,
@@ -65,28 +66,13 @@ def validate(
     if transport not in get_args(Transport):
         raise ValueError(f"expected transport to be one of {', '.join(get_args(Transport))}, but got {transport!r}")
     caps = caps_by_rank(memory_cap, schedule.num_ranks)
-    _check_each_once(schedule)
-    for rank, actions in enumerate(schedule.actions):
-        _check_local_order(schedule, rank, actions)
+    for rank in range(schedule.num_ranks):
+        _check_rank(schedule, rank)
     if transport == "buffered":
         _check_order_on_links(schedule)
     _check_progress(schedule, transport)
     for rank, cap in enumerate(caps):
         _check_memory(schedule, rank, cap)
-
-
-def expected_actions(schedule: Schedule, rank: int) -> Iterator[Action]:
-    """Yields the actions of a rank in a step, with each backward as its two gradients."""
-    rank_of = schedule.placement.rank_of
-    for stage in schedule.placement.stages_of[rank]:
-        before = stage > 0 and rank_of[stage - 1] != rank
-        after = stage + 1 < len(rank_of) and rank_of[stage + 1] != rank
-        kinds = [Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT]
-        kinds += [Kind.RECEIVE_ACTIVATION, Kind.SEND_GRADIENT] * before
-        kinds += [Kind.SEND_ACTIVATION, Kind.RECEIVE_GRADIENT] * after
-        for micro_batch in range(schedule.num_micro_batches):
-            yield from (Action(kind, stage, micro_batch) for kind in kinds)
-        yield Action(Kind.STEP, stage, EVERY_MICRO_BATCH)
 
 
 def caps_by_rank(memory_cap: float | Sequence[float] | None, num_ranks: int) -> tuple[float, ...]:
@@ -102,21 +88,39 @@ def caps_by_rank(memory_cap: float | Sequence[float] | None, num_ranks: int) -> 
     return caps
 
 
-def _check_each_once(schedule: Schedule) -> None:
-    """Checks that each action is in the list of its rank once, and no other anywhere."""
-    for rank, actions in enumerate(schedule.actions):
-        expected = set(expected_actions(schedule, rank))
-        found: set[Action] = set()
-        for action in actions:
-            for part in _parts(action):
-                if part not in expected:
-                    raise ScheduleError(_misplaced_reason(schedule, rank, action), rank, action)
-                if part in found:
-                    raise ScheduleError("is here a second time; each action is done once in a step", rank, action)
-                found.add(part)
-        for action in expected_actions(schedule, rank):
-            if action not in found:
-                raise ScheduleError("is missing; build_schedule(...) adds transfers and steps", rank, action)
+def _check_rank(schedule: Schedule, rank: int) -> None:
+    """Checks that each action is in the list of its rank once, and no other, and comes after what it needs there."""
+    expected = dict.fromkeys(_expected_actions(schedule, rank))
+    found: set[Action] = set()
+    for action in schedule.actions[rank]:
+        for part in _parts(action):
+            if part not in expected:
+                raise ScheduleError(_misplaced_reason(schedule, rank, action), rank, action)
+            if part in found:
+                raise ScheduleError("is here a second time; each action is done once in a step", rank, action)
+            found.add(part)
+    for action in expected:
+        if action not in found:
+            raise ScheduleError("is missing; build_schedule(...) adds transfers and steps", rank, action)
+    done: set[Action] = set()
+    for action in schedule.actions[rank]:
+        for needed in _local_dependencies(action, schedule.num_micro_batches):
+            if needed in expected and needed not in done:
+                raise ScheduleError(f"needs {needed}, which comes after it", rank, action)
+        done.update(_parts(action))
+
+
+def _expected_actions(schedule: Schedule, rank: int) -> Iterator[Action]:
+    """Yields the actions of a rank in a step, with each backward as its two gradients."""
+    rank_of = schedule.placement.rank_of
+    for stage in schedule.placement.stages_of[rank]:
+        kinds = [Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT]
+        if stage > 0 and rank_of[stage - 1] != rank:
+            kinds += [Kind.RECEIVE_ACTIVATION, Kind.SEND_GRADIENT]
+        if stage + 1 < len(rank_of) and rank_of[stage + 1] != rank:
+            kinds += [Kind.SEND_ACTIVATION, Kind.RECEIVE_GRADIENT]
+        yield from (Action(kind, stage, batch) for batch in range(schedule.num_micro_batches) for kind in kinds)
+        yield Action(Kind.STEP, stage, EVERY_MICRO_BATCH)
 
 
 def _parts(action: Action) -> list[Action]:
@@ -135,17 +139,6 @@ def _misplaced_reason(schedule: Schedule, rank: int, action: Action) -> str:
     if action.kind is not Kind.STEP and not 0 <= action.micro_batch < schedule.num_micro_batches:
         return f"there are micro-batches 0 to {schedule.num_micro_batches - 1} only"
     return "there is nothing to transfer: both stages are on this rank, or there is no stage on the other side"
-
-
-def _check_local_order(schedule: Schedule, rank: int, actions: Sequence[Action]) -> None:
-    """Checks that what an action needs of its own rank comes before it."""
-    done: set[Action] = set()
-    expected = set(expected_actions(schedule, rank))
-    for action in actions:
-        for needed in _local_dependencies(action, schedule.num_micro_batches):
-            if needed in expected and needed not in done:
-                raise ScheduleError(f"needs {needed}, which comes after it", rank, action)
-        done.update(_parts(action))
 
 
 def _local_dependencies(action: Action, num_micro_batches: int) -> list[Action]:
@@ -212,19 +205,26 @@ def _blocker(
 ) -> Action | None:
     """Returns the action of another rank for which the next action of a rank waits, if any."""
     action = schedule.actions[rank][positions[rank]]
-    wanted: list[Action] = []
-    if action.kind in RECEIVES and transport == "buffered":
-        wanted = [matching_transfer(action)]
-    elif action.kind in COMPUTES and transport == "posted":
-        needed = _local_dependencies(action, schedule.num_micro_batches)
-        wanted = [matching_transfer(receive) for receive in needed if receive.kind in RECEIVES and receive in done]
-    elif action.kind in SENDS | RECEIVES and transport == "rendezvous":
-        other = matching_transfer(action)
-        peer = schedule.placement.rank_of[other.stage]
-        actions = schedule.actions[peer]
-        if positions[peer] == len(actions) or actions[positions[peer]] != other:
-            wanted = [other]
-    return next((action for action in wanted if action not in done), None)
+    if transport == "posted":
+        needed = needed_send(action, schedule.placement.rank_of)
+        return None if needed in done else needed
+    if action.kind not in (RECEIVES if transport == "buffered" else TRANSFERS):
+        return None
+    other = matching_transfer(action)
+    peer = schedule.placement.rank_of[other.stage]
+    begins = schedule.actions[peer][positions[peer] : positions[peer] + 1] == (other,)
+    return None if other in done or (transport == "rendezvous" and begins) else other
+
+
+def needed_send(action: Action, rank_of: tuple[int, ...]) -> Action | None:
+    """Returns the send of another rank whose tensor a computation needs."""
+    kind, stage, micro_batch = action
+    if kind is Kind.FORWARD and stage and rank_of[stage - 1] != rank_of[stage]:
+        return Action(Kind.SEND_ACTIVATION, stage - 1, micro_batch)
+    has_next = stage + 1 < len(rank_of) and rank_of[stage + 1] != rank_of[stage]
+    if kind in GIVES_INPUT_GRADIENT and has_next:
+        return Action(Kind.SEND_GRADIENT, stage + 1, micro_batch)
+    return None
 
 
 def _check_memory(schedule: Schedule, rank: int, cap: float) -> None:

@@ -12,23 +12,11 @@ from xml.sax.saxutils import escape
 from scale_pipe.schedules.action import COMPUTES, Kind
 from scale_pipe.schedules.simulation import ScheduleSimulation
 
-COLOURS = {
-    Kind.FORWARD: "#4c78a8",
-    Kind.INPUT_GRADIENT: "#e07b39",
-    Kind.WEIGHT_GRADIENT: "#59a14f",
-    Kind.BACKWARD: "#c44e52",
-}
-NAMES = {
-    Kind.FORWARD: "forward",
-    Kind.INPUT_GRADIENT: "gradient of inputs",
-    Kind.WEIGHT_GRADIENT: "gradient of weights",
-    Kind.BACKWARD: "both gradients",
-}
-TRACE_COLOURS = {
-    Kind.FORWARD: "thread_state_running",
-    Kind.INPUT_GRADIENT: "thread_state_iowait",
-    Kind.WEIGHT_GRADIENT: "thread_state_runnable",
-    Kind.BACKWARD: "terrible",
+COLOURS = {  # In drawings, and in traces, for which Chrome has names; with what the legend says.
+    Kind.FORWARD: ("#4c78a8", "thread_state_running", "forward"),
+    Kind.INPUT_GRADIENT: ("#e07b39", "thread_state_iowait", "gradient of inputs"),
+    Kind.WEIGHT_GRADIENT: ("#59a14f", "thread_state_runnable", "gradient of weights"),
+    Kind.BACKWARD: ("#c44e52", "terrible", "both gradients"),
 }
 ROW, GAP, LEFT, HEAD = 22, 4, 56, 30
 PALEST = 0.45
@@ -99,7 +87,7 @@ def _panel(simulation: ScheduleSimulation, top: int, scale: float) -> list[str]:
         opacity = PALEST + (1 - PALEST) * (stages.index(action.stage) + 1) / len(stages)
         x, y, long = LEFT + start * scale, top + HEAD + rank * (ROW + GAP), (end - start) * scale
         parts.append(
-            f'<rect x="{x:.2f}" y="{y}" width="{long:.2f}" height="{ROW}" fill="{COLOURS[action.kind]}" '
+            f'<rect x="{x:.2f}" y="{y}" width="{long:.2f}" height="{ROW}" fill="{COLOURS[action.kind][0]}" '
             f'fill-opacity="{opacity:.2f}" stroke="#ffffff" stroke-width="0.7">'
             f"<title>{action}: {start:.4g} to {end:.4g}</title></rect>"
         )
@@ -113,10 +101,10 @@ def _panel(simulation: ScheduleSimulation, top: int, scale: float) -> list[str]:
 def _legend(shown: list[ScheduleSimulation], y: int) -> list[str]:
     used = {span.action.kind for one in shown for span in one.spans}
     parts, x = [], LEFT
-    for kind, colour in COLOURS.items():
+    for kind, (colour, _, name) in COLOURS.items():
         if kind in used:
             parts.append(f'<rect x="{x}" y="{y + 4}" width="14" height="14" fill="{colour}"/>')
-            parts.append(f'<text x="{x + 19}" y="{y + 15}" fill="#222222">{NAMES[kind]}</text>')
+            parts.append(f'<text x="{x + 19}" y="{y + 15}" fill="#222222">{name}</text>')
             x += 160
     return parts
 
@@ -145,8 +133,8 @@ def chrome_trace(simulation: ScheduleSimulation) -> dict[str, Any]:
             "dur": (end - start) * MICROSECONDS,
             "args": {"stage": action.stage, "micro_batch": action.micro_batch},
         }
-        if action.kind in TRACE_COLOURS:
-            event["cname"] = TRACE_COLOURS[action.kind]
+        if action.kind in COLOURS:
+            event["cname"] = COLOURS[action.kind][1]
         events.append(event)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 

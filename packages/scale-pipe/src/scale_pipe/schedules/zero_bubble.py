@@ -128,10 +128,7 @@ def _best_list_schedule(name: str, num_ranks: int, num_micro_batches: int, cap: 
         for priorities, patience in priority_rules(assumed):
             codes, makespan = list_schedule(assumed, priorities, patience)
             assert makespan < inf
-            ends = evaluate(equal, codes), evaluate(usual, codes)
-            assert ends[0] is not None
-            assert ends[1] is not None
-            if (found := (max(ends[0]), max(ends[1]))) < best:
+            if (found := (max(evaluate(equal, codes)), max(evaluate(usual, codes)))) < best:
                 best, orders = found, codes
     return build_schedule(name, placement, num_micro_batches, equal.orders(orders))
 

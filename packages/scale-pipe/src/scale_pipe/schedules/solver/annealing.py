@@ -13,13 +13,7 @@ from random import Random
 from typing import NamedTuple
 
 from scale_pipe.schedules.list_scheduling import ROUNDING, Codes, Problem
-from scale_pipe.schedules.solver.partial_order import (
-    Change,
-    Evaluator,
-    Timing,
-    insert_weight_gradients,
-    renumber_micro_batches,
-)
+from scale_pipe.schedules.solver.partial_order import Change, Search, Timing, renumber_micro_batches
 
 MAX_SHIFT = 8
 MAX_SHIFT_OF_SEVERAL = 4
@@ -35,30 +29,6 @@ class Temperatures(NamedTuple):
 
     start: float
     end: float
-
-
-class Search(Evaluator):
-    """An evaluator that keeps the best complete orders; the search ends where their makespan reaches `goal`."""
-
-    def __init__(self, problem: Problem, goal: float) -> None:
-        super().__init__(problem)
-        self.codes: Codes = []
-        self.makespan = math.inf
-        self.goal = goal  # A lower bound.
-
-    @property
-    def done(self) -> bool:
-        """Whether nothing better is possible."""
-        return self.makespan <= self.goal + ROUNDING
-
-    def evaluate(
-        self, orders: Codes, limit: float = math.inf, patience: float = 1.0, change: Change | None = None
-    ) -> Timing | None:
-        """Evaluates orders, and keeps them if they are the best."""
-        timing = super().evaluate(orders, limit, patience, change)
-        if timing is not None and timing.makespan < self.makespan - ROUNDING:
-            self.makespan, self.codes = timing.makespan, insert_weight_gradients(self.problem, orders, timing)
-        return timing
 
 
 def anneal(

@@ -82,12 +82,20 @@ def insert_weight_gradients(problem: Problem, orders: Codes, timing: Timing) -> 
     return complete
 
 
-class Evaluator:
-    """Evaluates orders of one problem, and counts the visited actions, `FIXED_VISITS` for each evaluation itself."""
+class Search:
+    """Evaluates orders of one problem, keeps the best complete ones, and counts the visited actions."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, goal: float) -> None:
         self.problem = problem
-        self.visits = 0
+        self.goal = goal  # A lower bound.
+        self.makespan = math.inf
+        self.codes: Codes = []
+        self.visits = 0  # With `FIXED_VISITS` for each evaluation itself.
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing better is possible."""
+        return self.makespan <= self.goal + ROUNDING
 
     def evaluate(
         self, orders: Codes, limit: float = math.inf, patience: float = 1.0, change: Change | None = None
@@ -100,8 +108,7 @@ class Evaluator:
 
         None where ranks wait in a circle, or where some rank is idle for so long that the makespan exceeds `limit`.
         """
-        problem = self.problem
-        run = _Run(problem, orders, limit, patience)
+        run = _Run(self.problem, orders, limit, patience)
         if change is not None:
             run.skip_to(change)
         self.visits += FIXED_VISITS - sum(run.positions)
@@ -110,7 +117,10 @@ class Evaluator:
         while ready and in_time:
             in_time = run.advance(ready.pop(), ready)
         self.visits += sum(run.positions)
-        return run.timing() if in_time else None
+        timing = run.timing() if in_time else None
+        if timing is not None and timing.makespan < self.makespan - ROUNDING:
+            self.makespan, self.codes = timing.makespan, insert_weight_gradients(self.problem, orders, timing)
+        return timing
 
 
 class _Run:

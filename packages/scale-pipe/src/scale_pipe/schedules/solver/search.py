@@ -7,20 +7,21 @@ placement go on; what can no longer win is dropped.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain, product
+from math import inf
 from typing import NamedTuple
 
-from scale_pipe.schedules.classic import gpipe, interleaved_1f1b, looped_breadth_first, one_forward_one_backward
 from scale_pipe.schedules.cost_model import Costs
 from scale_pipe.schedules.list_scheduling import ROUNDING, Codes, Problem, list_schedule
 from scale_pipe.schedules.lowering import build_schedule
 from scale_pipe.schedules.placement import StagePlacement
 from scale_pipe.schedules.schedule import Schedule
 from scale_pipe.schedules.simulation import peak_live
-from scale_pipe.schedules.solver.annealing import Search, Temperatures, anneal
+from scale_pipe.schedules.solver.annealing import Temperatures, anneal
 from scale_pipe.schedules.solver.bounds import Bound, cap_in_stages
-from scale_pipe.schedules.solver.partial_order import drop_weight_gradients, renumber_micro_batches
-from scale_pipe.schedules.zero_bubble import dual_pipe_v, priority_rules, v_half, v_min, zb_h1, zb_v
+from scale_pipe.schedules.solver.partial_order import Search, drop_weight_gradients, renumber_micro_batches
+from scale_pipe.schedules.zero_bubble import priority_rules
 
 FORWARD_FACTORS = (0.6, 0.8, 1.0, 1.2)
 INPUT_GRADIENT_FACTORS = (0.8, 1.0, 1.2, 1.4, 1.6, 1.8, 2.0)
@@ -111,7 +112,7 @@ def _first_candidates(search: Search, classics: list[Schedule], placement: int, 
     problem = search.problem
     found: dict[tuple[tuple[int, ...], ...], _Candidate] = {}
     classic = [sequential_orders(problem), *(problem.codes(schedule.compute_actions()) for schedule in classics)]
-    for codes in chain(classic, _some_list_schedules(search, limit)):
+    for codes in chain(classic, _list_schedules(search, limit)):
         complete = [renumber_micro_batches(order, problem.num_micro_batches) for order in codes]
         for orders in (complete, drop_weight_gradients(problem, complete)):
             timing = search.evaluate(orders)
@@ -121,15 +122,6 @@ def _first_candidates(search: Search, classics: list[Schedule], placement: int, 
         if search.done:
             break
     return list(found.values())
-
-
-def _some_list_schedules(search: Search, limit: int) -> Iterator[Codes]:
-    """Yields list schedules until the visits reach a limit."""
-    for codes in list_schedules(search.problem):
-        search.visits += LIST_SCHEDULE_VISITS * len(search.problem.durations)
-        yield codes
-        if search.visits >= limit:
-            return
 
 
 def _anneal_each(
@@ -179,36 +171,20 @@ def sequential_orders(problem: Problem) -> Codes:
     return codes
 
 
-def classic_schedules(num_ranks: int, num_stages: int, num_micro_batches: int) -> Iterator[Schedule]:
-    """Yields the schedules with a name that have this number of stages, whatever their placement."""
-    stages_per_rank, rest = divmod(num_stages, num_ranks)
-    if rest or not stages_per_rank:
-        return
-    yield gpipe(num_ranks, num_micro_batches, stages_per_rank)
-    if stages_per_rank == 1:
-        yield one_forward_one_backward(num_ranks, num_micro_batches)
-        yield zb_h1(num_ranks, num_micro_batches)
-    else:
-        yield looped_breadth_first(num_ranks, num_micro_batches, stages_per_rank)
-        yield interleaved_1f1b(num_ranks, num_micro_batches, stages_per_rank)
-    if stages_per_rank == 2:
-        for build in (zb_v, v_half, v_min, dual_pipe_v):
-            yield build(num_ranks, num_micro_batches)
-
-
 def keeps_caps(schedule: Schedule, caps: tuple[float, ...]) -> bool:
     """Returns whether a schedule keeps caps, by rank, of live micro-batches in model equivalents."""
     return all(peak <= cap + 1e-9 for peak, cap in zip(peak_live(schedule), caps, strict=True))
 
 
-def list_schedules(problem: Problem) -> Iterator[Codes]:
-    """Yields the orders of each priority rule under the true costs and under many others.
+def _list_schedules(search: Search, limit: int) -> Iterator[Codes]:
+    """Yields the orders of each priority rule under the true costs and under many others, up to a limit of visits.
 
     The order that a rule gives depends on the assumed times, and the best order under the true costs seldom comes from
     these. So the kinds' times are varied, while their ratios between stages stay.
     """
-    costs = problem.costs
-    means = [sum(times) / len(times) for times in (costs.forward, costs.input_gradient, costs.weight_gradient)]
+    problem, costs = search.problem, search.problem.costs
+    by_kind = (costs.forward, costs.input_gradient, costs.weight_gradient)
+    means = [sum(times) / len(times) for times in by_kind]
     factors = [(1.0, 1.0, 1.0)]
     if all(means):
         factors += [
@@ -216,13 +192,16 @@ def list_schedules(problem: Problem) -> Iterator[Codes]:
             for forward, gradient, weight in product(FORWARD_FACTORS, INPUT_GRADIENT_FACTORS, WEIGHT_GRADIENT_FACTORS)
         ]
     for scale in factors:
-        pairs = zip((costs.forward, costs.input_gradient, costs.weight_gradient), scale, strict=True)
+        pairs = zip(by_kind, scale, strict=True)
         forward, gradient, weight = (tuple(time * factor for time in times) for times, factor in pairs)
-        assumed = problem.with_costs(Costs(forward, gradient, weight, costs.link))
+        assumed = replace(problem, costs=Costs(forward, gradient, weight, costs.link))
         for priorities, patience in priority_rules(assumed):
             codes, makespan = list_schedule(assumed, priorities, patience)
-            if makespan < float("inf"):
+            if makespan < inf:
+                search.visits += LIST_SCHEDULE_VISITS * len(problem.durations)
                 yield codes
+                if search.visits >= limit:
+                    return
 
 
 def candidate_placements(num_ranks: int, num_stages: int) -> tuple[StagePlacement, ...]:

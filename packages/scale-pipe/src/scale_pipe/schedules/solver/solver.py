@@ -9,21 +9,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from os import PathLike
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 from scale_pipe.integers import check_positive
 from scale_pipe.schedules.cost_model import Costs
 from scale_pipe.schedules.placement import StagePlacement
+from scale_pipe.schedules.registry import classic_schedules
 from scale_pipe.schedules.schedule import MemoryCapError, Schedule
 from scale_pipe.schedules.simulation import ScheduleSimulation, simulate
 from scale_pipe.schedules.solver.bounds import Bound, cap_in_stages, lower_bound
-from scale_pipe.schedules.solver.search import candidate_placements, classic_schedules, keeps_caps, search_schedule
+from scale_pipe.schedules.solver.search import candidate_placements, keeps_caps, search_schedule
 from scale_pipe.schedules.validate import caps_by_rank, validate
 
 VISITS_AT_4_X_8 = 4_500_000
@@ -135,17 +135,16 @@ def solve(
         for schedule in classic_schedules(num_ranks, costs.num_stages, num_micro_batches)
         if schedule.placement in tried and keeps_caps(schedule, caps)
     ]
-    times = [(simulate(schedule, costs).makespan, index) for index, schedule in enumerate(classics)]
-    best_classic = (classics[min(times)[1]].name, min(times)[0]) if times else None
-
+    times = [(schedule.name, simulate(schedule, costs).makespan) for schedule in classics]
+    best_classic = min(times, key=lambda named: named[1], default=None)
     key = _cache_key(costs, num_micro_batches, caps, tried, visits)
-    cached = None if cache is None else _read_cached(cache, key)
-    if cached is not None:
-        schedule, spent = cached
+    found = None if cache is None else _read_cache(Path(cache)).get(key)
+    if found is not None:
+        schedule, spent = Schedule.from_json(found["schedule"]), int(found["visits"])
     else:
         schedule, spent = search_schedule(costs, num_micro_batches, caps, bounds, classics, visits)
         if cache is not None:
-            _write_cached(cache, key, schedule, spent)
+            _add_to_cache(Path(cache), key, {"schedule": schedule.to_json(), "visits": spent})
     validate(schedule, memory_cap=caps)
     simulation = simulate(schedule, costs)
     return Solution(simulation, bounds[schedule.placement], best_bound, best_classic, spent)
@@ -174,36 +173,22 @@ def _cache_key(
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
 
 
-def _read_cached(path: str | PathLike[str], key: str) -> tuple[Schedule, int] | None:
-    """Returns a cached schedule and its visits, or None; raises `ValueError` if the file holds something else."""
-    entry = _read(Path(path)).get(key)
-    return None if entry is None else (Schedule.from_json(entry["schedule"]), int(entry["visits"]))
-
-
-def _write_cached(path: str | PathLike[str], key: str, schedule: Schedule, visits: int) -> None:
-    """Adds a schedule to the cache file, which is replaced at once, so that a reader never sees half of it."""
-    path = Path(path)
-    solutions = {**_read(path), key: {"schedule": schedule.to_json(), "visits": visits}}
-    text = json.dumps({"format": CACHE_FORMAT, "solutions": solutions}, indent=1) + "\n"
-    handle, name = tempfile.mkstemp(prefix=path.name, suffix=".part", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-
-
-def _read(path: Path) -> dict[str, Any]:
+def _read_cache(path: Path) -> dict[str, Any]:
+    """Returns the solutions in a cache file by their keys; raises `ValueError` if it holds something else."""
     if not path.exists():
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        if content["format"] == CACHE_FORMAT and isinstance(content["solutions"], dict):
-            return dict(content["solutions"])
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        if content["format"] != CACHE_FORMAT:
+            raise ValueError(f"format {content['format']!r}, not {CACHE_FORMAT}")
+        return dict(content["solutions"])
+    except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} holds no solutions of the solver ({error}); name another file as cache=") from error
-    raise ValueError(
-        f"{path} holds solutions of format {content['format']!r}, not {CACHE_FORMAT}; name another file as cache="
-    )
+
+
+def _add_to_cache(path: Path, key: str, entry: dict[str, Any]) -> None:
+    """Adds a solution to the cache file, which is replaced at once, so that a reader never sees half of it."""
+    content = {"format": CACHE_FORMAT, "solutions": {**_read_cache(path), key: entry}}
+    with NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False, encoding="utf-8") as file:
+        file.write(json.dumps(content, indent=1) + "\n")
+    Path(file.name).replace(path)
