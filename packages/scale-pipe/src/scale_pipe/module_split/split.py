@@ -21,9 +21,8 @@ from scale_pipe.module_split.collected_outputs import install_collectors
 from scale_pipe.module_split.cut_plan import CutPlan, plan_cuts
 from scale_pipe.module_split.placeholder_tensor import PlaceholderTensor, to_meta
 from scale_pipe.module_split.stage_forward import RemoteForward, StageForward, StageModules
-from scale_pipe.partition.partition import forward_hook_names, slice_layers
+from scale_pipe.partition.partition import FORWARD_HOOKS, forward_hook_names, slice_layers
 
-_FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _STATE_HOOKS = (
     "_state_dict_hooks",
     "_state_dict_pre_hooks",
@@ -100,7 +99,7 @@ def _check_pass_on(model: nn.Module, names: Sequence[str]) -> None:
 
 def _stage(model: nn.Module, forward: StageForward) -> nn.Module:
     stage = _split_copy(model, "", forward.plan, forward.stage)
-    for hooks in _FORWARD_HOOKS:  # These get the model's inputs or outputs, which only one stage has.
+    for hooks in FORWARD_HOOKS:  # These get the model's inputs or outputs, which only one stage has.
         first = hooks == "_forward_pre_hooks"
         if forward.stage != (0 if first else forward.plan.num_stages - 1):
             kept = ((key, hook) for key, hook in vars(model)[hooks].items() if is_for_each_part(hook))
@@ -118,7 +117,7 @@ def _split_copy(module: nn.Module, name: str, plan: CutPlan, stage: int) -> nn.M
             "modules, or to the stages that split returns"
         )
     copy, prefix = _bare_copy(module), f"{name}." if name else ""
-    for hooks in (*_FORWARD_HOOKS, *_STATE_HOOKS):
+    for hooks in (*FORWARD_HOOKS, *_STATE_HOOKS):
         vars(copy)[hooks] = type(vars(module)[hooks])(vars(module)[hooks])
     for key, parameter in module._parameters.items():
         if parameter is None or plan.holds(stage, prefix + key):
@@ -146,7 +145,7 @@ def _split_copy(module: nn.Module, name: str, plan: CutPlan, stage: int) -> nn.M
 def _placeholder_module(module: nn.Module, name: str, where: str) -> nn.Module:
     """Returns a copy of a module without values, which has the attributes that a forward may read."""
     copy = _bare_copy(module)
-    for hooks in (*_FORWARD_HOOKS, *_STATE_HOOKS):
+    for hooks in (*FORWARD_HOOKS, *_STATE_HOOKS):
         vars(copy)[hooks] = OrderedDict()
     for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
         if tensor is None:

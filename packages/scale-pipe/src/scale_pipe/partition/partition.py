@@ -20,6 +20,9 @@ from scale_core.part_hooks import is_for_each_part, take_hooks
 from scale_pipe.integers import plain_integer
 from scale_pipe.microbatch import Arguments, describe_arguments
 
+FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+"""Attributes of modules; those of a forward and its backward."""
+
 
 class Partition(nn.Sequential):
     """Some layers of a sequence, by their names in it; the first one takes all arguments that the pipeline is given."""
@@ -131,8 +134,7 @@ def check_sequential(module: nn.Module) -> None:
 
 def forward_hook_names(module: nn.Module) -> list[str]:
     """Returns the names of a module's own forward and backward hooks, without those that each part of it gets."""
-    kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-    hooks = (hook for kind in kinds for hook in vars(module)[kind].values() if not is_for_each_part(hook))
+    hooks = (hook for kind in FORWARD_HOOKS for hook in vars(module)[kind].values() if not is_for_each_part(hook))
     return [getattr(hook, "__qualname__", repr(hook)) for hook in hooks]
 
 

@@ -6,6 +6,7 @@ import copy
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -87,7 +88,7 @@ def profile_stages(
         raise ValueError("there are no stages to be measured; give the list that split(model, [...]) returns")
     inputs, times = _Inputs(args, kwargs, {}), []
     for number, stage in enumerate(stages):
-        device = next((p.device for p in stage.parameters()), _device_of((inputs.args, dict(inputs.kwargs))))
+        device = _device_of(stage, (inputs.args, dict(inputs.kwargs)))
         with _noting_errors(f"stage {number}", stage), preserve_state(stage):
             found, inputs = _measure_times(stage, inputs, device, timeout / len(stages))
         times.append(found)
@@ -117,8 +118,7 @@ def _measure_layers(
     measure: Callable[[nn.Module, _Inputs, torch.device], tuple[T, _Inputs]],
 ) -> list[T]:
     """Measures a copy of each layer in training mode on the output of the one before, one at a time."""
-    place = torch.device(device) if device is not None else next((p.device for p in module.parameters()), None)
-    place = place or _device_of(sample)
+    place = _device_of(module, sample) if device is None else torch.device(device)
     devices = [place] if place.type != "cpu" else []
     with torch.random.fork_rng(devices, device_type=place.type if devices else "cuda"):
         inputs = _Inputs((map_tensors(lambda tensor: tensor.to(place), sample),), {}, {})
@@ -210,5 +210,6 @@ def _next_inputs(module: nn.Module, inputs: _Inputs, output: Any, stashed: Mappi
     return _Inputs(args, {}, {**skips, **new})
 
 
-def _device_of(tree: Any) -> torch.device:
-    return next((tensor.device for tensor in tensors_in(tree)), torch.device("cpu"))
+def _device_of(module: nn.Module, given: Any) -> torch.device:
+    tensors: Iterator[Tensor] = chain(module.parameters(), tensors_in(given))
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))
