@@ -23,7 +23,7 @@ from scale_core.consistency.all_ranks import call_on_all_ranks
 from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import Event, message_tag
 from scale_core.consistency.flight_recorder import next_unique_id
-from scale_core.optim.clip_grad import check_max_norm, clip_factor, grad_norm
+from scale_core.optim.clip_grad import check_max_norm, clip_factor, grad_norm, scale_gradients
 from scale_core.optim.step_checks import allow_full_state
 from scale_core.optim.traits import KINDS, check_kind, constructor_arguments, is_elementwise
 from scale_oss.bucketing import BucketAssigner, check_no_layer_shards, describe_groups
@@ -82,7 +82,7 @@ class OSS(OSSStateDictMixin):
         buckets: The parameters that are whole on every rank, in the order in which they were given.
         in_place_buckets: Shards that are updated where they are.
         full_param_buckets: Shards that are gathered into full parameters for the step.
-        waits_by_itself: `step` returns when the parameters are up to date; otherwise call `wait` before their next use.
+        waits_in_step: `step` returns when the parameters are up to date; otherwise call `wait` before their next use.
         gets_reduced_gradients: `ShardedDataParallel` averages gradients into the pieces.
         reduced_by: Who does so.
 
@@ -137,10 +137,11 @@ class OSS(OSSStateDictMixin):
         self.buckets = self._assigner.replicated
         self.in_place_buckets = self._assigner.in_place
         self.full_param_buckets = self._assigner.full_param
+        self.placements = self._assigner.placements
         self.optim = self._build_optimizer(self._assigner.add(self.param_groups), defaults)
         self.defaults = self.optim.defaults
         copy_options(self.optim.param_groups, self.param_groups)
-        self.state = StateByParam(self.optim, self._assigner.placements)
+        self.state = StateByParam((self.optim, self.placements))
         self._check_initial_state()
         self._built = True
 
@@ -473,8 +474,5 @@ def clip_grads_of(
         norm = grad_norm([piece for piece, _ in chosen], norm_type, contract.limit_seconds)
     if math.isinf(max_norm):
         return norm
-    factor = clip_factor(norm, max_norm)
-    for _, scaled in chosen:
-        if scaled.grad is not None:
-            scaled.grad.mul_(factor.to(scaled.grad.device))
+    scale_gradients([scaled for _, scaled in chosen], clip_factor(norm, max_norm))
     return norm

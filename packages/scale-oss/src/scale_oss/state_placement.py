@@ -43,6 +43,23 @@ class StatePlacement:
     group: Group  # the ranks that have a part of it
     optimizer_param: nn.Parameter | None  # the parameter in this rank's optimizer, if it has one
 
+    @classmethod
+    def of(
+        cls,
+        param: nn.Parameter,
+        name: str,
+        shape: tuple[int, ...],
+        ranges: tuple[Range, ...],
+        owner: int | None,
+        group: Group,
+        stepped: nn.Parameter,
+    ) -> StatePlacement:
+        """The placement of a parameter that this rank's optimizer steps on as `stepped`, if it has a part of it."""
+        # A parameter without elements has its state, too: where tensors are cut, on every rank.
+        is_empty = not any(held.numel for held in ranges)
+        steps = group.rank == owner if owner is not None else bool(ranges[group.rank].numel) or is_empty
+        return cls(param, name, shape, ranges, owner, group, stepped if steps else None)
+
     @property
     def local_range(self) -> Range:
         """The elements that this rank updates."""
