@@ -122,14 +122,18 @@ class Estimates:
 
     @classmethod
     def from_groups(cls, groups: Sequence[Mapping[str, Any]]) -> Estimates:
-        """Those in parameter groups; a group that has none begins anew."""
+        """Those in parameter groups; a group that has none begins anew.
+
+        Raises:
+            ValueError: One has them in another form, as an older version has saved them.
+        """
         averages = tuple(
-            Average(*map(float, group[GROUP_KEY])) if GROUP_KEY in group else Average() for group in groups
+            Average(*_numbers(group, GROUP_KEY, 4)) if GROUP_KEY in group else Average() for group in groups
         )
         if not groups or RUN_KEY not in groups[0]:
             return cls(averages)
-        progress, preconditioned, *noise = groups[0][RUN_KEY]
-        return cls(averages, NoiseAverage(*map(float, noise)), float(progress), bool(preconditioned))
+        progress, preconditioned, *noise = _numbers(groups[0], RUN_KEY, 9)
+        return cls(averages, NoiseAverage(*noise), progress, bool(preconditioned))
 
     @property
     def has_begun(self) -> bool:
@@ -172,6 +176,22 @@ class Estimates:
     def with_progress(self, gain: float) -> Estimates:
         """After a step of this gain."""
         return replace(self, progress=self.progress + gain)
+
+
+def _numbers(group: Mapping[str, Any], key: str, count: int) -> list[float]:
+    """The numbers that a parameter group has under a key of ours."""
+    found = group[key]
+    try:
+        numbers = [float(each) for each in found]
+    except (TypeError, ValueError):
+        numbers = []
+    if len(numbers) != count:
+        raise ValueError(
+            f"expected {count} numbers as '{key}' of a parameter group, as AdaScale saves them, got {found!r}. Remove "
+            f"'{GROUP_KEY}' and '{RUN_KEY}' from the groups of a state that an older version has saved, and the gain "
+            "begins anew"
+        )
+    return numbers
 
 
 class EstimatorState:
