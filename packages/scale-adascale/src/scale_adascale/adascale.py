@@ -363,7 +363,7 @@ class AdaScale(Optimizer):
             RuntimeError: More backward passes are to come before the next step.
             ValueError: The scale is below 1.
         """
-        self._check_before_passes("set_scale", "Don't change scale in backward phase")
+        self._check_between_steps("set_scale", "Don't change scale in backward phase", before_passes=True)
         check_scale(scale)
         if update_estimate:
             self._state.store(self._state.estimates.at_scale(self._settings.scale, scale))
@@ -380,10 +380,11 @@ class AdaScale(Optimizer):
             RuntimeError: More backward passes are to come before the next step.
             ValueError: The number is below 1.
         """
-        self._check_before_passes("set_num_gradients_to_accumulate", "Don't change num_grad_to_accum in backward")
+        what = "Don't change num_grad_to_accum in backward"
+        self._check_between_steps("set_num_gradients_to_accumulate", what, before_passes=True)
         check_num_gradients(num_gradients_to_accumulate)
         self._statistics.set_batch_geometry(num_gradients=int(num_gradients_to_accumulate))
-        self._statistics.reset_consecutive()  # The next gradient may be that of another batch.
+        self._statistics.consecutive.reset()  # The next gradient may be that of another batch.
         if update_smoothing:
             self._settings.smoothing = default_smoothing(self._settings.num_samples)
 
@@ -393,10 +394,10 @@ class AdaScale(Optimizer):
         Raises:
             RuntimeError: More backward passes are to come before the next step.
         """
-        self._check_before_passes("add_param_group", "Can't add parameter group during backward")
+        self._check_between_steps("add_param_group", "Can't add parameter group during backward", before_passes=True)
         self._optimizer.add_param_group(param_group)
         self._state.store(self._state.estimates)  # So that each group has some, which checkpoints expect.
-        self._statistics.reset_consecutive()
+        self._statistics.consecutive.reset()
         self._statistics.register_hooks()
 
     def unhook(self) -> None:
@@ -448,16 +449,15 @@ class AdaScale(Optimizer):
         if averages is not None:
             self._state.store(replace(self._state.estimates, groups=tuple(averages)))
         self._statistics.reset()
-        self._statistics.reset_consecutive()
+        self._statistics.consecutive.reset()
 
-    def _check_before_passes(self, method: str, what: str) -> None:
-        """Raises as below, and also when all passes have come and the step has not."""
-        self._check_between_steps(method, what, or_before_step=self._statistics.passes > 0)
+    def _check_between_steps(self, method: str, what: str, *, before_passes: bool = False) -> None:
+        """Raises RuntimeError amid the passes of a step; `what` is FairScale's text for this method.
 
-    def _check_between_steps(self, method: str, what: str, *, or_before_step: bool = False) -> None:
-        """Raises RuntimeError amid the passes of a step; `what` is FairScale's text for this method."""
+        With `before_passes`, also when all passes have come and the step has not.
+        """
         passes, number = self._statistics.passes, self._settings.num_gradients
-        if self._statistics.local.in_backward or 0 < passes < number or or_before_step:
+        if self._statistics.local.in_backward or 0 < passes < number or (before_passes and passes):
             raise RuntimeError(
                 f"{what}: {method}() in the middle of a step, of whose backward passes {passes} of {number} have "
                 f"ended. Call it after optimizer.step(), or pass num_gradients_to_accumulate={max(1, passes)} if no "

@@ -123,7 +123,6 @@ class LocalGradNorms:
                 weakref.finalize(self, handle.remove)
 
     def remove_hooks(self) -> None:
-        """Stops to measure."""
         for handle in (*self._handles.values(), *self._global_handles):
             handle.remove()
         self._handles, self._global_handles = {}, []
@@ -243,7 +242,6 @@ class LocalGradNorms:
         register_post_backward(self._finish_pass, self._fail_pass)
 
     def drop_pass(self) -> None:
-        """Drops the squares of the pass."""
         for accumulator in self._of_pass.values():
             accumulator.clear()
 
@@ -299,7 +297,6 @@ class _NormBuffers:
         self.norms = [self.of_rows, self.of_rest] if self.rest else [self.of_rows]
 
     def fill(self, values: Tensor) -> None:
-        """Reads a gradient."""
         norm, rows, rest = torch.linalg.vector_norm, self.num_rows, self.rest
         if not rest:
             norm(values.reshape(rows, CHUNK), dim=1, dtype=self.norm_dtype, out=self.of_rows)
@@ -353,7 +350,6 @@ class NormAccumulator:
         self._added[index] += sum_of_squares(gradient)
 
     def clear(self) -> None:
-        """Drops all gradients."""
         self._norms, self._added = [], None
 
     def squares(self) -> Tensor:

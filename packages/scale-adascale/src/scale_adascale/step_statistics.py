@@ -35,7 +35,6 @@ class ConsecutiveGradients:
 
     @property
     def has_last(self) -> bool:
-        """Whether there was a step to compare with."""
         return self._last is not None
 
     def update(self, holders: Sequence[Tensor], trained: Sequence[bool]) -> tuple[list[Tensor | None], frozenset[int]]:
@@ -68,7 +67,6 @@ class ConsecutiveGradients:
             torch._foreach_div_([grad for grad in self._last if grad is not None], loss_scale)
 
     def reset(self) -> None:
-        """Compares the next gradient with nothing."""
         self._last = None
 
 
@@ -115,7 +113,7 @@ class StepStatistics:
         self.passes = 0  # that have ended since the last step; of a pipeline's step, its micro-batches
         self.is_divided = False  # The gradients were divided by their number, where losses were not.
         self._by_moments = self._has_warned = False
-        self._consecutive = ConsecutiveGradients()
+        self.consecutive = ConsecutiveGradients()
         self._geometry: _GeometryChange | None = None
         self._versions: Versions = ()  # of gradients after the last pass of a step, or of zeros that were written
         self._step_versions: Versions = ()  # of those that the last step was made with
@@ -207,9 +205,9 @@ class StepStatistics:
             squares = self.local.squared_norms.values()
             return self.reducer.start(squares, by_moments=self._by_moments, uncounted=uncounted)
         # A step before has given Adam its moments; both gradients are divided by what these are now.
-        self._by_moments = self.reducer.preconditioned and self._consecutive.has_last
+        self._by_moments = self.reducer.preconditioned and self.consecutive.has_last
         trained = [param.requires_grad for param in self.reducer.info.params]
-        last, not_in_both = self._consecutive.update(self.reducer.info.holders, trained)
+        last, not_in_both = self.consecutive.update(self.reducer.info.holders, trained)
         return self.reducer.start_consecutive(last, by_moments=self._by_moments, uncounted=uncounted | not_in_both)
 
     # The step.
@@ -249,7 +247,7 @@ class StepStatistics:
         settings = self._settings
         sample: Sequence[Moments | None]
         if settings.num_samples == 1:
-            sample = self._consecutive.moments(self._rows, settings.scale, loss_scale)
+            sample = self.consecutive.moments(self._rows, settings.scale, loss_scale)
         else:
             local_squares, total_squares = self._rows
             if self._is_late and not any(local_squares) and any(total_squares):  # On no rank there was any.
@@ -284,7 +282,7 @@ class StepStatistics:
     def commit_step(self, loss_scale: float) -> None:
         """The step whose gradients are there counts."""
         if self._settings.num_samples == 1:
-            self._consecutive.commit(loss_scale)
+            self.consecutive.commit(loss_scale)
         self.reset()
         if self._may_count_late:
             self._step_versions = versions_of(self._grads())
@@ -328,13 +326,9 @@ class StepStatistics:
         change.noise_after = change.noise_before.with_variance_scaled(factor)
         self._state.store(replace(estimates, noise=change.noise_after))
 
-    def reset_consecutive(self) -> None:
-        """The next gradients are others than those of the last step."""
-        self._consecutive.reset()
-
     def remove_hooks(self) -> None:
         """Stops to measure, and drops gradients."""
         self.is_hooked = False
         self.local.remove_hooks()
         self.reset()
-        self.reset_consecutive()
+        self.consecutive.reset()

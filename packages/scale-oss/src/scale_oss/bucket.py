@@ -117,7 +117,6 @@ class Bucket:
 
     @property
     def optimizer_params(self) -> list[nn.Parameter]:
-        """The parameters of this rank's optimizer."""
         return [placement.optimizer_param for placement in self.placements if placement.optimizer_param is not None]
 
     # Gradients.
@@ -220,17 +219,14 @@ class Bucket:
         if self._wire_dtype == self.dtype:
             if self.master is not None:
                 self._own_part.copy_(self.master)
-            self._gather.append(all_gather(self.full, self._own_part, self.group, sizes=self._sizes, tag=tag))
+            target, sent = self.full, self._own_part
         else:
-            self._all_gather_rounded(tag, self._wire_dtype)
+            self._wire_buffer = target = self.full.new_empty(self.full.shape, dtype=self._wire_dtype)
+            sent = self._init_master().to(self._wire_dtype)
+        self._gather.append(all_gather(target, sent, self.group, sizes=self._sizes, tag=tag))
         self.is_gathering = True
         if self.group.size == 1:
             self.wait()  # Nothing is sent.
-
-    def _all_gather_rounded(self, tag: int, wire_dtype: torch.dtype) -> None:
-        self._wire_buffer = self.full.new_empty(self.full.shape, dtype=wire_dtype)
-        sent = self._init_master().to(wire_dtype)
-        self._gather.append(all_gather(self._wire_buffer, sent, self.group, sizes=self._sizes, tag=tag))
 
     def sync_master(self) -> None:
         """Copies to `master` what was written to the rounded parameters since they were sent."""
@@ -246,7 +242,6 @@ class Bucket:
         piece.data.copy_(unrounded)
 
     def wait(self, limit_seconds: float | None = None) -> None:
-        """Returns when the parameters are up to date."""
         self.is_gathering = False
         if not self._gather:
             return
@@ -263,7 +258,7 @@ class Bucket:
         ranges = tuple(Range(spans[index].start, spans[index].stop) for spans in self.partition.spans_by_rank)
         owner = owners[index] if owners else None
         param, piece = self.params[index], self.pieces[index]
-        return StatePlacement.of(param, entry.name, entry.shape, ranges, owner, self.group, piece)
+        return StatePlacement(param, entry.name, entry.shape, ranges, owner, self.group, piece)
 
     def _init_master(self) -> Tensor:
         if self.master is None:
@@ -302,7 +297,7 @@ class InPlaceBucket:
     def __init__(self, shards: Sequence[ShardedParam], elementwise: bool) -> None:
         self.params = [shard.param for shard in shards]
         self.placements = [
-            StatePlacement.of(
+            StatePlacement(
                 shard.param,
                 shard.name,
                 shard.shape,
@@ -316,7 +311,6 @@ class InPlaceBucket:
 
     @property
     def optimizer_params(self) -> list[nn.Parameter]:
-        """The parameters of this rank's optimizer."""
         return [placement.optimizer_param for placement in self.placements if placement.optimizer_param is not None]
 
     def mark_updated(self) -> None:

@@ -179,7 +179,6 @@ class PendingForwards:
 
     @property
     def num_unmatched(self) -> int:
-        """Forward passes without a backward."""
         return len(self._unmatched)
 
     def drop_skipped(self) -> None:
@@ -247,7 +246,6 @@ class Reducer:
                     self.accumulation.watch(param)
 
     def begin_backward(self) -> None:
-        """Begins a pass that all ranks reduce together."""
         for bucket in self.buckets:
             bucket.drop_consumed_grads()
         self.schedule = ReductionSchedule(self.buckets, self._order, self.contract, in_half=self._in_half)

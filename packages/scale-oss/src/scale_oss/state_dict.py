@@ -182,7 +182,6 @@ class StateByParam(MutableMapping[Tensor, Any]):
         return default if stepped is None else state.get(stepped, default)
 
     def clear(self) -> None:
-        """Forgets all states."""
         for optim, _ in self._parts:
             optim.state.clear()
 
@@ -347,7 +346,6 @@ class OSSStateDictMixin(Optimizer):
         )
 
     def _invalidate(self) -> None:
-        """The consolidated state is stale."""
         self._consolidated, self._is_empty = None, False
 
     def _check_initial_state(self) -> None:
@@ -363,5 +361,4 @@ class OSSStateDictMixin(Optimizer):
         return [param for group in self.param_groups for param in group["params"]]
 
     def wait(self) -> None:
-        """Returns when the parameters are up to date."""
         raise NotImplementedError
