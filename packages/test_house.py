@@ -35,7 +35,7 @@ FLOORS = {
 }
 FILES_AND_JUMPS = {
     "fully_shard": (13, 480),
-    "ShardedDataParallel": (13, 115),
+    "ShardedDataParallel": (13, 112),
     "OSS with DDP": (5, 20),
     "DistributedPipe": (15, 120),
     "Pipe": (12, 220),

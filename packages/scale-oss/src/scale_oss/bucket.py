@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from scale_core import uneven_inputs
-from scale_core.autograd_hooks import call_local_grad_hooks, has_local_grad_hooks
+from scale_core.autograd_hooks import call_local_grad_hooks, local_grad_hooks
 from scale_core.comm.collectives import CollectiveWork, all_gather
 from scale_core.comm.group import Group
 from scale_core.consistency.execution_order import Event
@@ -137,7 +137,7 @@ class Bucket:
             self.gradient.drop()
         given = self.gradient.has_grad()
         flat = self.gradient.take(self.device)
-        if given and has_local_grad_hooks():
+        if given and local_grad_hooks:
             call_local_grad_hooks([self.params[i] for i in given], [self.view(i, flat) for i in given])
         if share is not None and share.weight not in (0, 1):
             flat.mul_(share.weight)
