@@ -35,13 +35,13 @@ FLOORS = {
 }
 FILES_AND_JUMPS = {
     "fully_shard": (13, 480),
-    "ShardedDataParallel": (13, 120),
+    "ShardedDataParallel": (13, 112),
     "OSS with DDP": (5, 20),
     "DistributedPipe": (15, 120),
     "Pipe": (12, 220),
     "parallelize": (7, 60),
     "ColumnParallelLinear": (7, 16),
-    "AdaScale": (12, 130),
+    "AdaScale": (12, 60),
     "checkpoint_wrapper": (4, 30),
 }
 """Of one steady step: how many files of ours it may enter, and how often it may go from one to another."""

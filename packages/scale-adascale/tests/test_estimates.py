@@ -102,3 +102,17 @@ def test_they_survive_in_parameter_groups_and_what_is_loaded_there_is_read_again
     assert loaded.estimates.groups == estimates.groups and loaded.estimates.noise == estimates.noise
     assert loaded.estimates.progress == 3.5
     assert loaded.estimates.is_preconditioned is True
+
+
+@pytest.mark.parametrize("key, row", [("adascale", [1.0, 2.0, 3.0]), ("adascale", None), ("adascale_run", {"a": 1})])
+def test_a_state_in_the_form_of_an_older_version_is_refused_before_anything_is_loaded(key, row):
+    model = linear()
+    optimizer = AdaScale(SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=2)
+    backward(model, [1.0, 4.0], [5.0, 0.5])
+    optimizer.step()
+    before = optimizer.gain(), optimizer.progress
+    saved = optimizer.state_dict()
+    saved["param_groups"][0] |= {"lr": 7.0, key: row}
+    with pytest.raises(ValueError, match=rf"expected \d numbers as '{key}' of a parameter group.*begins anew"):
+        optimizer.load_state_dict(saved)
+    assert (optimizer.gain(), optimizer.progress) == before and optimizer.param_groups[0]["lr"] == 0.1

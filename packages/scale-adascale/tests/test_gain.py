@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
+
 import pytest
 import torch
 
@@ -125,4 +127,4 @@ def test_before_the_first_step_the_gain_is_one():
 
 def test_an_average_survives_as_a_list():
     average = Average().updated(Moments(2.0, 3.0), 0.9, debias=True)
-    assert Average(*average.as_list()) == average
+    assert Average(*astuple(average)) == average

@@ -5,73 +5,78 @@ from __future__ import annotations
 import pytest
 import torch
 
-from scale_adascale.gradient_checks import GradVersions, bit_checksum, checksum_term, fingerprint, rank_factor
+from scale_adascale.gradient_checks import (
+    are_zero,
+    bit_checksum,
+    checksum_term,
+    fingerprint,
+    has_new,
+    rank_factor,
+    versions_of,
+    were_changed,
+)
 from scale_core.comm.group import Group
 
 
 def test_gradients_of_which_nothing_is_known_are_zero_if_their_elements_are() -> None:
     for zeros in (torch.zeros(3), torch.zeros(3).to_sparse(), torch.zeros(3, dtype=torch.complex64), None):
-        assert GradVersions().are_zero([None, zeros])
-    assert not GradVersions().are_zero([torch.zeros(3), torch.tensor([0.0, 1e-45])])
-    assert not GradVersions().are_zero([torch.eye(3).to_sparse()])
+        assert are_zero([None, zeros])
+    assert not are_zero([torch.zeros(3), torch.tensor([0.0, 1e-45])])
+    assert not are_zero([torch.eye(3).to_sparse()])
 
 
 def test_zeros_that_were_written_are_not_looked_at_until_they_change() -> None:
-    versions, grad = GradVersions(), torch.zeros(3)
-    versions.record([grad])
+    grad = torch.zeros(3)
+    zeros = versions_of([grad])
     with torch.no_grad():
         grad.data[0] = 1.0  # This is no change that a tensor counts.
-    assert versions.are_zero([grad])
+    assert are_zero([grad], zeros)
     grad[1] = 1.0
-    assert not versions.are_zero([grad])
-    versions.record([grad])
-    versions.reset()
-    assert not versions.are_zero([grad])
+    assert not are_zero([grad], zeros)
+    assert are_zero([grad], versions_of([grad]))
 
 
 def test_sparse_gradients_have_versions_too() -> None:
-    versions, grad = GradVersions(), torch.eye(3).to_sparse()
-    versions.record([grad])
-    assert not versions.changed([grad], alone=True, pass_failed=False)
-    assert versions.changed([grad.clone()], alone=True, pass_failed=False)
+    grad = torch.eye(3).to_sparse()
+    before = versions_of([grad])
+    assert not were_changed(before, [grad], alone=True, pass_failed=False)
+    assert were_changed(before, [grad.clone()], alone=True, pass_failed=False)
     grad.mul_(0.5)
-    assert versions.changed([grad], alone=True, pass_failed=False)
+    assert were_changed(before, [grad], alone=True, pass_failed=False)
 
 
 @pytest.mark.parametrize("alone", [True, False])
 def test_a_gradient_that_was_changed_or_cleared_is_known_and_with_others_only_one_that_was_cleared(alone) -> None:
-    versions, one, other = GradVersions(), torch.ones(3), torch.ones(2)
-    versions.record([one, None, other])
-    assert not versions.changed([one, torch.ones(4), other], alone=alone, pass_failed=False)  # A layer used since then.
-    assert versions.changed([one, torch.ones(4), other], alone=alone, pass_failed=True)
-    assert versions.changed([None, None, other], alone=alone, pass_failed=False)
+    one, other, late = torch.ones(3), torch.ones(2), torch.ones(4)
+    before = versions_of([one, None, other])
+    assert not were_changed(before, [one, late, other], alone=alone, pass_failed=False)  # A layer used since then.
+    assert were_changed(before, [one, late, other], alone=alone, pass_failed=True)
+    assert were_changed(before, [None, None, other], alone=alone, pass_failed=False)
     other.mul_(2)
-    assert versions.changed([one, None, other], alone=alone, pass_failed=False) is alone
-    assert versions.changed([one, None, other], alone=alone, pass_failed=True)
+    assert were_changed(before, [one, None, other], alone=alone, pass_failed=False) is alone
+    assert were_changed(before, [one, None, other], alone=alone, pass_failed=True)
 
 
 def test_a_gradient_has_come_if_it_is_neither_that_of_the_last_step_nor_the_zeros_that_were_written() -> None:
-    versions, grad = GradVersions(), torch.ones(3)
-    assert versions.has_new([grad]) and not versions.has_new([None])
-    versions.record_step([grad])
-    assert not versions.has_new([grad])
+    grad = torch.ones(3)
+    assert has_new([grad], (), ()) and not has_new([None], (), ())
+    of_step = versions_of([grad])
+    assert not has_new([grad], (), of_step)
     grad.zero_()
-    versions.record([grad])
-    assert not versions.has_new([grad])
+    zeros = versions_of([grad])
+    assert not has_new([grad], zeros, of_step)
     grad.add_(1)
-    assert versions.has_new([grad]) and versions.has_new([None, torch.ones(1)])
+    assert has_new([grad], zeros, of_step) and has_new([None, torch.ones(1)], zeros, of_step)
 
 
 def test_a_new_gradient_at_the_address_of_the_old_one_has_come() -> None:
-    versions, grads = GradVersions(), [torch.ones(400_000)]
-    versions.record_step(grads)
+    grads = [torch.ones(400_000)]
+    before = versions_of(grads)
     again = grads[0].detach()
     assert again.data_ptr() == grads[0].data_ptr() and again._version == grads[0]._version
     grads.clear()
-    assert versions.has_new([again])
-    versions.record_step([again])
-    versions.reset_step()
-    assert versions.has_new([again])
+    assert has_new([again], before)
+    assert not has_new([again], versions_of([again]))
 
 
 WHOLE, SOME = 0, 21  # steps that have looked before; of two gradients such a step looks at the second

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -12,10 +13,16 @@ from torch.utils.checkpoint import checkpoint
 
 from scale_adascale import AdaScale
 from scale_adascale.gain import Moments, bounded, gain
-from scale_adascale.local_grad_norms import GradHooks, has_later_hook, has_post_accumulate_hook
+from scale_adascale.local_grad_norms import (
+    LocalGradNorms,
+    NormAccumulator,
+    has_later_hook,
+    has_post_accumulate_hook,
+)
+from scale_adascale.squared_norms import sum_of_squares
 from scale_core.autograd_hooks import has_local_grad_hooks
 from scale_core.comm.group import Group
-from scale_core.microbatch_grads import MicrobatchStep, StepObserver, microbatch_steps_wanted, register_pipeline
+from scale_core.microbatch_grads import MicrobatchStep, StepSignature, microbatch_steps_wanted, register_pipeline
 
 
 def test_nobody_is_told_of_gradients_once_an_adascale_is_gone() -> None:
@@ -284,19 +291,25 @@ def test_gradients_that_are_only_asked_for_are_of_no_pass() -> None:
     assert optimizer.gain() == pytest.approx(plain_gain(rows, 2.0), rel=1e-6)
 
 
-class Ears:
+class Ears(LocalGradNorms):
     def __init__(self) -> None:
+        super().__init__(self.begin, self.end, self.signature)
         self.heard: list[tuple[int, list[float]]] = []
         self.steps: list[MicrobatchStep] = []
-        self.hooks = GradHooks(self.on_grad, self.on_step)
 
-    def on_grad(self, number: int, grad: Tensor) -> None:
+    def begin(self) -> None: ...
+
+    def end(self, weights: Sequence[float]) -> None: ...
+
+    def signature(self) -> StepSignature:
+        return StepSignature((0,), "")
+
+    def _count(self, index: int, grad: Tensor) -> None:
         assert not grad.requires_grad
-        self.heard.append((number, grad.tolist()))
+        self.heard.append((index, grad.tolist()))
 
-    def on_step(self, step: MicrobatchStep) -> StepObserver | None:
+    def _begin_step(self, step: MicrobatchStep) -> None:
         self.steps.append(step)
-        return None
 
 
 def two() -> list[nn.Parameter]:
@@ -306,41 +319,41 @@ def two() -> list[nn.Parameter]:
 def test_each_gradient_is_heard_by_the_number_of_its_parameter_and_steps_that_are_announced() -> None:
     ears, (one, other) = Ears(), two()
     other.requires_grad_(False)
-    ears.hooks.register([one, other])
-    assert ears.hooks.is_active and ears.hooks.can_get_grads and ears.hooks.num_params == 2
+    ears.register_hooks([one, other])
+    assert ears.can_get_grads
     (one * other * 3).backward()
     assert ears.heard == [(0, [6.0])]
     other.grad = torch.ones(1)
-    assert ears.hooks.grads_of([one, other]) == [one.grad, None]
+    assert ears.grads_of([one, other]) == [one.grad, None]
     step = MicrobatchStep([one])
     step.begin()
     assert ears.steps == [step] and not step.has_observers
-    assert ears.hooks.indices_of([torch.ones(1), other]) == {1}
+    assert ears.indices_of([torch.ones(1), other]) == {1}
 
 
 def test_what_was_unfrozen_or_put_in_the_place_of_another_is_heard_from_the_next_time_on() -> None:
     ears, (one, other) = Ears(), two()
     other.requires_grad_(False)
-    ears.hooks.register([one, other])
+    ears.register_hooks([one, other])
     other.requires_grad_(True)
     with pytest.raises(RuntimeError, match=r"was unfrozen after.*optimizer\.zero_grad\(\)"):
-        ears.hooks.check()
-    ears.hooks.register([one, other])
-    ears.hooks.check()
+        ears.check_hooks()
+    ears.register_hooks([one, other])
+    ears.check_hooks()
     new = nn.Parameter(torch.tensor([5.0]))
-    ears.hooks.register([new, other])
+    ears.register_hooks([new, other])
     (one * other * new).backward()
     assert sorted(ears.heard) == [(0, [2.0]), (1, [5.0])]
 
 
 def test_hooks_of_others_that_come_later_are_refused_until_it_listens_again() -> None:
     ears, (one, other) = Ears(), two()
-    ears.hooks.register([one, other])
+    ears.register_hooks([one, other])
     one.register_hook(lambda grad: grad * 10)
     with pytest.raises(RuntimeError, match="registered after AdaScale's"):
-        ears.hooks.check()
-    ears.hooks.register([one, other])
-    ears.hooks.check()
+        ears.check_hooks()
+    ears.register_hooks([one, other])
+    ears.check_hooks()
     (one * other).backward()
     assert (0, [20.0]) in ears.heard
 
@@ -348,11 +361,11 @@ def test_hooks_of_others_that_come_later_are_refused_until_it_listens_again() ->
 @pytest.mark.parametrize("how", ["stopped", "gone"])
 def test_nothing_is_heard_by_whoever_has_stopped_or_is_gone(how: str) -> None:
     ears, params = Ears(), two()
-    ears.hooks.register(params)
+    ears.register_hooks(params)
     heard = ears.heard
     assert has_local_grad_hooks() and microbatch_steps_wanted()
     if how == "stopped":
-        ears.hooks.remove()
+        ears.remove_hooks()
     else:
         del ears
     gc.collect()
@@ -394,3 +407,64 @@ def test_hooks_that_are_called_when_a_gradient_was_added_change_it_later() -> No
     assert has_post_accumulate_hook(param) is True
     handle.remove()
     assert has_post_accumulate_hook(param) is False
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+def test_the_squares_are_those_of_each_gradient_alone(dtype):
+    torch.manual_seed(0)
+    grads = [torch.randn(shape).to(dtype) for shape in ((3,), (1024,), (0,), (2, 1024), (5, 999), ())]
+    accumulator = NormAccumulator(len(grads) + 1, CPU)
+    for _ in range(2):
+        for number, grad in reversed(list(enumerate(grads))):
+            accumulator.set(number, grad)
+        expected = torch.stack([*(sum_of_squares(grad) for grad in grads), torch.tensor(0.0, dtype=torch.float64)])
+        torch.testing.assert_close(accumulator.squares(), expected, rtol=2e-7, atol=0.0)
+        accumulator.clear()
+        grads = [2 * grad for grad in grads]
+
+
+def test_whoever_has_made_a_gradient_may_use_its_memory_again_at_once():
+    accumulator, grads = NormAccumulator(3, CPU), [torch.full((size,), 2.0) for size in (3, 5000, 40000)]
+    for number, grad in enumerate(grads):
+        accumulator.set(number, grad)
+        grad.fill_(9.0)
+    assert accumulator.squares().tolist() == pytest.approx([12.0, 20000.0, 160000.0])
+
+
+def test_gradients_of_one_number_may_be_added_and_what_was_cleared_counts_no_more():
+    accumulator = NormAccumulator(3, CPU)
+    accumulator.set(0, torch.full((2000,), 9.0))
+    accumulator.clear()
+    assert accumulator.squares().tolist() == [0.0, 0.0, 0.0]
+    for value in (1.0, 2.0):
+        accumulator.add(1, torch.full((2,), value))
+    accumulator.set(2, torch.full((3,), 2.0))
+    assert accumulator.squares().tolist() == pytest.approx([0.0, 10.0, 12.0])
+
+
+def test_a_gradient_may_have_another_size_or_layout_each_time():
+    accumulator = NormAccumulator(1, CPU)
+    sparse = torch.sparse_coo_tensor(torch.tensor([[1, 1, 4]]), torch.ones(3, 2), (9, 2), check_invariants=True)
+    for grad, expected in ((sparse, 10.0), (torch.ones(1030), 1030.0), (torch.ones(7, 3).T, 21.0), (sparse, 10.0)):
+        accumulator.set(0, grad)
+        assert accumulator.squares().tolist() == pytest.approx([expected])
+        accumulator.clear()
+
+
+def test_short_gradients_are_measured_however_small_or_large_they_are():
+    for value in (1e-30, 1e30):
+        accumulator = NormAccumulator(1, CPU)
+        accumulator.set(0, torch.full((4,), value))
+        assert accumulator.squares().tolist() == pytest.approx([4 * value**2], rel=1e-6)
+
+
+def test_what_is_read_into_stays_so_that_the_allocator_can_use_gradients_again():
+    accumulator = NormAccumulator(1, CPU)
+    accumulator.set(0, torch.ones(40960))
+    before = accumulator._buffers[0].of_rows.data_ptr()
+    accumulator.clear()
+    accumulator.set(0, torch.ones(40960))
+    assert accumulator._buffers[0].of_rows.data_ptr() == before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import astuple
 
 import pytest
 import torch
@@ -80,7 +81,7 @@ def test_numbers_out_of_their_range_are_refused():
 
 def test_it_survives_as_a_list():
     average = averaged([Moments(3.0, 1.5), Moments(1.0, 2.0)], 0.9)
-    assert NoiseAverage(*average.as_list()) == average
+    assert NoiseAverage(*astuple(average)) == average
 
 
 def test_a_sample_of_the_base_batch_is_worth_one_and_of_a_large_one_less():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -28,6 +29,7 @@ from scale_core.autograd_hooks import (
     register_local_grad_hook,
     register_post_backward,
     register_reduced_grad_hook,
+    weak_hook,
 )
 
 
@@ -341,3 +343,21 @@ def test_it_is_known_whether_something_was_computed_later() -> None:
     assert are_newest_nodes([second]) and are_newest_nodes([first, second]) and not are_newest_nodes([first])
     leaf.detach().mul(2)
     assert are_newest_nodes([second]) and are_newest_nodes([]) and are_newest_nodes([leaf])
+
+
+def test_a_weak_hook_calls_a_method_while_its_object_lives_and_does_not_keep_it_alive() -> None:
+    class Listener:
+        def __init__(self) -> None:
+            self.heard: list[tuple[int, float]] = []
+
+        def hear(self, number: int, grad: Tensor) -> None:
+            self.heard.append((number, grad.item()))
+
+    listener, param = Listener(), torch.ones((), requires_grad=True)
+    heard, gone = listener.heard, weakref.ref(listener)
+    param.register_hook(weak_hook(listener.hear, 7))
+    (2 * param).backward()
+    del listener
+    assert gone() is None
+    (3 * param).backward()
+    assert heard == [(7, 2.0)]

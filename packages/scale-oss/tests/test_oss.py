@@ -18,7 +18,7 @@ from scale_core.optim.step_checks import watch_optimizers
 from scale_core.shard import Axis, Placement, Shard, set_shard
 from scale_core.testing import run_ranks
 from scale_oss import OSS, ShardedDataParallel
-from scale_oss.oss import step_bucket_by_bucket
+from scale_oss.oss import step_in_turn
 
 
 def layers() -> nn.Sequential:
@@ -438,6 +438,6 @@ def test_what_was_being_stepped_on_when_it_failed_is_not_sent() -> None:
 
     optim.register_step_pre_hook(fail_from_the_second_on)
     with pytest.raises(ZeroDivisionError):
-        step_bucket_by_bucket(optim, [params[:1], params[1:]], sent.append, Contract(Group()), {})
+        step_in_turn(optim, [params[:1], params[1:]], Contract(Group()), {}, sent.append)
     assert sent == [0] and optim.param_groups is groups
     assert params[0].tolist() == pytest.approx([0.9, 0.9]) and params[1].tolist() == [1, 1]

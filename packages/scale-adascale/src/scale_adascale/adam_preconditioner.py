@@ -152,7 +152,6 @@ class SecondMoments:
 
     @property
     def _groups(self) -> list[dict[str, object]]:
-        """The parameter group of each parameter."""
         return [group for group in self._optimizer.param_groups for _ in group["params"]]
 
     def _sums(self, parts: Sequence[tuple[int, int]]) -> Tensor:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import SGD, Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from scale_adascale.adam_preconditioner import is_adaptive
 from scale_adascale.estimates import GROUP_KEY, Estimates, EstimatorState, without_fairscale
@@ -29,77 +28,14 @@ from scale_adascale.validation import (
     check_optimizer,
     check_rule,
     check_trains,
-    no_scaler_error,
     no_step_error,
-    undivided_error,
-    uneven_step_error,
 )
 from scale_core import uneven_inputs
 from scale_core.comm.group import GroupLike, check_initialized
 from scale_core.state.param_ownership import ParamSlice
 
 
-class OptimizerWrapper(Optimizer):
-    """An optimizer around another one, whose parameter groups, state, state hooks and other attributes it shows."""
-
-    _optimizer: Optimizer
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        super().__setstate__({"defaults": optimizer.defaults})  # What torch's own constructor makes beside groups.
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Those of the inner optimizer."""
-        return self._optimizer.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        """That of the inner optimizer."""
-        return self._optimizer.state
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """The inner optimizer, by which `ShardedDataParallel` finds an OSS."""
-        return self._optimizer
-
-    @property
-    def construction(self) -> str:
-        """The line that builds it, for errors."""
-        return f"AdaScale({type(self._optimizer).__name__}(model.parameters(), ...))"
-
-    def sharded_state(self, holding: ParamSlice) -> ParamSlice:
-        """This rank's part of a parameter's state, as the inner optimizer says."""
-        inner: Callable[[ParamSlice], ParamSlice] | None = getattr(self._optimizer, "sharded_state", None)
-        return holding if inner is None else inner(holding)
-
-    # The hooks are on the inner optimizer's state.
-
-    def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
-        return self._optimizer.register_state_dict_pre_hook(hook, prepend)
-
-    def register_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
-        return self._optimizer.register_state_dict_post_hook(hook, prepend)
-
-    def register_load_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
-        return self._optimizer.register_load_state_dict_pre_hook(hook, prepend)
-
-    def register_load_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
-        return self._optimizer.register_load_state_dict_post_hook(hook, prepend)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_optimizer":
-            raise AttributeError(name)
-        return getattr(self._optimizer, name)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            "an AdaScale can't be copied or pickled, because it has hooks on the parameters of this very model. Copy "
-            "the model, build AdaScale(...) for it, and load optimizer.state_dict()"
-        )
-
-
-class AdaScale(OptimizerWrapper):
+class AdaScale(Optimizer):
     """Large batches with the learning rates of small ones: wraps any optimizer, and is one to schedulers and scalers.
 
         >>> import torch
@@ -181,7 +117,8 @@ class AdaScale(OptimizerWrapper):
         reducer = NormReducer(
             optimizer, data, model, preconditioned=is_adam if preconditioned is None else preconditioned
         )
-        super().__init__(optimizer)
+        self._optimizer = optimizer
+        super().__setstate__({"defaults": optimizer.defaults, **_state_hooks(optimizer)})
         self.grad_scaler = grad_scaler
         self._power = power if power is not None else (0.5 if is_adam else 1.0)
         self._settings = Settings(
@@ -194,8 +131,45 @@ class AdaScale(OptimizerWrapper):
         )
         self._state = EstimatorState(optimizer)
         self._statistics = StepStatistics(reducer, self._settings, self._state)
-        self._is_unhooked = False
-        self._register_hooks()
+        self._statistics.register_hooks()
+
+    # The inner optimizer, whose parameter groups, state and other attributes are shown.
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Those of the inner optimizer."""
+        return self._optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """That of the inner optimizer."""
+        return self._optimizer.state
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The inner optimizer, by which `ShardedDataParallel` finds an OSS."""
+        return self._optimizer
+
+    @property
+    def construction(self) -> str:
+        """The line that builds it, for errors."""
+        return f"AdaScale({type(self._optimizer).__name__}(model.parameters(), ...))"
+
+    def sharded_state(self, holding: ParamSlice) -> ParamSlice:
+        """This rank's part of a parameter's state, as the inner optimizer says."""
+        inner: Callable[[ParamSlice], ParamSlice] | None = getattr(self._optimizer, "sharded_state", None)
+        return holding if inner is None else inner(holding)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_optimizer":
+            raise AttributeError(name)
+        return getattr(self._optimizer, name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "an AdaScale can't be copied or pickled, because it has hooks on the parameters of this very model. Copy "
+            "the model, build AdaScale(...) for it, and load optimizer.state_dict()"
+        )
 
     # The gain.
 
@@ -253,20 +227,18 @@ class AdaScale(OptimizerWrapper):
             with torch.enable_grad():
                 loss = closure()
         groups, scale = self._optimizer.param_groups, self._settings.scale
-        if self._has_step():
-            estimates = self._statistics.estimates(self._loss_scale(), is_step=True)
-            self._statistics.commit_step(self._loss_scale())
-            estimates = estimates.with_progress(gain(estimates.total(), scale))
-            self._state.store(estimates)
-        else:
-            estimates = self._estimates()
-            if self._is_unhooked and any(group["lr"] for group in groups):
-                estimates = estimates.with_progress(gain(estimates.total(), scale))
-                self._state.store(estimates)
         rates = [group["lr"] for group in groups]
+        loss_scale, is_measured = self._loss_scale(), self._has_step()
+        estimates = self._statistics.estimates(loss_scale, is_step=is_measured)
+        if is_measured:
+            self._statistics.commit_step(loss_scale)
+        total, moments = estimates.total(), [average.moments for average in estimates.groups]
+        factors = [gain(each, scale) ** self._power for each in moments]
+        if is_measured or (not self._statistics.is_hooked and any(rates)):
+            self._state.store(estimates.with_progress(gain(total, scale)))
         try:
-            for group, average in zip(groups, estimates.groups, strict=True):
-                group["lr"] = group["lr"] * gain(average.moments, scale) ** self._power
+            for group, factor in zip(groups, factors, strict=True):
+                group["lr"] = group["lr"] * factor
             result = self._optimizer.step(*args[1:], **kwargs)
         finally:
             for group, rate in zip(groups, rates, strict=True):
@@ -279,18 +251,26 @@ class AdaScale(OptimizerWrapper):
         Raises RuntimeError if a step would be one with the gradients of some passes only, or with others than measured.
         """
         statistics, number = self._statistics, self._settings.num_gradients
-        if not statistics.local.hooks.is_active or not (
+        if not statistics.is_hooked or not (
             statistics.passes or any(group["lr"] for group in self._optimizer.param_groups)
         ):
             return False  # torch's checkpoint functions step once with a learning rate of 0, so that there is a state.
         statistics.check_measured()
         statistics.count_zero_gradient_pass()
         if uneven_inputs.active_share is not None:
-            raise uneven_step_error()
+            raise RuntimeError(
+                "AdaScale can't tell how noisy a gradient is to which ranks contribute unequally, as under join() when "
+                "one has run out of data. Leave out the steps for which not all ranks have a batch, or call "
+                "optimizer.unhook() before them, and optimizer.hook() after them: they have the last gain"
+            )
         if statistics.passes != number or statistics.local.in_backward:
             raise no_step_error(statistics.passes, number, statistics.local)
         if number > 1 and not (self._settings.is_scaled_loss or statistics.is_divided):
-            raise undivided_error(number)
+            raise RuntimeError(
+                f"step(): losses were not divided by the {number} gradients to accumulate (is_scaled_loss=False), and "
+                "neither were the gradients. Call optimizer.scale_grad_by_num_grads_to_accum() before the step, or "
+                "divide the losses and build AdaScale(..., is_scaled_loss=True)"
+            )
         return True
 
     def _estimates(self) -> Estimates:
@@ -304,7 +284,11 @@ class AdaScale(OptimizerWrapper):
     def _step_supports_amp_scaling(self) -> bool:
         # A scaler asks before each step. No, even if the inner optimizer does: gradients must be unscaled before it.
         if self.grad_scaler is None:
-            raise no_scaler_error()
+            raise RuntimeError(
+                "a GradScaler steps an AdaScale that was built without it, and measures gradients times a scale that "
+                "it does not know. Build AdaScale(..., grad_scaler=scaler), or set optimizer.grad_scaler = scaler "
+                "before the first backward pass"
+            )
         return False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -318,7 +302,7 @@ class AdaScale(OptimizerWrapper):
         self._statistics.reset()
         self._optimizer.zero_grad(set_to_none=set_to_none)
         self._statistics.on_zero_grad(to_zeros=not set_to_none)
-        self._register_hooks()  # On what was unfrozen.
+        self._statistics.register_hooks()  # On what was unfrozen.
 
     def scale_grad_by_num_grads_to_accum(self) -> None:
         """Divides the gradients by the number of those that were added up, where losses were not.
@@ -339,7 +323,7 @@ class AdaScale(OptimizerWrapper):
                 "once, between the last backward() and step()"
             )
         statistics.is_divided = True
-        grads = [holder.grad for holder in statistics.reducer.holders if holder.grad is not None]
+        grads = [holder.grad for holder in statistics.reducer.info.holders if holder.grad is not None]
         if grads:  # Of small models a rank may have no piece.
             torch._foreach_div_(grads, float(number))
 
@@ -379,7 +363,7 @@ class AdaScale(OptimizerWrapper):
             RuntimeError: More backward passes are to come before the next step.
             ValueError: The scale is below 1.
         """
-        self._check_before_passes("set_scale", "Don't change scale in backward phase")
+        self._check_between_steps("set_scale", "Don't change scale in backward phase", before_passes=True)
         check_scale(scale)
         if update_estimate:
             self._state.store(self._state.estimates.at_scale(self._settings.scale, scale))
@@ -396,10 +380,11 @@ class AdaScale(OptimizerWrapper):
             RuntimeError: More backward passes are to come before the next step.
             ValueError: The number is below 1.
         """
-        self._check_before_passes("set_num_gradients_to_accumulate", "Don't change num_grad_to_accum in backward")
+        what = "Don't change num_grad_to_accum in backward"
+        self._check_between_steps("set_num_gradients_to_accumulate", what, before_passes=True)
         check_num_gradients(num_gradients_to_accumulate)
         self._statistics.set_batch_geometry(num_gradients=int(num_gradients_to_accumulate))
-        self._statistics.reset_consecutive()  # The next gradient may be that of another batch.
+        self._statistics.consecutive.reset()  # The next gradient may be that of another batch.
         if update_smoothing:
             self._settings.smoothing = default_smoothing(self._settings.num_samples)
 
@@ -409,11 +394,11 @@ class AdaScale(OptimizerWrapper):
         Raises:
             RuntimeError: More backward passes are to come before the next step.
         """
-        self._check_before_passes("add_param_group", "Can't add parameter group during backward")
+        self._check_between_steps("add_param_group", "Can't add parameter group during backward", before_passes=True)
         self._optimizer.add_param_group(param_group)
         self._state.store(self._state.estimates)  # So that each group has some, which checkpoints expect.
-        self._statistics.reset_consecutive()
-        self._register_hooks()
+        self._statistics.consecutive.reset()
+        self._statistics.register_hooks()
 
     def unhook(self) -> None:
         """Stops to measure until `hook`, and drops what it keeps of gradients; steps go on with the last gain.
@@ -421,22 +406,17 @@ class AdaScale(OptimizerWrapper):
         Raises:
             RuntimeError: A step of a pipeline is under way, whose ranks would wait for what this one has measured.
         """
-        if self._statistics.local.in_microbatch_step:
+        if self._statistics.local.step is not None:
             raise RuntimeError(
                 "unhook() inside of a pipeline's step, some of whose gradients have been measured, and other ranks "
                 "would wait for their sum. Call it after pipe.step(...), or before it on all ranks"
             )
-        self._is_unhooked = True
         self._statistics.remove_hooks()
 
     def hook(self) -> None:
         """Measures again, from the next backward pass on, after `unhook`."""
-        self._is_unhooked = False
-        self._register_hooks()
-
-    def _register_hooks(self) -> None:
-        if not self._is_unhooked:
-            self._statistics.register_hooks([p for group in self._optimizer.param_groups for p in group["params"]])
+        self._statistics.is_hooked = True
+        self._statistics.register_hooks()
 
     # State.
 
@@ -454,10 +434,11 @@ class AdaScale(OptimizerWrapper):
 
         Raises:
             RuntimeError: More backward passes are to come before the next step.
-            ValueError: It has other parameter groups; nothing was loaded.
+            ValueError: It has other parameter groups, or averages in another form; nothing was loaded.
         """
         self._check_between_steps("load_state_dict", "Don't load checkpoint in backward")
         own, averages = without_fairscale(state_dict, len(self.param_groups))
+        Estimates.from_groups(own["param_groups"])  # Raises before anything is loaded.
         before = [(group, group.pop(GROUP_KEY)) for group in self.param_groups if GROUP_KEY in group]
         try:
             self._optimizer.load_state_dict(own)
@@ -468,21 +449,26 @@ class AdaScale(OptimizerWrapper):
         if averages is not None:
             self._state.store(replace(self._state.estimates, groups=tuple(averages)))
         self._statistics.reset()
-        self._statistics.reset_consecutive()
+        self._statistics.consecutive.reset()
 
-    def _check_before_passes(self, method: str, what: str) -> None:
-        """Raises as below, and also when all passes have come and the step has not."""
-        self._check_between_steps(method, what, or_before_step=self._statistics.passes > 0)
+    def _check_between_steps(self, method: str, what: str, *, before_passes: bool = False) -> None:
+        """Raises RuntimeError amid the passes of a step; `what` is FairScale's text for this method.
 
-    def _check_between_steps(self, method: str, what: str, *, or_before_step: bool = False) -> None:
-        """Raises RuntimeError amid the passes of a step; `what` is FairScale's text for this method."""
+        With `before_passes`, also when all passes have come and the step has not.
+        """
         passes, number = self._statistics.passes, self._settings.num_gradients
-        if self._statistics.local.in_backward or 0 < passes < number or or_before_step:
+        if self._statistics.local.in_backward or 0 < passes < number or (before_passes and passes):
             raise RuntimeError(
                 f"{what}: {method}() in the middle of a step, of whose backward passes {passes} of {number} have "
                 f"ended. Call it after optimizer.step(), or pass num_gradients_to_accumulate={max(1, passes)} if no "
                 "more are to come"
             )
+
+
+def _state_hooks(optimizer: Optimizer) -> dict[str, Any]:
+    """The hooks of an optimizer's state, by attribute: those that are registered around it are its own."""
+    kinds = ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
+    return {name: getattr(optimizer, name) for name in (f"_optimizer_{kind}_hooks" for kind in kinds)}
 
 
 class AdaScaleWrapper(AdaScale):
@@ -521,13 +507,13 @@ class AdaScaleWrapper(AdaScale):
     ) -> None:
         super().__init__(
             optim_cls(params, **additional_optim_args),
-            world_size=world_size,
-            scale=scale,
-            smoothing=smoothing,
-            num_gradients_to_accumulate=num_gradients_to_accumulate,
-            is_scaled_loss=is_scaled_loss,
-            debias_ewma=debias_ewma,
-            process_group=process_group,
+            world_size,
+            scale,
+            smoothing,
+            num_gradients_to_accumulate,
+            is_scaled_loss,
+            debias_ewma,
+            process_group,
             model_parallel_group=model_parallel_group,
             power=power,
             preconditioned=preconditioned,

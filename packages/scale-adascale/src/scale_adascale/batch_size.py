@@ -27,7 +27,6 @@ class Speed(NamedTuple):
     per_sample: float
 
     def seconds(self, batch_size: float) -> float:
-        """Seconds of a step of this batch size."""
         return self.constant + self.per_sample * batch_size
 
 

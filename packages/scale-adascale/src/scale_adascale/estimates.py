@@ -8,7 +8,7 @@ OSS, snapshots.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 from torch.optim import Optimizer
@@ -33,7 +33,6 @@ class Average:
 
     @property
     def moments(self) -> Moments:
-        """The averages."""
         return Moments(self.variance, self.square)
 
     def updated(self, new: Moments, smoothing: float, *, debias: bool) -> Average:
@@ -52,10 +51,6 @@ class Average:
             keep = smoothing if self.count else 0.0
         variance, square = (keep * old + (1 - keep) * now for old, now in zip(self.moments, new, strict=True))
         return Average(variance, square, weight, count)
-
-    def as_list(self) -> list[float]:
-        """The four numbers."""
-        return [self.variance, self.square, self.weight, self.count]
 
 
 @dataclass(frozen=True)
@@ -82,7 +77,7 @@ class NoiseAverage:
         keep = smoothing * self.weight / weight
         variance, square = new
         values = (variance, square, variance**2, square**2, variance * square)
-        mixed = [keep * old + (1 - keep) * now for old, now in zip(self.as_list(), values, strict=False)]
+        mixed = [keep * old + (1 - keep) * now for old, now in zip(astuple(self), values, strict=False)]
         mixed += [weight, smoothing**2 * self.weights_squared + overlap * (1 - smoothing) ** 2]
         return NoiseAverage(*mixed)
 
@@ -99,11 +94,6 @@ class NoiseAverage:
     def effective_steps(self) -> float:
         """How many steps of equal weight would average as well; 0 before the first."""
         return self.weight**2 / self.weights_squared if self.weights_squared else 0.0
-
-    def as_list(self) -> list[float]:
-        """The seven numbers."""
-        means = [self.variance, self.square, self.variance_squared, self.square_squared, self.product]
-        return [*means, self.weight, self.weights_squared]
 
 
 @dataclass(frozen=True)
@@ -122,22 +112,24 @@ class Estimates:
 
     @classmethod
     def from_groups(cls, groups: Sequence[Mapping[str, Any]]) -> Estimates:
-        """Those in parameter groups; a group that has none begins anew."""
+        """Those in parameter groups; a group that has none begins anew.
+
+        Raises:
+            ValueError: One has them in another form, as an older version has saved them.
+        """
         averages = tuple(
-            Average(*map(float, group[GROUP_KEY])) if GROUP_KEY in group else Average() for group in groups
+            Average(*_numbers(group, GROUP_KEY, 4)) if GROUP_KEY in group else Average() for group in groups
         )
         if not groups or RUN_KEY not in groups[0]:
             return cls(averages)
-        progress, preconditioned, *noise = groups[0][RUN_KEY]
-        return cls(averages, NoiseAverage(*map(float, noise)), float(progress), bool(preconditioned))
+        progress, preconditioned, *noise = _numbers(groups[0], RUN_KEY, 9)
+        return cls(averages, NoiseAverage(*noise), progress, bool(preconditioned))
 
     @property
     def has_begun(self) -> bool:
-        """Whether any step was measured."""
         return any(each.count for each in self.groups)
 
     def total(self) -> Moments:
-        """The moments of all groups together."""
         return Moments(sum(each.variance for each in self.groups), sum(each.square for each in self.groups))
 
     def updated(
@@ -174,6 +166,22 @@ class Estimates:
         return replace(self, progress=self.progress + gain)
 
 
+def _numbers(group: Mapping[str, Any], key: str, count: int) -> list[float]:
+    """The numbers that a parameter group has under a key of ours."""
+    found = group[key]
+    try:
+        numbers = [float(each) for each in found]
+    except (TypeError, ValueError):
+        numbers = []
+    if len(numbers) != count:
+        raise ValueError(
+            f"expected {count} numbers as '{key}' of a parameter group, as AdaScale saves them, got {found!r}. Remove "
+            f"'{GROUP_KEY}' and '{RUN_KEY}' from the groups of a state that an older version has saved, and the gain "
+            "begins anew"
+        )
+    return numbers
+
+
 class EstimatorState:
     """The estimates in an optimizer's parameter groups, into which others may load a state."""
 
@@ -185,16 +193,14 @@ class EstimatorState:
 
     @property
     def estimates(self) -> Estimates:
-        """Those that are there now."""
         rows = [group.get(GROUP_KEY) for group in self._optimizer.param_groups]
         if len(rows) != len(self._rows) or any(row is not own for row, own in zip(rows, self._rows, strict=True)):
             self.store(Estimates.from_groups(self._optimizer.param_groups))
         return self._estimates
 
     def store(self, estimates: Estimates) -> None:
-        """Puts estimates there."""
-        run = [estimates.progress, float(estimates.is_preconditioned), *estimates.noise.as_list()]
-        self._rows = [average.as_list() for average in estimates.groups]
+        run = [estimates.progress, float(estimates.is_preconditioned), *astuple(estimates.noise)]
+        self._rows = [list(astuple(average)) for average in estimates.groups]
         for group, row in zip(self._optimizer.param_groups, self._rows, strict=True):
             group[GROUP_KEY], group[RUN_KEY] = row, list(run)
         self._estimates = estimates

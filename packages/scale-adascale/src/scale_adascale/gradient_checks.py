@@ -33,68 +33,53 @@ class GradVersion(NamedTuple):
         return self.tensor() is grad and (self.address, self.version) == _address_and_version(grad)
 
 
-class GradVersions:
-    """Gradients as they were after the last pass of a step, or when zeros were written to them, and at the last step.
+# The gradients of the same parameters, in the same order, None where there is none; and the versions they have had.
+Grads = Sequence[Tensor | None]
+Versions = Sequence[GradVersion | None]
 
-    Methods take the gradients of the same parameters each time, in the same order, None where there is none.
+
+def versions_of(grads: Grads) -> Versions:
+    """Gradients as they are now."""
+    return [
+        None
+        if grad is None or grad.layout not in (torch.strided, torch.sparse_coo)
+        else GradVersion(weakref.ref(grad), *_address_and_version(grad))
+        for grad in grads
+    ]
+
+
+def are_zero(grads: Grads, zeros: Versions = ()) -> bool:
+    """Whether all are None, known `zeros`, or zero; waits for the device if values have to be read."""
+    pairs = zip_longest(grads, zeros)
+    unknown = [grad for grad, zero in pairs if grad is not None and (zero is None or not zero.matches(grad))]
+    if not unknown:
+        return True
+    counts = [torch.count_nonzero(stored_values(grad.detach())).to(unknown[0].device) for grad in unknown]
+    (number,) = compat.values_of(torch.stack(counts).sum().double().reshape(1), simulated=[0.0])
+    return not number
+
+
+def were_changed(before: Versions, grads: Grads, *, alone: bool, pass_failed: bool) -> bool:
+    """Whether one was changed or cleared; a pass that has failed may have added to some.
+
+    Where this rank is not `alone`, what averages gradients may write to them between passes.
     """
-
-    def __init__(self) -> None:
-        self._last: list[GradVersion | None] = []
-        self._at_step: list[GradVersion | None] = []
-
-    def record(self, grads: Sequence[Tensor | None]) -> None:
-        """They are what they should be before the next pass."""
-        self._last = [_version_of(grad) for grad in grads]
-
-    def record_step(self, grads: Sequence[Tensor | None]) -> None:
-        """A step was made with them."""
-        self._at_step = [_version_of(grad) for grad in grads]
-
-    def reset(self) -> None:
-        """The next pass is the first one of a step."""
-        self._last = []
-
-    def reset_step(self) -> None:
-        """The gradients of the last step were cleared to None."""
-        self._at_step = []
-
-    def are_zero(self, grads: Sequence[Tensor | None]) -> bool:
-        """Whether all are zero or None before the first pass; waits for the device if values have to be read."""
-        pairs = zip_longest(grads, self._last)
-        unknown = [grad for grad, last in pairs if grad is not None and (last is None or not last.matches(grad))]
-        if not unknown:
+    for last, now in zip(before, grads, strict=False):
+        if last is None:
+            is_changed = pass_failed and now is not None
+        else:
+            is_changed = now is None or ((alone or pass_failed) and not last.matches(now))
+        if is_changed:
             return True
-        counts = [torch.count_nonzero(stored_values(grad.detach())).to(unknown[0].device) for grad in unknown]
-        (number,) = compat.values_of(torch.stack(counts).sum().double().reshape(1), simulated=[0.0])
-        return not number
-
-    def changed(self, grads: Sequence[Tensor | None], *, alone: bool, pass_failed: bool) -> bool:
-        """Whether one was changed or cleared since the last pass; a pass that has failed may have added to some.
-
-        Where this rank is not `alone`, what averages gradients may write to them between passes.
-        """
-        for last, now in zip(self._last, grads, strict=False):
-            if last is None:
-                is_changed = pass_failed and now is not None
-            else:
-                is_changed = now is None or ((alone or pass_failed) and not last.matches(now))
-            if is_changed:
-                return True
-        return False
-
-    def has_new(self, grads: Sequence[Tensor | None]) -> bool:
-        """Whether any has come since the last step, or since zeros were written to it."""
-        return any(
-            now is not None and not any(known is not None and known.matches(now) for known in versions)
-            for now, *versions in zip_longest(grads, self._last, self._at_step)
-        )
+    return False
 
 
-def _version_of(grad: Tensor | None) -> GradVersion | None:
-    if grad is None or grad.layout not in (torch.strided, torch.sparse_coo):
-        return None
-    return GradVersion(weakref.ref(grad), *_address_and_version(grad))
+def has_new(grads: Grads, zeros: Versions, of_step: Versions = ()) -> bool:
+    """Whether any is neither one of the zeros that were written nor that of the last step."""
+    return any(
+        now is not None and not any(known is not None and known.matches(now) for known in (zero, stepped))
+        for now, zero, stepped in zip_longest(grads, zeros, of_step)
+    )
 
 
 def _address_and_version(grad: Tensor) -> tuple[int, int]:
@@ -158,14 +143,3 @@ def bit_checksum(grads: Sequence[Tensor | None], device: torch.device, *, step: 
             flat = flat[turn % stride :: stride].contiguous()
         found += flat.view(_INTEGERS[flat.element_size()]).sum(dtype=torch.int64).to(device)
     return found.remainder_(_PRIME)
-
-
-def not_averaged_error(data: Group) -> RuntimeError:
-    """The error of a step whose gradients are not the averages that they are taken for."""
-    return RuntimeError(
-        f"expected the ranks {list(data.ranks)} to have the same averaged gradients when the last backward pass ended, "
-        "but they have others, or other parameters. Wrap the model in DistributedDataParallel, ShardedDataParallel or "
-        "fully_shard over these ranks; for a pipeline or tensor parallelism pass AdaScale(..., process_group=the ranks "
-        "with other data, model_parallel_group=those with other parts of the model); and where gradients are averaged "
-        "by hand after backward(), call optimizer.unhook() and the steps have the last gain"
-    )

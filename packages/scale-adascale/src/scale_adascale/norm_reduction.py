@@ -10,78 +10,51 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from scale_adascale.gradient_checks import checksum_term, not_averaged_error
+from scale_adascale.gradient_checks import checksum_term
+from scale_adascale.local_grad_norms import NormAccumulator
 from scale_adascale.param_info import param_info_of
-from scale_adascale.squared_norms import NormAccumulator, inner_product, part_of, sum_of_squares
+from scale_adascale.squared_norms import inner_product, part_of, sum_of_squares
 from scale_core import compat
 from scale_core.comm.collectives import all_reduce, exchange, torch_group
 from scale_core.comm.group import Group, group_of
 from scale_core.comm.work import CollectiveWork
 
 
-class SquaredNorms(NamedTuple):
-    """Of the gradients of one step, per parameter group."""
-
-    local: list[float]  # the sum of the squared norms of all gradients that the step averages
-    total: list[float]  # the squared norm of their average
-
-
-class ConsecutiveNorms(NamedTuple):
-    """Of the gradients of two successive steps, per parameter group."""
-
-    product: list[float]  # their inner product
-    last: list[float]  # the squared norm of the older one
-    new: list[float]
-
-
 class NormReducer:
     """Adds up what ranks have measured of the gradients of each parameter group; raises as `norm_weights` does."""
 
     def __init__(self, optimizer: Optimizer, data: Group, model: Group, *, preconditioned: bool) -> None:
-        self._optimizer, self._data, self._model = optimizer, data, model
+        self._optimizer, self._data, self.model = optimizer, data, model
         self.preconditioned = preconditioned  # Gradients are measured as Adam sees them.
-        self._info, self._key = param_info_of(optimizer, data, model), key_of(optimizer)
-        self._is_by_param = False  # The vector that is under way has numbers per parameter, not per group.
+        self.info, self._key = param_info_of(optimizer, data, model), key_of(optimizer)
+        self._num_rows = 0  # of the vector that is under way
+        self._is_by_param = False  # It has numbers per parameter, not per group.
         self._num_steps = 0  # whose gradients' bits were compared
         self._num_groups_agreed = 0  # All ranks are known to have so many parameter groups.
-
-    @property
-    def params(self) -> list[Tensor]:
-        """The parameters at the last `refresh`, group by group."""
-        return self._info.params
-
-    @property
-    def holders(self) -> list[Tensor]:
-        """What has the averaged gradient of each of these: the parameter itself, or this rank's piece of it."""
-        return self._info.holders
-
-    @property
-    def model_ranks(self) -> tuple[int, ...]:
-        """The ranks that have other parts of the model, this one among them."""
-        return self._model.ranks
 
     def refresh(self) -> None:
         """Looks up again which rank has what, if there are other parameters than before or another reducer."""
         if key_of(self._optimizer) != self._key:
-            self._info = param_info_of(self._optimizer, self._data, self._model)
+            self.info = param_info_of(self._optimizer, self._data, self.model)
             self._key = key_of(self._optimizer)
 
     @torch.no_grad()
     def start(
         self, squares: Iterable[Tensor], *, by_moments: bool, uncounted: frozenset[int] = frozenset()
     ) -> CollectiveWork:
-        """Starts the sum of a step's squared norms; all ranks call it together, and then `read`.
+        """Starts the sums over all ranks of |g|^2 of all local gradients, and of |G|^2 of their average, per group.
 
         `squares` are vectors [k], fp64, of this rank's own gradients by parameter, on any devices; with `by_moments`
-        they are divided by second moments. Other ranks count the parameters of the indices in `uncounted`.
+        they are divided by second moments. Other ranks count the parameters of the indices in `uncounted`. All ranks
+        call it together, and then `read`.
         """
-        info = self._info
+        info = self.info
         local = _sum_of([each.to(info.device) for each in squares], info.local_weights)
         weights = [_zeroed(info.local_weights, uncounted), _zeroed(info.total_weights, uncounted)]
         return self._start([local, self._total_squares()], weights, by_moments)
@@ -95,7 +68,7 @@ class NormReducer:
         `uncounted` has those that were frozen in one of both steps, too.
         """
         assert self._data.size == 1, "of several ranks, each has a gradient of its own"
-        info = self._info
+        info = self.info
         products, last = torch.zeros_like(info.total_weights), torch.zeros_like(info.total_weights)
         for index, (holder, other) in enumerate(zip(info.holders, last_grads, strict=True)):
             if other is not None:
@@ -107,7 +80,7 @@ class NormReducer:
 
     def _total_squares(self) -> Tensor:
         """The squares of this rank's part of the averaged gradients, [k]; of what all have alike, of its portion."""
-        info = self._info
+        info = self.info
         rows = zip(info.params, info.holders, info.portions, strict=True)
         for index, (param, holder, portion) in enumerate(rows):
             grad = holder.grad
@@ -123,8 +96,8 @@ class NormReducer:
 
     def _start(self, rows: list[Tensor], weights: list[Tensor], by_moments: bool) -> CollectiveWork:
         """Starts the sum over all ranks of rows [k] with their weights, and of a checksum of the averaged gradients."""
-        info = self._info
-        self._is_by_param = by_moments and self._model.size == 1
+        info = self.info
+        self._num_rows, self._is_by_param = len(rows), by_moments and self.model.size == 1
         if self._is_by_param:
             rows = [*(row * weight for row, weight in zip(rows, weights, strict=True)), info.moments.local_means()]
         else:
@@ -138,11 +111,11 @@ class NormReducer:
         checksum = checksum_term(self._data, info.fingerprint, shared, info.device, step=self._num_steps)
         self._num_steps += 1
         vector = torch.cat([*rows, checksum])
-        pending = CollectiveWork("all_reduce", [], vector)
+        pending = None
         for group in self._groups_of_sum():
-            vector = pending.wait()
+            vector = vector if pending is None else pending.wait()
             pending = all_reduce(vector.to(compat.control_device(torch_group(group), vector.device)), group)
-        return pending
+        return CollectiveWork("all_reduce", [], vector) if pending is None else pending
 
     def _check_num_groups(self) -> None:
         """Compares the number of parameter groups: vectors of other lengths would end a process."""
@@ -157,39 +130,41 @@ class NormReducer:
                 )
         self._num_groups_agreed = number
 
-    def read(self, pending: CollectiveWork) -> SquaredNorms:
-        """Waits for what was started; raises RuntimeError if ranks with other data have other averaged gradients."""
-        return SquaredNorms(*self._read(pending, 2))
+    def read(self, pending: CollectiveWork) -> list[list[float]]:
+        """Waits for what was started, the one place where a step waits for the device; returns a list for each row.
 
-    def read_consecutive(self, pending: CollectiveWork) -> ConsecutiveNorms:
-        """As `read`, of `start_consecutive`."""
-        return ConsecutiveNorms(*self._read(pending, 3))
-
-    def _read(self, pending: CollectiveWork, num_rows: int) -> list[list[float]]:
-        """By row and group; the one place where a step waits for the device."""
+        Raises RuntimeError if ranks with other data have other averaged gradients.
+        """
         size = len(self._optimizer.param_groups)
         vector = pending.wait()
         if self._is_by_param:
-            *rows, moments = vector[:-1].view(num_rows + 1, -1)
-            factors = self._info.moments.divisors_of(moments)
+            *rows, moments = vector[:-1].view(self._num_rows + 1, -1)
+            factors = self.info.moments.divisors_of(moments)
             vector = torch.cat([*(self._by_group(row, factors) for row in rows), vector[-1:]])
-        *values, checksum = compat.values_of(vector, simulated=[1.0] * (num_rows * size) + [0.0])
+        *values, checksum = compat.values_of(vector, simulated=[1.0] * (self._num_rows * size) + [0.0])
         if checksum and all(map(math.isfinite, values)):
-            raise not_averaged_error(self._data)
-        return [values[size * row : size * (row + 1)] for row in range(num_rows)]
+            raise RuntimeError(
+                f"expected the ranks {list(self._data.ranks)} to have the same averaged gradients when the last "
+                "backward pass ended, but they have others, or other parameters. Wrap the model in "
+                "DistributedDataParallel, ShardedDataParallel or fully_shard over these ranks; for a pipeline or "
+                "tensor parallelism pass AdaScale(..., process_group=the ranks with other data, "
+                "model_parallel_group=those with other parts of the model); and where gradients are averaged by hand "
+                "after backward(), call optimizer.unhook() and the steps have the last gain"
+            )
+        return [values[size * row : size * (row + 1)] for row in range(self._num_rows)]
 
     def _groups_of_sum(self) -> list[Group]:
         """The groups over which vectors are added up, one after the other."""
-        found = [group for group in (self._data, self._model) if group.size > 1]
+        found = [group for group in (self._data, self.model) if group.size > 1]
         everyone = group_of() if len(found) > 1 else Group()
-        return [everyone] if everyone.size > 1 and everyone.size == self._data.size * self._model.size else found
+        return [everyone] if everyone.size > 1 and everyone.size == self._data.size * self.model.size else found
 
     def _by_group(self, squares: Tensor, weights: Tensor) -> Tensor:
         """Sums weighted squares [k] by parameter group, [number of groups]."""
         num_groups = len(self._optimizer.param_groups)
         if num_groups == 1:
             return torch.dot(squares, weights).reshape(1)
-        index = self._info.group_index.to(squares.device)
+        index = self.info.group_index.to(squares.device)
         return squares.new_zeros(num_groups).index_add_(0, index, squares * weights)
 
 

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from scale_adascale.adam_preconditioner import MomentShard, SecondMoments
 from scale_adascale.gradient_checks import fingerprint
-from scale_adascale.squared_norms import NormAccumulator
+from scale_adascale.local_grad_norms import NormAccumulator
 from scale_core.autograd_hooks import lacks_autograd_hooks
 from scale_core.comm.group import Group, GroupLike, group_of
 from scale_core.microbatch_grads import pipeline_ranks

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from scale_adascale.estimates import Estimates, EstimatorState, NoiseAverage
 from scale_adascale.gain import Moments, moments, moments_of_two
-from scale_adascale.gradient_checks import GradVersions
+from scale_adascale.gradient_checks import Versions, are_zero, has_new, versions_of, were_changed
 from scale_adascale.local_grad_norms import LocalGradNorms
-from scale_adascale.norm_reduction import ConsecutiveNorms, NormReducer
+from scale_adascale.norm_reduction import NormReducer
 from scale_adascale.validation import changed_gradients_text, leftover_gradients_text, no_step_error, too_many_error
 from scale_core.comm.work import CollectiveWork
 from scale_core.microbatch_grads import StepSignature
@@ -35,7 +35,6 @@ class ConsecutiveGradients:
 
     @property
     def has_last(self) -> bool:
-        """Whether there was a step to compare with."""
         return self._last is not None
 
     def update(self, holders: Sequence[Tensor], trained: Sequence[bool]) -> tuple[list[Tensor | None], frozenset[int]]:
@@ -50,17 +49,16 @@ class ConsecutiveGradients:
         pairs = enumerate(zip(self._were_trained, trained, strict=True))
         return self._last, frozenset(index for index, (was, now) in pairs if not (was and now))
 
-    def moments(self, measured: ConsecutiveNorms, scale: float, loss_scale: float) -> list[Moments | None]:
+    def moments(self, measured: Sequence[Sequence[float]], scale: float, loss_scale: float) -> list[Moments | None]:
         """The moments of each group of batches of this scale, or None where there was no step before.
 
-        The loss of the new gradient was multiplied by `loss_scale`; the older gradient has no such factor.
+        `measured` has the products of both gradients, |last|^2 and |new|^2, by group. The loss of the new gradient was
+        multiplied by `loss_scale`; the older gradient has no such factor.
         """
+        rows = zip(*measured, strict=True)
         if self._last is None:
-            return [None] * len(measured.product)
-        return [
-            moments_of_two(last, new / loss_scale**2, product / loss_scale, scale)
-            for product, last, new in zip(*measured, strict=True)
-        ]
+            return [None for _ in rows]
+        return [moments_of_two(last, new / loss_scale**2, product / loss_scale, scale) for product, last, new in rows]
 
     def commit(self, loss_scale: float) -> None:
         """The step was taken: the next one is compared with it."""
@@ -69,7 +67,6 @@ class ConsecutiveGradients:
             torch._foreach_div_([grad for grad in self._last if grad is not None], loss_scale)
 
     def reset(self) -> None:
-        """Compares the next gradient with nothing."""
         self._last = None
 
 
@@ -109,14 +106,17 @@ class StepStatistics:
     """Measures the gradients of a step, and turns that into estimates."""
 
     def __init__(self, reducer: NormReducer, settings: Settings, state: EstimatorState) -> None:
+        self.is_hooked = True  # It measures.
         self._pending: CollectiveWork | None = None  # the sum over all ranks, from the end of the last pass on
+        self._rows: list[list[float]] = []  # what that was, when it was waited for
         self.reducer, self._settings, self._state = reducer, settings, state
         self.passes = 0  # that have ended since the last step; of a pipeline's step, its micro-batches
         self.is_divided = False  # The gradients were divided by their number, where losses were not.
         self._by_moments = self._has_warned = False
-        self._consecutive = ConsecutiveGradients()
+        self.consecutive = ConsecutiveGradients()
         self._geometry: _GeometryChange | None = None
-        self._versions = GradVersions()
+        self._versions: Versions = ()  # of gradients after the last pass of a step, or of zeros that were written
+        self._step_versions: Versions = ()  # of those that the last step was made with
         self._squared_weights = 0.0  # of the samples so far, each beside that of samples of the same size
         self._refused: str | None = None  # why no more passes of this step can come
         self._unmeasured: str | None = None  # why the passes since the last step are not measured
@@ -129,21 +129,22 @@ class StepStatistics:
 
     # A backward pass.
 
-    def register_hooks(self, params: Sequence[Tensor]) -> None:
-        """Measures the gradients of these parameters, those of the optimizer in its order."""
-        self.reducer.refresh()
-        self.local.register_hooks(params)
+    def register_hooks(self) -> None:
+        """Measures the gradients of all parameters that train now, unless hooks were removed."""
+        if self.is_hooked:
+            self.reducer.refresh()
+            self.local.register_hooks(self.reducer.info.params)
 
     def _begin_pass(self) -> None:
         """A backward pass brings its first gradient."""
         number = self._settings.num_gradients
         self.reducer.refresh()
         if self.passes >= number:
-            if any(holder.grad is not None for holder in self.reducer.holders):
-                raise too_many_error(number, None if self.local.in_microbatch_step else self.passes + 1)
+            if any(holder.grad is not None for holder in self.reducer.info.holders):
+                raise too_many_error(number, None if self.local.step is not None else self.passes + 1)
             self.reset()  # The step was left out, as a scaler does, and the gradients were cleared.
         self._unmeasured = None
-        if not self.passes and not self.local.in_microbatch_step and not self.local.left_partial_grads:
+        if not self.passes and self.local.step is None and not self.local.left_partial_grads:
             # Nothing is wrong as long as no step is taken, as where the loss of another model goes through this one.
             self._unmeasured = self._refusal()
             return
@@ -156,15 +157,15 @@ class StepStatistics:
         """What is wrong with gradients to which a pass is about to add: the first, or another one of a step."""
         grads, pass_failed = self._grads(), self.local.left_partial_grads
         if not self.passes:
-            return None if self._versions.are_zero(grads) else leftover_gradients_text(pass_failed=pass_failed)
+            return None if are_zero(grads, self._versions) else leftover_gradients_text(pass_failed=pass_failed)
         alone = self._settings.num_ranks == 1
-        if self.local.grads_restored or not self._versions.changed(grads, alone=alone, pass_failed=pass_failed):
+        if self.local.grads_restored or not were_changed(self._versions, grads, alone=alone, pass_failed=pass_failed):
             return None
         return changed_gradients_text(self.passes, self._settings.num_gradients, pass_failed=pass_failed)
 
     def _grads(self) -> list[Tensor | None]:
         """Of parameters that are whole here; what is sharded may be anywhere between passes."""
-        return self.local.hooks.grads_of(self.reducer.holders)
+        return self.local.grads_of(self.reducer.info.holders)
 
     def _terms(self) -> StepSignature:
         """What the ranks of a pipeline must have alike that add up what they measure when a step ends."""
@@ -172,7 +173,7 @@ class StepStatistics:
         groups = f"{number} parameter group{'s' if number > 1 else ''}"
         as_adam = ", as Adam uses them" if self.reducer.preconditioned and self._state.estimates.has_begun else ""
         passes = f"{self.passes} of {self._settings.num_gradients} passes{as_adam}"
-        return StepSignature(self.reducer.model_ranks, f"{groups} after {passes}")
+        return StepSignature(self.reducer.model.ranks, f"{groups} after {passes}")
 
     def _end_pass(self, weights: Sequence[float]) -> None:
         """The averaged gradients of one more pass are there, with the weight of each sample in their mean."""
@@ -186,9 +187,10 @@ class StepStatistics:
         self._squared_weights += sum((len(weights) * weight) ** 2 for weight in weights)
         self.passes = came
         if came < self._settings.num_gradients:
-            self._versions.record(self._grads())
+            self._versions = versions_of(self._grads())
             return
         try:
+            self.local.check_reduced(self.reducer.info.holders)
             self._pending = self._start_reduction()
         except BaseException:  # Nothing was sent: there is no step to take.
             self.passes = came - len(weights)
@@ -197,16 +199,15 @@ class StepStatistics:
 
     def _start_reduction(self) -> CollectiveWork:
         """Starts to add up what all ranks have measured."""
-        self.local.hooks.check_reduced(self.reducer.holders, self.local.measured)
         uncounted = self.local.counted_elsewhere
         if self._settings.num_samples > 1:
             self._by_moments = self.reducer.preconditioned and self._state.estimates.has_begun
             squares = self.local.squared_norms.values()
             return self.reducer.start(squares, by_moments=self._by_moments, uncounted=uncounted)
         # A step before has given Adam its moments; both gradients are divided by what these are now.
-        self._by_moments = self.reducer.preconditioned and self._consecutive.has_last
-        trained = [param.requires_grad for param in self.reducer.params]
-        last, not_in_both = self._consecutive.update(self.reducer.holders, trained)
+        self._by_moments = self.reducer.preconditioned and self.consecutive.has_last
+        trained = [param.requires_grad for param in self.reducer.info.params]
+        last, not_in_both = self.consecutive.update(self.reducer.info.holders, trained)
         return self.reducer.start_consecutive(last, by_moments=self._by_moments, uncounted=uncounted | not_in_both)
 
     # The step.
@@ -224,7 +225,7 @@ class StepStatistics:
         if self.passes or not self._may_count_late or self.local.in_backward or self.local.failed:
             return
         self.reducer.refresh()
-        if self._versions.has_new(self._grads()):
+        if has_new(self._grads(), self._versions, self._step_versions):
             self.local.drop_pass()
             self._end_pass((1.0,))
             self._is_late = True
@@ -239,16 +240,17 @@ class StepStatistics:
 
         Where the step is taken it warns of gradients that are no numbers; a scaler takes no such step.
         """
-        before, settings = self._state.estimates, self._settings
-        if self._pending is None:
-            return before
+        if self._pending is not None:
+            self._rows, self._pending = self.reducer.read(self._pending), None
+        if not self._rows:
+            return self._state.estimates
+        settings = self._settings
         sample: Sequence[Moments | None]
         if settings.num_samples == 1:
-            compared = self.reducer.read_consecutive(self._pending)
-            sample = self._consecutive.moments(compared, settings.scale, loss_scale)
+            sample = self.consecutive.moments(self._rows, settings.scale, loss_scale)
         else:
-            measured = self.reducer.read(self._pending)
-            if self._is_late and not any(measured.local) and any(measured.total):  # On no rank there was any.
+            local_squares, total_squares = self._rows
+            if self._is_late and not any(local_squares) and any(total_squares):  # On no rank there was any.
                 raise no_step_error(0, settings.num_gradients, self.local)
             # The mean of n gradients: either each was divided by n already, or their sum is still to be.
             local = loss_scale**-2 * (settings.num_gradients**2 if settings.is_scaled_loss else 1)
@@ -256,14 +258,12 @@ class StepStatistics:
             # Samples of other sizes, of which each counts so much, tell as much as so many of the same size.
             number = settings.num_samples * settings.num_gradients / self._squared_weights
             local *= (number / settings.num_samples) ** 2
-            rows = zip(measured.local, measured.total, strict=True)
+            rows = zip(local_squares, total_squares, strict=True)
             sample = [moments(local * one, total * other, number, settings.scale) for one, other in rows]
-        return before.updated(
-            self._drop_nonfinite(sample, warn=is_step),
-            settings.smoothing,
-            debias=settings.debias,
-            preconditioned=self._by_moments,
-            overlap=2 if settings.num_samples == 1 else 1,
+        overlap = 2 if settings.num_samples == 1 else 1
+        finite = self._drop_nonfinite(sample, warn=is_step)
+        return self._state.estimates.updated(
+            finite, settings.smoothing, debias=settings.debias, preconditioned=self._by_moments, overlap=overlap
         )
 
     def _drop_nonfinite(self, sample: Sequence[Moments | None], *, warn: bool) -> list[Moments | None]:
@@ -282,19 +282,19 @@ class StepStatistics:
     def commit_step(self, loss_scale: float) -> None:
         """The step whose gradients are there counts."""
         if self._settings.num_samples == 1:
-            self._consecutive.commit(loss_scale)
+            self.consecutive.commit(loss_scale)
         self.reset()
         if self._may_count_late:
-            self._versions.record_step(self._grads())
+            self._step_versions = versions_of(self._grads())
 
     def reset(self) -> None:
         """Drops what was measured since the last step."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.wait()
-        self.passes, self.is_divided, self._by_moments = 0, False, False
+        self._rows, self.passes, self.is_divided, self._by_moments = [], 0, False, False
         self._squared_weights, self._refused, self._unmeasured, self._is_late = 0.0, None, None, False
-        self._versions.reset()
+        self._versions = ()
         self.local.reset()
 
     # Between two steps.
@@ -302,9 +302,9 @@ class StepStatistics:
     def on_zero_grad(self, *, to_zeros: bool) -> None:
         """Gradients were just cleared: whether they are zeros need not be read."""
         if to_zeros:
-            self._versions.record(self._grads())
+            self._versions = versions_of(self._grads())
         else:
-            self._versions.reset_step()
+            self._step_versions = ()
 
     def set_batch_geometry(
         self, *, scale: float | None = None, num_gradients: int | None = None, is_small_batch_kept: bool | None = None
@@ -326,12 +326,9 @@ class StepStatistics:
         change.noise_after = change.noise_before.with_variance_scaled(factor)
         self._state.store(replace(estimates, noise=change.noise_after))
 
-    def reset_consecutive(self) -> None:
-        """The next gradients are others than those of the last step."""
-        self._consecutive.reset()
-
     def remove_hooks(self) -> None:
         """Stops to measure, and drops gradients."""
+        self.is_hooked = False
         self.local.remove_hooks()
         self.reset()
-        self.reset_consecutive()
+        self.consecutive.reset()

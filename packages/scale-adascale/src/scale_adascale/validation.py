@@ -104,54 +104,27 @@ def check_trains(optimizer: Optimizer, data: Group, model: Group) -> None:
 # Steps and passes.
 
 
-def uneven_step_error() -> RuntimeError:
-    """The error of a step to which a rank without data contributes nothing."""
-    return RuntimeError(
-        "AdaScale can't tell how noisy a gradient is to which ranks contribute unequally, as under join() when one "
-        "has run out of data. Leave out the steps for which not all ranks have a batch, or call optimizer.unhook() "
-        "before them, so that they are made with the last gain, and optimizer.hook() after them"
-    )
-
-
 def no_step_error(passes: int, num_gradients: int, local: LocalGradNorms) -> RuntimeError:
     """The error of a step whose gradients are not all there."""
-    if not passes and not local.hooks.can_get_grads:
+    begin, around = "Don't step without finishing backward phase", "put it around OSS, not inside: AdaScale(OSS(...))"
+    if not passes and not local.can_get_grads:
         return RuntimeError(
-            "Don't step without finishing backward phase: no parameter of the optimizer can have a gradient. "
-            "Unfreeze some and call optimizer.zero_grad(); put it around OSS, not inside: "
-            "AdaScale(OSS(model.parameters(), ...)); and call optimizer.unhook() where gradients come by hand"
+            f"{begin}: no parameter of the optimizer can have a gradient. Unfreeze some and call "
+            f"optimizer.zero_grad(); {around}; and call optimizer.unhook() where gradients come by hand"
         )
     last = ", and one is running" if local.in_backward else ", and the last one has failed" if local.failed else ""
-    shorter = (
-        "Where the last accumulation of an epoch is shorter, drop the batches that are left, or call "
-        f"optimizer.set_num_gradients_to_accumulate({passes}) and optimizer.set_scale(optimizer.scale * {passes} / "
-        f"{num_gradients}, update_estimate=False) before the first of them, and both back after. Otherwise call"
-        if 0 < passes < num_gradients and not last
-        else "Call"
-    )
+    shorter = ""
+    if 0 < passes < num_gradients and not last:
+        shorter = (
+            " Where the last accumulation of an epoch is shorter, call "
+            f"optimizer.set_num_gradients_to_accumulate({passes}) and optimizer.set_scale(optimizer.scale * {passes} / "
+            f"{num_gradients}, update_estimate=False) before the first of them, and both back after."
+        )
     return RuntimeError(
-        f"Don't step without finishing backward phase: expected {num_gradients} backward passes since the last step, "
-        f"got {passes}{last}. {shorter} backward() once for each gradient to accumulate, build AdaScale(..., "
+        f"{begin}: expected {num_gradients} backward passes since the last step, got {passes}{last}.{shorter} Call "
+        "backward() once for each gradient to accumulate, build AdaScale(..., "
         f"num_gradients_to_accumulate={max(1, passes)}), or optimizer.unhook() where gradients come by hand; and "
-        "put it around OSS, not inside: AdaScale(OSS(model.parameters(), ...))"
-    )
-
-
-def undivided_error(num_gradients: int) -> RuntimeError:
-    """The error of a step with a sum of gradients in the place of their mean."""
-    return RuntimeError(
-        f"step(): losses were not divided by the {num_gradients} gradients to accumulate (is_scaled_loss=False), "
-        "and neither were the gradients. Call optimizer.scale_grad_by_num_grads_to_accum() before the step, or "
-        "divide the losses and build AdaScale(..., is_scaled_loss=True)"
-    )
-
-
-def no_scaler_error() -> RuntimeError:
-    """The error of a step by a scaler that AdaScale does not know."""
-    return RuntimeError(
-        "a GradScaler steps an AdaScale that was built without it, and measures gradients times a scale that it does "
-        "not know. Build AdaScale(..., grad_scaler=scaler), or set optimizer.grad_scaler = scaler before the first "
-        "backward pass"
+        f"{around}"
     )
 
 
@@ -175,22 +148,19 @@ def leftover_gradients_text(*, pass_failed: bool) -> str:
         else "those of the last step, or of passes that were not measured"
     )
     return (
-        "expected no gradients, or zeros, before the first backward pass of a step, but some are there, so that the "
-        f"mean would not be that of what is measured ({why}). Call optimizer.zero_grad() before it"
+        f"expected no gradients, or zeros, before the first backward pass of a step, but there are some ({why}), so "
+        "that the mean would not be that of what is measured. Call optimizer.zero_grad() before it"
     )
 
 
 def changed_gradients_text(passes: int, num_gradients: int, *, pass_failed: bool) -> str:
     """The error of a backward pass before which gradients have been changed since the last of `passes`."""
-    if pass_failed:
-        return (
-            f"a backward pass has failed after {passes} of {num_gradients} of a step, and had added to some gradients "
-            "already, so that their mean is not that of what was measured. Call optimizer.zero_grad(), and begin with "
-            "the first pass of the step"
-        )
+    what = (
+        f"a backward pass has failed after {passes} of {num_gradients} of a step, and had added to some gradients"
+        if pass_failed
+        else f"gradients were changed or cleared after {passes} of {num_gradients} backward passes of a step"
+    )
     return (
-        f"gradients were changed or cleared after {passes} of {num_gradients} backward passes of a step, so that "
-        "their mean is not that of what was measured. Call optimizer.zero_grad(), begin with the first pass of the "
-        "step, and clip gradients and call model.zero_grad() after the last pass only; or build AdaScale(..., "
-        "num_gradients_to_accumulate=1)"
+        f"{what}, so that their mean is not that of what was measured. Call optimizer.zero_grad() and begin with the "
+        "first pass of the step; clip gradients and call model.zero_grad() after the last pass only"
     )

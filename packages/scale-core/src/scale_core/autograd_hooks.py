@@ -9,6 +9,7 @@ average is in `param.grad`.
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import suppress
@@ -287,6 +288,15 @@ class _EndOfBackward:
         _open_tasks[self._task] -= 1
         if not _open_tasks[self._task]:
             del _open_tasks[self._task]
+
+
+def weak_hook(method: Callable[..., Any], *args: Any) -> Callable[..., Any]:
+    """A hook that calls a method with `args` and what it is given, or returns None when the method's object is gone.
+
+    A tensor, or this module, holds hooks for as long as it lives itself; they must not keep an optimizer alive.
+    """
+    held = weakref.WeakMethod(method)
+    return lambda *given: None if (alive := held()) is None else alive(*args, *given)
 
 
 def _ignoring_the_gradient(callback: Callable[[], None]) -> Callable[[Tensor], None]:

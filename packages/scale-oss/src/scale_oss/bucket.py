@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from scale_core import uneven_inputs
-from scale_core.autograd_hooks import call_local_grad_hooks, has_local_grad_hooks
+from scale_core.autograd_hooks import call_local_grad_hooks, local_grad_hooks
 from scale_core.comm.collectives import CollectiveWork, all_gather
 from scale_core.comm.group import Group
 from scale_core.consistency.execution_order import Event
@@ -74,9 +74,9 @@ class Bucket:
         self._restored: set[int] = set()  # indices among them that were restored
         self._updating: list[nn.Parameter] = []  # parameters that the all-gather under way changes
         self.is_gathering = False  # The all-gather of updated parameters is under way.
-        self._gather = _PendingGather()
-        # A program that ends after its last step never waits for it.
-        weakref.finalize(self, self._gather.cancel)
+        self._gather: list[CollectiveWork] = []  # the all-gather, if one is under way
+        # A program that ends after its last step never waits for it; it would write into memory that is gone.
+        weakref.finalize(self, _cancel, self._gather)
         self._wire_buffer: Tensor | None = None
 
     # The parameters.
@@ -117,7 +117,6 @@ class Bucket:
 
     @property
     def optimizer_params(self) -> list[nn.Parameter]:
-        """The parameters of this rank's optimizer."""
         return [placement.optimizer_param for placement in self.placements if placement.optimizer_param is not None]
 
     # Gradients.
@@ -138,15 +137,15 @@ class Bucket:
             self.gradient.drop()
         given = self.gradient.has_grad()
         flat = self.gradient.take(self.device)
-        if given and has_local_grad_hooks():
+        if given and local_grad_hooks:
             call_local_grad_hooks([self.params[i] for i in given], [self.view(i, flat) for i in given])
         if share is not None and share.weight not in (0, 1):
             flat.mul_(share.weight)
         self.reduction.start(flat.to(wire_dtype or self.dtype), tag, None if share is None else share.divisor)
 
-    def commit(self, limit_seconds: float | None = None) -> None:
-        """Adds the reduced gradients to those of the pieces."""
-        for reduced in self.reduction.results(limit_seconds):
+    def commit(self) -> None:
+        """Adds the reduced gradients, which have arrived, to those of the pieces."""
+        for reduced in self.reduction.results():
             self.needs_gather = True  # Even if it is frozen before the step: the plain optimizer would not ask either.
             self.averaged.update(index for index, param in enumerate(self.params) if param.requires_grad)
             views = self._pieces_of(reduced)
@@ -220,17 +219,14 @@ class Bucket:
         if self._wire_dtype == self.dtype:
             if self.master is not None:
                 self._own_part.copy_(self.master)
-            self._gather.pending = all_gather(self.full, self._own_part, self.group, sizes=self._sizes, tag=tag)
+            target, sent = self.full, self._own_part
         else:
-            self._all_gather_rounded(tag, self._wire_dtype)
+            self._wire_buffer = target = self.full.new_empty(self.full.shape, dtype=self._wire_dtype)
+            sent = self._init_master().to(self._wire_dtype)
+        self._gather.append(all_gather(target, sent, self.group, sizes=self._sizes, tag=tag))
         self.is_gathering = True
         if self.group.size == 1:
             self.wait()  # Nothing is sent.
-
-    def _all_gather_rounded(self, tag: int, wire_dtype: torch.dtype) -> None:
-        self._wire_buffer = self.full.new_empty(self.full.shape, dtype=wire_dtype)
-        sent = self._init_master().to(wire_dtype)
-        self._gather.pending = all_gather(self._wire_buffer, sent, self.group, sizes=self._sizes, tag=tag)
 
     def sync_master(self) -> None:
         """Copies to `master` what was written to the rounded parameters since they were sent."""
@@ -246,11 +242,10 @@ class Bucket:
         piece.data.copy_(unrounded)
 
     def wait(self, limit_seconds: float | None = None) -> None:
-        """Returns when the parameters are up to date."""
-        pending, self._gather.pending, self.is_gathering = self._gather.pending, None, False
-        if pending is None:
+        self.is_gathering = False
+        if not self._gather:
             return
-        pending.wait(limit_seconds)
+        self._gather.pop().wait(limit_seconds)
         if self._wire_buffer is not None:
             self.full.copy_(self._wire_buffer)
             self._wire_buffer = None
@@ -259,13 +254,11 @@ class Bucket:
         increment_version(self._updating)  # What autograd has saved of them is no longer what was computed with.
 
     def _placement(self, index: int) -> StatePlacement:
-        entry, rank = self.partition.entries[index], self.group.rank
+        entry, owners = self.partition.entries[index], self.partition.owners
         ranges = tuple(Range(spans[index].start, spans[index].stop) for spans in self.partition.spans_by_rank)
-        owner = self.partition.owners[index] if self.partition.owners else None
-        # A parameter without elements has its state, too: where tensors are cut, on every rank.
-        steps = rank == owner if owner is not None else bool(ranges[rank].numel) or not entry.numel
-        piece = self.pieces[index] if steps else None
-        return StatePlacement(self.params[index], entry.name, entry.shape, ranges, owner, self.group, piece)
+        owner = owners[index] if owners else None
+        param, piece = self.params[index], self.pieces[index]
+        return StatePlacement(param, entry.name, entry.shape, ranges, owner, self.group, piece)
 
     def _init_master(self) -> Tensor:
         if self.master is None:
@@ -293,16 +286,9 @@ def _address(tensor: Tensor) -> int:
     return storage._cdata if storage.device.type == "meta" else tensor.data_ptr()
 
 
-class _PendingGather:
-    """The all-gather of a bucket, if one is under way. It outlives the bucket, into whose buffer it writes."""
-
-    def __init__(self) -> None:
-        self.pending: CollectiveWork | None = None
-
-    def cancel(self) -> None:
-        pending, self.pending = self.pending, None
-        if pending is not None:
-            pending.cancel()
+def _cancel(pending: list[CollectiveWork]) -> None:
+    for work in pending:
+        work.cancel()
 
 
 class InPlaceBucket:
@@ -310,24 +296,24 @@ class InPlaceBucket:
 
     def __init__(self, shards: Sequence[ShardedParam], elementwise: bool) -> None:
         self.params = [shard.param for shard in shards]
-        self.placements = [_placement(shard, elementwise) for shard in shards]
+        self.placements = [
+            StatePlacement(
+                shard.param,
+                shard.name,
+                shard.shape,
+                shard.ranges,
+                None if elementwise else shard.holder,
+                shard.group,
+                shard.param,
+            )
+            for shard in shards
+        ]
 
     @property
     def optimizer_params(self) -> list[nn.Parameter]:
-        """The parameters of this rank's optimizer."""
         return [placement.optimizer_param for placement in self.placements if placement.optimizer_param is not None]
 
     def mark_updated(self) -> None:
         """Increments the versions of the updated parameters, by which gathered copies are known to be stale."""
         # On all ranks alike: one without elements of a parameter must gather it again with the others.
         increment_version([param for param in self.params if param.grad is not None])
-
-
-def _placement(shard: ShardedParam, elementwise: bool) -> StatePlacement:
-    rank = shard.group.rank
-    owner = None if elementwise else shard.holder
-    assert elementwise or owner is not None, "a tensor that ranks share can't be stepped on where it is"
-    steps = rank == owner if owner is not None else bool(shard.ranges[rank].numel) or not shard.numel
-    return StatePlacement(
-        shard.param, shard.name, shard.shape, shard.ranges, owner, shard.group, shard.param if steps else None
-    )

@@ -54,7 +54,6 @@ class BucketAssigner:
 
     @property
     def shard_buckets(self) -> list[InPlaceBucket | FullParamBucket]:
-        """All buckets of shards."""
         return [*self.in_place, *self.full_param]
 
     def add(self, groups: Sequence[Mapping[str, Any]], first: int = 0) -> list[dict[str, Any]]:
@@ -86,7 +85,6 @@ class BucketAssigner:
         ]
 
     def rollback(self, params: Sequence[nn.Parameter]) -> None:
-        """Removes the buckets of a group that was refused."""
         refused = {id(param) for param in params}
         self.replicated[:] = [bucket for bucket in self.replicated if id(bucket.params[0]) not in refused]
         self.in_place[:] = [bucket for bucket in self.in_place if id(bucket.params[0]) not in refused]

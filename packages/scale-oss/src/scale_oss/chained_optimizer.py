@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from scale_core.comm.group import GroupLike
 from scale_core.shard import full_shape
 from scale_core.state.param_ownership import ParamSlice, flat_buffer_of
 from scale_oss.oss import BUCKET_NUMEL, OSS, clip_grads_of
+from scale_oss.state_dict import StateByParam
 
 OptimizerSpec = tuple[type[Optimizer], Mapping[str, Any]]  # a class and its arguments
 
@@ -203,47 +204,14 @@ class SplitOptimizer(Optimizer):
     def sharded_state(self, holding: ParamSlice) -> ParamSlice:
         """See `OSS.sharded_state`."""
         for optimizer in self.optimizers:
-            if optimizer.holds(holding.owner):
+            if id(holding.owner) in optimizer.placements:
                 return optimizer.sharded_state(holding)
         raise ValueError(f"'{holding.name}' is with neither optimizer")
 
     def _sync_param_groups(self) -> None:
         self.param_groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        self.state = _ChainedState(self.optimizers)  # type: ignore[assignment]  # a mapping, as torch uses it
-
-
-class _ChainedState(MutableMapping[Tensor, Any]):
-    """The states of several optimizers."""
-
-    def __init__(self, optimizers: Sequence[OSS]) -> None:
-        self._optimizers = optimizers
-
-    def __getitem__(self, key: Tensor) -> Any:
-        return self._state_with(key)[key]
-
-    def __setitem__(self, key: Tensor, value: Any) -> None:
-        for optimizer in self._optimizers:
-            stepped = (param for group in optimizer.optim.param_groups for param in group["params"])
-            if optimizer.holds(key) or any(key is param for param in stepped):
-                optimizer.state[key] = value
-                return
-        raise KeyError(key)
-
-    def __delitem__(self, key: Tensor) -> None:
-        del self._state_with(key)[key]
-
-    def _state_with(self, key: Tensor) -> MutableMapping[Tensor, Any]:
-        for optimizer in self._optimizers:
-            if key in optimizer.state:
-                return optimizer.state
-        raise KeyError(key)
-
-    def __iter__(self) -> Iterator[Tensor]:
-        for optimizer in self._optimizers:
-            yield from optimizer.state
-
-    def __len__(self) -> int:
-        return sum(len(optimizer.state) for optimizer in self._optimizers)
+        parts = ((each.optim, each.placements) for each in self.optimizers)
+        self.state = StateByParam(*parts)  # type: ignore[assignment]  # a mapping, as torch uses it
 
 
 def _split_params(model: nn.Module, other_names: Sequence[str]) -> dict[str, list[tuple[str, nn.Parameter]]]:

@@ -51,7 +51,6 @@ class FullParamBucket:
 
     @property
     def optimizer_params(self) -> list[nn.Parameter]:
-        """The full parameters that this rank's optimizer steps on."""
         return [placement.optimizer_param for placement in self.placements if placement.optimizer_param is not None]
 
     def prepare(self) -> None:
@@ -96,7 +95,6 @@ class FullParamBucket:
         increment_version([self.params[index] for index in self._with_grad])
 
     def release(self) -> None:
-        """Frees the full parameters and their gradients."""
         for whole in self.optimizer_params:
             whole.grad = None
             whole.untyped_storage().resize_(0)

@@ -13,13 +13,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from scale_core.autograd_hooks import weak_hook
+
 
 class GradAccumulation:
     """Accumulated gradients of one rank's parameters, around the backward pass that runs now."""
 
     def __init__(self, on_set_aside: Callable[[], None]) -> None:
         # Called inside the pass when a sum is set aside, so that the end of the pass is seen.
-        self._on_set_aside = weakref.WeakMethod(on_set_aside)
+        self._on_set_aside = weak_hook(on_set_aside)
         self._watched: set[int] = set()
         self.seen: dict[int, nn.Parameter] = {}  # by id, what got a gradient in this pass; the gradient hook enters it
         self.sums: dict[int, tuple[nn.Parameter, Tensor]] = {}  # by id, what was set aside
@@ -29,14 +31,8 @@ class GradAccumulation:
         """From now on sets the sum of this parameter aside before the next gradient is added."""
         if id(param) not in self._watched and param.requires_grad:
             self._watched.add(id(param))
-            held, its_param = weakref.ref(self), weakref.ref(param)  # A hook in a cycle would keep both alive.
-
-            def before(_: Tensor) -> None:
-                accumulation, param = held(), its_param()
-                if accumulation is not None and param is not None and param.grad is not None:
-                    accumulation._set_aside(param)
-
-            param.register_hook(before)
+            # A hook that held its own parameter would keep it alive.
+            param.register_hook(weak_hook(self._set_aside, weakref.ref(param)))
 
     def pop(self, param: nn.Parameter) -> Tensor | None:
         """Returns a sum for the reduction, once per pass; it is kept until `clear`."""
@@ -76,19 +72,19 @@ class GradAccumulation:
         """Forgets the pass and the sums that were set aside: they were reduced."""
         self.seen, self.sums, self._merged = {}, {}, set()
 
-    def _set_aside(self, param: nn.Parameter) -> None:
+    def _set_aside(self, held: weakref.ref[nn.Parameter], _: Tensor) -> None:
+        param = held()
+        if param is None or param.grad is None:
+            return
         key = id(param)
         if key in self.sums:
             if key not in self._merged:
                 # The second gradient in one pass, as of reentrant checkpoints: each is added to all before it.
                 self._merged.add(key)
                 with torch.no_grad():
-                    assert param.grad is not None
                     param.grad = _added(self.sums[key][1].clone(), param.grad)
         elif key not in self.seen:
-            on_set_aside = self._on_set_aside()
-            assert param.grad is not None and on_set_aside is not None, "there is no sum to set aside"
-            on_set_aside()
+            self._on_set_aside()
             self.sums[key], param.grad = (param, param.grad), None
 
 

@@ -23,11 +23,10 @@ from scale_core.consistency.all_ranks import call_on_all_ranks
 from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import Event, message_tag
 from scale_core.consistency.flight_recorder import next_unique_id
-from scale_core.optim.clip_grad import check_max_norm, clip_factor, grad_norm
+from scale_core.optim.clip_grad import check_max_norm, clip_factor, grad_norm, scale_gradients
 from scale_core.optim.step_checks import allow_full_state
 from scale_core.optim.traits import KINDS, check_kind, constructor_arguments, is_elementwise
 from scale_oss.bucketing import BucketAssigner, check_no_layer_shards, describe_groups
-from scale_oss.full_param_bucket import FullParamBucket
 from scale_oss.state_dict import OSSStateDictMixin, StateByParam
 from scale_oss.state_placement import ranks_of_shards
 
@@ -79,12 +78,7 @@ class OSS(OSSStateDictMixin):
     Attributes:
         optim: The optimizer of this rank's part; its parameters are pieces of the user's.
         group: The ranks.
-        buckets: The parameters that are whole on every rank, in the order in which they were given.
-        in_place_buckets: Shards that are updated where they are.
-        full_param_buckets: Shards that are gathered into full parameters for the step.
-        waits_by_itself: `step` returns when the parameters are up to date; otherwise call `wait` before their next use.
-        gets_reduced_gradients: `ShardedDataParallel` averages gradients into the pieces.
-        reduced_by: Who does so.
+        waits_in_step: `step` returns when the parameters are up to date; otherwise call `wait` before their next use.
 
     Raises:
         TypeError: `optim` is no optimizer class.
@@ -117,8 +111,8 @@ class OSS(OSSStateDictMixin):
         self._built = False
         self._consolidated = None
         self.waits_in_step = True
-        self.gets_reduced_gradients = False
-        self.reduced_by: weakref.ref[nn.Module] | None = None
+        self.gets_reduced_gradients = False  # `ShardedDataParallel` averages gradients into the pieces.
+        self.reduced_by: weakref.ref[nn.Module] | None = None  # who does so
         super().__init__(params, dict(defaults))
         self.group = ranks_of_shards(self._all_params()) if group is None else group_of(group)
         check_no_layer_shards(self.param_groups, self.group)
@@ -137,10 +131,11 @@ class OSS(OSSStateDictMixin):
         self.buckets = self._assigner.replicated
         self.in_place_buckets = self._assigner.in_place
         self.full_param_buckets = self._assigner.full_param
+        self.placements = self._assigner.placements
         self.optim = self._build_optimizer(self._assigner.add(self.param_groups), defaults)
         self.defaults = self.optim.defaults
         copy_options(self.optim.param_groups, self.param_groups)
-        self.state = StateByParam(self.optim, self._assigner.placements)
+        self.state = StateByParam((self.optim, self.placements))
         self._check_initial_state()
         self._built = True
 
@@ -331,21 +326,36 @@ class OSS(OSSStateDictMixin):
         here = [param for shards in self.in_place_buckets for param in shards.optimizer_params]
         parts = [bucket.optimizer_params for bucket in self.buckets]
         if self._optim_class in KINDS and len(parts) > 1 and not self.full_param_buckets and not self.together:
-            step_bucket_by_bucket(self.optim, [*parts, here], self._gather_bucket, self.contract, kwargs)
+            turns = [params or None for params in (*parts, here)]
+            step_in_turn(self.optim, turns, self.contract, kwargs, self._gather_bucket)
             return
         # An unknown optimizer takes one step: it may count its calls.
         if self.together:
             step_on_one_rank(self.optim, self.contract, kwargs)
         elif self.full_param_buckets:
             here += [param for params in parts for param in params]
-            some_are_here = bool(parts or self.in_place_buckets)
-            step_full_param_buckets(
-                self.optim, here if some_are_here else None, self.full_param_buckets, self.contract, kwargs
-            )
+            try:
+                step_in_turn(self.optim, self._full_parts(here), self.contract, kwargs)
+            except BaseException:
+                for bucket in self.full_param_buckets:
+                    bucket.release()
+                raise
         else:
             self.optim.step(**kwargs)
         for number in range(len(parts)):
             self._gather_bucket(number)
+
+    def _full_parts(self, here: Sequence[nn.Parameter]) -> Iterator[Sequence[nn.Parameter]]:
+        """Yields local parameters, if any rank has some, then the full parameters of each bucket, which are gathered.
+
+        They are sent back when they were stepped on.
+        """
+        if self.buckets or self.in_place_buckets:
+            yield here
+        for bucket in self.full_param_buckets:
+            if bucket.gather_to_owners():
+                yield [whole for whole in bucket.optimizer_params if whole.grad is not None]
+                bucket.scatter_to_shards()
 
     def _gather_bucket(self, number: int) -> None:
         """Starts the all-gather of a bucket after its step; the number after the last one is that of the shards."""
@@ -380,53 +390,26 @@ def step_on_one_rank(optim: Optimizer, contract: Contract, kwargs: Mapping[str, 
     copy_options(pickle.loads(bytes.fromhex(packed)), optim.param_groups)
 
 
-def step_bucket_by_bucket(
+def step_in_turn(
     optim: Optimizer,
-    parts: Sequence[Sequence[nn.Parameter]],
-    after_part: Callable[[int], None],
+    parts: Iterable[Sequence[nn.Parameter] | None],
     contract: Contract,
     kwargs: Mapping[str, Any],
+    after_part: Callable[[int], None] | None = None,
 ) -> None:
-    """Steps on one part of the parameters after the other, so that each is gathered beside the next step.
+    """Steps on one part of the parameters after the other, so that each is sent beside the next step.
 
-    `optim` looks at one parameter at a time. `after_part` is called with the number of each part when it is updated.
+    `optim` looks at one parameter at a time; a part that is None has nothing to step on. `after_part` is called with
+    the number of each part when it is updated.
     """
     groups = stepped = optim.param_groups
     try:
         for number, params in enumerate(parts):
-            if params:
+            if params is not None:
                 stepped = _step_params(optim, params, kwargs)
-            after_part(number)
+            if after_part is not None:
+                after_part(number)
     except BaseException as error:
-        contract.report_failure(error)
-        raise
-    copy_options(stepped, groups)
-
-
-def step_full_param_buckets(
-    optim: Optimizer,
-    here: Sequence[nn.Parameter] | None,
-    buckets: Sequence[FullParamBucket],
-    contract: Contract,
-    kwargs: Mapping[str, Any],
-) -> None:
-    """Steps on local parameters, then on the full parameters of each bucket, which are gathered and sent back.
-
-    `here` is None where no rank has local parameters, and may be empty on some.
-    """
-    groups = stepped = optim.param_groups
-    try:
-        if here is not None:
-            stepped = _step_params(optim, here, kwargs)
-        for bucket in buckets:
-            if bucket.gather_to_owners():
-                stepped = _step_params(
-                    optim, [whole for whole in bucket.optimizer_params if whole.grad is not None], kwargs
-                )
-                bucket.scatter_to_shards()
-    except BaseException as error:
-        for bucket in buckets:
-            bucket.release()
         contract.report_failure(error)
         raise
     copy_options(stepped, groups)
@@ -473,8 +456,5 @@ def clip_grads_of(
         norm = grad_norm([piece for piece, _ in chosen], norm_type, contract.limit_seconds)
     if math.isinf(max_norm):
         return norm
-    factor = clip_factor(norm, max_norm)
-    for _, scaled in chosen:
-        if scaled.grad is not None:
-            scaled.grad.mul_(factor.to(scaled.grad.device))
+    scale_gradients([scaled for _, scaled in chosen], clip_factor(norm, max_norm))
     return norm

@@ -27,7 +27,6 @@ class BucketPartition:
 
     @cached_property
     def full_numel(self) -> int:
-        """Elements of the buffer, with padding."""
         return sum(self.sizes)
 
     @cached_property
@@ -37,7 +36,6 @@ class BucketPartition:
 
     @property
     def is_even(self) -> bool:
-        """Whether all ranks have the same number of elements."""
         return len(set(self.sizes)) == 1
 
     def start(self, rank: int) -> int:

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from scale_core.autograd_hooks import after_gradient, in_backward, register_post_backward
+from scale_core.autograd_hooks import after_gradient, register_post_backward, weak_hook
 from scale_core.comm.work import TransferError
 from scale_core.consistency.all_ranks import all_gather_failures, all_gather_json, format_abort
 from scale_core.consistency.contract import Contract, ContractError, ScaleDistributedError, StepError
@@ -129,6 +130,10 @@ _SKIPPED = (
 )
 
 
+class _Forward:
+    """A forward pass, held by its graph alone: it goes when that is freed."""
+
+
 class PendingForwards:
     """Forward passes of this rank to which no backward has come since the ranks last agreed.
 
@@ -136,8 +141,8 @@ class PendingForwards:
     """
 
     def __init__(self, on_backward: Callable[[], None]) -> None:
-        self._on_backward = weakref.WeakMethod(on_backward)
-        self._unmatched: list[weakref.ref[_BackwardHook]] = []  # in the order of the calls; dead if its graph is freed
+        self._on_backward, self._on_grads = weak_hook(on_backward), weak_hook(self._match)
+        self._unmatched: list[weakref.ref[_Forward]] = []  # in the order of the calls
         self._num_matched = 0
         self._per_pass = 1  # forwards that the last backward pass has reached
         self._accepted = 0  # unmatched forwards on every rank alike, such as those whose outputs are only looked at
@@ -148,20 +153,18 @@ class PendingForwards:
         roots = [tensor._base if tensor._base is not None else tensor for tensor in tensors_in(outputs)]
         nodes = {root.grad_fn for root in roots if root.grad_fn is not None}
         if nodes:
-            hook = _BackwardHook(self)
+            forward = _Forward()
             if counts:
-                self._unmatched.append(weakref.ref(hook))
+                self._unmatched.append(weakref.ref(forward))
             for node in nodes:
-                node.register_prehook(hook)
+                node.register_prehook(partial(self._on_grads, forward))
 
-    def match(self, hook: _BackwardHook) -> None:
+    def _match(self, forward: _Forward, _: tuple[Tensor | None, ...]) -> None:
         """A backward has reached the outputs of a forward."""
         before = len(self._unmatched)
-        self._unmatched = [ref for ref in self._unmatched if ref() is not hook]
+        self._unmatched = [ref for ref in self._unmatched if ref() is not forward]
         self._num_matched += before - len(self._unmatched)
-        on_backward = self._on_backward()
-        if on_backward is not None:
-            on_backward()
+        self._on_backward()
 
     def has_skipped(self, *, in_step: bool) -> bool:
         """Whether this rank has skipped a backward pass, as far as it can tell now.
@@ -176,7 +179,6 @@ class PendingForwards:
 
     @property
     def num_unmatched(self) -> int:
-        """Forward passes without a backward."""
         return len(self._unmatched)
 
     def drop_skipped(self) -> None:
@@ -196,18 +198,6 @@ class PendingForwards:
     def clear(self) -> None:
         """Forgets all forwards: the pass has failed."""
         self._unmatched, self._num_matched = [], 0
-
-
-class _BackwardHook:
-    """Held by the graph of a forward pass alone, and called when a backward reaches its outputs."""
-
-    def __init__(self, pending: PendingForwards) -> None:
-        self._pending = weakref.ref(pending)
-
-    def __call__(self, grads: tuple[Tensor | None, ...]) -> None:
-        pending = self._pending()
-        if pending is not None:
-            pending.match(self)
 
 
 _live: weakref.WeakSet[Reducer] = weakref.WeakSet()
@@ -233,12 +223,12 @@ class Reducer:
 
     # Before a backward pass.
 
-    def prepare(self, *, in_step: bool = False) -> None:
+    def prepare(self, *, in_step: bool = False, recomputes: bool = False) -> None:
         """Before a forward pass: aborts a pass that failed or was skipped, and hooks the parameters that train now.
 
-        All ranks begin this forward together if `in_step`.
+        All ranks begin this forward together if `in_step`; a backward pass is running if it `recomputes`.
         """
-        if not in_backward():
+        if not recomputes:
             if self.finalize_is_queued or self.schedule is not None:
                 self.abort(RuntimeError("the backward pass before this one did not come to its end"))
             self._abort_skipped_backward(in_step=in_step)
@@ -251,12 +241,11 @@ class Reducer:
             for index, param in enumerate(bucket.params):
                 if param.requires_grad and (number, index) not in self._hooked:
                     self._hooked.add((number, index))
-                    after_gradient(param, self._make_grad_hook(number, index))
+                    after_gradient(param, weak_hook(self._post_accumulate_grad, number, index))
                 if param.grad is not None:
                     self.accumulation.watch(param)
 
     def begin_backward(self) -> None:
-        """Begins a pass that all ranks reduce together."""
         for bucket in self.buckets:
             bucket.drop_consumed_grads()
         self.schedule = ReductionSchedule(self.buckets, self._order, self.contract, in_half=self._in_half)
@@ -278,17 +267,7 @@ class Reducer:
             self.finalize_is_queued = True
             register_post_backward(self._finalize_backward, self._on_backward_failed)
 
-    def _make_grad_hook(self, number: int, index: int) -> Callable[[Tensor], None]:
-        held = weakref.ref(self)  # Autograd's hooks are invisible to the garbage collector.
-
-        def hook(_: Tensor) -> None:
-            reducer = held()
-            if reducer is not None:
-                reducer._post_accumulate_grad(number, index)
-
-        return hook
-
-    def _post_accumulate_grad(self, number: int, index: int) -> None:
+    def _post_accumulate_grad(self, number: int, index: int, _: Tensor) -> None:
         """Packs a gradient into its bucket, where the pass reduces."""
         if not self.finalize_is_queued:
             self._queue_finalize()
@@ -369,10 +348,12 @@ class Reducer:
         self.pending_forwards.reset_baseline()
         if any(status.num_late for status in statuses):
             for number in sorted({number for numbers in all_gather_json(late, self.contract) for number in numbers}):
-                self.buckets[number].reduce(message_tag(Event("late reduction", self.buckets[number].title)))
+                bucket = self.buckets[number]
+                bucket.reduce(message_tag(Event("late reduction", bucket.title)))
+                with self.contract.waiting(bucket.reduce_event):
+                    bucket.reduction.wait(self.contract.limit_seconds)
         for bucket in self.buckets:
-            with self.contract.waiting(bucket.reduce_event):
-                bucket.commit(self.contract.limit_seconds)
+            bucket.commit()
         self.accumulation.seen = {}
         if self.accumulation.sums:
             self.accumulation.clear()

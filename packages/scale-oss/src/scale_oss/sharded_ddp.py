@@ -278,7 +278,7 @@ class ShardedDataParallel(nn.Module):
         recomputes = in_backward()
         takes_buffers = self.broadcast_buffers and self._reducer.begins_step and not recomputes
         buffers = [buffer.data for buffer in self.module.buffers()] if takes_buffers else []
-        self._reducer.prepare(in_step=bool(buffers))
+        self._reducer.prepare(in_step=bool(buffers), recomputes=recomputes)
         self._broadcast(buffers, "buffers")
         # As in DistributedDataParallel: once for all micro-batches of a step.
         self._reducer.begins_step = torch.is_grad_enabled() and self._reducer.require_backward_grad_sync
@@ -359,7 +359,7 @@ class ShardedDataParallel(nn.Module):
 
     def refresh_trainable(self) -> None:
         """Takes over what was frozen or unfrozen; every forward pass does so by itself."""
-        self._reducer.prepare()
+        self._reducer.prepare(recomputes=in_backward())
 
     def wait(self) -> None:
         """Returns when the parameters are up to date after an optimizer's step."""

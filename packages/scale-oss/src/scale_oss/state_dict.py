@@ -28,7 +28,7 @@ from scale_core.state.param_groups import REGROUP
 from scale_core.state.param_ownership import ParamSlice
 from scale_core.state.validation import StateMismatch
 from scale_core.tree import map_tensors
-from scale_oss.bucketing import BucketAssigner, param_name
+from scale_oss.bucketing import param_name
 from scale_oss.gather_state import Recipient, State, gather_states, large_tensors_in
 from scale_oss.state_placement import StatePlacement, check_gatherable
 
@@ -144,49 +144,56 @@ def _local_part(placement: StatePlacement, tensor: Tensor) -> Tensor:
 
 
 class StateByParam(MutableMapping[Tensor, Any]):
-    """`OSS.state`: looked up by a parameter, or by the piece of it in this rank's optimizer."""
+    """`OSS.state`: looked up by a parameter, or by the piece of it in this rank's optimizer; of one OSS or several."""
 
-    def __init__(self, optim: Optimizer, placements: Mapping[int, StatePlacement]) -> None:
-        self._optim, self._placements = optim, placements
+    def __init__(self, *parts: tuple[Optimizer, Mapping[int, StatePlacement]]) -> None:
+        self._parts = parts
 
     def __getitem__(self, key: Tensor) -> Any:
-        stepped = self._optimizer_key(key)
-        return {} if stepped is None else self._optim.state[stepped]
+        state, stepped = self._locate(key)
+        return {} if stepped is None else state[stepped]
 
     def __setitem__(self, key: Tensor, value: Any) -> None:
-        stepped = self._optimizer_key(key)
+        state, stepped = self._locate(key)
         if stepped is not None:
-            self._optim.state[stepped] = value
+            state[stepped] = value
 
     def __delitem__(self, key: Tensor) -> None:
-        stepped = self._optimizer_key(key)
+        state, stepped = self._locate(key)
         if stepped is None:
             raise KeyError(key)
-        del self._optim.state[stepped]
+        del state[stepped]
 
     def __contains__(self, key: object) -> bool:
-        return self._optimizer_key(key) in self._optim.state
+        state, stepped = self._locate(key)
+        return stepped in state
 
     def __iter__(self) -> Iterator[Tensor]:
-        params = {id(placement.optimizer_param): placement.param for placement in self._placements.values()}
-        return (params.get(id(key), key) for key in list(self._optim.state))
+        for optim, placements in self._parts:
+            params = {id(placement.optimizer_param): placement.param for placement in placements.values()}
+            yield from [params.get(id(key), key) for key in optim.state]
 
     def __len__(self) -> int:
-        return len(self._optim.state)
+        return sum(len(optim.state) for optim, _ in self._parts)
 
     def get(self, key: Tensor, default: Any = None) -> Any:
         """As of any mapping; creates no entry."""
-        stepped = self._optimizer_key(key)
-        return default if stepped is None else self._optim.state.get(stepped, default)
+        state, stepped = self._locate(key)
+        return default if stepped is None else state.get(stepped, default)
 
     def clear(self) -> None:
-        """Forgets all states."""
-        self._optim.state.clear()
+        for optim, _ in self._parts:
+            optim.state.clear()
 
-    def _optimizer_key(self, key: Any) -> Any:
-        """The key of a parameter in the state of the optimizer; None if other ranks have all of it."""
-        placement = self._placements.get(id(key))
-        return key if placement is None else placement.optimizer_param
+    def _locate(self, key: Any) -> tuple[MutableMapping[Any, Any], Any]:
+        """The state that has a parameter, and its key there; None if other ranks have all of it."""
+        for optim, placements in self._parts:
+            if (placement := placements.get(id(key))) is not None:
+                return optim.state, placement.optimizer_param
+        for optim, placements in self._parts:
+            if any(key is placement.optimizer_param for placement in placements.values()):
+                return optim.state, key
+        return self._parts[0][0].state, key
 
 
 class OSSStateDictMixin(Optimizer):
@@ -195,7 +202,7 @@ class OSSStateDictMixin(Optimizer):
     optim: Optimizer
     group: Group
     contract: Contract
-    _assigner: BucketAssigner
+    placements: dict[int, StatePlacement]  # by the parameter's `id`, in the order of the optimizer
     _bucket_numel: int
     _state: StateByParam
     _consolidated: dict[str, Any] | None
@@ -321,7 +328,7 @@ class OSSStateDictMixin(Optimizer):
         """For `scale_core.state.sharded_state_dict`: this rank's part of the state of a parameter."""
         self.wait()
         self._invalidate()  # The caller may load another state.
-        placement = self._assigner.placements[id(holding.owner)]
+        placement = self.placements[id(holding.owner)]
         if holding.shares_owner:  # A flat parameter is stepped on as it is.
             return holding
         if placement.optimizer_param is None:
@@ -338,12 +345,7 @@ class OSSStateDictMixin(Optimizer):
             state="elements" if placement.owner is None else "all",
         )
 
-    def holds(self, param: Tensor) -> bool:
-        """Whether this is one of its parameters."""
-        return id(param) in self._assigner.placements
-
     def _invalidate(self) -> None:
-        """The consolidated state is stale."""
         self._consolidated, self._is_empty = None, False
 
     def _check_initial_state(self) -> None:
@@ -353,11 +355,10 @@ class OSSStateDictMixin(Optimizer):
         self._is_empty = not any(num_states for (num_states,) in rows)
 
     def _placements(self) -> list[StatePlacement]:
-        return [self._assigner.placements[id(param)] for param in self._all_params()]
+        return [self.placements[id(param)] for param in self._all_params()]
 
     def _all_params(self) -> list[nn.Parameter]:
         return [param for group in self.param_groups for param in group["params"]]
 
     def wait(self) -> None:
-        """Returns when the parameters are up to date."""
         raise NotImplementedError

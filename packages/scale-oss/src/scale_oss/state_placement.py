@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -27,7 +28,6 @@ class Range(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """The number of elements."""
         return self.stop - self.start
 
 
@@ -41,16 +41,22 @@ class StatePlacement:
     ranges: tuple[Range, ...]  # by rank of the group, the elements that it updates and keeps the state of
     owner: int | None  # the rank that updates all of it, with a state of any shape; None if each updates elements
     group: Group  # the ranks that have a part of it
-    optimizer_param: nn.Parameter | None  # the parameter in this rank's optimizer, if it has one
+    stepped: nn.Parameter | None  # what this rank's optimizer steps on, if it has a part of it
+
+    @cached_property
+    def optimizer_param(self) -> nn.Parameter | None:
+        """The parameter in this rank's optimizer; None where other ranks have all of it."""
+        if self.owner is not None:
+            return self.stepped if self.group.rank == self.owner else None
+        # A parameter without elements has its state, too: where tensors are cut, on every rank.
+        return self.stepped if self.local_range.numel or not any(held.numel for held in self.ranges) else None
 
     @property
     def local_range(self) -> Range:
-        """The elements that this rank updates."""
         return self.ranges[self.group.rank]
 
     @property
     def first_holder(self) -> int:
-        """The first rank that keeps some of its state."""
         if self.owner is not None:
             return self.owner
         return next((rank for rank, held in enumerate(self.ranges) if held.numel), 0)
@@ -67,7 +73,6 @@ class ShardedParam(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Elements of the full parameter."""
         return sum(held.numel for held in self.ranges)
 
     @property
