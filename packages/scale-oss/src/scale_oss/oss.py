@@ -23,9 +23,10 @@ from scale_core.consistency.all_ranks import call_on_all_ranks
 from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import Event, message_tag
 from scale_core.consistency.flight_recorder import next_unique_id
-from scale_core.optim.clip_grad import check_max_norm, clip_factor, grad_norm, scale_gradients
+from scale_core.optim.clip_grad import MeasuredGradient, check_max_norm, clip_factor, norm_of, scale_gradients
 from scale_core.optim.step_checks import allow_full_state
 from scale_core.optim.traits import KINDS, check_kind, constructor_arguments, is_elementwise
+from scale_core.shard import stages_of
 from scale_oss.bucketing import BucketAssigner, check_no_layer_shards, describe_groups
 from scale_oss.state_dict import OSSStateDictMixin, StateByParam
 from scale_oss.state_placement import ranks_of_shards
@@ -201,7 +202,8 @@ class OSS(OSSStateDictMixin):
     ) -> Tensor:
         """Scales the gradients in place so that their norm is at most `max_norm`; all ranks call it together.
 
-        Each rank measures its own part, so that each element counts once and is measured once.
+        Each rank measures its own part, so that each element counts once and is measured once. Parameters of a
+        pipeline's stage are clipped by the norm of all stages, whose ranks call it together.
 
         Args:
             max_norm: The largest norm allowed; `math.inf` only measures.
@@ -430,6 +432,7 @@ def _step_params(optim: Optimizer, params: Sequence[nn.Parameter], kwargs: Mappi
         optim.param_groups = groups
 
 
+@torch.no_grad()
 def clip_grads_of(
     optimizers: Sequence[OSS],
     max_norm: float,
@@ -445,16 +448,20 @@ def clip_grads_of(
             "clip_grad_norm: filter_params_fn returned none of the optimizer's parameters, and nothing would be "
             "clipped. Have it return some of those that it is given, each once, such as a list of them"
         )
-    chosen: list[tuple[nn.Parameter, nn.Parameter]] = []  # measured, scaled
+    measured: list[MeasuredGradient] = []
+    scaled: list[nn.Parameter] = []
     for optimizer in optimizers:
         optimizer.shard_grads()
         reduced = optimizer.gets_reduced_gradients
         # Full gradients are scaled in full, so that every rank sees the same ones.
-        chosen += [(piece, piece if reduced else p) for p, piece in optimizer.grad_holders() if id(p) in wanted]
+        for param, piece in optimizer.grad_holders():
+            if id(param) in wanted:
+                measured.append(MeasuredGradient(param, piece, piece.grad))
+                scaled.append(piece if reduced else param)
     contract = optimizers[0].contract
     with contract.waiting(Event("gradient norm", "")):
-        norm = grad_norm([piece for piece, _ in chosen], norm_type, contract.limit_seconds)
+        norm = norm_of(measured, norm_type, contract.limit_seconds, stages_of(params))
     if math.isinf(max_norm):
         return norm
-    scale_gradients([scaled for _, scaled in chosen], clip_factor(norm, max_norm))
+    scale_gradients(scaled, clip_factor(norm, max_norm))
     return norm

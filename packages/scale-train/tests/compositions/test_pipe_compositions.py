@@ -201,7 +201,12 @@ def train_replicas() -> dict[str, dict[str, Any]]:
             for part in batch_of(step, replica)[0].double().chunk(2):
                 pipe.step(part, target=part, loss_fn=nn.functional.mse_loss)
                 fail(pipe, part, part)
-            norms.append(pipe.clip_grad_norm_(MAX_NORM).item())
+            if wrap is with_oss:  # An optimizer of one stage measures all stages, too.
+                (optimizer,) = optimizers
+                assert optimizer.clip_grad_norm(math.inf) == pipe.clip_grad_norm_(math.inf)
+                norms.append(optimizer.clip_grad_norm(MAX_NORM).item())
+            else:
+                norms.append(pipe.clip_grad_norm_(MAX_NORM).item())
             for optimizer in optimizers:
                 optimizer.step()
         results[name] = {"norms": norms, "parameters": whole(pipe)}
