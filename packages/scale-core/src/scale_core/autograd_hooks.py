@@ -71,11 +71,7 @@ def are_newest_nodes(tensors: Iterable[Tensor]) -> bool:
 
 
 def before_backward(outputs: Any, callback: Callable[[], None]) -> bool:
-    """Calls `callback` whenever a gradient arrives at one of the tensors in `outputs`.
-
-    Returns:
-        Whether there was a tensor through which a gradient can arrive.
-    """
+    """Calls `callback` whenever a gradient arrives at one of the tensors in `outputs`; returns whether one can."""
     watched = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
     for tensor in watched:
         tensor.register_hook(_ignoring_the_gradient(callback))
@@ -87,10 +83,8 @@ def after_backward(inputs: Any, callback: Callable[[], None]) -> tuple[Any, bool
 
     The module must compute with the returned aliases: a hook on an input itself would wait for every other use of that
     tensor. Where the module's first operation on an input is in place, autograd takes the alias out of the graph, and
-    its gradient is not waited for: with no other input, `callback` is not called.
-
-    Returns:
-        The inputs, and whether there was a tensor that needs a gradient.
+    its gradient is not waited for: with no other input, `callback` is not called. Returns the inputs, and whether one
+    of them needs a gradient.
     """
     aliases: list[Tensor] = []
 
@@ -120,9 +114,6 @@ def register_post_backward(finish: Callable[[], None], fail: Callable[[], None])
 
     Autograd has no hook for a failed pass, but it drops the callbacks for its end before the error reaches the user.
     Errors of `fail` itself are suppressed: the user is about to see the error of the pass.
-
-    Raises:
-        RuntimeError: No backward pass is running.
     """
     queue_callback(_EndOfBackward(finish, fail))
 

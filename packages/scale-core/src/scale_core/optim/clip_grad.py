@@ -160,17 +160,11 @@ def clip_grad_norm(
 ) -> Tensor:
     """Scales all gradients in place so that their norm is at most `max_norm`; returns the norm before.
 
-    The factor is torch's, so that the result is torch's too.
-
-    Args:
-        params: As in `grad_norm`.
-        max_norm: The largest norm allowed; 0 or more, `math.inf` only measures.
-        norm_type: As in `grad_norm`.
-        limit_seconds: As in `grad_norm`.
+    The factor is torch's, so that the result is torch's too. `max_norm` is 0 or more, and `math.inf` only measures; the
+    rest, and what is raised, is as in `grad_norm`.
 
     Raises:
-        TransferError: As in `grad_norm`.
-        ValueError: As in `grad_norm` and `check_max_norm`; or there are no parameters.
+        ValueError: Also for `max_norm` below 0 or NaN, or where there are no parameters.
     """
     check_max_norm(max_norm)
     given = _listed(params)

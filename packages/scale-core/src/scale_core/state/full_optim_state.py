@@ -87,18 +87,17 @@ def gather_optim_states(
 ) -> list[dict[Any, Any]]:
     """Returns the whole state of each parameter of a bucket where `keeps`, and nothing elsewhere.
 
-    All ranks of the bucket's group call it together; one of them keeps it, or all do.
+    The parameters are held by one group, whose ranks call it together; one of them keeps the state, or all do.
 
     Args:
-        states: Of the parameters of one bucket, which are held by one group.
+        states: What this rank has of them.
         contract: Watches the waits.
         keeps: Whether this rank gets the state.
         compared_over: The ranks that must have stepped alike, where the group's are only some of them.
         device: Of the whole tensors; None is where they were sent from. Numbers are on the host.
 
     Raises:
-        ValueError: On all ranks: a state is neither a number nor a tensor of the shard's shape, or the ranks' states
-            differ.
+        ValueError: On all ranks: a state is neither a number nor of the shard's shape, or the ranks' states differ.
     """
     if not states:
         return []
