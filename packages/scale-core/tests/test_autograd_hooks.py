@@ -24,13 +24,13 @@ from scale_core.autograd_hooks import (
     in_backward,
     is_consumed_in_backward,
     is_nested,
-    queue_post_backward,
     register_grad_published_hook,
     register_local_grad_hook,
     register_post_backward,
     register_reduced_grad_hook,
     weak_hook,
 )
+from scale_core.compat import queue_callback
 
 
 class Watched(nn.Module):
@@ -204,7 +204,7 @@ def test_the_end_of_a_backward_comes_once_after_everything() -> None:
 
     def begin() -> None:
         assert in_backward()
-        queue_post_backward(lambda: module.log.append("end"))
+        queue_callback(lambda: module.log.append("end"))
 
     out = module(source() * 1)
     before_backward(out, begin)

@@ -13,6 +13,8 @@ from state_cases import WRAPPINGS, Awkward, Differences, Layout, train, two_grou
 from torch import nn
 from torch.optim import Optimizer
 
+from scale_core.comm.group import Group
+from scale_core.shard import Axis, Placement, Shard, set_shard
 from scale_core.testing import run_ranks
 from scale_fsdp import FullyShardedDataParallel, full_optim_state_dict, fully_shard, shard_optim_state_dict
 from scale_fsdp.runtime.unit import unit_of
@@ -273,3 +275,23 @@ def test_after_a_move_a_failure_is_told_by_the_ranks_that_there_are_now() -> Non
     model.double()
     assert _contract_of(model) is not before
     assert _contract_of(model).limit_seconds == 7.0
+
+
+@pytest.mark.parametrize(("value", "kind"), [([torch.zeros(1)], "list"), ({1: 2}, "dict"), (object(), "object")])
+def test_what_could_not_be_sharded_again_by_name_is_refused(value: Any, kind: str) -> None:
+    model, optimizer, _ = trained()
+    optimizer.state[next(model.parameters())]["v"] = value
+    with pytest.raises(ValueError, match=rf"optimizer state .*\.v is a {kind}, expected a tensor or a number"):
+        full_optim_state_dict(model, optimizer)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_parameter_that_its_layer_divides_is_refused(sharded: bool) -> None:
+    model = nn.Linear(2, 2, bias=False)
+    axis = Axis(Group(rank=0, size=2), Placement.SHARD)
+    set_shard(model.weight, Shard("weight", (4, 2), 0, 4, (axis,), gathered=False))
+    if sharded:
+        fully_shard(model)
+    optimizer = torch.optim.Adam(model.parameters())
+    with pytest.raises(ValueError, match=r"'weight' is divided by its layer.*sharded_state_dict\(model, optimizer\)"):
+        full_optim_state_dict(model, optimizer)

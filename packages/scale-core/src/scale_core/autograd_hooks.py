@@ -24,14 +24,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from scale_core.compat import graph_task_id, next_node_number, queue_callback
 from scale_core.tree import map_tensors, tensors_in
 
-LocalGradsHook = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
-
-ReducedGradsHook = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
-
+GradsHook = Callable[[Sequence[Tensor], Sequence[Tensor]], None]  # given parameters and, in the same order, gradients
 GradPublishedHook = Callable[[Sequence[Tensor]], None]
 
-local_grad_hooks: OrderedDict[int, LocalGradsHook] = OrderedDict()  # a handle can't refer weakly to a dict
-reduced_grad_hooks: OrderedDict[int, ReducedGradsHook] = OrderedDict()
+local_grad_hooks: OrderedDict[int, GradsHook] = OrderedDict()  # a handle can't refer weakly to a dict
+reduced_grad_hooks: OrderedDict[int, GradsHook] = OrderedDict()
 grad_published_hooks: OrderedDict[int, tuple[GradPublishedHook, Container[Tensor]]] = OrderedDict()
 _reported: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _open_tasks: Counter[int] = Counter()  # autograd's numbers of the passes whose end is waited for
@@ -75,11 +72,7 @@ def are_newest_nodes(tensors: Iterable[Tensor]) -> bool:
 
 
 def before_backward(outputs: Any, callback: Callable[[], None]) -> bool:
-    """Calls `callback` whenever a gradient arrives at one of the tensors in `outputs`.
-
-    Returns:
-        Whether there was a tensor through which a gradient can arrive.
-    """
+    """Calls `callback` whenever a gradient arrives at one of the tensors in `outputs`; returns whether one can."""
     watched = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
     for tensor in watched:
         tensor.register_hook(_ignoring_the_gradient(callback))
@@ -91,10 +84,8 @@ def after_backward(inputs: Any, callback: Callable[[], None]) -> tuple[Any, bool
 
     The module must compute with the returned aliases: a hook on an input itself would wait for every other use of that
     tensor. Where the module's first operation on an input is in place, autograd takes the alias out of the graph, and
-    its gradient is not waited for: with no other input, `callback` is not called.
-
-    Returns:
-        The inputs, and whether there was a tensor that needs a gradient.
+    its gradient is not waited for: with no other input, `callback` is not called. Returns the inputs, and whether one
+    of them needs a gradient.
     """
     aliases: list[Tensor] = []
 
@@ -119,23 +110,11 @@ def after_gradient(param: nn.Parameter, callback: Callable[[Tensor], None]) -> R
     return handle
 
 
-def queue_post_backward(callback: Callable[[], None]) -> None:
-    """Calls `callback` at the very end of the backward pass that is running now.
-
-    Raises:
-        RuntimeError: No backward pass is running.
-    """
-    queue_callback(callback)
-
-
 def register_post_backward(finish: Callable[[], None], fail: Callable[[], None]) -> None:
     """Calls `finish` at the end of the backward pass that runs now, or `fail` where the pass fails.
 
     Autograd has no hook for a failed pass, but it drops the callbacks for its end before the error reaches the user.
     Errors of `fail` itself are suppressed: the user is about to see the error of the pass.
-
-    Raises:
-        RuntimeError: No backward pass is running.
     """
     queue_callback(_EndOfBackward(finish, fail))
 
@@ -154,24 +133,18 @@ def is_nested() -> bool:
     return any(other != task for other in _open_tasks)
 
 
-def register_local_grad_hook(callback: LocalGradsHook) -> RemovableHandle:
+def register_local_grad_hook(callback: GradsHook) -> RemovableHandle:
     """Calls `callback(params, grads)` with gradients as this rank computed them, before they are reduced.
 
     It is called for each backward pass by itself: where gradients of several passes are accumulated, as under
     `no_sync()` of scale-fsdp, each call has those of its pass alone. scale-oss calls it with the sum, at the reduction:
     its parameters are whole, so a hook on a parameter sees each pass.
 
-    Args:
-        callback: Gets the parameters as `parameters()` yields them and, in the same order, the whole local gradient
-            of each, in the full shape (see `full_shape`) and possibly in a lower precision than the parameter. The
-            gradients are borrowed: they must not be changed, nor kept after the callback returns.
-
-    Returns:
-        A handle; `handle.remove()` ends the calls.
+    It gets the parameters as `parameters()` yields them and, in the same order, the whole local gradient of each, in
+    the full shape (see `full_shape`) and possibly in a lower precision than the parameter. The gradients are borrowed:
+    they must not be changed, nor kept after the callback returns. `handle.remove()` ends the calls.
     """
-    handle = RemovableHandle(local_grad_hooks)
-    local_grad_hooks[handle.id] = callback
-    return handle
+    return _add(local_grad_hooks, callback)
 
 
 def mark_without_autograd_hooks(params: Sequence[Tensor]) -> None:
@@ -197,22 +170,16 @@ def call_local_grad_hooks(params: Sequence[Tensor], grads: Sequence[Tensor]) -> 
             callback(params, grads)
 
 
-def register_reduced_grad_hook(callback: ReducedGradsHook) -> RemovableHandle:
+def register_reduced_grad_hook(callback: GradsHook) -> RemovableHandle:
     """Calls `callback(params, grads)` when gradients of local shards are reduced, while the pass of other modules runs.
 
     The gradients become `param.grad` when the pass has succeeded on every rank, and are dropped otherwise: the very
     same tensors, unless a late gradient of this pass replaces one.
 
-    Args:
-        callback: Gets local shards as `parameters()` yields them, none of which has a gradient of an earlier pass, and
-            what each got in this one, in its shape. It may read the gradients, or start to copy them; not change them.
-
-    Returns:
-        A handle; `handle.remove()` ends the calls.
+    It gets local shards as `parameters()` yields them, none of which has a gradient of an earlier pass, and what each
+    got in this one, in its shape. It may read the gradients, or start to copy them; not change them.
     """
-    handle = RemovableHandle(reduced_grad_hooks)
-    reduced_grad_hooks[handle.id] = callback
-    return handle
+    return _add(reduced_grad_hooks, callback)
 
 
 def call_reduced_grad_hooks(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
@@ -233,13 +200,8 @@ def register_grad_published_hook(callback: GradPublishedHook, at_once: Container
         at_once: Local shards whose gradients the callback uses up, so that they need not wait for the end of the pass:
             they are put into `param.grad`, and it is called, as soon as they are reduced. Where the pass fails later,
             that can't be taken back. May grow afterwards.
-
-    Returns:
-        A handle; `handle.remove()` ends the calls.
     """
-    handle = RemovableHandle(grad_published_hooks)
-    grad_published_hooks[handle.id] = callback, at_once
-    return handle
+    return _add(grad_published_hooks, (callback, at_once))
 
 
 def is_consumed_in_backward(param: Tensor) -> bool:
@@ -262,6 +224,12 @@ def call_grad_published_hooks(params: Sequence[Tensor]) -> None:
     with torch.no_grad():
         for callback, _ in list(grad_published_hooks.values()):
             callback(params)
+
+
+def _add(hooks: OrderedDict[int, Any], hook: Any) -> RemovableHandle:
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle
 
 
 class _EndOfBackward:

@@ -68,9 +68,6 @@ class MicrobatchStep:
         counted_elsewhere: Of these, copies of what another rank has, which counts and reports them.
 
     Attributes:
-        params: As given.
-        in_parts: As given; by identity.
-        counted_elsewhere: As given; by identity.
         sample: The number of the sample whose gradients are computed now; None between them.
     """
 

@@ -216,15 +216,9 @@ def is_divided(param: Tensor) -> bool:
 
 
 def check_undivided(params: Iterable[tuple[str, Tensor]], group: Group, what: str) -> None:
-    """Refuses a group of replicas whose ranks hold different parts of a parameter: it would mix their values.
+    """Refuses a group of replicas whose ranks hold different parts of a parameter: `what` would mix their values.
 
-    Args:
-        params: Parameters with their names, before anything cuts them for `group`.
-        group: The ranks that hold the same model, in the eyes of `what`.
-        what: Who is about to copy or average between them, in an error.
-
-    Raises:
-        ValueError: A layer has divided one of them between ranks of this group, or these are stages of a pipeline.
+    Raises ValueError where a layer has divided one between ranks of the group, or these are stages of a pipeline.
     """
     named = list(params)
     for model in stages_of(param for _, param in named) if named else ():

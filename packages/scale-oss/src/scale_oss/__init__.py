@@ -4,7 +4,7 @@
 
 - `partition`, `bucketing`, `bucket`, `full_param_bucket`: which rank updates what, and its flat memory;
 - `reducer`, `grad_accumulation`: gradients reduced in the backward pass, aborted, or accumulated;
-- `state_placement`, `gather_state`, `state_dict`: state by the plain optimizer's keys;
+- `state_placement`, `state_dict`: state by the plain optimizer's keys;
 - `chained_optimizer`: two optimizers for one model, as one.
 """
 

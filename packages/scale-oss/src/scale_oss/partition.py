@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from scale_core.flat.layout import FlatLayout, LayoutEntry, ShardSpan
+from scale_core.flat.packing import group_in_buckets
 
 
 @dataclass(frozen=True)
@@ -109,25 +110,8 @@ def choose_owners(numels: Sequence[int], world_size: int, loads: Sequence[int] =
     return owners
 
 
-def group_in_buckets(numels: Sequence[int], bucket_numel: int) -> list[list[int]]:
-    """Puts neighbouring parameters together until a bucket is full; a larger one has a bucket of its own.
-
-    >>> group_in_buckets([4, 4, 4, 20, 1], bucket_numel=10)
-    [[0, 1], [2], [3], [4]]
-    """
-    buckets: list[list[int]] = []
-    held = 0
-    for index, numel in enumerate(numels):
-        if not buckets or held + numel > bucket_numel:
-            buckets.append([])
-            held = 0
-        buckets[-1].append(index)
-        held += numel
-    return buckets
-
-
 def group_from_the_end(numels: Sequence[int], bucket_numel: int) -> list[list[int]]:
-    """The same, begun with the last parameter, so that what is left over is the first bucket.
+    """As `group_in_buckets`, begun with the last parameter, so that what is left over is the first bucket.
 
     That one is reduced last in a backward pass, and needed first in the next forward pass: nothing hides its way.
 

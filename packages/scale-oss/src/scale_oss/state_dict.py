@@ -23,16 +23,16 @@ from scale_core.comm.group import Group
 from scale_core.consistency.all_ranks import raise_on_all_ranks
 from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import Event
+from scale_core.flat.packing import group_in_buckets
 from scale_core.shard import unit_shard_of
-from scale_core.state.param_groups import REGROUP
+from scale_core.state.param_groups import NAMES, REGROUP, check_options
 from scale_core.state.param_ownership import ParamSlice
 from scale_core.state.validation import StateMismatch
-from scale_core.tree import map_tensors
-from scale_oss.bucketing import param_name
-from scale_oss.gather_state import Recipient, State, gather_states, large_tensors_in
+from scale_core.tree import map_tensors, tensors_in
+from scale_oss.bucketing import BucketAssigner, param_name
 from scale_oss.state_placement import StatePlacement, check_gatherable
 
-_NAMES = frozenset({"params", "param_names"})
+State = dict[Any, Any]  # An optimizer's state of one parameter: tensors, numbers, and containers of them.
 
 
 def plain_state_dict(groups: Sequence[Mapping[str, Any]], states: Mapping[int, State]) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def local_state_dict(
                 states[stepped[number]] = map_tensors(partial(_local_part, placement), state)
     packed = [
         {
-            **{key: value for key, value in saved.items() if key not in ("params", "param_names")},
+            **{key: value for key, value in saved.items() if key not in NAMES},
             "params": [stepped[number] for number in saved["params"] if number in stepped],
         }
         for saved in state_dict["param_groups"]
@@ -107,20 +107,14 @@ def _check_groups(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> list[
                 f"group {number} has {len(saved['params'])} parameters in the state dict, and "
                 f"{len(group['params'])} in the optimizer: {REGROUP}"
             )
-        # One side may have more options: schedulers and newer versions of torch add some.
-        lost, new = (sorted(a.keys() - b.keys() - _NAMES) for a, b in ((saved, group), (group, saved)))
-        if lost and new:
-            raise StateMismatch(
-                f"the state dict is that of another optimizer: it has the option '{lost[0]}', which this one does not "
-                f"know, and no '{new[0]}'"
-            )
+        check_options(saved, group)
     return [number for saved in saved_groups for number in saved["params"]]
 
 
 def _check_shapes(state: State, placement: StatePlacement, live: State) -> None:
     for key, value in state.items():
-        for tensor in large_tensors_in(value):
-            if placement.owner is None and tuple(tensor.shape) != placement.shape:
+        for tensor in tensors_in(value):
+            if placement.owner is None and tensor.ndim and tuple(tensor.shape) != placement.shape:
                 raise StateMismatch(
                     f"the state '{key}' of '{placement.name}' has shape {tuple(tensor.shape)}, expected "
                     f"{placement.shape} or a number"
@@ -141,6 +135,39 @@ def _local_part(placement: StatePlacement, tensor: Tensor) -> Tensor:
     assert placement.optimizer_param is not None
     start, stop = placement.local_range
     return tensor.detach().reshape(-1)[start:stop].clone().view(placement.optimizer_param.shape)
+
+
+def _gather_states(
+    placements: Sequence[StatePlacement],
+    states: Mapping[Tensor, State],
+    keeps: bool,
+    contract: Contract,
+    bucket_numel: int,
+) -> dict[int, State]:
+    """Gathers the state of each parameter on the host of the ranks that keep it, by the number of its placement.
+
+    All ranks call it together; they raise as `gather_optim_states` does.
+    """
+    # They load torch's checkpoint package: a second.
+    from scale_core.state.full_optim_state import ParamState, gather_optim_states
+    from scale_core.state.full_tensor import Part
+
+    found: dict[int, State] = {}
+    by_group: dict[Group, list[int]] = {}
+    for number, placement in enumerate(placements):
+        by_group.setdefault(placement.group, []).append(number)
+    for group, numbers in by_group.items():
+        sizes = [max(1, sum(held.numel for held in placements[number].ranges)) for number in numbers]
+        for run in group_in_buckets(sizes, bucket_numel):
+            bucket = []
+            for placement in (placements[numbers[place]] for place in run):
+                stepped, parts = placement.optimizer_param, [Part(*held) for held in placement.ranges]
+                owner, own = (placement.param, {}) if stepped is None else (stepped, states.get(stepped, {}))
+                held = ParamSlice(placement.name, owner, placement.shape, *placement.local_range)
+                bucket.append(ParamState(held, group, parts, placement.param.device, own, placement.owner))
+            whole = gather_optim_states(bucket, contract, keeps=keeps)
+            found.update((numbers[place], state) for place, state in zip(run, whole, strict=False) if state)
+    return dict(sorted(found.items()))
 
 
 class StateByParam(MutableMapping[Tensor, Any]):
@@ -245,12 +272,9 @@ class OSSStateDictMixin(Optimizer):
                 check_gatherable(param, param_name(group, 0, index))
         self._consolidated = None
         self.contract.check_equal("the arguments of consolidate_state_dict", [f"recipient_rank={recipient_rank}"])
-        to_all = recipient_rank == -1
-        recipient = Recipient(
-            None if to_all else self.group.ranks[recipient_rank], to_all or recipient_rank == self.group.rank
-        )
-        states = gather_states(self._placements(), self.optim.state, recipient, self.contract, self._bucket_numel)
-        if recipient.is_this_rank:
+        keeps = recipient_rank in (-1, self.group.rank)
+        states = _gather_states(self._placements(), self.optim.state, keeps, self.contract, self._bucket_numel)
+        if keeps:
             self._consolidated = plain_state_dict(self.param_groups, states)
 
     def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
@@ -318,9 +342,9 @@ class OSSStateDictMixin(Optimizer):
         self._invalidate()
         self.optim.load_state_dict(local)
         for mine, theirs in zip(self.param_groups, self.optim.param_groups, strict=True):
-            for key in sorted(mine.keys() - theirs.keys() - _NAMES):
+            for key in sorted(mine.keys() - theirs.keys() - NAMES):
                 del mine[key]
-            mine.update({key: value for key, value in theirs.items() if key not in _NAMES})
+            mine.update({key: value for key, value in theirs.items() if key not in NAMES})
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 

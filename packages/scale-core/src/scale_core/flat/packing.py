@@ -125,3 +125,20 @@ def _capped_lcm(align: int, pieces: Sequence[Piece], most: int) -> int:
 
 def _round_up(number: int, step: int) -> int:
     return -(-number // step) * step
+
+
+def group_in_buckets(numels: Sequence[int], bucket_numel: int) -> list[list[int]]:
+    """Puts neighbouring parameters together until a bucket is full; a larger one has a bucket of its own.
+
+    >>> group_in_buckets([4, 4, 4, 20, 1], bucket_numel=10)
+    [[0, 1], [2], [3], [4]]
+    """
+    buckets: list[list[int]] = []
+    held = 0
+    for index, numel in enumerate(numels):
+        if not buckets or held + numel > bucket_numel:
+            buckets.append([])
+            held = 0
+        buckets[-1].append(index)
+        held += numel
+    return buckets

@@ -103,9 +103,8 @@ def measured_gradients(params: Sequence[Tensor]) -> list[MeasuredGradient]:
 def grad_norm(params: Iterable[Tensor], norm_type: float = 2.0, limit_seconds: float | None = None) -> Tensor:
     """Returns the p-norm of all gradients together, as one number that is equal on all ranks.
 
-    All ranks of every group that shards one of the parameters must call it together, with the same parameters in the
-    same order; of a pipeline, with those of their stages, of which a rank may have none. Gradients are measured in fp32
-    at least, and their norms combined in fp64.
+    All ranks that share one of the parameters call it together, with the same parameters in the same order; of a
+    pipeline, with those of their stages, of which a rank may have none. Norms are combined in fp64.
 
     Args:
         params: Parameters, whole or local shards (`shard_of` tells), or one such; one without a gradient counts as
@@ -161,17 +160,11 @@ def clip_grad_norm(
 ) -> Tensor:
     """Scales all gradients in place so that their norm is at most `max_norm`; returns the norm before.
 
-    The factor is torch's, so that the result is torch's too.
-
-    Args:
-        params: As in `grad_norm`.
-        max_norm: The largest norm allowed; 0 or more, `math.inf` only measures.
-        norm_type: As in `grad_norm`.
-        limit_seconds: As in `grad_norm`.
+    The factor is torch's, so that the result is torch's too. `max_norm` is 0 or more, and `math.inf` only measures; the
+    rest, and what is raised, is as in `grad_norm`.
 
     Raises:
-        TransferError: As in `grad_norm`.
-        ValueError: As in `grad_norm` and `check_max_norm`; or there are no parameters.
+        ValueError: Also for `max_norm` below 0 or NaN, or where there are no parameters.
     """
     check_max_norm(max_norm)
     given = _listed(params)
@@ -241,11 +234,11 @@ def check_finite(norm: Tensor, norm_type: float) -> None:
 
 def is_shared(param: Tensor) -> bool:
     """Whether other ranks have gradients of the norm that this one belongs to."""
-    return bool(_sharing_groups(param)) or _expert_group(param) is not None
+    return bool(_sharing_groups(param))
 
 
 def _sharing_groups(param: Tensor) -> tuple[Group, ...]:
-    """The groups between which the elements of a parameter are sharded."""
+    """The groups between which a parameter is sharded, and that of ranks which have other experts in its place."""
     shard = shard_of(param)
     if shard is None:
         return ()
@@ -255,13 +248,8 @@ def _sharing_groups(param: Tensor) -> tuple[Group, ...]:
                 f"the gradient of {shard.title} is a partial sum over ranks {list(axis.group.ranks)}: "
                 "reduce it before its norm is taken"
             )
-    return tuple(axis.group for axis in shard.axes if axis.placement is Placement.SHARD and axis.group.size > 1)
-
-
-def _counts(param: Tensor) -> bool:
-    """Whether this rank counts the elements that it holds, or another rank with the same elements does."""
-    shard = shard_of(param)
-    return shard is None or shard.counted
+    groups = [axis.group for axis in shard.axes if axis.placement is Placement.SHARD and axis.group.size > 1]
+    return tuple(groups if shard.counted_over is None else [*groups, shard.counted_over])
 
 
 def _listed(params: Iterable[Tensor]) -> list[Tensor]:
@@ -296,27 +284,19 @@ def _over_shards(
     """The sum of |g|^p over all elements on all ranks that share a parameter, or their largest magnitude."""
     # By who shares them. The order is that of the parameters, which is the same on all ranks; an order by the ranks
     # in a group would not be, where an axis is the first of one group's and the last of another's.
-    classes: dict[tuple[tuple[Group, ...], Group | None], list[Tensor]] = {}
+    classes: dict[tuple[Group, ...], list[Tensor]] = {}
     for _, holder, grad in gradients:
-        members = classes.setdefault((_sharing_groups(holder), _expert_group(holder)), [])
-        if grad is not None and _counts(holder):
+        members, shard = classes.setdefault(_sharing_groups(holder), []), shard_of(holder)
+        if grad is not None and (shard is None or shard.counted):
             # Of a complex number its magnitude counts, as in torch.
             members.append(grad.abs() if grad.is_complex() else grad)
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for (groups, apart), members in classes.items():
+    for groups, members in classes.items():
         share = _power_sum(members, norm_type, device)
         for group in groups:
             share = _over_group(share, norm_type, group, limit_seconds)
-        if apart is not None:
-            share = _over_group(share, norm_type, apart, limit_seconds)
         total = _combined(total, share, norm_type)
     return total
-
-
-def _expert_group(param: Tensor) -> Group | None:
-    """The ranks that each have another parameter in this one's place (experts), if there are such."""
-    shard = shard_of(param)
-    return None if shard is None else shard.counted_over
 
 
 class _NormDtype(IntEnum):

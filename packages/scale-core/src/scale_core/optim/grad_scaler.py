@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -169,14 +170,8 @@ class ShardedGradScaler(GradScaler):
         self._check_covers(optimizer, group)
         found = super()._unscale_grads_(_with_gradients(optimizer), inv_scale, found_inf, True)
         scale, state = cast(Tensor, self._scale), self._per_optimizer_states[id(optimizer)]
-        mine = torch.stack(
-            [
-                torch.stack([found_inf, *(tensor.to(scale.device) for tensor in found.values())]).amax(),
-                torch.full_like(scale, float(state["scaled"])),
-                scale,
-                -scale,
-            ]
-        )
+        infinite = torch.stack([found_inf, *(tensor.to(scale.device) for tensor in found.values())]).amax()
+        mine = torch.stack([infinite, torch.full_like(scale, float(state["scaled"])), scale, -scale])
         state["agreed"] = self._largest(mine, group)
         # Exactly 1 where any rank has found one: fused optimizers compare with that.
         return {scale.device: state["agreed"][0].clone()}
@@ -218,30 +213,22 @@ class ShardedGradScaler(GradScaler):
         params = [param for param_group in _with_gradients(optimizer).param_groups for param in param_group["params"]]
         if self._covered.get(optimizer) == len(params):
             return
-        for param in params:
-            shard = shard_of(param)
-            for axis in () if shard is None else shard.axes:
+        for shard in filter(None, map(shard_of, params)):
+            for axis in shard.axes:
                 if axis.group.size > 1 and not set(axis.group.ranks) <= set(group.ranks):
                     raise ValueError(
-                        f"{shard.title if shard else ''} is shared by the ranks {list(axis.group.ranks)}, but the "
-                        f"scaler asks only the ranks {list(group.ranks)}: leave process_group out, or pass "
-                        "ShardedGradScaler a group of all ranks that share a parameter"
+                        f"{shard.title} is shared by the ranks {list(axis.group.ranks)}, but the scaler asks only the "
+                        f"ranks {list(group.ranks)}: leave process_group out, or pass ShardedGradScaler a group of all "
+                        "ranks that share a parameter"
                     )
         self._covered[optimizer] = len(params)
-
-
-class _Parameters:
-    """The part of an optimizer that torch's methods read: whose gradients are meant."""
-
-    def __init__(self, params: list[Tensor]) -> None:
-        self.param_groups: list[dict[str, Any]] = [{"params": params}]
 
 
 def _with_gradients(optimizer: Any) -> Any:
     """The optimizer; or, where gradients are kept elsewhere, the tensors that have them."""
     # Whoever keeps reduced gradients in parts of the parameters says so by an attribute `params_with_gradients`.
     params = getattr(optimizer, "params_with_gradients", None)
-    return optimizer if params is None else _Parameters(list(params))
+    return optimizer if params is None else SimpleNamespace(param_groups=[{"params": list(params)}])
 
 
 def _check(name: str, value: float, expected: str, holds: Callable[[float], bool]) -> None:

@@ -106,14 +106,8 @@ class LocalShard(Tensor):
     `LocalShard(tensor, shape, start, stop)` keeps `tensor`, which has `stop - start` elements in any shape, and is not
     copied. With `ranges`, the elements are counted in what these leave of the whole tensor. The tensor is contiguous;
     in the shape of all of that it may have any strides. Without `written` it is loaded into like any, but saved by
-    other ranks alone, which hold the same elements.
-
-    Attributes:
-        tensor: As given.
-        start: As given.
-        stop: As given.
-        ranges: As given: those of each dimension (`scale_core.Shard`), or empty.
-        written: As given.
+    other ranks alone, which hold the same elements. All of these are attributes; `ranges` are those of each dimension
+    (`scale_core.Shard`), or empty.
 
     Raises:
         ValueError: The tensor has another number of elements, or is not contiguous where it has to be.

@@ -25,7 +25,13 @@ from scale_core.state.param_groups import (
     matching_options,
     saved_groups,
 )
-from scale_core.state.param_ownership import ParamSlice, check_known, is_per_param_number, named_param_slices
+from scale_core.state.param_ownership import (
+    ParamSlice,
+    check_known,
+    is_per_param_number,
+    named_param_slices,
+    not_elementwise,
+)
 from scale_core.state.validation import SavedTensor, StateMismatch
 
 
@@ -209,10 +215,7 @@ def _entry(holding: ParamSlice, key: str, value: Any) -> Any:
     if holding.state == "all":
         return LocalShard(value.detach(), tuple(value.shape), 0, value.numel(), written=holding.written)
     if value.shape != owner.shape:
-        raise ValueError(
-            f"optimizer state {name} has shape {tuple(value.shape)}, expected the shard's {tuple(owner.shape)} or a "
-            "number: this optimizer needs whole parameters, so it can't step on shards"
-        )
+        raise not_elementwise(name, value.shape, owner.shape)
     return local_chunk(holding, value)
 
 

@@ -23,8 +23,8 @@ GROUPS = "optim.groups"
 REGROUP = "build the optimizer with the parameter groups that it was saved with"
 """What mends groups that differ, in errors."""
 
-# Options that say what the tensors of a group are called: names are saved anyway, those of the plain model.
-_NOT_SAVED = frozenset({"params", "param_names"})
+NAMES = frozenset({"params", "param_names"})
+"""The keys of a group that are no options of it: names are saved anyway, those of the plain model."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def group_entries(optimizer: Optimizer, names: Sequence[Sequence[str]]) -> dict[
     """Returns the groups of an optimizer as entries of a state."""
     entries = {}
     for number, (group, its_names) in enumerate(zip(optimizer.param_groups, names, strict=True)):
-        options = {key: as_json(f"option {key}", value) for key, value in group.items() if key not in _NOT_SAVED}
+        options = {key: as_json(f"option {key}", value) for key, value in group.items() if key not in NAMES}
         digest = hashlib.sha256("\n".join(its_names).encode()).hexdigest()[:16]
         entries[f"{GROUPS}[{number}].{digest}"] = {**options, "params": list(its_names)}
     return entries
@@ -103,7 +103,7 @@ def matching_options(
     for number, (live, its_parts) in enumerate(zip(optimizer.param_groups, parts, strict=True)):
         if its_parts:
             found = _common_options(number, its_parts)
-            _check_options(optimizer, live, found)
+            check_options(found, live)
         else:
             same = [each.options for each in saved if each.number == number]
             found = same[0] if same and all(each == same[0] for each in same) else {}
@@ -129,13 +129,14 @@ def _common_options(number: int, parts: Sequence[SavedGroup]) -> Mapping[str, An
     return first.options
 
 
-def _check_options(optimizer: Optimizer, group: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+def check_options(saved: Mapping[str, Any], group: Mapping[str, Any]) -> None:
+    """Refuses options of another optimizer for a group."""
     # One side alone may have more: a scheduler adds to a group, and so do newer versions of torch.
-    lost, new = sorted(saved.keys() - group.keys()), sorted(group.keys() - saved.keys() - _NOT_SAVED)
+    lost, new = (sorted(a.keys() - b.keys() - NAMES) for a, b in ((saved, group), (group, saved)))
     if lost and new:
         raise StateMismatch(
-            f"{GROUPS}: the saved state is that of another optimizer: its option {lost[0]} is unknown to "
-            f"{type(optimizer).__name__}, whose option {new[0]} it does not have"
+            f"the state is that of another optimizer: it has the option '{lost[0]}', which this one does not know, and "
+            f"no '{new[0]}'"
         )
 
 
@@ -143,7 +144,7 @@ def fill_groups(optimizer: Optimizer, options: Iterable[Mapping[str, Any]]) -> N
     """Sets the saved options of the optimizer's groups, in the types that they have."""
     for saved, group in zip(options, optimizer.param_groups, strict=True):
         for key, value in saved.items():
-            if key in _NOT_SAVED:
+            if key in NAMES:
                 continue
             live = group.get(key)
             if isinstance(live, Tensor):

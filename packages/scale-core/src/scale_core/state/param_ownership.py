@@ -167,6 +167,14 @@ def check_known(optimizer: HasGroups, known: Container[Tensor]) -> None:
                 )
 
 
+def not_elementwise(name: str, shape: Sequence[int], shard_shape: Sequence[int]) -> ValueError:
+    """The error of an optimizer state `name` that is neither a number nor has the shard's shape."""
+    return ValueError(
+        f"optimizer state {name} has shape {tuple(shape)}, expected the shard's {tuple(shard_shape)} or a number: this "
+        "optimizer needs whole parameters, so it can't step on shards; around it, write OSS(..., elementwise=False)"
+    )
+
+
 def is_per_param_number(key: str, shape: Sequence[int], param_shape: Sequence[int]) -> bool:
     """Whether a state is one number for the whole parameter, and not the state of its one element."""
     return len(shape) == 0 and (key in NUMBERS or len(param_shape) > 0)

@@ -20,15 +20,25 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from scale_core.comm.collectives import exchange
+from scale_core.comm.collectives import HOST, exchange
 from scale_core.comm.group import Group
+from scale_core.consistency.contract import Contract
+from scale_core.consistency.execution_order import Event
+from scale_core.flat.packing import group_in_buckets
 from scale_core.shard import Placement, Shard, elements_of, names_of_stages, shard_of, stages_of
-from scale_core.state.param_ownership import flat_buffer_of, is_per_param_number
+from scale_core.state.param_ownership import (
+    ParamSlice,
+    flat_buffer_of,
+    is_per_param_number,
+    not_elementwise,
+    param_slices,
+)
 
 SHARDS = "shards"
 """The key of a `state_dict()` that is one rank's part: its "rank", "world_size" and, in the order of the parameters,
 what is held of each: (name, shape, start, stop, ranges), or None of a whole one; see `scale_core.Shard`."""
 
+_BUCKET_NUMEL = 25_000_000  # Elements that are on a device at a time while they are made whole
 _ASKS = "torch.distributed.checkpoint.state_dict"
 _SAVES = ("torch.distributed.checkpoint.state_dict_saver", "torch.distributed.checkpoint.state_dict_loader")
 _BETWEEN = (
@@ -122,28 +132,53 @@ def _with_ranges(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
         if is_per_param_number(key, value.shape, shard.shape):
             return value
         if value.shape != param.shape:
-            raise RuntimeError(
-                f"optimizer state {shard.name}.{key} has shape {tuple(value.shape)}, expected the shard's "
-                f"{tuple(param.shape)} or a number: this optimizer needs whole parameters, so it can't step on shards"
-            )
+            raise not_elementwise(f"{shard.name}.{key}", value.shape, param.shape)
         place = (shard.shape, shard.start, shard.stop, shard.ranges)
         return LocalShard(value.detach().contiguous(), *place, written=shard.written)
 
     labelled = _map_shards(optimizer, state_dict, label)
-    return _made_whole(optimizer, labelled, asked) if asked.whole else labelled
+    return _made_whole(optimizer, state_dict, labelled, asked) if asked.whole else labelled
 
 
-def _made_whole(optimizer: Optimizer, state_dict: dict[str, Any], asked: StateDictRequest) -> dict[str, Any]:
-    from scale_core.state.full_tensor import ParamState, gather_states  # Loads torch's checkpoint package, too.
+def _made_whole(
+    optimizer: Optimizer, state_dict: dict[str, Any], labelled: dict[str, Any], asked: StateDictRequest
+) -> dict[str, Any]:
+    # Both load torch's checkpoint package, too.
+    from scale_core.state.full_optim_state import ParamState, gather_optim_states
+    from scale_core.state.full_tensor import Part, gather_parts
 
-    given = {
-        number: ParamState(shard, param.device, state_dict["state"].get(number, {}))
-        for number, param in _params_by_key(optimizer, state_dict)
-        if (shard := shard_of(param)) is not None
-    }
-    whole = gather_states(list(given.values()), keeps=asked.keeps, on_host=asked.on_host)
-    slots = {number: values for number, values in zip(given, whole, strict=True) if values}
-    return {**state_dict, "state": {**state_dict["state"], **slots}}
+    by_group: dict[Group, dict[Any, ParamSlice]] = {}
+    for number, param in _params_by_key(optimizer, state_dict):
+        for holding in () if shard_of(param) is None else param_slices(param, ""):
+            by_group.setdefault(_group_of_slice(holding), {})[number] = holding
+    state = dict(labelled["state"])
+    for group, held in by_group.items():
+        contract = Contract(group)
+        mine = [(holding.name, Part(holding.start, holding.stop, holding.ranges)) for holding in held.values()]
+        parts = gather_parts(mine, contract, Event("optimizer state", ""))
+        states = [
+            ParamState(holding, group, its_parts, holding.owner.device, state_dict["state"].get(number, {}))
+            for (number, holding), its_parts in zip(held.items(), parts, strict=True)
+        ]
+        for run in group_in_buckets([math.prod(each.held.shape) for each in states], _BUCKET_NUMEL):
+            bucket, device = [states[place] for place in run], HOST if asked.on_host else None
+            whole = gather_optim_states(bucket, contract, keeps=asked.keeps, device=device)
+            state.update((list(held)[place], values) for place, values in zip(run, whole, strict=False) if values)
+    return {**labelled, "state": state}
+
+
+def _group_of_slice(holding: ParamSlice) -> Group:
+    """The ranks between which a parameter is cut; of one rank where it is not."""
+    shard = shard_of(holding.owner)
+    assert shard is not None
+    groups = [axis.group for axis in shard.axes if axis.placement is Placement.SHARD and axis.group.size > 1]
+    if len(groups) > 1:
+        raise RuntimeError(
+            f"the optimizer state of '{shard.name}' is cut along {len(groups)} axes of the mesh, and can't be made "
+            "whole here: take scale_core.state.sharded_state_dict(model, optimizer) for "
+            "torch.distributed.checkpoint.save"
+        )
+    return groups[0] if groups else Group()
 
 
 def _with_own_elements(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:

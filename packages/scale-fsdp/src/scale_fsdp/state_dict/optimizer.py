@@ -14,129 +14,20 @@ torch.distributed.checkpoint has this form, too. torch's own optimizers have num
 from __future__ import annotations
 
 import copy
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Container, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
-from scale_core.comm.collectives import all_gather, exchange, exchange_text
-from scale_core.comm.group import Group
+from scale_core.consistency.all_ranks import call_on_all_ranks
 from scale_core.consistency.contract import Contract
-from scale_core.consistency.execution_order import Event, fingerprint_of, message_tag
-from scale_core.flat.buffer import FlatBuffer
 from scale_core.flat.layout import ShardSpan
-from scale_core.state.param_groups import REGROUP
-from scale_core.state.param_ownership import ParamSlice, check_known, is_per_param_number
+from scale_core.shard import shard_of
+from scale_core.state.param_groups import NAMES, REGROUP
+from scale_core.state.param_ownership import ParamSlice, check_known
 from scale_core.state.torch_state_dict import SHARDS, install_hooks
-from scale_fsdp.runtime.unit import Unit, units_in
+from scale_fsdp.runtime.unit import units_in
 from scale_fsdp.state_dict.naming import check_same_ranks, model_group, names_by_buffer, plain_order, slices_in
-
-
-class StateMeta(NamedTuple):
-    """What one entry of a parameter's state is."""
-
-    dtype: str  # of the tensor; "" where it is none
-    is_elements: bool  # one element for each of the parameter's; else one number
-    value: Any = None  # the number
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self.dtype.removeprefix("torch."))
-        return dtype
-
-    def scalar(self) -> Any:
-        """The number as the optimizer has it: a 0-dim tensor, or a Python value."""
-        return torch.tensor(self.value, dtype=self.torch_dtype) if self.dtype else self.value
-
-    def __str__(self) -> str:
-        return f"a tensor of {self.dtype}" if self.is_elements else repr(self.value)
-
-
-StateMetas = dict[str, dict[str, StateMeta]]  # by the parameter's name and the optimizer's key
-
-
-def state_metas(slices: Sequence[ParamSlice], state: Mapping[str, Any]) -> StateMetas:
-    """What an optimizer keeps for a tensor that holds these slices; raises ValueError for what can't be gathered."""
-    return {
-        held.name: {key: _state_meta(held, key, value) for key, value in state.items()}
-        for held in slices
-        if state or held.stop > held.start
-    }
-
-
-def all_gather_state_metas(describe: Callable[[], StateMetas], group: Group, contract: Contract) -> StateMetas:
-    """What the optimizers of all ranks keep; raises ValueError on all ranks where one fails or they differ.
-
-    A rank that holds nothing of a parameter may have no state of it.
-    """
-    try:
-        error, metas = "", describe()
-    except ValueError as problem:
-        if group.size == 1:
-            raise
-        error, metas = str(problem), {}
-    text = json.dumps([error, metas], sort_keys=True)
-    with contract.waiting(Event("optimizer state", "")):
-        digests = [row[0] for row in exchange([fingerprint_of(text)], group, limit_seconds=contract.limit_seconds)]
-        if len(set(digests)) == 1 and not error:
-            return metas
-        texts = exchange_text(text, group, limit_seconds=contract.limit_seconds)
-    by_rank = [json.loads(each) for each in texts]
-    for rank, (error, _) in enumerate(by_rank):
-        if error:
-            raise ValueError(f"{error} (on rank {rank})")
-    return _merge_state_metas([metas for _, metas in by_rank])
-
-
-def _merge_state_metas(by_rank: Sequence[Mapping[str, Mapping[str, Sequence[Any]]]]) -> StateMetas:
-    merged: dict[str, dict[str, tuple[int, StateMeta]]] = {}
-    for rank, metas in enumerate(by_rank):
-        for name, entries in metas.items():
-            for key, entry in entries.items():
-                meta = StateMeta(*entry)
-                first, known = merged.setdefault(name, {}).setdefault(key, (rank, meta))
-                if known != meta and repr(known) != repr(meta):  # NaN is not equal to itself.
-                    raise ValueError(
-                        f"optimizer state {name}.{key} differs between the ranks: {known} on rank {first}, {meta} on "
-                        f"rank {rank}: all ranks must step together"
-                    )
-    for rank, metas in enumerate(by_rank):
-        for name in sorted(metas):  # so that all ranks raise the same error
-            if missing := sorted(merged.get(name, {}).keys() - metas[name].keys()):
-                first, _ = merged[name][missing[0]]
-                raise ValueError(
-                    f"optimizer state {name}.{missing[0]} is there on rank {first}, but not on rank {rank}, which "
-                    "holds a part of the parameter, too: all ranks must step together"
-                )
-    return {name: {key: meta for key, (_, meta) in entries.items()} for name, entries in merged.items()}
-
-
-def _state_meta(held: ParamSlice, key: str, value: Any) -> StateMeta:
-    if not isinstance(value, Tensor):
-        if _is_plain(value):
-            return StateMeta("", False, value)
-        raise ValueError(
-            f"optimizer state {held.name}.{key} is a {type(value).__name__}, expected a tensor or a number: such a "
-            "state can't be gathered"
-        )
-    if is_per_param_number(key, value.shape, held.shape):
-        return StateMeta(str(value.dtype), False, value.item())
-    if value.shape != held.owner.shape:
-        raise ValueError(
-            f"optimizer state {held.name}.{key} has shape {tuple(value.shape)}, expected the shard's "
-            f"{tuple(held.owner.shape)} or a number: this optimizer needs whole parameters, so it can't step on shards"
-        )
-    return StateMeta(str(value.dtype), True)
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_plain(part) for key, part in value.items())
-    return value is None or isinstance(value, bool | int | float | str)
 
 
 class OptimizerLike(Protocol):
@@ -183,6 +74,10 @@ def full_optim_state_dict(
         RuntimeError: A unit is over other ranks than the model.
         ScaleDistributedError: A rank did something else.
     """
+    # They load torch's checkpoint package: a second.
+    from scale_core.state.full_optim_state import ParamState, gather_optim_states
+    from scale_core.state.full_tensor import Part
+
     check_same_ranks(model, "full_optim_state_dict")
     group = model_group(model)
     if recipient_rank is not None and not 0 <= recipient_rank < group.size:
@@ -192,35 +87,31 @@ def full_optim_state_dict(
         )
     install_hooks(optimizer)
     given = optimizer.state_dict()
-    owners = slices_in(model)
+    owners, contract = slices_in(model), _contract_of(model)
     params = [param for each in optimizer.param_groups for param in each["params"]]
     values = dict(zip(params, _state_by_position(given), strict=True))
-
-    def describe() -> StateMetas:
-        check_known(optimizer, owners)
-        metas: StateMetas = {}
-        for param in params:
-            if owners[param][0].is_shard:
-                metas.update(state_metas(owners[param], values[param]))
-        return metas
-
-    metas = all_gather_state_metas(describe, group, _contract_of(model))
+    buffers = list(names_by_buffer(model))
+    gatherable = {name for _, _, names in buffers for name in names}
+    call_on_all_ranks(lambda: _check_gatherable(optimizer, owners, values, gatherable), "optimizer state", contract)
+    slices = {held.name: held for its_slices in owners.values() for held in its_slices}
     keeps = recipient_rank in (None, group.rank)
-    gathered: dict[tuple[str, str], Tensor] = {}
-    for unit, buffer, names in names_by_buffer(model):
-        gathered.update(_gather(unit, buffer, names, metas, values, keeps=keeps))
+    gathered: dict[str, dict[str, Any]] = {}
+    for _, buffer, names in buffers:
+        states = []
+        for name, index in names.items():
+            spans = [buffer.layout.span(index, rank) for rank in range(buffer.group.size)]
+            parts = [Part(span.start, span.stop) for span in spans]
+            own = values.get(slices[name].owner, {})
+            states.append(ParamState(slices[name], buffer.group, parts, buffer.compute_device, own))
+        whole = gather_optim_states(states, contract, keeps=keeps, compared_over=group)
+        gathered.update(zip(names, whole, strict=False))
     if not keeps:
         return None
     state: dict[str, dict[str, Any]] = {}
     for param in params:
         for held in owners[param]:
-            if not held.is_shard:
-                state[held.name] = {key: _to_cpu(value) for key, value in values[param].items()}
-            elif held.name in metas:
-                state[held.name] = {
-                    key: gathered[held.name, key] if meta.is_elements else meta.scalar()
-                    for key, meta in metas[held.name].items()
-                }
+            own = {} if held.is_shard else {key: _to_cpu(value) for key, value in values[param].items()}
+            state[held.name] = gathered.get(held.name, own)
     groups = [
         {**_options(saved), "params": _group_names(each["params"], owners, model)}
         for saved, each in zip(given["param_groups"], optimizer.param_groups, strict=True)
@@ -271,35 +162,37 @@ def shard_optim_state_dict(
     return {"state": state, "param_groups": packed, **extra}
 
 
-def _gather(
-    unit: Unit,
-    buffer: FlatBuffer,
-    names: Mapping[str, int],
-    metas: StateMetas,
+def _check_gatherable(
+    optimizer: OptimizerLike,
+    owners: Mapping[Tensor, Sequence[ParamSlice]],
     values: Mapping[Tensor, Mapping[str, Any]],
-    *,
-    keeps: bool,
-) -> Iterator[tuple[tuple[str, str], Tensor]]:
-    """Gathers all tensors of one buffer's parameters, one key and dtype after the other: ((name, key), on the host)."""
-    names_by_key: dict[tuple[str, str], list[str]] = {}
-    for name in names:
-        for key, meta in metas.get(name, {}).items():
-            if meta.is_elements:
-                names_by_key.setdefault((key, meta.dtype), []).append(name)
-    event, layout, contract = Event("whole optimizer state", unit.name), buffer.layout, _contract_of(unit.module)
-    for (key, _), members in sorted(names_by_key.items()):
-        dtype = metas[members[0]][key].torch_dtype
-        full = torch.empty(layout.full_numel, dtype=dtype, device=buffer.compute_device)  # [W * S]
-        if full.numel():
-            indices = {0 if buffer.flatten else names[name] for name in members}
-            tensors = {index: values.get(buffer.sharded_params[index], {}).get(key) for index in indices}
-            part = torch.zeros(layout.shard_numel, dtype=dtype, device=buffer.compute_device)
-            pack_shard(part, {index: t for index, t in tensors.items() if t is not None}, buffer.spans, buffer.flatten)
-            with contract.waiting(event):
-                all_gather(full, part, buffer.group, tag=message_tag(event)).wait(contract.limit_seconds)
-        for name in members if keeps else ():
-            entry = layout.entries[names[name]]
-            yield (name, key), _to_cpu(full.narrow(0, entry.offset, entry.numel).view(entry.shape))
+    gatherable: Container[str],
+) -> None:
+    """Checks that what an optimizer keeps can be gathered, and sharded again by the names of parameters."""
+    check_known(optimizer, owners)
+    for param, state in values.items():
+        held, shard = owners[param][0], shard_of(param)
+        if not held.is_shard:
+            continue
+        if held.name not in gatherable or (shard and not held.shares_owner and shard.shape != held.shape):
+            raise ValueError(
+                f"'{held.name}' is divided by its layer, whose other parts are not gathered here: save "
+                "scale_core.state.sharded_state_dict(model, optimizer)"
+            )
+        for key, value in state.items():
+            if not isinstance(value, Tensor) and not _is_plain(value):
+                raise ValueError(
+                    f"optimizer state {held.name}.{key} is a {type(value).__name__}, expected a tensor or a number: "
+                    "such a state can't be gathered"
+                )
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(part) for key, part in value.items())
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def pack_shard(part: Tensor, tensors: Mapping[int, Tensor], spans: Sequence[ShardSpan], flatten: bool) -> None:
@@ -403,7 +296,7 @@ def _saved_groups(full: Mapping[str, Any], owners: Mapping[Tensor, Sequence[Para
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _to_cpu(value) for key, value in group.items() if key not in ("params", "param_names")}
+    return {key: _to_cpu(value) for key, value in group.items() if key not in NAMES}
 
 
 def _to_cpu(value: Any) -> Any:
