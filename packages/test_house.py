@@ -34,9 +34,9 @@ FLOORS = {
     "scale-train": 4,
 }
 FILES_AND_JUMPS = {
-    "fully_shard": (13, 480),
-    "ShardedDataParallel": (13, 112),
-    "OSS with DDP": (5, 20),
+    "fully_shard": (12, 380),
+    "ShardedDataParallel": (12, 110),
+    "OSS with DDP": (5, 18),
     "DistributedPipe": (15, 120),
     "Pipe": (12, 220),
     "parallelize": (7, 60),

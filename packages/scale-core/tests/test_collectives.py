@@ -98,7 +98,7 @@ def refuse_what_does_not_fit() -> None:
     three, four = torch.zeros(3), torch.zeros(2 * group.size)
     refusals: list[tuple[str, Callable[[], object]]] = [
         (
-            rf"output of {group.size} x 3 elements.*\({2 * group.size},\).*\(3,\)",
+            rf"shard \(2,\) for an output \({2 * group.size},\) on {group.size} ranks, got \(3,\)",
             lambda: all_gather(four, three, group),
         ),
         ("one dtype and device", lambda: all_gather(four, four[:2].double(), group)),
@@ -106,15 +106,15 @@ def refuse_what_does_not_fit() -> None:
         ("one contiguous dimension", lambda: reduce_scatter(torch.zeros(group.size, 2), group)),
         ("one contiguous dimension", lambda: reduce_scatter(torch.zeros(4 * group.size)[::2], group)),
         ("average=False", lambda: reduce_scatter(four.long(), group)),
-        ("equal sizes and dtypes", lambda: all_to_all(four, torch.zeros(3 * group.size), group)),
-        ("one dimension", lambda: all_to_all(torch.zeros(2, group.size), torch.zeros(2, group.size), group)),
+        ("equal sizes", lambda: all_to_all(four, torch.zeros(3 * group.size), group)),
+        ("one contiguous dimension", lambda: all_to_all(torch.zeros(2, group.size), torch.zeros(2, group.size), group)),
         ("one dtype and device", lambda: all_to_all(four, four.double(), group)),
         (
-            rf"an output of one dimension in {group.size} parts of \[1",
+            rf"output of one contiguous dimension that divides into {group.size} parts of \[1",
             lambda: all_to_all(four, four, group, output_sizes=[1] * group.size, input_sizes=[2] * group.size),
         ),
         (
-            rf"an input of one dimension in {group.size} parts of \[{', '.join(['2'] * (group.size + 1))}\]",
+            rf"input of one contiguous.* in.* {group.size} parts of \[{', '.join(['2'] * (group.size + 1))}\]",
             lambda: all_to_all(four, torch.zeros(2 * group.size + 2), group, input_sizes=[2] * (group.size + 1)),
         ),
         (rf"0 to {group.size - 1}, got {group.size}", lambda: broadcast(three, group, source=group.size)),

@@ -16,7 +16,7 @@ from scale_core.comm.collectives import exchange
 from scale_core.comm.group import Group, group_of
 from scale_core.comm.work import TransferError
 from scale_core.consistency import flight_recorder as last_words
-from scale_core.consistency.contract import Contract, ContractError, ScaleDistributedError, StepError
+from scale_core.consistency.contract import Contract, ContractError, ScaleDistributedError, StepError, _RecordedEvent
 from scale_core.consistency.execution_order import Event, PassKind
 from scale_core.testing import RankError, run_ranks, scaled_by_load
 
@@ -90,7 +90,7 @@ def one_skips_a_unit_where_nobody_compares() -> tuple[str, str, int, str]:
         contract.begin(BACKWARD, new_step=True)
         for unit in units:
             contract.history.add(Event("backward", unit))
-            contract._unchecked_events.append((contract.step, Event("backward", unit)))
+            contract._unchecked_events.append(_RecordedEvent(contract.step, Event("backward", unit)))
         contract.end_checked()
 
     return caught(unchecked)

@@ -62,7 +62,7 @@ def test_nothing_is_left_behind_where_the_loop_is_left_early() -> None:
 
 def test_a_rank_without_any_batch_is_named_on_all_of_them() -> None:
     for message in run_ranks(refusals, 3, [1, 0, 0], 2):
-        assert "ranks 1, 2 of 3 have no batch at all" in message
+        assert "no batch at all on ranks 1, 2 of 3" in message
 
 
 def test_a_batch_without_samples_is_refused_on_all_ranks() -> None:

@@ -1,8 +1,8 @@
-"""desync_report.py: an error says who differs and where first, in the fewest words that say it."""
+"""flight_recorder.py: an error says who differs and where first, in the fewest words that say it."""
 
 from __future__ import annotations
 
-from scale_core.consistency.desync_report import (
+from scale_core.consistency.flight_recorder import (
     RankRecord,
     are_at_different_places,
     by_rank,

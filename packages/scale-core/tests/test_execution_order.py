@@ -1,8 +1,9 @@
-"""execution_order.py: what comes next, foretold from the passes before."""
+"""contract.py: what comes next, foretold from the passes before."""
 
 from __future__ import annotations
 
-from scale_core.consistency.execution_order import Event, History, LogEntry, PassKind
+from scale_core.consistency.contract import History
+from scale_core.consistency.execution_order import Event, LogEntry, PassKind
 
 FORWARD, BACKWARD = PassKind("forward", True, True), PassKind("backward", True, True)
 EVALUATION = PassKind("forward", False, False)
@@ -13,7 +14,7 @@ def run(history: History, kind: PassKind, log: str, *, ends: bool = True, closes
     history.begin(kind, new_step=kind is not BACKWARD)
     for letter in log:
         if letter.isupper():
-            history.add_transfer(Event("gather", letter.lower()))
+            history.log.append(LogEntry(Event("gather", letter.lower()), is_transfer=True))
         else:
             history.add(Event("phase", letter))
     if ends:
@@ -41,8 +42,8 @@ def test_the_order_is_known_from_the_second_pass_of_a_kind_until_it_is_left() ->
     run(history, FORWARD, "AaBb", ends=False)
     assert not history.matches_last_order and history.order == [] and history.position == 2
     history.end(closes=True)
-    assert history.num_completed_of(FORWARD) == 1
     run(history, FORWARD, "a", ends=False)
+    assert history.num_completed == 1
     assert history.matches_last_order and [event.unit for event in history.order] == ["a", "b"]
     history.add(Event("phase", "c"))
     assert not history.matches_last_order
@@ -112,11 +113,11 @@ def test_what_has_begun_to_move_since_the_last_event_is_known() -> None:
     assert not history.is_open
     history.begin(FORWARD, True)
     assert history.is_open and history.transfers == []
-    history.add_transfer(Event("gather", "a#0"))
+    history.log.append(LogEntry(Event("gather", "a#0"), is_transfer=True))
     history.add(Event("forward", "a"))
     assert history.transfers == []
     for number in range(2):
-        history.add_transfer(Event("gather", f"b#{number}"))
+        history.log.append(LogEntry(Event("gather", f"b#{number}"), is_transfer=True))
     assert history.transfers == [Event("gather", "b#0"), Event("gather", "b#1")]
     history.end(closes=True)
     assert not history.is_open

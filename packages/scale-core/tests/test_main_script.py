@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from scale_core.launch.main_script import UNGUARDED, check_may_start, main_hidden
+from scale_core.launch.launcher import UNGUARDED, check_may_start, main_hidden
 
 LAUNCH = """
 from scale_core.launch import launch_local

@@ -8,14 +8,14 @@ from torch import Tensor
 
 from scale_core.comm.group import Group, group_of
 from scale_core.flat.reduction import Reduction
-from scale_core.streams import HostStream
+from scale_core.streams import Stream
 from scale_core.testing import run_ranks
 
 CPU = torch.device("cpu")
 
 
 def make(group: Group, replicas: Group | None = None, dtype: torch.dtype = torch.float32) -> Reduction:
-    return Reduction(group, replicas or Group(), dtype, CPU, HostStream())
+    return Reduction(group, replicas or Group(), dtype, CPU, Stream())
 
 
 def flat(rank: int, size: int) -> Tensor:
@@ -78,7 +78,7 @@ def test_results_are_rounded_to_the_dtype_of_the_shard_once() -> None:
 
 
 def test_results_are_brought_to_where_they_wait() -> None:
-    reduction = Reduction(Group(), Group(), torch.float32, torch.device("meta"), HostStream())
+    reduction = Reduction(Group(), Group(), torch.float32, torch.device("meta"), Stream())
     reduction.start(torch.ones(3))
     (reduced,) = reduction.results()
     assert reduced.device.type == "meta"

@@ -18,13 +18,13 @@ from scale_core.flat import reduction as flat_reduced
 from scale_core.flat.buffer import DevicePolicy, DtypePolicy, FlatBuffer, wait_sent
 from scale_core.flat.layout import FlatLayout
 from scale_core.flat.shard_storage import HostToDeviceCopy
-from scale_core.streams import HostStream, copy_over
+from scale_core.streams import Stream, copy_over
 
 HOST, NEAR = torch.device("cpu"), torch.device("cpu", 0)
 """The host under two names: what compares them takes the second for another device, and has real memory on it."""
 
 
-class Told(HostStream):
+class Told(Stream):
     """A stream that writes down what it is asked for."""
 
     def __init__(self, log: list[str], name: str) -> None:
@@ -78,7 +78,7 @@ def test_it_is_cast_where_it_arrives_in_small_pieces(
     shard = (torch.randn(size, generator=torch.Generator().manual_seed(0)) * 1e3).to(source)
     arrived = torch.zeros(size, dtype=target)
     with Sizes() as sizes:
-        HostToDeviceCopy(HostStream()).start(shard, arrived)
+        HostToDeviceCopy(Stream()).start(shard, arrived)
     assert torch.equal(arrived, shard.to(target))
     assert sizes.largest <= 8
 

@@ -1,13 +1,12 @@
-"""subgroup.py: some ranks of a group make one of their own, however many groups each is in."""
+"""collectives.py: some ranks of a group make one of their own, however many groups each is in."""
 
 from __future__ import annotations
 
 import torch
 import torch.distributed as dist
 
-from scale_core.comm.collectives import all_reduce
+from scale_core.comm.collectives import all_reduce, subgroup_of
 from scale_core.comm.group import group_of
-from scale_core.comm.subgroup import subgroup_of
 from scale_core.testing import run_ranks
 
 

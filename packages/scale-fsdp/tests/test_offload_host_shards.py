@@ -17,12 +17,12 @@ import scale_core.flat.shard_storage
 from scale_core.flat import buffer as flat
 from scale_core.flat import reduction as flat_reduced
 from scale_core.state import load_sharded_state_dict, sharded_state_dict
-from scale_core.streams import HostStream
+from scale_core.streams import Stream
 from scale_fsdp import MixedPrecision, ShardedEMA, fully_shard
 from scale_fsdp.runtime.unit import units_in
 
 
-class Late(HostStream):
+class Late(Stream):
     """A stream whose copies are under way until its mark is waited for.
 
     Attributes:

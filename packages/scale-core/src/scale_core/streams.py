@@ -29,19 +29,6 @@ class StreamEvent(Protocol):
     def wait(self, stream: Any = None) -> None: ...
 
 
-class Stream(Protocol):
-    """A stream of work on one device."""
-
-    def run(self, *, after_caller: bool = True) -> AbstractContextManager[object]:
-        """A context whose work goes to this stream, after the caller's stream unless `after_caller` is False."""
-
-    def record(self) -> StreamEvent:
-        """Records an event after all work of this stream so far."""
-
-    def join(self) -> None:
-        """Makes the caller's stream wait for all work of this stream so far."""
-
-
 class _Done:
     """An event of a device whose work is done when the call returns."""
 
@@ -55,20 +42,22 @@ class _Done:
         return None
 
 
-class HostStream:
-    """The stream of a device without streams: all work is done at once, in order."""
+class Stream:
+    """A stream of work on one device; this one, for devices without streams, does all work at once, in order."""
 
     def run(self, *, after_caller: bool = True) -> AbstractContextManager[object]:
+        """A context whose work goes to this stream, after the caller's stream unless `after_caller` is False."""
         return nullcontext()
 
     def record(self) -> StreamEvent:
+        """Records an event after all work of this stream so far."""
         return _Done()
 
     def join(self) -> None:
-        return None
+        """Makes the caller's stream wait for all work of this stream so far."""
 
 
-class CudaStream:
+class CudaStream(Stream):
     """A side stream of one CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
@@ -90,7 +79,7 @@ class CudaStream:
 
 def stream_for(device: torch.device) -> Stream:
     """Returns a new side stream of `device`."""
-    return CudaStream(device) if device.type == "cuda" else HostStream()
+    return CudaStream(device) if device.type == "cuda" else Stream()
 
 
 class InlineExecutor(Executor):

@@ -53,9 +53,7 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
         if isinstance(leaf, Tensor):
             yield leaf
             continue
-        for _, part in _items(leaf):
-            yield from tensors_in(part)
-        for _, part in _fields(leaf):
+        for _, part in (*_items(leaf), *_fields(leaf)):
             yield from tensors_in(part)
 
 

@@ -90,14 +90,16 @@ class join(Generic[T]):  # noqa: N801  # it reads as a verb, `for batch in join(
                 try:
                     new = list(islice(mine, 1))
                 except Exception:
-                    self._exchange([_FAILED, 0])  # The others would wait for this rank's number.
+                    # The others would wait for this rank's number.
+                    exchange([_FAILED, 0], self._group, limit_seconds=self._limit_seconds)
                     raise
                 self.active, last = bool(new), new or last
                 counts = self._counts_of_all(new)
                 if not any(counts):
                     return
                 if first and not all(counts):
-                    raise ValueError(_no_batch_message(counts))
+                    ranks = ", ".join(str(rank) for rank, count in enumerate(counts) if not count)
+                    raise ValueError(f"join: no batch at all on ranks {ranks} of {len(counts)}: give each at least one")
                 first = False
                 active_share = self._share_of(counts)
                 yield last[0]
@@ -107,7 +109,7 @@ class join(Generic[T]):  # noqa: N801  # it reads as a verb, `for batch in join(
     def _counts_of_all(self, new: list[T]) -> list[int]:
         """The number of samples in each rank's next batch, by rank; 0 where it has no more."""
         count = sum(1 if self._samples is None else int(self._samples(batch)) for batch in new)
-        rows = self._exchange([count, len(new)])
+        rows = exchange([count, len(new)], self._group, limit_seconds=self._limit_seconds)
         if failed := [rank for rank, (count, _) in enumerate(rows) if count == _FAILED]:
             raise RuntimeError(
                 f"join: rank {', '.join(map(str, failed))} could not get its next batch, and has raised why; all ranks "
@@ -117,21 +119,9 @@ class join(Generic[T]):  # noqa: N801  # it reads as a verb, `for batch in join(
             raise ValueError(f"join: expected every batch to have a sample, got {[row[0] for row in rows]}, by rank")
         return [count for count, _ in rows]
 
-    def _exchange(self, row: list[int]) -> list[list[int]]:
-        return exchange(row, self._group, limit_seconds=self._limit_seconds)
-
     def _share_of(self, counts: Sequence[int]) -> LossShare | None:
         mine = counts[self._group.rank]
         if self._samples is not None:
             return LossShare(mine / sum(counts), 1)
         active = sum(1 for count in counts if count)
         return LossShare(float(bool(mine)), active) if active < len(counts) else None
-
-
-def _no_batch_message(counts: Sequence[int]) -> str:
-    ranks = [rank for rank, count in enumerate(counts) if not count]
-    return (
-        f"join: rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} of {len(counts)} "
-        f"ha{'ve' if len(ranks) > 1 else 's'} no batch at all, so nothing to take part with: give every rank at least "
-        "one"
-    )

@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from scale_core import compat
-from scale_core.comm.collectives import broadcast
+from scale_core.comm.collectives import broadcast, subgroup_of
 from scale_core.comm.group import Group, GroupLike, check_initialized, group_of
-from scale_core.comm.subgroup import subgroup_of
 from scale_core.flat.buffer import ShardGroups
 
 

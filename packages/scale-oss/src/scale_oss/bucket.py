@@ -18,10 +18,9 @@ from scale_core.autograd_hooks import call_local_grad_hooks, local_grad_hooks
 from scale_core.comm.collectives import CollectiveWork, all_gather
 from scale_core.comm.group import Group
 from scale_core.consistency.execution_order import Event
-from scale_core.flat.gradient import FlatGradient
-from scale_core.flat.reduction import Reduction
+from scale_core.flat.reduction import FlatGradient, Reduction
 from scale_core.shard import Axis, Placement, Shard, set_shard, shard_of
-from scale_core.streams import HostStream
+from scale_core.streams import Stream
 from scale_oss.partition import BucketPartition
 from scale_oss.state_placement import Range, ShardedParam, StatePlacement
 
@@ -61,12 +60,13 @@ class Bucket:
             else:
                 set_shard(piece, within.cut(entry.name, span.start, span.stop, axes))
         self.placements = [self._placement(index) for index in range(len(self.params))]
-        self.gradient = FlatGradient(self.params, partition, self.dtype, self.dtype)  # this rank's own
+        entries, numel = partition.entries, partition.full_numel
+        self.gradient = FlatGradient(self.params, entries, numel, self.dtype, self.dtype)  # this rank's own
         self.gradient.holds = False
         self.gradient.names = self.names
         sizes = None if partition.is_even else partition.sizes
         self._sizes = sizes
-        self.reduction = Reduction(group, Group(), self.dtype, self.device, HostStream(), sizes)
+        self.reduction = Reduction(group, Group(), self.dtype, self.device, Stream(), sizes)
         self.needs_gather = False  # A step may change the parameters on some rank.
         self.averaged: set[int] = set()  # indices whose gradients were reduced into the pieces, alike on all ranks
         self._consumed: set[int] = set()  # indices used by steps since gradients were last cleared

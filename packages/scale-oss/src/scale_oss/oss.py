@@ -223,8 +223,7 @@ class OSS(OSSStateDictMixin):
         """Returns when the parameters are up to date after a step that overlaps the next forward pass."""
         for bucket in self.buckets:
             if bucket.is_gathering:
-                with self.contract.waiting(bucket.gather_event):
-                    bucket.wait(self.contract.limit_seconds)
+                self.contract.wait(bucket.gather_event, bucket.wait)
 
     def refresh_trainable(self) -> None:
         """FairScale's name; what trains is looked up in every step."""

@@ -118,8 +118,7 @@ class ReductionSchedule:
     def _wait(self) -> None:
         number, self._reducing = self._reducing, None
         if number is not None:
-            with self._contract.waiting(self._buckets[number].reduce_event):
-                self._buckets[number].reduction.wait(self._contract.limit_seconds)
+            self._contract.wait(self._buckets[number].reduce_event, self._buckets[number].reduction.wait)
 
 
 # A backward that one rank skips, as where its loss failed or a batch was skipped, leaves the others waiting in theirs.
@@ -350,8 +349,7 @@ class Reducer:
             for number in sorted({number for numbers in all_gather_json(late, self.contract) for number in numbers}):
                 bucket = self.buckets[number]
                 bucket.reduce(message_tag(Event("late reduction", bucket.title)))
-                with self.contract.waiting(bucket.reduce_event):
-                    bucket.reduction.wait(self.contract.limit_seconds)
+                self.contract.wait(bucket.reduce_event, bucket.reduction.wait)
         for bucket in self.buckets:
             bucket.commit()
         self.accumulation.seen = {}

@@ -133,8 +133,7 @@ class GatherWait:
         """Returns when the parameters have arrived; also a hook."""
         for bucket in self._buckets:
             if bucket.is_gathering and self._contract is not None:
-                with self._contract.waiting(bucket.gather_event):
-                    bucket.wait(self._contract.limit_seconds)
+                self._contract.wait(bucket.gather_event, bucket.wait)
 
     def __reduce__(self) -> Any:
         """A copy has parameters of its own and waits for nothing; torch copies parameters before hooks."""

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from scale_core import buffer_pool, compat
-from scale_core.comm.group import Group
+from scale_core.comm.group import Group, group_of
 from scale_core.comm.work import CollectiveWork, TransferError, Work, start_work, wait_for
 
 # A group of NCCL alone moves nothing on the host. Control messages and shards that are kept on the host need that, so
@@ -35,9 +35,10 @@ def torch_group(group: Group) -> dist.ProcessGroup:
 
 
 def group_for(device: torch.device, group: Group) -> dist.ProcessGroup:
-    """Returns the process group that moves tensors on this device: the group's own or, for the host, its twin."""
-    # The first time that a group needs its twin, all its ranks have to be here together, and wait for each other as
-    # long as the group's own limit says.
+    """Returns the process group that moves tensors on this device: the group's own or, for the host, its twin.
+
+    The first time that a group needs its twin, all its ranks have to be here together, within the group's own limit.
+    """
     own = torch_group(group)
     if device.type != "cpu":
         return own
@@ -49,8 +50,8 @@ def group_for(device: torch.device, group: Group) -> dist.ProcessGroup:
 def _make_twin(own: dist.ProcessGroup, group: Group) -> dist.ProcessGroup:
     if not dist.is_gloo_available():
         raise RuntimeError(
-            f"the ranks {list(group.ranks)} have to tell each other something on the host, but their group is one of "
-            f"{group.backend} alone, and this torch was built without gloo: install one that was built with it"
+            f"ranks {list(group.ranks)} communicate on the host, but their group is one of {group.backend} alone, and "
+            "this torch was built without gloo: install one that was built with it"
         )
     try:
         return compat.gloo_twin(own)
@@ -61,16 +62,9 @@ def _make_twin(own: dist.ProcessGroup, group: Group) -> dist.ProcessGroup:
 # Tag 0 is data of no unit; tags from 1 on are records, by their length, because gloo ends the process when a message is
 # longer than the buffer that waits for it; a unit's tags come from its name.
 UNTAGGED = 0
-"""The tag of data that belongs to no unit."""
-
-LONGEST_RECORD = 1 << 20
-"""The most integers that ranks tell each other at once."""
-
-UNIT_TAGS = range(LONGEST_RECORD + 2, 1 << 31)
-"""The tags that callers may choose from."""
-
+LONGEST_RECORD = 1 << 20  # The most integers that ranks tell each other at once
+UNIT_TAGS = range(LONGEST_RECORD + 2, 1 << 31)  # Those that callers may choose from
 HOST = torch.device("cpu")
-"""Where messages are sent from and received."""
 
 
 def peer_to_peer(group: Group, device: torch.device) -> bool:
@@ -126,22 +120,25 @@ def all_gather(
     Raises:
         ValueError: The sizes or dtypes do not fit each other.
     """
-    _check_sizes("all_gather", output, shard, group, sizes)
-    parts = _parts(output, group, sizes)
+    _check_dtypes("all_gather", output, shard)
+    parts = _parts("all_gather", "output", output, group, sizes)
     own = parts[group.rank]
-    if group.size == 1 or not peer_to_peer(group, output.device):
-        if group.size == 1:
-            _fill(own, shard)
-            return CollectiveWork("all_gather", [], output)
+    if own.shape != shard.shape or not shard.is_contiguous():
+        raise ValueError(
+            f"all_gather: expected a contiguous shard {tuple(own.shape)} for an output {tuple(output.shape)} on "
+            f"{group.size} ranks, got {tuple(shard.shape)} with strides {shard.stride()}"
+        )
+    if group.size == 1:
+        _fill(own, shard)
+        return CollectiveWork("all_gather", [], output)
+    if not peer_to_peer(group, output.device):
+        start = partial(compat.all_gather_single, output, shard, torch_group(group))
         if sizes is not None:
-            works = [start_work(None, lambda: dist.all_gather(parts, shard, group=torch_group(group), async_op=True))]
-        else:
-            works = [start_work(None, lambda: compat.all_gather_single(output, shard, torch_group(group)))]
-        return CollectiveWork("all_gather", works, output, keep=[shard])
+            start = partial(dist.all_gather, parts, shard, group=torch_group(group), async_op=True)
+        return CollectiveWork("all_gather", [start_work(None, start)], output, keep=[shard])
     # As bytes: gloo knows few dtypes, and a gather does no arithmetic.
     wire, sent = [part.view(torch.uint8) for part in parts], shard.view(torch.uint8)
-    if not own.is_set_to(shard):
-        own.copy_(shard)  # Before the first message: nothing may fail between that and the handle of the buffers.
+    _fill(own, shard)  # Before the first message: nothing may fail between that and the handle of the buffers.
     others = peers(group)
     works = post_messages(group, {peer: wire[peer] for peer in others}, dict.fromkeys(others, sent), tag)
     return CollectiveWork("all_gather", works, output, keep=[shard, *wire, sent])
@@ -177,17 +174,10 @@ def reduce_scatter(
     Raises:
         ValueError: `full` does not divide into W parts, or is to be averaged and has no fractions.
     """
-    fits = full.numel() % group.size == 0 if sizes is None else full.numel() == sum(sizes) and len(sizes) == group.size
-    if full.dim() != 1 or not fits or not full.is_contiguous():
-        raise ValueError(
-            f"reduce_scatter: expected one contiguous dimension that divides into {group.size} parts"
-            f"{'' if sizes is None else f' of {list(sizes)}'}, "
-            f"got {tuple(full.shape)} with strides {full.stride()}"
-        )
+    parts = _parts("reduce_scatter", "a full tensor", full, group, sizes)
     if average and not (full.is_floating_point() or full.is_complex()):
         raise ValueError(f"reduce_scatter: {full.dtype} has no fractions to average in: pass average=False for the sum")
     dtype = dtype or full.dtype
-    parts = _parts(full, group, sizes)
     mine = parts[group.rank]
     divisor = (divisor or group.size) if average else 1
     if group.size == 1:
@@ -195,9 +185,14 @@ def reduce_scatter(
     if not peer_to_peer(group, full.device):
         return _native_reduce_scatter(full, parts, group, dtype, divisor, even=sizes is None)
     others = peers(group)
-    empty = buffer_pool.empty if mine.nbytes >= buffer_pool.SMALLEST_BYTES else _empty
-    total = empty(mine.numel(), torch.promote_types(dtype, full.dtype), full.device)
-    received = {peer: empty(mine.numel(), mine.dtype, mine.device) for peer in others}
+
+    def empty(dtype: torch.dtype) -> Tensor:
+        if mine.nbytes >= buffer_pool.SMALLEST_BYTES:
+            return buffer_pool.empty(mine.numel(), dtype, mine.device)
+        return torch.empty(mine.numel(), dtype=dtype, device=mine.device)
+
+    total = empty(torch.promote_types(dtype, full.dtype))
+    received = {peer: empty(full.dtype) for peer in others}
     if total.dtype == full.dtype:
         received[others[0]] = total
     works = post_messages(group, received, {peer: parts[peer] for peer in others}, tag)
@@ -209,12 +204,9 @@ def reduce_scatter(
 
 
 def all_reduce(tensor: Tensor, group: Group, *, op: Op = "sum") -> CollectiveWork:
-    """Starts to combine every rank's `tensor` [any shape, contiguous] in place.
+    """Starts to combine every rank's `tensor` [any shape, contiguous, alike on all ranks] in place.
 
-    Args:
-        tensor: Of one shape and dtype on all ranks.
-        group: The ranks.
-        op: "sum" (in an order that is the same on all ranks, but the transport's own), "max" or "min".
+    "sum" adds in an order that is the same on all ranks, but the transport's own.
 
     Raises:
         ValueError: Another `op`.
@@ -267,17 +259,11 @@ def all_to_all(
     Raises:
         ValueError: The sizes or dtypes do not fit each other.
     """
-    if output_sizes is None and input_sizes is None:
-        _check_even(output, input, group)
-    else:
-        _check_parts("output", output, output_sizes, group)
-        _check_parts("input", input, input_sizes, group)
-    if output.dtype != input.dtype or output.device != input.device:
-        raise ValueError(
-            f"all_to_all: expected output and input of one dtype and device, got {output.dtype} on {output.device} "
-            f"and {input.dtype} on {input.device}"
-        )
-    sent, received = _parts(input, group, input_sizes), _parts(output, group, output_sizes)
+    _check_dtypes("all_to_all", output, input)
+    sent = _parts("all_to_all", "input", input, group, input_sizes)
+    received = _parts("all_to_all", "output", output, group, output_sizes)
+    if output_sizes is None and input_sizes is None and output.numel() != input.numel():
+        raise ValueError(f"all_to_all: expected equal sizes, got {output.numel()} and {input.numel()} elements")
     if group.size == 1:
         _fill(received[0], sent[0])
         return CollectiveWork("all_to_all", [], output)
@@ -299,23 +285,29 @@ def all_to_all(
     return CollectiveWork("all_to_all", works, output, keep=[input, *targets.values(), *sources.values()])
 
 
-def _parts(full: Tensor, group: Group, sizes: Sequence[int] | None) -> list[Tensor]:
-    """The parts of a full buffer [W * S], by rank."""
-    return (
-        list(full.split(full.numel() // group.size if sizes is None else list(sizes)))
-        if full.numel()
-        else ([full] * group.size)
-    )
+def _parts(op: str, what: str, flat: Tensor, group: Group, sizes: Sequence[int] | None) -> list[Tensor]:
+    """The parts of a flat tensor [W * S], by rank; raises where it does not divide into them."""
+    numel, world = flat.numel(), group.size
+    fits = numel % world == 0 if sizes is None else len(sizes) == world and numel == sum(sizes)
+    if flat.dim() != 1 or not fits or not flat.is_contiguous():
+        raise ValueError(
+            f"{op}: expected {what} of one contiguous dimension that divides into {world} parts"
+            f"{'' if sizes is None else f' of {list(sizes)}'}, got {tuple(flat.shape)} with strides {flat.stride()}"
+        )
+    return list(flat.split(numel // world if sizes is None else list(sizes))) if numel else [flat] * world
 
 
-def _empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty(numel, dtype=dtype, device=device)
+def _check_dtypes(op: str, output: Tensor, input: Tensor) -> None:
+    if output.dtype != input.dtype or output.device != input.device:
+        raise ValueError(
+            f"{op}: expected tensors of one dtype and device, got {output.dtype} on {output.device} and {input.dtype} "
+            f"on {input.device}"
+        )
 
 
-def _fill(target: Tensor, source: Tensor) -> Tensor:
+def _fill(target: Tensor, source: Tensor) -> None:
     if not target.is_set_to(source):
         target.copy_(source)
-    return target
 
 
 def _sum_in_rank_order(result: Tensor, summands: dict[int, Tensor], divisor: int) -> Tensor:
@@ -338,10 +330,10 @@ def _native_reduce_scatter(
     after = divisor / before
     if before != 1:
         full.div_(before)
-    if even:
-        work = start_work(None, lambda: compat.reduce_scatter_single(result, full, torch_group(group)))
-    else:
-        work = start_work(None, lambda: dist.reduce_scatter(result, parts, group=torch_group(group), async_op=True))
+    start = partial(compat.reduce_scatter_single, result, full, torch_group(group))
+    if not even:
+        start = partial(dist.reduce_scatter, result, parts, group=torch_group(group), async_op=True)
+    work = start_work(None, start)
     wider = torch.promote_types(dtype, full.dtype)
 
     def finish() -> Tensor:  # Must not refer to `full`, which is free by now.
@@ -358,54 +350,15 @@ def _divisor_before(dtype: torch.dtype, size: int) -> int:
     return 1 << (size.bit_length() // 2) if dtype == torch.float16 else 1
 
 
-def _check_even(output: Tensor, input: Tensor, group: Group) -> None:
-    if output.shape != input.shape or input.dim() != 1 or input.numel() % group.size:
-        raise ValueError(
-            f"all_to_all: expected one dimension, equal sizes and dtypes that divide into {group.size} parts, got "
-            f"input {tuple(input.shape)} {input.dtype} and output {tuple(output.shape)} {output.dtype}"
-        )
-
-
-def _check_parts(which: str, tensor: Tensor, sizes: Sequence[int] | None, group: Group) -> None:
-    fits = tensor.numel() % group.size == 0 if sizes is None else tensor.numel() == sum(sizes)
-    if tensor.dim() != 1 or not fits or (sizes is not None and len(sizes) != group.size):
-        parts = f"{group.size} equal parts" if sizes is None else f"{group.size} parts of {list(sizes)} elements"
-        raise ValueError(f"all_to_all: expected an {which} of one dimension in {parts}, got {tuple(tensor.shape)}")
-
-
-def _check_sizes(op: str, output: Tensor, shard: Tensor, group: Group, sizes: Sequence[int] | None) -> None:
-    expected = [shard.numel()] * group.size if sizes is None else list(sizes)
-    fits = output.numel() == sum(expected) and shard.numel() == expected[group.rank]
-    if output.dim() != 1 or shard.dim() != 1 or not fits:
-        raise ValueError(
-            f"{op}: expected an output of {f'{group.size} x {shard.numel()}' if sizes is None else expected} elements "
-            f"in one dimension, got output {tuple(output.shape)} and shard {tuple(shard.shape)}"
-        )
-    if not (output.is_contiguous() and shard.is_contiguous()):
-        raise ValueError(
-            f"{op}: expected contiguous tensors, got strides {output.stride()} and {shard.stride()}: call contiguous()"
-        )
-    if output.dtype != shard.dtype or output.device != shard.device:
-        raise ValueError(
-            f"{op}: expected output and shard of one dtype and device, got {output.dtype} on {output.device} "
-            f"and {shard.dtype} on {shard.device}"
-        )
-
-
 # The control plane: a few integers or a text from every rank to every rank, on the host. It is used in every pass,
 # so it is fast, and it ends with an error, never with an abort, where ranks are at different places.
 
 
 def exchange(record: Sequence[int], group: Group, *, limit_seconds: float | None = None) -> list[list[int]]:
-    """Returns every rank's record, by rank: a few integers, for checks and not for data.
+    """Returns every rank's `record` of n 64-bit integers, by rank: for checks and not for data.
 
-    ceil(log2 W) rounds of one small message (Bruck et al., 1997), on the host whatever the group computes on. Under the
-    "fake" backend all ranks are taken to have this rank's record.
-
-    Args:
-        record: [n] integers of 64 bits; ranks whose n differ time out.
-        group: The ranks that take part.
-        limit_seconds: As in `CollectiveWork.wait`.
+    ceil(log2 W) rounds of one small message (Bruck et al., 1997), on the host whatever the group computes on. Ranks
+    whose n differ time out. Under the "fake" backend all ranks are taken to have this rank's record.
 
     Raises:
         TransferError: A peer did not answer.
@@ -443,3 +396,17 @@ def exchange_text(text: str, group: Group, *, limit_seconds: float | None = None
     rows = exchange(record, group, limit_seconds=limit_seconds)
     texts = (b"".join(word.to_bytes(8, "little", signed=True) for word in row) for row in rows)
     return [raw[:length].decode(errors="surrogatepass") for raw, length in zip(texts, lengths, strict=True)]
+
+
+def subgroup_of(group: Group, ranks: Sequence[int]) -> Group:
+    """Returns the group of some ranks (global numbers) of a group; all ranks of `group` call it together."""
+    # torch names a group that only its members make by how many groups each of them is in so far: members that are in
+    # different numbers would wait for each other in vain. So those in fewer first make up for it by groups of their
+    # own.
+    num_groups = len(compat.process_groups())
+    counts = dict(zip(group.ranks, (row[0] for row in exchange([num_groups], group)), strict=True))
+    if group.ranks[group.rank] not in ranks:
+        return Group()
+    for _ in range(max(counts[rank] for rank in ranks) - num_groups):
+        dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return group_of(dist.new_group(list(ranks), use_local_synchronization=True))

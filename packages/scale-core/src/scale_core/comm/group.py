@@ -81,9 +81,10 @@ def group_of(process_group: GroupLike = None) -> Group:
         )
     if isinstance(process_group, DeviceMesh):
         if process_group.ndim != 1:
+            names = process_group.mesh_dim_names or ("axis",)
             raise ValueError(
                 f"expected a DeviceMesh of one dimension, got {process_group.ndim} dimensions "
-                f"{process_group.mesh_dim_names}: pass one of them, such as mesh['{_first_name(process_group)}']"
+                f"{process_group.mesh_dim_names}: pass one of them, such as mesh['{names[0]}']"
             )
         return _from_torch(process_group.get_group())
     if isinstance(process_group, dist.ProcessGroup):
@@ -119,13 +120,11 @@ def _lookup(rank: int, size: int, ranks: tuple[int, ...]) -> Group:
     if group is None and size == 1:
         return Group()
     if group is None:
-        here = (
-            f"the default group has ranks {list(found[0].ranks)}" if found else "torch.distributed is not initialised"
-        )
+        default = f"the default group has ranks {list(found[0].ranks)}" if found else ""
         raise ValueError(
-            f"what is being read was sharded over ranks {list(ranks)}, but {here}: read it on as many ranks, after "
-            "torch.distributed.init_process_group(...) and, where those are a part of all ranks, "
-            f"torch.distributed.new_group({list(ranks)}); at another number of ranks, load a snapshot or a state_dict()"
+            f"what is being read was sharded over ranks {list(ranks)}, but "
+            f"{default or 'torch.distributed is not initialised'}: read it after init_process_group() on as many ranks "
+            f"or, where these are a part of all, new_group({list(ranks)}); else load a snapshot"
         )
     if group.rank != rank:
         raise ValueError(
@@ -138,23 +137,7 @@ def _lookup(rank: int, size: int, ranks: tuple[int, ...]) -> Group:
 def _from_torch(process_group: dist.ProcessGroup | None) -> Group:
     assert process_group is not None, "torch.distributed is initialised, but has no default group"
     ranks = tuple(dist.get_process_group_ranks(process_group))
-    return Group(
-        rank=dist.get_rank(process_group),
-        size=len(ranks),
-        process_group=process_group,
-        backend=_backend_of(process_group),
-        ranks=ranks,
-    )
-
-
-def _backend_of(process_group: dist.ProcessGroup) -> str:
-    """The backend that moves the tensors: of "cpu:gloo,cuda:nccl" the one for the accelerator."""
     name = str(dist.get_backend(process_group))
-    for known in ("nccl", "fake", "gloo"):
-        if known in name:
-            return known
-    return name
-
-
-def _first_name(mesh: DeviceMesh) -> str:
-    return mesh.mesh_dim_names[0] if mesh.mesh_dim_names else "axis"
+    # Of "cpu:gloo,cuda:nccl" the one for the accelerator.
+    backend = next((known for known in ("nccl", "fake", "gloo") if known in name), name)
+    return Group(dist.get_rank(process_group), len(ranks), process_group, backend, ranks)

@@ -1,5 +1,5 @@
 """Checks that all ranks run the same, the error where they don't, and one error on all ranks where one fails.
 
-Begin with `contract`, which compares the `execution_order` between ranks; `flight_recorder` and `desync_report` give
-its errors their content, `all_ranks` raises an error of one rank on all.
+Begin with `contract`, which compares what the ranks run (`execution_order`); `flight_recorder` gives its errors their
+content, `all_ranks` raises an error of one rank on all.
 """

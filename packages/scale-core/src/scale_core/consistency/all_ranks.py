@@ -12,7 +12,7 @@ import pickle
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -22,6 +22,11 @@ from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import END, Event
 
 T = TypeVar("T")
+
+
+class _Outcome(NamedTuple):
+    result: Any
+    error: Exception | None
 
 
 @dataclass(frozen=True)
@@ -34,53 +39,35 @@ class CollectiveCall:
 
     def all_ranks(self, act: Callable[[], T]) -> list[T]:
         """Calls `act` on each rank; returns every rank's (picklable) result, by rank."""
-        outcomes = _exchange(_outcome(act), self.group)
-        self._raise_if_failed(outcomes)
+        try:
+            mine = _Outcome(act(), None)
+        except Exception as error:
+            mine = _Outcome(None, error)
+        outcomes = [mine] if self.group.size == 1 else _all_gather_outcomes(mine, self.group)
+        failed = [rank for rank, outcome in enumerate(outcomes) if outcome.error is not None]
+        if failed:
+            first = outcomes[failed[0]].error
+            others = f" (and so did ranks {', '.join(map(str, failed[1:]))})" if failed[1:] else ""
+            where = f" on rank {failed[0]} of {self.group.size}{others}" if self.group.size > 1 else ""
+            raise self.error(f"{self.doing} failed{where}: {type(first).__name__}: {first}") from first
         return [outcome.result for outcome in outcomes]
 
     def each_rank(self, act: Callable[[], T]) -> T:
-        """Calls `act` on each rank and returns this rank's own result."""
-        outcome = _outcome(act)
-        self._raise_if_failed(_exchange(_Outcome(None, outcome.error), self.group))
-        result: T = outcome.result
-        return result
+        """Calls `act` on each rank and returns this rank's own result, which is not sent."""
+        results: list[T] = []
+        self.all_ranks(lambda: results.append(act()))
+        return results[0]
 
     def rank0(self, act: Callable[[], T]) -> T:
         """Calls `act` on rank 0 alone and returns its result on every rank."""
-        outcomes = _exchange(_outcome(act) if self.group.rank == 0 else _Outcome(None, None), self.group)
-        self._raise_if_failed(outcomes)
-        result: T = outcomes[0].result
-        return result
-
-    def _raise_if_failed(self, outcomes: list[_Outcome]) -> None:
-        failed = [rank for rank, outcome in enumerate(outcomes) if outcome.error is not None]
-        if not failed:
-            return
-        first = outcomes[failed[0]].error
-        others = f" (and so did ranks {', '.join(map(str, failed[1:]))})" if failed[1:] else ""
-        where = f" on rank {failed[0]} of {self.group.size}{others}" if self.group.size > 1 else ""
-        raise self.error(f"{self.doing} failed{where}: {type(first).__name__}: {first}") from first
+        result = self.all_ranks(lambda: act() if self.group.rank == 0 else None)[0]
+        return cast(T, result)
 
 
-@dataclass(frozen=True)
-class _Outcome:
-    result: Any
-    error: Exception | None
-
-
-def _outcome(act: Callable[[], T]) -> _Outcome:
-    try:
-        return _Outcome(act(), None)
-    except Exception as error:
-        return _Outcome(None, error)
-
-
-def _exchange(mine: _Outcome, group: Group) -> list[_Outcome]:
-    if group.size == 1:
-        return [mine]
+def _all_gather_outcomes(mine: _Outcome, group: Group) -> list[_Outcome]:
+    sent = mine
     try:
         pickle.loads(pickle.dumps(mine.error))  # Exceptions with their own constructor may fail to unpickle.
-        sent = mine
     except Exception:
         sent = _Outcome(None, RuntimeError(f"{type(mine.error).__name__}: {mine.error}"))
     outcomes: list[Any] = [None] * group.size

@@ -5,12 +5,9 @@ other parameters. torch's FSDP2 then returns wrong numbers without an error. So 
 compares them with the other ranks':
 
 1. before the first pass, what was built: names, shapes, dtypes, wrapping (`check_equal`);
-
 2. in the first two passes of a kind, and as soon as a pass leaves the order of the last one, each event *before* its
-collective (`record`); later events are kept apart by the tags of their messages;
-
+   collective (`record`); later events are kept apart by the tags of their messages;
 3. at the end of every pass, a fingerprint of all its events (`end_checked`);
-
 4. when a wait fails, through the flight recorder in the rendezvous store, since the group may be dead (`waiting`).
 
 A rank that fails in a pass in which each event is compared says so at the next comparison (`abort`).
@@ -18,9 +15,10 @@ A rank that fails in a pass in which each event is compared says so at the next 
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, NoReturn
 
@@ -28,9 +26,15 @@ from scale_core import compat
 from scale_core.comm.collectives import exchange, exchange_text
 from scale_core.comm.group import Group
 from scale_core.comm.work import TransferError
-from scale_core.consistency.desync_report import RankRecord, are_at_different_places, format_desync, format_failures
-from scale_core.consistency.execution_order import END, Event, History, PassKind, fingerprint_of
-from scale_core.consistency.flight_recorder import FlightRecorder, recovery_hint
+from scale_core.consistency.execution_order import END, Event, LogEntry, Pass, PassKind, fingerprint_of
+from scale_core.consistency.flight_recorder import (
+    FlightRecorder,
+    RankRecord,
+    are_at_different_places,
+    format_desync,
+    format_failures,
+    recovery_hint,
+)
 
 # The longest limit: torch's default of half an hour is too long to look at a machine that does nothing.
 _LIMIT_SECONDS = 600.0
@@ -39,7 +43,6 @@ _CHECKED_PASSES = 2
 _KEPT_EVENTS = 10_000
 # All records have one length: gloo can't take a message of another one, and ranks may be at different places.
 _NOTES = 3
-_END_TEXT = str(END)
 _FAILED = fingerprint_of("this rank has failed")
 _LONGEST_REASON = 300
 
@@ -79,12 +82,105 @@ class StepError(ScaleDistributedError):
     """
 
 
-class _Position(NamedTuple):
-    """What this rank is about to run, for an error; the events are formatted only if ranks differ."""
+class History:
+    """This rank's passes: the last complete one of each kind, and the cycle between two comparisons.
 
-    place: str
-    unit: str
-    events: Callable[[], Sequence[str]]
+    Training repeats itself: a forward, a backward, perhaps several of both until gradients are reduced. So the order of
+    the last pass of a kind predicts the next event in this one, and the last complete cycle of passes predicts what all
+    ranks run until they compare again.
+    """
+
+    def __init__(self) -> None:
+        self.order: list[Event] = []  # The events of the last whole pass of the current kind; empty before the first
+        self.position = 0  # How many events the current pass has had
+        self.matches_last_order = False  # Whether it has kept to that order, so that its next event is predicted
+        self.num_completed = 0  # How many whole passes of the current kind there were
+        self.orders: dict[PassKind, list[Event]] = {}  # The events of the last complete pass of each kind
+        self.log: list[LogEntry] = []  # That of the current pass; whoever starts a transfer adds it here
+        self._current: Pass | None = None
+        self._num_completed: dict[PassKind, int] = {}
+        self._cycle: list[Pass] = []
+        self._last_cycles: dict[PassKind, list[Pass]] = {}  # by the kind of the first pass
+
+    @property
+    def last_event(self) -> Event | None:
+        """The last event of the current pass; None outside of one, or before the first."""
+        events = self._current.events if self._current is not None else []
+        return events[-1] if events else None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a pass runs now."""
+        return self._current is not None
+
+    @property
+    def transfers(self) -> list[Event]:
+        """The transfers started since the last event of the current pass."""
+        since = itertools.takewhile(lambda entry: entry.is_transfer, reversed(self.log))
+        return [entry.event for entry in since][::-1]
+
+    @property
+    def current(self) -> Pass:
+        """The current pass."""
+        assert self._current is not None, "recorded an event outside of a pass"
+        return self._current
+
+    def begin(self, kind: PassKind, new_step: bool) -> None:
+        """Begins a pass; one that was left in the middle is forgotten."""
+        self._current = Pass(kind, new_step)
+        self.log = self._current.log
+        self.order = self.orders.get(kind, [])
+        self.position = 0
+        self.num_completed = self._num_completed.get(kind, 0)
+        self.matches_last_order = self.num_completed > 0
+
+    def add(self, event: Event) -> None:
+        """Records a phase of a unit."""
+        assert self._current is not None, "recorded an event outside of a pass"
+        expected = self.order[self.position] if self.position < len(self.order) else None
+        self.matches_last_order = self.matches_last_order and event == expected
+        self.position += 1
+        self.log.append(LogEntry(event, is_transfer=False))
+
+    def end(self, *, closes: bool) -> None:
+        """Ends the current pass; `closes` ends the cycle as well."""
+        ended, kind = self.current, self.current.kind
+        self.orders[kind] = ended.events
+        self._num_completed[kind] = self.num_completed + 1
+        self._cycle.append(ended)
+        if closes:
+            self._last_cycles[self._cycle[0].kind], self._cycle = self._cycle, []
+        self._current, self.log = None, []
+
+    def reset(self) -> None:
+        """Drops the current cycle; the last complete one stays."""
+        self._cycle, self._current, self.log = [], None, []
+
+    def remaining(self, *, in_order: bool) -> list[Pass] | None:
+        """The rest of the current cycle, if it goes on as the last one did."""
+        if self._current is None:
+            return None
+        begun = [*self._cycle, self._current]
+        last_cycle = self._last_cycles.get(begun[0].kind, [])
+        if len(last_cycle) < len(begun):
+            return None
+        lefts = [_remaining_of(last, mine, in_order) for last, mine in zip(last_cycle, begun, strict=False)]
+        here = lefts[-1]
+        if here is None or any(left is None or left.log for left in lefts[:-1]):
+            return None
+        return [here, *last_cycle[len(begun) :]]
+
+
+def _remaining_of(last: Pass, mine: Pass, in_order: bool) -> Pass | None:
+    """The rest of a pass that repeats `last`; None where it has begun in another way."""
+    log = mine.log if in_order else mine.events
+    same_order = log == (last.log if in_order else last.events)[: len(log)]
+    left = list(last.log)
+    for entry in mine.log:
+        if entry not in left:
+            return None
+        left.remove(entry)
+    return Pass(last.kind, new_step=False, log=left) if same_order and mine.kind == last.kind else None
 
 
 class _RecordedEvent(NamedTuple):
@@ -138,8 +234,7 @@ class Contract:
         """
         if self.is_single_rank:
             return
-        here = _Position(f"the check of {what}", "", lambda: lines)
-        _, places = self._exchange_fingerprints(here, fingerprint_of(*lines))
+        _, places = self._exchange_fingerprints(f"the check of {what}", fingerprint_of(*lines), events=lines)
         if places:
             raise ContractError(
                 f"{format_desync(places, what)}. {_SAME_ORDER if are_at_different_places(places) else _SAME_MODEL}"
@@ -171,28 +266,19 @@ class Contract:
         self._unchecked_events.append(ran)
         self._checking = self._checking or not self.history.matches_last_order
         if self._checking:
-            self._compare(_Position(str(event), event.unit, self._recent_events), fingerprint_of(*event))
+            self._compare(event, fingerprint_of(*event))
 
     def sync_point(self, event: Event) -> None:
-        """Compares that all ranks are about to run `event`, outside of a pass, where the transport can't tell.
-
-        Messages over gloo carry tags, so a rank alone times out and no data is mixed. Other transports match
-        collectives by order: there the ranks are compared first.
+        """Compares that all ranks are about to run `event`, outside of a pass, where messages carry no tags.
 
         Raises:
             ScaleDistributedError: Another rank is about to run another event, or does not come.
         """
         if not self.is_single_rank and self.group.backend != "gloo":
-            self._compare(_Position(str(event), event.unit, self._recent_events), fingerprint_of("together", *event))
+            self._compare(event, fingerprint_of("together", *event))
 
     def end_checked(self, *notes: int) -> list[list[int]]:
-        """Ends the pass: all ranks compare their events in it.
-
-        Args:
-            notes: Three integers at most for the other ranks.
-
-        Returns:
-            Every rank's notes, by rank.
+        """Ends the pass: all ranks compare their events in it, and give each other three integers at most, by rank.
 
         Raises:
             ContractError: The events differ; names the first one that does, by rank.
@@ -201,7 +287,7 @@ class Contract:
         rows = [list(notes)]
         if not self.is_single_rank:
             # The pass is over only then: one that is given up here was none, on any rank.
-            rows = self._compare(_Position(_END_TEXT, "", self._recent_events), self._fingerprint(), notes)
+            rows = self._compare(END, self._fingerprint(), notes)
         self.history.end(closes=True)
         self._chain = 0
         self._unchecked_events.clear()
@@ -213,6 +299,14 @@ class Contract:
         self._chain = self._fingerprint()
         self.history.end(closes=False)
 
+    def wait(self, event: Event, *waits: Callable[[float | None], object]) -> None:
+        """Calls each of `waits` with the limit; a failed transfer is explained as by `waiting`."""
+        try:
+            for wait in waits:
+                wait(self.limit_seconds)
+        except TransferError as error:
+            raise self._explain(event, error) from error
+
     @contextmanager
     def waiting(self, event: Event) -> Iterator[None]:
         """A context in which this rank waits for others; a failed transfer is explained by every rank's last events.
@@ -223,7 +317,7 @@ class Contract:
         try:
             yield
         except TransferError as error:
-            raise self._fail(self._explain(_Position(str(event), event.unit, list), error)) from error
+            raise self._explain(event, error) from error
 
     @property
     def checks_every_event(self) -> bool:
@@ -234,19 +328,11 @@ class Contract:
         """Reports a failure of this rank at the next comparison; all ranks then give the step up.
 
         The transfers of the last event must have been started: the other ranks wait for them before they compare.
-
-        Args:
-            reason: This rank's error; not "".
-
-        Returns:
-            The message of the StepError that the other ranks raise.
-
-        Raises:
-            ScaleDistributedError: The others did not come.
+        Returns the message of the StepError that they raise; `reason` is this rank's error, not "".
         """
         assert self.checks_every_event, "abort() needs a pass in which each event is compared"
         try:
-            self._exchange_fingerprints(_Position("a failure", "", list), _FAILED, reason=reason)
+            self._exchange_fingerprints("a failure", _FAILED, reason=reason)
         except StepError as error:
             return str(error)
         raise AssertionError("a comparison with a failed rank raises StepError")
@@ -276,9 +362,6 @@ class Contract:
         current = self.history.current
         return fingerprint_of(self._chain, *current.kind, *(part for event in current.events for part in event))
 
-    def _recent_events(self) -> list[str]:
-        return [f"step {step}: {event}" for step, event in self._unchecked_events]
-
     def _check_usable(self) -> None:
         if self._broken is not None:
             raise ScaleDistributedError(
@@ -287,18 +370,23 @@ class Contract:
                 step=self.step,
             )
 
-    def _compare(self, here: _Position, fingerprint: int, notes: Sequence[int] = ()) -> list[list[int]]:
-        """Returns every rank's notes; raises where positions or earlier events differ."""
-        rows, places = self._exchange_fingerprints(here, fingerprint, notes)
+    def _compare(self, event: Event, fingerprint: int, notes: Sequence[int] = ()) -> list[list[int]]:
+        """Returns every rank's notes; raises where the ranks are at other events than `event`, or differ before it."""
+        rows, places = self._exchange_fingerprints(event, fingerprint, notes, self._unchecked_events)
         if places:
             message = f"step {self.step}: {format_desync(places, 'what they ran')}. {_SAME_ORDER}"
-            raise self._fail(ContractError(message, step=self.step, unit=here.unit))
+            raise self._fail(ContractError(message, step=self.step, unit=event.unit))
         return rows
 
     def _exchange_fingerprints(
-        self, here: _Position, fingerprint: int, notes: Sequence[int] = (), reason: str = ""
+        self,
+        place: Event | str,
+        fingerprint: int,
+        notes: Sequence[int] = (),
+        events: Iterable[object] = (),
+        reason: str = "",
     ) -> tuple[list[list[int]], list[RankRecord]]:
-        """Returns every rank's notes and, where fingerprints differ, every rank's record."""
+        """Returns every rank's notes and, where fingerprints differ, every rank's record; only then texts are made."""
         self._check_usable()
         if self._of and fingerprint != _FAILED:
             fingerprint = fingerprint_of(self._of, fingerprint)
@@ -310,10 +398,10 @@ class Contract:
                 return all_notes, []
             if any(row[0] == _FAILED for row in rows):
                 self._raise_aborted(exchange_text(reason, self.group, limit_seconds=self.limit_seconds))
-            record_text = json.dumps([here.place, here.events(), self._flight_recorder.recent, self._of])
-            texts = exchange_text(record_text, self.group, limit_seconds=self.limit_seconds)
+            mine = RankRecord(str(place), [*map(str, events)], self._flight_recorder.recent, self._of)
+            texts = exchange_text(json.dumps(mine), self.group, limit_seconds=self.limit_seconds)
         except TransferError as error:
-            raise self._fail(self._explain(here, error)) from error
+            raise self._explain(place, error) from error
         return all_notes, [RankRecord(*json.loads(text)) for text in texts]
 
     def _raise_aborted(self, reasons: Sequence[str]) -> NoReturn:
@@ -325,10 +413,11 @@ class Contract:
         self._broken = str(error)
         return error
 
-    def _explain(self, here: _Position, error: TransferError) -> ScaleDistributedError:
-        self._flight_recorder.events.append(f"step {self.step}: failed in {here.place} ({error})")
+    def _explain(self, place: Event | str, error: TransferError) -> ScaleDistributedError:
+        """The error of a failed transfer, with every rank's last events."""
+        self._flight_recorder.events.append(f"step {self.step}: failed in {place} ({error})")
         self._flight_recorder.publish()
-        lines = [f"step {self.step}: {here.place}: {error}", "What each rank did last:"]
+        lines = [f"step {self.step}: {place}: {error}", "What each rank did last:"]
         lines += [
             f"  rank {rank}: {history}" for rank, history in self._flight_recorder.dump_all_ranks(error.gone).items()
         ]
@@ -336,7 +425,8 @@ class Contract:
             f"{_SAME_ORDER}. A rank that skips a batch, an evaluation or a checkpoint, or that has exited, leaves the "
             f"others waiting. The process group can't be used any more: {recovery_hint()}"
         )
-        return ScaleDistributedError("\n".join(lines), step=self.step, unit=here.unit)
+        unit = place.unit if isinstance(place, Event) else ""
+        return self._fail(ScaleDistributedError("\n".join(lines), step=self.step, unit=unit))
 
 
 def _limit_of(group: Group) -> float:

@@ -1,4 +1,4 @@
-"""Each rank's last events, published in the rendezvous store when a wait fails.
+"""Each rank's last events, published in the rendezvous store when a wait fails, and the texts of errors made of them.
 
 The group may be dead then, and the store needs only the rank that hosts it. So each rank keeps its last events,
 publishes them when it fails, and reads there why the others did not come.
@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter, deque
+from collections.abc import Sequence
 from datetime import timedelta
+from typing import NamedTuple
 
 from scale_core import compat
 from scale_core.comm.group import Group
@@ -36,14 +38,14 @@ class FlightRecorder:
     @property
     def recent(self) -> list[str]:
         """The last few events, as text."""
-        return self._all[-_TOLD_EVENTS:]
+        return [str(event) for event in self.events][-_TOLD_EVENTS:]
 
     def publish(self) -> None:
         """Writes this rank's events to the store, if there is one and it can be reached."""
         store = compat.default_store()
         if store is not None:
             try:
-                store.set(f"{self._name}/{self._group.rank}", json.dumps(self._all))
+                store.set(f"{self._name}/{self._group.rank}", json.dumps([str(event) for event in self.events]))
             except Exception:  # The store may have died with the rank that hosts it; the error at hand matters more.
                 return
 
@@ -63,10 +65,6 @@ class FlightRecorder:
             except Exception:  # As above: no record of this rank.
                 continue
         return texts
-
-    @property
-    def _all(self) -> list[str]:
-        return [str(event) for event in self.events]
 
 
 _snapshots: list[str] = []
@@ -90,3 +88,62 @@ def next_unique_id(what: str, group: Group) -> int:
     """Numbers the objects of a kind in a group from 0; equal on all its ranks, which create them in one order."""
     _next_ids[what, group.ranks] += 1
     return _next_ids[what, group.ranks] - 1
+
+
+class RankRecord(NamedTuple):
+    """One rank's entry in a desync report."""
+
+    place: str  # What it is about to do
+    events: list[str]  # What it has done since the ranks were last found equal
+    last_event: list[str]  # Its last few words
+    of: str = ""  # What it is about to do that with; "" where there is but one
+
+
+def format_desync(standings: Sequence[RankRecord], what: str) -> str:
+    """Says how ranks differ, from every rank's record; `what` was compared.
+
+    >>> at_a, at_b = RankRecord("forward of unit 'a'", [], []), RankRecord("forward of unit 'b'", [], ["step 1"])
+    >>> format_desync([at_a, at_b, at_a], "what they ran")  # doctest: +NORMALIZE_WHITESPACE
+    "the ranks are about to run different things: ranks 0, 2: forward of unit 'a'; rank 1: forward of unit 'b'. What
+    they ran last: ranks 0, 2: nothing; rank 1: step 1"
+    """
+    if are_at_different_places(standings):
+        return f"the ranks are about to run different units: {by_rank([standing.of for standing in standings])}"
+    here = [standing.place for standing in standings]
+    if len(set(here)) == 1:
+        return _first_difference(what, [standing.events for standing in standings])
+    last = by_rank(["; then ".join(standing.last_event) or "nothing" for standing in standings])
+    return f"the ranks are about to run different things: {by_rank(here)}. What they ran last: {last}"
+
+
+def are_at_different_places(standings: Sequence[RankRecord]) -> bool:
+    """Whether ranks are in different contracts, each of which may be equal on all of them."""
+    return len({standing.of for standing in standings}) > 1
+
+
+def format_failures(reasons: Sequence[str]) -> str:
+    """Says that a step was given up, from every rank's error; "" where it has none."""
+    failed = (f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason)
+    return f"the step was given up on all ranks, because some have failed: {'; '.join(failed)}"
+
+
+def by_rank(texts: Sequence[str]) -> str:
+    """Formats one text per rank, equal ones together.
+
+    >>> by_rank(["a", "b", "a"])
+    'ranks 0, 2: a; rank 1: b'
+    """
+    ranks: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        ranks.setdefault(text, []).append(rank)
+    return "; ".join(
+        f"rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who))}: {text}" for text, who in ranks.items()
+    )
+
+
+def _first_difference(what: str, lists: Sequence[Sequence[str]]) -> str:
+    for place in range(max(map(len, lists))):
+        here = [lines[place] if place < len(lines) else "nothing more" for lines in lists]
+        if len(set(here)) > 1:
+            return f"the ranks differ in {what}, first at place {place + 1}: {by_rank(here)}"
+    return f"the ranks differ in {what}"

@@ -21,7 +21,7 @@ from scale_core import buffer_pool
 from scale_core.comm.collectives import CollectiveWork, all_gather
 from scale_core.comm.group import Group
 from scale_core.flat.layout import FlatLayout
-from scale_core.flat.reduction import FlatReduced, copy_stream
+from scale_core.flat.reduction import FlatReduced, copy_stream, view_of
 from scale_core.flat.shard_storage import DevicePolicy, DtypePolicy, HostToDeviceCopy, ShardGroups, copy_attributes
 from scale_core.optim.step_checks import (
     invalidate_cache,
@@ -29,7 +29,7 @@ from scale_core.optim.step_checks import (
     register_unsharded,
     watch_optimizers,
 )
-from scale_core.streams import HostStream, Stream
+from scale_core.streams import Stream
 
 
 class UnshardedParameter(nn.Parameter):
@@ -55,19 +55,8 @@ class State(enum.Enum):
 
 
 _AS_GIVEN = DtypePolicy(), DevicePolicy()
-_KEPT = (
-    "names",
-    "layout",
-    "dtypes",
-    "devices",
-    "flatten",
-    "shard",
-    "sharded_params",
-    "_unit",
-    "_flat_name",
-    "_counted_over",
-    "_outer_shards",
-)
+# What is pickled as it is.
+_KEPT = ("names", "dtypes", "flatten", "sharded_params", "_unit", "_flat_name", "_counted_over", "_outer_shards")
 
 _live: weakref.WeakSet[FlatBuffer] = weakref.WeakSet()
 
@@ -98,7 +87,7 @@ class FlatBuffer(FlatReduced):
         names: The parameters' names, for errors and for `shard_of`.
         params: The whole parameters, equal on all ranks, of one dtype and device. They are copied, not kept.
         layout: The place of each; planned for the group's size.
-        groups: The ranks that share them; a `Group` is that of the ranks between which they are cut.
+        groups: The ranks that share them, or the `Group` between whose ranks they are cut.
         dtypes: In which dtypes they are computed with and reduced.
         flatten: Expose one flat parameter [S] in place of one local shard per parameter.
         devices: Where shard, full buffer and reduced gradients live.
@@ -146,7 +135,7 @@ class FlatBuffer(FlatReduced):
         for param, shard in zip(self.unsharded_params, sharded, strict=True):
             if param.requires_grad != shard.requires_grad:
                 param.requires_grad_(shard.requires_grad)
-        if self.gradient and not self.trains:
+        if not any(param.requires_grad for param in self.sharded_params) and self.gradient:
             self.gradient.drop()  # Of what is frozen now; it must not come back when it is unfrozen.
 
     # Gather and release.
@@ -194,9 +183,7 @@ class FlatBuffer(FlatReduced):
     def release(self, limit_seconds: float | None = None, *, keep_part: bool = False) -> None:
         """Frees the full buffer; the unsharded parameters stay views of it and can't be read until the next gather.
 
-        Args:
-            limit_seconds: As in `CollectiveWork.wait`.
-            keep_part: Keep this rank's part of it, for a gather among the ranks of `ShardGroups.part`.
+        `keep_part` keeps this rank's part of it, for a gather among the ranks of `ShardGroups.part`.
 
         Raises:
             TransferError: It was still being filled, and that has failed; see `CollectiveWork.wait`.
@@ -253,7 +240,7 @@ class FlatBuffer(FlatReduced):
                 pending = all_gather(buffer, self._sent_shard(buffer), self.group, tag=tag)
             pending.wait(limit_seconds)
             self._stream.join()
-        return self._views(buffer)
+        return [view_of(buffer, entry) for entry in self.layout.entries]
 
     # Another shard in the place of this one.
 
@@ -268,13 +255,8 @@ class FlatBuffer(FlatReduced):
         """Replaces the shard: by one of another dtype, on another device, or of other elements.
 
         The full buffer is freed and gradients are dropped. The sharded parameters stay the same objects where torch can
-        give them other memory; otherwise they are new ones.
-
-        Args:
-            shard: [S] of the new layout; belongs to the buffer from now on.
-            layout: The place of each parameter; None as before.
-            groups: The ranks that share them; None as before.
-            devices: Where it lives from now on; None is where the shard is, for all of it.
+        give them other memory; otherwise they are new ones. `shard` is [S] of the new layout and belongs to the buffer
+        from now on; `layout` and `groups` are as before where they are None, `devices` that of the shard.
         """
         version, trainable = self.version, [self.sharded_param(i).requires_grad for i in range(len(self.names))]
         self.discard()
@@ -287,12 +269,13 @@ class FlatBuffer(FlatReduced):
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickles the shard and its metadata; nothing gathered, in flight or reduced."""
-        return {name: getattr(self, name) for name in _KEPT} | {"groups": replace(self.groups, part=None)}
+        layout, groups = self.layout, replace(self.groups, part=None)
+        state = {"layout": layout, "groups": groups, "devices": self.devices, "shard": self.shard}
+        return state | {name: getattr(self, name) for name in _KEPT}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.names, self._unit, self._flat_name = state["names"], state["_unit"], state["_flat_name"]
-        self._counted_over = state["_counted_over"]
-        self.dtypes, self.flatten, self._outer_shards = state["dtypes"], state["flatten"], state["_outer_shards"]
+        for name in _KEPT:
+            setattr(self, name, state[name])
         self._past_versions = 0
         shard, devices = state["shard"], state["devices"]
         if shard.device != devices.shard:  # torch.load has mapped it elsewhere.
@@ -300,15 +283,15 @@ class FlatBuffer(FlatReduced):
             devices = replace(devices, shard=shard.device)
         self._plan(state["layout"], state["groups"], devices)
         self._set_shard(shard)
-        trainable = [param.requires_grad for param in state["sharded_params"]]
-        self._rebind_params(state["sharded_params"])
+        trainable = [param.requires_grad for param in self.sharded_params]
+        self._rebind_params(self.sharded_params)
         self._init_unsharded(trainable * len(self.names) if self.flatten else trainable)
 
     # What these are made of.
 
     def _plan(self, layout: FlatLayout, groups: ShardGroups, devices: DevicePolicy) -> None:
         super()._plan(layout, groups, devices)
-        self._stream: Stream = copy_stream(self.compute_device, "shards") if self._moves else HostStream()
+        self._stream = copy_stream(self.compute_device, "shards") if self._moves else Stream()
         self._sending = HostToDeviceCopy(self._stream)
 
     def _init_unsharded(self, trainable: Sequence[bool]) -> None:
@@ -316,7 +299,7 @@ class FlatBuffer(FlatReduced):
         self.is_aliased = self.group.size == 1 and self.compute_dtype == self.dtype and not self._moves
         full = self.shard.data if self.is_aliased else self._new_full(self.compute_dtype)
         self.unsharded_params: list[nn.Parameter] = [
-            UnshardedParameter(view, requires_grad=False) for view in self._views(full)
+            UnshardedParameter(view_of(full, entry), requires_grad=False) for entry in self.layout.entries
         ]
         # Written to through `.data`, which counts no versions: a gather only brings back what autograd has saved.
         self.full = full.data
@@ -367,6 +350,3 @@ class FlatBuffer(FlatReduced):
         """The part of this rank of `group` in a full buffer that is cut evenly."""
         size = full.numel() // group.size
         return full.narrow(0, group.rank * size, size)
-
-    def _views(self, buffer: Tensor) -> list[Tensor]:
-        return [self._view(buffer, index) for index in range(len(self.layout.entries))]

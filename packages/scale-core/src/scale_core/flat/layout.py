@@ -27,13 +27,12 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from scale_core.flat.packing import Piece, pack
 
 AUTO_PADDING = 100
 """An "auto" plan keeps rows while its padding is at most one part in this many."""
-
 
 Cut: TypeAlias = Literal["element", "row", "block", "parameter"]
 
@@ -150,18 +149,17 @@ class FlatLayout:
                 otherwise the parameters with the longest rows are cut at elements, as few row lengths as possible.
 
         Raises:
-            ValueError: Names and shapes differ in number, a name is given twice, a dimension is negative, `world_size`
-                is below 1, or an atom has an unknown name.
-            TypeError: An atom is neither a name nor a Block.
+            ValueError: Names, shapes or `world_size` make no layout, or an atom has an unknown name.
+            TypeError: An atom is neither a name nor a `BlockAtom`.
         """
         if world_size < 1:
             raise ValueError(f"a layout needs a world of at least one rank, but world_size is {world_size}")
         if len(names) != len(shapes):
             raise ValueError(f"each name needs one shape, but there are {len(names)} names and {len(shapes)} shapes")
-        twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
-        if twice:
-            raise ValueError(f"each parameter is in a layout once, but {twice[0]!r} was given more than once")
-        asked = [_asked(name, _checked_shape(name, shape), atom) for name, shape in zip(names, shapes, strict=True)]
+        if len(set(names)) < len(names):
+            twice = min(name for name in names if names.count(name) > 1)
+            raise ValueError(f"each parameter is in a layout once, but {twice!r} was given more than once")
+        asked = [_asked(name, tuple(map(int, shape)), atom) for name, shape in zip(names, shapes, strict=True)]
         rows = [_resolve(entry, wish) for entry, wish in asked]
         free = {i for i, (_, wish) in enumerate(asked) if wish == "auto" and rows[i].cut == "row"}
         return _keep_rows(rows, free, world_size)
@@ -206,11 +204,8 @@ class FlatLayout:
 
     def digest(self) -> int:
         """A hash of 63 bits of names, shapes, offsets, shard size and world size: equal on every rank and machine."""
-        plan = (
-            self.world_size,
-            self.shard_numel,
-            [(entry.name, entry.shape, entry.offset) for entry in self.entries],
-        )
+        places = [(entry.name, entry.shape, entry.offset) for entry in self.entries]
+        plan = (self.world_size, self.shard_numel, places)
         return int.from_bytes(hashlib.blake2b(repr(plan).encode(), digest_size=8).digest(), "big") >> 1
 
     def _ranks(self, entry: LayoutEntry) -> str:
@@ -231,27 +226,18 @@ def row_numel(shape: Sequence[int]) -> int:
     return max(1, math.prod(shape[row_dim(shape) + 1 :]))
 
 
-def _checked_shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
-    lengths = tuple(int(length) for length in shape)
-    if any(length < 0 for length in lengths):
-        raise ValueError(f"dimensions are 0 or longer, but {name!r} has the shape {lengths}")
-    return lengths
-
-
 def _asked(
     name: str, shape: tuple[int, ...], atom: Atom | Callable[[str, tuple[int, ...]], Atom]
 ) -> tuple[LayoutEntry, Atom]:
     """An entry without a place, and the atom that the caller wants for it."""
-    wish = atom(name, shape) if callable(atom) else atom
-    if isinstance(wish, str) and wish not in ATOM_NAMES:
-        near = difflib.get_close_matches(wish, ATOM_NAMES, n=2, cutoff=0.4) or list(ATOM_NAMES)
-        raise ValueError(
-            f"an atom is one of {', '.join(map(repr, ATOM_NAMES))} or BlockAtom(k), but {name!r} got {wish!r}; "
-            f"did you mean {' or '.join(map(repr, near))}?"
-        )
-    if not isinstance(wish, (str, BlockAtom)):
-        raise TypeError(
+    if any(length < 0 for length in shape):
+        raise ValueError(f"dimensions are 0 or longer, but {name!r} has the shape {shape}")
+    wish: Any = atom(name, shape) if callable(atom) else atom
+    if not isinstance(wish, BlockAtom) and wish not in ATOM_NAMES:
+        near = " or ".join(map(repr, difflib.get_close_matches(str(wish), ATOM_NAMES, n=2, cutoff=0.4)))
+        raise (ValueError if isinstance(wish, str) else TypeError)(
             f"an atom is one of {', '.join(map(repr, ATOM_NAMES))} or BlockAtom(k), but {name!r} got {wish!r}"
+            f"{f'; did you mean {near}?' if near else ''}"
         )
     return LayoutEntry(name, shape, 1, "element", 0), wish
 

@@ -1,7 +1,5 @@
 """The placement of atoms in even shards: integers in, integers out.
 
-A `Piece` is all that the arithmetic needs to know of a parameter: how many elements it has, and how many stay together.
-
 A parameter is contiguous, so padding is between parameters and at the end only. One with atoms of a elements at
 offset o that crosses the cut r·S needs a | r·S - o, and a | S as well where it crosses a second cut. Parameters are
 placed one after another, longest atom first; before one that would be cut inside an atom, a gap of fewer than a
@@ -36,10 +34,10 @@ TRIES = 4
 
 
 class Piece(NamedTuple):
-    """The size and the atom of a parameter."""
+    """All that the arithmetic needs to know of a parameter."""
 
-    numel: int  # Its elements
-    atom: int  # The elements that stay together, 1 at least and no more than the parameter has, or 1 where it has none
+    numel: int
+    atom: int  # The elements that stay together: from 1 to the parameter's own, or 1 where it has none
 
     @property
     def divisible(self) -> bool:

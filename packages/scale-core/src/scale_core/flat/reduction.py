@@ -1,4 +1,9 @@
-"""Reduce-scatter of flat gradients, and the gradients of the shard that an optimizer sees.
+"""Gradients of one flat buffer: a rank's own ones, their reduce-scatter, and those of the shard for an optimizer.
+
+A rank's own gradients are in one flat tensor of W * S elements, as the collective wants them. It exists only while
+there are gradients, and each one is copied into it as soon as it is complete, while it is in the processor's cache.
+Where gradients of several passes are accumulated, those of the current pass are kept apart from the sum of earlier ones
+until the pass has succeeded: a failed pass could not be subtracted again.
 
 Reduced gradients are published to `.grad` only when the pass has succeeded on every rank: an optimizer must not see
 half of a pass, and a failed pass must leave no trace in a sum.
@@ -7,7 +12,8 @@ half of a pass, and a failed pass must leave no trace in a sum.
 from __future__ import annotations
 
 import functools
-from collections.abc import Container, Sequence
+import weakref
+from collections.abc import Callable, Container, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +22,249 @@ from scale_core import buffer_pool, uneven_inputs
 from scale_core.autograd_hooks import call_local_grad_hooks, local_grad_hooks
 from scale_core.comm.collectives import CollectiveWork, all_reduce, reduce_scatter
 from scale_core.comm.group import Group
-from scale_core.flat.gradient import FlatGradient
-from scale_core.flat.layout import FlatLayout
+from scale_core.flat.layout import FlatLayout, LayoutEntry
 from scale_core.flat.shard_storage import DevicePolicy, FlatShard, ShardGroups
-from scale_core.streams import HostStream, Stream, StreamEvent, copy_over, copy_to, stream_for
+from scale_core.streams import Stream, StreamEvent, copy_over, copy_to, stream_for
+
+# From this size on, gradients wait outside of the flat one until the backward is over: they are far too large to be
+# packed while they are in a processor's cache, which is what smaller ones gain by being packed at once.
+_HELD_FROM_BYTES = 256 * 2**20
+
+
+class FlatGradient:
+    """The local gradients of the unsharded parameters of one flat buffer."""
+
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        entries: Sequence[LayoutEntry],
+        full_numel: int,
+        dtype: torch.dtype,
+        wide_dtype: torch.dtype,
+    ) -> None:
+        # [W * S], the gradients of the current pass; None while there are none, or while all are held.
+        self.flat: Tensor | None = None
+        self.accumulated: Tensor | None = None  # [W * S], the sum of earlier passes, which the next `take` adds.
+        # Whether `accumulate` keeps gradients apart, as large buffers do.
+        self.holds = full_numel * dtype.itemsize >= _HELD_FROM_BYTES
+        self.names: Sequence[str] = ()  # The parameters' names, for errors
+        self.wide = False  # Whether `make_hook`'s hooks accumulate in the wider dtype, as in a pass that is not reduced
+        self.observer: Callable[[int], object] | None = None  # Called by them before a parameter's gradient is moved
+        self._params, self._entries, self._full_numel = params, entries, full_numel
+        self._has_padding = full_numel > sum(entry.numel for entry in entries)
+        self._dtype, self._wide_dtype = dtype, wide_dtype
+        self._held: dict[int, Tensor] = {}  # By index, as the sets that follow
+        self._packed: set[int] = set()  # What the flat gradient has
+        self._waits: set[int] = set()  # What the accumulated sum has
+        self._summed: set[int] = set()  # What the flat gradient has together with the accumulated sum
+        self._is_taken = False  # The accumulated sum is being reduced: a second `take` must not add it again.
+
+    def __bool__(self) -> bool:
+        """Whether there is a gradient that was not reduced yet."""
+        accumulates = self.accumulated is not None and not self._is_taken
+        return accumulates or self.has_begun
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the current pass has brought a gradient."""
+        return self.flat is not None or bool(self._held)
+
+    def make_hook(self, index: int, before_first: Callable[[], None]) -> Callable[[Tensor], None]:
+        """Returns a post-accumulate-grad hook; `before_first` is called before the first gradient of a pass."""
+        held = weakref.ref(self)  # Autograd's hooks are invisible to the garbage collector.
+
+        def hook(_: Tensor) -> None:
+            gradient = held()
+            assert gradient is not None, "a gradient has come whose buffer is gone"
+            if gradient.flat is None and not gradient._held:
+                before_first()
+            if gradient.observer is not None:
+                gradient.observer(index)
+            gradient.accumulate(index, wide=gradient.wide)
+
+        return hook
+
+    def accumulate(self, index: int, *, wide: bool = False) -> None:
+        """Moves the gradient of parameter `index` from `.grad` into the flat gradient, or adds it there."""
+        # In a large buffer it stays apart until the next `pack` or `take`: the flat gradient then takes its W * S
+        # elements after the backward, when the full buffer and the activations are free, not beside them.
+        param = self._params[index]
+        grad, param.grad = param.grad, None
+        if grad is None:
+            return
+        if grad.requires_grad or grad.layout is not torch.strided:
+            grad = self._dense(index, grad)
+        elif grad.untyped_storage()._cdata == param.untyped_storage()._cdata:
+            grad = grad.clone()  # A custom backward has returned the weight: the full buffer may be released first.
+        if self.holds and self.flat is None and index not in self._held:
+            self._held[index] = grad
+            return
+        if self._held:
+            self.pack(wide=wide)
+        if self.flat is None or self.accumulated is not None:
+            self._pack(index, grad, wide)
+            return
+        entry = self._entries[index]
+        target = self.flat.narrow(0, entry.offset, entry.numel).view(entry.shape)
+        if index in self._packed:
+            target.add_(grad)
+        else:
+            target.copy_(grad)
+            self._packed.add(index)
+
+    def pack(self, *, wide: bool = False) -> None:
+        """Moves gradients that were kept apart into the flat one; `wide` as in `accumulate`."""
+        while self._held:  # Each is free as soon as it is copied.
+            self._pack(*self._held.popitem(), wide)
+
+    def has_grad(self) -> list[int]:
+        """The parameters that got a gradient since the last `take`."""
+        adds = self.accumulated is not None and not self._is_taken
+        return sorted(self._packed | self._held.keys() | (self._waits if adds else set()))
+
+    def missing(self) -> list[int]:
+        """The trainable parameters that got none since the last `take`."""
+        given = set(self.has_grad())
+        return [index for index, param in enumerate(self._params) if param.requires_grad and index not in given]
+
+    def pass_gradient(self) -> tuple[list[int], Tensor | None]:
+        """The parameters with gradients of the current pass, and these [W * S], without the sum of earlier passes."""
+        self.pack()
+        if self.flat is not None:
+            self._fill_gaps(self.flat)
+        return sorted(self._packed), self.flat
+
+    def take(self, device: torch.device) -> Tensor:
+        """Returns the flat gradient [W * S] with the accumulated sum, and drops it; unused parameters are zero."""
+        # The accumulated sum is kept until `commit_pass`: the pass may fail.
+        self.pack()
+        flat = self.flat
+        if self.accumulated is not None and not self._is_taken:
+            flat = self._add_accumulated(flat, self.accumulated)
+            self._is_taken = True
+        if flat is None:
+            flat = torch.zeros(self._full_numel, dtype=self._dtype, device=device)
+        else:
+            self._fill_gaps(flat)
+        self._forget_pass()
+        return flat
+
+    def commit_pass(self) -> None:
+        """Adds the gradients of a pass that has succeeded to the accumulated sum, or drops a sum that was reduced."""
+        if self._is_taken:
+            self._drop_accumulated()
+        self.pack(wide=True)
+        flat, packed, summed = self.flat, self._packed, self._summed
+        self._forget_pass()
+        if flat is None:
+            return
+        if self.accumulated is None:
+            self.accumulated, self._waits = flat.to(self._wide_dtype), packed
+            return
+        for index in packed:
+            adds = index in self._waits and index not in summed
+            _add(self._view(self.accumulated, index), self._view(flat, index), adds)
+        self._waits |= packed
+
+    def rollback_pass(self) -> None:
+        """Drops the gradients of a pass that has failed; the accumulated sum stays."""
+        self._forget_pass()
+        self._is_taken = False
+        for param in self._params:
+            param.grad = None
+
+    def use_zeros(self) -> None:
+        """Makes every `take` return zeros until `rollback_pass`: the pass failed here and goes on elsewhere."""
+        self.rollback_pass()
+        self._is_taken = True
+
+    def adopt(self, other: FlatGradient, device: torch.device) -> None:
+        """Takes over the accumulated gradients of the same parameters on another device or in another dtype."""
+        other.commit_pass()
+        if other.accumulated is not None:
+            self.accumulated, self._waits = other.accumulated.to(device, self._wide_dtype), set(other._waits)
+
+    def drop(self) -> None:
+        """Drops all gradients."""
+        self.rollback_pass()
+        self._drop_accumulated()
+
+    def _forget_pass(self) -> None:
+        self.flat, self._held, self._packed, self._summed = None, {}, set(), set()
+
+    def _drop_accumulated(self) -> None:
+        self.accumulated, self._waits, self._is_taken = None, set(), False
+
+    def _dense(self, index: int, grad: Tensor) -> Tensor:
+        if grad.requires_grad:
+            raise RuntimeError(
+                f"the gradient of '{self.names[index]}' has a gradient of its own, which can't follow it into a shard: "
+                "call backward() without create_graph=True, or compute the penalty from outputs and inputs instead"
+            )
+        return grad.to_dense()
+
+    def _pack(self, index: int, grad: Tensor, wide: bool) -> None:
+        """As `accumulate`, where the flat gradient has to be allocated or there is a sum of earlier passes."""
+        accumulated = None if self._is_taken else self.accumulated
+        if self.flat is None:
+            dtype = self._wide_dtype if wide else self._dtype
+            if accumulated is not None:
+                dtype = grad.dtype  # It is added to the sum in a dtype that is wide enough.
+            is_flat = len(self._params) == 1 and grad.numel() == self._full_numel
+            if is_flat and grad.dtype == dtype and grad.is_contiguous():
+                self.flat = grad.view(-1)  # It is laid out as the buffer is: taken over, not copied.
+                self._packed.add(index)
+                return
+            if self._full_numel * dtype.itemsize >= buffer_pool.SMALLEST_BYTES:
+                self.flat = buffer_pool.empty(self._full_numel, dtype, grad.device)
+            else:
+                self.flat = torch.empty(self._full_numel, dtype=dtype, device=grad.device)
+        if index in self._packed and accumulated is not None and index not in self._summed:
+            # A second gradient in one pass, as of reentrant checkpoints: added as autograd does, each to all before it.
+            self.flat = self.flat.to(self._wide_dtype)
+            if index in self._waits:
+                self._view(self.flat, index).add_(self._view(accumulated, index))
+                self._summed.add(index)
+        _add(self._view(self.flat, index), grad, index in self._packed)
+        self._packed.add(index)
+
+    def _add_accumulated(self, flat: Tensor | None, accumulated: Tensor) -> Tensor:
+        """Returns this pass's gradients plus the accumulated sum, [W * S] in the wide dtype; gaps are undefined."""
+        if flat is None:
+            self._packed = set(self._waits)
+            return accumulated.clone()
+        flat = flat.to(accumulated.dtype)
+        for index in self._waits - self._summed:
+            _add(self._view(flat, index), self._view(accumulated, index), index in self._packed)
+        self._packed |= self._waits
+        return flat
+
+    def _view(self, flat: Tensor, index: int) -> Tensor:
+        return view_of(flat, self._entries[index])
+
+    def _fill_gaps(self, flat: Tensor) -> None:
+        """Zeroes padding and unused parameters."""
+        if len(self._packed) == len(self._params) and not self._has_padding:
+            return
+        place = 0
+        entries = (self._entries[index] for index in self._packed)
+        for entry in sorted((entry for entry in entries if entry.numel), key=lambda entry: entry.offset):
+            flat[place : entry.offset].zero_()
+            place = entry.offset + entry.numel
+        flat[place:].zero_()
+
+
+def view_of(flat: Tensor, entry: LayoutEntry) -> Tensor:
+    """A parameter's view of a flat tensor [W * S], in its full shape."""
+    return flat.narrow(0, entry.offset, entry.numel).view(entry.shape)
+
+
+def _add(target: Tensor, grad: Tensor, has: bool) -> None:
+    """Adds `grad` to `target`, or copies it where there is none yet."""
+    if has:
+        target.add_(grad)
+    else:
+        target.copy_(grad)
 
 
 class Reduction:
@@ -69,8 +314,7 @@ class Reduction:
 
     def results(self, limit_seconds: float | None = None) -> list[Tensor]:
         """Returns what was reduced since the last call, each [S], in the order of `start`."""
-        if self._scattering is not None:
-            self.wait(limit_seconds)
+        self.wait(limit_seconds)
         self._wait_replicated(limit_seconds)
         reduced, self._reduced = self._reduced, []
         for _, copied in reduced:
@@ -180,32 +424,25 @@ class FlatReduced(FlatShard):
     def _report_local_grads(self) -> None:
         """Calls the local gradient hooks with the current pass, without the sum of earlier ones."""
         indices, flat = self.gradient.pass_gradient()
-        if self.flatten:
-            call_local_grad_hooks(
-                self.sharded_params if indices else [], [flat] if flat is not None and indices else []
-            )
+        if flat is None or not indices:
+            call_local_grad_hooks([], [])
+        elif self.flatten:
+            call_local_grad_hooks(self.sharded_params, [flat])
         else:
-            call_local_grad_hooks(
-                [self.sharded_params[i] for i in indices],
-                [self._view(flat, i) for i in indices] if flat is not None else [],
-            )
+            views = [view_of(flat, self.layout.entries[index]) for index in indices]
+            call_local_grad_hooks([self.sharded_params[index] for index in indices], views)
 
     def _plan(self, layout: FlatLayout, groups: ShardGroups, devices: DevicePolicy) -> None:
         super()._plan(layout, groups, devices)
         stays = devices.shard == devices.compute == devices.reduced
-        self._grad_stream: Stream = HostStream() if stays else copy_stream(self.compute_device, "gradients")
+        self._grad_stream = Stream() if stays else copy_stream(self.compute_device, "gradients")
 
     def _init_gradients(self, params: Sequence[nn.Parameter]) -> None:
         """Makes the empty gradient and its reduction."""
         wide = torch.promote_types(self.reduce_dtype, self.dtype)
-        self.gradient = FlatGradient(params, self.layout, self.reduce_dtype, wide)
+        entries, numel = self.layout.entries, self.layout.full_numel
+        self.gradient = FlatGradient(params, entries, numel, self.reduce_dtype, wide)
         self.gradient.names = self.names
         self._unpublished = []
-        assert self.devices.reduced is not None
-        where = self.devices.reduced, self._grad_stream
-        self.reduction = Reduction(self.group, self.groups.replicas, self.dtype, *where)
-
-    def _view(self, buffer: Tensor, index: int) -> Tensor:
-        """A parameter's view of a buffer [W * S], in its full shape."""
-        entry = self.layout.entries[index]
-        return buffer.narrow(0, entry.offset, entry.numel).view(entry.shape)
+        device = self.devices.reduced or self.shard.device
+        self.reduction = Reduction(self.group, self.groups.replicas, self.dtype, device, self._grad_stream)

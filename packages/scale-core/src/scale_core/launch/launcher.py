@@ -7,6 +7,7 @@ they end when the program is killed.
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
 import multiprocessing
 import os
@@ -20,16 +21,17 @@ from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait as wait_for_any
 from multiprocessing.process import BaseProcess
-from types import FrameType
+from pathlib import Path
+from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from scale_core.launch.main_script import UNGUARDED, check_may_start, lacks_main_guard, main_hidden
-from scale_core.launch.rendezvous import LaunchError, init_distributed, open_store
+from scale_core.launch.rendezvous import LaunchError, open_store
 
-__all__ = ["LaunchError", "die_with_parent", "format_exit_code", "init_distributed", "launch_local"]
+UNGUARDED = 227
+"""The exit code of a process that was to start ranks while it was only being started itself."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -78,7 +80,7 @@ def launch_local(
                     ranks.append(process)
             return _supervise(ranks, received, grace)
     finally:
-        _kill(ranks)
+        kill_all(ranks)
 
 
 def die_with_parent(parent: int | None = None) -> None:
@@ -193,7 +195,7 @@ def _supervise(ranks: Sequence[BaseProcess], received: Sequence[int], grace: flo
         if len(received) > asked:
             asked, deadline = len(received), time.monotonic() + grace
         if deadline is not None and time.monotonic() > deadline:
-            _kill(ranks)
+            kill_all(ranks)
     if received and any(process.exitcode for process in ranks):
         return 128 + received[-1]
     return code
@@ -206,7 +208,8 @@ def _signal(ranks: Sequence[BaseProcess], number: int) -> None:
                 os.kill(process.pid, number)
 
 
-def _kill(ranks: Sequence[BaseProcess]) -> None:
+def kill_all(ranks: Sequence[BaseProcess]) -> None:
+    """Kills the ranks that still run, and waits for all of them."""
     for process in ranks:
         if process.exitcode is None:
             process.kill()
@@ -238,3 +241,49 @@ def _run_rank(parent: int, fn: Callable[..., object], args: tuple[Any, ...]) -> 
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)  # Past every finaliser: a thread of the transport may not end, or abort the process.
+
+
+# New processes run the main script again to find their functions. A script that starts ranks outside of
+# `if __name__ == "__main__"` would start them again in each rank; and functions that were typed in can't be found. Both
+# errors give the line to write.
+
+
+def lacks_main_guard(call: str) -> str:
+    """The error text for a script that starts ranks whenever it is imported."""
+    return (
+        f"{call} was called again by a rank that only imported the main script: each rank runs that script from the "
+        f'top to find its functions. Write `if __name__ == "__main__":` above the line that calls {call}, and indent '
+        "it, with everything that only the program itself is to do"
+    )
+
+
+def check_may_start(call: str, fn: Callable[..., object]) -> None:
+    """Checks that ranks may be started here and can find `fn`; ends a process that only imports the script."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # So multiprocessing asks itself.
+        print(lacks_main_guard(call), file=sys.stderr, flush=True)
+        os._exit(UNGUARDED)  # Whoever imports the script may take any exception for one of its own, and go on.
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    if getattr(fn, "__module__", None) == "__main__" and not _has_file(sys.modules["__main__"]):
+        name = getattr(fn, "__qualname__", type(fn).__name__)
+        raise ValueError(
+            f"{call}: new processes cannot find {name}, which is in no file: it was typed in, or given to `python -c`, "
+            f"standard input or a notebook. Write it to a file beside this, work.py, and `from work import {name}`"
+        )
+
+
+@contextmanager
+def main_hidden(unless: bool) -> Iterator[None]:
+    """A context in which new processes don't run the main script (often pytest itself)."""
+    main = sys.modules["__main__"]
+    if not unless or not _has_file(main):
+        sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+def _has_file(main: Any) -> bool:
+    file = getattr(main, "__file__", None)
+    return getattr(main, "__spec__", None) is not None or (file is not None and Path(file).exists())

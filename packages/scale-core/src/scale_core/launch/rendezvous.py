@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
@@ -56,7 +55,7 @@ def init_distributed(
     """
     if dist.is_initialized():
         return group_of()
-    place = _place(os.environ)
+    place = _place()
     if place is None:
         return Group()
     kind = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type
@@ -99,37 +98,36 @@ class _RankEnvironment:
     agent_has_store: bool
 
 
-def _place(environment: Mapping[str, str]) -> _RankEnvironment | None:
-    if "RANK" not in environment and "WORLD_SIZE" not in environment:
+def _place() -> _RankEnvironment | None:
+    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return None
-    rank, world_size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
+    rank, world_size = _number("RANK"), _number("WORLD_SIZE")
     if rank >= world_size:
-        raise _error(f"expected RANK below WORLD_SIZE, got {rank} of {world_size}", environment)
-    if not environment.get("MASTER_ADDR"):
-        raise _error("MASTER_ADDR is not set", environment)
+        raise _error(f"expected RANK below WORLD_SIZE, got {rank} of {world_size}")
+    if not os.environ.get("MASTER_ADDR"):
+        raise _error("MASTER_ADDR is not set")
     return _RankEnvironment(
         rank=rank,
         world_size=world_size,
-        local_rank=_number(environment, "LOCAL_RANK", default=rank),
-        host=environment["MASTER_ADDR"],
-        port=_number(environment, "MASTER_PORT"),
-        attempt=_number(environment, "TORCHELASTIC_RESTART_COUNT", default=0),
-        agent_has_store=environment.get(_AGENT_HAS_STORE) == "True",
+        local_rank=_number("LOCAL_RANK", default=rank),
+        host=os.environ["MASTER_ADDR"],
+        port=_number("MASTER_PORT"),
+        attempt=_number("TORCHELASTIC_RESTART_COUNT", default=0),
+        agent_has_store=os.environ.get(_AGENT_HAS_STORE) == "True",
     )
 
 
-def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
-    text = environment.get(name, "")
+def _number(name: str, default: int | None = None) -> int:
+    text = os.environ.get(name, "")
     if not text and default is not None:
         return default
     if not text.isdecimal():
-        raise _error(f"expected a number in {name}, got {text!r}" if text else f"{name} is not set", environment)
+        raise _error(f"expected a number in {name}, got {text!r}" if text else f"{name} is not set")
     return int(text)
 
 
-def _error(what: str, environment: Mapping[str, str] | None = None) -> LaunchError:
-    environment = os.environ if environment is None else environment
-    seen = ", ".join(f"{name}={environment.get(name, '(not set)')}" for name in VARIABLES)
+def _error(what: str) -> LaunchError:
+    seen = ", ".join(f"{name}={os.environ.get(name, '(not set)')}" for name in VARIABLES)
     return LaunchError(f"{what}. This rank saw {seen}. Start the ranks with torchrun, which sets them")
 
 
@@ -151,7 +149,8 @@ def _rendezvous(place: _RankEnvironment, timeout: float) -> Any:
             serve = place.rank == 0 and not place.agent_has_store
             _stores[address] = open_store(*address, serve=serve, timeout=timeout)
     except Exception as error:  # torch has several types for it, and no common one
-        raise _error(f"no store at {place.host}:{place.port} within {timeout:g} s ({_first_line(error)})") from error
+        reason = str(error).partition("\n")[0]
+        raise _error(f"no store at {place.host}:{place.port} within {timeout:g} s ({reason})") from error
     store = prefixed(f"attempt{place.attempt}/meeting{next(_meetings)}", _stores[address])
     _roll_call(prefixed("roll-call", store), place, timeout)
     return store
@@ -178,7 +177,3 @@ def _roll_call(store: Any, place: _RankEnvironment, timeout: float) -> None:
     verdict = store.get("verdict").decode()
     if verdict != "all present":
         raise _error(verdict)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from scale_core import compat
 from scale_core.flat.buffer import live_buffers
 from scale_core.simulate import fake_device as stand_in
-from scale_core.simulate.memory import Evidence, Memory, MemoryBlock, MemoryItem, MemoryTracker
+from scale_core.simulate.memory import Evidence, Memory, MemoryBlock, MemoryTracker
 from scale_core.simulate.traffic import Collective, read_collective
 from scale_core.tree import tensors_in
 
@@ -66,11 +66,10 @@ class UseAfterReleaseError(RuntimeError):
     # On a device it reads or writes memory of another tensor by then. Gather the buffer before it is used.
 
 
-class Simulation:
-    """What one rank holds and sends, filled while `simulate()` runs.
+class Simulation(Memory):
+    """What one rank holds and sends, filled while `simulate()` runs: the memory of `device`, and collectives.
 
-    Sizes are those of the memory of `device`; `on("cpu")` gives those of the host's, which is another one where the
-    device is the stand-in for an accelerator.
+    `on("cpu")` gives the host's memory, which is another one where the device is the stand-in for an accelerator.
 
     Kinds of memory are "parameters", "gradients" and "optimizer state" (what an optimizer holds when it steps; on a
     sharded model these are the local shards), "gathered" (outputs of all-gathers, and storages that are released and
@@ -91,9 +90,10 @@ class Simulation:
         self.device = device
         self.collectives: list[Collective] = []
         self._check = check
-        self._device_books = MemoryTracker()
-        self._host_books = self._device_books if device.type == "cpu" else MemoryTracker()
-        self._books = tuple(dict.fromkeys((self._device_books, self._host_books)))
+        super().__init__(MemoryTracker(), self._claim_flat_buffers)
+        # By type of device, the device itself first.
+        self._memories = {device.type: self._books}
+        self._memories.setdefault("cpu", MemoryTracker())
         self._stepping = 0
         self._aside = 0
         self._fake_mode = compat.active_fake_mode()
@@ -105,37 +105,12 @@ class Simulation:
             ValueError: This simulation has no such device.
         """
         kind = str(device).split(":")[0]
-        if kind not in ("cpu", self.device.type):
+        if kind not in self._memories:
             raise ValueError(
                 f"this simulation has no memory on '{device}', but on {' and '.join(self._memories)}: "
                 f"simulate(..., device='{compat.STAND_IN}') has one on '{compat.STAND_IN}' beside the host's"
             )
-        return Memory(self._tracker(kind), self._claim_flat_buffers)
-
-    @property
-    def current_bytes(self) -> int:
-        """The bytes that this rank holds now, on `device`."""
-        return self.on(self.device).current_bytes
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most bytes that this rank held at any one time, on `device`."""
-        return self.on(self.device).peak_bytes
-
-    @property
-    def current_by_kind(self) -> dict[str, int]:
-        """The bytes that this rank holds now, on `device`, by kind."""
-        return self.on(self.device).current_by_kind
-
-    @property
-    def peak_by_kind(self) -> dict[str, int]:
-        """The bytes that this rank held at the peak, on `device`, by kind; they add up to `peak_bytes`."""
-        return self.on(self.device).peak_by_kind
-
-    @property
-    def largest_at_peak(self) -> list[MemoryItem]:
-        """What this rank held at the peak, on `device`, storage by storage: where to look when a peak is too high."""
-        return self.on(self.device).largest_at_peak
+        return Memory(self._memories[kind], self._claim_flat_buffers)
 
     @property
     def bytes_sent(self) -> dict[str, int]:
@@ -156,7 +131,7 @@ class Simulation:
         """
         self._claim_flat_buffers()
         self.collectives.clear()
-        for books in self._books:
+        for books in self._memories.values():
             books.restart()
 
     @contextmanager
@@ -188,20 +163,14 @@ class Simulation:
         lines += [f"  {row:<30}{sent[row] / _GIB:12.3f}{count:8}" for row, count in calls.items()]
         return "\n".join(lines)
 
-    @property
-    def _memories(self) -> list[str]:
-        """The devices that have one, the device itself first."""
-        return list(dict.fromkeys((self.device.type, "cpu")))
-
-    def _tracker(self, kind: str) -> MemoryTracker:
-        """The books of a device by its type."""
-        return self._host_books if kind == "cpu" else self._device_books
-
     # From here on: what the hooks of `simulate` call.
 
     def _close(self) -> None:
-        for books in self._books:
+        for books in self._memories.values():
             books.close()
+
+    def _tracker(self, kind: str) -> MemoryTracker:
+        return self._memories["cpu"] if kind == "cpu" else self._books
 
     def _observe(self, tensor: Tensor, guess: str, made_by: str = "") -> MemoryBlock:
         return self._tracker(tensor.device.type).observe(tensor.untyped_storage(), guess, made_by)
@@ -268,7 +237,7 @@ class Simulation:
 
     def _resized(self, storage: torch.UntypedStorage, bytes_before: int) -> None:
         # A fake storage does not say where it is, but one that was made here is in the books.
-        known = (books for books in self._books if books.knows(storage))
+        known = (books for books in self._memories.values() if books.knows(storage))
         books = next(known, None) or self._tracker(storage.device.type)
         books.resized(storage, bytes_before, _GUESSES[self._phase()])
 

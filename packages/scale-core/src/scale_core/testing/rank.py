@@ -20,10 +20,10 @@ import traceback
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -51,10 +51,9 @@ class Filter(NamedTuple):
 
 @dataclass(frozen=True)
 class RankTask:
-    """The task of one rank; its files in `folder` outlive it."""
+    """What every rank is to do; the files of the ranks in `folder` outlive them."""
 
     call: bytes
-    rank: int
     num_ranks: int
     folder: Path
     port: int
@@ -63,29 +62,9 @@ class RankTask:
     environment: dict[str, str]
     filters: list[Filter]
 
-    def for_rank(self, rank: int) -> RankTask:
-        """The task of another rank."""
-        return replace(self, rank=rank)
-
-    @property
-    def result(self) -> Path:
-        """The file of the function's result, pickled."""
-        return self.folder / f"{self.rank}.result"
-
-    @property
-    def failure(self) -> Path:
-        """The file of a pickled `RankFailure`, if the function raised."""
-        return self.folder / f"{self.rank}.failure"
-
-    @property
-    def stack(self) -> Path:
-        """The file of its stack, written at the signal USR1."""
-        return self.folder / f"{self.rank}.stack"
-
-    @property
-    def output(self) -> Path:
-        """The file of all that it prints."""
-        return self.folder / f"{self.rank}.output"
+    def path(self, rank: int, content: Literal["result", "failure", "stack", "output"]) -> Path:
+        """A file of a rank: its pickled result or `RankFailure`, its stack (at the signal USR1), all that it prints."""
+        return self.folder / f"{rank}.{content}"
 
 
 class RankFailure(NamedTuple):
@@ -96,36 +75,36 @@ class RankFailure(NamedTuple):
     is_consequence: bool
 
 
-def run_rank(task: RankTask) -> NoReturn:
+def run_rank(task: RankTask, rank: int) -> NoReturn:
     """Runs a rank: set up, call, report, exit."""
     die_with_parent()
-    _redirect_output(task.output)
-    with task.stack.open("w") as stack:
+    _redirect_output(task.path(rank, "output"))
+    with task.path(rank, "stack").open("w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
         unraisable: list[BaseException] = []
         sys.unraisablehook = lambda args: unraisable.append(args.exc_value or RuntimeError(str(args.err_msg)))
         threading.excepthook = lambda args: unraisable.append(args.exc_value or RuntimeError(str(args.exc_type)))
         code = 0
         try:
-            store = _set_up(task)
+            store = _set_up(task, rank)
             fn, args = pickle.loads(task.call)
             result = fn(*args)
             gc.collect()
             if unraisable:
                 raise unraisable[0]
-            _write(task.result, pickle.dumps(result))
+            _write(task.path(rank, "result"), pickle.dumps(result))
             _shut_down(store, task)
         except BaseException as error:  # A test may raise anything, pytest's own outcomes included.
             code = 1
-            if not task.result.exists():
-                _write(task.failure, _pickled(error, task))
+            if not task.path(rank, "result").exists():
+                _write(task.path(rank, "failure"), _pickled(error, f"rank {rank} of {task.num_ranks}"))
         with suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)  # Past every finaliser: a thread of the transport may not end, or abort the process.
 
 
-def _set_up(task: RankTask) -> Any:
+def _set_up(task: RankTask, rank: int) -> Any:
     os.environ.clear()
     os.environ.update(task.environment)
     torch.set_num_threads(1)
@@ -138,7 +117,7 @@ def _set_up(task: RankTask) -> Any:
     dist.init_process_group(
         task.backend,
         store=prefixed("group", store),
-        rank=task.rank,
+        rank=rank,
         world_size=task.num_ranks,
         timeout=timedelta(seconds=task.timeout),
     )
@@ -165,16 +144,16 @@ def _shut_down(store: Any, task: RankTask) -> None:
         dist.destroy_process_group()
 
 
-def _pickled(error: BaseException, task: RankTask) -> bytes:
+def _pickled(error: BaseException, who: str) -> bytes:
     text = "".join(traceback.format_exception(error))
     failure = RankFailure(time.monotonic(), error, any(words in str(error) for words in _LOST_PEER))
-    note = f"raised on rank {task.rank} of {task.num_ranks}:\n{text}"
+    note = f"raised on {who}:\n{text}"
     error.add_note(note)
     try:
         packed = pickle.dumps(failure)
         pickle.loads(packed)  # Exceptions with their own constructor often pickle and then fail to unpickle.
     except Exception:
-        carried = RankError(f"rank {task.rank} of {task.num_ranks} raised {type(error).__name__}: {error}")
+        carried = RankError(f"{who} raised {type(error).__name__}: {error}")
         carried.add_note(note)
         packed = pickle.dumps(failure._replace(error=carried))
     return packed

@@ -24,8 +24,14 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from scale_core.launch.launcher import format_exit_code
-from scale_core.launch.main_script import UNGUARDED, check_may_start, lacks_main_guard, main_hidden
+from scale_core.launch.launcher import (
+    UNGUARDED,
+    check_may_start,
+    format_exit_code,
+    kill_all,
+    lacks_main_guard,
+    main_hidden,
+)
 from scale_core.launch.rendezvous import open_store
 from scale_core.testing.rank import Filter, RankError, RankFailure, RankTask, run_rank
 
@@ -44,6 +50,7 @@ _PRELOADED = [
 ]
 # How long the others may take to report, once one rank has failed: what they saw is not what went wrong.
 _GRACE_SECONDS = 1.0
+_QUOTED_LINES = 20  # of a dead rank's output
 
 
 def preload(*modules: str) -> None:
@@ -99,7 +106,6 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="run_ranks-") as folder:
         task = RankTask(
             call=pickle.dumps((fn, args)),
-            rank=0,
             num_ranks=num_ranks,
             folder=Path(folder),
             port=0 if store is None else store.port,
@@ -112,9 +118,9 @@ def run_ranks(
         try:
             _supervise(ranks, task)
         finally:
-            _end(ranks)
+            kill_all(ranks)
             _replay_output(task)
-        return [pickle.loads(task.for_rank(rank).result.read_bytes()) for rank in range(num_ranks)]
+        return [pickle.loads(task.path(rank, "result").read_bytes()) for rank in range(num_ranks)]
 
 
 def _start(task: RankTask) -> list[BaseProcess]:
@@ -125,7 +131,7 @@ def _start(task: RankTask) -> list[BaseProcess]:
     ranks: list[BaseProcess] = []
     with main_hidden(unless=b"__main__" in task.call):
         for rank in range(task.num_ranks):
-            process = context.Process(target=run_rank, args=(task.for_rank(rank),), name=f"rank {rank}")  # type: ignore[attr-defined]
+            process = context.Process(target=run_rank, args=(task, rank), name=f"rank {rank}")  # type: ignore[attr-defined]
             process.start()
             ranks.append(process)
     return ranks
@@ -143,7 +149,7 @@ def _supervise(ranks: Sequence[BaseProcess], task: RankTask) -> None:
             raise TimeoutError(_stacks(ranks, task))
         wait_for_any([process.sentinel for process in running], timeout=left)
         if not failing and any(
-            process.exitcode is not None and not task.for_rank(rank).result.exists()
+            process.exitcode is not None and not task.path(rank, "result").exists()
             for rank, process in enumerate(ranks)
         ):
             failing = True
@@ -154,19 +160,18 @@ def _supervise(ranks: Sequence[BaseProcess], task: RankTask) -> None:
 
 
 def _failure_of(rank: int, process: BaseProcess, task: RankTask) -> RankFailure | None:
-    mine = task.for_rank(rank)
-    if process.exitcode is None or mine.result.exists():
+    if process.exitcode is None or task.path(rank, "result").exists():
         return None  # An abort after the result (torch's gloo sometimes does at its teardown) is no failure.
-    if mine.failure.exists():
-        failure: RankFailure = pickle.loads(mine.failure.read_bytes())
+    if (path := task.path(rank, "failure")).exists():
+        failure: RankFailure = pickle.loads(path.read_bytes())
         return failure
     if process.exitcode == UNGUARDED:
         return RankFailure(time.monotonic(), RankError(lacks_main_guard("run_ranks")), False)
     error = RankError(
         f"rank {rank} of {task.num_ranks} {format_exit_code(process.exitcode)} before its function returned"
     )
-    if output := _tail(mine.output):
-        error.add_note(f"rank {rank} had printed:\n{output}")
+    if output := _output(task, rank):
+        error.add_note("\n".join([f"rank {rank} had printed:", *output.splitlines()[-_QUOTED_LINES:]]))
     return RankFailure(time.monotonic(), error, False)
 
 
@@ -177,11 +182,10 @@ def _stacks(ranks: Sequence[BaseProcess], task: RankTask) -> str:
             with suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGUSR1)
     for rank in range(task.num_ranks):
-        mine = task.for_rank(rank)
-        if mine.result.exists():
+        if task.path(rank, "result").exists():
             lines.append(f"rank {rank}: had returned")
         else:
-            stack = _wait_for_text(mine.stack)
+            stack = _wait_for_text(task.path(rank, "stack"))
             lines.append(f"rank {rank}: was here (innermost call first)\n{stack or '  no answer: frozen, or not up'}")
     return "\n".join(lines)
 
@@ -197,37 +201,22 @@ def _wait_for_text(path: Path, seconds: float = 1.0) -> str:
     return text
 
 
-def _end(ranks: Sequence[BaseProcess]) -> None:
-    for process in ranks:
-        if process.exitcode is None:
-            process.kill()
-    for process in ranks:
-        process.join()
-        process.close()
-
-
 def _replay_output(task: RankTask) -> None:
     for rank in range(task.num_ranks):
-        path = task.for_rank(rank).output
-        if path.exists() and (text := path.read_text(errors="replace")):
-            sys.stdout.write(text)
+        sys.stdout.write(_output(task, rank))
 
 
-def _tail(path: Path, num_lines: int = 20) -> str:
-    return "\n".join(path.read_text(errors="replace").splitlines()[-num_lines:]) if path.exists() else ""
+def _output(task: RankTask, rank: int) -> str:
+    path = task.path(rank, "output")
+    return path.read_text(errors="replace") if path.exists() else ""
 
 
 def _current_filters() -> list[Filter]:
-    return [
-        Filter(
-            action,
-            _pattern(message),
-            (cast(type, category).__module__, cast(type, category).__qualname__),
-            _pattern(module),
-            lineno,
-        )
-        for action, message, category, module, lineno in warnings.filters
-    ]
+    filters = []
+    for action, message, category, module, lineno in warnings.filters:
+        name = cast(type, category).__module__, cast(type, category).__qualname__
+        filters.append(Filter(action, _pattern(message), name, _pattern(module), lineno))
+    return filters
 
 
 def _pattern(part: re.Pattern[str] | str | None) -> str:

@@ -1,6 +1,6 @@
 """One step of a unit, in the order of time: the page to read first.
 
-torch calls `pre_forward` and `post_forward` around the module. Autograd calls `pre_backward`, `post_accumulate_grad`
+torch calls `pre_forward` and `post_forward` around the module. Autograd calls `pre_backward`, `pre_accumulate_grads`
 and `post_backward`, and at the end of the whole pass `finalize_backward`. What a unit does then is in `unit.py`; the
 order among units, and how a pass ends, in `root.py`; the texts of errors in `checks.py`.
 """
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from scale_core import compat
 from scale_core.autograd_hooks import (
@@ -123,19 +123,18 @@ def pre_backward(unit: Unit, versions: Sequence[int], calls: ForwardCalls) -> No
         _unshard(unit, root)
 
 
-def post_accumulate_grad(unit_ref: weakref.ref[Unit], number: int, index: int, param: Tensor) -> None:
-    """A parameter's gradient of this pass stands in `param.grad`: moves it into the flat gradient."""
+def pre_accumulate_grads(unit_ref: weakref.ref[Unit], number: int) -> None:
+    """The first gradient of this pass has come to a buffer; `FlatGradient.make_hook` moves it and those after it."""
     unit = unit_ref()  # Autograd holds the hook where no garbage collector can see it.
     assert unit is not None, "a gradient has come whose unit is gone"
     root, gradient = unit.root, unit.buffers[number].gradient
     assert isinstance(root, Root)
     if not root.in_backward:
         _begin_backward(root)
-    if root.reducing is not None and not gradient.has_begun:
-        root.wait_previous_reduction()
-    if root.nonfinite is not None:
-        root.nonfinite.add_gradient(unit, number, index)
-    gradient.accumulate(index, wide=not (root.synchronizes and unit.synchronizes))
+    root.wait_previous_reduction()
+    gradient.wide = not (root.synchronizes and unit.synchronizes)
+    search = root.nonfinite
+    gradient.observer = None if search is None else functools.partial(search.add_gradient, unit, number)
 
 
 def post_backward(unit: Unit) -> None:
@@ -189,7 +188,8 @@ def follow_user_changes(unit: Unit) -> None:
         for index, param in enumerate(buffer.unsharded_params):
             if param.requires_grad and (number, index) not in unit.hooked:
                 unit.hooked.add((number, index))
-                after_gradient(param, functools.partial(post_accumulate_grad, weakref.ref(unit), number, index))
+                before_first = functools.partial(pre_accumulate_grads, weakref.ref(unit), number)
+                after_gradient(param, buffer.gradient.make_hook(index, before_first))
 
 
 def abort_on_interrupt(unit: Unit, error: BaseException) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from scale_core.consistency.contract import Contract
-from scale_core.consistency.execution_order import Event, message_tag, unit_title
+from scale_core.consistency.execution_order import Event, LogEntry, message_tag, unit_title
 from scale_core.flat.buffer import FlatBuffer, State
 from scale_fsdp.api import UnitOptions
 from scale_fsdp.runtime.flattened_parameter import FlattenedParameter, flattened_parameter
@@ -246,11 +246,9 @@ class Unit:
 
     def wait_gathered(self) -> None:
         """Returns when all buffers can be read."""
-        waiting = [buffer for buffer in self.buffers if buffer.state is not State.GATHERED]
-        if waiting:
-            with self.contract.waiting(Event("gather", self.name)):
-                for buffer in waiting:
-                    buffer.wait_gathered(self.contract.limit_seconds)
+        waits = [buffer.wait_gathered for buffer in self.buffers if buffer.state is not State.GATHERED]
+        if waits:
+            self.contract.wait(Event("gather", self.name), *waits)
 
     def release(self, *, keep_part: bool = False) -> None:
         """Frees what was gathered, but for a part of it; waits for what was prefetched and is not used."""
@@ -288,15 +286,11 @@ class Unit:
 
     def wait_reduced(self) -> None:
         """Waits for the reductions, so that their flat gradients are free."""
-        with self.contract.waiting(Event("reduction", self.name)):
-            for buffer in self.buffers:
-                buffer.wait_reduced(self.contract.limit_seconds)
+        self.contract.wait(Event("reduction", self.name), *[buffer.wait_reduced for buffer in self.buffers])
 
     def commit(self) -> None:
         """The pass has gone well on every rank: reduced gradients go to the shards' `grad`, others wait on."""
-        with self.contract.waiting(Event("reduction", self.name)):
-            for buffer in self.buffers:
-                buffer.commit(self.contract.limit_seconds)
+        self.contract.wait(Event("reduction", self.name), *[buffer.commit for buffer in self.buffers])
 
     # A step that fails.
 
@@ -325,7 +319,7 @@ class Unit:
     def _start(self, phase: str, number: int) -> None:
         transfer, buffer = self._transfer(phase, number), self.buffers[number]
         (buffer.gather if phase == "gather" else buffer.reduce)(message_tag(transfer))
-        self.contract.history.add_transfer(transfer)
+        self.contract.history.log.append(LogEntry(transfer, is_transfer=True))
 
     def _transfer(self, phase: str, number: int) -> Event:
         """One buffer's collective; messages carry a tag of it, so that no rank reads data of another unit."""

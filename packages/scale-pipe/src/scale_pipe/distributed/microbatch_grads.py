@@ -24,9 +24,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from scale_core.autograd_hooks import lacks_autograd_hooks, register_local_grad_hook
-from scale_core.comm.collectives import exchange_text
+from scale_core.comm.collectives import exchange_text, subgroup_of
 from scale_core.comm.group import Group
-from scale_core.comm.subgroup import subgroup_of
 from scale_core.microbatch_grads import MicrobatchStep, StepSignature, microbatch_steps_wanted
 from scale_pipe.distributed.messages import WHOLE, Flow, Payload, Slot, pack, unpack
 from scale_pipe.distributed.p2p import P2PChannel
