@@ -38,7 +38,7 @@ FILES_AND_JUMPS = {
     "ShardedDataParallel": (13, 120),
     "OSS with DDP": (5, 20),
     "DistributedPipe": (15, 120),
-    "Pipe": (12, 220),
+    "Pipe": (11, 130),
     "parallelize": (7, 60),
     "ColumnParallelLinear": (7, 16),
     "AdaScale": (12, 130),

@@ -27,7 +27,7 @@ from scale_core.autograd_hooks import lacks_autograd_hooks, register_local_grad_
 from scale_core.comm.collectives import exchange_text
 from scale_core.comm.group import Group
 from scale_core.comm.subgroup import subgroup_of
-from scale_core.microbatch_grads import MicrobatchStep, StepSignature, microbatch_steps_wanted
+from scale_core.microbatch_grads import MicrobatchStep, StepSignature
 from scale_pipe.distributed.messages import WHOLE, Flow, Payload, Slot, pack, unpack
 from scale_pipe.distributed.p2p import P2PChannel
 from scale_pipe.distributed.program import SharedParameter, first_stage_by_rank
@@ -68,8 +68,6 @@ class MicrobatchGrads:
 
     def begin(self, stages: Mapping[int, nn.Module], copies: Mapping[str, nn.Parameter]) -> None:
         """Announces a step to observers, which may refuse it; `copies` are parameters that other ranks have, too."""
-        if not microbatch_steps_wanted():
-            return
         counts = Counter(param for stage in stages.values() for param in stage.parameters())
         self._num_stages = len(stages)
         self._by_name = {name: _SharedParam(param, self._holders[name]) for name, param in copies.items()}

@@ -181,6 +181,7 @@ class P2PChannel:
     """The messages of one rank to and from the others, a tag for each slot: the same on all ranks, no two alike.
 
     `pass_kind` (0 outside of passes) is sent with each message; `received_kind` is that of the last one received.
+    `matches_by_order`: tensors go by NCCL, so `start_tensors` is called for each slot in the order of the program.
     """
 
     def __init__(
@@ -199,17 +200,12 @@ class P2PChannel:
     def set_device(self, device: torch.device) -> None:
         """Sets the device where this rank computes; the known metadata stays."""
         self.device = device
-        self._on_device = device.type != HOST.type and self._group.backend == "nccl"
+        self.matches_by_order = self._on_device = device.type != HOST.type and self._group.backend == "nccl"
 
     @cached_property
     def _host(self) -> Any:
         """The process group that moves host memory."""
         return group_for(HOST, self._group)
-
-    @property
-    def matches_by_order(self) -> bool:
-        """Whether `start_tensors` has to be called for each slot in the order of the program."""
-        return self._on_device
 
     def num_bytes(self, slot: Slot) -> int:
         """Bytes of the last payload in a slot; 0 before the first."""

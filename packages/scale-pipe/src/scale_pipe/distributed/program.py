@@ -273,7 +273,6 @@ def build_channels(
     schedule: Schedule,
     cross_stage: CrossStageTensors,
     group: Group,
-    *,
     pipeline_id: int,
     device: torch.device,
     limit_seconds: float | None,

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from scale_pipe.distributed.errors import failure_from_error
 from scale_pipe.distributed.messages import ChunkSize, Failure, StepKind
 from scale_pipe.distributed.stage import StageLoss
-from scale_pipe.microbatch import Arguments, batch_size_of, copy_to, cut, micro_batch_sizes, scatter_with_sizes
+from scale_pipe.microbatch import Arguments, batch_size_of, copy_to, scatter, scatter_with_sizes, unwrap_no_chunk
 from scale_pipe.schedules.schedule import Schedule
 
 LossFunction = Callable[..., Any]
@@ -161,7 +161,7 @@ def _check_stage_inputs(stage_inputs: Any, num_stages: int) -> None:
 def _cut(inputs: Any, chunks: int, device: torch.device) -> Chunks:
     """Cuts inputs; those without a tensor [N, ...] go to every micro-batch."""
     total = batch_size_of(inputs)
-    parts = [inputs] * chunks if total is None else cut(inputs, micro_batch_sizes(total, chunks))
+    parts = [unwrap_no_chunk(inputs)] * chunks if total is None else scatter(inputs, chunks)
     return Chunks(copy_to(device, parts), total)
 
 
