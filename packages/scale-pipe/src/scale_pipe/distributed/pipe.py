@@ -16,12 +16,6 @@ from scale_core.microbatch_grads import microbatch_steps_wanted, register_pipeli
 from scale_core.optim.clip_grad import clip, measured_gradients
 from scale_core.shard import register_stages
 from scale_pipe.batch_norm import DeferredBatchNorm
-from scale_pipe.distributed.build import (
-    find_connections,
-    fingerprint_lines,
-    infer_stages_per_rank,
-    split_into_stages,
-)
 from scale_pipe.distributed.data_parallel import check_disjoint_wrappers
 from scale_pipe.distributed.errors import failure_from_error
 from scale_pipe.distributed.messages import StepKind
@@ -34,7 +28,13 @@ from scale_pipe.distributed.profile import (
     measure_link_times,
     solve_on_first_rank,
 )
-from scale_pipe.distributed.program import build_channels
+from scale_pipe.distributed.program import (
+    build_channels,
+    find_connections,
+    fingerprint_lines,
+    infer_stages_per_rank,
+    split_into_stages,
+)
 from scale_pipe.distributed.runtime import PassRuntime
 from scale_pipe.distributed.shared_params import SharedParams
 from scale_pipe.distributed.stage import Stage
@@ -123,7 +123,7 @@ class DistributedPipe(StageModuleView):
         self._memory_cap = memory_cap
         stages = split_into_stages(module, self._schedule.num_stages, balance)
         placement = self._schedule.placement
-        self._cross_stage, self._skip_keys, shared_names = find_connections(stages, placement)
+        self._cross_stage, shared_names = find_connections(stages, placement)
         self._fqns = ModelFQNs(stages)
         self._contract = Contract(self.group, limit_seconds)
         self._limit = self._contract.limit_seconds
@@ -286,9 +286,9 @@ class DistributedPipe(StageModuleView):
             if runner is None or runner.module is not module:
                 assert module is not None
                 self._wrappers_changed = True
-                skips, keys = self._cross_stage.skips, self._skip_keys
-                pops = {skip.name: keys[skip.name] for skip in skips if skip.target == index}
-                stashes = {skip.name: keys[skip.name] for skip in skips if skip.source == index}
+                skips = self._cross_stage.skips
+                pops = {skip.name: skip.key for skip in skips if skip.target == index}
+                stashes = {skip.name: skip.key for skip in skips if skip.source == index}
                 self._runners[index] = Stage(module, pops, stashes, self.checkpoint)
 
     def _begin_gradients(self, inputs: StepInputs) -> StepInputs:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 
@@ -118,23 +117,16 @@ def solve_on_first_rank(
     """
     from scale_pipe.schedules.solver.solver import solve  # Other steps need no solver.
 
-    found: dict[str, Any] = {}
-    cause: ValueError | None = None
+    text, cause = "", None
     if group.rank == 0:
+        ranks, batches = schedule.num_ranks, schedule.num_micro_batches
         try:
-            solution = solve(
-                costs,
-                schedule.num_ranks,
-                schedule.num_micro_batches,
-                memory_cap=memory_cap,
-                placement=schedule.placement,
-            )
-            found["schedule"] = solution.schedule.to_json()
+            solution = solve(costs, ranks, batches, memory_cap=memory_cap, placement=schedule.placement)
+            text = json.dumps([solution.schedule.to_json(), ""])
         except ValueError as error:
-            cause = error
-            found["refused"] = str(error)
+            text, cause = json.dumps(["", str(error)]), error
     limit = None if limit_seconds is None else limit_seconds + _SEARCH_SECONDS
-    first = json.loads(exchange_text(json.dumps(found), group, limit_seconds=limit)[0])
-    if "refused" in first:
-        raise ValueError(f"no schedule was found; {schedule.name} stays: {first['refused']}") from cause
-    return Schedule.from_json(first["schedule"])
+    found, refused = json.loads(exchange_text(text, group, limit_seconds=limit)[0])
+    if refused:
+        raise ValueError(f"no schedule was found; {schedule.name} stays: {refused}") from cause
+    return Schedule.from_json(found)

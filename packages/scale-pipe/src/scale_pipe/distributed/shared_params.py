@@ -264,8 +264,7 @@ def _check_compatible(name: str, copy: _Copy, others: Mapping[int, _ReceivedGrad
         can_be_gathered = mine.groups and not (mine.ranges or grad.ranges)
         if not (can_be_gathered or _covers(grad, mine)):
             raise RuntimeError(
-                f"{name} is one parameter in stages {copy.stage} and {stage}, and {stage} has other elements of it on "
-                f"this rank's side of the pipeline ({grad.start} to {grad.stop} of {grad.ranges or 'all'}) than "
-                f"{copy.stage} needs ({mine.start} to {mine.stop} of {mine.ranges or 'all'}): wrap or shard both "
-                "stages alike, as in fully_shard(stage, replicas)"
+                f"{name} is one parameter in stages {copy.stage} and {stage}, of which this rank needs elements "
+                f"{mine.start} to {mine.stop} of {mine.ranges or 'all'} and gets {grad.start} to {grad.stop} of "
+                f"{grad.ranges or 'all'}: wrap or shard both stages alike, as in fully_shard(stage, replicas)"
             )

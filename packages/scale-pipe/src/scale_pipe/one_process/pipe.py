@@ -122,10 +122,7 @@ class Pipe(nn.Module):
         IndexError: There are fewer devices than partitions.
     """
 
-    balance: list[int]
-    devices: list[torch.device]
     partitions: nn.ModuleList
-    pipeline: Pipeline
 
     def __init__(
         self,
@@ -149,15 +146,11 @@ class Pipe(nn.Module):
             DeferredBatchNorm.convert_deferred_batch_norm(module, chunks)
         cut = partition(module, numbers, cut.devices)
         self.chunks, self.checkpoint = chunks, checkpoint
+        self.balance, self.devices = cut.balance, cut.devices
+        self.pipeline = Pipeline(cut.modules, cut.devices)
         self.training = module.training
-        # Not by `add_module`, which refuses names that this class uses itself; partitions are in no name.
-        self._modules.update(module.named_children())
-        self.__dict__.update(
-            balance=cut.balance,
-            devices=cut.devices,
-            partitions=nn.ModuleList(cut.modules),
-            pipeline=Pipeline(cut.modules, cut.devices),
-        )
+        self.__dict__["partitions"] = nn.ModuleList(cut.modules)  # In no name.
+        self._modules.update(module.named_children())  # `add_module` refuses names that this class uses itself.
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Computes the output of a mini-batch.
