@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +47,8 @@ class MicrobatchGrads:
     """Reports the gradients of one rank's steps by micro-batch; does nothing while nobody measures them."""
 
     def __init__(self, shared: Sequence[SharedParameter], placement: StagePlacement, rank: int) -> None:
-        self._parameters, self._placement, self._rank = shared, placement, rank
+        self._rank = rank
+        self._holders = {parameter.name: first_stage_by_rank(parameter, placement) for parameter in shared}
         self.is_measured = False  # in the step that runs
         self.step: MicrobatchStep | None = None  # None while nobody observes steps
         self._num_stages = 0
@@ -55,11 +56,6 @@ class MicrobatchGrads:
         self._by_name: dict[str, _SharedParam] = {}  # those that other ranks have, too
         self._stages_done: Counter[int] = Counter()  # by micro-batch
         self._handles: list[RemovableHandle] = []
-
-    @cached_property
-    def _holders(self) -> dict[str, Mapping[int, int]]:
-        """By name of a shared parameter what `first_stage_by_rank` returns."""
-        return {parameter.name: first_stage_by_rank(parameter, self._placement) for parameter in self._parameters}
 
     @property
     def signatures(self) -> Sequence[StepSignature]:

@@ -278,7 +278,7 @@ class DistributedPipe(StageModuleView):
         device = self.device
         if device != self._device:
             self._device = device
-            self._channels.set_device(device)
+            self._channels.p2p.set_device(device)
         for index, module in zip(
             self._schedule.placement.stages_of[self.group.rank], self._modules.values(), strict=True
         ):
@@ -346,8 +346,7 @@ class DistributedPipe(StageModuleView):
     def _solve(self) -> None:
         self._solve_pending = False
         spans = self.measured().spans
-        placement, channels = self._schedule.placement, self._channels
-        link = measure_link_times(placement, channels.p2p, channels.probes, self.group, self._limit)
+        link = measure_link_times(self._schedule.placement, self._channels.p2p, self.group, self._limit)
         costs = costs_from_spans(spans, self._schedule.num_stages, link)
         self._schedule = solve_on_first_rank(self._schedule, costs, self.group, self._memory_cap, self._limit)
         self._build_channels()

@@ -346,15 +346,8 @@ class RankChannels(NamedTuple):
     # Activations are in both programs with the same tags, so a rank that was called for one kind of pass understands
     # a rank that was called for the other.
     programs: Mapping[StepKind, RankProgram]
-    p2p: P2PChannel  # of passes
-    probes: P2PChannel  # for measuring links
-    host: P2PChannel  # outside of passes, and for values of shared parameters
-    microbatch_grads: P2PChannel  # gradients of shared parameters by micro-batch, after a step that is measured
-
-    def set_device(self, device: torch.device) -> None:
-        """Sets the device where this rank computes."""
-        for channel in (self.p2p, self.probes, self.microbatch_grads):
-            channel.set_device(device)
+    p2p: P2PChannel  # on the device: of passes, and between them of measurements
+    host: P2PChannel  # of state and of values of shared parameters
 
 
 def build_channels(
@@ -370,16 +363,11 @@ def build_channels(
     by_kind = {StepKind.STEP: programs, StepKind.EVALUATION: [forward_only(tasks) for tasks in programs]}
     own = {kind: RankProgram(each, group.rank, schedule.num_stages, cross_stage) for kind, each in by_kind.items()}
     slots = [task.slot for tasks in programs for task in tasks if isinstance(task, Send)]
-    probes = [slot for pair in probe_slots(schedule.placement).values() for slot in pair]
+    slots += [slot for pair in probe_slots(schedule.placement).values() for slot in pair]
+    slots += microbatch_grad_slots(schedule.placement, cross_stage.shared, schedule.num_micro_batches)
     on_host = [*shared_grad_slots(schedule.placement, cross_stage.shared), *state_slots(schedule.placement)]
-    grads = microbatch_grad_slots(schedule.placement, cross_stage.shared, schedule.num_micro_batches)
     first = message_tag(Event(f"pipeline {pipeline_id}", schedule.name)) - UNIT_TAGS.start
-    num_tags = len(slots) + len(probes) + len(on_host) + len(grads)
-    tags = (UNIT_TAGS[(first + index) % len(UNIT_TAGS)] for index in range(num_tags))
-
-    def channel(slots: Sequence[Slot], where: torch.device) -> P2PChannel:
-        return P2PChannel(group, {slot: next(tags) for slot in slots}, where, limit_seconds)
-
-    return RankChannels(
-        own, channel(slots, device), channel(probes, device), channel(on_host, HOST), channel(grads, device)
-    )
+    tags = [UNIT_TAGS[(first + index) % len(UNIT_TAGS)] for index in range(len(slots) + len(on_host))]
+    p2p = P2PChannel(group, dict(zip(slots, tags, strict=False)), device, limit_seconds)
+    host = P2PChannel(group, dict(zip(on_host, tags[len(slots) :], strict=True)), HOST, limit_seconds)
+    return RankChannels(own, p2p, host)

@@ -147,7 +147,7 @@ class StepLoop:
                 grads.check_holders(status.measured_ranks)
                 if not status.signatures_match:
                     grads.check_signatures(self._group, self._limit)
-                grads.sum_shared(len(sizes), runtime.channels.microbatch_grads)
+                grads.sum_shared(len(sizes), runtime.channels.p2p)
             except RuntimeError as error:
                 if runtime.stepped_stages:
                     error.add_note(_stepped_note(runtime))
