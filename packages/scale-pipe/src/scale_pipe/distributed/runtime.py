@@ -181,22 +181,30 @@ class PassRuntime:
         chunk_size = self.chunk_sizes.get(action.micro_batch)
         results: Mapping[str, Payload] = {}
         if chunk_size is not None and self.failure is None:
-            if not self._last_backwards:
-                self._last_backwards = {  # There may be fewer micro-batches than the schedule has.
-                    stage: next(batch for batch in reversed(order) if batch < chunk_size.num_micro_batches)
-                    for stage, order in self._program.backward_order.items()
-                }
-            run = self._forward if action.kind is Kind.FORWARD else self._backward
-            start = time.perf_counter()
-            try:
-                results = run(action, arrived, chunk_size)
-            except Exception as error:
-                self._error(error, action, arrived)
-            self.timed_actions.append((action, start, time.perf_counter()))
+            results = self._run_action(action, arrived, chunk_size)
         for slot in self._program.outputs[action]:
             message = self.failure or (_NO_SIZE if chunk_size is None else results[slot.name])
             box = self._outbox if slot in self._program.sent_slots else self._inbox
             box[slot] = message
+
+    def _run_action(
+        self, action: Action, arrived: Mapping[str, Payload], chunk_size: ChunkSize
+    ) -> Mapping[str, Payload]:
+        """Runs a forward or a backward, and times it; an error is in `failure` afterwards."""
+        if not self._last_backwards:
+            self._last_backwards = {  # There may be fewer micro-batches than the schedule has.
+                stage: next(batch for batch in reversed(order) if batch < chunk_size.num_micro_batches)
+                for stage, order in self._program.backward_order.items()
+            }
+        run = self._forward if action.kind is Kind.FORWARD else self._backward
+        start = time.perf_counter()
+        try:
+            return run(action, arrived, chunk_size)
+        except Exception as error:
+            self._error(error, action, arrived)
+            return {}
+        finally:
+            self.timed_actions.append((action, start, time.perf_counter()))
 
     def _forward(self, action: Action, arrived: Mapping[str, Payload], chunk_size: ChunkSize) -> Mapping[str, Payload]:
         _, number, micro_batch = action
