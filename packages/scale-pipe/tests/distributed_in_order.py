@@ -76,7 +76,7 @@ def in_order_transport(*ranks: int) -> Iterator[None]:
 
     def set_device(self: P2PChannel, device: torch.device) -> None:
         self.device = device
-        self._on_device = True
+        self.matches_by_order = self._on_device = True
 
     def torch_group(group: Group) -> Any:
         assert group.ranks == ranks

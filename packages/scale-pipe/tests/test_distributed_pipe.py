@@ -142,8 +142,14 @@ def on_a_mesh() -> list[str]:
 
 def in_order() -> list[str]:
     """As on transports without tags: what arrives is taken in the order of the list."""
+    set_device = P2PChannel.set_device
+
+    def set_device_in_order(channel: P2PChannel, device: torch.device) -> None:
+        set_device(channel, device)
+        channel.matches_by_order = True
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(P2PChannel, "matches_by_order", property(lambda links: True))
+        patch.setattr(P2PChannel, "set_device", set_device_in_order)
         return [
             words
             for name, each in SCHEDULES.items()

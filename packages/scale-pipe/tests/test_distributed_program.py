@@ -24,9 +24,9 @@ from scale_pipe.distributed.program import (
     build_programs,
     completed_sends,
     forward_only,
-    inputs_of,
     probe_slots,
     shared_grad_slots,
+    slots_of,
 )
 from scale_pipe.schedules.action import COMPUTES, Action
 
@@ -115,7 +115,7 @@ def follow(
                     if not {slot for slot in received if slot.flow is Flow.SHARED} <= sent:
                         break
                 elif isinstance(task, Action) and task.kind in COMPUTES:
-                    needed = {slot for slot in inputs_of(task, stages, wiring) if slot in received}
+                    needed = {slot for slot in slots_of(task, stages, wiring, inputs=True) if slot in received}
                     if not needed <= sent:
                         break
                     taken |= needed

@@ -92,6 +92,12 @@ def nested() -> list[str]:
     loss = pipe.step(*first, target=target, loss_fn=mse, stage_inputs=inner, **(whole if first else {}))
     wrong = differences(pipe, plain.grads) + [f"loss {loss} and {expected}"] * (not torch.equal(loss, expected))
     pipe.evaluate(*first, stage_inputs=inner, **(whole if first else {}))
+    inner[2] = {"shift": NoChunk(shift[0])}  # Nothing beside it that is cut.
+    found = pipe.evaluate(*first, stage_inputs=inner, **(whole if first else {}))
+    if found is not None:
+        with torch.no_grad():
+            outputs = [call(plain.model, (*given[:3], shift[0])) for given, _ in parts]
+        wrong += ["a whole tensor of a later stage"] * (not torch.allclose(found, torch.cat(outputs)))
     return wrong
 
 

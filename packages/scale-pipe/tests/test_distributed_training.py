@@ -269,7 +269,7 @@ def measured() -> list[str]:
     own = tuple(span.action for span in pipe.last_trace)
     wrong += ["own spans"] * (own != pipe.schedule.compute_actions()[dist.get_rank()])
     wrong += ["picture"] * ("<svg" not in draw([simulate(pipe.schedule, found.costs), found]))
-    links = measure_link_times(pipe.schedule.placement, pipe._channels.p2p, pipe._channels.probes, pipe.group, 60)
+    links = measure_link_times(pipe.schedule.placement, pipe._channels.p2p, pipe.group, 60)
     everyones: list[Any] = [None, None]
     dist.all_gather_object(everyones, links)
     wrong += [f"links {links}"] * (everyones[0] != everyones[1])

@@ -15,7 +15,6 @@ from scale_pipe.microbatch import (
     batch_size_of,
     check_chunks,
     copy_to,
-    cut,
     describe_arguments,
     gather,
     micro_batch_sizes,
@@ -103,7 +102,6 @@ def test_inputs_without_a_tensor_to_cut_are_refused_where_the_batch_is_cut() -> 
         scatter((), 2)
     with pytest.raises(TypeError, match="expected a tensor with a first dimension"):
         scatter(torch.tensor(1.0), 2)
-    assert cut({"epoch": 3}, [2, 2]) == [{"epoch": 3}, {"epoch": 3}]
 
 
 def test_tensors_with_different_numbers_of_samples_are_named_both() -> None:
@@ -111,8 +109,6 @@ def test_tensors_with_different_numbers_of_samples_are_named_both() -> None:
     message = "inputs.args[0] [8, 3] has 8 samples, and inputs.kwargs['mask'] [4] has 4; what belongs to no sample is"
     with pytest.raises(ValueError, match=re.escape(message)):
         scatter(inputs, 2)
-    with pytest.raises(ValueError, match=r"expected 6 samples, cut into micro-batches of 4, 2, and got .* with 8"):
-        cut(rows(8), [4, 2])
 
 
 def test_tensors_of_different_sizes_are_cut_each_by_itself_where_they_have_the_same_shares() -> None:

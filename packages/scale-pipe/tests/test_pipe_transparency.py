@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from scale_checkpoint import checkpoint_wrapper, is_checkpointing, is_recomputing, offload_activations
 from scale_core.tree import tensors_in
 from scale_pipe import NoChunk, Pipe
-from scale_pipe.one_process import worker as workers
+from scale_pipe.one_process import pipeline
 from scale_pipe.one_process.pipeline import clock_cycles
 
 MODES: Any = ("always", "except_last", "never")
@@ -172,7 +172,7 @@ def autocast(cache: bool) -> AbstractContextManager[Any]:
 @pytest.mark.parametrize("checkpoint", MODES)
 def test_outer_autocast_holds_in_all_layers(checkpoint: Any, threads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if threads:
-        monkeypatch.setattr(workers, "worker_for", lambda device: ThreadPoolExecutor(1))
+        monkeypatch.setattr(pipeline, "worker_for", lambda device: ThreadPoolExecutor(1))
     plain, batch = mlp(), torch.randn(6, 4)
     pipe = Pipe(copy.deepcopy(plain), [2, 2, 1], chunks=3, checkpoint=checkpoint)
     with autocast(cache=False):  # With a cache of casts, gradients of micro-batches are summed in bfloat16.
@@ -189,7 +189,7 @@ def test_outer_autocast_holds_in_all_layers(checkpoint: Any, threads: bool, monk
 def test_partitions_in_threads_of_their_own_compute_the_same(
     checkpoint: Any, devices: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "worker_for", lambda device: ThreadPoolExecutor(1))
+    monkeypatch.setattr(pipeline, "worker_for", lambda device: ThreadPoolExecutor(1))
     for net, balance, shape in NETS:
         plain, batch = net(), torch.randn(shape)
         cut = [*balance[:2], sum(balance[2:])][: len(balance)]

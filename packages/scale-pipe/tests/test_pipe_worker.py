@@ -14,8 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from scale_checkpoint import disable_checkpointing, is_checkpointing, is_recomputing
 from scale_checkpoint import state as phase
-from scale_pipe.one_process import worker as workers
-from scale_pipe.one_process.worker import CallerContext, Workers
+from scale_pipe.one_process import pipeline
+from scale_pipe.one_process.pipeline import Workers
+from scale_pipe.one_process.worker import CallerContext
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -82,7 +83,7 @@ def test_an_error_comes_with_its_own_traceback_when_nothing_runs_any_more(
     threads: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if threads:
-        monkeypatch.setattr(workers, "worker_for", lambda device: ThreadPoolExecutor(1))
+        monkeypatch.setattr(pipeline, "worker_for", lambda device: ThreadPoolExecutor(1))
     pool, done = Workers([CPU, META]), threading.Event()
     other = threading.Event()
 

@@ -1,13 +1,15 @@
 """Random number generators: which of them a computation has drawn from, and their states set back to draw again.
 
-Every generator of the process is looked at, that of each device, whatever devices a module's tensors are on. Only those
-that were drawn from are kept, so a module without dropout keeps nothing and replays nothing.
+Every generator of the process is looked at, that of each device, whatever devices a module's tensors are on; inside of
+`only_device` those that belong to other threads are left out. Only those that were drawn from are kept, so a module
+without dropout keeps nothing and replays nothing.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -23,8 +25,25 @@ class GeneratorState(NamedTuple):
     state: Tensor  # uint8, on the host
 
 
+class _Limit(threading.local):
+    device: torch.device | None = None  # beside the host; None is all
+
+
+_limit = _Limit()
+
+
+@contextmanager
+def only_device(device: torch.device) -> Iterator[None]:
+    """Inside, in this thread, the generators are those of the host and of one device: others have theirs in use."""
+    before, _limit.device = _limit.device, device
+    try:
+        yield
+    finally:
+        _limit.device = before
+
+
 def generator_states() -> list[GeneratorState]:
-    """Returns the state of each generator of the process."""
+    """Returns the state of each generator of the process, or of those inside of `only_device`."""
     return [GeneratorState(generator, generator.get_state()) for generator in _generators()]
 
 
@@ -35,7 +54,7 @@ def drawn_since(before: Iterable[GeneratorState]) -> list[GeneratorState]:
         RuntimeError: An accelerator was initialized since, whose generators' states before are not known.
     """
     known = list(before)
-    if len(_generators()) != len(known):
+    if not {generator.device.type for generator in _generators()} <= {drawn.generator.device.type for drawn in known}:
         raise RuntimeError(
             "an accelerator was initialized in the first forward of a checkpointed module, so its random numbers "
             "cannot be drawn again: call torch.cuda.init() before the model runs"
@@ -67,7 +86,8 @@ def _generators() -> list[torch.Generator]:
     for accelerator in (torch.cuda, torch.xpu):
         if accelerator.is_initialized():
             found += getattr(accelerator, "default_generators", ())
-    return found
+    only = _limit.device
+    return found if only is None else [one for one in found if one.device.type == "cpu" or one.device == only]
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

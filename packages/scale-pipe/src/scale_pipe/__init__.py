@@ -86,43 +86,32 @@ __all__ = [
 
 # What runs models needs torch, which takes a while to load; schedules are computed without it. Steps load no solver.
 _LOADED_WHEN_ASKED_FOR = {
-    "Bound": "scale_pipe.schedules.solver.bounds",
-    "DeferredBatchNorm": "scale_pipe.batch_norm",
-    "DistributedPipe": "scale_pipe.distributed.pipe",
-    "Namespace": "scale_pipe.skip.namespace",
-    "NoChunk": "scale_pipe.microbatch",
-    "Pipe": "scale_pipe.one_process.pipe",
-    "PlaceholderTensorError": "scale_pipe.module_split.placeholder_tensor",
-    "RankBound": "scale_pipe.schedules.solver.bounds",
-    "ScheduleSimulation": "scale_pipe.schedules.simulation",
-    "Solution": "scale_pipe.schedules.solver.solver",
-    "SplitError": "scale_pipe.module_split.replay",
-    "StageError": "scale_pipe.distributed.errors",
-    "balance_by_makespan": "scale_pipe.partition.balance",
-    "balance_by_size": "scale_pipe.partition.balance",
-    "balance_by_time": "scale_pipe.partition.balance",
-    "chrome_trace": "scale_pipe.schedules.visualize",
-    "draw": "scale_pipe.schedules.visualize",
-    "lower_bound": "scale_pipe.schedules.solver.bounds",
-    "pop": "scale_pipe.skip.namespace",
-    "profile_stages": "scale_pipe.partition.profile",
-    "save_chrome_trace": "scale_pipe.schedules.visualize",
-    "save_drawing": "scale_pipe.schedules.visualize",
-    "shared_parameters": "scale_pipe.module_split.split",
-    "simulate": "scale_pipe.schedules.simulation",
-    "skippable": "scale_pipe.skip.skippable",
-    "solve": "scale_pipe.schedules.solver.solver",
-    "split": "scale_pipe.module_split.split",
-    "stash": "scale_pipe.skip.namespace",
-    "verify_skippables": "scale_pipe.skip.layout",
+    "scale_pipe.batch_norm": ("DeferredBatchNorm",),
+    "scale_pipe.distributed.errors": ("StageError",),
+    "scale_pipe.distributed.pipe": ("DistributedPipe",),
+    "scale_pipe.microbatch": ("NoChunk",),
+    "scale_pipe.module_split.placeholder_tensor": ("PlaceholderTensorError",),
+    "scale_pipe.module_split.replay": ("SplitError",),
+    "scale_pipe.module_split.split": ("shared_parameters", "split"),
+    "scale_pipe.one_process.pipe": ("Pipe",),
+    "scale_pipe.partition.balance": ("balance_by_makespan", "balance_by_size", "balance_by_time"),
+    "scale_pipe.partition.profile": ("profile_stages",),
+    "scale_pipe.schedules.simulation": ("ScheduleSimulation", "simulate"),
+    "scale_pipe.schedules.solver.bounds": ("Bound", "RankBound", "lower_bound"),
+    "scale_pipe.schedules.solver.solver": ("Solution", "solve"),
+    "scale_pipe.schedules.visualize": ("chrome_trace", "draw", "save_chrome_trace", "save_drawing"),
+    "scale_pipe.skip.layout": ("verify_skippables",),
+    "scale_pipe.skip.namespace": ("Namespace", "pop", "stash"),
+    "scale_pipe.skip.skippable": ("skippable",),
 }
+_MODULES = {name: module for module, names in _LOADED_WHEN_ASKED_FOR.items() for name in names}
 
 
 def __getattr__(name: str) -> typing.Any:
     """Loads what runs models when it is asked for."""
-    if name not in _LOADED_WHEN_ASKED_FOR:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_LOADED_WHEN_ASKED_FOR[name]), name)
+    value = getattr(importlib.import_module(_MODULES[name]), name)
     value.__module__ = __name__  # Tracebacks and documentation show the path that people write.
     globals()[name] = value
     return value
@@ -132,6 +121,6 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-for _name in set(__all__) - set(_LOADED_WHEN_ASKED_FOR):
+for _name in set(__all__) - set(_MODULES):
     globals()[_name].__module__ = __name__
 del _name

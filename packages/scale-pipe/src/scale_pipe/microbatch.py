@@ -6,7 +6,6 @@ to every micro-batch as it is.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import warnings
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from scale_core.streams import on_host
-from scale_core.tree import map_tensors
+from scale_core.tree import map_leaves, map_tensors, tensors_in
 from scale_pipe.integers import plain_integer
 
 T = TypeVar("T")
@@ -208,26 +207,10 @@ def _same_proportions(one: Sequence[int], other: Sequence[int]) -> bool:
     return len(one) == len(other) and all(a * totals[1] == b * totals[0] for a, b in zip(one, other, strict=True))
 
 
-def cut(inputs: Any, sizes: Sequence[int]) -> list[Any]:
-    """Cuts inputs into micro-batches of these sizes; inputs without a tensor [N, ...] go whole to each of them.
-
-    Raises TypeError if a tensor is sparse or nested, and ValueError if tensors have another number of samples.
-    """
-    batch_size = batch_size_of(inputs)
-    if batch_size is not None and batch_size != sum(sizes):
-        raise ValueError(
-            f"expected {sum(sizes)} samples, cut into micro-batches of {_listed(sizes)}, and got tensors "
-            f"with {batch_size}: give every stage inputs of the same mini-batch"
-        )
-    return _cut(inputs, {sum(sizes): sizes})
-
-
 def _cut(inputs: Any, sizes: Mapping[int, Sequence[int]]) -> list[Any]:
     """Cuts tensors [N, ...] into the sizes for N; there are as many pieces for each N."""
     num_pieces = len(next(iter(sizes.values())))
-    has_no_chunk = False
     for path, leaf in iter_leaves(inputs):
-        has_no_chunk = has_no_chunk or isinstance(leaf, NoChunk)
         if num_pieces > 1 and isinstance(leaf, Tensor) and (leaf.layout != torch.strided or leaf.is_nested):
             kind = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
             raise TypeError(
@@ -235,37 +218,27 @@ def _cut(inputs: Any, sizes: Mapping[int, Sequence[int]]) -> list[Any]:
                 "by to_dense() or to_padded_tensor(0), or to every micro-batch as a whole: scale_pipe.NoChunk(tensor)"
             )
     if num_pieces == 1:
-        return [_unwrap_no_chunk(inputs) if has_no_chunk else inputs]
-    pieces: dict[int, Sequence[Tensor]] = {}
-
-    def split(tensor: Tensor) -> Sequence[Tensor]:
-        found = tensor.split(list(sizes[tensor.shape[0]])) if tensor.dim() else [tensor] * num_pieces
-        return pieces.setdefault(id(tensor), found)
-
+        return [unwrap_no_chunk(inputs)]
+    pieces = {
+        id(tensor): tensor.split(list(sizes[tensor.shape[0]])) if tensor.dim() else [tensor] * num_pieces
+        for tensor in tensors_in(inputs)
+    }
     cuts = [
-        map_tensors(lambda tensor: (pieces.get(id(tensor)) or split(tensor))[number], inputs)  # noqa: B023  # called at once
+        map_tensors(lambda tensor: pieces[id(tensor)][number], inputs)  # noqa: B023  # called at once
         for number in range(num_pieces)
     ]
-    return [_unwrap_no_chunk(part) for part in cuts] if has_no_chunk else cuts
+    return list(map(unwrap_no_chunk, cuts))
 
 
 def _listed(sizes: Sequence[int]) -> str:
     return ", ".join(map(str, sizes))
 
 
-def _unwrap_no_chunk(tree: Any) -> Any:
-    """`tree` with the tensor of each `NoChunk` in its place."""
-    if isinstance(tree, NoChunk):
-        return tree.tensor
-    leaves, spec = pytree.tree_flatten(tree)
-    if not (len(leaves) == 1 and leaves[0] is tree):
-        return pytree.tree_unflatten([_unwrap_no_chunk(leaf) for leaf in leaves], spec)
-    if not dataclasses.is_dataclass(tree) or isinstance(tree, type):
+def unwrap_no_chunk(tree: Any) -> Any:
+    """`tree` with the tensor of each `NoChunk` in its place; the very same object where there is none."""
+    if not any(isinstance(leaf, NoChunk) for _, leaf in iter_leaves(tree)):
         return tree
-    fresh = copy.copy(tree)
-    for field in dataclasses.fields(tree):
-        object.__setattr__(fresh, field.name, _unwrap_no_chunk(getattr(tree, field.name, None)))
-    return fresh
+    return map_leaves(lambda leaf: leaf.tensor if isinstance(leaf, NoChunk) else leaf, tree)
 
 
 def copy_to(device: torch.device, tree: T) -> T:

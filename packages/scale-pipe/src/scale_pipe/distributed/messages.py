@@ -7,7 +7,6 @@ pickled but for the tensors, which are sent by themselves, uncopied (`p2p`).
 from __future__ import annotations
 
 import io
-import json
 import pickle
 from enum import IntEnum, StrEnum
 from typing import Any, NamedTuple
@@ -97,15 +96,6 @@ class Failure(NamedTuple):
     text: str
     traceback: str
     rank_lost: bool = False  # another rank can't be reached any more
-
-    def to_bytes(self) -> bytes:
-        """Encodes the failure for a message."""
-        return json.dumps(list(self)).encode()
-
-    @classmethod
-    def from_bytes(cls, data: bytes | bytearray) -> Failure:
-        """Decodes what `to_bytes` wrote."""
-        return cls(*json.loads(data))
 
 
 Message = Payload | Failure | ChunkSize

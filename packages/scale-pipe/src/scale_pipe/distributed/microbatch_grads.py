@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from scale_core.autograd_hooks import lacks_autograd_hooks, register_local_grad_hook
 from scale_core.comm.collectives import exchange_text, subgroup_of
 from scale_core.comm.group import Group
-from scale_core.microbatch_grads import MicrobatchStep, StepSignature, microbatch_steps_wanted
+from scale_core.microbatch_grads import MicrobatchStep, StepSignature
 from scale_pipe.distributed.messages import WHOLE, Flow, Payload, Slot, pack, unpack
 from scale_pipe.distributed.p2p import P2PChannel
 from scale_pipe.distributed.program import SharedParameter, first_stage_by_rank
@@ -46,7 +46,8 @@ class MicrobatchGrads:
     """Reports the gradients of one rank's steps by micro-batch; does nothing while nobody measures them."""
 
     def __init__(self, shared: Sequence[SharedParameter], placement: StagePlacement, rank: int) -> None:
-        self._parameters, self._placement, self._rank = shared, placement, rank
+        self._rank = rank
+        self._holders = {parameter.name: first_stage_by_rank(parameter, placement) for parameter in shared}
         self.is_measured = False  # in the step that runs
         self.step: MicrobatchStep | None = None  # None while nobody observes steps
         self._num_stages = 0
@@ -55,11 +56,6 @@ class MicrobatchGrads:
         self._stages_done: Counter[int] = Counter()  # by micro-batch
         self._handles: list[RemovableHandle] = []
 
-    @cached_property
-    def _holders(self) -> dict[str, Mapping[int, int]]:
-        """By name of a shared parameter what `first_stage_by_rank` returns."""
-        return {parameter.name: first_stage_by_rank(parameter, self._placement) for parameter in self._parameters}
-
     @property
     def signatures(self) -> Sequence[StepSignature]:
         """What the observers need other ranks to have alike."""
@@ -67,8 +63,6 @@ class MicrobatchGrads:
 
     def begin(self, stages: Mapping[int, nn.Module], copies: Mapping[str, nn.Parameter]) -> None:
         """Announces a step to observers, which may refuse it; `copies` are parameters that other ranks have, too."""
-        if not microbatch_steps_wanted():
-            return
         counts = Counter(param for stage in stages.values() for param in stage.parameters())
         self._num_stages = len(stages)
         self._by_name = {name: _SharedParam(param, self._holders[name]) for name, param in copies.items()}

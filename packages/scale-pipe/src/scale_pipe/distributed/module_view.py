@@ -51,7 +51,7 @@ class ModelFQNs:
     def __init__(self, stages: Sequence[nn.Module]) -> None:
         positions: dict[str, int] = {}  # of modules, in the order of the model, which each split stage has
         found: dict[str, str] = {}
-        self._first_stages: dict[str, int] = {}
+        self.first_stages: dict[str, int] = {}  # by first name, the first stage that holds the tensor
         known: dict[int, str] = {}
         self.top_level: set[str] = set()  # first parts of all names, those of non-persistent buffers included
         for index, stage in enumerate(stages):
@@ -64,14 +64,10 @@ class ModelFQNs:
                 name = original_fqn(fqns, listed)
                 first = known.setdefault(id(value), name) if isinstance(value, Tensor) else name
                 found.setdefault(name, first)
-                self._first_stages.setdefault(first, index)
+                self.first_stages.setdefault(first, index)
         in_order = sorted(found, key=lambda name: positions.get(name.rpartition(".")[0], 0))
         self.first_names = {name: found[name] for name in in_order}  # each with the first name of the same tensor
         self.top_level |= {name.partition(".")[0] for name in found}
-
-    def first_stage(self, name: str) -> int | None:
-        """The first stage that holds the tensor of this first name; None if there is none."""
-        return self._first_stages.get(name)
 
 
 class LocalStages(MutableMapping[int, nn.Module]):
@@ -219,7 +215,7 @@ class StageModuleView(nn.Module):
 
     def is_first_holder(self, name: str) -> bool:
         """Whether the first stage that holds the tensor of this first name is on this rank."""
-        return self._fqns.first_stage(name) in self.stages
+        return self._fqns.first_stages.get(name) in self.stages
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # torch overloads it
         """Returns this rank's part of the state dict of the original model.

@@ -104,21 +104,10 @@ def dense(tensor: Tensor) -> Tensor:
     requires_grad, tensor = tensor.requires_grad, tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
-    if not (tensor.is_contiguous() or _is_permuted(tensor)):
+    # torch keeps the strides of what is dense, such as a permutation of a contiguous tensor, and no others.
+    if not tensor.is_contiguous() and torch.empty_like(tensor, device="meta").stride() != tensor.stride():
         tensor = tensor.contiguous()
     return tensor.requires_grad_() if requires_grad else tensor
-
-
-def _is_permuted(tensor: Tensor) -> bool:
-    """Whether it is a permutation of a contiguous tensor."""
-    expected = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -180,7 +169,8 @@ class P2PError(RuntimeError):
 class P2PChannel:
     """The messages of one rank to and from the others, a tag for each slot: the same on all ranks, no two alike.
 
-    `pass_kind` (0 outside of passes) is sent with each message; `received_kind` is that of the last one received.
+    `pass_kind` is sent with each message; `received_kind` is that of the last one received.
+    `matches_by_order`: tensors go by NCCL, so `start_tensors` is called for each slot in the order of the program.
     """
 
     def __init__(
@@ -199,17 +189,12 @@ class P2PChannel:
     def set_device(self, device: torch.device) -> None:
         """Sets the device where this rank computes; the known metadata stays."""
         self.device = device
-        self._on_device = device.type != HOST.type and self._group.backend == "nccl"
+        self.matches_by_order = self._on_device = device.type != HOST.type and self._group.backend == "nccl"
 
     @cached_property
     def _host(self) -> Any:
         """The process group that moves host memory."""
         return group_for(HOST, self._group)
-
-    @property
-    def matches_by_order(self) -> bool:
-        """Whether `start_tensors` has to be called for each slot in the order of the program."""
-        return self._on_device
 
     def num_bytes(self, slot: Slot) -> int:
         """Bytes of the last payload in a slot; 0 before the first."""
@@ -262,7 +247,7 @@ class P2PChannel:
         if kind == MessageKind.ABSENT:
             return chunk_size
         if kind == MessageKind.FAILED:
-            return Failure.from_bytes(self._receive_bytes(slot, peer, length))
+            return Failure(*pickle.loads(self._receive_bytes(slot, peer, length)))
         if kind == MessageKind.WITH_META:
             self._metas[slot] = pickle.loads(self._receive_bytes(slot, peer, length))
         meta = self._metas[slot]
@@ -288,7 +273,7 @@ class P2PChannel:
         expected = None if self._on_device else known  # what the receiver has posted memory for
         description, tensors, chunk_size = b"", [], ChunkSize(0, 0, 0)
         if isinstance(message, Failure):
-            kind, description = MessageKind.FAILED, message.to_bytes()
+            kind, description = MessageKind.FAILED, pickle.dumps(tuple(message))
         elif isinstance(message, ChunkSize):
             kind, chunk_size = MessageKind.ABSENT, message
         else:

@@ -16,12 +16,6 @@ from scale_core.microbatch_grads import microbatch_steps_wanted, register_pipeli
 from scale_core.optim.clip_grad import clip, measured_gradients
 from scale_core.shard import register_stages
 from scale_pipe.batch_norm import DeferredBatchNorm
-from scale_pipe.distributed.build import (
-    find_connections,
-    fingerprint_lines,
-    infer_stages_per_rank,
-    split_into_stages,
-)
 from scale_pipe.distributed.data_parallel import check_disjoint_wrappers
 from scale_pipe.distributed.errors import failure_from_error
 from scale_pipe.distributed.messages import StepKind
@@ -34,8 +28,15 @@ from scale_pipe.distributed.profile import (
     measure_link_times,
     solve_on_first_rank,
 )
-from scale_pipe.distributed.program import build_channels
-from scale_pipe.distributed.shared_params import SharedParamLookup, SharedParams
+from scale_pipe.distributed.program import (
+    build_channels,
+    find_connections,
+    fingerprint_lines,
+    infer_stages_per_rank,
+    split_into_stages,
+)
+from scale_pipe.distributed.runtime import PassRuntime
+from scale_pipe.distributed.shared_params import SharedParams
 from scale_pipe.distributed.stage import Stage
 from scale_pipe.distributed.step_inputs import LossFunction, Optimizers, StepArgs, StepInputs, prepare_inputs
 from scale_pipe.distributed.step_loop import StepLoop, restore_grads_on_error
@@ -122,7 +123,7 @@ class DistributedPipe(StageModuleView):
         self._memory_cap = memory_cap
         stages = split_into_stages(module, self._schedule.num_stages, balance)
         placement = self._schedule.placement
-        self._cross_stage, self._skip_keys, shared_names = find_connections(stages, placement)
+        self._cross_stage, shared_names = find_connections(stages, placement)
         self._fqns = ModelFQNs(stages)
         self._contract = Contract(self.group, limit_seconds)
         self._limit = self._contract.limit_seconds
@@ -136,7 +137,6 @@ class DistributedPipe(StageModuleView):
             if deferred_batch_norm:
                 stage = DeferredBatchNorm.convert_deferred_batch_norm(stage, self._schedule.num_micro_batches)
             self._add_stage(index, stage)
-        self._shared_lookup = SharedParamLookup(shared_names, self.stages)
         self._runners: dict[int, Stage] = {}
         self._wrappers_changed = True
         self._pipeline_id = next_unique_id("DistributedPipe", self.group)
@@ -145,8 +145,7 @@ class DistributedPipe(StageModuleView):
         register_pipeline(self, self.group, ranks_with_parameters(stages, placement, self.group))
         shared = self._cross_stage.shared
         self._grads = MicrobatchGrads(shared, placement, self.group.rank)
-        copies = self._shared_lookup.find(self, self.stages)
-        self._shared = SharedParams(shared, placement, self.group.rank, copies)
+        self._shared = SharedParams(shared, shared_names, placement, self.group.rank, self)
         self._shared.broadcast_values(self._channels.host, placement, self.group.rank)
         register_stages(self)
 
@@ -169,12 +168,7 @@ class DistributedPipe(StageModuleView):
     def _build_channels(self) -> None:
         self._device = self.device
         self._channels = build_channels(
-            self._schedule,
-            self._cross_stage,
-            self.group,
-            pipeline_id=self._pipeline_id,
-            device=self._device,
-            limit_seconds=self._limit,
+            self._schedule, self._cross_stage, self.group, self._pipeline_id, self._device, self._limit
         )
 
     # Steps.
@@ -279,38 +273,36 @@ class DistributedPipe(StageModuleView):
         """Begins a pass with the stages as they are now, some of which may have been wrapped or moved."""
         self._loop.begin(kind)
         if self._cross_stage.shared and self._shared.needs_broadcast:
-            self._shared.update(self._shared_lookup.find(self, self.stages))
+            self._shared.refresh(self)
             self._shared.broadcast_values(self._channels.host, self._schedule.placement, self.group.rank)
         device = self.device
         if device != self._device:
             self._device = device
-            self._channels.set_device(device)
-        stages = zip(self._schedule.placement.stages_of[self.group.rank], self._modules.values(), strict=True)
-        for index, module in stages:
+            self._channels.p2p.set_device(device)
+        for index, module in zip(
+            self._schedule.placement.stages_of[self.group.rank], self._modules.values(), strict=True
+        ):
             runner = self._runners.get(index)
             if runner is None or runner.module is not module:
                 assert module is not None
                 self._wrappers_changed = True
                 skips = self._cross_stage.skips
-                pops = {skip.name: self._skip_keys[skip.name] for skip in skips if skip.target == index}
-                stashes = {skip.name: self._skip_keys[skip.name] for skip in skips if skip.source == index}
-                self._runners[index] = Stage(index, module, pops, stashes, self.checkpoint)
+                pops = {skip.name: skip.key for skip in skips if skip.target == index}
+                stashes = {skip.name: skip.key for skip in skips if skip.source == index}
+                self._runners[index] = Stage(module, pops, stashes, self.checkpoint)
 
     def _begin_gradients(self, inputs: StepInputs) -> StepInputs:
         """Looks at wrappers and shared parameters, and announces the step; an error fails it on all ranks."""
         try:
-            copies: dict[str, nn.Parameter] = {}
             if self._wrappers_changed:
                 check_disjoint_wrappers(self.stages)
                 self._wrappers_changed = False
             if self._cross_stage.shared:
-                found = self._shared_lookup.find(self, self.stages)
-                self._shared.update(found)
-                copies = {name: param for name, (param, _) in found.items()}
+                self._shared.refresh(self)
                 for runner in self._runners.values():
-                    runner.shared = list(copies.values())
+                    runner.shared = list(self._shared.copies.values())
             if microbatch_steps_wanted():
-                self._grads.begin(self.stages, copies)
+                self._grads.begin(self.stages, self._shared.copies)
         except Exception as error:
             action = "what its stages are wrapped in, or measured by"
             failure = failure_from_error(error, rank=self.group.rank, stage=min(self.stages), action=action)
@@ -321,7 +313,10 @@ class DistributedPipe(StageModuleView):
 
     def _run(self, inputs: StepInputs) -> tuple[Any, Tensor | None]:
         """Runs a pass, and returns the output on the last stage's rank and the loss on all."""
-        runtime, status = self._loop.run(self._channels, self._runners, inputs, self._shared, self._grads, self._device)
+        runtime = PassRuntime(
+            self.group, self._loop.kind, self._channels, self._runners, inputs, self._shared, self._grads, self._limit
+        )
+        status = self._loop.run(runtime, self._device)
         return runtime.output, status.loss
 
     # Measured and solved.
@@ -351,8 +346,7 @@ class DistributedPipe(StageModuleView):
     def _solve(self) -> None:
         self._solve_pending = False
         spans = self.measured().spans
-        placement, channels = self._schedule.placement, self._channels
-        link = measure_link_times(placement, channels.p2p, channels.probes, self.group, self._limit)
+        link = measure_link_times(self._schedule.placement, self._channels.p2p, self.group, self._limit)
         costs = costs_from_spans(spans, self._schedule.num_stages, link)
         self._schedule = solve_on_first_rank(self._schedule, costs, self.group, self._memory_cap, self._limit)
         self._build_channels()

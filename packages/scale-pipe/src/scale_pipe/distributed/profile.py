@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 
@@ -63,7 +62,7 @@ def costs_from_spans(spans: Iterable[TimedAction], num_stages: int, link: float 
 
 
 def measure_link_times(
-    placement: StagePlacement, channel: P2PChannel, probes: P2PChannel, group: Group, limit_seconds: float | None
+    placement: StagePlacement, channel: P2PChannel, group: Group, limit_seconds: float | None
 ) -> list[float]:
     """Seconds of a transfer from each stage to the next, 0 within a rank; all ranks call it together.
 
@@ -75,34 +74,34 @@ def measure_link_times(
         here, peer = placement.rank_of[stage], placement.rank_of[stage + 1]
         if group.rank == here:
             num_bytes = channel.num_bytes(Slot(Flow.ACTIVATION, "", stage, stage + 1, 0))
-            found[stage] = min(_round_trip(probes, there, back, peer, num_bytes) for _ in range(_ROUNDS)) / 2
+            found[stage] = min(_round_trip(channel, there, back, peer, num_bytes) for _ in range(_ROUNDS)) / 2
         elif group.rank == peer:
             for _ in range(_ROUNDS):
-                _echo(probes, there, back, here)
+                _echo(channel, there, back, here)
     rows = [json.loads(text) for text in exchange_text(json.dumps(found), group, limit_seconds=limit_seconds)]
     times = {int(stage): seconds for own in rows for stage, seconds in own.items()}
     return [times.get(stage, 0.0) for stage in range(placement.num_stages - 1)]
 
 
-def _round_trip(probes: P2PChannel, there: Slot, back: Slot, peer: int, num_bytes: int) -> float:
-    data = torch.zeros(max(1, num_bytes), dtype=torch.uint8, device=probes.device)
-    probes.post_receive(back, peer)
+def _round_trip(channel: P2PChannel, there: Slot, back: Slot, peer: int, num_bytes: int) -> float:
+    data = torch.zeros(max(1, num_bytes), dtype=torch.uint8, device=channel.device)
+    channel.post_receive(back, peer)
     start = time.perf_counter()
-    probes.send(there, peer, Payload(*pack(data), WHOLE))
-    message = probes.receive(back, peer)
+    channel.send(there, peer, Payload(*pack(data), WHOLE))
+    message = channel.receive(back, peer)
     assert isinstance(message, Payload)
     message.tensors[0][-1].item()  # A device may still be busy with it.
     end = time.perf_counter()
-    probes.wait_sends()
+    channel.wait_sends()
     return end - start
 
 
-def _echo(probes: P2PChannel, there: Slot, back: Slot, peer: int) -> None:
-    probes.post_receive(there, peer)
-    message = probes.receive(there, peer)
+def _echo(channel: P2PChannel, there: Slot, back: Slot, peer: int) -> None:
+    channel.post_receive(there, peer)
+    message = channel.receive(there, peer)
     assert isinstance(message, Payload)
-    probes.send(back, peer, message)
-    probes.wait_sends()
+    channel.send(back, peer, message)
+    channel.wait_sends()
 
 
 def solve_on_first_rank(
@@ -118,23 +117,16 @@ def solve_on_first_rank(
     """
     from scale_pipe.schedules.solver.solver import solve  # Other steps need no solver.
 
-    found: dict[str, Any] = {}
-    cause: ValueError | None = None
+    text, cause = "", None
     if group.rank == 0:
+        ranks, batches = schedule.num_ranks, schedule.num_micro_batches
         try:
-            solution = solve(
-                costs,
-                schedule.num_ranks,
-                schedule.num_micro_batches,
-                memory_cap=memory_cap,
-                placement=schedule.placement,
-            )
-            found["schedule"] = solution.schedule.to_json()
+            solution = solve(costs, ranks, batches, memory_cap=memory_cap, placement=schedule.placement)
+            text = json.dumps([solution.schedule.to_json(), ""])
         except ValueError as error:
-            cause = error
-            found["refused"] = str(error)
+            text, cause = json.dumps(["", str(error)]), error
     limit = None if limit_seconds is None else limit_seconds + _SEARCH_SECONDS
-    first = json.loads(exchange_text(json.dumps(found), group, limit_seconds=limit)[0])
-    if "refused" in first:
-        raise ValueError(f"no schedule was found; {schedule.name} stays: {first['refused']}") from cause
-    return Schedule.from_json(first["schedule"])
+    found, refused = json.loads(exchange_text(text, group, limit_seconds=limit)[0])
+    if refused:
+        raise ValueError(f"no schedule was found; {schedule.name} stays: {refused}") from cause
+    return Schedule.from_json(found)

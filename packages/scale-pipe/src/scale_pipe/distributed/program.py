@@ -1,4 +1,4 @@
-"""A rank's program for one step: the schedule's actions with everything that is sent and received between them.
+"""A model's stages, what connects them, and each rank's program for a step: the actions with all that is sent between.
 
 A schedule knows transfers between neighbours alone. A model may have skip connections, whose tensors go straight from
 the stage that stashes them to the one that pops them, and parameters that several stages share, whose gradients are
@@ -16,20 +16,26 @@ other, and each returns only when the other side is there (NCCL's do).
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from scale_core.comm.collectives import HOST, UNIT_TAGS
 from scale_core.comm.group import Group
 from scale_core.consistency.execution_order import Event, message_tag
 from scale_pipe.distributed.messages import Flow, Slot, StepKind
 from scale_pipe.distributed.p2p import P2PChannel
+from scale_pipe.module_split.split import shared_parameters
+from scale_pipe.partition.partition import check_balance, check_sequential, partition
 from scale_pipe.schedules.action import COMPUTES, EVERY_MICRO_BATCH, GIVES_INPUT_GRADIENT, Action, Kind
 from scale_pipe.schedules.lowering import Transfer, insert_transfers
 from scale_pipe.schedules.placement import StagePlacement
 from scale_pipe.schedules.schedule import Schedule
+from scale_pipe.skip.layout import inspect_skip_layout
+from scale_pipe.skip.namespace import SkipKey
 
 
 class Send(NamedTuple):
@@ -63,6 +69,7 @@ class SkipTransfer(NamedTuple):
     name: str  # unique in the model
     source: int
     target: int
+    key: SkipKey = (None, "")  # that layers use
 
 
 class SharedParameter(NamedTuple):
@@ -79,12 +86,102 @@ class CrossStageTensors(NamedTuple):
     shared: tuple[SharedParameter, ...] = ()
 
 
+# The stages of a model, and what connects them.
+
+
+def split_into_stages(
+    module: nn.Module | Sequence[nn.Module], num_stages: int, balance: Sequence[int] | None
+) -> list[nn.Module]:
+    """Returns the stages of a sequence with its balance, or those that `split` made; no tensor moves.
+
+    Raises TypeError if it is neither, and ValueError if numbers do not fit.
+    """
+    if isinstance(module, nn.Module) and not isinstance(module, nn.ModuleList):
+        check_sequential(module)
+        assert isinstance(module, nn.Sequential)
+        if balance is None and len(module) == num_stages:
+            balance = [1] * num_stages
+        numbers = check_balance(balance, len(module), num_stages)
+        if len(numbers) != num_stages:
+            raise ValueError(
+                f"the schedule has {num_stages} stages, but balance {numbers} makes {len(numbers)}: give {num_stages} "
+                f"numbers whose sum is {len(module)}"
+            )
+        return list(partition(module, numbers, ["cpu"] * num_stages, move=False).modules)
+    stages = list(module)
+    if balance is not None:
+        raise ValueError("a balance is for an nn.Sequential that is not cut yet; leave it out where stages are given")
+    for index, stage in enumerate(stages):
+        if not isinstance(stage, nn.Module):
+            raise TypeError(
+                f"expected a list of stages, as split(...) returns it, but stage {index} is {type(stage).__name__}"
+            )
+    if len(stages) != num_stages:
+        raise ValueError(
+            f"the schedule has {num_stages} stages, but {len(stages)} were given: split the model at {num_stages - 1} "
+            "names, or take other stages_per_rank"
+        )
+    return stages
+
+
+def infer_stages_per_rank(
+    module: nn.Module | Sequence[nn.Module], num_ranks: int, balance: Sequence[int] | None
+) -> int | None:
+    """The stages of each rank by balance or list of stages; None if these do not tell, or are uneven."""
+    if balance is not None:
+        number = len(list(balance))
+    elif isinstance(module, nn.Module) and not isinstance(module, nn.ModuleList):
+        return None
+    else:
+        number = len(list(module))
+    return number // num_ranks if number and number % num_ranks == 0 else None
+
+
+def find_connections(
+    stages: Sequence[nn.Module], placement: StagePlacement
+) -> tuple[CrossStageTensors, dict[str, dict[int, str]]]:
+    """Finds the skips between all stages of a model, and the parameters that stages on several ranks share.
+
+    Returns beside them, by name of a shared parameter and by stage, its name there.
+    """
+    skips: list[SkipTransfer] = []
+    for number, (key, stashed_in, popped_in) in enumerate(inspect_skip_layout(stages)):
+        is_taken = any(key[1] == skip.name for skip in skips)
+        skips.append(SkipTransfer(f"{key[1]} ({number})" if is_taken else key[1], stashed_in, popped_in, key))
+    shared, names = [], {}
+    for places in shared_parameters(stages):
+        name = places[0][1]
+        if len({placement.rank_of[stage] for stage, _ in places}) > 1:
+            shared.append(SharedParameter(name, tuple(sorted({stage for stage, _ in places}))))
+            names[name] = dict(reversed(places))
+    return CrossStageTensors(tuple(skips), tuple(shared)), names
+
+
+def fingerprint_lines(schedule: Schedule, stages: Sequence[nn.Module], cross_stage: CrossStageTensors) -> Iterator[str]:
+    """Yields the lines that all ranks must have in common; an error shows the first that differs."""
+    ranks = schedule.placement.rank_of
+    yield f"schedule {schedule.name}, {schedule.num_micro_batches} micro-batches, stages on ranks {ranks}"
+    for rank, actions in enumerate(schedule.actions):
+        digest = hashlib.sha256(" ".join(map(str, actions)).encode()).hexdigest()[:12]
+        yield f"the list of rank {rank}: {len(actions)} actions, {digest}"
+    for index, stage in enumerate(stages):
+        names = [name for name, _ in stage.named_children()]
+        yield f"stage {index}: {type(stage).__name__} of {', '.join(names)}"
+        for name, param in stage.named_parameters():
+            yield f"stage {index}: {name} {list(param.shape)} {param.dtype}{'' if param.requires_grad else ', frozen'}"
+    yield from (f"skip {name!r} of stage {source} for stage {target}" for name, source, target, _ in cross_stage.skips)
+    yield from map(str, cross_stage.shared)
+
+
+# Programs.
+
+
 def build_programs(schedule: Schedule, cross_stage: CrossStageTensors) -> tuple[tuple[Task, ...], ...]:
     """Returns the program of each rank for a step."""
     rank_of, num_stages = schedule.placement.rank_of, schedule.num_stages
 
     def transfers(action: Action) -> Iterator[Transfer[Task]]:
-        for slot in outputs_of(action, num_stages, cross_stage):
+        for slot in slots_of(action, num_stages, cross_stage, inputs=False):
             yield Transfer(slot.target, Send(slot, rank_of[slot.target]), Receive(slot, rank_of[slot.source]))
 
     programs = insert_transfers(schedule.placement, schedule.compute_actions(), transfers)
@@ -109,17 +206,8 @@ def forward_only(tasks: Sequence[Task]) -> tuple[Task, ...]:
     )
 
 
-def inputs_of(action: Action, num_stages: int, cross_stage: CrossStageTensors) -> tuple[Slot, ...]:
-    """The slots that a computation needs, from this rank or another: first the neighbour's, then skips."""
-    return _slots_of(action, num_stages, cross_stage, inputs=True)
-
-
-def outputs_of(action: Action, num_stages: int, cross_stage: CrossStageTensors) -> tuple[Slot, ...]:
-    """The slots that a computation fills, in the order of `inputs_of`."""
-    return _slots_of(action, num_stages, cross_stage, inputs=False)
-
-
-def _slots_of(action: Action, num_stages: int, cross_stage: CrossStageTensors, *, inputs: bool) -> tuple[Slot, ...]:
+def slots_of(action: Action, num_stages: int, cross_stage: CrossStageTensors, *, inputs: bool) -> tuple[Slot, ...]:
+    """The slots that a computation needs, from this rank or another, or fills: the neighbour's, and then skips."""
     kind, stage, micro_batch = action
     is_forward = kind is Kind.FORWARD
     if not is_forward and kind not in GIVES_INPUT_GRADIENT:
@@ -128,7 +216,7 @@ def _slots_of(action: Action, num_stages: int, cross_stage: CrossStageTensors, *
     before = stage - 1 if is_forward == inputs else stage  # The boundary that is crossed is behind this stage.
     if 0 <= before < num_stages - 1:
         slots.append(Slot(Flow.ACTIVATION, "", before, before + 1, micro_batch))
-    for name, source, target in cross_stage.skips:
+    for name, source, target, _ in cross_stage.skips:
         if stage == (target if is_forward == inputs else source):
             slots.append(Slot(Flow.ACTIVATION, name, source, target, micro_batch))
     return tuple(slots) if is_forward else tuple(slot.gradient_slot() for slot in slots)
@@ -179,15 +267,13 @@ def state_slots(placement: StagePlacement) -> list[Slot]:
 
 def probe_slots(placement: StagePlacement) -> dict[int, tuple[Slot, Slot]]:
     """The probes of a link, there and back, by the first of its two stages; none between stages of one rank."""
-    pairs = ((stage, stage + 1) for stage in range(placement.num_stages - 1))
-    return {
-        first: (
-            Slot(Flow.PROBE, "", first, second, EVERY_MICRO_BATCH),
-            Slot(Flow.PROBE, "", second, first, EVERY_MICRO_BATCH),
-        )
-        for first, second in pairs
-        if placement.rank_of[first] != placement.rank_of[second]
-    }
+
+    def probe(source: int, target: int) -> Slot:
+        return Slot(Flow.PROBE, "", source, target, EVERY_MICRO_BATCH)
+
+    ranks = placement.rank_of
+    links = [stage for stage in range(placement.num_stages - 1) if ranks[stage] != ranks[stage + 1]]
+    return {stage: (probe(stage, stage + 1), probe(stage + 1, stage)) for stage in links}
 
 
 # One rank's program, with what can be known of it before it runs.
@@ -207,7 +293,9 @@ def completed_sends(
             if isinstance(task, Send):
                 sent_at[peer, task.slot] = index
             elif isinstance(task, Action) and task.kind in COMPUTES:
-                received_at.update({(peer, slot): index for slot in inputs_of(task, num_stages, cross_stage)})
+                received_at.update(
+                    {(peer, slot): index for slot in slots_of(task, num_stages, cross_stage, inputs=True)}
+                )
     pending: dict[int, list[tuple[int, Slot]]] = {}
     for task in programs[rank]:
         if isinstance(task, Send) and task.slot.flow is not Flow.SHARED:
@@ -219,7 +307,7 @@ def completed_sends(
     for index, task in enumerate(programs[rank]):
         if not (isinstance(task, Action) and task.kind in COMPUTES):
             continue
-        for slot in inputs_of(task, num_stages, cross_stage):
+        for slot in slots_of(task, num_stages, cross_stage, inputs=True):
             if slot in peer_of:
                 sends = pending.get(peer_of[slot], [])
                 while sends and sends[-1][0] < sent_at[peer_of[slot], slot]:
@@ -243,8 +331,8 @@ class RankProgram:
         for action in computes:
             if action.kind in GIVES_INPUT_GRADIENT:
                 self.backward_order.setdefault(action.stage, []).append(action.micro_batch)
-        self.inputs = {action: inputs_of(action, num_stages, cross_stage) for action in computes}
-        self.outputs = {action: outputs_of(action, num_stages, cross_stage) for action in computes}
+        self.inputs = {action: slots_of(action, num_stages, cross_stage, inputs=True) for action in computes}
+        self.outputs = {action: slots_of(action, num_stages, cross_stage, inputs=False) for action in computes}
         self.source_ranks: dict[Slot, int] = {task.slot: task.peer for task in self.receives}
         self.sent_slots = frozenset(task.slot for task in self.tasks if isinstance(task, Send))
         first = self.inputs[computes[0]] if computes else ()
@@ -258,22 +346,14 @@ class RankChannels(NamedTuple):
     # Activations are in both programs with the same tags, so a rank that was called for one kind of pass understands
     # a rank that was called for the other.
     programs: Mapping[StepKind, RankProgram]
-    p2p: P2PChannel  # of passes
-    probes: P2PChannel  # for measuring links
-    host: P2PChannel  # outside of passes, and for values of shared parameters
-    microbatch_grads: P2PChannel  # gradients of shared parameters by micro-batch, after a step that is measured
-
-    def set_device(self, device: torch.device) -> None:
-        """Sets the device where this rank computes."""
-        for channel in (self.p2p, self.probes, self.microbatch_grads):
-            channel.set_device(device)
+    p2p: P2PChannel  # on the device: of passes, and between them of measurements
+    host: P2PChannel  # of state and of values of shared parameters
 
 
 def build_channels(
     schedule: Schedule,
     cross_stage: CrossStageTensors,
     group: Group,
-    *,
     pipeline_id: int,
     device: torch.device,
     limit_seconds: float | None,
@@ -283,16 +363,11 @@ def build_channels(
     by_kind = {StepKind.STEP: programs, StepKind.EVALUATION: [forward_only(tasks) for tasks in programs]}
     own = {kind: RankProgram(each, group.rank, schedule.num_stages, cross_stage) for kind, each in by_kind.items()}
     slots = [task.slot for tasks in programs for task in tasks if isinstance(task, Send)]
-    probes = [slot for pair in probe_slots(schedule.placement).values() for slot in pair]
+    slots += [slot for pair in probe_slots(schedule.placement).values() for slot in pair]
+    slots += microbatch_grad_slots(schedule.placement, cross_stage.shared, schedule.num_micro_batches)
     on_host = [*shared_grad_slots(schedule.placement, cross_stage.shared), *state_slots(schedule.placement)]
-    grads = microbatch_grad_slots(schedule.placement, cross_stage.shared, schedule.num_micro_batches)
     first = message_tag(Event(f"pipeline {pipeline_id}", schedule.name)) - UNIT_TAGS.start
-    num_tags = len(slots) + len(probes) + len(on_host) + len(grads)
-    tags = (UNIT_TAGS[(first + index) % len(UNIT_TAGS)] for index in range(num_tags))
-
-    def channel(slots: Sequence[Slot], where: torch.device) -> P2PChannel:
-        return P2PChannel(group, {slot: next(tags) for slot in slots}, where, limit_seconds)
-
-    return RankChannels(
-        own, channel(slots, device), channel(probes, device), channel(on_host, HOST), channel(grads, device)
-    )
+    tags = [UNIT_TAGS[(first + index) % len(UNIT_TAGS)] for index in range(len(slots) + len(on_host))]
+    p2p = P2PChannel(group, dict(zip(slots, tags, strict=False)), device, limit_seconds)
+    host = P2PChannel(group, dict(zip(on_host, tags[len(slots) :], strict=True)), HOST, limit_seconds)
+    return RankChannels(own, p2p, host)

@@ -25,7 +25,7 @@ from scale_pipe.distributed.p2p import P2PError
 from scale_pipe.distributed.program import AverageGrads, RankChannels, Receive, Send, SumSharedGrads
 from scale_pipe.distributed.shared_params import SharedParams
 from scale_pipe.distributed.stage import OUTPUT, Stage
-from scale_pipe.distributed.step_inputs import StepInputs, StepOptimizer
+from scale_pipe.distributed.step_inputs import StepInputs
 from scale_pipe.microbatch import Arguments, gather
 from scale_pipe.schedules.action import EVERY_MICRO_BATCH, FREES, Action, Kind
 
@@ -56,17 +56,13 @@ class PassRuntime:
         self.chunk_sizes: dict[int, ChunkSize] = dict(enumerate(inputs.chunk_sizes))  # by micro-batch
         self.stepped_stages: list[int] = []
         self.timed_actions: list[tuple[Action, float, float]] = []  # start and end in seconds of time.perf_counter
+        self.channels, self.inputs, self.grads = channels, inputs, grads
         self._rank = group.rank
         self._kind = kind
-        self._programs = channels.programs
         self._program = channels.programs[kind]
         self._p2p = channels.p2p
         self._stages = stages
-        self._inputs = inputs
-        # An optimizer that measures gradients knows how far to step when all ranks have finished.
-        self._step_optimizer = None if grads.is_measured else inputs.step_optimizer
         self._shared = shared
-        self._grads = grads
         self._limit = limit_seconds
         self._inbox: dict[Slot, Message] = {}
         self._outbox: dict[Slot, Message] = {}
@@ -95,7 +91,8 @@ class PassRuntime:
             elif isinstance(task, SumSharedGrads):
                 self._sum_shared_grads()
             elif task.kind is Kind.STEP:
-                self._step(task, self._step_optimizer)
+                if not self.grads.is_measured:  # Who measures gradients steps when all ranks have finished.
+                    self._step(task)
             else:
                 self._compute(task)
                 if index in program.completed_sends:
@@ -119,7 +116,7 @@ class PassRuntime:
         if p2p.received_kind != self._kind:
             theirs, peer = StepKind(p2p.received_kind), self._program.source_ranks[slot]
             self._record(errors.mismatched_pass(self._kind, theirs, rank=self._rank, stage=slot.target, peer=peer))
-            self._program, p2p.pass_kind = self._programs[theirs], theirs
+            self._program, p2p.pass_kind = self.channels.programs[theirs], theirs
 
     # Transfers.
 
@@ -184,26 +181,34 @@ class PassRuntime:
         chunk_size = self.chunk_sizes.get(action.micro_batch)
         results: Mapping[str, Payload] = {}
         if chunk_size is not None and self.failure is None:
-            if not self._last_backwards:
-                self._last_backwards = {  # There may be fewer micro-batches than the schedule has.
-                    stage: next(batch for batch in reversed(order) if batch < chunk_size.num_micro_batches)
-                    for stage, order in self._program.backward_order.items()
-                }
-            start = time.perf_counter()
-            try:
-                run = self._forward if action.kind is Kind.FORWARD else self._backward
-                results = run(action, arrived, chunk_size)
-            except Exception as error:
-                self._error(error, action, arrived)
-            self.timed_actions.append((action, start, time.perf_counter()))
+            results = self._run_action(action, arrived, chunk_size)
         for slot in self._program.outputs[action]:
             message = self.failure or (_NO_SIZE if chunk_size is None else results[slot.name])
             box = self._outbox if slot in self._program.sent_slots else self._inbox
             box[slot] = message
 
+    def _run_action(
+        self, action: Action, arrived: Mapping[str, Payload], chunk_size: ChunkSize
+    ) -> Mapping[str, Payload]:
+        """Runs a forward or a backward, and times it; an error is in `failure` afterwards."""
+        if not self._last_backwards:
+            self._last_backwards = {  # There may be fewer micro-batches than the schedule has.
+                stage: next(batch for batch in reversed(order) if batch < chunk_size.num_micro_batches)
+                for stage, order in self._program.backward_order.items()
+            }
+        run = self._forward if action.kind is Kind.FORWARD else self._backward
+        start = time.perf_counter()
+        try:
+            return run(action, arrived, chunk_size)
+        except Exception as error:
+            self._error(error, action, arrived)
+            return {}
+        finally:
+            self.timed_actions.append((action, start, time.perf_counter()))
+
     def _forward(self, action: Action, arrived: Mapping[str, Payload], chunk_size: ChunkSize) -> Mapping[str, Payload]:
         _, number, micro_batch = action
-        given = self._inputs.arguments.get(number)
+        given = self.inputs.arguments.get(number)
         if given is not None and given.total is not None and given.total != chunk_size.total:
             raise ValueError(
                 f"stage {number} was given inputs of {given.total} samples, but the mini-batch has {chunk_size.total}: "
@@ -217,11 +222,11 @@ class PassRuntime:
             chunk_size,
             reduces=self._last_backwards.get(number) == micro_batch,
             is_last=is_last,
-            loss_fn=self._inputs.loss_fn if is_last else None,
+            loss_fn=self.inputs.loss_fn if is_last else None,
         )
         if result.loss is not None:
             self.losses[micro_batch] = result.loss
-        if is_last and self._inputs.keep_output:
+        if is_last and self.inputs.keep_output:
             self._outputs[micro_batch] = result.output
         return sent
 
@@ -233,8 +238,8 @@ class PassRuntime:
             # A backward runs in the dtypes that its forward has chosen, as it does in plain loops, outside of autocast.
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
-            if self._grads.is_measured:
-                stack.enter_context(self._grads.micro_batch(micro_batch, ends_stage=kind in FREES))
+            if self.grads.is_measured:
+                stack.enter_context(self.grads.micro_batch(micro_batch, ends_stage=kind in FREES))
             if kind is Kind.WEIGHT_GRADIENT:
                 stage.weight_gradients(micro_batch)
                 return {}
@@ -288,15 +293,15 @@ class PassRuntime:
         except Exception as error:
             self._error(error, Action(Kind.BACKWARD, min(self._stages), EVERY_MICRO_BATCH))
 
-    def step_stages(self, step_optimizer: StepOptimizer) -> None:
+    def step_stages(self) -> None:
         """Steps all stages of this rank; errors are in `failure` afterwards."""
         for stage in self._stages:
-            self._step(Action(Kind.STEP, stage, EVERY_MICRO_BATCH), step_optimizer)
+            self._step(Action(Kind.STEP, stage, EVERY_MICRO_BATCH))
 
-    def _step(self, action: Action, step_optimizer: StepOptimizer | None) -> None:
-        if self.failure is None and step_optimizer is not None:
+    def _step(self, action: Action) -> None:
+        if self.failure is None and self.inputs.step_optimizer is not None:
             try:
-                self.stepped_stages += step_optimizer(action.stage)
+                self.stepped_stages += self.inputs.step_optimizer(action.stage)
             except Exception as error:
                 self._error(error, action)
 

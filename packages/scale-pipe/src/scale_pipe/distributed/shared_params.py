@@ -13,7 +13,7 @@ Shared parameters are found by identity before the split, and by name ever after
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from scale_core.comm.collectives import all_reduce, exchange
 from scale_core.shard import Ranges
 from scale_pipe.distributed.data_parallel import GradientState, ReduceMode, gradient_state
 from scale_pipe.distributed.messages import WHOLE, ChunkSize, Payload, Slot, pack, unpack
-from scale_pipe.distributed.module_view import module_fqns, original_fqn
+from scale_pipe.distributed.module_view import StageModuleView, module_fqns, original_fqn
 from scale_pipe.distributed.p2p import P2PChannel
 from scale_pipe.distributed.program import SharedParameter, first_stage_by_rank, shared_grad_slots
 from scale_pipe.schedules.placement import StagePlacement
@@ -48,30 +48,37 @@ class _ReceivedGrad(NamedTuple):
     grad: Tensor  # [stop - start] elements in any shape
 
 
-LocalCopies = Mapping[str, tuple[nn.Parameter, GradientState]]
-"""By name, this rank's copies of shared parameters, and the state of their gradients."""
+class SharedParams:
+    """The shared parameters of one rank; `names` are by parameter and stage, as they were split."""
 
+    def __init__(
+        self,
+        parameters: Sequence[SharedParameter],
+        names: Mapping[str, Mapping[int, str]],
+        placement: StagePlacement,
+        rank: int,
+        pipe: StageModuleView,
+    ) -> None:
+        self._places: dict[str, tuple[str, int, tuple[int, ...]]] = {}  # by name FQN here, own first stage, all stages
+        self._copies: dict[str, _Copy] = {}
+        self._accumulated: dict[str, Tensor | None] = {}  # gradients from before this step
+        self._to_broadcast = tuple(parameters)
+        self._received: dict[str, Tensor] = {}
+        for name, stages in parameters:
+            holders = first_stage_by_rank(SharedParameter(name, stages), placement)
+            if rank in holders:
+                fqn = original_fqn(module_fqns(pipe.stages[holders[rank]]), names[name][holders[rank]])
+                self._places[name] = fqn, holders[rank], tuple(holders.values())
+        self.refresh(pipe)
 
-class SharedParamLookup:
-    """Finds this rank's copies of shared parameters; `names` are by parameter and stage, as they were split."""
-
-    def __init__(self, names: Mapping[str, Mapping[int, str]], stages: Mapping[int, nn.Module]) -> None:
-        self._fqns = {
-            name: original_fqn(module_fqns(stages[stage]), listed)
-            for name, by_stage in names.items()
-            for stage, listed in by_stage.items()
-            if stage in stages
-        }
-
-    def find(self, pipe: nn.Module, stages: Mapping[int, nn.Module]) -> LocalCopies:
-        """Returns the copies as they are now. Raises ValueError if a wrapper hides one, or reduces it on its own."""
-        if not self._fqns:
-            return {}
-        params = dict(pipe.named_parameters(remove_duplicate=False))
+    def refresh(self, pipe: StageModuleView) -> None:
+        """Finds this rank's copies as they are now. Raises ValueError if a wrapper hides one, or reduces it itself."""
+        params = dict(pipe.named_parameters(remove_duplicate=False)) if self._places else {}
         found = {}
-        for name, fqn in self._fqns.items():
+        for name, (fqn, stage, stages) in self._places.items():
             param = params.get(fqn)
-            holder = next((one for one in stages.values() if any(param is other for other in one.parameters())), None)
+            modules = pipe.stages.values()
+            holder = next((one for one in modules if any(param is other for other in one.parameters())), None)
             state = None if param is None or holder is None else gradient_state(holder, param)
             if param is None or state is None:
                 raise ValueError(
@@ -80,30 +87,13 @@ class SharedParamLookup:
                     "fully_shard or FullyShardedDataParallel without flatten_parameters, ShardedDataParallel, or "
                     "torch's DistributedDataParallel; or wrap the modules beside it alone"
                 )
-            found[name] = param, state
-        return found
+            found[name] = _Copy(param, state, stage, stages)
+        self._copies = found
 
-
-class SharedParams:
-    """The shared parameters of one rank."""
-
-    def __init__(
-        self, parameters: tuple[SharedParameter, ...], placement: StagePlacement, rank: int, copies: LocalCopies
-    ) -> None:
-        self._copies: dict[str, _Copy] = {}
-        self._accumulated: dict[str, Tensor | None] = {}  # gradients from before this step
-        self._to_broadcast = parameters
-        self._received: dict[str, Tensor] = {}
-        for parameter in parameters:
-            holders = first_stage_by_rank(parameter, placement)
-            if rank in holders:
-                self._copies[parameter.name] = _Copy(*copies[parameter.name], holders[rank], tuple(holders.values()))
-
-    def update(self, copies: LocalCopies) -> None:
-        """Takes the copies as they are now, after `load_state_dict(assign=True)` or a wrapper."""
-        self._copies = {
-            name: copy._replace(param=copies[name][0], state=copies[name][1]) for name, copy in self._copies.items()
-        }
+    @property
+    def copies(self) -> dict[str, nn.Parameter]:
+        """This rank's copies by name."""
+        return {name: copy.param for name, copy in self._copies.items()}
 
     def counted_elsewhere(self) -> set[nn.Parameter]:
         """The copies that another rank counts in a norm: those of all holders but the first."""
@@ -274,8 +264,7 @@ def _check_compatible(name: str, copy: _Copy, others: Mapping[int, _ReceivedGrad
         can_be_gathered = mine.groups and not (mine.ranges or grad.ranges)
         if not (can_be_gathered or _covers(grad, mine)):
             raise RuntimeError(
-                f"{name} is one parameter in stages {copy.stage} and {stage}, and {stage} has other elements of it on "
-                f"this rank's side of the pipeline ({grad.start} to {grad.stop} of {grad.ranges or 'all'}) than "
-                f"{copy.stage} needs ({mine.start} to {mine.stop} of {mine.ranges or 'all'}): wrap or shard both "
-                "stages alike, as in fully_shard(stage, replicas)"
+                f"{name} is one parameter in stages {copy.stage} and {stage}, of which this rank needs elements "
+                f"{mine.start} to {mine.stop} of {mine.ranges or 'all'} and gets {grad.start} to {grad.stop} of "
+                f"{grad.ranges or 'all'}: wrap or shard both stages alike, as in fully_shard(stage, replicas)"
             )

@@ -63,18 +63,16 @@ class Stage:
 
     def __init__(
         self,
-        index: int,
         module: nn.Module,
         pops: Mapping[str, SkipKey],
         stashes: Mapping[str, SkipKey],
         checkpoint: Checkpoint = "never",
     ) -> None:
-        self.index = index
         self.module = module
         self._pops = pops
         self._stashes = stashes
         self._checkpoint = checkpoint
-        self._function: nn.Module | None = None  # None where the module can be called as it is
+        self._function: PartitionFunction | None = None  # None where the module can be called as it is
         if checkpoint != "never":
             clones = starts_in_place(module)
             self._function = checkpoint_wrapper(PartitionFunction(module, title="stage", clones=clones))
@@ -121,17 +119,12 @@ class Stage:
                 norm.begin_mini_batch(chunk_size.num_micro_batches)
         aliases = {name: [_alias(t) if trains else t for t in each.tensors] for name, each in arrived.items()}
         trees = {name: unpack(each.structure, aliases[name]) for name, each in arrived.items()}
-        popped = {self._pops[name]: tree for name, tree in trees.items() if name != OUTPUT}
-        args = (trees[OUTPUT],) if OUTPUT in trees else given.args
         with ExitStack() as stack:
             if self.wrappers is not None:
                 stack.enter_context(self.wrappers.no_sync(skip_reduce=trains and not reduces))
             if self._checkpoint == "except_last" and micro_batch == chunk_size.num_micro_batches - 1:
                 stack.enter_context(disable_checkpointing())
-            if self._function is None:
-                output, stashed = self.module(*args, **given.kwargs), {}
-            else:
-                output, stashed = self._function(popped, args, given.kwargs)
+            output, stashed = self._call(given, trees)
         for name, each in arrived.items():
             for leaf, alias in zip(each.tensors, aliases[name], strict=True):
                 # The stage before may have kept the same memory for its backward.
@@ -157,6 +150,14 @@ class Stage:
             self._graphs[micro_batch] = _MicroBatchGraph(leaves, roots)
         return sent, result
 
+    def _call(self, given: Arguments, trees: Mapping[str, Any]) -> tuple[Any, dict[SkipKey, Any]]:
+        """Calls the module with what it is given and what has arrived; returns its output, and what it stashes."""
+        args = (trees[OUTPUT],) if OUTPUT in trees else given.args
+        if self._function is None:
+            return self.module(*args, **given.kwargs), {}
+        popped = {self._pops[name]: tree for name, tree in trees.items() if name != OUTPUT}
+        return self._function.run(popped, Arguments(args, given.kwargs))
+
     def backward(
         self,
         micro_batch: int,
@@ -173,9 +174,14 @@ class Stage:
         graph = self._graphs.pop(micro_batch)
         gradients: list[Tensor | None] = []
         for name, roots in graph.roots.items():
-            given = unpack(arrived[name].structure, arrived[name].tensors) if name in arrived else loss_grad
+            if name not in arrived:
+                gradients.append(loss_grad)
+                continue
+            structure, tensors, _ = arrived[name]
+            # Where each root has a gradient of its own, the tensors of the list are the list.
+            given = tensors if len(tensors) == len(roots) else unpack(structure, tensors)
             gradients += given if isinstance(given, list) else [given]
-            assert len(given) == len(roots) if isinstance(given, list) else len(roots) == 1
+        assert len(gradients) == sum(map(len, graph.roots.values()))
         leaves = [leaf for group in graph.leaves.values() for leaf in group]
         backward = Backward([root for roots in graph.roots.values() for root in roots], leaves, splits=self._splits)
         lengths = {name: len(group) for name, group in graph.leaves.items()}

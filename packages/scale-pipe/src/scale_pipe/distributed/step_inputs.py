@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from scale_pipe.distributed.errors import failure_from_error
 from scale_pipe.distributed.messages import ChunkSize, Failure, StepKind
 from scale_pipe.distributed.stage import StageLoss
-from scale_pipe.microbatch import Arguments, batch_size_of, copy_to, cut, micro_batch_sizes, scatter_with_sizes
+from scale_pipe.microbatch import Arguments, batch_size_of, copy_to, scatter, scatter_with_sizes, unwrap_no_chunk
 from scale_pipe.schedules.schedule import Schedule
 
 LossFunction = Callable[..., Any]
@@ -90,39 +90,26 @@ def prepare_inputs(args: StepArgs, kind: StepKind, schedule: Schedule, rank: int
 
 def optimizer_stepper(optimizer: Optimizers, stages: Sequence[int]) -> StepOptimizer:
     """Steps one optimizer for all stages with the last of them, or each stage's own."""
-    if isinstance(optimizer, Mapping):
-        by_stage = dict(optimizer)
-        for stage, one in by_stage.items():
-            if stage not in stages:
-                raise ValueError(
-                    f"an optimizer was given for stage {stage!r}, but this rank holds the stages {list(stages)}: write "
-                    "optimizer={index: ... for index in pipe.stages}"
-                )
-            _check_optimizer(one)
-
-        def step_one(stage: int) -> tuple[int, ...]:
-            if stage not in by_stage:
-                return ()
-            by_stage[stage].step()
-            return (stage,)
-
-        return step_one
-    _check_optimizer(optimizer)
+    by_stage = optimizer if isinstance(optimizer, Mapping) else dict.fromkeys(stages, optimizer)
+    for stage, one in by_stage.items():
+        if stage not in stages:
+            raise ValueError(
+                f"an optimizer was given for stage {stage!r}, but this rank holds the stages {list(stages)}: write "
+                "optimizer={index: ... for index in pipe.stages}"
+            )
+        if not callable(getattr(one, "step", None)):
+            raise TypeError(f"expected an optimizer, or a dict of them by stage, but got {type(one).__name__}")
     waiting = set(stages)
 
-    def step_all(stage: int) -> tuple[int, ...]:
+    def step(stage: int) -> Sequence[int]:
         waiting.discard(stage)
-        if waiting:
+        done = [stage] if isinstance(optimizer, Mapping) else [] if waiting else stages
+        if stage not in by_stage or not done:
             return ()
-        optimizer.step()
-        return tuple(stages)
+        by_stage[stage].step()
+        return done
 
-    return step_all
-
-
-def _check_optimizer(optimizer: object) -> None:
-    if not callable(getattr(optimizer, "step", None)):
-        raise TypeError(f"expected an optimizer, or a dict of them by stage, but got {type(optimizer).__name__}")
+    return step
 
 
 def check_mean_loss(loss_fn: Any) -> None:
@@ -161,7 +148,7 @@ def _check_stage_inputs(stage_inputs: Any, num_stages: int) -> None:
 def _cut(inputs: Any, chunks: int, device: torch.device) -> Chunks:
     """Cuts inputs; those without a tensor [N, ...] go to every micro-batch."""
     total = batch_size_of(inputs)
-    parts = [inputs] * chunks if total is None else cut(inputs, micro_batch_sizes(total, chunks))
+    parts = [unwrap_no_chunk(inputs)] * chunks if total is None else scatter(inputs, chunks)
     return Chunks(copy_to(device, parts), total)
 
 

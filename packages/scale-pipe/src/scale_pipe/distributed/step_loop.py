@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 import time
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple, NoReturn
 
@@ -20,13 +20,9 @@ from scale_core.consistency.flight_recorder import FlightRecorder
 from scale_pipe.distributed import errors
 from scale_pipe.distributed.data_parallel import grad_holders
 from scale_pipe.distributed.messages import Failure, StepKind
-from scale_pipe.distributed.microbatch_grads import MicrobatchGrads
-from scale_pipe.distributed.p2p import P2PChannel, P2PError
-from scale_pipe.distributed.program import RankChannels
+from scale_pipe.distributed.p2p import P2PError
 from scale_pipe.distributed.runtime import PassRuntime
-from scale_pipe.distributed.shared_params import SharedParams
 from scale_pipe.distributed.stage import Stage
-from scale_pipe.distributed.step_inputs import StepInputs, StepOptimizer
 from scale_pipe.schedules.action import Action
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -51,7 +47,7 @@ class TimedPass(NamedTuple):
 
 
 class StepLoop:
-    """The passes of a rank; `last` is the latest one that went well."""
+    """The passes of a rank: `kind` is that of the present one, `last` the latest one that went well."""
 
     def __init__(self, group: Group, limit_seconds: float | None) -> None:
         self.last: TimedPass | None = None
@@ -59,7 +55,7 @@ class StepLoop:
         self._limit = limit_seconds
         self._recorder = FlightRecorder(group)
         self._number = 0  # of passes
-        self._kind = StepKind.STEP
+        self.kind = StepKind.STEP
         self._broken: str | None = None
 
     def begin(self, kind: StepKind) -> None:
@@ -71,65 +67,63 @@ class StepLoop:
                 step=self._number,
             )
         self._number += 1
-        self._kind = kind
+        self.kind = kind
 
-    def run(
-        self,
-        channels: RankChannels,
-        stages: Mapping[int, Stage],
-        inputs: StepInputs,
-        shared: SharedParams,
-        grads: MicrobatchGrads,
-        device: torch.device,
-    ) -> tuple[PassRuntime, StepStatus]:
-        """Runs a program, and returns what came of it here and on all ranks.
+    def run(self, runtime: PassRuntime, device: torch.device) -> StepStatus:
+        """Runs a pass, and returns what came of it on all ranks.
 
         Raises StageError on all ranks if a stage has failed, and ScaleDistributedError if a rank was lost.
         """
-        runtime = PassRuntime(self._group, self._kind, channels, stages, inputs, shared, grads, self._limit)
-        steps_after_all = grads.is_measured and inputs.step_optimizer is not None
+        steps_after_all = runtime.grads.is_measured and runtime.inputs.step_optimizer is not None
         wall_clock, start = time.time(), time.perf_counter()
-        try:
+        with self._together():
             runtime.run()
             if runtime.failure is not None and runtime.failure.rank_lost:
                 self._raise_rank_lost(runtime.failure)
-            status = self._exchange_status(runtime, grads, steps_after_all, device)
+            status = self._exchange_status(runtime, steps_after_all, device)
             if status.failed_ranks:
                 self._abort(runtime)
+        if status.measured_ranks:
+            self._report_microbatch_grads(runtime, status)
+        if status.steps_after_all:
+            with self._together():
+                if steps_after_all:
+                    runtime.step_stages()
+                rows = exchange([int(runtime.failure is not None)], self._group, limit_seconds=self._limit)
+                if any(failed for (failed,) in rows):
+                    self._abort(runtime)
+        self.last = TimedPass(runtime.timed_actions, start, wall_clock)
+        return status
+
+    @contextmanager
+    def _together(self, raised_by_all: type[Exception] = errors.StageError) -> Iterator[None]:
+        """Around what all ranks do together: where one does not come, or leaves, no pass can follow."""
+        rank = self._group.rank
+        try:
+            yield
+        except P2PError as error:
+            self._raise_rank_lost(errors.failure_from_p2p(error, rank=rank, stage=error.slot.target))
         except TransferError as error:
-            self._raise_rank_lost(errors.failure_at_end(error, self._group.rank))
-        except errors.StageError:
+            self._raise_rank_lost(errors.failure_at_end(error, rank))
+        except raised_by_all:
             raise
         except BaseException as error:  # The others may still wait for this rank, which has left its program.
-            self._broken = self._broken or f"rank {self._group.rank} left step {self._number}: {error!r}"
+            self._broken = self._broken or f"rank {rank} left step {self._number}: {error!r}"
             raise
-        if status.measured_ranks:
-            self._report_microbatch_grads(grads, status, runtime, channels.microbatch_grads)
-        if status.steps_after_all:
-            self._step_after_all(runtime, inputs.step_optimizer if steps_after_all else None)
-        self.last = TimedPass(runtime.timed_actions, start, wall_clock)
-        return runtime, status
 
-    def _exchange_status(
-        self, runtime: PassRuntime, grads: MicrobatchGrads, steps_after_all: bool, device: torch.device
-    ) -> StepStatus:
+    def _exchange_status(self, runtime: PassRuntime, steps_after_all: bool, device: torch.device) -> StepStatus:
         """Exchanges how the pass went; the one place where a step waits for what a device has computed."""
-        failed = runtime.failure is not None
+        failed, grads = runtime.failure is not None, runtime.grads
         # Records of other lengths, as those of a contract, are never taken for these five integers.
         bits, dtype, flags, fingerprint = 0, -1, int(grads.is_measured) + 2 * int(steps_after_all), 0
         if runtime.losses and not failed:
-            terms = (
-                runtime.losses[number].reshape(()) * runtime.chunk_sizes[number].weight
-                for number in sorted(runtime.losses)
-            )
-            loss = next(terms)
-            for term in terms:
-                loss = loss + term
+            losses, sizes = runtime.losses, runtime.chunk_sizes
+            first, *terms = (losses[number].reshape(()) * sizes[number].weight for number in sorted(losses))
+            loss = sum(terms, first)
             (bits,) = struct.unpack("<q", struct.pack("<d", float(loss)))
             dtype = _DTYPES.index(loss.dtype) if loss.dtype in _DTYPES else 0
         if grads.is_measured:
-            signatures = grads.signatures
-            fingerprint = zlib.crc32(repr([tuple(each) for each in signatures]).encode()) if signatures else 0
+            fingerprint = zlib.crc32(repr(list(map(tuple, grads.signatures))).encode()) if grads.signatures else 0
         rows = exchange([int(failed), bits, dtype, flags, fingerprint], self._group, limit_seconds=self._limit)
         mean: Tensor | None = None
         for row in rows:
@@ -145,39 +139,20 @@ class StepLoop:
             steps_after_all=any(row[3] & 2 for row in rows),
         )
 
-    def _report_microbatch_grads(
-        self, grads: MicrobatchGrads, status: StepStatus, runtime: PassRuntime, channel: P2PChannel
-    ) -> None:
+    def _report_microbatch_grads(self, runtime: PassRuntime, status: StepStatus) -> None:
         """Ends the step for those who measure gradients, once it has gone well on all ranks."""
-        sizes = [runtime.chunk_sizes[number] for number in sorted(runtime.chunk_sizes)]
-        try:
-            grads.check_holders(status.measured_ranks)
-            if not status.signatures_match:
-                grads.check_signatures(self._group, self._limit)
-            grads.sum_shared(len(sizes), channel)
-        except P2PError as error:
-            self._raise_rank_lost(errors.failure_from_p2p(error, rank=self._group.rank, stage=error.slot.target))
-        except TransferError as error:
-            self._raise_rank_lost(errors.failure_at_end(error, self._group.rank))
-        except RuntimeError as error:
-            if runtime.stepped_stages:
-                error.add_note(_stepped_note(runtime))
-            raise
+        grads, sizes = runtime.grads, [size for _, size in sorted(runtime.chunk_sizes.items())]
+        with self._together(RuntimeError):
+            try:
+                grads.check_holders(status.measured_ranks)
+                if not status.signatures_match:
+                    grads.check_signatures(self._group, self._limit)
+                grads.sum_shared(len(sizes), runtime.channels.p2p)
+            except RuntimeError as error:
+                if runtime.stepped_stages:
+                    error.add_note(_stepped_note(runtime))
+                raise
         grads.end([size.weight for size in sizes])
-
-    def _step_after_all(self, runtime: PassRuntime, step_optimizer: StepOptimizer | None) -> None:
-        """Steps stages when all ranks have finished, and aborts the step on all of them if one fails."""
-        try:
-            if step_optimizer is not None:
-                runtime.step_stages(step_optimizer)
-            rows = exchange([int(runtime.failure is not None)], self._group, limit_seconds=self._limit)
-        except TransferError as error:
-            self._raise_rank_lost(errors.failure_at_end(error, self._group.rank))
-        except BaseException as error:
-            self._broken = f"rank {self._group.rank} left step {self._number}: {error!r}"
-            raise
-        if any(failed for (failed,) in rows):
-            self._abort(runtime)
 
     def _abort(self, runtime: PassRuntime) -> NoReturn:
         note = _stepped_note(runtime) if runtime.stepped_stages else ""
@@ -187,7 +162,7 @@ class StepLoop:
 
     def _raise_rank_lost(self, failure: Failure) -> NoReturn:
         """Raises ScaleDistributedError with what each rank did last; no pass can follow."""
-        text = f"step {self._number}: {failure.text} (in {self._kind})"
+        text = f"step {self._number}: {failure.text} (in {self.kind})"
         self._recorder.events.append(text)
         self._recorder.publish()
         lines = [text, "What each rank did last:"]

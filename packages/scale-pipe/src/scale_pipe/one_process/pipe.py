@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, NoReturn, overload
 
 import torch
@@ -37,27 +36,23 @@ def resolve_devices(devices: Iterable[Device] | None, balance: Sequence[int] | N
 
 
 def _device(place: int, given: Device) -> torch.device:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    count = torch.accelerator.device_count()
     try:
         device = torch.device(given)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(f"{_missing(place, given)} ({str(error).splitlines()[0]})") from error
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if device.type in ("cpu", "meta") or (accelerator is not None and device.type != accelerator.type):
+        is_there = device.type in ("cpu", "meta") or accelerator is not None
+    except (RuntimeError, TypeError):
+        is_there = False
+    if is_there and (accelerator is None or device.type != accelerator.type):
         return device  # Of another type: a copy to it raises if it is not there.
-    if accelerator is None or (device.index or 0) >= torch.accelerator.device_count():
-        raise ValueError(_missing(place, given))
-    unnumbered = torch.device(device.type)
-    return torch.device(device.type, torch.accelerator.current_device_index()) if device == unnumbered else device
-
-
-def _missing(place: int, given: Device) -> str:
-    count = torch.accelerator.device_count()
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    there = f"{count} of the type {accelerator.type!r}" if accelerator is not None else "no accelerators"
-    return (
-        f"there is no device {given!r}, as devices[{place}] names it: this process sees {there}, and the CPU, which "
-        'may be given several times: devices=["cpu", "cpu"]'
-    )
+    if not is_there or (device.index or 0) >= count:
+        found = "no accelerators" if accelerator is None else f"{count} of the type {accelerator.type!r}"
+        raise ValueError(
+            f"there is no device {given!r}, as devices[{place}] names it: this process sees {found}, and the CPU, "
+            'which may be given several times: devices=["cpu", "cpu"]'
+        )
+    is_numbered = device != torch.device(device.type)
+    return device if is_numbered else torch.device(device.type, torch.accelerator.current_device_index())
 
 
 _PARTITION_KEY = re.compile(r"partitions\.\d+\.(.+)", re.DOTALL)
@@ -127,10 +122,7 @@ class Pipe(nn.Module):
         IndexError: There are fewer devices than partitions.
     """
 
-    balance: list[int]
-    devices: list[torch.device]
     partitions: nn.ModuleList
-    pipeline: Pipeline
 
     def __init__(
         self,
@@ -149,24 +141,16 @@ class Pipe(nn.Module):
         check_sequential(module)
         verify_skippables(module)
         numbers = None if balance is None else check_balance(balance, len(module))
-        with _keep_modes(module):
-            cut = partition(module, numbers, resolve_devices(devices, numbers), move=False)
+        cut = partition(module, numbers, resolve_devices(devices, numbers), move=False)  # Refuses before it changes.
         if deferred_batch_norm:
             DeferredBatchNorm.convert_deferred_batch_norm(module, chunks)
-        with _keep_modes(module):
-            cut = partition(module, numbers, cut.devices)
+        cut = partition(module, numbers, cut.devices)
         self.chunks, self.checkpoint = chunks, checkpoint
+        self.balance, self.devices = cut.balance, cut.devices
+        self.pipeline = Pipeline(cut.modules, cut.devices)
         self.training = module.training
-        # Not by `add_module`, which refuses names that this class uses itself; partitions are in no name.
-        self._modules.update(module.named_children())
-        for part in cut.modules:
-            part.training = module.training  # Of its own alone: a layer may be in another mode than the sequence.
-        self.__dict__.update(
-            balance=cut.balance,
-            devices=cut.devices,
-            partitions=nn.ModuleList(cut.modules),
-            pipeline=Pipeline(cut.modules, cut.devices),
-        )
+        self.__dict__["partitions"] = nn.ModuleList(cut.modules)  # In no name.
+        self._modules.update(module.named_children())  # `add_module` refuses names that this class uses itself.
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Computes the output of a mini-batch.
@@ -199,14 +183,13 @@ class Pipe(nn.Module):
                     f"{len(args)} by place and {len(kwargs)} by keyword: pipe(input)"
                 )
             return scatter(args[0], 1)[0]
-        micro_batches = scatter_each(
-            Arguments(args, kwargs), self._checked[0], stacklevel=5
-        )  # Past torch's two of a call.
+        chunks, checkpoint = self._checked
+        micro_batches = scatter_each(Arguments(args, kwargs), chunks, stacklevel=5)  # Past torch's two of a call.
         checkpointed = {"always": len(micro_batches), "except_last": len(micro_batches) - 1, "never": 0}
         for part in self.modules():
             if isinstance(part, DeferredBatchNorm):
                 part.begin_mini_batch(len(micro_batches))
-        return gather(self.pipeline.run(micro_batches, checkpointed[self.checkpoint] if self.training else 0))
+        return gather(self.pipeline.run(micro_batches, checkpointed[checkpoint] if self.training else 0))
 
     def _check_layers(self) -> None:
         """Refuses a layer that was replaced under its name or in its partition, and not in both."""
@@ -257,43 +240,18 @@ class Pipe(nn.Module):
         """
         device = kwargs.get("device", kwargs.get("tensor"))
         if device is not None or any(isinstance(arg, torch.device | str | int | torch.Tensor) for arg in args):
-            _deny("to")
+            self._refuse_move()
         return super().to(*args, **kwargs)
 
-    def cuda(self, device: Any = None) -> NoReturn:
+    def _refuse_move(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raises TypeError: each partition stays on its device."""
-        _deny("cuda")
+        raise TypeError(
+            "denied to move parameters and buffers, because Pipe should manage device placement: give it devices when "
+            "you make it, Pipe(module, balance, devices=[...])"
+        )
 
-    def cpu(self) -> NoReturn:
-        """Raises TypeError: each partition stays on its device."""
-        _deny("cpu")
-
-    def xpu(self, device: Any = None) -> NoReturn:
-        """Raises TypeError: each partition stays on its device."""
-        _deny("xpu")
-
-    def to_empty(self, *, device: Any, recurse: bool = True) -> NoReturn:
-        """Raises TypeError: each partition stays on its device."""
-        _deny("to_empty")
+    cpu = cuda = xpu = to_empty = _refuse_move
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         strip_partition_keys(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-
-
-@contextmanager
-def _keep_modes(module: nn.Module) -> Iterator[None]:
-    """Layers in another mode than the sequence, such as frozen norms, stay in it."""
-    modes = [(part, part.training) for part in module.modules()]
-    try:
-        yield
-    finally:
-        for part, training in modes:
-            part.training = training
-
-
-def _deny(verb: str) -> NoReturn:
-    raise TypeError(
-        f"{verb}: denied to move parameters and buffers, because Pipe should manage device placement: give it devices "
-        "when you make it, Pipe(module, balance, devices=[...])"
-    )

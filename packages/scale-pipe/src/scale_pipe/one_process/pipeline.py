@@ -2,23 +2,29 @@
 
 All copies of a cycle are issued before its first computation. A copy between two accelerators waits for what its source
 has been given to do by then: behind the next micro-batch's computation there it would be a cycle late.
+
+What an accelerator computes is issued by a thread of its own, so that no device waits until the host has issued what
+another one does. A device that computes in the calling thread anyway has no other thread: its worker runs inline, and
+the order of everything it does is always the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Executor, Future, wait
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from scale_checkpoint import checkpoint_wrapper
+from scale_core.streams import InlineExecutor, worker_for
 from scale_core.tree import map_tensors
 from scale_pipe.microbatch import Arguments, copy_to
-from scale_pipe.one_process.worker import Workers
+from scale_pipe.one_process.worker import CallerContext
 from scale_pipe.partition.partition import starts_in_place
-from scale_pipe.recompute import PartitionFunction, RandomState, Result
+from scale_pipe.recompute import PartitionFunction, Result
 from scale_pipe.skip.layout import inspect_skip_layout
 from scale_pipe.skip.namespace import SkipKey
 from scale_pipe.skip.portal import Portals
@@ -36,6 +42,8 @@ from scale_pipe.skip.portal import Portals
 # device, autograd takes the one that was made last in its thread; and everything that a device computes forward, the
 # copies to it included, is made by one thread in the order of the table. So the last micro-batch goes back first: the
 # one that was not checkpointed, whose activations are freed before those of the next one are recomputed.
+
+R = TypeVar("R")
 
 
 class Task(NamedTuple):
@@ -64,31 +72,61 @@ class PartitionRunner:
         self.device = device
         self.starts_in_place = starts_in_place(partition)
         self._function = PartitionFunction(partition, title="partition")
-        # `RandomState` replays random numbers: with a thread for each device, other threads use other generators.
         self._recomputed = checkpoint_wrapper(
-            PartitionFunction(partition, title="partition", clones=self.starts_in_place), preserve_random_state=False
+            PartitionFunction(partition, title="partition", clones=self.starts_in_place)
         )
 
-    def fetch(self, given: Arguments, popped: Mapping[SkipKey, Any]) -> tuple[Arguments, dict[SkipKey, Any]]:
+    def fetch(self, given: Arguments, popped: dict[SkipKey, Any]) -> tuple[Arguments, dict[SkipKey, Any]]:
         """Copies the inputs of a micro-batch to this partition's device."""
-        args, kwargs, own = copy_to(self.device, (given.args, given.kwargs, dict(popped)))
-        return Arguments(args, kwargs), own
+        args, kwargs = given
+        if not popped and not kwargs and all(isinstance(arg, Tensor) and arg.device == self.device for arg in args):
+            return given, popped
+        moved: tuple[Arguments, dict[SkipKey, Any]] = copy_to(self.device, (given, popped))
+        return moved
 
-    def run(self, given: Arguments, popped: dict[SkipKey, Any], checkpoint: bool, from_batch: bool) -> Result:
+    def run(self, given: Arguments, popped: Mapping[SkipKey, Any], checkpoint: bool, from_batch: bool) -> Result:
         """Computes a micro-batch, with `checkpoint` so that it is recomputed in the backward pass.
 
         `from_batch`: its inputs may be pieces of the caller's tensors, not results of a partition.
         """
-        args, kwargs = given
         if checkpoint:
-            result: Result = self._recomputed(popped, args, kwargs, RandomState(self.device))
-            return result
+            return self._recomputed.run(popped, given)
         if self.starts_in_place and from_batch:  # Pieces of one tensor share its version counter, too.
-            args, kwargs = map_tensors(torch.clone, (args, kwargs))
-        return self._function(popped, args, kwargs)  # type: ignore[no-any-return]  # torch types calls of modules so
+            given = map_tensors(torch.clone, given)
+        return self._function.run(popped, given)
 
 
-R = TypeVar("R")
+class Workers:
+    """One worker for each of some devices; they start with their first task, and end with this object."""
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._devices = list(dict.fromkeys(devices))
+        self._executors: dict[torch.device, Executor] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_executors": {}}
+
+    def run(self, tasks: Sequence[tuple[torch.device, Callable[[], R]]]) -> list[R]:
+        """Runs tasks, those of different devices at the same time, and returns their results.
+
+        The error of the first task in the list that failed is raised when no task runs any more.
+        """
+        for device, _ in tasks:
+            if device not in self._executors:
+                self._executors[device] = worker_for(device)
+        executors = [self._executors[device] for device, _ in tasks]
+        if all(isinstance(executor, InlineExecutor) for executor in executors):
+            return [task() for _, task in tasks]
+        context = CallerContext(self._devices)
+        futures: list[Future[R]] = [
+            executor.submit(context.call, device, task)
+            for executor, (device, task) in zip(executors, tasks, strict=True)
+        ]
+        wait(futures)
+        try:
+            return [future.result() for future in futures]
+        finally:
+            futures.clear()  # An error holds this frame, and would be held by it.
 
 
 class Pipeline:
@@ -105,40 +143,43 @@ class Pipeline:
         Nothing of a mini-batch is kept when it returns or fails. The error of the first partition that failed is
         raised with its own traceback and a note on where.
         """
-        inputs, portals = list(micro_batches), Portals(self._skips) if self._skips else None
-        cut = len(micro_batches) > 1
+        inputs, portals = list(micro_batches), Portals(self._skips)
         for cycle in clock_cycles(len(micro_batches), len(self._runners)):
-            devices = [self._runners[task.partition].device for task in cycle]
-            fetches = []
-            for task in cycle:
-                given, popped = inputs[task.micro_batch], dict[SkipKey, Any]()
-                if portals is not None:
-                    if self._runners[task.partition].starts_in_place:
-                        portals.check_not_overwritten(task.micro_batch, given)
-                    popped = portals.pop(*task)
-                fetches.append(partial(self._run_task, task, self._runners[task.partition].fetch, given, popped))
-            del given, popped
-            fetched = self._workers.run(list(zip(devices, fetches, strict=True)))
-            computations = [
-                partial(
-                    self._run_task,
-                    task,
-                    self._runners[task.partition].run,
-                    given,
-                    popped,
-                    task.micro_batch < num_checkpointed,
-                    task.partition == 0 and cut,
-                )
-                for task, (given, popped) in zip(cycle, fetched, strict=True)
-            ]
-            results: list[Result] = self._workers.run(list(zip(devices, computations, strict=True)))
-            del fetches, fetched, computations  # References here would outlive the micro-batch's own use.
+            fetched = self._fetch(cycle, inputs, portals)
+            results = self._compute(cycle, fetched, num_checkpointed, is_cut=len(micro_batches) > 1)
             for (number, _), (output, stashed) in zip(cycle, results, strict=True):
                 inputs[number] = Arguments((output,), {})
-                if portals is not None:
+                if stashed:
                     portals.put(number, stashed)
-            del results, output, stashed
+            del fetched, results, output, stashed  # References here would outlive the micro-batch's own use.
         return [arguments.args[0] for arguments in inputs]
+
+    def _fetch(
+        self, cycle: Sequence[Task], inputs: Sequence[Arguments], portals: Portals
+    ) -> list[tuple[Arguments, dict[SkipKey, Any]]]:
+        tasks = []
+        for task in cycle:
+            runner, given, popped = self._runners[task.partition], inputs[task.micro_batch], dict[SkipKey, Any]()
+            if self._skips:
+                if runner.starts_in_place:
+                    portals.check_not_overwritten(task.micro_batch, given)
+                popped = portals.pop(*task)
+            tasks.append((runner.device, partial(self._run_task, task, runner.fetch, given, popped)))
+        return self._workers.run(tasks)
+
+    def _compute(
+        self,
+        cycle: Sequence[Task],
+        fetched: Sequence[tuple[Arguments, dict[SkipKey, Any]]],
+        num_checkpointed: int,
+        is_cut: bool,
+    ) -> list[Result]:
+        tasks = []
+        for task, (given, popped) in zip(cycle, fetched, strict=True):
+            runner = self._runners[task.partition]
+            options = task.micro_batch < num_checkpointed, is_cut and task.partition == 0
+            tasks.append((runner.device, partial(self._run_task, task, runner.run, given, popped, *options)))
+        return self._workers.run(tasks)
 
     def _run_task(self, task: Task, function: Callable[..., R], *args: Any) -> R:
         """Calls a function for a task; its error names the task."""

@@ -1,14 +1,8 @@
-"""One worker per device, in the context of the calling thread.
-
-What an accelerator computes is issued by a thread of its own, so that no device waits until the host has issued what
-another one does. A device that computes in the calling thread anyway has no other thread: its worker runs inline, and
-the order of everything it does is always the same.
-"""
+"""The modes of the thread that calls a pipeline, in the threads that issue what accelerators compute."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Executor, Future, wait
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, TypeVar
 
@@ -19,50 +13,20 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from scale_checkpoint import disable_checkpointing
 from scale_checkpoint import state as phase
-from scale_core.streams import InlineExecutor, worker_for
+from scale_core.rng import only_device
 
 R = TypeVar("R")
-
-
-class Workers:
-    """One worker for each of some devices; they start with their first task, and end with this object."""
-
-    def __init__(self, devices: Iterable[torch.device]) -> None:
-        self._devices = list(dict.fromkeys(devices))
-        self._executors: dict[torch.device, Executor] = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_executors": {}}
-
-    def run(self, tasks: Sequence[tuple[torch.device, Callable[[], R]]]) -> list[R]:
-        """Runs tasks, those of different devices at the same time, and returns their results.
-
-        The error of the first task in the list that failed is raised when no task runs any more.
-        """
-        for device, _ in tasks:
-            if device not in self._executors:
-                self._executors[device] = worker_for(device)
-        executors = [self._executors[device] for device, _ in tasks]
-        if all(isinstance(executor, InlineExecutor) for executor in executors):
-            return [task() for _, task in tasks]
-        context = CallerContext(self._devices)
-        futures: list[Future[R]] = [
-            executor.submit(context.call, device, task)
-            for executor, (device, task) in zip(executors, tasks, strict=True)
-        ]
-        wait(futures)
-        try:
-            return [future.result() for future in futures]
-        finally:
-            futures.clear()  # An error holds this frame, and would be held by it.
 
 
 class CallerContext:
     """The modes of the calling thread, which another thread would not have.
 
     Grad and inference mode, autocast, the default device, hooks for saved tensors, switches of checkpointing, and the
-    current stream of each device. Generators of random numbers are those of the process, whatever the thread. Raises
-    RuntimeError under a dispatch mode, which sees the operators of its own thread alone.
+    current stream of each device. Generators of random numbers are those of the process, whatever the thread; only what
+    is drawn from those of the host and of the task's device is drawn again in a recomputation, since others belong to
+    other threads. (What several threads draw from the host's at the same time has no order that could be repeated.)
+
+    Raises RuntimeError under a dispatch mode, which sees the operators of its own thread alone.
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
@@ -96,6 +60,7 @@ class CallerContext:
             return task()
 
     def _contexts(self, device: torch.device) -> Iterable[AbstractContextManager[Any]]:
+        yield only_device(device)
         yield torch.inference_mode(self._inference)
         yield torch.set_grad_enabled(self._grad)
         for kind, dtype, enabled in self._autocast:
