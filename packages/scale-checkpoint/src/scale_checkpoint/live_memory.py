@@ -97,8 +97,7 @@ class LiveMemory(TorchDispatchMode):
 
     def _on_release(self, key: int, number: int, _: weakref.ref[torch.UntypedStorage]) -> None:
         if self._numbers.get(key) == number:
-            del self._numbers[key]
-            del self._refs[number]
+            del self._numbers[key], self._refs[number]
         size, self._sizes[number] = self._sizes[number], 0
         self._change(number, -size)
 
