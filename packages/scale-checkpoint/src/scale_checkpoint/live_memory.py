@@ -36,7 +36,6 @@ class LiveMemory(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Runs `func`, and takes the storages of its results into the count."""
         kwargs = kwargs or {}
         for tensor in _tensors((args, *kwargs.values())):
             self.storage_number(tensor)  # An unknown argument was there before: its views are no new memory.

@@ -154,7 +154,6 @@ class RunPaths:
 
     @property
     def step(self) -> int:
-        """Steps done before this run."""
         return 0 if self.resume_from is None else _step_of(self.resume_from)
 
 

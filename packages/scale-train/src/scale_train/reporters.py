@@ -230,7 +230,6 @@ class TensorBoardReporter(Reporter):
 
     @staticmethod
     def is_installed() -> bool:
-        """Whether TensorBoard is installed."""
         return importlib.util.find_spec("tensorboard") is not None
 
     def step(self, record: StepRecord) -> None:

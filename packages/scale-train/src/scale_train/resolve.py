@@ -73,7 +73,6 @@ class PipelineShape(NamedTuple):
 
     @property
     def stages(self) -> int:
-        """Of the model."""
         return self.ranks * self.stages_per_rank
 
 

@@ -146,7 +146,6 @@ class TrainState:
 
     @property
     def is_over(self) -> bool:
-        """Whether the schedule is done."""
         return self.schedule_step >= self.options.optimizer.steps
 
     def resume_hint(self) -> str:

@@ -43,7 +43,6 @@ class RunSummary:
     plot: str  # the picture; empty if it could not be written
 
     def lines(self) -> list[str]:
-        """As lines for people."""
         measured = "tensors on the GPU" if self.device == "cuda" else "whole process, Python and torch included"
         lines = [
             f"held-out loss  {self.held_out_bits_per_byte:.3f} bits per byte after {self.steps} steps",

@@ -67,7 +67,6 @@ class MemoryProfile:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> MemoryProfile:
-        """Builds a profile from what JSON holds."""
         segments = []
         for segment in content["segments"]:
             costs = {

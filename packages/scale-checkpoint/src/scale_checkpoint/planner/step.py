@@ -39,7 +39,6 @@ class Step:
         return storage_bytes([*self.model.parameters(), *self.model.buffers(), *inputs])
 
     def seconds(self) -> float:
-        """Runs the step; returns the seconds that it took."""
         start = time_now(self.device)
         self.run()
         return time_now(self.device) - start
@@ -56,7 +55,6 @@ class Step:
         loss.backward()
 
     def clear_grads(self) -> None:
-        """Releases the gradients."""
         for parameter in self.model.parameters():
             parameter.grad = None
 

@@ -82,7 +82,6 @@ class StepTrace(LiveMemory):
         return visit
 
     def enter_module(self, name: str) -> Visit:
-        """Begins the visit of a module."""
         self._inside.append(name)
         return self.enter(name)
 

@@ -130,7 +130,6 @@ class CompareOperators(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Runs `func`, and compares its result."""
         result = func(*args, **({} if kwargs is None else kwargs))
         if self._check.values and operator_name(func) in UNINITIALIZED_RESULTS:
             _clear(result)

@@ -151,7 +151,6 @@ class SaveResults(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Runs `func`, and keeps its result if the policy says so."""
         kwargs = {} if kwargs is None else kwargs
         result = func(*args, **kwargs)
         if STATE.internal or STATE.recompute_depth != self._depth:
@@ -189,7 +188,6 @@ class ReuseResults(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Returns the kept result of `func`, or runs it."""
         kwargs = {} if kwargs is None else kwargs
         is_own = STATE.recompute_depth == self._depth and not STATE.internal
         if is_own and id(func) in self._kept.operators:
