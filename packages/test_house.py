@@ -42,7 +42,7 @@ FILES_AND_JUMPS = {
     "parallelize": (7, 60),
     "ColumnParallelLinear": (7, 16),
     "AdaScale": (12, 60),
-    "checkpoint_wrapper": (4, 30),
+    "checkpoint_wrapper": (3, 26),
 }
 """Of one steady step: how many files of ours it may enter, and how often it may go from one to another."""
 NAMES_THAT_SAY_NOTHING = {"utils", "util", "common", "misc", "helpers", "helper", "internal"}

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from scale_checkpoint import measure_step
 from scale_checkpoint.planner.block_benchmark import BlockCall, measure_memory, measure_seconds
-from scale_checkpoint.planner.strategies import applied
+from scale_checkpoint.planner.blocks import applied
 
 CPU = torch.device("cpu")
 ROWS, WIDTH = 1024, 16  # 64 KiB: just enough to be offloaded

@@ -8,8 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from scale_checkpoint import LayerTrace
-from scale_checkpoint.memory_tracker import plot_layers
+from scale_checkpoint import LayerMemoryTracker, LayerTrace
 from scale_checkpoint.planner.chart import MAX_BARS, MIB, bar_chart, plot_timelines, table
 from scale_checkpoint.planner.timeline import Segment, SegmentPass, StrategyCost, Timeline, timeline
 
@@ -120,7 +119,9 @@ def test_layers_stand_at_their_peaks_and_leave_what_they_leave(tmp_path: Path) -
         LayerTrace("", "", True, 5 * MIB, 6 * MIB, 6 * MIB),
         LayerTrace("down", "Linear", False, 6 * MIB, 14 * MIB, 3 * MIB),
     ]
-    plot_layers(traces, tmp_path / "layers.svg")
+    tracker = LayerMemoryTracker()
+    tracker._finished = traces
+    tracker.plot(tmp_path / "layers.svg")
     picture = Picture(tmp_path / "layers.svg")
     assert picture.heights("axes_1", "forward") == pytest.approx([9, 12, 6], abs=0.1)
     assert picture.heights("axes_1", "backward") == pytest.approx([14], abs=0.1)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from scale_checkpoint.planner.block_benchmark import BlockMemory
-from scale_checkpoint.planner.cost_model import BlockCost, _fit_to_step, pool_seconds
+from scale_checkpoint.planner.block_benchmark import BlockCost, BlockMemory
+from scale_checkpoint.planner.cost_model import _fit_to_step, pool_seconds
 from scale_checkpoint.planner.timeline import StrategyCost
 
 BLOCK = {"keep": 2.0, "recompute": 3.0}

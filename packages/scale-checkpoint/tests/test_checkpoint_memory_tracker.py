@@ -110,9 +110,6 @@ def test_it_is_printed_saved_and_drawn(tmp_path: Path) -> None:
     assert "GELU" in str(tracker) and "most is kept by 0 (32.00 KiB)" in str(tracker)
     tracker.save_traces(tmp_path / "traces.json")
     assert LayerMemoryTracker.load(tmp_path / "traces.json").memory_traces == tracker.memory_traces
-    (tmp_path / "other.json").write_text('[{"name": 1}]')
-    with pytest.raises(ValueError, match="expected to hold traces"):
-        LayerMemoryTracker.load(tmp_path / "other.json")
     pytest.importorskip("matplotlib")
     tracker.plot(tmp_path / "traces.svg")
     assert "<svg" in (tmp_path / "traces.svg").read_text()

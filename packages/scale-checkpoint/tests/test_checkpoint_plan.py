@@ -2,13 +2,10 @@
 
 import copy
 import itertools
-import json
 import random
 import time
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -127,30 +124,17 @@ def test_a_plan_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert plan_memory(model, batch, plan.budget_bytes, profile=profile) == plan
 
 
-def test_what_is_no_plan_is_refused(tmp_path: Path) -> None:
+def test_a_file_of_another_format_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    for text, told in (("{", "not JSON"), ("[]", "its format is None"), ('{"format": 3}', "holds no memory plan")):
-        path.write_text(text)
-        with pytest.raises(ValueError, match=told):
-            MemoryPlan.load(path)
-    path.write_text('{"format": 3, "strategies": {}, "profile": {"segments": [{}]}, "budget_bytes": null}')
-    with pytest.raises(ValueError, match="holds no memory profile"):
-        MemoryPlan.load(path)
-    path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match="not JSON"):
-        MemoryPlan.load(path)
-    MemoryPlan(dict.fromkeys(profile_of("unet").blocks, "keep"), profile_of("unet")).save(path)
-    path.write_text(path.read_text().replace('"seconds": ', '"seconds": "1", "s": ', 1))
-    with pytest.raises(ValueError, match="'seconds' should be a number, but is '1'"):
-        MemoryPlan.load(path)
-
-
-@pytest.mark.parametrize("budget", ["2GiB", None, 1e9])
-def test_a_budget_is_a_whole_number_of_bytes(budget: object) -> None:
-    with pytest.raises(
-        TypeError, match=r"budget_bytes: expected a whole number of bytes, got a \w+: .*write budget_bytes="
+    for text, told in (
+        ("{", "Expecting property name"),
+        ("[]", "its format is None"),
+        ('{"format": 2}', "its format is 2"),
     ):
-        best_plan(profile_of("unet"), budget)  # type: ignore[arg-type]
+        path.write_text(text)
+        for load in (MemoryPlan.load, MemoryProfile.load):
+            with pytest.raises(ValueError, match=told):
+                load(path)
 
 
 def test_no_plan_takes_less_than_no_time_and_a_small_model_is_measured_soon() -> None:
@@ -190,28 +174,6 @@ def test_a_model_that_has_more_blocks_than_the_plan_is_another_model() -> None:
     assert is_checkpointed(model.blocks[1]) and not is_checkpointed(model.blocks[0])
 
 
-@pytest.mark.parametrize(
-    ("cut", "told"),
-    [
-        (lambda plan: plan["profile"]["blocks"].popitem(), "visit the block 'blocks.4', which its blocks do not have"),
-        (lambda plan: plan["strategies"].popitem(), "block 'blocks.4' has one of the strategies"),
-        (lambda plan: plan["profile"].__delitem__("blocks"), "holds no memory profile: KeyError: 'blocks'"),
-        (lambda plan: plan["profile"]["boundary_tensors"].clear(), r"holds tensor \d+ of 0"),
-        (lambda plan: plan["profile"]["segments"].pop(), r"tensor \d+ passes from segment \d+ to 10 of 10"),
-    ],
-)
-def test_a_plan_file_that_was_cut_is_refused(cut: Callable[[Any], Any], told: str, tmp_path: Path) -> None:
-    profile = profile_of("transformer")
-    MemoryPlan(dict.fromkeys(profile.blocks, "recompute"), profile).save(tmp_path / "plan.json")
-    plan = json.loads((tmp_path / "plan.json").read_text())
-    cut(plan)
-    known = plan["profile"].get("blocks", ())
-    plan["strategies"] = {name: strategy for name, strategy in plan["strategies"].items() if name in known}
-    (tmp_path / "plan.json").write_text(json.dumps(plan))
-    with pytest.raises(ValueError, match=told):
-        MemoryPlan.load(tmp_path / "plan.json")
-
-
 def test_ways_that_a_profile_does_not_know_are_refused() -> None:
     profile = profile_of("unet")
     with pytest.raises(ValueError, match=r"'down\.0' has one of the strategies .* but the plan has 'sleep'"):
@@ -245,9 +207,6 @@ def test_blocks_that_never_run_have_a_way_as_well_and_wrong_operators_change_not
     with pytest.raises(ValueError, match="'admm' is the name of no operator"):
         apply_plan(model, MemoryPlan.load(tmp_path / "plan.json"))
     assert not any(is_checkpointed(block) for block in model.blocks)
-    (tmp_path / "plan.json").write_text(text.replace('"budget_bytes": null', '"budget_bytes": "4 GiB"'))
-    with pytest.raises(ValueError, match="holds no memory plan: its budget_bytes are '4 GiB'"):
-        MemoryPlan.load(tmp_path / "plan.json")
 
 
 def test_a_plan_is_printed_as_a_table_and_a_chart() -> None:

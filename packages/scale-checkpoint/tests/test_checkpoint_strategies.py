@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from scale_checkpoint import apply_checkpointing
-from scale_checkpoint.planner.strategies import applied, resolve_strategies
+from scale_checkpoint.planner.blocks import applied, resolve_strategies
 
 CPU = torch.device("cpu")
 
@@ -30,7 +30,7 @@ def test_what_is_no_strategy_is_refused() -> None:
         resolve_strategies(["drop"], CPU)
     with pytest.raises(ValueError, match=r"strategy 'mine': expected .* got 'addmm'"):
         resolve_strategies({"mine": "addmm"}, CPU)
-    with pytest.raises(TypeError, match="names of operators in a list of strings"):
+    with pytest.raises(TypeError, match="plans are saved, so give names of operators"):
         resolve_strategies({"mine": [torch.ops.aten.mm]}, CPU)  # type: ignore[list-item]
     with pytest.raises(ValueError, match="name of no operator"):
         resolve_strategies({"mine": ["admm"]}, CPU)

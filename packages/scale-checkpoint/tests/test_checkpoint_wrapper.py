@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from scale_checkpoint import apply_checkpointing, checkpoint_modules, checkpoint_wrapper, is_checkpointed
-from scale_checkpoint.recompute.forward import CheckpointedForward, get_forward
+from scale_checkpoint.recompute.recompute import CheckpointedForward, get_forward
 
 
 def test_wrapped_twice_in_the_same_way_is_wrapped_once() -> None:
@@ -121,7 +121,7 @@ def test_a_class_chooses_all_its_modules() -> None:
         checkpoint_modules(net, nn.Conv1d)
     with pytest.raises(ValueError, match="has no ModuleList that is called"):
         checkpoint_modules(net, nn.ModuleList)
-    with pytest.raises(TypeError, match=r"a class derived from torch\.nn\.Module"):
+    with pytest.raises(ValueError, match="has no dict that is called"):
         checkpoint_modules(net, dict)  # type: ignore[arg-type]
 
 

@@ -67,7 +67,7 @@ def test_boundary_inputs_of_checkpointed_modules_leave_too() -> None:
 
 
 def test_wrong_arguments_are_refused() -> None:
-    with pytest.raises(ValueError, match=r'offload_to: expected "host" or the path of a folder, got \'disk\''):
+    with pytest.raises(ValueError, match=r'offload_to: expected "host" or a folder, got \'disk\''):
         offload_activations(to="disk")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="min_bytes: expected 0 or more, got -1"):
         offload_activations(min_bytes=-1)

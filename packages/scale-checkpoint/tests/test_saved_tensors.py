@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from scale_checkpoint import apply_checkpointing, checkpoint_wrapper, offload_activations
-from scale_checkpoint.saved_tensors import KeptTensor, shares_version_counter, version_counter
+from scale_checkpoint.offload.offload import _OffloadableTensor
+from scale_checkpoint.offload.store import shares_version_counter, version_counter
 
 LARGE = 1 << 40  # Nothing leaves.
 
@@ -30,7 +31,7 @@ def test_a_counter_is_that_of_a_tensor_and_its_views_and_has_no_memory() -> None
 
 def test_what_has_stayed_is_given_back_until_it_is_changed() -> None:
     base = torch.ones(2, 3, requires_grad=True)
-    stayed = KeptTensor(base[0])
+    stayed = _OffloadableTensor(base[0])
     assert stayed.unpack().data_ptr() == base.data_ptr() and not stayed.unpack().requires_grad
     with torch.no_grad():
         base[1] = 2.0

@@ -11,14 +11,15 @@ import torch
 from scale_checkpoint import BudgetError
 from scale_checkpoint.live_memory import LiveMemory
 from scale_core.comm.group import group_of
-from scale_train.cli import parse
-from scale_train.config.options import DataOptions, ModelOptions, Options, ParallelOptions
-from scale_train.config.resolve import budget_bytes
-from scale_train.config.validate import check_options
+from scale_train import parallelize
+from scale_train.cli import parse, with_bare_flag
 from scale_train.errors import InputError
 from scale_train.model import GPT, ModelConfig
-from scale_train.parallelize import activations
-from scale_train.parallelize.activations import CHOICES, checkpoint_blocks, plan_blocks, with_bare_flag
+from scale_train.options import DataOptions, ModelOptions, Options, ParallelOptions
+from scale_train.parallelize import checkpoint_blocks, plan_blocks
+from scale_train.resolve import budget_bytes, check_options
+
+CHOICES = ("none", "all", "selective")
 
 
 def test_no_bit_of_loss_and_gradients_changes_and_less_is_kept() -> None:
@@ -77,8 +78,8 @@ def test_a_budget_is_planned_on_the_model_that_trains(monkeypatch: pytest.Monkey
             raise BudgetError("a step takes at least 3 MiB", 3 << 20)
         return "the plan"
 
-    monkeypatch.setattr(activations, "plan_memory", plan)
-    monkeypatch.setattr(activations, "apply_plan", lambda *args: asked_for.append(args))
+    monkeypatch.setattr(parallelize, "plan_memory", plan)
+    monkeypatch.setattr(parallelize, "apply_plan", lambda *args: asked_for.append(args))
     plan_blocks(model, asked("all"), group_of())
     assert asked_for == []
     plan_blocks(model, asked("budget:1KiB"), group_of())

@@ -8,14 +8,13 @@ from scale_adascale import AdaScale, suggest_batch_size
 from scale_adascale.gain import Moments, bounded, gain
 from scale_core.comm.group import group_of
 from scale_core.testing import run_ranks
+from scale_train.adascale import adascale_stats
 from scale_train.checkpoint import CHECKPOINTS, load, save
-from scale_train.config.options import DataOptions, ModelOptions, OptimizerOptions, Options, ParallelOptions, RunOptions
-from scale_train.config.validate import check_options
-from scale_train.data.sampler import windows_at
-from scale_train.data.text import read_text
+from scale_train.data import read_text, windows_at
 from scale_train.errors import InputError
-from scale_train.parallelize.adascale import adascale_stats, is_adascale_option
-from scale_train.reporting.reporters import Reporter, StepRecord
+from scale_train.options import DataOptions, ModelOptions, OptimizerOptions, Options, ParallelOptions, RunOptions
+from scale_train.reporters import Reporter, StepRecord
+from scale_train.resolve import check_options
 from scale_train.state import TrainState, build_state
 from scale_train.trainer import seed_step, train, train_step
 
@@ -119,8 +118,8 @@ def first_gain_of_unequal(options: Options, sizes: list[int]) -> float:
     seed_step(options.run.seed, training.step, 0)
     rows = []
     for starts in training.sampler.starts(data.batch).split(sizes):
-        batch = windows_at(training.text.train, starts, data.sequence)
-        grads = torch.autograd.grad(model(batch.tokens, batch.targets), params)
+        loss = model(*windows_at(training.text.train, starts, data.sequence))
+        grads = torch.autograd.grad(loss, params)
         rows.append(torch.cat([grad.double().flatten() for grad in grads]) * len(starts) / data.batch)
     local, total = sum(float(row @ row) for row in rows), float(sum(rows) @ sum(rows))
     square = (total - local) / (1 - sum((size / data.batch) ** 2 for size in sizes))
@@ -187,8 +186,8 @@ def test_the_batch_that_is_suggested_is_that_of_the_best_goodput(text):
         expected = max(
             (4, 8, 16, 32), key=lambda m, s=seconds: m / (s[4] + (m - 4) / 12 * (s[16] - s[4])) / (noise + m)
         )
-        assert adascale_stats(training.optimizer, 16, seconds).suggested_batch == expected
-    assert adascale_stats(training.optimizer, 16, {}).suggested_batch is None
+        assert adascale_stats(training.optimizer, 16, seconds)["suggested_batch"] == expected
+    assert adascale_stats(training.optimizer, 16, {})["suggested_batch"] is None
 
 
 @pytest.mark.parametrize(
@@ -205,5 +204,6 @@ def test_what_can_not_be_measured_is_refused(text, parallel, optimizer, words):
 
 def test_what_adascale_keeps_in_parameter_groups_is_no_option_of_the_command_line(text):
     training, _ = start(options_for(text))
-    kept = {key for group in training.optimizer.param_groups for key in group if is_adascale_option(key)}
-    assert kept == {"adascale", "adascale_run"}
+    plain, _ = start(options_for(text, adascale=False))
+    options, own = ({key for group in each.optimizer.param_groups for key in group} for each in (training, plain))
+    assert options - own == {"adascale", "adascale_run"}

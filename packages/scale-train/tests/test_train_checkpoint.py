@@ -20,10 +20,10 @@ from scale_train.checkpoint import (
     resolve_paths,
     save,
 )
-from scale_train.config.options import DataOptions, ModelOptions, OptimizerOptions, Options, ParallelOptions, RunOptions
-from scale_train.data.text import read_text
+from scale_train.data import read_text
 from scale_train.errors import InputError
-from scale_train.reporting.reporters import Reporter, StepRecord
+from scale_train.options import DataOptions, ModelOptions, OptimizerOptions, Options, ParallelOptions, RunOptions
+from scale_train.reporters import Reporter, StepRecord
 from scale_train.state import TrainState, build_state
 from scale_train.trainer import train_step
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from scale_train.cli import main, parse
-from scale_train.config.resolve import MAX_RANKS_PER_CORE
+from scale_train.resolve import MAX_RANKS_PER_CORE
 
 SMALL = [
     "--layers",

@@ -5,11 +5,11 @@ import torch
 
 from scale_core.comm.group import Group, group_of
 from scale_core.testing import run_ranks
-from scale_train.config.options import OptimizerOptions, ParallelOptions
-from scale_train.data.sampler import windows_at
-from scale_train.evaluate import bits_per_byte, held_out_starts, sum_over_ranks
+from scale_train.data import windows_at
 from scale_train.model import GPT, ModelConfig
-from scale_train.parallelize.engine import parallelize_gpt
+from scale_train.options import OptimizerOptions, ParallelOptions
+from scale_train.parallelize import parallelize_gpt
+from scale_train.trainer import bits_per_byte, held_out_starts, sum_over_ranks
 
 TEXT = torch.arange(150, dtype=torch.uint8)
 CPU = torch.device("cpu")
@@ -39,8 +39,7 @@ def test_windows_are_spread_evenly_from_the_first_byte_to_the_last():
 def test_bits_per_byte_are_the_mean_loss_in_another_unit():
     torch.manual_seed(0)
     model = GPT(ModelConfig(1, 16, 2))
-    batch = windows_at(TEXT, held_out_starts(len(TEXT), 8, 0), 8)
-    expected = model(batch.tokens, batch.targets).item() / math.log(2)
+    expected = model(*windows_at(TEXT, held_out_starts(len(TEXT), 8, 0), 8)).item() / math.log(2)
     assert evaluated("none", Group()) == pytest.approx(expected, rel=1e-6)
 
 

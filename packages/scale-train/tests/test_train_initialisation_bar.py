@@ -9,10 +9,10 @@ import scale_train
 from scale_core.comm.group import Group, group_of
 from scale_core.testing import run_ranks
 from scale_fsdp import class_policy, fully_shard_modules
-from scale_train.config.options import OptimizerOptions, ParallelOptions
 from scale_train.model import GPT, ModelConfig
-from scale_train.parallelize.engine import parallelize_gpt
-from scale_train.reporting.reporters import initialisation_bar
+from scale_train.options import OptimizerOptions, ParallelOptions
+from scale_train.parallelize import parallelize_gpt
+from scale_train.reporters import initialisation_bar
 
 CPU = torch.device("cpu")
 

@@ -1,7 +1,6 @@
 import pytest
-import torch
 
-from scale_train.lr_schedule import LRSchedule
+from scale_train.state import LRSchedule
 
 
 def test_the_rate_climbs_in_a_line_and_falls_in_half_a_cosine():
@@ -16,10 +15,3 @@ def test_beyond_the_last_step_the_rate_stays_at_its_floor():
 def test_a_warm_up_as_long_as_the_training_never_falls():
     rates = [LRSchedule(peak=1.0, warmup=5, steps=5).at(step) for step in range(5)]
     assert rates == sorted(rates)
-
-
-def test_all_groups_of_an_optimizer_get_the_rate():
-    params = [torch.zeros(1, requires_grad=True) for _ in range(2)]
-    optimizer = torch.optim.SGD([{"params": params[:1]}, {"params": params[1:], "lr": 7.0}], lr=1.0)
-    assert LRSchedule(peak=1.0, warmup=4, steps=8).apply(optimizer, 1) == 0.5
-    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]

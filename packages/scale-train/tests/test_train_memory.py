@@ -3,7 +3,6 @@ import torch
 
 from scale_core.shard import Shard, set_shard
 from scale_train import memory
-from scale_train.config.options import ModelOptions, Options, ParallelOptions
 from scale_train.errors import InputError
 from scale_train.memory import (
     check_fits,
@@ -14,6 +13,7 @@ from scale_train.memory import (
     replicated_bytes,
     state_tensors,
 )
+from scale_train.options import ModelOptions, Options, ParallelOptions
 
 
 def stepped(param: torch.nn.Parameter) -> torch.optim.Optimizer:

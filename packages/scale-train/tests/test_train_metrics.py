@@ -6,11 +6,15 @@ from typing import NoReturn
 
 import pytest
 
-from scale_train.reporting.metrics import MetricsFile, begin_metrics, read_metrics
+from scale_train.reporters import EvaluationRecord, MetricsReporter, StepRecord, begin_metrics, read_metrics
 
 
 def full(*_args: object, **_more: object) -> NoReturn:
     raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def record(step: int) -> StepRecord:
+    return StepRecord(step, 400, 1.25, 1e-3, None, 12_345.6, (400_000_000,), 83.2)
 
 
 @pytest.fixture
@@ -24,15 +28,15 @@ def path(tmp_path) -> Path:
 
 def test_a_run_that_resumes_cuts_off_what_it_will_do_again(path):
     begin_metrics(path, 20)
-    MetricsFile(path, pytest.fail).append({"step": 25})
+    MetricsReporter(path, pytest.fail).step(record(25))
     assert [entry["step"] for entry in read_metrics(path)] == [10, 20, 20, 25]
 
 
 def test_an_entry_that_is_there_is_not_written_again(path):
-    file = MetricsFile(path, pytest.fail)
+    file = MetricsReporter(path, pytest.fail)
     for _ in range(2):
-        file.append({"step": 20, "held_out_bits_per_byte": 2.5})
-        file.append({"step": 30, "held_out_bits_per_byte": 2.4})
+        file.evaluation(EvaluationRecord(20, 2.5))
+        file.evaluation(EvaluationRecord(30, 2.4))
     assert [entry["step"] for entry in read_metrics(path)] == [10, 20, 20, 30, 30]
 
 
@@ -48,16 +52,16 @@ def test_a_file_that_cannot_be_made_anew_stays_as_it_was(path, monkeypatch, step
 
 def test_a_disk_that_fills_up_is_one_note_and_what_fits_later_is_kept(path, monkeypatch):
     notes: list[str] = []
-    file = MetricsFile(path, notes.append)
+    file = MetricsReporter(path, notes.append)
     with monkeypatch.context() as patch:
         patch.setattr(Path, "open", full)
-        file.append({"step": 40})
-        file.append({"step": 50})
+        file.step(record(40))
+        file.step(record(50))
     assert notes == [f"cannot write {path}: the disk is full; training goes on"]
     with path.open("a") as torn:
         torn.write('{"step": 5')
-    file.append({"step": 60})
-    file.append({"step": 70})
+    file.step(record(60))
+    file.step(record(70))
     assert [entry["step"] for entry in read_metrics(path)] == [10, 20, 20, 30, 60, 70]
 
 

@@ -5,10 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from scale_train.config.options import DataOptions, ModelOptions, OptimizerOptions, Options, ParallelOptions, RunOptions
-from scale_train.config.resolve import MAX_RANKS_PER_CORE, model_config, num_local_ranks
-from scale_train.config.validate import check_options, options_without_effect
 from scale_train.errors import InputError
+from scale_train.options import DataOptions, ModelOptions, OptimizerOptions, Options, ParallelOptions, RunOptions
+from scale_train.resolve import MAX_RANKS_PER_CORE, check_options, model_config, num_local_ranks, options_without_effect
 
 CPU = Options(parallel=ParallelOptions(device="cpu"))
 

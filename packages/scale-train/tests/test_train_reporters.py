@@ -4,8 +4,7 @@ import json
 import pytest
 from rich.console import Console
 
-from scale_train.reporting.metrics import MetricsFile, begin_metrics, read_metrics
-from scale_train.reporting.reporters import (
+from scale_train.reporters import (
     EvaluationRecord,
     JsonReporter,
     MetricsReporter,
@@ -15,7 +14,9 @@ from scale_train.reporting.reporters import (
     Reporter,
     StepRecord,
     TensorBoardReporter,
+    begin_metrics,
     make_reporter,
+    read_metrics,
 )
 
 
@@ -74,7 +75,7 @@ def test_the_bar_shows_the_numbers_of_the_last_step_and_lets_notes_scroll_by():
 
 def test_metrics_keep_steps_and_judgements(tmp_path):
     begin_metrics(tmp_path / "metrics.jsonl", 0)
-    metrics = MetricsReporter(MetricsFile(tmp_path / "metrics.jsonl", pytest.fail))
+    metrics = MetricsReporter(tmp_path / "metrics.jsonl", pytest.fail)
     metrics.step(record(10))
     metrics.evaluation(EvaluationRecord(10, 2.5))
     first, second = read_metrics(tmp_path / "metrics.jsonl")

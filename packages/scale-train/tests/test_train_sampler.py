@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from scale_train.data.sampler import Sampler, slice_of_rank, windows_at
+from scale_train.data import Sampler, slice_of_rank, windows_at
 from scale_train.errors import InputError
 
 
@@ -50,6 +50,6 @@ def test_the_ranks_parts_one_after_the_other_are_the_global_batch(num_ranks, acc
 
 
 def test_the_targets_are_the_tokens_one_byte_later():
-    batch = windows_at(torch.arange(20, dtype=torch.uint8), torch.tensor([0, 7]), 4)
-    assert batch.tokens.tolist() == [[0, 1, 2, 3], [7, 8, 9, 10]]
-    assert batch.targets.tolist() == [[1, 2, 3, 4], [8, 9, 10, 11]]
+    tokens, targets = windows_at(torch.arange(20, dtype=torch.uint8), torch.tensor([0, 7]), 4)
+    assert tokens.tolist() == [[0, 1, 2, 3], [7, 8, 9, 10]]
+    assert targets.tolist() == [[1, 2, 3, 4], [8, 9, 10, 11]]

@@ -6,8 +6,8 @@ import torch
 
 from scale_core.comm.group import Group
 from scale_train import state
-from scale_train.config.options import DataOptions, ModelOptions, Options, ParallelOptions
-from scale_train.data.text import read_text
+from scale_train.data import read_text
+from scale_train.options import DataOptions, ModelOptions, Options, ParallelOptions
 from scale_train.state import MicrobatchTimer, StepTimer, build_state
 
 

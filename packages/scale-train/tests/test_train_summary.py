@@ -1,4 +1,6 @@
-from scale_train.reporting.summary import RunSummary, readable
+from dataclasses import asdict
+
+from scale_train.train import RunSummary, readable
 
 
 def report(**changes) -> RunSummary:
@@ -37,7 +39,7 @@ def test_without_a_sample_nothing_is_said_of_one():
 
 
 def test_machines_get_the_same_facts():
-    assert report().as_dict()["held_memory_bytes"] == (6_600_000, 6_500_000)
+    assert asdict(report())["held_memory_bytes"] == (6_600_000, 6_500_000)
 
 
 def test_generated_bytes_never_move_the_terminal():

@@ -1,4 +1,4 @@
-"""tensor.py: ranks in two axes, and blocks that some of them divide."""
+"""Tensor parallelism: ranks in two axes, and blocks that some of them divide."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from scale_core.comm.group import Group, group_of
 from scale_core.shard import full_shape
 from scale_core.testing import run_ranks
 from scale_train.model import GPT, ModelConfig
-from scale_train.parallelize.tensor import mesh_axes, parallelize_blocks
+from scale_train.parallelize import mesh_axes, parallelize_blocks
 
 CONFIG = ModelConfig(layers=2, width=12, heads=3)
 
@@ -25,7 +25,7 @@ def _axes_and_parts() -> tuple[tuple[int, ...], tuple[int, ...], list[tuple[int,
     torch.testing.assert_close(model(tokens), expected)
     # One token is a sequence of which a rank has nothing; so is the first step of a text that is generated.
     torch.testing.assert_close(model(tokens[:, :1]), expected[:, :1])
-    return axes.data.ranks, axes.tensor.ranks, [tuple(model.blocks[0].attention.qkv.weight.shape)]
+    return axes.data.ranks, axes.model.ranks, [tuple(model.blocks[0].attention.qkv.weight.shape)]
 
 
 def test_neighbours_divide_layers_and_the_others_see_other_data() -> None:

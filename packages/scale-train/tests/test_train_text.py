@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from scale_train.data.text import SEPARATOR, check_length, read_text
+from scale_train.data import SEPARATOR, check_length, read_text
 from scale_train.errors import InputError
 
 

@@ -8,9 +8,9 @@ import torch
 
 from scale_core.comm.group import Group, group_of
 from scale_core.testing import run_ranks
-from scale_train.config.options import DataOptions, ModelOptions, OptimizerOptions, Options, ParallelOptions, RunOptions
-from scale_train.data.text import read_text
-from scale_train.reporting.reporters import Reporter, StepRecord
+from scale_train.data import read_text
+from scale_train.options import DataOptions, ModelOptions, OptimizerOptions, Options, ParallelOptions, RunOptions
+from scale_train.reporters import Reporter, StepRecord
 from scale_train.state import build_state
 from scale_train.trainer import train_step
 

@@ -1,7 +1,7 @@
 """Activation checkpointing and offload for PyTorch.
 
 `wrapper` has `checkpoint_wrapper` and `apply_checkpointing`. `recompute/` is one call, computed again in the backward:
-begin with `forward`. `offload/` moves saved tensors to the host or to a file. `planner/` chooses for each block by
+begin with `recompute`. `offload/` moves saved tensors to the host or to a file. `planner/` chooses for each block by
 measurement, and `memory_tracker` shows memory by module.
 """
 

@@ -36,7 +36,6 @@ class LiveMemory(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Runs `func`, and takes the storages of its results into the count."""
         kwargs = kwargs or {}
         for tensor in _tensors((args, *kwargs.values())):
             self.storage_number(tensor)  # An unknown argument was there before: its views are no new memory.
@@ -97,8 +96,7 @@ class LiveMemory(TorchDispatchMode):
 
     def _on_release(self, key: int, number: int, _: weakref.ref[torch.UntypedStorage]) -> None:
         if self._numbers.get(key) == number:
-            del self._numbers[key]
-            del self._refs[number]
+            del self._numbers[key], self._refs[number]
         size, self._sizes[number] = self._sizes[number], 0
         self._change(number, -size)
 

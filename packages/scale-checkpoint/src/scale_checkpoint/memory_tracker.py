@@ -77,14 +77,7 @@ class LayerMemoryTracker:
         self._stack: ExitStack | None = None
 
     def monitor(self, model: nn.Module) -> None:
-        """Starts to follow a model.
-
-        Args:
-            model: Any module.
-
-        Raises:
-            RuntimeError: The tracker follows one already.
-        """
+        """Starts to follow a model; a RuntimeError where the tracker follows one already."""
         if self._stack is not None:
             raise RuntimeError("a tracker follows one model at a time; call tracker.stop() first")
         trace = StepTrace(device_of(model))
@@ -165,8 +158,25 @@ class LayerMemoryTracker:
         return table(("module", "class", "forward", "peak", "backward", "peak"), rows)
 
     def plot(self, path: str | PathLike[str]) -> None:
-        """Draws memory over the passes; needs matplotlib."""
-        plot_layers(self.memory_traces, path)
+        """Draws memory over the passes, and what each forward leaves behind; needs matplotlib."""
+        figure = new_figure(height=6)
+        above, below = figure.subplots(2)
+        for is_forward, label in ((True, "forward"), (False, "backward")):
+            chosen = [
+                (index, trace) for index, trace in enumerate(self.memory_traces) if trace.is_forward == is_forward
+            ]
+            above.plot([i for i, _ in chosen], [t.peak_bytes / MIB for _, t in chosen], ".", label=label, gid=label)
+        above.set_xlabel("pass")
+        above.set_ylabel("MiB at its peak")
+        above.legend()
+        forward = [trace for trace in self.forward_traces if trace.module_name]
+        bars = below.bar(range(len(forward)), [trace.memory_diff / MIB for trace in forward])
+        for bar, trace in zip(bars, forward, strict=True):
+            bar.set_gid(trace.module_name)
+        if len(forward) <= 40:
+            below.set_xticks(range(len(forward)), [trace.module_name for trace in forward], rotation=90, fontsize=7)
+        below.set_ylabel("MiB left by its forward")
+        figure.savefig(path)
 
     def save_traces(self, path: str | PathLike[str]) -> None:
         """Writes the traces as JSON, in the place of a file that is there."""
@@ -175,12 +185,9 @@ class LayerMemoryTracker:
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> LayerMemoryTracker:
-        """Returns a tracker with the traces that `save_traces` has written; a ValueError where the file holds none."""
+        """Returns a tracker with the traces that `save_traces` has written."""
         tracker = cls()
-        try:
-            tracker._finished = [LayerTrace(**entry) for entry in json.loads(Path(path).read_text("utf-8"))]
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{path} was expected to hold traces of a LayerMemoryTracker: {error}") from error
+        tracker._finished = [LayerTrace(**entry) for entry in json.loads(Path(path).read_text("utf-8"))]
         return tracker
 
     def __str__(self) -> str:
@@ -279,23 +286,3 @@ def _cuts(sizes: Sequence[int], most: int) -> list[int]:
             cuts.append(index)
             filled = size
     return cuts
-
-
-def plot_layers(traces: Sequence[LayerTrace], path: str | PathLike[str]) -> None:
-    """Draws memory over the passes of a tracker, and what each forward leaves behind."""
-    figure = new_figure(height=6)
-    above, below = figure.subplots(2)
-    for is_forward, label in ((True, "forward"), (False, "backward")):
-        chosen = [(index, trace) for index, trace in enumerate(traces) if trace.is_forward == is_forward]
-        above.plot([i for i, _ in chosen], [t.peak_bytes / MIB for _, t in chosen], ".", label=label, gid=label)
-    above.set_xlabel("pass")
-    above.set_ylabel("MiB at its peak")
-    above.legend()
-    forward = [trace for trace in traces if trace.is_forward and trace.module_name]
-    bars = below.bar(range(len(forward)), [trace.memory_diff / MIB for trace in forward])
-    for bar, trace in zip(bars, forward, strict=True):
-        bar.set_gid(trace.module_name)
-    if len(forward) <= 40:
-        below.set_xticks(range(len(forward)), [trace.module_name for trace in forward], rotation=90, fontsize=7)
-    below.set_ylabel("MiB left by its forward")
-    figure.savefig(path)

@@ -39,7 +39,16 @@ def is_disabled() -> bool:
 
 
 @contextmanager
-def disable_checkpointing() -> Iterator[None]:
+def _set(**values: bool | int) -> Iterator[None]:
+    before = {name: getattr(STATE, name) for name in values}
+    vars(STATE).update(values)
+    try:
+        yield
+    finally:
+        vars(STATE).update(before)
+
+
+def disable_checkpointing() -> AbstractContextManager[None]:
     """Inside, modules that are checkpointed or offloaded run as plain ones, and keep all that they save.
 
     >>> import torch
@@ -48,11 +57,20 @@ def disable_checkpointing() -> Iterator[None]:
     >>> with disable_checkpointing():
     ...     output = block(torch.ones(1, 2))
     """
-    before, STATE.disabled = STATE.disabled, True
-    try:
-        yield
-    finally:
-        STATE.disabled = before
+    return _set(disabled=True)
+
+
+def checkpointing() -> AbstractContextManager[None]:
+    """Around the first forward of what will be computed again."""
+    return _set(checkpointing=True)
+
+
+def recomputing() -> AbstractContextManager[None]:
+    """Around what is computed again; what first runs inside is both checkpointed and recomputed.
+
+    `disable_checkpointing` around a backward comes too late, since the forward was checkpointed.
+    """
+    return _set(checkpointing=False, recompute_depth=STATE.recompute_depth + 1, disabled=False)
 
 
 class InternalOps(AbstractContextManager[None]):
@@ -63,27 +81,3 @@ class InternalOps(AbstractContextManager[None]):
 
     def __exit__(self, *_: object) -> None:
         STATE.internal = self._before
-
-
-@contextmanager
-def checkpointing() -> Iterator[None]:
-    """Around the first forward of what will be computed again."""
-    before, STATE.checkpointing = STATE.checkpointing, True
-    try:
-        yield
-    finally:
-        STATE.checkpointing = before
-
-
-@contextmanager
-def recomputing() -> Iterator[None]:
-    """Around what is computed again; what first runs inside is both checkpointed and recomputed.
-
-    `disable_checkpointing` around a backward comes too late, since the forward was checkpointed.
-    """
-    before = STATE.checkpointing, STATE.recompute_depth, STATE.disabled
-    STATE.checkpointing, STATE.recompute_depth, STATE.disabled = False, before[1] + 1, False
-    try:
-        yield
-    finally:
-        STATE.checkpointing, STATE.recompute_depth, STATE.disabled = before

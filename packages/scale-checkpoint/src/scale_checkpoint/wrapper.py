@@ -12,9 +12,14 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from scale_checkpoint.offload.offload import MIN_BYTES, check_target
 from scale_checkpoint.offload.storage import Target
-from scale_checkpoint.recompute.forward import CheckpointedForward, get_forward, unwrap_forward, wrap_forward
 from scale_checkpoint.recompute.policy import SELECTIVE, OperatorPolicy, resolve_policy
-from scale_checkpoint.recompute.recompute import CheckpointConfig
+from scale_checkpoint.recompute.recompute import (
+    CheckpointConfig,
+    CheckpointedForward,
+    get_forward,
+    unwrap_forward,
+    wrap_forward,
+)
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -100,10 +105,7 @@ def apply_checkpointing(
         `module` itself.
 
     Raises:
-        TypeError: `module` is no module, or is a list of modules, which is never called.
-        ValueError: `how` is another word; an operator has no such name; `offload_to` is no target; `min_bytes` is
-            negative.
-        NotADirectoryError: There is no such folder.
+        TypeError, ValueError, NotADirectoryError: As `checkpoint_wrapper` does, or `how` is another word.
     """
     set_config(module, config_for(how, offload_to=offload_to, offload_inputs=offload_inputs, min_bytes=min_bytes))
     return module
@@ -141,9 +143,6 @@ def is_checkpointed(module: nn.Module) -> bool:
     >>> from scale_checkpoint import checkpoint_wrapper, is_checkpointed
     >>> is_checkpointed(nn.Tanh()), is_checkpointed(checkpoint_wrapper(nn.Tanh()))
     (False, True)
-
-    Args:
-        module: Any module.
     """
     return get_forward(module) is not None
 
@@ -164,7 +163,7 @@ def _wrap(module: nn.Module, config: CheckpointConfig) -> None:
 def _check_is_called(module: Any) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got a {type(module).__name__}: wrap the module, not its output")
-    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+    if not _is_called(module):
         raise TypeError(
             f"a {type(module).__name__} is never called, so nothing of it can be checkpointed: wrap what it holds, "
             "for part in modules: checkpoint_wrapper(part)"
@@ -206,7 +205,7 @@ def checkpoint_modules(
         The names of the modules that were chosen, in the order of the model.
 
     Raises:
-        TypeError: `select` is one string, or a class of other things than modules.
+        TypeError: `select` is one string.
         ValueError: A pattern is no regular expression, or matches nothing (the error lists near names) or nothing but a
             list of modules, which is never called; or no module is of the class; or `how` is none: see
             `apply_checkpointing`. Nothing was changed.
@@ -232,8 +231,6 @@ def checkpoint_modules(
 
 
 def _by_class(names: dict[nn.Module, list[str]], of: type[nn.Module], how: How) -> dict[nn.Module, How]:
-    if not issubclass(of, nn.Module):
-        raise TypeError(f"select: expected a class derived from torch.nn.Module, got {of!r}")
     chosen = {module: how for module in names if isinstance(module, of) and _is_called(module)}
     if not chosen:
         there = sorted({type(module).__name__ for module in names if _is_called(module)})

@@ -21,10 +21,9 @@ from torch import nn
 from scale_core.shard import full_shape
 from scale_core.snapshot import SnapshotError, latest_snapshot, load_snapshot, save_snapshot
 from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
-from scale_train.config.options import RunOptions
 from scale_train.errors import InputError, reason_of
-from scale_train.parallelize.adascale import is_adascale_option
-from scale_train.parallelize.pipeline import PipelineEngine
+from scale_train.options import RunOptions
+from scale_train.parallelize import PipelineEngine
 from scale_train.state import TrainState
 
 CHECKPOINTS = "checkpoints"
@@ -79,7 +78,7 @@ def load(training: TrainState, point: Path) -> None:
     """
     model, optimizer = training.engine.raw_model, training.optimizer
     group_options = [
-        {key: value for key, value in group.items() if key != "params" and not is_adascale_option(key)}
+        {key: value for key, value in group.items() if key != "params" and not key.startswith("adascale")}
         for group in optimizer.param_groups
     ]
 
@@ -104,7 +103,8 @@ def load(training: TrainState, point: Path) -> None:
     load_sharded_state_dict(snapshot.state, _saved_model(training), optimizer, copy=False)
     for group, options in zip(optimizer.param_groups, group_options, strict=True):
         group.update(options)
-    training.sampler.load_state(_data_position(extra))
+    position: Any = extra["data"]
+    training.sampler.load_state(position)
     training.step = training.saved_step = snapshot.step
     training.checkpoint = snapshot.path
 
@@ -117,11 +117,6 @@ def _saved_model(training: TrainState) -> nn.Module:
 
 def _step_of(point: Path) -> int:
     return int(point.name.removeprefix("step-"))
-
-
-def _data_position(extra: Mapping[str, Any]) -> dict[str, int]:
-    position: dict[str, int] = extra["data"]
-    return position
 
 
 def check_same_model(saved: dict[str, list[int]], own: dict[str, list[int]], path: Path) -> None:
@@ -159,7 +154,6 @@ class RunPaths:
 
     @property
     def step(self) -> int:
-        """Steps done before this run."""
         return 0 if self.resume_from is None else _step_of(self.resume_from)
 
 
@@ -176,29 +170,23 @@ def resolve_paths(run: RunOptions) -> RunPaths:
 
 
 def _choose_folder(run: RunOptions, point: Path | None) -> Path:
-    if run.resume is None or point is None:
-        if run.out is None:
-            return _next_folder()
-        if _is_used(run.out):
-            raise InputError(f"--out {run.out}: exists; name a new folder, or continue it with --resume {run.out}")
-        run.out.mkdir(parents=True, exist_ok=True)
-        return run.out
-    old = _folder_of(run.resume)
-    if run.out is None or run.out.resolve() == old.resolve():
-        newest = latest_snapshot(point.parent)
-        if newest is not None and newest.name != point.name:
-            raise InputError(f"--resume {point}: {newest.name} is newer and stays; name a new folder with --out")
-        return old
-    if _is_used(run.out):
-        raise InputError(f"--out {run.out}: exists; name a new folder, or leave --out away to go on in {old}")
-    run.out.mkdir(parents=True, exist_ok=True)
-    if (old / METRICS).exists():
-        shutil.copyfile(old / METRICS, run.out / METRICS)
-    return run.out
-
-
-def _is_used(path: Path) -> bool:
-    return path.exists() and (not path.is_dir() or any(path.iterdir()))
+    out, old = run.out, None
+    if run.resume is not None and point is not None:  # The run that it, or the checkpoint that it is, belongs to.
+        old = run.resume if (run.resume / CHECKPOINTS).is_dir() else run.resume.parent.parent
+        if out is None or out.resolve() == old.resolve():
+            newest = latest_snapshot(point.parent)
+            if newest is not None and newest.name != point.name:
+                raise InputError(f"--resume {point}: {newest.name} is newer and stays; name a new folder with --out")
+            return old
+    if out is None:
+        return _next_folder()
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        instead = f"continue it with --resume {out}" if old is None else f"leave --out away to go on in {old}"
+        raise InputError(f"--out {out}: exists; name a new folder, or {instead}")
+    out.mkdir(parents=True, exist_ok=True)
+    if old is not None and (old / METRICS).exists():
+        shutil.copyfile(old / METRICS, out / METRICS)
+    return out
 
 
 def _resume_point(path: Path) -> Path:
@@ -213,11 +201,6 @@ def _resume_point(path: Path) -> Path:
     if point is None:
         raise InputError(f"--resume {path}: there is no complete checkpoint in it")
     return point
-
-
-def _folder_of(resume: Path) -> Path:
-    """The run that a path to it, or to one of its checkpoints, belongs to."""
-    return resume if (resume / CHECKPOINTS).is_dir() else resume.parent.parent
 
 
 def _next_folder() -> Path:

@@ -11,14 +11,12 @@ from collections.abc import Sequence
 
 import tyro
 
-from scale_train.config.options import Options
-from scale_train.config.resolve import num_local_ranks
-from scale_train.config.validate import check_options
-from scale_train.data.text import check_length, read_text
+from scale_train.data import check_length, read_text
 from scale_train.errors import InputError
 from scale_train.launch import is_under_torchrun, run_as_rank, start_ranks
 from scale_train.memory import check_fits
-from scale_train.parallelize.activations import with_bare_flag
+from scale_train.options import Options
+from scale_train.resolve import check_options, num_local_ranks
 
 DESCRIPTION = """The training program of scale.
 
@@ -50,6 +48,17 @@ def parse(arguments: list[str]) -> Options:
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
     )
     return chosen
+
+
+def with_bare_flag(arguments: list[str]) -> list[str]:
+    """Returns a command line in which `--checkpoint-activations` alone says "all"."""
+    spelled = []
+    for place, word in enumerate(arguments):
+        spelled.append(word)
+        following = arguments[place + 1] if place + 1 < len(arguments) else "--"
+        if word == "--checkpoint-activations" and following.startswith("--"):
+            spelled.append("all")
+    return spelled
 
 
 def language_model(options: Options) -> int:

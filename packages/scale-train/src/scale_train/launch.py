@@ -14,10 +14,10 @@ from multiprocessing.connection import Connection
 import torch
 
 from scale_core.launch import LaunchError, init_distributed, launch_local
-from scale_train.config.options import Options
-from scale_train.config.resolve import device_type
 from scale_train.errors import InputError, Interrupted, RanksLost, TrainingDiverged
 from scale_train.memory import check_fits
+from scale_train.options import Options
+from scale_train.resolve import device_type
 from scale_train.train import train_language_model
 
 # Long enough to finish a step and save it after a signal.
@@ -61,26 +61,21 @@ def run_as_rank(options: Options) -> int:
 def start_ranks(options: Options, num_ranks: int) -> int:
     """Trains on ranks that it starts; prints an error once and returns the exit code."""
     receiver, sender = Pipe(duplex=False)  # no file: the disk may be what is full
+    exits: list[RankExit] = []
     with receiver:
         with sender:
             code = launch_local(
                 _started_rank, num_ranks, options, sender, device=device_type(options), grace=GRACE_SECONDS
             )
-        exits = _receive_exits(receiver)
+        with suppress(EOFError, OSError):
+            while True:
+                exits.append(receiver.recv())
     if not exits:
         return code
     first = min(exits, key=lambda ended: ended.rank)
     if first.message:
         print(first.message, file=sys.stderr, flush=True)
     return first.code
-
-
-def _receive_exits(receiver: Connection) -> list[RankExit]:
-    exits = []
-    with suppress(EOFError, OSError):
-        while True:
-            exits.append(receiver.recv())
-    return exits
 
 
 def _started_rank(options: Options, sender: Connection) -> None:

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from scale_core.shard import full_shape
-from scale_train.config.options import Options
-from scale_train.config.resolve import model_config, pipeline_shape
 from scale_train.errors import InputError
 from scale_train.model import GPT, num_parameters
+from scale_train.options import Options
+from scale_train.resolve import model_config, pipeline_shape
 
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 

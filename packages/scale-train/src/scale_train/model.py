@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -56,15 +57,10 @@ class ModelConfig:
         if self.width // self.heads % 2:
             features = self.width // self.heads
             raise ValueError(f"width / heads must be even: positions turn pairs of features, but it is {features}")
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"dropout must lie in [0, 1), but is {self.dropout}")
-        if self.loss_chunk < 0:
-            raise ValueError(f"loss_chunk must be 0 (all at once) or more, but is {self.loss_chunk}")
 
 
-@dataclass(frozen=True)
-class ModelSize:
-    """Layers, width and heads of a size that has a name."""
+class ModelSize(NamedTuple):
+    """The shape of a size that has a name."""
 
     layers: int
     width: int
@@ -258,14 +254,7 @@ def generate(model: nn.Module, prompt: Tensor, length: int, *, context: int, see
 
     Returns:
         `[sequence + length]`, int64.
-
-    Raises:
-        ValueError: If the prompt is empty or the temperature is not above 0.
     """
-    if prompt.numel() == 0:
-        raise ValueError("expected a prompt of at least one token, but it is empty")
-    if temperature <= 0:
-        raise ValueError(f"expected a temperature above 0, but it is {temperature}")
     generator = torch.Generator().manual_seed(seed)
     was_training = model.training
     model.eval()

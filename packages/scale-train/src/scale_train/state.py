@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -10,17 +11,15 @@ from pathlib import Path
 
 import torch
 
+from scale_adascale import AdaScale
 from scale_core.comm.group import Group
-from scale_train.config.options import Options
-from scale_train.config.resolve import device_type, model_config
-from scale_train.data.sampler import Sampler
-from scale_train.data.text import Text
-from scale_train.lr_schedule import LRSchedule
+from scale_train.adascale import with_adascale
+from scale_train.data import Sampler, Text
 from scale_train.model import GPT
-from scale_train.parallelize.activations import plan_blocks
-from scale_train.parallelize.adascale import schedule_steps_done, with_adascale
-from scale_train.parallelize.engine import Engine, parallelize_gpt
-from scale_train.reporting.reporters import Reporter, initialisation_bar, uses_progress_bar
+from scale_train.options import Options
+from scale_train.parallelize import Engine, parallelize_gpt, plan_blocks
+from scale_train.reporters import Reporter, initialisation_bar, uses_progress_bar
+from scale_train.resolve import device_type, model_config
 
 
 class MicrobatchTimer:
@@ -91,6 +90,32 @@ class StepTimer:
         return (time.monotonic() - self.started) / max(1, self.steps) * steps
 
 
+@dataclass(frozen=True)
+class LRSchedule:
+    """Linear warm-up to a peak, then half a cosine down to a floor (arXiv 1608.03983, eq. 5, with one period).
+
+    A pure function of the step, so that a resumed run needs the step alone.
+
+    Example:
+        >>> schedule = LRSchedule(peak=1.0, warmup=2, steps=6, floor=0.1)
+        >>> [round(schedule.at(step), 3) for step in range(7)]
+        [0.5, 1.0, 1.0, 0.868, 0.55, 0.232, 0.1]
+    """
+
+    peak: float
+    warmup: int  # steps until the peak; 0 for none
+    steps: int
+    floor: float = 0.1  # the last learning rate, as a fraction of the peak
+
+    def at(self, step: int) -> float:
+        """The learning rate of step `step`, counted from 0."""
+        if step < self.warmup:
+            return self.peak * (step + 1) / self.warmup
+        passed = (step - self.warmup) / max(1, self.steps - self.warmup)
+        cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, passed)))
+        return self.peak * (self.floor + (1 - self.floor) * cosine)
+
+
 @dataclass
 class TrainState:
     """State of a training on one rank."""
@@ -116,12 +141,11 @@ class TrainState:
 
     @property
     def schedule_step(self) -> int:
-        """Steps of the learning rate schedule that are done."""
-        return schedule_steps_done(self.optimizer, self.step)
+        """Steps of the learning rate schedule that are done: those taken, or with AdaScale the sum of gains."""
+        return int(self.optimizer.progress) if isinstance(self.optimizer, AdaScale) else self.step
 
     @property
     def is_over(self) -> bool:
-        """Whether the schedule is done."""
         return self.schedule_step >= self.options.optimizer.steps
 
     def resume_hint(self) -> str:
@@ -133,7 +157,9 @@ class TrainState:
 
 def build_state(options: Options, text: Text, group: Group) -> TrainState:
     """Builds a training before its first step; the same weights on all ranks and at any number of them."""
-    device = _device(options)
+    device = torch.device("cpu")
+    if device_type(options) == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
     torch.manual_seed(options.run.seed)
     sharded = options.parallel.parallel == "fsdp"
     tensor_parallel = options.parallel.tensor_parallel > 1  # shards a full model
@@ -157,9 +183,3 @@ def build_state(options: Options, text: Text, group: Group) -> TrainState:
         text=text,
         reporter=Reporter(),
     )
-
-
-def _device(options: Options) -> torch.device:
-    if device_type(options) == "cpu":
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())

@@ -1,22 +1,33 @@
-"""The training loop."""
+"""The training loop, evaluation on held-out text, and what a signal to stop does."""
 
 from __future__ import annotations
 
 import math
+import signal
 import struct
+import threading
+import time
 from collections.abc import Callable, Iterator
+from types import FrameType, TracebackType
+from typing import Any, Self
 
 import torch
+from torch import Tensor, nn
 
+from scale_adascale import AdaScale
 from scale_core.comm.collectives import exchange
-from scale_train.data.sampler import slice_of_rank, windows_at
+from scale_core.comm.group import Group
+from scale_train.adascale import adascale_stats
+from scale_train.data import slice_of_rank, windows_at
 from scale_train.errors import Interrupted, TrainingDiverged
-from scale_train.evaluate import bits_per_byte, held_out_starts
 from scale_train.memory import peak_bytes, state_tensors
-from scale_train.parallelize.adascale import adascale_stats
-from scale_train.reporting.reporters import EvaluationRecord, StepRecord
-from scale_train.signals import StopSignal
+from scale_train.model import IGNORED
+from scale_train.parallelize import Engine
+from scale_train.reporters import EvaluationRecord, StepRecord
 from scale_train.state import StepTimer, TrainState
+
+# A terminal signals every process in it, and a launcher passes its signal on: one key press may arrive twice.
+_ECHO_SECONDS = 1.0
 
 
 def train(training: TrainState, save: Callable[[TrainState], object]) -> float:
@@ -46,8 +57,12 @@ def train_step(training: TrainState) -> None:
     # Tensor-parallel ranks compute the same between sharded layers, and need the same dropout.
     seed_step(options.run.seed, training.step, engine.axes.data.rank)
     loss = forward_backward(training)
-    norm = engine.clip(options.optimizer.clip) if options.optimizer.clip else None
-    rate = training.schedule.apply(optimizer, training.schedule_step)
+    norm = None
+    if options.optimizer.clip:
+        norm = nn.utils.clip_grad_norm_(engine.raw_model.parameters(), options.optimizer.clip)
+    rate = training.schedule.at(training.schedule_step)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     training.loss, training.norm = loss, norm
@@ -58,40 +73,39 @@ def train_step(training: TrainState) -> None:
         log_step(training, loss, rate, norm)
 
 
-def forward_backward(training: TrainState) -> torch.Tensor:
+def forward_backward(training: TrainState) -> Tensor:
     """Computes gradients of the global batch's mean loss; returns this rank's part of the loss, a scalar."""
     data, engine, group = training.options.data, training.engine, training.engine.axes.data
     if engine.pipeline is not None:
         replica, replicas = engine.pipeline.replica, engine.pipeline.num_replicas
         (starts,) = slice_of_rank(training.sampler.starts(data.batch), replica, replicas, 1)
-        batch = windows_at(training.text.train, starts, data.sequence)
         with engine.autocast():
-            return engine.pipeline.step(batch.tokens, batch.targets)
+            return engine.pipeline.step(*windows_at(training.text.train, starts, data.sequence))
     accumulate = training.options.parallel.accumulate
     micro_batches = slice_of_rank(training.sampler.starts(data.batch), group.rank, group.size, accumulate)
     total = torch.zeros((), device=engine.device)
     for index, starts in enumerate(micro_batches):
         if training.options.optimizer.adascale:
             training.microbatch_timer.record_start(index)
-        batch = windows_at(training.text.train, starts, data.sequence)
+        tokens, targets = windows_at(training.text.train, starts, data.sequence)
         with engine.gradient_sync(last=index == accumulate - 1):
             with engine.autocast():
-                loss = engine.model(batch.tokens.to(engine.device), batch.targets.to(engine.device))
+                loss = engine.model(tokens.to(engine.device), targets.to(engine.device))
             (loss / accumulate).backward()
         total += loss.detach() / accumulate
     return total
 
 
-def log_step(training: TrainState, loss: torch.Tensor, rate: float, norm: torch.Tensor | None) -> None:
+def log_step(training: TrainState, loss: Tensor, rate: float, norm: Tensor | None) -> None:
     """Reports losses and memory of all ranks; TrainingDiverged on all where the loss is not finite."""
     group, options = training.group, training.options
-    (bits,) = struct.unpack("<q", struct.pack("<d", loss.item()))
-    rows = exchange([bits, peak_bytes(training.engine.device)], group)
-    mean = math.fsum(struct.unpack("<d", struct.pack("<q", row[0]))[0] for row in rows) / group.size
+    mean = sum_over_ranks(loss.item(), group) / group.size
+    peaks = exchange([peak_bytes(training.engine.device)], group)
     tokens = options.data.batch * options.data.sequence
     steps_per_second = training.step_timer.steps_per_second()
-    stats = None
-    if options.optimizer.adascale:
+    left = options.optimizer.steps - training.schedule_step
+    stats = {}
+    if isinstance(training.optimizer, AdaScale):
         seconds = training.microbatch_timer.step_seconds_by_batch(1 / steps_per_second, options.data.batch)
         stats = adascale_stats(training.optimizer, options.data.batch, seconds)
     if not math.isfinite(mean):
@@ -104,9 +118,10 @@ def log_step(training: TrainState, loss: torch.Tensor, rate: float, norm: torch.
             learning_rate=rate,
             gradient_norm=None if norm is None else norm.item(),
             tokens_per_second=tokens * steps_per_second,
-            peak_memory_bytes=tuple(row[1] for row in rows),
-            seconds_left=training.step_timer.seconds_for(_steps_left(training)),
-            **({} if stats is None else stats._asdict()),
+            peak_memory_bytes=tuple(row[0] for row in peaks),
+            # At the mean progress of the steps so far.
+            seconds_left=training.step_timer.seconds_for(round(left * training.step / max(1, training.schedule_step))),
+            **stats,
         )
     )
 
@@ -121,13 +136,7 @@ def save_if_finite(training: TrainState, save: Callable[[TrainState], object]) -
     save(training)
 
 
-def _steps_left(training: TrainState) -> int:
-    """Predicted remaining steps, at the mean progress of those so far."""
-    left = training.options.optimizer.steps - training.schedule_step
-    return round(left * training.step / max(1, training.schedule_step))
-
-
-def _tensors_to_check(training: TrainState) -> Iterator[torch.Tensor]:
+def _tensors_to_check(training: TrainState) -> Iterator[Tensor]:
     # The loss is that of the weights before the last step.
     yield from (number for number in (training.loss, training.norm) if number is not None)
     yield from training.engine.params()
@@ -153,6 +162,48 @@ def evaluate(training: TrainState) -> float:
     return bits
 
 
+def held_out_starts(num_bytes: int, sequence: int, most_tokens: int) -> Tensor:
+    """Returns where windows start, `[windows]`, int64: evenly spread, the same in every evaluation."""
+    windows = (num_bytes - 1) // sequence
+    if most_tokens:
+        windows = min(windows, max(1, most_tokens // sequence))
+    last = num_bytes - 1 - sequence
+    return torch.tensor([last * index // max(1, windows - 1) for index in range(windows)])
+
+
+@torch.no_grad()
+def bits_per_byte(engine: Engine, text: Tensor, starts: Tensor, sequence: int, micro_batch: int, group: Group) -> float:
+    """Returns the mean over the windows of `text`, uint8 `[bytes]`, at `starts`; called on all ranks, equal on all.
+
+    Each rank reads its share. Where the windows do not divide, a rank pads its batch with windows that do not count,
+    because a forward pass of a sharded model is one of all ranks.
+    """
+    engine.model.eval()
+    pipeline, axes = engine.pipeline, engine.axes
+    rank, size, counts = axes.data.rank, axes.data.size, axes.model.rank == 0
+    if pipeline is not None:
+        rank, size, counts = pipeline.replica, pipeline.num_replicas, pipeline.group.rank == 0
+    rounds = math.ceil(len(starts) / (size * micro_batch))
+    nats = 0.0
+    for turn in range(rounds):
+        first = (turn * size + rank) * micro_batch
+        mine = starts[first : first + micro_batch]
+        padding = starts[:1].expand(micro_batch - len(mine))
+        tokens, targets = windows_at(text, torch.cat([mine, padding]), sequence)
+        targets[len(mine) :] = IGNORED
+        with engine.autocast():
+            loss = engine.model(tokens.to(engine.device), targets.to(engine.device), "sum")
+        nats += loss.item()
+    engine.model.train()
+    return sum_over_ranks(nats if counts else 0.0, group) / (math.log(2) * len(starts) * sequence)
+
+
+def sum_over_ranks(value: float, group: Group) -> float:
+    """Returns the sum over ranks, in rank order, so that it is the same to the bit on all."""
+    (bits,) = struct.unpack("<q", struct.pack("<d", value))
+    return math.fsum(struct.unpack("<d", struct.pack("<q", row[0]))[0] for row in exchange([bits], group))
+
+
 def seed_step(seed: int, step: int, rank: int) -> None:
     """Seeds by step and rank, so that no random state is saved, and a resumed run draws what it would have drawn.
 
@@ -170,3 +221,35 @@ def _stop_if_signalled(training: TrainState, stop: StopSignal, save: Callable[[T
     if number:
         save_if_finite(training, save)
         raise Interrupted(number, f"stopped after step {training.step}, which is saved; {training.resume_hint()}")
+
+
+class StopSignal:
+    """Inside, Ctrl-C and SIGTERM are recorded; a second one, a second or more later, interrupts at once."""
+
+    def __init__(self) -> None:
+        self.received = 0
+        self._when = 0.0
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        # Python lets only the main thread handle signals; elsewhere (a notebook's worker) nothing is caught.
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.signal(number, self._record)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous.clear()
+
+    def _record(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.received and now - self._when > _ECHO_SECONDS:
+            raise KeyboardInterrupt
+        if not self.received:
+            self.received, self._when = number, now
+
+    def received_by_any_rank(self, group: Group) -> int:
+        """The signal that any rank received, or 0; the same answer on all ranks, which all have to call this."""
+        return max(row[0] for row in exchange([self.received], group))

@@ -14,7 +14,6 @@ from torch.nn.parameter import is_lazy
 
 from scale_checkpoint.offload.storage import Target, backend_for, copy_streams
 from scale_checkpoint.offload.store import PackedTensor, store_for
-from scale_checkpoint.saved_tensors import KeptTensor, current_operator
 from scale_checkpoint.state import InternalOps
 
 MIN_BYTES = 1 << 16
@@ -68,7 +67,7 @@ class _OperatorTensors:
         self._waiting: list[_OffloadableTensor] = []
 
     def pack(self, tensor: Tensor) -> _OffloadableTensor:
-        operator = current_operator()
+        operator = torch._C._autograd._get_sequence_nr()  # Each has a node of its own.
         if operator != self._operator:
             self._operator = operator
             self.send()
@@ -96,24 +95,34 @@ def offload_inputs(module: nn.Module, to: Target, min_bytes: int) -> saved_tenso
 
 
 class _OffloadableTensor:
-    """What autograd holds in the place of a tensor, on the device or offloaded."""
+    """What autograd holds in the place of a tensor, on the device or offloaded.
+
+    Autograd itself sees a saved tensor that was changed in place, and raises; but not where hooks pack it. So this
+    compares versions.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
-        self._kept: KeptTensor | None = KeptTensor(tensor)
-        self._offloaded: PackedTensor | None = None
+        self._version = tensor._version
+        if tensor.requires_grad:  # It would hold the node that saves it.
+            with InternalOps():
+                tensor = tensor.detach()
+        self._held: Tensor | PackedTensor = tensor
 
     def send(self, sender: Sender) -> None:
         """Sends it, unless it was changed in place meanwhile, which is an error if autograd comes back to it."""
-        if self._kept is not None and self._kept.is_intact:
-            self._offloaded = sender.send(self._kept.tensor)
-            if self._offloaded is not None:
-                self._kept = None
+        if isinstance(self._held, Tensor) and self._held._version == self._version:
+            self._held = sender.send(self._held) or self._held
 
     def unpack(self) -> Tensor:
-        if self._offloaded is not None:
-            return self._offloaded.unpack()
-        assert self._kept is not None
-        return self._kept.unpack()
+        if isinstance(self._held, PackedTensor):
+            return self._held.unpack()
+        if self._held._version != self._version:
+            raise RuntimeError(
+                f"a tensor {list(self._held.shape)} that autograd has saved where activations are offloaded was "
+                "modified by an inplace operation before its backward, and has stayed on the device: it is small or a "
+                "parameter, or was changed at once; change it after loss.backward(), or change a copy"
+            )
+        return self._held
 
 
 def check_target(to: Target, min_bytes: int) -> None:

@@ -130,7 +130,14 @@ class Folder:
         self._unwritten_bytes = 0
 
     def put(self, source: Tensor) -> StoredBytes:
-        stored = _OnDisk(self._reserve(source.numel()), source)
+        if self._file is None or self._file.used >= _FILE_BYTES:
+            try:
+                file = tempfile.TemporaryFile(dir=self.path, prefix="scale-activations-")  # noqa: SIM115  # _File closes it
+                self._file = _File(file, self.path)
+            except OSError as error:
+                raise _described(error, self.path, source.numel()) from error
+        stored = _OnDisk(self._file, self._file.used, source)
+        self._file.used += source.numel()
         self._writes.append((stored.written, source.numel()))
         self._unwritten_bytes += source.numel()
         # Raises what a write has raised, such as that the disk is full, and waits where too much is unwritten.
@@ -139,16 +146,6 @@ class Folder:
             self._unwritten_bytes -= num_bytes
             written.result()
         return stored
-
-    def _reserve(self, num_bytes: int) -> _FilePart:
-        if self._file is None or self._file.used >= _FILE_BYTES:
-            try:
-                file = tempfile.TemporaryFile(dir=self.path, prefix="scale-activations-")  # noqa: SIM115  # _File closes it
-                self._file = _File(file, self.path)
-            except OSError as error:
-                raise _described(error, self.path, num_bytes) from error
-        self._file.used += num_bytes
-        return _FilePart(self._file, self._file.used - num_bytes)
 
 
 class _File:
@@ -171,30 +168,14 @@ class _File:
             done += step
 
 
-class _FilePart:
-    """A part of a file, from `offset` on."""
-
-    def __init__(self, file: _File, offset: int) -> None:
-        self._file, self._offset = file, offset
-
-    def write(self, memory: Tensor, copied: StreamEvent) -> None:
-        copied.synchronize()
-        try:
-            self._file.transfer(os.pwrite, memory, self._offset)
-        except OSError as error:
-            raise _described(error, self._file.folder, memory.numel()) from error
-
-    def read(self, memory: Tensor) -> Tensor:
-        self._file.transfer(lambda file, view, offset: os.preadv(file, [view], offset), memory, self._offset)
-        return memory
-
-
 class _OnDisk:
-    def __init__(self, part: _FilePart, source: Tensor) -> None:
-        self._part, self._num_bytes = part, source.numel()
+    """Bytes in a part of a file, from `offset` on."""
+
+    def __init__(self, file: _File, offset: int, source: Tensor) -> None:
+        self._file, self._offset, self._num_bytes = file, offset, source.numel()
         self._streams = streams = copy_streams(source.device)
         host, self.copied = streams.readable(source)
-        self.written: Future[None] = streams.writer.submit(part.write, host, self.copied)
+        self.written: Future[None] = streams.writer.submit(self._write, host)
         self._read: Future[Tensor] | None = None
 
     def prefetch(self) -> None:
@@ -207,9 +188,18 @@ class _OnDisk:
         memory, self._read = self._read.result(), None
         return self._streams.to_device(memory, target)
 
+    def _write(self, memory: Tensor) -> None:
+        self.copied.synchronize()
+        try:
+            self._file.transfer(os.pwrite, memory, self._offset)
+        except OSError as error:
+            raise _described(error, self._file.folder, memory.numel()) from error
+
     def _read_back(self) -> Tensor:
         self.written.result()
-        return self._part.read(self._streams.host_memory(self._num_bytes))
+        memory = self._streams.host_memory(self._num_bytes)
+        self._file.transfer(lambda file, view, offset: os.preadv(file, [view], offset), memory, self._offset)
+        return memory
 
 
 def _described(error: OSError, folder: Path, num_bytes: int) -> OSError:
@@ -226,19 +216,11 @@ def _described(error: OSError, folder: Path, num_bytes: int) -> OSError:
 
 
 def backend_for(target: Target) -> StorageBackend:
-    """Returns the backend of "host" or of a folder's path.
-
-    Raises:
-        ValueError: It is another word.
-        NotADirectoryError: There is no such folder.
-    """
+    """Returns the backend of "host" or of a folder's path; a ValueError or NotADirectoryError where it is none."""
     if target == "host":
         return HostMemory()
     if isinstance(target, str):
-        raise ValueError(
-            f'offload_to: expected "host" or the path of a folder, got {target!r}: write pathlib.Path({target!r}) if '
-            "that is a folder"
-        )
+        raise ValueError(f'offload_to: expected "host" or a folder, got {target!r}: write pathlib.Path({target!r})')
     path = Path(target)
     if not path.is_dir():
         raise NotADirectoryError(f"offload_to: there is no folder '{path}': make it, or give another one")

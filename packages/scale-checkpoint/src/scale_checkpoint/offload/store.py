@@ -13,10 +13,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.autograd.graph import increment_version
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from scale_checkpoint.offload.storage import StorageBackend, StoredBytes, Target, backend_for, copy_streams, storage_of
-from scale_checkpoint.saved_tensors import shares_version_counter, version_counter
 from scale_checkpoint.state import InternalOps
 from scale_core.streams import StreamEvent
 
@@ -135,6 +136,32 @@ class PackedTensor:
     def __del__(self) -> None:
         if self._is_counted:
             self._storage.drop_view()
+
+
+def alias_of(tensor: Tensor) -> Tensor:
+    """Returns the same values with the same version counter and without a history, in dispatch modes, too."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
+def version_counter(tensor: Tensor) -> Tensor:
+    """Returns a tensor without memory that shares its version counter with `tensor`."""
+    with InternalOps():
+        counter = alias_of(tensor)
+        counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return counter
+
+
+def shares_version_counter(tensor: Tensor, counter: Tensor) -> bool:
+    """Whether a tensor has this version counter, as its views have.
+
+    Not so the pieces of `unsafe_chunk`, into which recurrent layers cut the gates of one storage: each counts its own
+    changes in place.
+    """
+    before = counter._version
+    with _unsafe_preserve_version_counter(tensor):
+        increment_version(tensor)
+        return counter._version != before
 
 
 class _Known(NamedTuple):

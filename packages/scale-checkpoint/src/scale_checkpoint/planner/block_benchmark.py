@@ -1,4 +1,4 @@
-"""Block benchmark: the memory and the time of one block by itself, under each strategy.
+"""Block benchmark: the memory and the time of each block by itself, under each strategy.
 
 The block gets copies of the tensors that the model gave it, as results of a node before it, and its own
 results go to a node behind it that hands back fresh gradients. So every tensor lives exactly as long as the block and
@@ -7,16 +7,18 @@ autograd hold it, as in the middle of a step: what lives between forward and bac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from scale_checkpoint.offload.offload import MIN_BYTES, offload_activations
-from scale_checkpoint.planner.step import preserve_state, time_now, unit_grad_scalar
-from scale_checkpoint.planner.trace import StepTrace, trace_step
+from scale_checkpoint.offload.offload import MIN_BYTES, offload_activations, prefetched_bytes
+from scale_checkpoint.planner.blocks import KEEP, OFFLOAD, ResolvedStrategies, applied, block_signature
+from scale_checkpoint.planner.step import Step, least_seconds, preserve_state, time_now, unit_grad_scalar
+from scale_checkpoint.planner.trace import StepTrace, Visit, trace_step
 from scale_checkpoint.tree import extract_tensors, insert_tensors, unique_tensors
 
 BLOCK = "block"
@@ -24,8 +26,7 @@ BLOCK = "block"
 _MARKER_BYTES = MIN_BYTES + 8 * 1021  # A size that no tensor has by chance, large enough to be moved.
 
 
-@dataclass(frozen=True)
-class BlockCall:
+class BlockCall(NamedTuple):
     """The arguments with which a model called a block."""
 
     args: tuple[Any, ...]
@@ -33,8 +34,7 @@ class BlockCall:
     input_requires_grad: Sequence[bool]  # in training, of each tensor among them
 
 
-@dataclass(frozen=True)
-class BlockMemory:
+class BlockMemory(NamedTuple):
     """Memory of a block under one strategy."""
 
     kept_bytes: int  # between forward and backward, without its inputs and outputs
@@ -44,6 +44,72 @@ class BlockMemory:
     saved_bytes: tuple[int, ...]  # of what autograd saved and no other hook took, in order
     held_inputs: tuple[bool, ...]  # which of its input tensors it keeps
     held_outputs: tuple[bool, ...]
+
+
+class BlockCost(NamedTuple):
+    """What was measured of a block under one strategy."""
+
+    memory: BlockMemory
+    seconds: float  # forward and backward
+    prefetched_bytes: int  # see `StrategyCost`
+
+
+def benchmark_blocks(
+    step: Step, blocks: Mapping[str, nn.Module], visits: Sequence[Visit], strategies: ResolvedStrategies, repeats: int
+) -> list[dict[str, BlockCost]]:
+    """Runs the model forward, and each block by itself when it is called; returns the costs of each visit, by strategy.
+
+    They are empty where a visit has no gradient. The first of several equal blocks alone is timed `repeats` times.
+    """
+    waiting = [visit for visit in visits if visit.name]
+    found: list[dict[str, BlockCost]] = []
+    timed: set[tuple[object, ...]] = set()
+    is_measuring = False
+
+    def costs_of(block: nn.Module, call: BlockCall) -> dict[str, BlockCost]:
+        memory = {}
+        for name, how in strategies.items():
+            with applied(block, how):
+                memory[name] = measure_memory(block, call, step.device)
+        kind = repr(block_signature(block)), *memory.values()
+        runs = {name: partial(_seconds, block, call, step.device, how) for name, how in strategies.items()}
+        seconds = least_seconds(runs, 1 if kind in timed else repeats)
+        timed.add(kind)
+        fetched = prefetched_bytes(memory[KEEP].saved_bytes, step.device)
+        return {
+            name: BlockCost(memory[name], seconds[name], fetched if how == OFFLOAD else 0)
+            for name, how in strategies.items()
+        }
+
+    def measure_here(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal is_measuring
+        if is_measuring:
+            return
+        is_measuring = True
+        visit = waiting[len(found)]
+        call = BlockCall(args, kwargs, visit.input_requires_grad)
+        try:
+            found.append(costs_of(block, call) if visit.output_requires_grad else {})
+        except RuntimeError as error:
+            error.add_note(
+                f"This happened while the block '{visit.name}' was measured by itself. It runs several times on the "
+                "model's inputs, so it must not change these, as it changes a cache: write "
+                "model.config.use_cache = False for models of transformers, or use_cache=False in the call, as for T5."
+            )
+            raise
+        is_measuring = False
+
+    with ExitStack() as stack:
+        for block in blocks.values():
+            stack.callback(block.register_forward_pre_hook(measure_here, with_kwargs=True, prepend=True).remove)
+        with torch.no_grad():
+            step.model(*step.args, **step.kwargs)
+    return found
+
+
+def _seconds(block: nn.Module, call: BlockCall, device: torch.device, how: str | tuple[str, ...]) -> float:
+    with applied(block, how):
+        return measure_seconds(block, call, device)
 
 
 def measure_memory(block: nn.Module, call: BlockCall, device: torch.device) -> BlockMemory:

@@ -1,4 +1,4 @@
-"""Blocks: the modules of a model for which a plan decides.
+"""Blocks, the modules of a model for which a plan decides, and the strategies among which it does.
 
 Models say themselves what must not be cut (`_no_split_modules`, as those of the Hugging Face libraries do), or show it
 by repetition: the items of a `ModuleList` or a `Sequential` that have the class of a neighbour. The outermost ones are
@@ -10,9 +10,16 @@ from __future__ import annotations
 import difflib
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeAlias
 
+import torch
 from torch import nn
+
+from scale_checkpoint.recompute.policy import SELECTIVE, resolve_policy
+from scale_checkpoint.recompute.recompute import get_forward, unwrap_forward, wrap_forward
+from scale_checkpoint.wrapper import apply_checkpointing
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -113,51 +120,99 @@ def block_signature(block: nn.Module) -> BlockSignature:
 
 
 def excluded_modules(model: nn.Module, blocks: Mapping[str, nn.Module]) -> tuple[str, ...]:
-    """Returns the names of the modules that have the class of a block, and are none, nor inside or around one."""
+    """Returns the names of the outermost modules that have a block's class, and are none, nor inside or around one."""
     kinds = {type(block).__name__ for block in blocks.values()}
-    return tuple(_modules_of_class(model, {id(block) for block in blocks.values()}, kinds))
+    known = set(map(id, blocks.values()))
+    found: list[str] = []
+    waiting = list(model.named_children())
+    while waiting:
+        name, module = waiting.pop(0)
+        if id(module) in known:
+            continue
+        is_around = any(id(part) in known for part in module.modules())
+        if type(module).__name__ in kinds and not is_around:
+            found.append(name)
+        else:
+            waiting += [(f"{name}.{key}", child) for key, child in module.named_children()]
+    return tuple(found)
 
 
 def check_same_blocks(model: nn.Module, known: Mapping[str, BlockSignature], excluded: Collection[str]) -> None:
     """Checks that a model has the blocks that a profile was made of, and no more of their kind."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    fix = "plan again with plan_memory(model, ...)"
+
+    def other_model(name: str, difference: str) -> ValueError:
+        fix = "plan again with plan_memory(model, ...)"
+        return ValueError(f"the plan was made for another model: {name!r} {difference}; {fix}")
+
     for name, block in known.items():
         module = modules.get(name)
-        description = f"the plan was made for another model: {name!r}"
         if module is None:
-            raise ValueError(
-                f"{description} is a {block.kind} there, but {type(model).__name__} has no such module; {fix}"
-            )
-        if type(module).__name__ != block.kind:
-            raise ValueError(f"{description} is a {block.kind} there, but a {type(module).__name__} here; {fix}")
-        shapes = block_signature(module).parameters
-        for key in [*block.parameters, *shapes]:
-            planned, present = block.parameters.get(key), shapes.get(key)
-            if planned != present:
-                raise ValueError(
-                    f"{description} has the parameter {key!r} of shape {planned} there, but {present} here; {fix}"
-                )
-    kinds = {block.kind for block in known.values()}
-    for name in _modules_of_class(model, {id(modules[name]) for name in known}, kinds):
+            raise other_model(name, f"is a {block.kind} there, but {type(model).__name__} has no such module")
+        present = block_signature(module)
+        if present.kind != block.kind:
+            raise other_model(name, f"is a {block.kind} there, but a {present.kind} here")
+        for key in [*block.parameters, *present.parameters]:
+            then, now = block.parameters.get(key), present.parameters.get(key)
+            if then != now:
+                raise other_model(name, f"has the parameter {key!r} of shape {then} there, but {now} here")
+    for name in excluded_modules(model, {name: modules[name] for name in known}):
         if name not in excluded:
+            kind = type(modules[name]).__name__
+            raise other_model(name, f"is a {kind} here, as its blocks are, but the plan has no such block")
+
+
+KEEP = "keep"
+RECOMPUTE = "recompute"
+OFFLOAD = "offload"
+
+Strategies: TypeAlias = Sequence[str] | Mapping[str, str | Sequence[str]]
+"""Strategies by name: "keep", "recompute", "selective", "offload"; or names of your own for operators whose results are
+kept, as {"keep": "keep", "recompute": "recompute", "attention": ["_scaled_dot_product.*"]}."""
+
+ResolvedStrategies: TypeAlias = Mapping[str, str | tuple[str, ...]]
+"""By name, what `apply_checkpointing` takes."""
+
+_KNOWN = (KEEP, RECOMPUTE, SELECTIVE, OFFLOAD)
+
+
+def resolve_strategies(strategies: Strategies | None, device: torch.device) -> dict[str, str | tuple[str, ...]]:
+    """Returns what each strategy does, by name; "keep" and "recompute" are always among them.
+
+    None takes all known ones, "offload" only where the device is not the host.
+    """
+    if strategies is None:
+        strategies = [name for name in _KNOWN if name != OFFLOAD or device.type != "cpu"]
+    if not isinstance(strategies, Mapping):
+        unknown = [name for name in strategies if name not in _KNOWN]
+        if unknown:
             raise ValueError(
-                f"the plan was made for another model: {name!r} is a {type(modules[name]).__name__} here, as its "
-                f"blocks are, but the plan has no such block; {fix}"
+                f"a strategy is one of {', '.join(map(repr, _KNOWN))}, got {unknown[0]!r}: write "
+                f'strategies={{"{unknown[0]}": ["addmm"], ...}} for operators whose results are kept'
             )
-
-
-def _modules_of_class(model: nn.Module, blocks: Collection[int], kinds: Collection[str]) -> list[str]:
-    """The outermost modules of these classes beside the blocks, which are known by their identity."""
-    found: list[str] = []
-    waiting = [(name, child) for name, child in model.named_children()]
-    while waiting:
-        name, module = waiting.pop(0)
-        if id(module) in blocks:
-            continue
-        is_around = any(id(part) in blocks for part in module.modules())
-        if type(module).__name__ in kinds and not is_around:
-            found.append(name)
+        strategies = {name: name for name in strategies}
+    resolved: dict[str, str | tuple[str, ...]] = {KEEP: KEEP, RECOMPUTE: RECOMPUTE}
+    for name, how in strategies.items():
+        if isinstance(how, str):
+            if how not in _KNOWN:
+                raise ValueError(f"strategy {name!r}: expected one of {_KNOWN} or operators, got {how!r}")
+            resolved[name] = how
         else:
-            waiting += [(f"{name}.{key}", child) for key, child in module.named_children()]
-    return found
+            if not all(isinstance(operator, str) for operator in how):
+                raise TypeError(f"strategy {name!r}: plans are saved, so give names of operators, not {how!r}")
+            resolve_policy(how)
+            resolved[name] = tuple(how)
+    return resolved
+
+
+@contextmanager
+def applied(module: nn.Module, how: str | Sequence[str]) -> Iterator[None]:
+    """Inside, a module follows one strategy, as `apply_checkpointing` takes it; afterwards the one before."""
+    before = get_forward(module)
+    apply_checkpointing(module, how)
+    try:
+        yield
+    finally:
+        unwrap_forward(module)
+        if before is not None:
+            wrap_forward(module, before)

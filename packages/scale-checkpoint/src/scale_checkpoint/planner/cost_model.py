@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from scale_checkpoint.planner.block_benchmark import BlockMemory
-from scale_checkpoint.planner.strategies import KEEP, RECOMPUTE
+from scale_checkpoint.planner.block_benchmark import BlockCost, BlockMemory
+from scale_checkpoint.planner.blocks import KEEP, RECOMPUTE
 from scale_checkpoint.planner.timeline import BoundaryTensor, Segment, StrategyCost, memory_state
 from scale_checkpoint.planner.trace import StepTrace, Visit
-
-
-@dataclass(frozen=True)
-class BlockCost:
-    """What was measured of a block under one strategy."""
-
-    memory: BlockMemory
-    seconds: float  # forward and backward
-    prefetched_bytes: int  # see `StrategyCost`
 
 
 def pool_seconds(measured: Sequence[Mapping[str, BlockCost]]) -> list[dict[str, BlockCost]]:
@@ -32,7 +23,7 @@ def pool_seconds(measured: Sequence[Mapping[str, BlockCost]]) -> list[dict[str, 
     for costs in measured:
         equals = alike[tuple(cost.memory for cost in costs.values())]
         least = {name: min(each[name].seconds for each in equals) for name in costs}
-        pooled.append({name: replace(cost, seconds=least[name]) for name, cost in costs.items()})
+        pooled.append({name: cost._replace(seconds=least[name]) for name, cost in costs.items()})
     return pooled
 
 

@@ -12,12 +12,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from scale_checkpoint.planner.blocks import check_same_blocks
+from scale_checkpoint.planner.blocks import KEEP, Strategies, check_same_blocks, resolve_strategies
 from scale_checkpoint.planner.chart import bar_chart, format_bytes, format_seconds, plot_timelines, strategy_table
 from scale_checkpoint.planner.profile import FORMAT, MemoryProfile, profile_memory, read_json
 from scale_checkpoint.planner.solver import UNLIMITED, fastest, minimum_peak
 from scale_checkpoint.planner.step import device_of
-from scale_checkpoint.planner.strategies import KEEP, Strategies, resolve_strategies
 from scale_checkpoint.planner.timeline import Timeline, timeline
 from scale_checkpoint.wrapper import apply_checkpointing
 
@@ -92,15 +91,9 @@ class MemoryPlan:
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> MemoryPlan:
-        """Reads a plan that `save` has written; a ValueError where the file holds none."""
-        content = read_json(path, "a memory plan")
-        try:
-            strategies, profile, budget_bytes = dict(content["strategies"]), content["profile"], content["budget_bytes"]
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} holds no memory plan: {type(error).__name__}: {error}") from error
-        if not (budget_bytes is None or isinstance(budget_bytes, int)):
-            raise ValueError(f"{path} holds no memory plan: its budget_bytes are {budget_bytes!r}")
-        return cls(strategies, MemoryProfile.from_json(profile, path), budget_bytes)
+        """Reads a plan that `save` has written; a ValueError where the file has another format."""
+        content = read_json(path)
+        return cls(content["strategies"], MemoryProfile.from_json(content["profile"]), content["budget_bytes"])
 
     def plot(self, path: str | PathLike[str]) -> None:
         """Draws memory over the step; needs matplotlib."""
@@ -146,7 +139,6 @@ def plan_memory(
         BudgetError: No plan fits; names the smallest budget that one fits.
         ValueError: No blocks are found, a name is none of the model's, the profile is another model's, or the step has
             no gradient.
-        TypeError: A number of bytes is no int.
     """
     if profile is None:
         profile = profile_memory(model, sample_input, loss=loss, strategies=strategies, blocks=blocks)
@@ -158,21 +150,8 @@ def plan_memory(
 def best_plan(profile: MemoryProfile, budget_bytes: int, *, other_bytes: int = 0) -> MemoryPlan:
     """Returns the fastest plan that fits a budget; needs no model.
 
-    Args:
-        profile: What the blocks cost.
-        budget_bytes: See `plan_memory`.
-        other_bytes: See `plan_memory`.
-
-    Raises:
-        BudgetError: No plan fits; names the smallest budget that one fits.
-        TypeError: A number of bytes is no int.
+    `budget_bytes` and `other_bytes` are those of `plan_memory`, and so is the BudgetError.
     """
-    for name, given in (("budget_bytes", budget_bytes), ("other_bytes", other_bytes)):
-        if type(given) is not int:
-            raise TypeError(
-                f"{name}: expected a whole number of bytes, got a {type(given).__name__}: {given!r}; write "
-                f"{name}=2 * 2**30 for 2 GiB"
-            )
     room = budget_bytes - other_bytes
     chosen = fastest(profile.segments, profile.boundary_tensors, room)
     if chosen is None:
@@ -188,11 +167,7 @@ def best_plan(profile: MemoryProfile, budget_bytes: int, *, other_bytes: int = 0
 
 
 def memory_front(profile: MemoryProfile) -> Iterator[MemoryPlan]:
-    """Yields the plans that none is faster than in as little memory, from the fastest to the smallest.
-
-    Args:
-        profile: What the blocks cost.
-    """
+    """Yields the plans that none is faster than in as little memory, from the fastest to the smallest."""
     waiting: MemoryPlan | None = None
     room = UNLIMITED
     while (chosen := fastest(profile.segments, profile.boundary_tensors, room)) is not None:

@@ -24,7 +24,7 @@ class Step:
 
     def __init__(self, model: nn.Module, sample_input: Any, loss: Callable[[Any], Tensor] | None) -> None:
         _check_initialized(model)
-        self.model = model
+        self.model, self.device = model, device_of(model)
         self.args: tuple[Any, ...] = ()
         self.kwargs: dict[str, Any] = {}
         if isinstance(sample_input, Mapping):
@@ -33,11 +33,15 @@ class Step:
             self.args = tuple(sample_input) if isinstance(sample_input, (tuple, list)) else (sample_input,)
         self._loss = loss or _default_loss
 
-    def seconds(self, device: torch.device) -> float:
-        """Runs the step; returns the seconds that it took."""
-        start = time_now(device)
+    def bytes_before(self) -> int:
+        """Returns the bytes that live before the step: parameters, buffers and inputs."""
+        inputs = unique_tensors((self.args, self.kwargs))
+        return storage_bytes([*self.model.parameters(), *self.model.buffers(), *inputs])
+
+    def seconds(self) -> float:
+        start = time_now(self.device)
         self.run()
-        return time_now(device) - start
+        return time_now(self.device) - start
 
     def run(self) -> None:
         """Runs the step; gradients begin anew."""
@@ -51,7 +55,6 @@ class Step:
         loss.backward()
 
     def clear_grads(self) -> None:
-        """Releases the gradients."""
         for parameter in self.model.parameters():
             parameter.grad = None
 
@@ -198,13 +201,12 @@ def measure_step(
     Raises:
         ValueError: The step has no gradient.
     """
-    device = device_of(model)
     step = Step(model, sample_input, loss)
-    model_bytes = storage_bytes([*model.parameters(), *model.buffers(), *unique_tensors((step.args, step.kwargs))])
-    with preserve_state(model), single_threaded(device):
-        live = LiveMemory(device)
+    model_bytes = step.bytes_before()
+    with preserve_state(model), single_threaded(step.device):
+        live = LiveMemory(step.device)
         with live:
             step.run()
         live.close()
-        seconds = least_seconds({"step": lambda: step.seconds(device)}, repeats)["step"]
+        seconds = least_seconds({"step": step.seconds}, repeats)["step"]
     return MeasuredStep(model_bytes + live.peak_bytes, seconds)

@@ -8,7 +8,7 @@ segments in the reverse order of the forward. No hook is on any tensor.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,7 +67,7 @@ class StepTrace(LiveMemory):
         self.producer: dict[int, int] = {}  # the visit that made a storage, of those of the forward
         self.marker_bytes = -1  # see `TracedPass.peak_after_marker_bytes`
         self._nodes: list[int] = []
-        self._pass: TracedPass | None = None
+        self.running: TracedPass | None = None  # the pass that has begun and not ended; None after `finish`
         self._visit = -1
         self._backward = False
         self._inside = [OUTSIDE_BLOCKS]
@@ -82,7 +82,6 @@ class StepTrace(LiveMemory):
         return visit
 
     def enter_module(self, name: str) -> Visit:
-        """Begins the visit of a module."""
         self._inside.append(name)
         return self.enter(name)
 
@@ -93,15 +92,10 @@ class StepTrace(LiveMemory):
         self._inside.pop()
         self.enter(self._inside[-1])
 
-    @property
-    def running(self) -> TracedPass | None:
-        """The pass that has begun and not ended; None after `finish`."""
-        return self._pass
-
     def finish(self) -> None:
         """Ends the last pass."""
         self._end()
-        self._pass = None
+        self.running = None
         self.close()
 
     def on_operator(self, func: Any) -> None:
@@ -122,8 +116,8 @@ class StepTrace(LiveMemory):
             self.sizes[number] = self.num_bytes(number)
             if not self._backward:
                 self.producer.setdefault(number, len(self.visits) - 1)
-            if self._pass is not None:
-                self._raise(self._pass, delta)
+            if self.running is not None:
+                self._raise(self.running, delta)
 
     def _raise(self, current: TracedPass, delta: int) -> None:
         if current.peak_after_marker_bytes is not None or (delta == self.marker_bytes and self._backward):
@@ -134,22 +128,28 @@ class StepTrace(LiveMemory):
 
     def _begin(self) -> TracedPass:
         self._end()
-        self._pass = TracedPass(self.current_bytes, self.current_bytes)
-        return self._pass
+        self.running = TracedPass(self.current_bytes, self.current_bytes)
+        return self.running
 
     def _end(self) -> None:
-        if self._pass is not None:
-            self._pass.end_bytes = self.current_bytes
+        if self.running is not None:
+            self.running.end_bytes = self.current_bytes
 
 
 @contextmanager
 def trace_step(trace: StepTrace, blocks: Mapping[str, nn.Module]) -> Iterator[None]:
     """Follows the step that runs inside."""
+
+    def record_saved(tensor: Tensor) -> Tensor:
+        if _running_node() is None:
+            trace.visits[-1].saved.append(trace.storage_number(tensor))
+        return tensor
+
     with ExitStack() as stack:
         for name, block in blocks.items():
             for handle in _register_hooks(trace, name, block):
                 stack.callback(handle.remove)
-        stack.enter_context(saved_tensors_hooks(_record_saved(trace), _same))
+        stack.enter_context(saved_tensors_hooks(record_saved, lambda tensor: tensor))
         stack.enter_context(trace)
         trace.enter(OUTSIDE_BLOCKS)
         try:
@@ -179,19 +179,6 @@ def _register_hooks(trace: StepTrace, name: str, block: nn.Module) -> list[Any]:
         block.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
         block.register_forward_hook(after, always_call=True),
     ]
-
-
-def _record_saved(trace: StepTrace) -> Callable[[Tensor], Tensor]:
-    def pack(tensor: Tensor) -> Tensor:
-        if _running_node() is None:
-            trace.visits[-1].saved.append(trace.storage_number(tensor))
-        return tensor
-
-    return pack
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _running_node() -> Any:

@@ -1,4 +1,4 @@
 """One checkpointed call: what its forward keeps, and how its backward finds again what the forward had.
 
-Begin with `forward`, then `recompute`; `selective` and `policy` keep the results of chosen operators.
+Begin with `recompute`; `selective` and `policy` keep the results of chosen operators.
 """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from scale_checkpoint.recompute.policy import UNINITIALIZED_RESULTS
+from scale_checkpoint.recompute.policy import UNINITIALIZED_RESULTS, operator_name, results_of
 from scale_checkpoint.state import STATE
 
 _aten = torch.ops.aten
@@ -99,7 +99,7 @@ class DeterminismCheck:
 
     def step(self, operator: Any, result: Any, module: nn.Module) -> _Step:
         """Describes what an operator of a checkpointed module has returned."""
-        found = [each for each in _parts(result) if isinstance(each, Tensor)]
+        found = [each for each in results_of(result) if isinstance(each, Tensor)]
         results = tuple(
             (tuple(t.shape), t.dtype, t.device, _checksum(t) if self.values and _has_values(t, place) else None)
             for place, t in enumerate(found)
@@ -130,9 +130,8 @@ class CompareOperators(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Runs `func`, and compares its result."""
         result = func(*args, **({} if kwargs is None else kwargs))
-        if self._check.values and _name(func) in UNINITIALIZED_RESULTS:
+        if self._check.values and operator_name(func) in UNINITIALIZED_RESULTS:
             _clear(result)
         # A backward inside of a forward computes what it needs of that again, which is no part of either.
         if func not in _IGNORED and not STATE.internal and STATE.recompute_depth == self._depth:
@@ -179,14 +178,6 @@ def _describe(result: tuple[Any, ...]) -> str:
     return f"{list(shape)} {str(dtype).removeprefix('torch.')} on {device}"
 
 
-def _name(operator: Any) -> str:
-    return str(operator).split(".")[1]
-
-
-def _parts(result: Any) -> Sequence[Any]:
-    return result if isinstance(result, (tuple, list)) else (result,)
-
-
 def _has_values(tensor: Tensor, place: int) -> bool:
     """Whether a result is computed; of several, integers may be scratch that a kernel keeps for its backward."""
     return place == 0 or tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool
@@ -195,7 +186,7 @@ def _has_values(tensor: Tensor, place: int) -> bool:
 def _clear(result: Any) -> None:
     """Zeroes uninitialized memory, so that what is read of it before it is written is the same."""
     with torch.no_grad(), _disable_current_modes():
-        for tensor in _parts(result):
+        for tensor in results_of(result):
             if _is_plain(tensor):
                 tensor.zero_()
 

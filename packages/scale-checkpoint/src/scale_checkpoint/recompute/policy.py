@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, TypeAlias
 
@@ -38,12 +38,6 @@ def resolve_policy(keep: OperatorPolicy | Iterable[str | OpOverload | OpOverload
         return ExpensiveOperators()
     if isinstance(keep, str):
         raise TypeError(f"keep holds several operators, but got one string, {keep!r}: write [{keep!r}]")
-    given: object = keep
-    if not isinstance(given, Iterable):
-        raise TypeError(
-            f'keep is "{SELECTIVE}", a list of operators or a policy function, but got a {type(keep).__name__}, '
-            f'{keep!r}: write keep=["addmm"], for one'
-        )
     return NamedOperators(*(_pattern(name) for name in keep))
 
 
@@ -75,7 +69,7 @@ class NamedOperators:
         # By identity, since torch's hash of an operator is slow; the operator is held, so that none takes its place.
         found = self._found.get(id(operator))
         if found is None:
-            names = (_name(operator), _name(operator).partition(".")[0])
+            names = _full_name(operator), operator_name(operator)
             named = any(re.fullmatch(pattern, name) for pattern in self.patterns for name in names)
             found = self._found[id(operator)] = named and can_be_saved(operator), operator
         return found[0]
@@ -111,7 +105,7 @@ class ExpensiveOperators(NamedOperators):
         super().__init__(*_EXPENSIVE, *_BATCHED_PRODUCTS)
 
     def saves_result(self, operator: Any, args: tuple[Any, ...], result: Any) -> bool:
-        if _name(operator).partition(".")[0] not in _BATCHED_PRODUCTS:
+        if operator_name(operator) not in _BATCHED_PRODUCTS:
             return True
         return bool(result.numel() < max(factor.numel() for factor in args[-2:]))
 
@@ -122,16 +116,24 @@ class ExpensiveOperators(NamedOperators):
         return ExpensiveOperators, ()
 
 
-def _name(operator: Any) -> str:
+def _full_name(operator: Any) -> str:
     """An overload's name without its namespace: "mm.default"."""
     return str(operator).partition(".")[2]
 
 
+def operator_name(operator: Any) -> str:
+    """Returns an overload's name without namespace and overload: "mm"."""
+    return _full_name(operator).partition(".")[0]
+
+
+def results_of(result: Any) -> Sequence[Any]:
+    """Returns what an operator has returned, one or several, as a sequence."""
+    return result if isinstance(result, (tuple, list)) else (result,)
+
+
 def _pattern(name: str | OpOverload | OpOverloadPacket) -> str:
     if isinstance(name, OpOverload | OpOverloadPacket):
-        return re.escape(_name(name))
-    if not isinstance(name, str):
-        raise TypeError(f"keep: expected names of operators or torch.ops, got a {type(name).__name__}: {name!r}")
+        return re.escape(_full_name(name))
     try:
         pattern = re.compile(name)
     except re.error as error:
@@ -170,7 +172,7 @@ def can_be_saved(operator: Any) -> bool:
     whose values are kept with the result.
     """
     computes = not (operator._schema.is_mutable or operator.is_view) and operator.namespace != "c10d"
-    return computes and operator not in _ALWAYS_RUN and _name(operator).partition(".")[0] not in UNINITIALIZED_RESULTS
+    return computes and operator not in _ALWAYS_RUN and operator_name(operator) not in UNINITIALIZED_RESULTS
 
 
 def draws_random_numbers(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

@@ -16,16 +16,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import SelectiveCheckpointContext
 
-from scale_checkpoint.offload.store import PackedTensor
+from scale_checkpoint.offload.store import PackedTensor, alias_of, version_counter
 from scale_checkpoint.recompute.policy import (
     NamedOperators,
     OperatorPolicy,
     can_be_saved,
     draws_random_numbers,
+    results_of,
     saves,
     updated_statistics,
 )
-from scale_checkpoint.saved_tensors import alias_of, version_counter
 from scale_checkpoint.state import STATE
 
 Key = tuple[int, int]
@@ -66,7 +66,7 @@ class SavedResults:
 
     def watch(self, result: Any) -> None:
         """Watches results with version counters of their own that share the memory of kept ones."""
-        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+        for tensor in results_of(result):
             for saved in self._by_storage.get(tensor.untyped_storage()._cdata, ()):
                 saved.watch(version_counter(tensor))
 
@@ -130,8 +130,7 @@ class _SavedResult:
 
 
 def _saved_in(result: Any) -> list[_SavedResult]:
-    parts = result if isinstance(result, (tuple, list)) else (result,)
-    return [part for part in parts if isinstance(part, _SavedResult)]
+    return [part for part in results_of(result) if isinstance(part, _SavedResult)]
 
 
 def _map(function: Callable[[Any], Any], result: Any) -> Any:
@@ -152,7 +151,6 @@ class SaveResults(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Runs `func`, and keeps its result if the policy says so."""
         kwargs = {} if kwargs is None else kwargs
         result = func(*args, **kwargs)
         if STATE.internal or STATE.recompute_depth != self._depth:
@@ -190,7 +188,6 @@ class ReuseResults(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Returns the kept result of `func`, or runs it."""
         kwargs = {} if kwargs is None else kwargs
         is_own = STATE.recompute_depth == self._depth and not STATE.internal
         if is_own and id(func) in self._kept.operators:

@@ -1,12 +1,17 @@
-"""Reporters of a training on rank 0: progress bar, plain lines, JSON lines, metrics file, TensorBoard."""
+"""Reporters of a training on rank 0: progress bar, plain lines, JSON lines, `metrics.jsonl`, TensorBoard.
+
+`metrics.jsonl` has one JSON object per line, for the plot and for a resumed run. A disk that is full when a run begins
+is an error; one that fills up later costs lines of this file and nothing else.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +19,11 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from scale_train.errors import reason_of
 from scale_train.memory import format_bytes
-from scale_train.reporting.metrics import MetricsFile
 
+# More than the first lines of metrics need: a full disk may still allow an empty file.
+_ROOM_BYTES = 4096
 _SCALARS = (
     *("loss", "learning_rate", "tokens_per_second", "gain", "useful_steps"),
     *("noise_scale", "noise_scale_low", "noise_scale_high", "critical_batch", "suggested_batch"),
@@ -145,17 +152,72 @@ class ProgressBarReporter(Reporter):
         self._progress.stop()
 
 
-class MetricsReporter(Reporter):
-    """Writes the records to `metrics.jsonl`."""
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Returns the entries, oldest first; without a last line that a killed run left incomplete."""
+    entries = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            entries.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return entries
 
-    def __init__(self, file: MetricsFile) -> None:
-        self._file = file
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Gives the path of a file to write; it takes the place of `path` at the end, and after an OSError is gone."""
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        yield partial
+        os.replace(partial, path)
+    except OSError:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
+
+
+def begin_metrics(path: Path, first_step: int) -> None:
+    """Writes the file of a run that begins after `first_step` steps, without later entries; atomically."""
+    kept = [entry for entry in read_metrics(path) if entry["step"] <= first_step]
+    with replacing(path) as partial:
+        partial.write_text(" " * _ROOM_BYTES)
+        partial.write_text("".join(json.dumps(entry) + "\n" for entry in kept))
+
+
+class MetricsReporter(Reporter):
+    """Appends records to `metrics.jsonl`, each once; calls `tell` once if it cannot, and tries again at the next."""
+
+    def __init__(self, path: Path, tell: Callable[[str], None]) -> None:
+        self._path, self._tell = path, tell
+        self._failed = self._incomplete = False
+        self._written = {_entry_key(entry) for entry in read_metrics(path)}
 
     def step(self, record: StepRecord) -> None:
-        self._file.append(asdict(record))
+        self._append(asdict(record))
 
     def evaluation(self, record: EvaluationRecord) -> None:
-        self._file.append(asdict(record))
+        self._append(asdict(record))
+
+    def _append(self, entry: Mapping[str, Any]) -> None:
+        if _entry_key(entry) in self._written:  # by the run that this one resumes
+            return
+        try:
+            with self._path.open("a") as file:
+                # An incomplete line must not spoil the next one.
+                file.write(("\n" if self._incomplete else "") + json.dumps(entry) + "\n")
+        except OSError as error:
+            self._incomplete = True
+            if not self._failed:
+                self._failed = True
+                self._tell(f"cannot write {self._path}: {reason_of(error)}; training goes on")
+        else:
+            self._incomplete = False
+            self._written.add(_entry_key(entry))
+
+
+def _entry_key(entry: Mapping[str, Any]) -> tuple[int, bool]:
+    """The step, and whether it is an evaluation."""
+    return entry["step"], "held_out_bits_per_byte" in entry
 
 
 class TensorBoardReporter(Reporter):
@@ -168,7 +230,6 @@ class TensorBoardReporter(Reporter):
 
     @staticmethod
     def is_installed() -> bool:
-        """Whether TensorBoard is installed."""
         return importlib.util.find_spec("tensorboard") is not None
 
     def step(self, record: StepRecord) -> None:
@@ -226,7 +287,7 @@ def make_reporter(log_format: str, steps: int, first_step: int, folder: Path) ->
         screen = ProgressBarReporter(steps, first_step)
     else:
         screen = JsonReporter() if log_format == "json" else PlainReporter()
-    kept: list[Reporter] = [MetricsReporter(MetricsFile(folder / "metrics.jsonl", screen.note))]
+    kept: list[Reporter] = [MetricsReporter(folder / "metrics.jsonl", screen.note)]
     if TensorBoardReporter.is_installed():
         kept.append(TensorBoardReporter(folder / "tensorboard"))
     return MultiReporter(screen, *kept)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scale_train.reporting.metrics import read_metrics
+from scale_train.reporters import read_metrics, replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,14 +19,8 @@ def plot_loss(metrics: Path, picture: Path) -> None:
     With --adascale the gain, too, and below it the noise scale with its interval and the suggested batch.
     """
     figure = draw(read_metrics(metrics))
-    partial = picture.with_name(f"{picture.name}.partial")
-    try:
+    with replacing(picture) as partial:
         figure.savefig(partial, dpi=120, format="png")
-        os.replace(partial, picture)
-    except OSError:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
-        raise
 
 
 def draw(entries: list[dict[str, Any]]) -> Figure:

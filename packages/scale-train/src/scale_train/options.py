@@ -1,7 +1,4 @@
-"""Options of a training as frozen dataclasses, from which the command line is made.
-
-`resolve` derives values from them, `validate` checks them.
-"""
+"""Options of a training as frozen dataclasses, from which the command line is made; `resolve` checks them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,11 @@
-"""Text as bytes: a training and a held-out part of files.
+"""Text as bytes, in a training and a held-out part, and the batch that a rank sees at each step.
 
 The default needs no download: the source files of the running Python's own standard library. Files are read in sorted
 order and joined by a zero byte, so that the same files give the same text everywhere, and a zero byte means "a file
 starts here", which is also the prompt for a sample.
+
+The order of the data is a pure function of the seed and of how many sequences were drawn, so it is the same at any
+number of ranks and after a resume, and ranks need no communication for it.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import hashlib
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -108,16 +111,14 @@ def _read(file: Path, *, named: bool) -> bytes:
         content = file.read_bytes()
     except OSError as error:
         raise InputError(f"--text {file}: cannot be read ({error.strerror})") from error
-    if not named and SEPARATOR in content[:8192]:
-        return b""
-    return content
+    return content if named or SEPARATOR not in content[:8192] else b""
 
 
 def _split(contents: list[bytes], source: str) -> Text:
     """Every twentieth file is held out; with fewer files, the last twentieth of the bytes."""
     if len(contents) >= HELD_OUT_EVERY:
-        held = [c for index, c in enumerate(contents) if index % HELD_OUT_EVERY == HELD_OUT_EVERY - 1]
-        kept = [c for index, c in enumerate(contents) if index % HELD_OUT_EVERY != HELD_OUT_EVERY - 1]
+        held = contents[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
+        kept = [content for index, content in enumerate(contents, 1) if index % HELD_OUT_EVERY]
         train, held_out = _join(kept), _join(held)
         split = f"every {HELD_OUT_EVERY}th file, {len(held)} file{'s' if len(held) > 1 else ''}"
     else:
@@ -145,3 +146,65 @@ def check_length(text: Text, sequence: int) -> None:
                 f"--text {text.source}: too few tokens for --sequence {sequence}: the {name} part has {len(part)} "
                 f"bytes, and {sequence + 1} are needed; name more text or a shorter --sequence"
             )
+
+
+@dataclass
+class Sampler:
+    """Draws windows of a text without replacement, in another order each epoch."""
+
+    num_bytes: int  # length of the text; at least `sequence + 1`
+    sequence: int  # tokens in a window; its targets are the same window one byte later
+    seed: int  # of the order
+    drawn: int = 0  # sequences drawn so far by all ranks together
+    _epoch: int = field(default=-1, init=False, repr=False)
+    _starts: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64), init=False, repr=False)
+
+    @property
+    def windows(self) -> int:
+        """Windows in an epoch."""
+        # One less than would fit, where several fit, leaves room for another shift in each epoch.
+        return max(1, (self.num_bytes - 1) // self.sequence - 1)
+
+    def starts(self, batch: int) -> Tensor:
+        """Draws the global batch of a step: where each window starts, `[batch]`, int64."""
+        starts = torch.stack([self._start(index) for index in range(self.drawn, self.drawn + batch)])
+        self.drawn += batch
+        return starts
+
+    def _start(self, index: int) -> Tensor:
+        epoch, position = divmod(index, self.windows)
+        if epoch != self._epoch:
+            generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**63)
+            spare = self.num_bytes - 1 - self.windows * self.sequence
+            shift = torch.randint(min(spare, self.sequence) + 1, (), generator=generator)
+            self._starts = torch.randperm(self.windows, generator=generator) * self.sequence + shift
+            self._epoch = epoch
+        return self._starts[position]
+
+    def state(self) -> dict[str, int]:
+        """Returns the data position, as JSON."""
+        return {"num_bytes": self.num_bytes, "sequence": self.sequence, "seed": self.seed, "drawn": self.drawn}
+
+    def load_state(self, state: dict[str, int]) -> None:
+        """Goes on from a `state`; an InputError where it belongs to another order of the data."""
+        for name in ("num_bytes", "sequence", "seed"):
+            if state[name] != getattr(self, name):
+                raise InputError(
+                    f"the checkpoint's data position has {name}={state[name]}, but this run has {getattr(self, name)}: "
+                    f"resume with the same --text, --sequence and --seed"
+                )
+        self.drawn = state["drawn"]
+
+
+def slice_of_rank(starts: Tensor, rank: int, num_ranks: int, accumulate: int) -> Tensor:
+    """Returns a rank's micro-batches of a global batch: `[batch]` to `[accumulate, batch / num_ranks / accumulate]`."""
+    return starts.view(num_ranks, accumulate, -1)[rank]
+
+
+def windows_at(text: Tensor, starts: Tensor, sequence: int) -> tuple[Tensor, Tensor]:
+    """Returns the tokens of `text`, uint8 `[bytes]`, at `starts`, `[batch]`, and those after them.
+
+    Both are int64, `[batch, sequence]`.
+    """
+    windows = text[starts.unsqueeze(1) + torch.arange(sequence + 1)].long()
+    return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()

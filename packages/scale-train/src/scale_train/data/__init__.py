@@ -1,4 +1,0 @@
-"""Text as bytes, and the part of it that a rank sees at each step.
-
-Begin with `text`.
-"""

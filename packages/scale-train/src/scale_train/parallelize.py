@@ -1,0 +1,308 @@
+"""The GPT under each `--parallel`: mesh axes, tensor parallelism, pipeline stages, checkpointed blocks, and the engine.
+
+The trainer reads the same for all: call the model, go backward, clip, step. What differs is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW, Optimizer
+
+from scale_checkpoint import BudgetError, MemoryPlan, apply_checkpointing, apply_plan, plan_memory
+from scale_checkpoint.wrapper import How
+from scale_core.comm.group import Group, group_of
+from scale_core.shard import full_shape
+from scale_fsdp import MixedPrecision, class_policy, fully_shard_modules
+from scale_oss import OSS, ShardedDataParallel
+from scale_pipe import DistributedPipe, split
+from scale_tp.attention_heads import AttentionRule
+from scale_tp.conversion.parallelize import parallelize
+from scale_tp.conversion.styles import Plan, Style
+from scale_train.errors import InputError
+from scale_train.model import GPT, Block
+from scale_train.options import OptimizerOptions, Options, ParallelOptions
+from scale_train.reporters import ProgressCallback
+from scale_train.resolve import budget_bytes, pipeline_shape
+
+PLAN: Plan = {
+    "blocks.*.attention.qkv": Style("outputs", output="part", stacked=3),
+    "blocks.*.attention.out": "rowwise",
+    "blocks.*.feed_in": "colwise",
+    "blocks.*.feed_out": "rowwise",
+    r"blocks\.\d+\.(attention|feed)_norm": "replicate",
+}
+"""Tensor parallelism of the blocks: two all-reduces in the forward and two in the backward of each.
+
+The embedding of bytes is small, and is replicated."""
+
+_RULE = AttentionRule("scale-train's GPT", fused=("qkv",), heads=("heads",))
+
+
+class MeshAxes(NamedTuple):
+    """The groups of a rank on the axes of a mesh: ranks next to each other share the batch of their data rank."""
+
+    data: Group
+    model: Group  # divides layers, or has the stages of one pipeline
+
+
+def mesh_axes(group: Group, num_model: int) -> MeshAxes:
+    """Returns the axes of this rank, `num_model` ranks on the model axis; called on all ranks."""
+    if num_model == 1:
+        return MeshAxes(group, Group())
+    if num_model == group.size:
+        return MeshAxes(Group(), group)
+    numbers = torch.tensor(group.ranks).view(-1, num_model)
+    mesh = DeviceMesh("cpu" if group.backend == "gloo" else "cuda", numbers, mesh_dim_names=("data", "model"))
+    return MeshAxes(group_of(mesh["data"]), group_of(mesh["model"]))
+
+
+def parallelize_blocks(
+    model: GPT, axes: MeshAxes, *, sequence_parallel: bool, overlap_pieces: int | None = None
+) -> None:
+    """Shards the layers of the blocks, in place, of a full model that is equal on all ranks."""
+    if axes.model.size > 1:
+        parallelize(
+            model,
+            PLAN,
+            axes.model,
+            sequence_parallel=sequence_parallel,
+            overlap_pieces=overlap_pieces,
+            attention_rules=(_RULE,),
+        )
+
+
+class PipelineEngine(nn.Module):
+    """A GPT in stages on several ranks; methods are called on all ranks, those of a pipeline with the same batch.
+
+    The model is split at blocks, and each rank materializes its own stages. More ranks than stages form several
+    pipelines one after the other in `group`, each with its part of the batch, and every stage averages its gradients
+    over them once per step. Checkpoints have the names of the whole model, a tied weight its first one, so that any
+    number of stages, and any other --parallel, resumes from them.
+    """
+
+    def __init__(self, model: GPT, options: ParallelOptions, group: Group, device: torch.device) -> None:
+        super().__init__()
+        self.config, self.device = model.config, device
+        shape = pipeline_shape(options, group.size)
+        self.replica, self.num_replicas = group.rank // shape.ranks, shape.replicas
+        # The ranks with the same stages in all pipelines, and those of this pipeline.
+        self.replicas, self.group = mesh_axes(group, shape.ranks) if shape.replicas > 1 else (Group(), group)
+        self.shapes = {name: list(param.shape) for name, param in model.named_parameters()}
+        # In a checkpoint a tied parameter is there once.
+        first = {param: name for name, param in model.named_parameters()}
+        self._saved_names = {name: first[param] for name, param in model.named_parameters(remove_duplicate=False)}
+        self.pipe = DistributedPipe(
+            split(model, stage_boundaries(len(model.blocks), shape.stages)),
+            options.schedule,
+            chunks=options.chunks,
+            stages_per_rank=shape.stages_per_rank,
+            group=self.group,
+            device=device,
+        )
+        _materialize(model, self.pipe.stages.values(), device)
+        if self.replicas.process_group is not None:
+            for index, stage in self.pipe.stages.items():
+                self.pipe.stages[index] = DistributedDataParallel(stage, process_group=self.replicas.process_group)
+
+    def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Adds the gradients of a batch's mean loss to this rank's parameters; returns the loss, a scalar."""
+        return self.pipe.step(tokens.to(self.device), targets.to(self.device))
+
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, reduction: Literal["mean", "sum"] = "mean"
+    ) -> Tensor:
+        """Logits or loss of a batch, without gradients, the same on all ranks of the pipeline; see `GPT.forward`."""
+        if targets is not None:
+            of = tokens.to(self.device), targets.to(self.device)
+            mean: Tensor = self.pipe.evaluate(*of, loss_fn=lambda loss: loss)
+            return mean if reduction == "mean" else mean * targets.numel()
+        found = self.pipe.evaluate(tokens.to(self.device))
+        shape = (*tokens.shape, self.config.vocabulary)
+        logits = torch.empty(shape, device=self.device) if found is None else found.float().contiguous()
+        if self.group.size > 1:
+            last = self.group.ranks[self.pipe.schedule.placement.rank_of[-1]]
+            dist.broadcast(logits, last, group=self.group.process_group)
+        return logits
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields this rank's parameters by their names in checkpoints."""
+        for name, param in self.pipe.named_parameters(remove_duplicate=remove_duplicate):
+            yield f"{prefix}.{self._saved_names[name]}".lstrip("."), param
+
+
+def _materialize(model: GPT, stages: Iterable[nn.Module], device: torch.device) -> None:
+    """Allocates and initializes stages of a model on the meta device; a tied weight stays one tensor."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in (module for stage in stages for module in stage.modules()):
+        on_meta = [(name, param) for name, param in module._parameters.items() if param is not None and param.is_meta]
+        for name, param in on_meta:
+            if param not in made:
+                made[param] = nn.Parameter(torch.empty_like(param, device=device), param.requires_grad)
+            module._parameters[name] = made[param]
+        if on_meta:
+            model.init_weights(module)
+
+
+def stage_boundaries(num_blocks: int, num_stages: int) -> list[str]:
+    """Returns the blocks at which stages begin: as even as possible, the later ones with one more.
+
+    >>> stage_boundaries(10, 4)
+    ['blocks.2', 'blocks.5', 'blocks.7']
+    """
+    return [f"blocks.{stage * num_blocks // num_stages}" for stage in range(1, num_stages)]
+
+
+def checkpoint_blocks(model: GPT, choice: str, *, offload: bool) -> None:
+    """Checkpoints each block, before or after it is sharded; a budget is for `plan_blocks`."""
+    if budget_bytes(choice) is None:
+        hows: dict[str, How] = {"none": "offload" if offload else "keep", "all": "recompute", "selective": "selective"}
+        for block in model.blocks:
+            apply_checkpointing(block, hows[choice], offload_inputs=offload)
+
+
+def plan_blocks(model: GPT, options: Options, group: Group) -> None:
+    """With a budget, plans what each block keeps: measured on rank 0, the same on all ranks; an InputError on all."""
+    budget = budget_bytes(options.parallel.checkpoint_activations)
+    if budget is None:
+        return
+    device = model.embedding.weight.device
+    sequences = max(1, options.data.batch // (group.size * options.parallel.accumulate))
+    tokens = torch.zeros(sequences, options.data.sequence, dtype=torch.int64, device=device)
+    # fp32 master weights are the model's own; Adam keeps two more numbers for each, sharded or not.
+    shared = options.parallel.parallel in ("oss", "sharded-ddp")
+    adam_bytes = sum(8 * param.numel() for param in model.parameters()) // (group.size if shared else 1)
+    plan: MemoryPlan | None = None
+    problem = ""
+    if group.rank == 0:
+        try:
+            plan = plan_memory(model, (tokens, tokens), budget, other_bytes=adam_bytes)
+        except BudgetError as error:
+            problem = (
+                f"no plan fits: a step, with Adam's state, takes at least {error.minimum_bytes} bytes; write "
+                f"--checkpoint-activations budget:{error.minimum_bytes}B, or take a smaller --batch or --sequence"
+            )
+    if group.process_group is not None:
+        message: list[Any] = [plan, problem]
+        dist.broadcast_object_list(message, group_src=0, group=group.process_group)
+        plan, problem = message
+    if plan is None:
+        raise InputError(f"--checkpoint-activations {options.parallel.checkpoint_activations}: {problem}")
+    apply_plan(model, plan)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A model and its optimizer on the ranks of a group."""
+
+    model: nn.Module  # what is called: `raw_model`, or DDP or ShardedDataParallel around it
+    raw_model: GPT | PipelineEngine  # with the plain names; local shards with fsdp, this rank's stages with pipe
+    optimizer: Optimizer
+    options: ParallelOptions
+    device: torch.device
+    axes: MeshAxes
+
+    @property
+    def pipeline(self) -> PipelineEngine | None:
+        """The model, if it is a pipeline: then all ranks see the same batch."""
+        return self.raw_model if isinstance(self.raw_model, PipelineEngine) else None
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Around each forward: the precision, where the model does not cast itself."""
+        if self.options.precision == "bf16" and self.options.parallel != "fsdp":
+            return torch.autocast(self.device.type, dtype=torch.bfloat16)
+        return nullcontext()
+
+    def gradient_sync(self, *, last: bool) -> AbstractContextManager[object]:
+        """Around each micro-batch: reduces gradients at the last one only, where that costs no memory."""
+        if last:
+            return nullcontext()
+        if isinstance(self.model, DistributedDataParallel):
+            return self.model.no_sync()
+        if self.options.parallel in ("fsdp", "sharded-ddp") and self.options.no_sync:
+            context: AbstractContextManager[object] = self.model.no_sync()  # type: ignore[operator]
+            return context
+        return nullcontext()
+
+    def params(self) -> list[nn.Parameter]:
+        """The parameters as they are after the last step; local shards with fsdp."""
+        if isinstance(self.optimizer, OSS):
+            self.optimizer.wait()  # Gathers of what other ranks have updated may still run.
+        return list(self.raw_model.parameters())
+
+    def params_with_gradients(self) -> list[nn.Parameter]:
+        """The parameters that have gradients when the optimizer steps."""
+        return self.optimizer.params_with_gradients if isinstance(self.optimizer, OSS) else self.params()
+
+
+def parallelize_gpt(
+    model: GPT,
+    options: ParallelOptions,
+    optimizer_options: OptimizerOptions,
+    group: Group,
+    device: torch.device,
+    progress: ProgressCallback | None = None,
+) -> Engine:
+    """Moves a model, equal on all ranks, to the device, parallelizes it and makes its optimizer.
+
+    With pipe or fsdp it may be on the meta device, but not with tensor parallelism. With fsdp each block is a unit, the
+    rest (embedding, last norm, head) is the root unit, and `progress` is called after each was initialized.
+    """
+    checkpoint_blocks(model, options.checkpoint_activations, offload=options.offload_activations)
+    if options.parallel == "pipe":
+        pipeline = PipelineEngine(model, options, group, device)
+        optimizer = _make_optimizer(pipeline, options, optimizer_options, group)
+        return Engine(pipeline, pipeline, optimizer, options, device, MeshAxes(group, Group()))
+    axes = mesh_axes(group, options.tensor_parallel)
+    pieces = options.overlap_pieces
+    parallelize_blocks(model, axes, sequence_parallel=options.sequence_parallel, overlap_pieces=pieces)
+    group = axes.data
+    if options.parallel != "fsdp" or not model.embedding.weight.is_meta:
+        model.to(device)
+    if options.parallel == "fsdp":
+        fully_shard_modules(
+            model,
+            class_policy(Block),
+            progress=progress,
+            process_group=group.process_group,
+            reshard_after_forward=options.reshard_after_forward,
+            mixed_precision=options.precision == "bf16"
+            and MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+            init=model.init_weights,
+            compute_device=device,
+        )
+    optimizer = _make_optimizer(model, options, optimizer_options, group)
+    called: nn.Module = model
+    if isinstance(optimizer, OSS) and options.parallel == "sharded-ddp":
+        called = ShardedDataParallel(model, optimizer)
+    elif options.parallel in ("ddp", "oss") and group.process_group is not None:
+        called = DistributedDataParallel(model, process_group=group.process_group, gradient_as_bucket_view=True)
+    return Engine(called, model, optimizer, options, device, axes)
+
+
+def _make_optimizer(
+    model: nn.Module, parallel: ParallelOptions, options: OptimizerOptions, group: Group
+) -> AdamW | OSS:
+    """AdamW, with weight decay on matrices only."""
+    params = list(model.parameters())
+    # The full shape: a local shard may have fewer dimensions.
+    matrices = [param for param in params if len(full_shape(param)) >= 2]
+    vectors = [param for param in params if len(full_shape(param)) < 2]
+    groups = [
+        {"params": matrices, "weight_decay": options.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    arguments: dict[str, Any] = {"lr": options.lr, "betas": (0.9, 0.95), "fused": options.fused}
+    if parallel.parallel in ("oss", "sharded-ddp"):
+        return OSS(groups, AdamW, group, **arguments)
+    return AdamW(groups, **arguments)
