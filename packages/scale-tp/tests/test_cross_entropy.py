@@ -145,6 +145,11 @@ def gathered(group: Group) -> None:
     zeros = torch.zeros(2, 5, 4)
     found = vocab_parallel_cross_entropy(zeros, TARGET.clamp(0, 3), group=group)
     torch.testing.assert_close(found, torch.full((2, 5), 4.0 * group.size).log())
+    # So may be parts in a vocabulary whose size is known.
+    own = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(0))
+    words = {"vocabulary_size": 4 * group.size, "group": group}
+    found = vocab_parallel_cross_entropy(own, TARGET.clamp(0, 3), **words)
+    torch.testing.assert_close(found, plain(torch.cat([own] * group.size, -1), TARGET.clamp(0, 3)))
     # What each rank takes of them is fine.
     own = Split.even(WORDS, group.size).take(head(x[:, 1:]), group.rank, -1)
     found = vocab_parallel_cross_entropy(own, TARGET, group=group)

@@ -8,7 +8,6 @@ from scale_core.testing import run_ranks
 from scale_tp.context_parallel.load_balance import (
     join_sequence,
     position_ids,
-    rank_lengths,
     rank_positions,
     split_sequence,
 )
@@ -19,19 +18,18 @@ from scale_tp.context_parallel.load_balance import (
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_each_position_is_held_once_and_lengths_differ_by_one_at_most(length: int, num_ranks: int, order: str) -> None:
     held = rank_positions(length, num_ranks, order)
-    assert sorted(at for stretches in held for stretch in stretches for at in stretch) == list(range(length))
-    lengths = rank_lengths(length, num_ranks, order)
-    assert sum(lengths) == length and max(lengths) - min(lengths) <= 1
+    assert sorted(at for ranges in held.ranges for bounds in ranges for at in range(*bounds)) == list(range(length))
+    assert sum(held.sizes) == length and max(held.sizes) - min(held.sizes) <= 1
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_in_zigzag_order_all_ranks_have_the_same_number_of_pairs_to_compute(num_ranks: int) -> None:
-    pairs = [sum(at + 1 for held in stretches for at in held) for stretches in rank_positions(24, num_ranks)]
+    pairs = [sum(at + 1 for held in ranges for at in range(*held)) for ranges in rank_positions(24, num_ranks).ranges]
     assert len(set(pairs)) == 1
     if num_ranks > 1:
         first, *_, last = [
-            sum(at + 1 for held in stretches for at in held)
-            for stretches in rank_positions(24, num_ranks, "contiguous")
+            sum(at + 1 for held in ranges for at in range(*held))
+            for ranges in rank_positions(24, num_ranks, "contiguous").ranges
         ]
         assert last > 2 * first
 
@@ -40,7 +38,7 @@ def test_in_zigzag_order_all_ranks_have_the_same_number_of_pairs_to_compute(num_
 @pytest.mark.parametrize("local", [1, 2, 5])
 def test_a_sequence_that_divides_needs_no_length(local: int, num_ranks: int) -> None:
     for order in ("zigzag", "contiguous"):
-        assert rank_lengths(local * num_ranks, num_ranks, order) == [local] * num_ranks
+        assert rank_positions(local * num_ranks, num_ranks, order).sizes == (local,) * num_ranks
 
 
 def test_an_unknown_order_is_refused_with_those_that_are_known() -> None:

@@ -102,9 +102,9 @@ def divide_and_destroy() -> dict[str, Any]:
         scale_tp.destroy_model_parallel()
         assert len(process_groups()) == before, "no group is left"
     scale_tp.initialize_model_parallel(2, 1, 2)
-    assert parallel_state.get_data_context_parallel_ranks() == [rank % 2, rank % 2 + 2]
+    replicas = axis_group(parallel_state.DATA_CONTEXT)
+    assert replicas.ranks == (rank % 2, rank % 2 + 2) and replicas.rank == rank // 2
     assert scale_tp.get_data_context_parallel_world_size() == 2
-    assert parallel_state.get_data_context_parallel_rank() == rank // 2
     total = torch.tensor([float(rank)])
     dist.all_reduce(total, group=scale_tp.get_data_context_parallel_group())
     assert total.item() == 2 * (rank % 2) + 2

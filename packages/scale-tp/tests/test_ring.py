@@ -28,8 +28,8 @@ CASES = [
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("length", [1, 5, 8, 21])
 def test_the_blocks_of_all_ranks_are_the_pairs_that_attention_looks_at(length: int, causal: bool, order: str) -> None:
-    held = rank_positions(length, 3, order)
-    at = [[position for stretch in stretches for position in stretch] for stretches in held]
+    held = rank_positions(length, 3, order).ranges
+    at = [[position for bounds in ranges for position in range(*bounds)] for ranges in held]
     seen = torch.zeros(length, length, dtype=torch.int64)
     for queries in range(3):
         for keys in range(3):
@@ -41,7 +41,7 @@ def test_the_blocks_of_all_ranks_are_the_pairs_that_attention_looks_at(length: i
 
 
 def test_in_zigzag_order_every_step_of_every_rank_is_one_block_of_the_same_size() -> None:
-    held = rank_positions(32, 4)
+    held = rank_positions(32, 4).ranges
     for queries in range(4):
         for keys in range(4):
             ((rows, num_keys, diagonal),) = blocks(held[queries], held[keys], causal=True)

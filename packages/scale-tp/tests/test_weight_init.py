@@ -72,7 +72,7 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if isinstance(out, Tensor) and not isinstance(out, initialising.FullInitTensor):
+        if isinstance(out, Tensor) and not isinstance(out, initialising.FullWeightProxy):
             self.numel = max(self.numel, out.numel())
         return out
 

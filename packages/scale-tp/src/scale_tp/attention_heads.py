@@ -93,13 +93,14 @@ class Heads:
 
     def local_attributes(self, rank: int) -> dict[str, int]:
         """Returns the attributes that depend on the number of heads, with this rank's values."""
-        heads, key_value_heads = self.split.query.sizes[rank], self.split.key_value.sizes[rank]
-        values: dict[str, tuple[int, int]] = {}  # what it is in the whole module, and what here
-        whole, whole_key_value = self.split.query.total, self.split.key_value.total
-        values |= dict.fromkeys(self.rule.heads, (whole, heads))
-        values |= dict.fromkeys(self.rule.key_value_heads, (whole_key_value, key_value_heads))
-        values |= dict.fromkeys(self.rule.ratio, (whole // whole_key_value, heads // max(key_value_heads, 1)))
-        values |= dict.fromkeys(self.rule.widths, (whole * self.head_size, heads * self.head_size))
+        whole, heads = self.split.query.total, self.split.query.sizes[rank]
+        whole_key_value, key_value_heads = self.split.key_value.total, self.split.key_value.sizes[rank]
+        values = {  # what each is in the whole module, and what here
+            **dict.fromkeys(self.rule.heads, (whole, heads)),
+            **dict.fromkeys(self.rule.key_value_heads, (whole_key_value, key_value_heads)),
+            **dict.fromkeys(self.rule.ratio, (whole // whole_key_value, heads // max(key_value_heads, 1))),
+            **dict.fromkeys(self.rule.widths, (whole * self.head_size, heads * self.head_size)),
+        }
         found = {}
         for name, (before, here) in values.items():
             has = getattr(self.module, name, None)
@@ -107,8 +108,7 @@ class Heads:
                 if has != before:
                     raise ValueError(
                         f"'{self.path}': expected its attribute {name} to be {before}, as its heads say (rule "
-                        f"{self.rule.name!r}), got {has}: pass an AttentionRule of your own in attention_rules, which "
-                        "says what it means"
+                        f"{self.rule.name!r}), got {has}: pass an AttentionRule of your own in attention_rules"
                     )
                 found[name] = here
         return found
@@ -137,7 +137,15 @@ def find_heads(
         if heads is None:
             continue
         key_value_heads = _number(module, rule.key_value_heads, _KEY_VALUE_HEADS) or heads
-        return _HeadCounts(module, path, rule, queries[0], heads, key_value_heads).split_between(children, num_ranks)
+        if queries[0] in rule.fused and heads != key_value_heads:
+            _check_fused(f"'{path}.{queries[0]}'", rule, heads, key_value_heads, num_ranks)
+        size = _head_size(module, path, rule, queries[0], heads, key_value_heads, children)
+        if num_ranks > heads:
+            raise ValueError(
+                f"'{path}': expected at least one head for each of {num_ranks} ranks, got {heads} heads: divide it "
+                f"between {heads} ranks at most, or leave its projections out of the plan"
+            )
+        return Heads(module, path, rule, split_heads(heads, key_value_heads, num_ranks), size)
     told = [f"its attribute {name}" for name in _HEADS if isinstance(getattr(module, name, None), int)]
     told += [f"its projection {name}" for name in children if name in _FUSED_IN_SEVERAL_WAYS]
     if told and children:
@@ -151,61 +159,41 @@ def find_heads(
     return None
 
 
-@dataclass(frozen=True)
-class _HeadCounts:
-    """The heads of an attention module by its attributes, not yet compared with its projections."""
+def _check_fused(what: str, rule: AttentionRule, heads: int, key_value_heads: int, num_ranks: int) -> None:
+    """Refuses a fused projection with fewer key-value heads than heads where it can't be divided."""
+    if rule.layout == "by_head":
+        raise ValueError(
+            f"{what}: the rule {rule.name!r} says that the query, key and value of each head are together, got {heads} "
+            f"heads and {key_value_heads} key-value heads: give it the style 'colwise_gather_output'"
+        )
+    if num_ranks > key_value_heads:
+        raise ValueError(
+            f"{what}: expected at least one key-value head for each of {num_ranks} ranks in a fused projection, got "
+            f"{key_value_heads}: divide it between as many ranks, or give it the style 'colwise_gather_output'"
+        )
 
-    module: nn.Module
-    path: str
-    rule: AttentionRule
-    query: str  # the projection of the queries, fused or not
-    heads: int
-    key_value_heads: int  # of the keys and values
 
-    def split_between(self, children: Mapping[str, int], num_ranks: int) -> Heads:
-        """Divides these heads between the ranks."""
-        self._check_fused(num_ranks)
-        size = self._checked_size(children)
-        if num_ranks > self.heads:
+def _head_size(
+    module: nn.Module,
+    path: str,
+    rule: AttentionRule,
+    query: str,
+    heads: int,
+    key_value_heads: int,
+    children: Mapping[str, int],
+) -> int:
+    """Returns the size of one head, after comparing it with the outputs of each projection."""
+    in_query = heads + 2 * key_value_heads if query in rule.fused else heads
+    told = (getattr(module, name, None) for name in _HEAD_SIZES)
+    size = next((found for found in told if isinstance(found, int)), children[query] // in_query)
+    expected = {query: in_query * size} | {name: key_value_heads * size for name in children if name in rule.key_value}
+    for name, number in expected.items():
+        if children[name] != number:
             raise ValueError(
-                f"'{self.path}': expected at least one head for each of {num_ranks} ranks, got {self.heads} heads: "
-                f"divide it between {self.heads} ranks at most, or leave its projections out of the plan"
+                f"'{path}.{name}': expected {number} outputs for {heads} heads and {key_value_heads} key-value heads "
+                f"of {size}, got {children[name]}: pass an AttentionRule of your own in attention_rules"
             )
-        split = split_heads(self.heads, self.key_value_heads, num_ranks)
-        return Heads(self.module, self.path, self.rule, split, size)
-
-    def _check_fused(self, num_ranks: int) -> None:
-        """Refuses a fused projection with fewer key-value heads than heads where it can't be divided."""
-        if self.query not in self.rule.fused or self.heads == self.key_value_heads:
-            return
-        if self.rule.layout == "by_head":
-            raise ValueError(
-                f"'{self.path}.{self.query}': the rule {self.rule.name!r} says that the query, key and value of each "
-                f"head are together, got {self.heads} heads and {self.key_value_heads} key-value heads: give it the "
-                "style 'colwise_gather_output'"
-            )
-        if num_ranks > self.key_value_heads:
-            raise ValueError(
-                f"'{self.path}.{self.query}': expected at least one key-value head for each of {num_ranks} ranks, "
-                f"where one projection holds queries, keys and values, got {self.key_value_heads}: divide it between "
-                f"{self.key_value_heads} ranks at most, or give it the style 'colwise_gather_output'"
-            )
-
-    def _checked_size(self, children: Mapping[str, int]) -> int:
-        """Returns the size of one head, after comparing it with the outputs of each projection."""
-        in_query = self.heads + 2 * self.key_value_heads if self.query in self.rule.fused else self.heads
-        told = (getattr(self.module, name, None) for name in _HEAD_SIZES)
-        size = next((found for found in told if isinstance(found, int)), children[self.query] // in_query)
-        expected = {self.query: in_query * size}
-        expected |= {name: self.key_value_heads * size for name in children if name in self.rule.key_value}
-        for name, number in expected.items():
-            if children[name] != number:
-                raise ValueError(
-                    f"'{self.path}.{name}': expected {number} outputs for {self.heads} heads and "
-                    f"{self.key_value_heads} key-value heads of {size}, got {children[name]}: pass an AttentionRule of "
-                    "your own in attention_rules"
-                )
-        return size
+    return size
 
 
 def _number(module: nn.Module, names: tuple[str, ...], in_config: tuple[str, ...]) -> int | None:

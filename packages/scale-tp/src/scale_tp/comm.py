@@ -91,7 +91,7 @@ class PendingTensor(NamedTuple):
 
 def all_reduce_sum(tensor: Tensor, group: Group) -> Tensor:
     """Returns the sum of all ranks' tensors [any shape, the same on all ranks]."""
-    return tensor if group.size == 1 else start_all_reduce(tensor, group).wait()
+    return start_all_reduce(tensor, group).wait()
 
 
 def start_all_reduce(tensor: Tensor, group: Group) -> PendingTensor:
@@ -122,7 +122,7 @@ def all_gather_along(tensor: Tensor, group: Group, dim: int, sizes: Sequence[int
 
     `sizes` is n by rank; None asks the other ranks in one more message.
     """
-    return tensor if group.size == 1 else start_all_gather(tensor, group, dim, sizes).wait()
+    return start_all_gather(tensor, group, dim, sizes).wait()
 
 
 def start_all_gather(tensor: Tensor, group: Group, dim: int, sizes: Sequence[int] | None = None) -> PendingTensor:
@@ -152,7 +152,7 @@ def reduce_scatter_along(tensor: Tensor, group: Group, dim: int, sizes: Sequence
 
     `sizes` is how much of N each rank gets; None is as even as possible.
     """
-    return tensor if group.size == 1 else start_reduce_scatter(tensor, group, dim, sizes).wait()
+    return start_reduce_scatter(tensor, group, dim, sizes).wait()
 
 
 def start_reduce_scatter(tensor: Tensor, group: Group, dim: int, sizes: Sequence[int] | None = None) -> PendingTensor:

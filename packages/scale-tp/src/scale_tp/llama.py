@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,12 +63,19 @@ def iterate_consolidated(
             ...
     """
     files = _open(Path(folder))
-    rules = [_merge_rule(name, files, dims) for name in files.parts[0]]
-    for rule in rules:
-        parts = [part[rule.name] for part in files.parts]
-        merged = _merged(rule, parts, files)
+    rules = {name: _merge_rule(name, files, dims) for name in files.parts[0]}  # All are checked before the first.
+    for name, (dim, copies) in rules.items():
+        parts = [part[name] for part in files.parts]
+        for number, part in enumerate(parts):
+            first = number - number % copies
+            if not torch.equal(part, parts[first]):
+                raise ValueError(
+                    f"{name}: expected the same values in {files.paths[first].name} and {files.paths[number].name}, "
+                    "which both hold all of it, but they differ: take the files of one checkpoint"
+                )
+        merged = parts[0] if dim is None else torch.cat(parts[::copies], dim)
         # A copy, where nothing was joined: what is mapped would change with its file.
-        yield rule.name, merged.to(dtype or merged.dtype, copy=len(parts) == 1 or rule.dim is None)
+        yield name, merged.to(dtype or merged.dtype, copy=len(parts) == 1 or dim is None)
 
 
 def read_consolidated(
@@ -78,23 +85,13 @@ def read_consolidated(
     return dict(iterate_consolidated(folder, dims=dims, dtype=dtype))
 
 
-@dataclass(frozen=True)
-class _Files:
+class _Files(NamedTuple):
     """The files of a checkpoint."""
 
     paths: list[Path]  # by rank
     parts: list[dict[str, Tensor]]  # what each holds
     width: int | None  # the length of a token's vector; None where it is not known
     num_key_value_heads: int | None  # as params.json says; None where it does not
-
-
-@dataclass(frozen=True)
-class _MergeRule:
-    """How the parts of one tensor are merged."""
-
-    name: str
-    dim: int | None  # along which dimension they are joined; None where all are the same
-    copies: int = 1  # how many ranks one after the other hold the same part
 
 
 def _open(folder: Path) -> _Files:
@@ -122,8 +119,11 @@ def _open(folder: Path) -> _Files:
     return _Files(paths, parts, width, params.get("n_kv_heads"))
 
 
-def _merge_rule(name: str, files: _Files, dims: Mapping[str, int | None]) -> _MergeRule:
-    """Decides how a tensor is merged, from its name and the shapes of its parts."""
+def _merge_rule(name: str, files: _Files, dims: Mapping[str, int | None]) -> tuple[int | None, int]:
+    """Returns along which dimension a tensor's parts are joined, and how many ranks in a row hold the same part.
+
+    None stands for no dimension, where all of them are the same.
+    """
     matching = [dim for pattern, dim in dims.items() if re.fullmatch(pattern, name)]
     if not matching:
         raise ValueError(
@@ -147,21 +147,9 @@ def _merge_rule(name: str, files: _Files, dims: Mapping[str, int | None]) -> _Me
             f"{name}: expected parts that are alike but for dimension {dim}, got {shapes} by file: take the files of "
             "one checkpoint"
         )
+    if dim is None:
+        return None, len(shapes)
     heads = files.num_key_value_heads
     if heads is not None and _KEY_VALUE.fullmatch(name) and len(shapes) > heads and len(shapes) % heads == 0:
-        return _MergeRule(name, dim, copies=len(shapes) // heads)
-    return _MergeRule(name, dim)
-
-
-def _merged(rule: _MergeRule, parts: list[Tensor], files: _Files) -> Tensor:
-    copies = len(parts) if rule.dim is None else rule.copies
-    for number, part in enumerate(parts):
-        first = number - number % copies
-        if not torch.equal(part, parts[first]):
-            raise ValueError(
-                f"{rule.name}: expected the same values in {files.paths[first].name} and {files.paths[number].name}, "
-                "which both hold all of it, but they differ: take the files of one checkpoint"
-            )
-    if rule.dim is None:
-        return parts[0]
-    return torch.cat(parts[::copies], rule.dim)
+        return dim, len(shapes) // heads
+    return dim, 1

@@ -295,9 +295,8 @@ def check_in_region(what: str, tensor: Tensor, group: Group) -> bool:
     if tensor.grad_fn is None and in_backward():
         return False
     raise ValueError(
-        f"{what}: input_is_inside=True, but the input {list(tensor.shape)} has not been brought into the region of the "
-        f"ranks {list(group.ranks)}, so its gradient would be that of this rank's part alone: pass "
-        "scale_tp.copy_to_model_parallel_region(input, group), or leave input_is_inside out"
+        f"{what}: input_is_inside=True, but the input {list(tensor.shape)} was not brought into the region of "
+        f"{list(group.ranks)}: pass scale_tp.copy_to_model_parallel_region(input, group), or leave it out"
     )
 
 

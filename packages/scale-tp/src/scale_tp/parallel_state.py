@@ -6,6 +6,7 @@ needs no group: there every layer is whole.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from datetime import timedelta
@@ -30,46 +31,22 @@ class AxisSizes(NamedTuple):
     model: int
 
 
-def rank_groups(sizes: AxisSizes) -> dict[str, list[list[int]]]:
-    """The ranks of each group along each axis; integers only.
+def rank_groups(sizes: AxisSizes, *axes: str) -> list[list[int]]:
+    """The ranks of each group along an axis, or along several together; integers only.
 
     Example:
-        >>> rank_groups(AxisSizes(data=2, pipeline=1, context=1, model=2))["model"]
-        [[0, 1], [2, 3]]
-        >>> rank_groups(AxisSizes(data=2, pipeline=1, context=1, model=2))["data"]
-        [[0, 2], [1, 3]]
+        >>> sizes = AxisSizes(data=2, pipeline=1, context=1, model=2)
+        >>> rank_groups(sizes, "model"), rank_groups(sizes, "data")
+        ([[0, 1], [2, 3]], [[0, 2], [1, 3]])
     """
-    groups: dict[str, list[list[int]]] = {}
-    world, step = sizes.data * sizes.pipeline * sizes.context * sizes.model, 1
-    for name, size in reversed(list(sizes._asdict().items())):
-        first = [rank for rank in range(world) if rank // step % size == 0]
-        groups[name] = [list(range(start, start + step * size, step)) for start in first]
-        step *= size
-    return groups
-
-
-def replica_groups(sizes: AxisSizes) -> list[list[int]]:
-    """The ranks of each group that has the same parameters: those along the data and the context axis.
-
-    Example:
-        >>> replica_groups(AxisSizes(data=2, pipeline=1, context=2, model=2))
-        [[0, 2, 4, 6], [1, 3, 5, 7]]
-    """
-    groups: dict[tuple[int, int], list[int]] = {}
-    for rank in range(sizes.data * sizes.pipeline * sizes.context * sizes.model):
-        stage = rank // (sizes.context * sizes.model) % sizes.pipeline
-        groups.setdefault((stage, rank % sizes.model), []).append(rank)
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank, place in enumerate(itertools.product(*map(range, sizes))):
+        others = tuple(index for name, index in zip(sizes._fields, place, strict=True) if name not in axes)
+        groups.setdefault(others, []).append(rank)
     return list(groups.values())
 
 
-class _Axis(NamedTuple):
-    """This rank's group along one axis, and the process group that was made for it."""
-
-    group: Group
-    made: dist.ProcessGroup | None
-
-
-_axes: dict[str, _Axis] = {}
+_axes: dict[str, Group] = {}  # this rank's groups, once the ranks are divided
 
 DATA_CONTEXT = "data and context"
 """The data and the context axis together: all ranks with the same part of the model."""
@@ -111,18 +88,16 @@ def initialize_model_parallel(
         )
     everybody = group_of()
     sizes = _sizes(everybody.size, model=model_parallel_size_, pipeline=pipeline_length, context=context_parallel_size)
-    backends = {
-        "model": model_parallel_backend,
-        "context": cp_backend,
-        "pipeline": pipeline_backend,
-        "data": ddp_backend,
-    }
     if timeout is None and everybody.process_group is not None and everybody.backend != "fake":
         timeout = time_limit(everybody.process_group)  # torch's own is half an hour, whatever the default group's is.
+    backends = {"model": model_parallel_backend, "context": cp_backend, "pipeline": pipeline_backend}
+    backends |= {"data": ddp_backend, DATA_CONTEXT: ddp_backend}
     # Axes may have groups of the same ranks, as those of one rank alone: these are made once.
     shared: dict[tuple[tuple[int, ...], str | None], dist.ProcessGroup] = {}
-    made = {name: _own_group(ranks, backends[name], timeout, shared) for name, ranks in rank_groups(sizes).items()}
-    made[DATA_CONTEXT] = _own_group(replica_groups(sizes), ddp_backend, timeout, shared)
+    made = {
+        name: _own_group(rank_groups(sizes, *name.split(" and ")), backend, timeout, shared)
+        for name, backend in backends.items()
+    }
     _axes.update(made)
 
 
@@ -131,12 +106,12 @@ def destroy_model_parallel() -> None:
 
     Layers that were built for them can't compute any more. Without groups it does nothing.
     """
-    axes = list(_axes.values())
+    groups = [group.process_group for group in _axes.values()]
     _axes.clear()
-    for axis in axes:
+    for group in groups:
         # Those of a default group that is gone already went with it.
-        if axis.made is not None and axis.made in process_groups():
-            dist.destroy_process_group(axis.made)
+        if group is not None and group in process_groups():
+            dist.destroy_process_group(group)
 
 
 def model_parallel_is_initialized() -> bool:
@@ -157,19 +132,13 @@ def context_parallel_group(group: GroupLike = None) -> Group:
 def axis_group(name: str) -> Group:
     """Returns this rank's group along an axis: "data", "pipeline", "context", "model" or `DATA_CONTEXT`."""
     if _axes:
-        return _axes[name].group
+        return _axes[name]
     world = group_of()
     if world.size > 1:
-        if name == "context":
-            raise ValueError(
-                f"{world.size} ranks have not been divided yet, so it is not known which of them divide a sequence: "
-                f"call scale_tp.initialize_model_parallel(1, context_parallel_size={world.size}) (or fewer, which "
-                f"divide {world.size}), or pass group="
-            )
+        sizes = f"1, context_parallel_size={world.size}" if name == "context" else f"{world.size}"
         raise ValueError(
-            f"{world.size} ranks have not been divided yet, so it is not known which of them compute a layer together: "
-            f"call scale_tp.initialize_model_parallel({world.size}) (or fewer, which divide {world.size}), or pass "
-            "group= to the layer"
+            f"{world.size} ranks have not been divided yet along the {name} axis: call "
+            f"scale_tp.initialize_model_parallel({sizes}), or with fewer, which divide {world.size}; or pass group="
         )
     return Group()
 
@@ -196,10 +165,10 @@ def _own_group(
     backend: str | None,
     timeout: timedelta | None,
     shared: dict[tuple[tuple[int, ...], str | None], dist.ProcessGroup],
-) -> _Axis:
+) -> Group:
     """Makes the groups of one axis and returns this rank's; torch wants every rank to make all of them."""
     if not (dist.is_available() and dist.is_initialized()):
-        return _Axis(Group(), None)
+        return Group()
     mine: dist.ProcessGroup | None = None
     for ranks in groups:
         key = (tuple(ranks), backend)
@@ -208,11 +177,11 @@ def _own_group(
         if dist.get_rank() in ranks:
             mine = shared[key]
     assert mine is not None, "each rank is in one group of each axis"
-    return _Axis(group_of(mine), mine)
+    return group_of(mine)
 
 
 def _described() -> str:
-    return ", ".join(f"{name} {_axes[name].group.size}" for name in AxisSizes._fields)
+    return ", ".join(f"{name} {_axes[name].size}" for name in AxisSizes._fields)
 
 
 # FairScale's and Megatron's getters. In a world of one rank that was not divided they describe that rank alone; on
@@ -276,16 +245,6 @@ def get_data_context_parallel_group() -> dist.ProcessGroup | None:
 def get_data_context_parallel_world_size() -> int:
     """How many ranks hold the same part of the model, whatever their part of a sequence."""
     return axis_group(DATA_CONTEXT).size
-
-
-def get_data_context_parallel_rank() -> int:
-    """This rank's index among them."""
-    return axis_group(DATA_CONTEXT).rank
-
-
-def get_data_context_parallel_ranks() -> list[int]:
-    """The global ranks of all of them."""
-    return list(axis_group(DATA_CONTEXT).ranks)
 
 
 def get_pipeline_parallel_group() -> dist.ProcessGroup | None:

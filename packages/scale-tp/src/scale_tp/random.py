@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -37,9 +37,9 @@ class RNGState(NamedTuple):
 
 def get_rng_state(device: torch.device | None = None) -> RNGState:
     """Returns the state of the generators; a device says whose numbers are about to be drawn, None the current one."""
-    if device is None:
-        return RNGState(torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_available() else None)
-    return RNGState(torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None)
+    on_cuda = torch.cuda.is_available() if device is None else device.type == "cuda"
+    of_device = torch.cuda.get_rng_state("cuda" if device is None else device) if on_cuda else None
+    return RNGState(torch.get_rng_state(), of_device)
 
 
 def set_rng_state(state: RNGState, device: torch.device | None = None) -> None:
@@ -170,13 +170,13 @@ class _Fork:
     end: RNGState | None = None  # of the numbers around, where they go on; None is where they stood before
 
 
+@dataclass
 class _Replay:
-    """The forks of a checkpointed function, which its recomputation repeats."""
+    """The forks of a checkpointed function, which its recomputation repeats (`again`)."""
 
-    def __init__(self, forks: list[_Fork] | None = None, *, again: bool = False) -> None:
-        self.forks: list[_Fork] = [] if forks is None else forks
-        self.again = again
-        self._next = 0
+    forks: list[_Fork] = field(default_factory=list)
+    again: bool = False
+    _next: int = 0
 
     def fork(self, name: str, now: RNGState) -> _Fork:
         if not self.again:

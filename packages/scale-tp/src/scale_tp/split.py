@@ -182,15 +182,10 @@ class Split:
 
 
 class HeadSplit(NamedTuple):
-    """Which attention heads each rank computes.
-
-    Attributes:
-        query: The query heads.
-        key_value: The key-value heads that they attend to; those that several ranks need are copies on each of them.
-    """
+    """Which attention heads each rank computes."""
 
     query: Split
-    key_value: Split
+    key_value: Split  # those that the queries attend to; what several ranks need are copies on each of them
 
 
 def even_sizes(total: int, num_ranks: int) -> tuple[int, ...]:

@@ -55,17 +55,12 @@ def init_shard(
         if active_fake_mode() is not None:
             init_method(part)
             return None
-        if not keep_full:
-            before = get_rng_state(part.device)
-            try:
-                init_method(FullInitTensor(part.detach(), shape, dim, split.ranges[rank]))
-                return None
-            except NeedsValuesError:
-                set_rng_state(before, part.device)
-        whole = torch.empty(tuple(shape), dtype=part.dtype, device=part.device)
-        init_method(whole)
-        part.copy_(split.take(whole, rank, dim))
-        return whole if keep_full else None
+        proxy = FullWeightProxy.of(part, tuple(shape), dim, split, rank)
+        if keep_full:
+            proxy.materialize()
+        init_method(proxy)
+        proxy.write_back()
+        return proxy.full if keep_full else None
 
 
 def full_noise(
@@ -75,62 +70,6 @@ def full_noise(
     noise = torch.empty_like(part, memory_format=torch.contiguous_format, requires_grad=False)
     init_shard(noise, shape, dim, split, rank, draw)
     return noise
-
-
-class NeedsValuesError(Exception):
-    """An initializer does what can't be done element by element."""
-
-
-class FullInitTensor(Tensor):
-    """A tensor of the full shape of which only a part has memory: what is done to it is done to that part."""
-
-    part: Tensor
-    ranges: Sequence[Range]
-    shard_dim: int
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch's docs say
-
-    @staticmethod
-    def __new__(cls, part: Tensor, shape: Sequence[int], dim: int, ranges: Sequence[Range]) -> Self:
-        made: Self = cast(Any, Tensor)._make_wrapper_subclass(
-            cls, tuple(shape), dtype=part.dtype, device=part.device, requires_grad=False
-        )
-        made.part, made.shard_dim, made.ranges = part, dim, ranges
-        return made
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch's own annotation lacks the first argument
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        whole, *rest = args
-        if not isinstance(whole, FullInitTensor) or any(isinstance(arg, Tensor) and arg.dim() for arg in rest):
-            raise NeedsValuesError(str(func))
-        if func in RANDOM:
-            whole._draw(lambda block: func(block, *rest, **(kwargs or {})), func)
-        elif func in _BY_ELEMENT:
-            func(whole.part, *rest, **(kwargs or {}))
-        elif func is not torch.ops.aten.detach.default:
-            raise NeedsValuesError(str(func))
-        return whole
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch has no types here
-        return f"a tensor of shape {tuple(self.shape)} of which only {tuple(self.part.shape)} has memory"
-
-    def _draw(self, fill: Callable[[Tensor], object], func: Any) -> None:
-        """Draws all elements in their order and keeps those of the part."""
-        size = _block_size(self.part.device)
-        if self.numel() > size and not _draws_in_blocks(func, self.part.dtype, self.part.device):
-            raise NeedsValuesError(str(func))
-        inner = self.shape[self.shard_dim + 1 :].numel()
-        period = self.shape[self.shard_dim] * inner
-        target = self.part.view(-1, self.part.shape[self.shard_dim] * inner) if self.part.numel() else None
-        for start, stop in blocks_of(self.numel(), size):
-            block = torch.empty(stop - start, dtype=self.part.dtype, device=self.part.device)
-            fill(block)
-            if target is not None:
-                _copy_local(
-                    target, block, start, period, [(first * inner, last * inner) for first, last in self.ranges]
-                )
 
 
 def blocks_of(total: int, size: int) -> Iterator[Range]:
@@ -239,50 +178,48 @@ class _RecordedOp(NamedTuple):
     generator_state: Tensor | None  # of the generator that was given
 
 
-class FullWeightProxy(FullInitTensor):
+class FullWeightProxy(Tensor):
     """Stands for a full parameter of which this rank has a part, in code that gives values to full parameters.
 
-    To its shape, and to what fills it, it is the full parameter: all of it is drawn, and what is not this rank's is
-    dropped. Where such code looks at values (a row that is set to zero, a decomposition), the full parameter is built
-    after all, and what was done so far is repeated on it, from the same random numbers. In the end `write_back`.
+    To its shape, and to what fills it element by element, it is the full parameter: all of it is drawn, and what is not
+    this rank's is dropped. Where such code looks at values (a row that is set to zero, a decomposition), the full
+    parameter is built after all, and what was done so far is repeated on it, from the same random numbers. In the end
+    `write_back`.
     """
 
     param: Tensor  # this rank's part, for `write_back`
+    part: Tensor  # the same, contiguous
+    shard_dim: int
     index_split: Split
     rank: int
     full: Tensor | None  # once one was needed
     _recorded: list[_RecordedOp]
     _is_param: bool
 
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch's docs say
+
     @classmethod
     def of(cls, param: Tensor, shape: tuple[int, ...], dim: int, split: Split, rank: int) -> Self:
         """Returns the whole of `param`, [shape, but for `dim` with the indices of `rank`]."""
-        held = param.detach()
-        made = cls(held.contiguous(), shape, dim, split.ranges[rank])
-        made.param, made.index_split, made.rank, made.full, made._recorded = held, split, rank, None, []
+        made: Self = cast(Any, Tensor)._make_wrapper_subclass(
+            cls, shape, dtype=param.dtype, device=param.device, requires_grad=False
+        )
+        made.param, made.shard_dim, made.index_split, made.rank = param.detach(), dim, split, rank
+        made.part, made.full, made._recorded = made.param.contiguous(), None, []
         made._is_param = True  # What isinstance(..., nn.Parameter) asks of a tensor that is none by its class.
         return made
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         whole, kwargs = args[0] if args else None, kwargs or {}
-        if isinstance(whole, cls) and whole.full is None:
-            generator = kwargs.get("generator")
-            drawn = get_rng_state(whole.device) if func in RANDOM else None
-            generator_state = None if generator is None else generator.get_state()
-            try:
-                result = super().__torch_dispatch__(func, types, args, kwargs)
-            except NeedsValuesError:
-                pass
-            else:
-                if func is not torch.ops.aten.detach.default:
-                    whole._recorded.append(_RecordedOp(func, args[1:], kwargs, drawn, generator_state))
-                return result
-        if func is torch.ops.aten.detach.default:
+        if func is _aten.detach.default or (isinstance(whole, cls) and whole._apply_to_part(func, args[1:], kwargs)):
             return whole
         args, kwargs = tree_map_only(cls, cls.materialize, (args, kwargs))
         result = func(*args, **kwargs)
         return whole if isinstance(whole, cls) and result is whole.full else result
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch has no types here
+        return f"a tensor of shape {tuple(self.shape)} of which only {tuple(self.part.shape)} has memory"
 
     def materialize(self) -> Tensor:
         """Returns the whole parameter with the values that it has by now; NaN where only other ranks have them."""
@@ -314,3 +251,34 @@ class FullWeightProxy(FullInitTensor):
             self.param.copy_(self.index_split.take(self.full, self.rank, self.shard_dim))
         elif self.part is not self.param:
             self.param.copy_(self.part)
+
+    def _apply_to_part(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Does to the part what an operation does to the whole; False where that can't be done element by element."""
+        if self.full is not None or any(isinstance(arg, Tensor) and arg.dim() for arg in args):
+            return False
+        state = generator_state = None
+        if func in RANDOM:
+            size = _block_size(self.device)
+            if self.numel() > size and not _draws_in_blocks(func, self.dtype, self.device):
+                return False
+            state, generator = get_rng_state(self.device), kwargs.get("generator")
+            generator_state = None if generator is None else generator.get_state()
+            self._draw(lambda block: func(block, *args, **kwargs), size)
+        elif func in _BY_ELEMENT:
+            func(self.part, *args, **kwargs)
+        else:
+            return False
+        self._recorded.append(_RecordedOp(func, args, kwargs, state, generator_state))
+        return True
+
+    def _draw(self, fill: Callable[[Tensor], object], size: int) -> None:
+        """Draws all elements in their order, `size` at a time, and keeps those of the part."""
+        inner = self.shape[self.shard_dim + 1 :].numel()
+        period = self.shape[self.shard_dim] * inner
+        columns = [(first * inner, last * inner) for first, last in self.index_split.ranges[self.rank]]
+        target = self.part.view(-1, self.part.shape[self.shard_dim] * inner) if self.part.numel() else None
+        for start, stop in blocks_of(self.numel(), size):
+            block = torch.empty(stop - start, dtype=self.part.dtype, device=self.part.device)
+            fill(block)
+            if target is not None:
+                _copy_local(target, block, start, period, columns)

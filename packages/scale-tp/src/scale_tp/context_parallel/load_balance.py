@@ -8,43 +8,38 @@ by single tokens; whole chunks leave each block of the work in one piece.)
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
+import functools
 from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
-from scale_core.comm.collectives import all_gather, exchange, exchange_text
+from scale_core.comm.collectives import exchange, exchange_text
 from scale_core.comm.group import Group, GroupLike
 from scale_core.consistency.execution_order import fingerprint_of
+from scale_tp.comm import all_gather_along
 from scale_tp.parallel_state import context_parallel_group
+from scale_tp.split import Split
 
 Order: TypeAlias = Literal["zigzag", "contiguous"]
 
 
-def rank_positions(length: int, num_ranks: int, order: Order = "zigzag") -> list[tuple[range, ...]]:
-    """Returns, by rank, the ranges of a sequence that it holds: in order, and all of them together are the sequence.
-
-    Lengths that do not divide are cut as evenly as may be, longer chunks first; a rank may hold nothing of a short one.
+@functools.lru_cache(maxsize=1024)
+def rank_positions(length: int, num_ranks: int, order: Order = "zigzag") -> Split:
+    """Returns which positions of a sequence each rank holds, in order; lengths that do not divide are cut evenly.
 
     Example:
-        >>> rank_positions(9, 2)
-        [(range(0, 3), range(7, 9)), (range(3, 5), range(5, 7))]
-        >>> rank_positions(9, 2, "contiguous")
-        [(range(0, 5),), (range(5, 9),)]
+        >>> rank_positions(9, 2).ranges
+        (((0, 3), (7, 9)), ((3, 5), (5, 7)))
+        >>> rank_positions(9, 2, "contiguous").ranges
+        (((0, 5),), ((5, 9),))
     """
     if order not in get_args(Order):
         raise ValueError(f"expected order to be one of {', '.join(map(repr, get_args(Order)))}, got {order!r}")
     if order == "contiguous":
-        return [(chunk,) for chunk in _chunks(length, num_ranks)]
-    chunks = _chunks(length, 2 * num_ranks)
-    return [(chunks[rank], chunks[-1 - rank]) for rank in range(num_ranks)]
-
-
-def rank_lengths(length: int, num_ranks: int, order: Order = "zigzag") -> list[int]:
-    """Returns, by rank, how many positions of a sequence it holds; the arguments are those of `rank_positions`."""
-    return [sum(map(len, ranges)) for ranges in rank_positions(length, num_ranks, order)]
+        return Split.even(length, num_ranks)
+    chunks = [chunk for (chunk,) in Split.even(length, 2 * num_ranks).ranges]
+    return Split(length, tuple((chunks[rank], chunks[-1 - rank]) for rank in range(num_ranks)))
 
 
 def position_ids(
@@ -62,8 +57,8 @@ def position_ids(
         [positions held] int64, ascending.
     """
     ranks = context_parallel_group(group)
-    ranges = rank_positions(length, ranks.size, order)[ranks.rank]
-    return torch.cat([torch.arange(held.start, held.stop, device=device) for held in ranges])
+    held = rank_positions(length, ranks.size, order).ranges[ranks.rank]
+    return torch.cat([torch.arange(start, stop, device=device) for start, stop in held])
 
 
 def split_sequence(tensor: Tensor, group: GroupLike = None, *, dim: int = 1, order: Order = "zigzag") -> Tensor:
@@ -81,8 +76,8 @@ def split_sequence(tensor: Tensor, group: GroupLike = None, *, dim: int = 1, ord
         [..., positions held, ...], contiguous. Gradients flow back into the part, and are zero elsewhere.
     """
     ranks = context_parallel_group(group)
-    ranges = rank_positions(tensor.size(dim), ranks.size, order)[ranks.rank]
-    return torch.cat([tensor.narrow(dim, held.start, len(held)) for held in ranges], dim)
+    held = rank_positions(tensor.size(dim), ranks.size, order).ranges[ranks.rank]
+    return torch.cat([tensor.narrow(dim, start, stop - start) for start, stop in held], dim)
 
 
 @torch.no_grad()
@@ -107,19 +102,9 @@ def join_sequence(
     """
     ranks = context_parallel_group(group)
     length = _agreed_length(tensor, dim, length, ranks, order)
-    held = rank_positions(length, ranks.size, order)
-    front = tensor.movedim(dim, 0).contiguous()
-    joined = front.new_empty((length, *front.shape[1:]))
-    row = joined[:1].numel()
-    sizes = [sum(map(len, ranges)) * row for ranges in held]
-    received = front.new_empty(length * row)
-    all_gather(received, front.view(-1), ranks, sizes=sizes).wait()
-    rows = received.view(joined.shape)
-    at = 0
-    for span in (span for ranges in held for span in ranges):
-        joined[span.start : span.stop] = rows[at : at + len(span)]
-        at += len(span)
-    return joined.movedim(0, dim).contiguous()
+    positions = rank_positions(length, ranks.size, order)
+    gathered = all_gather_along(tensor, ranks, dim, positions.sizes)
+    return positions.join(gathered.split(positions.sizes, dim), dim).contiguous()
 
 
 def _agreed_length(tensor: Tensor, dim: int, length: int | None, group: Group, order: Order) -> int:
@@ -133,7 +118,7 @@ def _agreed_length(tensor: Tensor, dim: int, length: int | None, group: Group, o
         raise ValueError(f"join_sequence: the ranks bring different things: {by_rank}: call it alike on all of them")
     held = [row[0] for row in rows]
     whole = sum(held) if length is None else length
-    expected = rank_lengths(whole, group.size, order)
+    expected = list(rank_positions(whole, group.size, order).sizes)
     if held != expected:
         raise ValueError(
             f"join_sequence: expected the ranks to hold {expected} positions, of a sequence of {whole} in {order} "
@@ -146,17 +131,10 @@ def full_length(local: int, length: int | None, num_ranks: int, rank: int, order
     """Returns the length of the sequence of which this rank holds `local` positions, if it can."""
     if length is None:
         return local * num_ranks
-    expected = rank_lengths(length, num_ranks, order)
+    expected = list(rank_positions(length, num_ranks, order).sizes)
     if local != expected[rank]:
         raise ValueError(
-            f"expected {expected[rank]} positions on rank {rank} of {num_ranks}, of a sequence of {length} in "
-            f"{order} order ({expected} by rank), got {local}: split what all ranks have with "
-            f"split_sequence(tensor, group, order={order!r})"
+            f"expected {expected[rank]} positions on rank {rank} of {num_ranks}, of a sequence of {length} in {order} "
+            f"order, got {local}: split what all ranks have with split_sequence(tensor, group, order={order!r})"
         )
     return length
-
-
-def _chunks(length: int, count: int) -> Sequence[range]:
-    short, longer = divmod(length, count)
-    starts = [number * short + min(number, longer) for number in range(count + 1)]
-    return [range(start, stop) for start, stop in itertools.pairwise(starts)]

@@ -31,6 +31,7 @@ from scale_tp.context_parallel.blockwise import (
 )
 from scale_tp.context_parallel.load_balance import Order, full_length, rank_positions
 from scale_tp.parallel_state import context_parallel_group
+from scale_tp.split import Range, Split
 
 
 class AttentionBlock(NamedTuple):
@@ -41,13 +42,13 @@ class AttentionBlock(NamedTuple):
     diagonal: bool  # each query sees the keys up to its own index
 
 
-def blocks(queries: Sequence[range], keys: Sequence[range], *, causal: bool) -> list[AttentionBlock]:
+def blocks(queries: Sequence[Range], keys: Sequence[Range], *, causal: bool) -> list[AttentionBlock]:
     """Returns which queries attend to which keys, in the fewest blocks.
 
     Example:
         Of two ranks in zigzag order the first one holds positions 0-1 and 6-7, the second one 2-5:
 
-        >>> first, second = (range(0, 2), range(6, 8)), (range(2, 4), range(4, 6))
+        >>> first, second = ((0, 2), (6, 8)), ((2, 4), (4, 6))
         >>> blocks(first, first, causal=True)
         [AttentionBlock(queries=slice(0, 4, None), num_keys=4, diagonal=True)]
         >>> blocks(first, second, causal=True)
@@ -55,16 +56,16 @@ def blocks(queries: Sequence[range], keys: Sequence[range], *, causal: bool) -> 
         >>> blocks(second, first, causal=True)
         [AttentionBlock(queries=slice(0, 4, None), num_keys=2, diagonal=False)]
     """
-    num_queries, num_keys = sum(map(len, queries)), sum(map(len, keys))
-    if causal and tuple(queries) == tuple(keys):
+    num_queries, num_keys = (sum(stop - start for start, stop in held) for held in (queries, keys))
+    if causal and queries == keys:
         return [AttentionBlock(slice(0, num_queries), num_keys, True)] if num_queries else []
     found: list[AttentionBlock] = []
     at = 0
-    for chunk in queries:
+    for first, last in queries:
         # Chunks of two ranks do not overlap, so a chunk of keys lies before these queries or behind them.
-        seen = sum(len(held) for held in keys if not causal or held.start < chunk.start)
-        rows = slice(at, at := at + len(chunk))
-        if not chunk or not seen:
+        seen = sum(stop - start for start, stop in keys if not causal or start < first)
+        rows = slice(at, at := at + last - first)
+        if first == last or not seen:
             continue
         if found and found[-1].num_keys == seen and found[-1].queries.stop == rows.start:
             rows = slice(found.pop().queries.start, rows.stop)
@@ -129,7 +130,7 @@ class _Ring:
     """The positions of each rank, and the options of a call."""
 
     group: Group
-    positions: list[tuple[range, ...]]
+    positions: Split
     causal: bool  # no position looks at a later one
     scale: float  # what the scores are multiplied by
     tag: int  # of keys and values
@@ -140,14 +141,15 @@ class _Ring:
         return (self.group.rank - step) % self.group.size
 
     def blocks(self, step: int) -> list[AttentionBlock]:
-        return blocks(self.positions[self.group.rank], self.positions[self.source(step)], causal=self.causal)
+        held = self.positions.ranges
+        return blocks(held[self.group.rank], held[self.source(step)], causal=self.causal)
 
     def send_recv(self, part: Tensor, step: int, row: int, tag: int) -> CollectiveWork:
         """Starts to send this step's [positions * row] to the next rank, and to receive those of the next step."""
         sent, received = [0] * self.group.size, [0] * self.group.size
         following, before = (self.group.rank + 1) % self.group.size, (self.group.rank - 1) % self.group.size
         sent[following] = part.numel()
-        received[before] = row * sum(map(len, self.positions[self.source(step + 1)]))
+        received[before] = row * self.positions.sizes[self.source(step + 1)]
         return all_to_all(
             part.new_empty(received[before]),
             part,

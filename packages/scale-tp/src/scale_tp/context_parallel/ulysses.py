@@ -12,7 +12,6 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any, cast
 
 import torch
@@ -121,44 +120,34 @@ class _HeadExchange:
     """
 
     group: Group
-    positions: list[tuple[range, ...]]
+    positions: Split
     heads_tag: int  # of messages from sequence parts to heads
     sequence_tag: int  # of messages back
 
     def sequence_to_heads(self, parts: Sequence[Tensor], splits: Sequence[Split]) -> list[Tensor]:
         """[batch, all heads, positions held, size] to [batch, heads here, all positions, size], each."""
-        sent = [[split.take(part, rank, 1) for part, split in self._pairs(parts, splits)] for rank in self._ranks]
+        pairs, rank = list(zip(parts, splits, strict=True)), self.group.rank
+        sent = [[split.take(part, to, 1) for part, split in pairs] for to in range(self.group.size)]
         shapes = [
-            [
-                (part.shape[0], split.sizes[self.group.rank], sum(map(len, chunks)), part.shape[3])
-                for part, split in self._pairs(parts, splits)
-            ]
-            for chunks in self.positions
+            [(part.shape[0], split.sizes[rank], length, part.shape[3]) for part, split in pairs]
+            for length in self.positions.sizes
         ]
         received = self._all_to_all(sent, shapes, self.heads_tag)
-        return [self._in_order(pieces) for pieces in zip(*received, strict=True)]
+        return [self.positions.join(pieces, 2) for pieces in zip(*received, strict=True)]
 
     def heads_to_sequence(self, wholes: Sequence[Tensor], splits: Sequence[Split]) -> list[Tensor]:
         """[batch, heads here, all positions, size] to [batch, all heads, positions held, size], copies summed."""
-        sent = [[_local_positions(whole, chunks) for whole in wholes] for chunks in self.positions]
-        length = sum(map(len, self.positions[self.group.rank]))
+        length, ranks = self.positions.sizes[self.group.rank], range(self.group.size)
+        sent = [[self.positions.take(whole, to, 2) for whole in wholes] for to in ranks]
         shapes = [
             [
-                (whole.shape[0], split.sizes[rank], length, whole.shape[3])
-                for whole, split in self._pairs(wholes, splits)
+                (whole.shape[0], split.sizes[source], length, whole.shape[3])
+                for whole, split in zip(wholes, splits, strict=True)
             ]
-            for rank in self._ranks
+            for source in ranks
         ]
         received = self._all_to_all(sent, shapes, self.sequence_tag)
         return [_sum_of_heads(pieces, split) for pieces, split in zip(zip(*received, strict=True), splits, strict=True)]
-
-    @property
-    def _ranks(self) -> range:
-        return range(self.group.size)
-
-    @staticmethod
-    def _pairs(tensors: Sequence[Tensor], splits: Sequence[Split]) -> list[tuple[Tensor, Split]]:
-        return list(zip(tensors, splits, strict=True))
 
     def _all_to_all(
         self, sent: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]], tag: int
@@ -172,19 +161,6 @@ class _HeadExchange:
         all_to_all(received, given, self.group, output_sizes=output_sizes, input_sizes=input_sizes, tag=tag).wait()
         pieces = iter(received.split([number for of_rank in numbers for number in of_rank]))
         return [[next(pieces).view(shape) for shape in of_rank] for of_rank in shapes]
-
-    def _in_order(self, parts: Sequence[Tensor]) -> Tensor:
-        """Puts the ranks' parts of a sequence in order."""
-        pieces: list[tuple[int, Tensor]] = []
-        for chunks, part in zip(self.positions, parts, strict=True):
-            found = part.split([len(held) for held in chunks], 2)
-            pieces += [(held.start, piece) for held, piece in zip(chunks, found, strict=True) if len(held)]
-        return torch.cat([piece for _, piece in sorted(pieces, key=itemgetter(0))], 2) if pieces else parts[0]
-
-
-def _local_positions(whole: Tensor, chunks: Sequence[range]) -> Tensor:
-    """Returns a rank's part of a sequence: [batch, heads, positions held, size]."""
-    return torch.cat([whole[:, :, held.start : held.stop] for held in chunks], 2)
 
 
 def _sum_of_heads(parts: Sequence[Tensor], split: Split) -> Tensor:

@@ -6,7 +6,7 @@ Arithmetic on names, shapes and styles; nothing is changed here.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -22,46 +22,24 @@ from scale_tp.conversion.modules import (
 )
 from scale_tp.conversion.styles import Style
 from scale_tp.layers.base import ParamSharding
-from scale_tp.layers.linear_ops import SharedInput
-from scale_tp.layers.module_swap import ShardedMixin, declared_attributes, weight_of
+from scale_tp.layers.module_swap import ShardedMixin, weight_of
 from scale_tp.layers.replicated import GradAllReduceMixin, OutputAllReduceMixin
-from scale_tp.random import RegionRNG
 from scale_tp.split import Split
 
 
-@dataclass(frozen=True)
-class Conversion:
-    """What becomes of one module; the fields below `split` are attributes of the mixins that declare them."""
+class Conversion(NamedTuple):
+    """What becomes of one module."""
 
     path: str
     module: nn.Module
     mixin: type[ShardedMixin]
     shardings: dict[str, ParamSharding]
-    split: Split | None = None  # of the weight; None where it is not divided
-    gather_output: bool = False  # every rank gets all outputs
-    shared_input: SharedInput | None = None  # the same one for modules that read one input
-    split_input: bool = False  # the input is whole, and each rank takes its part
-    reduce_output: bool = True
-    overlap_pieces: int | None = None
-    sequence_parallel: bool = False  # ranks get their part of the sequence
-    region_rng: RegionRNG | None = None  # where something may be dropped between column and row parallel layers
-    transposed: bool = False
+    attributes: dict[str, Any]  # those that the mixin declares
 
     @property
     def parent(self) -> str:
         """The name of the module that holds it."""
         return self.path.rpartition(".")[0]
-
-    @property
-    def weight_split(self) -> Split:
-        """How the weight is divided, where it is."""
-        assert self.split is not None
-        return self.split
-
-    def attributes(self) -> dict[str, object]:
-        """The attributes that the mixin declares, beside its shardings."""
-        names = {field.name for field in fields(self)} & declared_attributes(self.mixin) - {"shardings"}
-        return {name: getattr(self, name) for name in names}
 
 
 def find_all_heads(
@@ -96,40 +74,27 @@ def weight_split(path: str, module: nn.Module, style: Style, ranks: Group, heads
         return heads_to_features(attention.split.query, attention.head_size)
     if total % style.stacked:
         raise ValueError(f"'{path}': expected {style.stacked} stacked matrices of one size, got {total} rows in all")
-    if style.stacked == 1:
-        return Split.even(total, ranks.size)
-    return Split.stacked(*[Split.even(total // style.stacked, ranks.size)] * style.stacked)
+    return Split.strided(total, ranks.size, style.stacked)
 
 
 def conversion_for(path: str, module: nn.Module, style: Style, split: Split | None, in_region: bool) -> Conversion:
     """Returns what becomes of a module; `in_region` each rank has a part of the sequence around it."""
-    shapes = {name: tuple(param.shape) for name, param in module.named_parameters(recurse=False)}
-    replicated = {name: ParamSharding(shape) for name, shape in shapes.items()}
+    whole = {name: ParamSharding(tuple(param.shape)) for name, param in module.named_parameters(recurse=False)}
     if split is None:
         if style.sums_gradients:
-            return Conversion(path, module, GradAllReduceMixin, replicated)
-        return Conversion(path, module, OutputAllReduceMixin, replicated, sequence_parallel=in_region)
+            return Conversion(path, module, GradAllReduceMixin, whole, {})
+        return Conversion(path, module, OutputAllReduceMixin, whole, {"sequence_parallel": in_region})
     if style.divides in ("words", "width"):
-        mixin: type[ShardedMixin] = VocabParallelMixin if style.divides == "words" else WidthParallelMixin
-        sharding = ParamSharding(shapes["weight"], 0 if style.divides == "words" else 1, split)
-        return Conversion(path, module, mixin, replicated | {"weight": sharding}, split)
-    dim, transposed = output_dim(module), is_transposed(module)
+        mixin, dim = (VocabParallelMixin, 0) if style.divides == "words" else (WidthParallelMixin, 1)
+        sharded = {"weight": whole["weight"]._replace(dim=dim, split=split)}
+        return Conversion(path, module, mixin, whole | sharded, {"path": path})
+    dim, attributes = output_dim(module), {"path": path, "transposed": is_transposed(module)}
     if style.divides == "outputs":
-        sharded = {"weight": ParamSharding(shapes["weight"], dim, split)}
-        if "bias" in shapes:
-            sharded["bias"] = ParamSharding(shapes["bias"], 0, split)
-        gathers = style.output == "whole"
-        return Conversion(
-            path, module, ColumnParallelMixin, sharded, split, gather_output=gathers, transposed=transposed
-        )
-    return Conversion(
-        path,
-        module,
-        RowParallelMixin,
-        replicated | {"weight": ParamSharding(shapes["weight"], 1 - dim, split)},
-        split,
-        split_input=style.input == "whole",
-        reduce_output=style.output != "summand",
-        sequence_parallel=in_region,
-        transposed=transposed,
-    )
+        sharded = {"weight": whole["weight"]._replace(dim=dim, split=split)}
+        if "bias" in whole:
+            sharded["bias"] = whole["bias"]._replace(split=split)
+        attributes |= {"gather_output": style.output == "whole"}
+        return Conversion(path, module, ColumnParallelMixin, sharded, attributes)
+    sharded = {"weight": whole["weight"]._replace(dim=1 - dim, split=split)}
+    attributes |= {"split_input": style.input == "whole", "reduce_output": style.output != "summand"}
+    return Conversion(path, module, RowParallelMixin, whole | sharded, attributes | {"sequence_parallel": in_region})

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from scale_tp.layers.embedding import check_token_ids, local_ids, local_padding_idx, out_of_range_error
+from scale_tp.layers.embedding import local_padding_idx, look_up, look_up_local
 from scale_tp.layers.linear_ops import (
     SEQUENCE_DIM,
     SharedInput,
@@ -18,7 +17,7 @@ from scale_tp.layers.linear_ops import (
 from scale_tp.layers.module_swap import ShardedMixin
 from scale_tp.mappings import gather_features, gather_from_region, reduce_from_region, scatter_features
 from scale_tp.random import RegionRNG
-from scale_tp.split import Range, Split
+from scale_tp.split import Range
 
 
 class ColumnParallelMixin(ShardedMixin):
@@ -27,7 +26,6 @@ class ColumnParallelMixin(ShardedMixin):
     weight: nn.Parameter
     bias: nn.Parameter | None
     shared_input: SharedInput
-    split: Split
     gather_output: bool
     region_rng: RegionRNG | None
     path: str
@@ -53,7 +51,6 @@ class RowParallelMixin(ShardedMixin):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
-    split: Split
     split_input: bool
     reduce_output: bool
     sequence_parallel: bool
@@ -106,28 +103,17 @@ class VocabParallelMixin(ShardedMixin):
 
     weight: nn.Parameter
     padding_idx: int | None
-    split: Split
     path: str
 
     def forward(self, input: Tensor) -> Tensor:
         """Returns [..., width] for [...] integers."""
         if self.weight.shape[self.weight_dim] != self.weight_size:
             raise self.weight_error()
-        check_token_ids(f"'{self.path}'", input)
-        try:
-            rows = self._local_rows(input)
-        except IndexError as error:  # On a CPU; elsewhere it would cost a synchronisation to know.
-            raise out_of_range_error(f"'{self.path}'", input, self.split.total) from error
-        return reduce_from_region(rows, self.group)
-
-    def _local_rows(self, input: Tensor) -> Tensor:
-        """The rows of the tokens that this rank has, and zeros for the others."""
         (own,) = self.split.ranges[self.group.rank]
-        rows, others, _ = local_ids(input, own, self.split.total)
-        if own[0] == own[1]:
-            nothing = F.embedding(rows, self.weight.new_zeros(1, self.weight.shape[1]))
-            return nothing + self.weight.sum()
-        return self._own_forward(rows, own).masked_fill(others[..., None], 0)
+        rows = look_up_local(
+            f"'{self.path}'", input, self.weight, own, self.split.total, lambda rows: self._own_forward(rows, own)
+        )
+        return reduce_from_region(rows, self.group)
 
     def _own_forward(self, rows: Tensor, own: Range) -> Tensor:
         """The module's own forward, with its padding index among this rank's rows."""
@@ -144,18 +130,13 @@ class WidthParallelMixin(ShardedMixin):
     """An embedding of whose width each rank has a part; the parts are gathered."""
 
     weight: nn.Parameter
-    split: Split
     path: str
 
     def forward(self, input: Tensor) -> Tensor:
         """Returns [..., width] for [...] integers."""
         if self.weight.shape[self.weight_dim] != self.weight_size:
             raise self.weight_error()
-        check_token_ids(f"'{self.path}'", input)
-        try:
-            columns = super().forward(input)
-        except IndexError as error:
-            raise out_of_range_error(f"'{self.path}'", input, self.shardings["weight"].shape[0]) from error
+        columns = look_up(f"'{self.path}'", input, self.shardings["weight"].shape[0], super().forward)
         return gather_from_region(columns, self.group, -1, self.split.sizes)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -22,7 +22,7 @@ from scale_tp.attention_heads import ATTENTION_RULES, AttentionRule, Heads
 from scale_tp.comm import check_same_call
 from scale_tp.conversion import validation
 from scale_tp.conversion.convert import Conversion, conversion_for, find_all_heads, weight_split
-from scale_tp.conversion.modules import ColumnParallelMixin
+from scale_tp.conversion.modules import ColumnParallelMixin, RowParallelMixin
 from scale_tp.conversion.replica_check import check_first_forward
 from scale_tp.conversion.sequence_region import SequenceRegion, find_sequence_region, install_sequence_region
 from scale_tp.conversion.styles import Plan, Style, check_model_plan, resolve_styles
@@ -142,11 +142,8 @@ class _ConversionPlan:
         overlaps = "" if self.overlap_pieces is None else f", overlap_pieces={self.overlap_pieces}"
         found = [f"{len(self.conversions)} modules, {'' if self.region is None else 'sequence parallel'}{overlaps}"]
         for conversion in self.conversions:
-            params = [
-                (name, tuple(param.shape), str(param.dtype))
-                for name, param in conversion.module.named_parameters(recurse=False)
-            ]
-            found.append(f"{conversion.path} as {conversion.mixin.__name__} of {params}: {conversion.split}")
+            dtypes = [param.dtype for param in conversion.module.parameters(recurse=False)]
+            found.append(f"{conversion.path} as {conversion.mixin.__name__} of {dtypes}: {conversion.shardings}")
         return "; ".join(found)
 
     def apply(self) -> None:
@@ -155,7 +152,7 @@ class _ConversionPlan:
         parts: dict[Tensor, nn.Parameter] = {}
         for conversion in self.conversions:
             own = dict(conversion.module.named_parameters(recurse=False))
-            swap_class(conversion.module, conversion.mixin, self.group, conversion.shardings, **conversion.attributes())
+            swap_class(conversion.module, conversion.mixin, self.group, conversion.shardings, **conversion.attributes)
             for name, param in own.items():
                 sharding = conversion.shardings[name]
                 if sharding.split is None:
@@ -232,17 +229,15 @@ def _build_plan(
     region_rngs = {
         conversion.parent: RegionRNG(ranks)
         for conversion in columns
-        if not conversion.gather_output and may_drop(modules[conversion.parent])
+        if not conversion.attributes["gather_output"] and may_drop(modules[conversion.parent])
     }
-    conversions = [
-        replace(
-            conversion,
-            shared_input=shared_inputs[conversion.parent] if conversion.mixin is ColumnParallelMixin else None,
-            overlap_pieces=overlap_pieces,
-            region_rng=region_rngs.get(conversion.parent),
-        )
-        for conversion in conversions
-    ]
+    for conversion in conversions:
+        if conversion.mixin is ColumnParallelMixin:
+            conversion.attributes["shared_input"] = shared_inputs[conversion.parent]
+        if conversion.mixin is RowParallelMixin:
+            conversion.attributes["overlap_pieces"] = overlap_pieces
+        if conversion.mixin in (ColumnParallelMixin, RowParallelMixin):
+            conversion.attributes["region_rng"] = region_rngs.get(conversion.parent)
     return _ConversionPlan(
         model, ranks, conversions, list(heads.values()), shared_inputs, region_rngs, region, overlap_pieces
     )

@@ -8,6 +8,7 @@ taken where a layer is about to use its weight, so it does not matter where the 
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -57,7 +58,8 @@ class _ReplicaCheck(ForEachShardHook):
             for name in module.shardings:
                 if _is_comparable(module, name):
                     self.names.append(f"{path}.{name}".lstrip("."))
-                    self.handles.append(module.register_forward_pre_hook(_Sampler(self.samples, self.names[-1], name)))
+                    take = partial(_take_sample, self.samples, self.names[-1], name)
+                    self.handles.append(module.register_forward_pre_hook(take))
 
     def post_forward(self, model: nn.Module, args: Any, output: Any) -> None:
         """Compares the samples; after an error there is no output, and the next forward is the first one."""
@@ -92,19 +94,13 @@ class _ReplicaCheck(ForEachShardHook):
         self.__dict__.update(state, done=WeakSet())
 
 
-class _Sampler:
+def _take_sample(samples: dict[str, Tensor], key: str, name: str, module: nn.Module, args: Any) -> None:
     """Forward pre-hook of a layer: takes some elements of a weight."""
-
-    def __init__(self, samples: dict[str, Tensor], key: str, name: str) -> None:
-        self.samples, self.key, self.name = samples, key, name
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        assert isinstance(module, ParallelModule)
-        value = getattr(module, self.name, None)
-        local = module.shardings[self.name].local_shape(module.group.rank)
-        if isinstance(value, Tensor) and tuple(value.shape) == local:
-            flat = value.detach().reshape(-1)
-            self.samples[self.key] = flat[:: max(1, flat.numel() // _NUM_COMPARED)][:_NUM_COMPARED].clone()
+    assert isinstance(module, ParallelModule)
+    value = getattr(module, name, None)
+    if isinstance(value, Tensor) and tuple(value.shape) == module.shardings[name].local_shape(module.group.rank):
+        flat = value.detach().reshape(-1)
+        samples[key] = flat[:: max(1, flat.numel() // _NUM_COMPARED)][:_NUM_COMPARED].clone()
 
 
 def _is_comparable(module: ParallelModule, name: str) -> bool:

@@ -115,8 +115,7 @@ class _RegionState:
         elif draws and not in_backward():
             raise RuntimeError(
                 f"sequence_parallel=True: '{self.path}' drops something, and its first block was called outside of the "
-                "model's forward, as by a stage of a pipeline: after it the ranks would not go back to the same "
-                "random numbers: pass sequence_parallel=False, or set dropout to 0"
+                "model's forward, as by a stage of a pipeline: pass sequence_parallel=False, or set dropout to 0"
             )
         if draws:
             self.rng.enter()

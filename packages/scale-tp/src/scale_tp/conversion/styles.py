@@ -178,11 +178,8 @@ def _style_of(key: str, value: object) -> Style:
             "the plan, so that all ranks compute that module alike"
         )
     if value not in STYLES:
-        near = difflib.get_close_matches(value, STYLES, n=3)
-        hint = (
-            f"did you mean {' or '.join(map(repr, near))}?" if near else f"expected one of {', '.join(sorted(STYLES))}"
-        )
-        raise ValueError(f"the plan's {key!r}: unknown style {value!r}: {hint}")
+        near = difflib.get_close_matches(value, STYLES, n=3) or sorted(STYLES)
+        raise ValueError(f"the plan's {key!r}: unknown style {value!r}: expected one of {', '.join(near)}")
     return STYLES[value]
 
 
@@ -199,11 +196,8 @@ def _pattern(key: str) -> re.Pattern[str]:
 def _near(key: str, names: list[str]) -> str:
     """The part of an error about the names most like a key."""
     near = _nearest(key, names)
-    return f"; near it are {_listed(near)}" if near else f"; there are {_listed(_starred(names)[:5])}"
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(map(repr, names))
+    listed = ", ".join(map(repr, near or _starred(names)[:5]))
+    return f"; {'near it' if near else 'there'} are {listed}"
 
 
 def _starred(names: list[str]) -> list[str]:

@@ -10,7 +10,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from scale_core.comm.group import Group
 from scale_core.shard import Placement, shard_of
-from scale_tp.attention_heads import AttentionRule, Heads
+from scale_tp.attention_heads import Heads
 from scale_tp.conversion.convert import Conversion
 from scale_tp.conversion.modules import ColumnParallelMixin, RowParallelMixin, is_embedding, is_linear, output_dim
 from scale_tp.conversion.styles import STYLES, Style
@@ -29,11 +29,10 @@ def check_arguments(model: object, plan: object, attention_rules: object) -> Non
         )
     if plan is not None and not plan:
         raise ValueError("expected a plan that names a module at least, got an empty one: nothing would be divided")
-    rules = attention_rules if isinstance(attention_rules, tuple) else (attention_rules,)
-    if not isinstance(attention_rules, tuple) or not all(isinstance(rule, AttentionRule) for rule in rules):
+    if not isinstance(attention_rules, tuple):
         raise TypeError(
-            "expected attention_rules to be a tuple of scale_tp.AttentionRule, got "
-            f"{', '.join(type(rule).__name__ for rule in rules)}: write attention_rules=(AttentionRule(...),)"
+            f"expected attention_rules to be a tuple of scale_tp.AttentionRule, got {type(attention_rules).__name__}: "
+            "write attention_rules=(AttentionRule(...),)"
         )
 
 
@@ -56,25 +55,20 @@ def check_divisible(modules: Mapping[str, nn.Module], styles: Mapping[str, Style
                 f"'{path}' is divided already, between the ranks of some group: divide a model once, before "
                 "fully_shard and OSS"
             )
-        fits = {
-            "outputs": is_linear(module),
-            "inputs": is_linear(module),
-            "words": is_embedding(module),
-            "width": is_embedding(module),
-        }.get(style.divides, True)
-        if not fits:
-            expected = "an nn.Linear" if style.divides in ("outputs", "inputs") else "an nn.Embedding"
+        for_linear, for_embedding = style.divides in ("outputs", "inputs"), style.divides in ("words", "width")
+        if (for_linear and not is_linear(module)) or (for_embedding and not is_embedding(module)):
+            expected = "an nn.Linear" if for_linear else "an nn.Embedding"
             kind = f"{type(module).__module__}.{type(module).__qualname__}"
             mend = "leave it out of the plan"
             if isinstance(getattr(module, "base_layer", None), nn.Module):  # As the layers of peft.
                 mend = f"give the style to the layer in it, '{path}.base_layer', and styles to what stands beside that"
             raise TypeError(f"'{path}': expected {expected} to divide its {style.divides}, got {kind}: {mend}")
-        if style.divides not in ("sequence", "nothing") and module._parameters.get("weight") is None:
+        if (for_linear or for_embedding) and module._parameters.get("weight") is None:
             raise TypeError(
                 f"'{path}': expected its weight to be a parameter, but it is computed from others, as by a "
                 "parametrization: leave it out of the plan, or remove that before"
             )
-        if style.divides in ("words", "width") and getattr(module, "max_norm", None) is not None:
+        if for_embedding and getattr(module, "max_norm", None) is not None:
             raise ValueError(
                 f"'{path}': max_norm={module.max_norm} changes the weight while it is read, where a rank has only a "
                 "part of it: leave the embedding out of the plan"
@@ -130,12 +124,9 @@ def _name_of(style: Style) -> str:
 def check_unstyled_siblings(
     modules: Mapping[str, nn.Module], styles: Mapping[str, Style], heads: Mapping[str, Heads]
 ) -> None:
-    """Refuses parameters without a style that may compute on what 'colwise' layers give.
+    """Refuses parameters without a style that fit what 'colwise' layers give as well as what all ranks have.
 
-    Beside divided layers, as the norm of a block, most parameters have the width of what all ranks have, and compute on
-    that: they stay replicated. On a part of another width torch raises. What is left fits a part of any size: scalars,
-    a factor of each position, and what has the size of one head. Each rank would have a summand of its gradient alone,
-    and nothing would show it.
+    On a part, each rank would have a summand of their gradient alone, and nothing would show it (decision 0042).
     """
     divided = {path for path, style in styles.items() if style.divides not in ("nothing", "sequence")}
     for parent in dict.fromkeys(path.rpartition(".")[0] for path, style in styles.items() if style.output == "part"):
@@ -202,20 +193,15 @@ def _fits_part(module: nn.Module, name: str, param: Tensor, full_widths: set[int
 
 
 def check_key_values(modules: Mapping[str, nn.Module], styles: Mapping[str, Style], heads: Mapping[str, Heads]) -> None:
-    """Refuses keys and values that are not divided where their queries are.
-
-    Each rank's queries give a summand of their gradients, and what they are computed from would have to come into the
-    divided region as well. Divided, a head that several ranks need is a copy on each, and all of this is done.
-    """
+    """Refuses keys and values that are not divided where their queries are: a rank would have a part of a gradient."""
     for parent, found in heads.items():
         for name in found.rule.key_value:
             path = f"{parent}.{name}" if parent else name
             style = styles.get(path)
             if path in modules and is_linear(modules[path]) and (style is None or style.output != "part"):
                 raise ValueError(
-                    f"'{path}' gives whole keys or values to queries that '{parent}' divides, so each rank would have "
-                    "a part of its gradient: give it the style 'colwise', also where there are fewer key-value heads "
-                    "than ranks; then some have copies of one"
+                    f"'{path}' gives whole keys or values to queries that '{parent}' divides: give it the style "
+                    "'colwise', also where there are fewer key-value heads than ranks, of which some then have copies"
                 )
 
 
@@ -225,11 +211,11 @@ def check_producer_splits(changes: Sequence[Conversion]) -> None:
     for change in changes:
         parents.setdefault(change.parent, []).append(change)
     for siblings in parents.values():
-        giving = [change for change in siblings if change.mixin is ColumnParallelMixin and not change.gather_output]
+        giving = [one for one in siblings if one.mixin is ColumnParallelMixin and not one.attributes["gather_output"]]
         for taking in siblings:
-            if taking.mixin is not RowParallelMixin or taking.split_input:
+            if taking.mixin is not RowParallelMixin or taking.attributes["split_input"]:
                 continue
-            wanted, given = taking.weight_split, [change.weight_split for change in giving]
+            wanted, given = _split_of(taking), [_split_of(change) for change in giving]
             sizes = [one for split in given for one in _stacked_splits(split, wanted.total)]
             if sizes and wanted not in sizes:
                 raise ValueError(
@@ -237,6 +223,12 @@ def check_producer_splits(changes: Sequence[Conversion]) -> None:
                     f"'{giving[0].path}' gives {given[0].total} outputs in parts of {list(given[0].sizes)}: give "
                     "them styles of one kind, such as 'colwise' and 'rowwise'"
                 )
+
+
+def _split_of(change: Conversion) -> Split:
+    split = change.shardings["weight"].split
+    assert split is not None
+    return split
 
 
 def _stacked_splits(split: Split, total: int) -> list[Split]:
@@ -273,8 +265,7 @@ def check_tied_params(model: nn.Module, changes: Sequence[Conversion]) -> None:
             others = [name for name in places if name != divided[0]]
             raise ValueError(
                 f"'{divided[0]}' and '{others[0]}' are one parameter, but the plan does not divide both in one way: "
-                "give both modules a style, such as 'embedding_rowwise' to the embedding and 'colwise_gather_output' "
-                "to the head, or neither"
+                "give neither a style, or such as 'embedding_rowwise' and 'colwise_gather_output' (the head) to both"
             )
 
 
@@ -283,9 +274,8 @@ def check_sequence_styles(styles: Mapping[str, Style], within: Callable[[str], b
     for path, style in styles.items():
         if style.divides == "sequence" and not within(path):
             raise ValueError(
-                f"'{path}' has the style 'sequence_parallel', but here each rank has the whole sequence, and the sum "
-                "of its gradients would be too large: pass sequence_parallel=True if it is in one of the blocks, "
-                "or give it the style 'replicate'"
+                f"'{path}' has the style 'sequence_parallel', but here each rank has the whole sequence: pass "
+                "sequence_parallel=True if it is in one of the blocks, or give it the style 'replicate'"
             )
 
 
@@ -295,8 +285,7 @@ def check_output_reductions(styles: Mapping[str, Style], on_a_part: Callable[[st
         if style.divides == "nothing" and style.input == "part" and on_a_part(path):
             raise ValueError(
                 f"sequence_parallel=True: '{path}' sums what its ranks give, and each has another part of the "
-                "sequence: expected it to hold the divided layers itself, so that the sequence is gathered before it; "
-                "give its 'local_rowwise' layers the style 'rowwise', or pass sequence_parallel=False"
+                "sequence: give its 'local_rowwise' layers the style 'rowwise', or pass sequence_parallel=False"
             )
 
 

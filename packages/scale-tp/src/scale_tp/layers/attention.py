@@ -81,7 +81,6 @@ class ParallelAttention(nn.Module):
     ) -> None:
         key_value_heads = num_heads if num_key_value_heads is None else num_key_value_heads
         size = _resolve_head_dim(embed_dim, num_heads, key_value_heads, head_dim)
-        check_size("overlap_pieces", 1 if overlap_pieces is None else overlap_pieces, 1)
         super().__init__()
         self.group, self.head_dim = tensor_parallel_group(group), size
         self.heads = split_heads(num_heads, key_value_heads, self.group.size)

@@ -56,7 +56,7 @@ def vocab_parallel_cross_entropy(
         reduction: "none" gives a loss for each target, "sum" adds them, "mean" divides by those that count.
         z_loss: Adds so many times log(sum of exp(logits))^2, which keeps logits from drifting away.
         vocabulary_size: How many words all ranks have, divided as evenly as can be. None asks the other ranks how many
-            they have, in one small message more.
+            they have, in one small message more, and refuses logits that are the same on all ranks.
         group: The ranks; None is the model axis of `initialize_model_parallel`, or this process alone.
 
     Returns:
@@ -77,7 +77,8 @@ def vocab_parallel_cross_entropy(
     split = vocab_split(width, vocabulary_size, ranks)
     chunk_rows = max(1, _CHUNK_ELEMENTS // max(width, 1))
     ((start, _),) = split.ranges[ranks.rank]
-    terms = LossTerms(ranks, start, split.total, ignore_index, label_smoothing, z_loss, chunk_rows)
+    may_be_whole = vocabulary_size is None  # Else a rank with logits of all words is refused by their number.
+    terms = LossTerms(ranks, start, split.total, ignore_index, label_smoothing, z_loss, chunk_rows, may_be_whole)
     if weight is not None:
         check_weight(weight, terms)
     target = target.long()  # As torch looks words up; smaller integers may not reach a rank's number of words.
@@ -103,15 +104,16 @@ class LossTerms(NamedTuple):
     label_smoothing: float
     z_loss: float
     chunk_rows: int  # rows that are widened at once
+    may_be_whole: bool = True  # whether the ranks may hold the same logits, of all words
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, terms: LossTerms) -> Tensor:
         counts = target != terms.ignore_index
-        largest, total, chosen, summed = reduce_stats(
-            local_stats(logits, target, counts, terms), terms.group, logits.shape[-1]
-        )
+        width = logits.shape[-1] if terms.may_be_whole else 0
+        stats = local_stats(logits, target, counts, terms)
+        largest, total, chosen, summed = reduce_stats(stats, terms.group, width)
         log_total = largest + total.log()
         losses = log_total - chosen
         if terms.label_smoothing:
@@ -179,7 +181,7 @@ def _looked_up(part: Tensor, place: Tensor, terms: LossTerms) -> Tensor:
 
 
 def reduce_stats(own: Tensor, group: Group, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns the same of all words; the ranks are added in their order."""
+    """Returns the same of all words; the ranks are added in their order. A `width` of 0 is not checked."""
     if group.size == 1:
         largest, total, chosen, summed = own
         return largest, total, chosen, summed
@@ -205,7 +207,7 @@ def check_not_gathered(by_rank: Tensor, width: int, group: Group) -> None:
     message = (
         f"expected logits of the words that rank {group.rank} of {group.size} has, got the same logits on all ranks, "
         f"of {width} words, as from a layer that gathers its output: build it with gather_output=False (in a plan, "
-        "'colwise'), or take torch.nn.functional.cross_entropy"
+        "'colwise'), or take torch.nn.functional.cross_entropy; where they are parts, pass vocabulary_size"
     )
     if by_rank.is_cuda:  # To look at the answer would wait for the device.
         torch._assert_async(differ, message)
@@ -303,7 +305,5 @@ def check_weight(weight: Tensor, terms: LossTerms) -> None:
             f"{list(weight.shape)} of {weight.dtype}"
         )
     if terms.label_smoothing or terms.z_loss:
-        raise ValueError(
-            f"expected weight without label_smoothing and z_loss, got {terms.label_smoothing} and {terms.z_loss}: "
-            "leave them out"
-        )
+        given = f"{terms.label_smoothing} and {terms.z_loss}"
+        raise ValueError(f"expected weight without label_smoothing and z_loss, got {given}: leave them out")

@@ -6,6 +6,7 @@ zeros. By features, each rank looks all words up in its columns, and the columns
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -48,22 +49,49 @@ def local_padding_idx(padding_idx: int | None, own: Range) -> int | None:
     return None if padding_idx is None or not own[0] <= padding_idx < own[1] else padding_idx - own[0]
 
 
-def check_token_ids(layer: str, ids: object) -> None:
-    """Refuses what is no tensor of token ids, before anything is looked up."""
-    if not isinstance(ids, Tensor):
-        raise TypeError(f"{layer}: expected a tensor of words, got {type(ids).__name__}: write torch.tensor(...)")
+def look_up(layer: str, ids: Tensor, num_embeddings: int, lookup: Callable[[Tensor], Tensor]) -> Tensor:
+    """Looks token ids up; refuses what are none, and says which are out of range."""
+    given: object = ids
+    if not isinstance(given, Tensor):
+        raise TypeError(f"{layer}: expected a tensor of words, got {type(given).__name__}: write torch.tensor(...)")
     if ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(
             f"{layer}: expected words of torch.int64 or torch.int32, got {ids.dtype}: call .long() on them"
         )
+    try:
+        return lookup(ids)
+    except IndexError as error:  # On a CPU; elsewhere it would cost a synchronisation to know.
+        raise IndexError(
+            f"{layer}: expected words from 0 to {num_embeddings - 1}, got some from {int(ids.min())} to "
+            f"{int(ids.max())}: a word is out of range"
+        ) from error
 
 
-def out_of_range_error(layer: str, ids: Tensor, num_embeddings: int) -> IndexError:
-    """Returns the error for token ids of which a lookup has found one out of range."""
-    return IndexError(
-        f"{layer}: expected words from 0 to {num_embeddings - 1}, got some from {int(ids.min())} to {int(ids.max())}: "
-        "a word is out of range"
-    )
+def look_up_local(
+    layer: str,
+    ids: Tensor,
+    weight: Tensor,
+    own: Range,
+    num_embeddings: int,
+    lookup: Callable[[Tensor], Tensor],
+    *,
+    own_ids_alone: bool = False,
+) -> Tensor:
+    """Returns the rows [..., width] of the ids that this rank has, and zeros for the others.
+
+    With `own_ids_alone` only those are looked up: the first row must not seem to have been read for others.
+    """
+
+    def local_rows(ids: Tensor) -> Tensor:
+        rows, others, unknown = local_ids(ids, own, num_embeddings)
+        if own[0] == own[1]:  # A row for the lookup nevertheless; and every rank has a gradient, be it of zeros.
+            return F.embedding(rows, weight.new_zeros(1, weight.shape[1])) + weight.sum()
+        if not own_ids_alone:
+            return lookup(rows).masked_fill(others.unsqueeze(-1), 0)
+        mine = ~others | unknown
+        return weight.new_zeros(*ids.shape, weight.shape[1]).index_put((mine,), lookup(rows[mine]))
+
+    return look_up(layer, ids, num_embeddings, local_rows)
 
 
 class _EmbeddingBase(ParallelModule):
@@ -120,8 +148,9 @@ class _EmbeddingBase(ParallelModule):
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         return f"{self.num_embeddings}, {self.embedding_dim}{padding}{rank_repr(self.group)}"
 
-    def _embed(self, ids: Tensor, table: Tensor, padding_idx: int | None) -> Tensor:
-        return F.embedding(ids, table, padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse)
+    def _embed(self, ids: Tensor, padding_idx: int | None) -> Tensor:
+        options = self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse
+        return F.embedding(ids, self.weight, padding_idx, *options)
 
 
 class VocabParallelEmbedding(_EmbeddingBase):
@@ -203,48 +232,25 @@ class VocabParallelEmbedding(_EmbeddingBase):
         return self.split.sizes[self.group.rank]
 
     def forward(self, input_: Tensor) -> Tensor:
-        """Looks words up.
-
-        Args:
-            input_: [any shape] of integers, the same on all ranks.
+        """Looks words up: [any shape] of int64 or int32, the same on all ranks.
 
         Returns:
             [..., embedding_dim], the same on all ranks or, with `sequence_parallel`, this rank's part of the sequence.
 
         Raises:
             IndexError: There is no such word.
-            TypeError: The input is no tensor.
-            ValueError: The input is of another dtype than int64 or int32.
         """
-        check_token_ids("VocabParallelEmbedding", input_)
-        try:
-            rows = self._local_rows(input_)
-        except IndexError as error:  # On a CPU; elsewhere it would cost a synchronisation to know.
-            raise out_of_range_error("VocabParallelEmbedding", input_, self.num_embeddings) from error
+        name, count = "VocabParallelEmbedding", self.num_embeddings
         if self.group.size == 1:
-            return rows
+            return look_up(name, input_, count, lambda ids: self._embed(ids, self.padding_idx))
+        (own,) = self.split.ranges[self.group.rank]
+        padding, alone = local_padding_idx(self.padding_idx, own), self.max_norm is not None or self.scale_grad_by_freq
+        rows = look_up_local(
+            name, input_, self.weight, own, count, lambda ids: self._embed(ids, padding), own_ids_alone=alone
+        )
         if self.sequence_parallel:
             return reduce_scatter_sequence(rows, self.group, self.sequence_dim)
         return reduce_from_region(rows, self.group)
-
-    def _local_rows(self, ids: Tensor) -> Tensor:
-        """The rows of the words that this rank has, and zeros for the others."""
-        if self.group.size == 1:
-            return self._embed(ids, self.weight, self.padding_idx)
-        (own,) = self.split.ranges[self.group.rank]
-        has_words = own[1] > own[0]
-        # A rank without words has a row for the lookup nevertheless.
-        table = self.weight if has_words else self.weight.new_zeros(1, self.embedding_dim)
-        local, others, unknown = local_ids(ids, own, self.num_embeddings)
-        padding = local_padding_idx(self.padding_idx, own)
-        if self.max_norm is None and not self.scale_grad_by_freq:
-            rows = self._embed(local, table, padding).masked_fill(others.unsqueeze(-1), 0)
-        else:  # The first row must not seem to have been looked up for the words of other ranks.
-            mine = ~others | unknown
-            rows = table.new_zeros(*ids.shape, self.embedding_dim)
-            rows = rows.index_put((mine,), self._embed(local[mine], table, padding))
-        # Every rank has a gradient for its part, be it of zeros.
-        return rows if has_words else rows + self.weight.sum()
 
 
 class ParallelEmbedding(_EmbeddingBase):
@@ -271,24 +277,14 @@ class ParallelEmbedding(_EmbeddingBase):
         return self.split.sizes[self.group.rank]
 
     def forward(self, input_: Tensor) -> Tensor:
-        """Looks words up.
-
-        Args:
-            input_: [any shape] of integers, the same on all ranks.
-
-        Returns:
-            [..., embedding_dim], the same on all ranks.
+        """Looks words up: [any shape] of int64 or int32, the same on all ranks, as is the result [..., embedding_dim].
 
         Raises:
             IndexError: There is no such word.
-            TypeError: The input is no tensor.
-            ValueError: The input is of another dtype than int64 or int32.
         """
-        check_token_ids("ParallelEmbedding", input_)
-        try:
-            columns = self._embed(input_, self.weight, self.padding_idx)
-        except IndexError as error:
-            raise out_of_range_error("ParallelEmbedding", input_, self.num_embeddings) from error
+        columns = look_up(
+            "ParallelEmbedding", input_, self.num_embeddings, lambda ids: self._embed(ids, self.padding_idx)
+        )
         return gather_from_region(columns, self.group, -1, self.split.sizes)
 
 

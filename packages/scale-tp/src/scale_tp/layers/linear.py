@@ -12,11 +12,13 @@ In a world of one rank both are `torch.nn.Linear`, to the bit.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from scale_core.comm.group import Group, GroupLike
+from scale_core.comm.group import GroupLike
 from scale_tp.async_tp.lazy_input import DeferredInput
 from scale_tp.layers.base import ParallelModule, ParamSharding, rank_repr, resolve_split
 from scale_tp.layers.linear_ops import (
@@ -33,32 +35,37 @@ from scale_tp.weight_init import Initializer
 
 
 class _ParallelLinear(ParallelModule):
-    """What both layers have in common: a weight [out, in] that is divided along one dimension, and a bias."""
+    """What both layers have in common: a weight [out, in] that is divided along the dimension `_dim`, and a bias."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
     master_weight: Tensor | None
+    _dim: int
 
     def __init__(
         self,
-        features: tuple[int, int],
-        dim: int,
-        group: Group,
-        split: Split,
-        *,
+        in_features: int,
+        out_features: int,
         bias: bool,
         init_method: Initializer,
         keep_full: bool,
+        *,
+        stride: int,
+        split: Split | None,
+        group: GroupLike,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
     ) -> None:
-        super().__init__(group)
-        self.in_features, self.out_features = features
-        self.split, self.init_method = split, init_method
-        out_features = self.out_features
-        self.add_parameter("weight", ParamSharding((out_features, features[0]), dim, split), device=device, dtype=dtype)
+        check_size("in_features", in_features)
+        check_size("out_features", out_features)
+        ranks, shape = tensor_parallel_group(group), (out_features, in_features)
+        super().__init__(ranks)
+        self.in_features, self.out_features, self.init_method = in_features, out_features, init_method
+        what = "out_features" if self._dim == 0 else "in_features"
+        self.split = resolve_split(what, shape[self._dim], ranks, stride, split)
+        self.add_parameter("weight", ParamSharding(shape, self._dim, self.split), device=device, dtype=dtype)
         if bias:
-            sharding = ParamSharding((out_features,), 0, split) if dim == 0 else ParamSharding((out_features,))
+            sharding = ParamSharding((out_features,), 0, self.split if self._dim == 0 else None)
             self.add_parameter("bias", sharding, device=device, dtype=dtype)
         else:
             self.register_parameter("bias", None)
@@ -77,6 +84,9 @@ class _ParallelLinear(ParallelModule):
         if self.bias is not None:
             self.init_parameter("bias", nn.init.zeros_)
         return full
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
 class ColumnParallelLinear(_ParallelLinear):
@@ -116,6 +126,8 @@ class ColumnParallelLinear(_ParallelLinear):
         ValueError: A size or option that makes no sense, or a group that is not known.
     """
 
+    _dim = 0
+
     def __init__(
         self,
         in_features: int,
@@ -135,30 +147,17 @@ class ColumnParallelLinear(_ParallelLinear):
         overlap_pieces: int | None = None,
         input_is_inside: bool = False,
     ) -> None:
-        check_size("in_features", in_features)
-        check_size("out_features", out_features)
-        check_size("overlap_pieces", 1 if overlap_pieces is None else overlap_pieces, 1)
         if input_is_inside and (sequence_parallel or overlap_pieces is not None):
             raise ValueError(
-                "ColumnParallelLinear: input_is_inside=True says that the input has been brought into the divided "
-                f"region already, got sequence_parallel={sequence_parallel} and overlap_pieces={overlap_pieces} beside "
-                "it: leave one or the other out"
+                "ColumnParallelLinear: input_is_inside=True says that the input is in the divided region already, got "
+                f"sequence_parallel={sequence_parallel} and overlap_pieces={overlap_pieces} beside it: leave these out"
             )
-        ranks = tensor_parallel_group(group)
-        super().__init__(
-            (in_features, out_features),
-            0,
-            ranks,
-            resolve_split("out_features", out_features, ranks, stride, split),
-            bias=bias,
-            init_method=init_method,
-            keep_full=keep_master_weight_for_test,
-            device=device,
-            dtype=dtype,
-        )
-        self.gather_output, self.input_is_inside = gather_output, input_is_inside
+        check_size("overlap_pieces", 1 if overlap_pieces is None else overlap_pieces, 1)
+        options: Any = {"stride": stride, "split": split, "group": group, "device": device, "dtype": dtype}
+        super().__init__(in_features, out_features, bias, init_method, keep_master_weight_for_test, **options)
         self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
         self.overlap_pieces = overlap_pieces
+        self.gather_output, self.input_is_inside = gather_output, input_is_inside
         self._checked_input = False
 
     @property
@@ -193,12 +192,13 @@ class ColumnParallelLinear(_ParallelLinear):
         return gather_features(output, self.group, self.split) if self.gather_output else output
 
     def extra_repr(self) -> str:
-        described = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-        return f"{described}, gather_output={self.gather_output}{rank_repr(self.group)}"
+        return f"{super().extra_repr()}, gather_output={self.gather_output}{rank_repr(self.group)}"
 
 
 class RowParallelLinear(_ParallelLinear):
     """`y = x W^T + b`, to which each rank adds what some of the input features give.
+
+    Arguments that are not listed are those of `ColumnParallelLinear`.
 
     Args:
         in_features: Size of the whole input's last dimension; it need not divide by the ranks.
@@ -206,12 +206,7 @@ class RowParallelLinear(_ParallelLinear):
         bias: Whether there is a bias; every rank has all of it, and it is added once, to the sum.
         input_is_parallel: Whether the input is this rank's features alone, as of a `ColumnParallelLinear` without
             `gather_output`. Otherwise it is the same on all ranks, and each takes its part.
-        init_method: As in `ColumnParallelLinear`.
         stride: As in `ColumnParallelLinear`, of the input features.
-        keep_master_weight_for_test: As in `ColumnParallelLinear`.
-        group: As in `ColumnParallelLinear`.
-        device: As in `ColumnParallelLinear`.
-        dtype: As in `ColumnParallelLinear`.
         sequence_parallel: Whether the output is this rank's part of the sequence alone.
         sequence_dim: The dimension of the sequence then.
         split: Which input features each rank has, in place of `stride`.
@@ -226,6 +221,8 @@ class RowParallelLinear(_ParallelLinear):
     Raises:
         ValueError: A size or option that makes no sense, or a group that is not known.
     """
+
+    _dim = 1
 
     def __init__(
         self,
@@ -245,30 +242,17 @@ class RowParallelLinear(_ParallelLinear):
         split: Split | None = None,
         overlap_pieces: int | None = None,
     ) -> None:
-        check_size("in_features", in_features)
-        check_size("out_features", out_features)
         check_size("overlap_pieces", 1 if overlap_pieces is None else overlap_pieces, 1)
-        ranks = tensor_parallel_group(group)
-        chosen = resolve_split("in_features", in_features, ranks, stride, split)
-        if chosen.has_copies:
-            raise ValueError(
-                f"RowParallelLinear: expected a split that gives each input feature to one rank, got {chosen}: "
-                "the products of copies would be added twice"
-            )
-        super().__init__(
-            (in_features, out_features),
-            1,
-            ranks,
-            chosen,
-            bias=bias,
-            init_method=init_method,
-            keep_full=keep_master_weight_for_test,
-            device=device,
-            dtype=dtype,
-        )
-        self.input_is_parallel = input_is_parallel
+        options: Any = {"stride": stride, "split": split, "group": group, "device": device, "dtype": dtype}
+        super().__init__(in_features, out_features, bias, init_method, keep_master_weight_for_test, **options)
         self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
         self.overlap_pieces = overlap_pieces
+        if self.split.has_copies:
+            raise ValueError(
+                f"RowParallelLinear: expected a split that gives each input feature to one rank, got {self.split}: "
+                "the products of copies would be added twice"
+            )
+        self.input_is_parallel = input_is_parallel
         self._checked_width: int | None = None
 
     @property
@@ -315,5 +299,4 @@ class RowParallelLinear(_ParallelLinear):
         )
 
     def extra_repr(self) -> str:
-        described = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-        return f"{described}, input_is_parallel={self.input_is_parallel}{rank_repr(self.group)}"
+        return f"{super().extra_repr()}, input_is_parallel={self.input_is_parallel}{rank_repr(self.group)}"

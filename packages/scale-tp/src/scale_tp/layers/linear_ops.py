@@ -138,6 +138,7 @@ class SharedInput(ForEachShardHook):
         overlap_pieces: int | None = None,
     ) -> None:
         self.group, self.num_readers, self.mode, self.overlap_pieces = group, num_readers, mode, overlap_pieces
+        self.sequence_dim = None if mode == "copy" else SEQUENCE_DIM
         self._inside: tuple[object, Tensor, Tensor | DeferredInput] | None = None
         self._num_left = 0
         self._first_readers: WeakSet[nn.Module] = WeakSet()  # of some input each, in the last forward
@@ -147,7 +148,7 @@ class SharedInput(ForEachShardHook):
         if self.mode == "inside":
             return input
         if self.num_readers == 1:
-            return to_region(input, self.group, None if self.mode == "copy" else SEQUENCE_DIM, self.overlap_pieces)
+            return to_region(input, self.group, self.sequence_dim, self.overlap_pieces)
         # A tensor that was changed, or is used for another purpose, is another one.
         state = (input._version if not input.is_inference() else 0, torch.is_grad_enabled())
         known, self._inside = self._inside, None
@@ -174,7 +175,7 @@ class SharedInput(ForEachShardHook):
             self._first_readers.add(reader)
         elif reader not in self._first_readers:  # A checkpoint of it alone: the forward did not overlap it either.
             overlap_pieces = None
-        return to_region(input, self.group, None if self.mode == "copy" else SEQUENCE_DIM, overlap_pieces)
+        return to_region(input, self.group, self.sequence_dim, overlap_pieces)
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {name: value for name, value in self.__dict__.items() if name != "_first_readers"}

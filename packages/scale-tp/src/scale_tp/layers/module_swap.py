@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from scale_core.comm.group import Group
 from scale_tp.layers.base import ParallelModule, ParamSharding
 from scale_tp.layers.full_init import init_as_full
+from scale_tp.split import Split
 
 _classes: dict[tuple[type[ShardedMixin], type[nn.Module]], type[nn.Module]] = {}
 
@@ -24,7 +25,8 @@ class ShardedMixin(ParallelModule):
     """Base of what is added to a module's own class."""
 
     original_class: type[nn.Module]
-    # The dimension of the weight that is divided, and this rank's size of it; set by `swap_class`.
+    # How the weight is divided: its split, along which dimension, and this rank's size of that; set by `swap_class`.
+    split: Split
     weight_dim: int
     weight_size: int
 
@@ -56,22 +58,17 @@ def swap_class(
 
     `facts` are the attributes that the mixin declares. Parameters that all ranks have whole are marked as such.
     """
-    unknown = facts.keys() - declared_attributes(mixin)
+    unknown = facts.keys() - {name for base in mixin.__mro__ for name in inspect.get_annotations(base)}
     assert not unknown, f"{mixin.__name__} declares none of {unknown}"
     module.__class__ = _class_of(mixin, type(module))
     weight = shardings.get("weight")
     if weight is not None and weight.split is not None:
-        facts |= {"weight_dim": weight.dim, "weight_size": weight.split.sizes[group.rank]}
+        facts |= {"split": weight.split, "weight_dim": weight.dim, "weight_size": weight.split.sizes[group.rank]}
     for name, value in {"group": group, "shardings": shardings, **facts}.items():
         object.__setattr__(module, name, value)
     for name, sharding in shardings.items():
         if sharding.split is None:
             module.register_parameter(name, module._parameters[name])
-
-
-def declared_attributes(mixin: type[ShardedMixin]) -> frozenset[str]:
-    """The names of the attributes that a mixin or one of its bases declares."""
-    return frozenset(name for base in mixin.__mro__ for name in inspect.get_annotations(base))
 
 
 def local_parameter(param: nn.Parameter, sharding: ParamSharding, group: Group) -> nn.Parameter:

@@ -114,7 +114,7 @@ def _check_own_parameters(module: nn.Module) -> None:
     inner = [name for name, child in module.named_modules() if name and any(True for _ in child.parameters(False))]
     if inner and not any(True for _ in module.parameters(recurse=False)):
         raise ValueError(
-            f"expected a module that has parameters of its own, such as a norm, got a {kind} that has them in "
-            f"{', '.join(map(repr, inner))}: "
-            f"pass these, as in register_grad_all_reduce(module.get_submodule({inner[0]!r}))"
+            f"expected a module that has parameters of its own, got a {kind} that has them in "
+            f"{', '.join(map(repr, inner))}: pass these, as in "
+            f"register_grad_all_reduce(module.get_submodule({inner[0]!r}))"
         )

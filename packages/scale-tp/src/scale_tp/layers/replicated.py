@@ -23,9 +23,8 @@ class GradAllReduceMixin(ShardedMixin):
         gone = [name for name in self.shardings if name not in self._parameters]
         if gone:
             raise ValueError(
-                f"{type(self).__name__}: expected the parameters {', '.join(self.shardings)}, whose gradients are "
-                f"summed over the ranks, but {', '.join(gone)} has been taken away, as by a parametrization: "
-                "parametrize no module whose gradients are summed"
+                f"{type(self).__name__}: {', '.join(gone)} has been taken away, as by a parametrization: parametrize "
+                "no module whose gradients are summed over the ranks"
             )
         given = [(name, param) for name, param in self._parameters.items() if param is not None]
         copies = copy_many_to_region([param for _, param in given], self.group)
