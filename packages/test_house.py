@@ -34,7 +34,7 @@ FLOORS = {
     "scale-train": 4,
 }
 FILES_AND_JUMPS = {
-    "fully_shard": (13, 480),
+    "fully_shard": (13, 400),
     "ShardedDataParallel": (13, 120),
     "OSS with DDP": (5, 20),
     "DistributedPipe": (15, 120),
