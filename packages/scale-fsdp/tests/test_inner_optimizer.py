@@ -1,4 +1,4 @@
-"""inner_optimizer.py: a torch optimizer that steps on what it is given and keeps nothing."""
+"""host_kernel.py: a torch optimizer that steps on what it is given and keeps nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from scale_fsdp.offload.inner_optimizer import InnerOptimizer
+from scale_fsdp.offload.host_kernel import InnerOptimizer
 
 
 @pytest.mark.parametrize("name", cases.ELEMENTWISE)

@@ -101,7 +101,7 @@ def reads_into_the_shards(model: nn.Module) -> None:
 def swaps(model: nn.Module) -> None:
     ema = ShardedEMA(model)
     run(model)
-    for average in (ema.average_of(param) for param in model.parameters()):
+    for average in (ema.averages[param] for param in model.parameters()):
         average.zero_()
     with ema.swapped():
         assert run(model).abs().sum() == 0  # With gradients, so that the end of the pass waits for nothing.

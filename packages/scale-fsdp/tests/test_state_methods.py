@@ -13,9 +13,17 @@ from torch import nn
 
 from scale_core.testing import run_ranks
 from scale_fsdp import FullyShardedDataParallel, full_optim_state_dict, fully_shard
-from scale_fsdp.state_dict.methods import StateDictMethods
 
-METHODS = [name for name in vars(StateDictMethods) if not name.startswith("_")]
+METHODS = [
+    "state_dict",
+    "load_state_dict",
+    "local_state_dict",
+    "local_metadata_dict",
+    "load_local_state_dict",
+    "consolidate_shard_weights",
+    "gather_full_optim_state_dict",
+    "get_shard_from_optim_state_dict",
+]
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -65,7 +65,7 @@ def withheld() -> None:
             whole.grad = torch.ones(whole.shape, dtype=whole.dtype)
         for index in range(len(buffer.unsharded_params)):
             buffer.gradient.accumulate(index, wide=True)
-    unit.commit()
+    root_of(unit)._commit_buffers()
     for buffer in unit.buffers:
         buffer.gradient.use_zeros()
     unit.reduce(unit.trained_buffers())
@@ -73,7 +73,7 @@ def withheld() -> None:
     unit.discard()
     assert reduced_grads(unit) == [] and all(buffer.has_gradient for buffer in unit.buffers)
     unit.reduce(unit.trained_buffers())
-    unit.commit()
+    root_of(unit)._commit_buffers()
     grads = reduced_grads(unit)
     assert len(grads) == 4 and all(bool((grad == 1).all()) for grad in grads)
     assert not any(buffer.has_gradient for buffer in unit.buffers)

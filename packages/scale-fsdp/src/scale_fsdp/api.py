@@ -55,16 +55,10 @@ def resolve_precision(
 ) -> MixedPrecision:
     """Returns the policy behind the arguments of `fully_shard`; True is fp16 parameters and reduction."""
     if isinstance(mixed_precision, MixedPrecision):
-        given = {
-            "compute_dtype": compute_dtype,
-            "buffer_dtype": buffer_dtype,
-            "fp32_reduce_scatter": fp32_reduce_scatter,
-        }
-        extra = [name for name, value in given.items() if value is not None]
-        if extra:
+        if any(value is not None for value in (compute_dtype, buffer_dtype, fp32_reduce_scatter)):
             raise ValueError(
-                f"a MixedPrecision policy was given and {', '.join(extra)} beside it: say it in the policy, "
-                "MixedPrecision(param_dtype=..., reduce_dtype=..., buffer_dtype=...)"
+                "a MixedPrecision policy was given, and compute_dtype, buffer_dtype or fp32_reduce_scatter beside it: "
+                "say it in the policy, MixedPrecision(param_dtype=..., reduce_dtype=..., buffer_dtype=...)"
             )
         return mixed_precision
     if not isinstance(mixed_precision, bool):

@@ -15,7 +15,7 @@ from torch import nn
 
 from scale_core.consistency.execution_order import PassKind
 from scale_core.flat.buffer import FlatBuffer
-from scale_fsdp.runtime.unit import Unit, module_names, units_in
+from scale_fsdp.runtime.unit import GATHERING_PHASES, Unit, module_names, units_in
 
 _HEAD = ("unit", "class", "parameters", "elements", "shard", "padding", "shards in", "computes", "reduces", "lives on")
 _SHARDS = (
@@ -140,9 +140,6 @@ def _wrapped(names: Sequence[str]) -> list[str]:
 
 def _count(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
-
-
-_GATHERING = ("forward", "recomputation", "backward")  # the events of a pass for which a unit is gathered
 
 
 @dataclass(frozen=True)
@@ -382,7 +379,7 @@ def _gather_orders(units: Sequence[Unit], paths: Mapping[int, str]) -> dict[str,
     orders: dict[str, tuple[str, ...]] = {}
     for root in {id(unit.root): unit.root for unit in units if unit.root is not None}.values():
         for kind, events in root.contract.history.orders.items():
-            used = [root.by_name[event.unit] for event in events if event.phase in _GATHERING]
+            used = [root.by_name[event.unit] for event in events if event.phase in GATHERING_PHASES]
             orders[_pass_title(kind)] = tuple(names[id(unit)] for unit in used if id(unit) in names)
     return orders
 

@@ -66,13 +66,13 @@ class ShardedEMA:
             raise ValueError(f"ShardedEMA: expected a decay from 0 to 1, got {decay}")
         self.model, self.decay, self.average_buffers = model, decay, average_buffers
         self.num_updates = 0
-        self._device = device
+        self.device = device
         self._swapped_out: list[Tensor | None] | None = None
 
         def copy(tensor: Tensor) -> Tensor:
             return tensor.detach().to(device, dtype if tensor.is_floating_point() else None, copy=True)
 
-        self._averages: dict[Tensor, Tensor] = {param: copy(param) for param in model.parameters()}
+        self.averages: dict[Tensor, Tensor] = {param: copy(param) for param in model.parameters()}
         self.buffer_averages = {name: copy(buffer) for name, buffer in model.named_buffers()}
 
     @torch.no_grad()
@@ -87,7 +87,7 @@ class ShardedEMA:
                 "ShardedEMA.update() inside swapped(), where the model has the averages: call it outside"
             )
         self._check_same()
-        params, buffers = list(self._averages.items()), self._buffer_pairs()
+        params, buffers = list(self.averages.items()), self._buffer_pairs()
         averaged, copied = (params + buffers, []) if self.average_buffers else (params, buffers)
         if self.num_updates == 0:
             averaged, copied = [], averaged + copied
@@ -110,15 +110,15 @@ class ShardedEMA:
         if self._swapped_out is not None:
             raise RuntimeError("ShardedEMA.swapped() inside another one: the model has the averages already")
         self._check_same()
-        pairs = [*self._averages.items(), *self._buffer_pairs()]
+        pairs = [*self.averages.items(), *self._buffer_pairs()]
         changed = False
         self._swapped_out = []
         try:
             for pair in pairs:  # One by one: where memory runs out, those that were swapped are swapped back.
                 self._swapped_out.append(_swap(*pair))
-            versions = [param._version for param in self._averages]
+            versions = [param._version for param in self.averages]
             yield
-            changed = versions != [param._version for param in self._averages]
+            changed = versions != [param._version for param in self.averages]
         finally:
             for unit in units_in(self.model):
                 for buffer in unit.buffers:
@@ -142,7 +142,7 @@ class ShardedEMA:
         """
         state: dict[str, Any] = {_UPDATES: self.num_updates}
         for name, held in named_param_slices(self.model).items():
-            state[f"{_PREFIX}model.{name}"] = local_chunk(held, self._averages[held.owner])
+            state[f"{_PREFIX}model.{name}"] = local_chunk(held, self.averages[held.owner])
         return state | {f"{_PREFIX}model.{name}": average for name, average in self.buffer_averages.items()}
 
     @torch.no_grad()
@@ -183,21 +183,9 @@ class ShardedEMA:
         """Whether the model has the averages right now."""
         return self._swapped_out is not None
 
-    def average_of(self, param: Tensor) -> Tensor:
-        """The average of a parameter."""
-        return self._averages[param]
-
     def replace_param(self, old: Tensor, new: Tensor) -> None:
         """Averages `new` from now on where it averaged `old`."""
-        self._averages = {new if param is old else param: average for param, average in self._averages.items()}
-
-    def replace_average(self, param: Tensor, average: Tensor) -> None:
-        """Replaces the average of a parameter."""
-        self._averages[param] = average if average.is_meta else average.to(self._device)
-
-    def replace_buffer_average(self, name: str, average: Tensor) -> None:
-        """Replaces the average, or the last value, of a buffer."""
-        self.buffer_averages[name] = average.to(self._device)
+        self.averages = {new if param is old else param: average for param, average in self.averages.items()}
 
     def _buffer_pairs(self) -> list[tuple[Tensor, Tensor]]:
         """The model's present buffers, which it may have assigned anew, and their averages."""
@@ -209,14 +197,14 @@ class ShardedEMA:
 
     def _check_same(self) -> None:
         now = list(self.model.parameters())
-        if any(param.is_meta for param in self._averages):
+        if any(param.is_meta for param in self.averages):
             raise RuntimeError(
                 "the model is on the meta device and has no values to average: call model.to_empty(device=...), load a "
                 "checkpoint and build ShardedEMA(model) then, or give the average to reshard_to(model, ..., ema=ema)"
             )
-        same = len(now) == len(self._averages) and all(
+        same = len(now) == len(self.averages) and all(
             param is averaged and param.shape == average.shape
-            for param, (averaged, average) in zip(now, self._averages.items(), strict=True)
+            for param, (averaged, average) in zip(now, self.averages.items(), strict=True)
         )
         if not same:
             raise RuntimeError(

@@ -66,12 +66,8 @@ class FullyShardedDataParallel(nn.Module):
     Args:
         module: The module to shard; `.module` gives it back. For one that is sharded already there is no other
             argument.
-        process_group: As for `fully_shard`.
-        reshard_after_forward: As for `fully_shard`.
-        mixed_precision: As for `fully_shard`; True is fp16.
-        flatten_parameters: As for `fully_shard`.
-        **kwargs: The other arguments of `fully_shard`. FairScale's arguments that only tuned its machinery have no
-            effect, and warn.
+        **kwargs: The arguments of `fully_shard`, some of which may be given by position as in FairScale. FairScale's
+            arguments that only tuned its machinery have no effect, and warn.
 
     Raises:
         TypeError: An unknown argument; names the nearest one.

@@ -33,7 +33,6 @@ class MeshInfo:
     def buffer_groups(self, reshard_after_forward: bool | int) -> ShardGroups:
         """Returns the groups of the unit's buffers; an integer asks for a part that stays after the forward."""
         part = None
-        self.check_reshard_after_forward(reshard_after_forward)
         if not isinstance(reshard_after_forward, bool) and 1 < reshard_after_forward < self.shard.size:
             part = _neighbour_group(self.shard, reshard_after_forward)
         return ShardGroups(self.shard, self.replicas, part)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from scale_core import compat
-from scale_core.comm.group import Group, GroupLike
+from scale_core.comm.group import GroupLike
 from scale_core.consistency.contract import Contract
 from scale_core.flat.buffer import DevicePolicy, DtypePolicy, FlatBuffer, ShardGroups
 from scale_core.flat.layout import FlatLayout
@@ -166,10 +166,7 @@ def _check_module(module: nn.Module, flatten_parameters: bool) -> None:
             "shard its members, for member in container: fully_shard(member)"
         )
     if flatten_parameters and flat_param_name(0) in module._parameters:
-        raise ValueError(
-            f"this {type(module).__name__} has a parameter named {flat_param_name(0)}, a name that "
-            "flatten_parameters=True needs for its own: rename it, or leave flatten_parameters out"
-        )
+        raise ValueError(f"flatten_parameters=True needs the name {flat_param_name(0)}: rename that parameter")
 
 
 def _shard(module: M, options: UnitOptions, init: Init, *, sync: bool) -> M:
@@ -179,19 +176,28 @@ def _shard(module: M, options: UnitOptions, init: Init, *, sync: bool) -> M:
     check_parameters(own)
     check_undivided(((info.name, info.param) for info in own), ranks.whole, "fully_shard")
     if init is False:
-        _check_meta(own)
+        for info in own:
+            if not info.param.is_meta:
+                raise ValueError(
+                    f"init=False waits for a checkpoint, but '{info.name}' has values already: leave init out, or "
+                    "build the model under torch.device('meta')"
+                )
         buffers, slots = _make_buffers(own, ShardGroups(ranks.shard, ranks.replicas), options, on_meta=True)
     else:
         if ranks.whole.size > 1:
-            _compare_ranks(module, ranks.whole, own, options.limit_seconds)
+            kind = type(module).__name__
+            lines = [f"{p.name} {tuple(p.param.shape)} {p.param.dtype} trains={p.param.requires_grad}" for p in own]
+            contract = Contract(ranks.whole, options.limit_seconds)
+            contract.check_equal(f"the module given to fully_shard ({kind})", [kind, *lines])
         fill = should_initialize([(module, own)], init, ranks.whole, options.limit_seconds, sync=sync)
         buffers, slots = _make_buffers(own, ranks.buffer_groups(options.reshard_after_forward), options)
         _init_shards(module, own, slots, options, init, fill=fill, sync=sync)
     owners = list(dict.fromkeys(owner.unit for _, owner in shared))
     slots += [ParamSlot(p.module, p.attribute, owner.unit.buffers[owner.buffer], owner.number) for p, owner in shared]
     unit = Unit(module, slots, buffers, owners, options)
-    _num_units[ranks.whole.backend, ranks.whole.ranks] += 1
-    unit.serial = _num_units[ranks.whole.backend, ranks.whole.ranks]
+    made_by = ranks.whole.backend, ranks.whole.ranks
+    _num_units[made_by] += 1
+    unit.serial = _num_units[made_by]
     for owner in owners:
         owner.is_shared = True
     for info, slot in zip(own, unit.slots, strict=False):
@@ -214,37 +220,16 @@ def check_parameters(own: Sequence[ParamModuleInfo]) -> None:
             )
         kind = type(param.data)
         if kind not in compat.plain_tensor_types():
-            hint = (
-                "shard the modules beside the one that holds it, and none around that, or leave out "
-                "parallelize_module(...)"
-                if kind.__name__ == "DTensor"
-                else "leave the module that holds it out, or convert the parameter to a plain tensor first"
+            raise TypeError(
+                f"'{info.name}' is a {kind.__name__}, which can't be cut into shards: shard the modules beside the "
+                "one that holds it, and none around that, or convert the parameter to a plain tensor first"
             )
-            raise TypeError(f"'{info.name}' is a {kind.__name__}, which can't be cut into shards here: {hint}")
         if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
             raise ValueError(
                 f"a hook is registered on '{info.name}', whose place a shard takes, so it would never be called: "
-                "remove it before fully_shard(...), or build what has registered it afterwards; see gradients before "
-                "they are reduced by scale_core.register_local_grad_hook(...), and change those after it in param.grad "
-                "when backward() has returned"
+                "remove it before fully_shard(...); see gradients before they are reduced by "
+                "scale_core.register_local_grad_hook(...), and after it in param.grad"
             )
-
-
-def _check_meta(own: Sequence[ParamModuleInfo]) -> None:
-    for info in own:
-        if not info.param.is_meta:
-            raise ValueError(
-                f"init=False waits for a checkpoint, but '{info.name}' has values already: leave init out, or build "
-                "the model under torch.device('meta')"
-            )
-
-
-def _compare_ranks(
-    module: nn.Module, group: Group, own: Sequence[ParamModuleInfo], limit_seconds: float | None
-) -> None:
-    lines = [type(module).__name__]
-    lines += [f"{p.name} {tuple(p.param.shape)} {p.param.dtype} trains={p.param.requires_grad}" for p in own]
-    Contract(group, limit_seconds).check_equal(f"the module given to fully_shard ({type(module).__name__})", lines)
 
 
 _num_units: Counter[tuple[str, tuple[int, ...]]] = Counter()  # by backend and ranks, which make them together

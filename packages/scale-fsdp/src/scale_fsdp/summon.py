@@ -13,7 +13,7 @@ from torch import nn
 from scale_core.flat.buffer import FlatBuffer
 from scale_core.optim.step_checks import register_unsharded
 from scale_fsdp.runtime.checks import param_replaced
-from scale_fsdp.runtime.unit import ParamSlot, Unit, flat_param_name, set_param
+from scale_fsdp.runtime.unit import ParamSlot, Unit, set_param
 
 FullParams: TypeAlias = dict[FlatBuffer, list[nn.Parameter]]
 
@@ -71,12 +71,12 @@ def with_flat_params(units: Iterable[Unit]) -> Iterator[None]:
     """Inside, units in `summon_full_params` show their flat parameters too, for a rank's local state."""
     hidden = [unit for unit in units if unit.in_summon]
     for unit in hidden:
-        _show_flat_params(unit, shown=True)
+        unit.set_flat_params()
     try:
         yield
     finally:
         for unit in hidden:
-            _show_flat_params(unit, shown=False)
+            unit.set_flat_params(shown=False)
 
 
 def _show_full_params(unit: Unit, full: FullParams) -> None:
@@ -89,7 +89,7 @@ def _show_full_params(unit: Unit, full: FullParams) -> None:
                 full[buffer] = [nn.Parameter(tensor, requires_grad=trains) for tensor in gathered]
                 register_unsharded(full[buffer], buffer)
     unit.in_summon = True
-    _show_flat_params(unit, shown=False)
+    unit.set_flat_params(shown=False)
     for module, attribute, buffer, number in unit.slots:
         if buffer in full:
             set_param(module, attribute, full[buffer][number])
@@ -107,14 +107,8 @@ def _replaced_slots(units: Iterable[Unit], full: FullParams) -> list[tuple[Unit,
 
 def _show_shards(unit: Unit) -> None:
     unit.in_summon = False
-    _show_flat_params(unit, shown=True)
+    unit.set_flat_params()
     unit.to_sharded()
-
-
-def _show_flat_params(unit: Unit, *, shown: bool) -> None:
-    """Sets a unit's flat parameters, or None: beside full ones, each element would be there twice."""
-    for number, buffer in enumerate(unit.buffers if unit.options.flatten else ()):
-        unit.module._parameters[flat_param_name(number)] = buffer.sharded_params[0] if shown else None
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ By default gradients are copied to the host as they become ready, so that the st
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, Future, wait
 from typing import Any, cast
 
@@ -63,8 +63,8 @@ def consumed_gradient_error(name: str) -> RuntimeError:
     """The error about a gradient that is needed after an update has consumed it."""
     return RuntimeError(
         f"the gradient of {name} was used for its update during the backward pass and is gone: overlap_step=True "
-        "allows one backward() per step(), without clipping, gradient scaler or anything else that needs gradients "
-        "between the two. Build OffloadOptimizer(..., overlap_step=False) for those"
+        "allows one backward() per step(), without clipping or a gradient scaler between the two. Build "
+        "OffloadOptimizer(..., overlap_step=False) for those"
     )
 
 
@@ -139,8 +139,7 @@ class OptimizerInBackward:
                 if not _values_equal(now.get(key), used.get(key)):
                     raise RuntimeError(
                         f"the option {key!r} of a parameter group was changed from {used.get(key)} to {now.get(key)} "
-                        "between backward() and step(), but with overlap_step=True the update is made during the "
-                        "backward pass: change options after step(), as scheduler.step() after it does"
+                        "after backward(), which updates with overlap_step=True: change options after step()"
                     )
 
     def discard_pending(self) -> None:
@@ -162,7 +161,8 @@ class OptimizerInBackward:
     def _start_updates(self) -> None:
         parts, self._pending = [part for part in self._pending if part.param.grad is not None], []
         for part in parts:
-            self._options.setdefault(id(part.group), (part.group, _copy_options(part.group)))
+            options = {k: v.clone() if isinstance(v, Tensor) else v for k, v in part.group.items() if k != "params"}
+            self._options.setdefault(id(part.group), (part.group, options))
         host_parts = [part for part in parts if part.on_host]
         if host_parts and self._worker is None:
             self._worker = worker_for(host_parts[0].param.device)
@@ -202,13 +202,8 @@ class OptimizerInBackward:
             raise RuntimeError(
                 f"a backward pass has failed after {self._aborted_after} and others were updated in it "
                 "(overlap_step=True), so the parameters are between two steps: load a snapshot of model and "
-                "optimizer, or call optimizer.zero_grad() to go on with what there is. With overlap_step=False a pass "
-                "that fails changes nothing"
+                "optimizer, or call optimizer.zero_grad() to go on with what there is"
             )
-
-
-def _copy_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
 
 
 def _values_equal(one: Any, other: Any) -> bool:

@@ -7,14 +7,13 @@ cache, the optimizer reads what has just been scaled and the copy what has just 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-
-from scale_fsdp.offload.inner_optimizer import InnerOptimizer
 
 CHUNK_ELEMENTS = 1 << 22  # elements of one update: 16 MiB of fp32, so that Python's share of the time is small
 
@@ -23,6 +22,50 @@ CHUNK_ELEMENTS = 1 << 22  # elements of one update: 16 MiB of fp32, so that Pyth
 FUSED_MULTIPLE = 64
 
 _CACHED_ELEMENTS = 1 << 18  # elements of one call of Adam's kernel: scaled gradients and cast values stay in a cache
+
+
+class InnerOptimizer:
+    """A torch optimizer without parameters, state and hooks of its own: many calls are one step of the user's."""
+
+    def __init__(self, optim_cls: type[Optimizer], settings: Mapping[str, Any]) -> None:
+        self._optim_cls, self._settings = optim_cls, dict(settings)
+        self._optimizer = self._build([torch.zeros(1, 1)], {})  # Muon takes only matrices.
+        self._state_from_init = bool(self._optimizer.state)
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Options of a group that sets none."""
+        return dict(self._optimizer.defaults)
+
+    def step(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        states: Sequence[dict[str, Any]],
+        options: Mapping[str, Any],
+    ) -> None:
+        """Updates leaf tensors and their states in place; an empty state is filled."""
+        for param, grad in zip(params, grads, strict=True):
+            if param.grad is not grad:
+                param.grad = grad
+        states_of = dict(zip(params, states, strict=True))
+        if self._state_from_init and (new := [param for param, state in states_of.items() if not state]):
+            made = self._build(new, options).state  # As Adagrad's; others make theirs in their first step.
+            for param in new:
+                states_of[param].update(made[param])
+        self._optimizer.param_groups = [{**options, "params": list(params)}]
+        self._optimizer.state = defaultdict(dict, states_of)
+        step = type(self._optimizer).step  # Hooks belong to the user's optimizer, of which this is a part of a step.
+        getattr(step, "__wrapped__", step)(self._optimizer)
+        self._optimizer.param_groups, self._optimizer.state = [], defaultdict(dict)
+
+    def fill_options(self, groups: list[dict[str, Any]]) -> None:
+        """Gives loaded groups the options that older versions of the optimizer did not save."""
+        self._optimizer.__setstate__({"state": defaultdict(dict), "param_groups": groups})
+        self._optimizer.param_groups = []
+
+    def _build(self, params: list[Tensor], options: Mapping[str, Any]) -> Optimizer:
+        return self._optim_cls([{**options, "params": params}], **self._settings)
 
 
 class HostChunk(NamedTuple):

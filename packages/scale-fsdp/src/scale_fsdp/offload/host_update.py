@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
-from scale_fsdp.offload.host_kernel import CHUNK_ELEMENTS, HostChunk, HostKernel, scale_grads
-from scale_fsdp.offload.inner_optimizer import InnerOptimizer
+from scale_fsdp.offload.host_kernel import CHUNK_ELEMENTS, HostChunk, HostKernel, InnerOptimizer, scale_grads
 from scale_fsdp.offload.placement import StatePart, chunk_ranges
 from scale_fsdp.offload.transfer import ElementRange, HostTransfer, TransferBucket
 
@@ -49,22 +48,17 @@ class OffloadUpdate:
                 self.finish_bucket(in_flight.popleft(), factor)
         finally:
             for bucket in in_flight:  # After an error; a buffer that is not freed would be waited for forever.
-                self._transfer_of(bucket).release(bucket)
+                bucket.transfer.release(bucket)
         self._update_host_params([part for part in parts if part.on_host and part.param_on_host()], factor)
         self.join()
 
     def _update_host_params(self, parts: Sequence[StatePart], factor: float) -> None:
         """Updates parts whose parameters are on the host; nothing is copied."""
         for members in _by_group_and_dtype(parts):
-            chunks = [
-                HostChunk(
-                    part.slice(part.param),
-                    part.slice(part.grad),
-                    part.state,
-                    None if part.cast_target is None else part.slice(part.cast_target),
-                )
-                for part in members
-            ]
+            chunks = []
+            for part in members:
+                cast = None if part.cast_target is None else part.slice(part.cast_target)
+                chunks.append(HostChunk(part.slice(part.param), part.slice(part.grad), part.state, cast))
             self._host_kernel.step(chunks, members[0].group, factor)
         # Fused kernels leave the version of a tensor as it is, and autograd would not notice the change.
         increment_version({part.param for part in parts})
@@ -90,19 +84,15 @@ class OffloadUpdate:
     @torch.no_grad()
     def finish_bucket(self, bucket: TransferBucket, factor: float = 1.0) -> None:
         """Updates a bucket on the host and starts to copy it back."""
-        transfer = self._transfer_of(bucket)
         try:
             bucket.ready.synchronize()
             self._host_kernel.step(bucket.chunks, bucket.ranges[0].part.group, factor)
             for each, chunk in zip(bucket.ranges, bucket.chunks, strict=True):
                 each.part.store_state(each.start, each.stop, chunk.state)
-            transfer.write_back(bucket)
+            bucket.transfer.write_back(bucket)
             increment_version({each.part.param for each in bucket.ranges})
         finally:
-            transfer.release(bucket)
-
-    def _transfer_of(self, bucket: TransferBucket) -> HostTransfer:
-        return self.transfer_for(bucket.ranges[0].part.param.device)
+            bucket.transfer.release(bucket)
 
     def join(self) -> None:
         """Makes the current streams wait for all copies back."""

@@ -55,8 +55,8 @@ class DeferredClipping:
             if (grad is None) != (mark is None) or (mark and (mark[0]() is not grad or grad._version != mark[1])):
                 raise RuntimeError(
                     "gradients have changed since OffloadOptimizer.clip_grad_norm_ has measured them: call it last, "
-                    "after all backward passes and after scaler.unscale_(optimizer), right before step(); where those "
-                    "that it has measured were thrown away, say so by optimizer.zero_grad(), or measure the new ones"
+                    "right before step(); where those that it has measured were thrown away, say so by "
+                    "optimizer.zero_grad(), or measure the new ones"
                 )
         return self._factor
 

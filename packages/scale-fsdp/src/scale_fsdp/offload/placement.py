@@ -227,9 +227,8 @@ def resolve_split(optim_cls: type[Optimizer], split: Split | None) -> Split:
     if kind is not None:
         return "element" if kind.scope == "element" else "parameter"
     raise ValueError(
-        f"whether {name} updates each element by itself is not known: pass "
-        'OffloadOptimizer(..., split="element") if it does, split="parameter" if it updates each parameter by itself; '
-        "an optimizer that looks at several parameters together can't be offloaded"
+        f'whether {name} updates each element by itself is not known: pass OffloadOptimizer(..., split="element") if '
+        'it does, or split="parameter" if it updates each parameter by itself'
     )
 
 

@@ -71,6 +71,7 @@ class PinnedBuffer:
 class TransferBucket:
     """A bucket on the host, or on its way there."""
 
+    transfer: HostTransfer
     ranges: Sequence[ElementRange]  # of one group and dtype
     chunks: list[HostChunk]  # the same on the host, once `ready`
     buffer: PinnedBuffer | None  # None: everything was on the host before
@@ -124,7 +125,7 @@ class HostTransfer:
             )
             for each, param, grad, cast in zip(ranges, params, grads, casts, strict=True)
         ]
-        return TransferBucket(ranges, chunks, buffer, self.copy_out(copies), write_backs, grads)
+        return TransferBucket(self, ranges, chunks, buffer, self.copy_out(copies), write_backs, grads)
 
     def _reserve(self, tensors: Sequence[Tensor]) -> PinnedBuffer:
         buffer = self._free.get()

@@ -109,7 +109,7 @@ class AttachedState:
             param = buffer.sharded_params[index]
             if kind.owner == "ema":
                 assert self._ema is not None
-                self._ema.replace_average(param, view.clone())
+                self._ema.averages[param] = view.to(device=self._ema.device, copy=True)
             elif kind.owner == "grad":
                 param.grad = view.clone()
             else:
@@ -121,7 +121,7 @@ class AttachedState:
             if self._ema is not None:
                 self._ema.replace_param(before, now)
                 if buffer.is_meta:
-                    self._ema.replace_average(now, torch.empty_like(now, requires_grad=False))
+                    self._ema.averages[now] = torch.empty_like(now, requires_grad=False)
             for optimizer in self._optimizers:
                 if now is not before:
                     for group in optimizer.param_groups:
@@ -155,7 +155,7 @@ class AttachedState:
         if param.grad is not None:
             yield "grad", "", param.grad
         if self._ema is not None:
-            yield "ema", "", self._ema.average_of(param)
+            yield "ema", "", self._ema.averages[param]
         for which, optimizer in enumerate(self._optimizers):
             for key, value in optimizer.state.get(param, {}).items():
                 if _is_elementwise(buffer, index, key, value):

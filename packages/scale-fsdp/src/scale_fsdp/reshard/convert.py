@@ -25,7 +25,7 @@ from scale_fsdp.runtime.checks import (
     track_uninitialized_shard,
 )
 from scale_fsdp.runtime.param_registry import managed_modules, register_owner
-from scale_fsdp.runtime.unit import Unit, flat_param_name, unit_of, units_in
+from scale_fsdp.runtime.unit import Unit, unit_of, units_in
 
 Conversion = Callable[[Tensor], Tensor]
 
@@ -70,9 +70,7 @@ def rebind_params(units: Iterable[Unit]) -> None:
     """Registers the parameters of units that have moved in their modules, and in units that share them."""
     for unit in units:
         unit.to_sharded()
-        if unit.options.flatten:
-            for number, buffer in enumerate(unit.buffers):
-                unit.module._parameters[flat_param_name(number)] = buffer.sharded_params[0]
+        unit.set_flat_params()
 
 
 def convert_buffers(unit: Unit) -> None:
@@ -98,8 +96,7 @@ def _check_convertible(unit: Unit, fn: Conversion) -> None:
         if unit.options.placement.params_on_host and device.type not in ("cpu", "meta") and not buffer.is_meta:
             raise RuntimeError(
                 f"the shards of {unit_title(unit.name)} are kept on the host by move_params_to_cpu=True, and can't go "
-                f"to {device}: it computes on {buffer.compute_device} as it is; fully_shard(..., compute_device=...) "
-                "names another device, and without move_params_to_cpu=True the shards are there, too"
+                f"to {device}: it computes on {buffer.compute_device}; fully_shard(compute_device=...) changes that"
             )
 
 
@@ -138,10 +135,8 @@ def _devices_after(unit: Unit, buffer: FlatBuffer, device: torch.device) -> Devi
 @contextmanager
 def _without_params(unit: Unit) -> Iterator[None]:
     """Inside, the unit's modules have no parameters of it: torch would convert each shard by itself."""
-    params = [(slot.module, slot.attribute) for slot in unit.slots]
-    if unit.options.flatten:
-        params += [(unit.module, flat_param_name(number)) for number in range(len(unit.buffers))]
-    for module, attribute in params:
+    unit.set_flat_params(shown=False)
+    for module, attribute, _, _ in unit.slots:
         if attribute in module._parameters:
             module._parameters[attribute] = None
     try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +24,6 @@ from scale_fsdp.runtime.param_registry import ParamModuleInfo, managed_modules
 from scale_fsdp.runtime.unit import set_param
 
 Init: TypeAlias = Callable[[nn.Module], Any] | Literal[False] | None
-
-
-class _BufferPlace(NamedTuple):
-    name: str
-    module: nn.Module
-    attribute: str
-    buffer: Tensor
 
 
 def check_init(init: Init) -> None:
@@ -89,9 +82,9 @@ def materialize(
 
     values = {param: nn.Parameter(empty(param), param.requires_grad) for param in first}
     buffers = list(_meta_buffers(module))
-    memory = {place.buffer: empty(place.buffer) for place in buffers}
+    memory = {place.param: empty(place.param) for place in buffers}
     for place in buffers:
-        place.module._buffers[place.attribute] = memory[place.buffer]
+        place.module._buffers[place.attribute] = memory[place.param]
     try:
         if fill:
             blanks = {tensor: Uninitialized.of(tensor) for tensor in (*values.values(), *memory.values())}
@@ -103,22 +96,19 @@ def materialize(
                         assert reset is not None, "checked before"
                         reset()
                 _collect_reassigned(first, values)
-            for param, (name, owner, *_) in first.items():
-                if not blanks[values[param]].is_filled(values[param]):
+            filled = [(place, values[param], values[param]) for param, place in first.items()]
+            now = [(place, memory[place.param], place.module._buffers.get(place.attribute)) for place in buffers]
+            for place, tensor, in_place in [*filled, *now]:
+                if not blanks[tensor].is_filled(in_place):
+                    what = "the buffer " if place.attribute in place.module._buffers else ""
                     raise ValueError(
-                        f"'{name}' is on the meta device, and neither init nor the reset_parameters() of its "
-                        f"{type(owner).__name__} has written to it: let one of them do so"
-                    )
-            for place in buffers:
-                if not blanks[memory[place.buffer]].is_filled(place.module._buffers.get(place.attribute)):
-                    raise ValueError(
-                        f"the buffer '{place.name}' is on the meta device, where what __init__ wrote to it is lost, "
-                        f"and neither init nor the reset_parameters() of its {type(place.module).__name__} has written "
-                        "to it: let one of them do so, or build that module outside of torch.device('meta')"
+                        f"{what}'{place.name}' is on the meta device, and neither init nor the reset_parameters() of "
+                        f"its {type(place.module).__name__} has written to it: let one of them do so, or build that "
+                        "module outside of torch.device('meta')"
                     )
     except BaseException:
         for place in buffers:
-            place.module._buffers[place.attribute] = place.buffer
+            place.module._buffers[place.attribute] = place.param
         raise
     return dict(values)
 
@@ -135,8 +125,7 @@ def _missing_init(module: nn.Module, own: Sequence[ParamModuleInfo], init: Init)
             name, attribute = names[id(child)]
             return (
                 f"'{name}' is on the meta device, and its {type(child).__name__} has no reset_parameters() that would "
-                f"give '{attribute}' its values: pass init=, a function that is called with each module that directly "
-                "has parameters or buffers on meta, and writes their values; or init=False to load a checkpoint later"
+                f"give '{attribute}' its values: pass init=, a function of a module, or init=False for a checkpoint"
             )
     return None
 
@@ -149,11 +138,12 @@ def _first_param_places(own: Sequence[ParamModuleInfo]) -> dict[nn.Parameter, Pa
     return first
 
 
-def _meta_buffers(module: nn.Module) -> Iterator[_BufferPlace]:
+def _meta_buffers(module: nn.Module) -> Iterator[ParamModuleInfo]:
+    """Yields each place outside of nested units that holds a buffer on meta."""
     for path, child in managed_modules(module):
         for attribute, buffer in child._buffers.items():
             if buffer is not None and buffer.is_meta:
-                yield _BufferPlace(f"{path}.{attribute}".lstrip("."), child, attribute, buffer)
+                yield ParamModuleInfo(f"{path}.{attribute}".lstrip("."), child, attribute, cast(nn.Parameter, buffer))
 
 
 def _children_first(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

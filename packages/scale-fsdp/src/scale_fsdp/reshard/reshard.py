@@ -236,7 +236,7 @@ def reshard_to(
             for name, average in ema.buffer_averages.items():
                 received = run.receive(average, units[0])
                 if run.joins:
-                    ema.replace_buffer_average(name, received)
+                    ema.buffer_averages[name] = received.to(ema.device)
     rebind_params(units)
     if run.joins:
         attached.load_spec(buffers, requests[run.source].attached)

@@ -26,8 +26,8 @@ from scale_fsdp.runtime.unit import ParamSlot, RegisteredNames, Unit, flat_param
 def trains_in_summon(unit: Unit) -> RuntimeError:
     """Full parameters inside `summon_full_params` get no gradients."""
     return RuntimeError(
-        f"{unit_title(unit.name)} was called with gradients enabled inside summon_full_params, whose tensors are "
-        "copies that no optimizer knows: call it under torch.no_grad(), or outside"
+        f"{unit_title(unit.name)} was called with gradients enabled inside summon_full_params, whose tensors no "
+        "optimizer knows: call it under torch.no_grad(), or outside"
     )
 
 
@@ -36,9 +36,8 @@ def param_replaced(unit: Unit, slot: ParamSlot) -> RuntimeError:
     name = slot.buffer.names[slot.number]
     return RuntimeError(
         f"another tensor stands in the place of '{name}', by an assignment or by torch.func.functional_call, and "
-        f"{unit_title(unit.name)} would compute with its own parameter all the same: assign it, or tie it, before "
-        "fully_shard(...), call a plain copy of the model, or write the values: with torch.no_grad(), "
-        "model.summon_full_params(): param.copy_(values)"
+        f"{unit_title(unit.name)} would compute with its own: assign it, or tie it, before fully_shard(...), or "
+        "write the values: with torch.no_grad(), model.summon_full_params(): param.copy_(values)"
     )
 
 
@@ -55,9 +54,8 @@ def params_overwritten(unit: Unit) -> RuntimeError:
     some = ", ".join(f"'{name}'" for name in names[:4]) + (", ..." if len(names) > 4 else "")
     return RuntimeError(
         f"{some if len(names) == 1 else f'one of {some}'} was written to in place while {unit_title(unit.name)} ran, "
-        "as nn.Embedding(max_norm=...) does, and that would be lost, since it is a gathered copy: keep what a forward "
-        "updates in a buffer, change parameters between steps inside model.summon_full_params(), or leave the module "
-        "that holds it unsharded"
+        "as nn.Embedding(max_norm=...) does, and that would be lost with the gathered copy: change parameters between "
+        "steps inside model.summon_full_params(), or leave the module that holds it unsharded"
     )
 
 
@@ -65,8 +63,7 @@ def changed_before_backward(unit: Unit) -> RuntimeError:
     """Autograd's own rule: what a forward has used must not change before its backward."""
     return RuntimeError(
         f"the parameters of {unit_title(unit.name)} were changed between its forward and its backward, by an "
-        "optimizer step, load_state_dict, a conversion or another in-place operation, so its gradients would be "
-        "wrong: call loss.backward() first"
+        "optimizer step, load_state_dict, a conversion or another in-place operation: call loss.backward() first"
     )
 
 
@@ -74,17 +71,15 @@ def second_derivative(unit: Unit) -> RuntimeError:
     """A graph through a backward pass would need parameters that are released after it."""
     return RuntimeError(
         f"a backward pass with create_graph=True has come to {unit_title(unit.name)}, whose parameters are released "
-        "after it, so that no second derivative can be taken through it: call backward() and autograd.grad() without "
-        "create_graph=True, or leave the module that the penalty is on unsharded"
+        "after it, so that no second derivative can be taken: leave create_graph=True out, or the module unsharded"
     )
 
 
 def hook_on_shard(buffer: FlatBuffer, index: int) -> RuntimeError:
     """A hook on a shard would never be called."""
     return RuntimeError(
-        f"a hook is registered on the local shard of '{buffer.names[index]}', where no gradient ever arrives by "
-        "itself: see the gradients before they are reduced by scale_core.register_local_grad_hook(...), and those "
-        "after it in param.grad when backward() has returned"
+        f"a hook is registered on the local shard of '{buffer.names[index]}', and would never be called: see gradients "
+        "before they are reduced by scale_core.register_local_grad_hook(...), and after it in param.grad"
     )
 
 
@@ -92,9 +87,8 @@ def data_replaced(unit: Unit, buffer: FlatBuffer, index: int) -> RuntimeError:
     """An optimizer would train memory that is never gathered."""
     name = "flat_param" if buffer.flatten else buffer.names[index]
     return RuntimeError(
-        f"'{name}' of {unit_title(unit.name)} has got other memory since it was sharded, by param.data = ..., as "
-        "resize_token_embeddings does, so that training it would change nothing: resize embeddings and the like "
-        "before fully_shard(...), and write values in place, with torch.no_grad(): param.copy_(values)"
+        f"'{name}' of {unit_title(unit.name)} has got other memory since it was sharded, by param.data = ..., and is "
+        "not trained: resize embeddings before fully_shard(...), and write values by param.copy_(values)"
     )
 
 
@@ -102,8 +96,7 @@ def prefetch_of_another_model(unit: Unit, other: Unit) -> ValueError:
     """Units of another model are not gathered in this one's order."""
     return ValueError(
         f"{unit_title(unit.name)} was told to prefetch a {type(other.module).__name__} that is no unit of this model: "
-        "pass modules of the same model to set_modules_to_forward_prefetch(...) and "
-        "set_modules_to_backward_prefetch(...)"
+        "pass modules of the same model to set_modules_to_forward_prefetch(...) and to the one for backward"
     )
 
 
@@ -111,8 +104,7 @@ def copied_without_unit(unit: Unit) -> TypeError:
     """A module without the unit that gathers its parameters would compute with shards."""
     return TypeError(
         f"a module in {unit_title(unit.name)} can't be copied without that unit's {type(unit.module).__name__}, which "
-        "gathers its parameters: copy that, or make the module a unit of its own by fully_shard(module) before the "
-        "modules around it"
+        "gathers its parameters: copy that, or call fully_shard(module) before the modules around it are sharded"
     )
 
 
@@ -130,8 +122,7 @@ def check_not_sharded(unit: Unit, module: nn.Module) -> None:
         f"a {type(module).__name__} of {unit_title(unit.name)} was called outside of the unit's forward, where its "
         f"parameters ({attributes}) are sharded: call the {outermost} itself, model(...). Where a method of it has "
         "called this, register_forward_method(model, 'the method') lets that run as the forward does; otherwise make "
-        "the part a unit of its own by fully_shard(...) before the modules around it, or call it inside "
-        "summon_full_params()"
+        "the part a unit of its own by fully_shard(...), or call it inside summon_full_params()"
     )
 
 
@@ -168,8 +159,7 @@ def check_registered(unit: Unit) -> None:
         if new:
             raise RuntimeError(
                 f"'{f'{path}.{new[0]}'.lstrip('.')}' was put into {unit_title(unit.name)} after that was sharded, so "
-                "it would be neither sharded nor averaged over the ranks: change the model (resize its embeddings, add "
-                "adapters, convert its norms, tie or add parameters) before fully_shard(...)"
+                "it would be neither sharded nor averaged: change the model (tie, add adapters) before fully_shard(...)"
             )
     unit.registered = registered
 

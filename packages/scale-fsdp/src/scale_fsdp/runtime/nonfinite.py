@@ -57,18 +57,17 @@ class NonFiniteSearch:
         """Waits for the results; returns the first fault since `reset`, with rank, unit and parameter."""
         seen, self._seen = self._seen, []
         if seen and self.fault is None:
-            by_device: dict[torch.device, list[int]] = {}
-            for number, each in enumerate(seen):
-                by_device.setdefault(each.least.device, []).append(number)
-            wrong: list[int] = []
-            for numbers in by_device.values():
-                ends = [end.double() for number in numbers for end in seen[number][2:]]
-                values = compat.values_of(torch.stack(ends), simulated=[0.0] * len(ends))
-                pairs = zip(values[::2], values[1::2], strict=True)
-                finite = [math.isfinite(least) and math.isfinite(largest) for least, largest in pairs]
-                wrong += [number for number, is_finite in zip(numbers, finite, strict=True) if not is_finite]
+            device = seen[0].least.device
+            ends = [end.to(device, torch.float64) for each in seen for end in each[2:]]
+            values = compat.values_of(torch.stack(ends), simulated=[0.0] * len(ends))
+            pairs = zip(values[::2], values[1::2], strict=True)
+            wrong = [
+                each
+                for each, (least, largest) in zip(seen, pairs, strict=True)
+                if not (math.isfinite(least) and math.isfinite(largest))
+            ]
             if wrong:
-                self.fault = FloatingPointError(self._message(seen[min(wrong)]))
+                self.fault = FloatingPointError(self._message(wrong[0]))
         return self.fault
 
     def reset(self) -> None:

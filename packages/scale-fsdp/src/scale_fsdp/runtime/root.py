@@ -18,7 +18,7 @@ for the same reductions in the same order, so the hooks run in one order on all 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -28,18 +28,17 @@ from scale_core import uneven_inputs
 from scale_core.autograd_hooks import (
     call_grad_published_hooks,
     call_reduced_grad_hooks,
-    has_grad_published_hooks,
-    has_reduced_grad_hooks,
+    grad_published_hooks,
     in_backward,
     is_consumed_in_backward,
 )
 from scale_core.consistency.all_ranks import all_gather_json
 from scale_core.consistency.contract import StepError
 from scale_core.consistency.execution_order import Event, PassKind, unit_title
-from scale_fsdp.runtime.checks import check_units, describe_units
+from scale_fsdp.runtime.checks import check_units, describe_units, param_replaced, prefetch_of_another_model
 from scale_fsdp.runtime.nonfinite import NonFiniteSearch
 from scale_fsdp.runtime.recovery import PassStatus, abort_message, abort_on_all_ranks, can_abort, raise_aborted
-from scale_fsdp.runtime.unit import Unit, UnitContext
+from scale_fsdp.runtime.unit import GATHERING_PHASES, Unit, UnitContext
 
 
 class ParamKey(NamedTuple):
@@ -55,12 +54,14 @@ class Root(UnitContext):
 
     def __init__(self, units: Sequence[Unit]) -> None:
         super().__init__(units, functools.partial(abort_message, self))
+        self.next_prefetch: list[Unit] = []  # the unit that the last pass of this kind gathered next, if that is known
         self.reducing: Unit | None = None  # its reduction is under way
         self._numbers = {unit: number for number, unit in enumerate(self.units)}
         self._reduced: set[Unit] = set()
         self._unused: dict[ParamKey, bool] = {}  # what was reduced as zeros, and whether it had no gradient before
         self._in_transit: Unit | None = None  # its reduced gradients go on to replicas or the host; no hook has run
         self._published: set[Tensor] = set()  # in this pass, before its end
+        self.calls_reduced_hooks = False  # someone wants reduced gradients before the end of this pass
         self._is_aborting = False
         dtypes = {(unit.precision.param_dtype, unit.precision.output_dtype) for unit in self.units}
         self._computes_in_one_dtype = len(dtypes) == 1 and dtypes.pop()[1] is None
@@ -76,34 +77,67 @@ class Root(UnitContext):
     def begin_forward(self, unit: Unit, method: str) -> None:
         """A forward pass begins with `unit`: that of its module or, unless it is "", another method."""
         self.entry_unit = unit
+        idle = self._idle_units()
         # Another method runs other units as a rule, or the same in another order: its passes are of another kind.
         name = f"forward of {unit.name}{f' by {method}' if method else ''}"
         self.contract.begin(PassKind(name, torch.is_grad_enabled(), unit.module.training), new_step=True)
         for member in self.units:
             member.begin_forward()
-        # What an earlier pass has left is gathered again: `param.data` can be written to without a trace.
-        idle = self._idle_units()
-        for member in self.units:
+            # What an earlier pass has left is gathered again: `param.data` can be written to without a trace.
             if member in idle or member.is_stale:
                 member.release()
 
     def record(self, phase: str, unit: Unit) -> None:
-        """A unit is about to do something in which all ranks take part."""
+        """A unit is about to do something in which all ranks take part; looks up what the last pass gathered next."""
         try:
             self.contract.record(Event(phase, unit.name))
         except StepError as error:
             self.failure = error  # In a backward pass, autograd reports it to nobody.
             raise
-
-    def next_prefetch(self) -> list[Unit]:
-        """The unit that the last pass of this kind gathered next, if that is known."""
-        history = self.contract.history
+        history, self.next_prefetch = self.contract.history, []
         if history.matches_last_order:
-            for phase, name in history.order[history.position :]:
-                unit = self.by_name.get(name)
-                if phase in ("forward", "recomputation", "backward") and unit is not None:
-                    return [unit]
-        return []
+            for next_phase, name in history.order[history.position :]:
+                if next_phase in GATHERING_PHASES and name in self.by_name:
+                    self.next_prefetch = [self.by_name[name]]
+                    break
+
+    def unshard(self, unit: Unit, phase: str) -> None:
+        """Gathers a unit, the owners of what it shares, and what is prefetched; shows its whole parameters."""
+        self.record(phase, unit)
+        if phase == "recomputation" and unit.in_backward:
+            return  # Its backward has gathered it.
+        prefetch = unit.prefetch.get("backward" if self.in_backward else "forward", [])
+        if self.outermost.name:  # A part of a model that was entered, or copied, by itself, without the rest.
+            prefetch = [other for other in prefetch if other.root is self]
+        for other in prefetch:
+            if other.root is not self:
+                raise prefetch_of_another_model(unit, other)
+        self.starting_gathers = gathers = [*unit.shared_owners, unit, *self.next_prefetch, *prefetch]
+        for each in gathers:
+            each.gather()
+        self.starting_gathers = []
+        for each in (*unit.shared_owners, unit):
+            each.use_count += 1
+            each.wait_gathered()
+        if (slot := unit.replaced_slot()) is not None:
+            raise param_replaced(unit, slot)
+        unit.to_unsharded()
+
+    def reshard(self, unit: Unit) -> None:
+        """After a forward: releases a unit, unless it is kept, and shows its shards."""
+        keep = self.keeps_after_forward(unit)
+        self._release(unit, lambda each: keep or self.keeps_after_forward(each), keep_part=torch.is_grad_enabled())
+        if not unit.use_count and not unit.kept_unsharded:
+            unit.to_sharded()
+
+    def _release(self, unit: Unit, keeps: Callable[[Unit], bool], *, keep_part: bool = False) -> None:
+        """Ends one use of the unit and of the owners of what it shares; frees what has no other use."""
+        for each in (unit, *unit.shared_owners):
+            each.use_count = max(0, each.use_count - 1)  # A forward that failed before it was gathered had no use yet.
+            if not each.use_count and not keeps(each):
+                each.release(keep_part=keep_part)
+            if each is not unit and not each.use_count and not each.kept_unsharded:
+                each.to_sharded()  # It ran inside this one, and stayed open for it.
 
     def keeps_after_forward(self, unit: Unit) -> bool:
         """Whether a unit stays gathered when its forward has ended."""
@@ -156,8 +190,7 @@ class Root(UnitContext):
         if self.entry_unit is not None:
             raise RuntimeError(
                 f"a backward pass has begun inside the forward of {unit_title(self.entry_unit.name)}: take gradients "
-                "after the outermost sharded module has returned, or shard only modules that are not differentiated "
-                "inside of one that is called"
+                "after the outermost sharded module has returned, or leave the module that takes them unsharded"
             )
         if uneven_inputs.active_share is not None and not self.synchronizes:
             raise RuntimeError(
@@ -165,27 +198,39 @@ class Root(UnitContext):
                 "join() yield all micro-batches of a step together, or leave no_sync() out"
             )
         self.in_backward = True
-        self.reset()
+        self._reset()
         kind = "backward with reduction" if self.reduces_any else "backward"
         self.contract.begin(PassKind(kind, grad=True, training=True), new_step=False)
 
-    def reduce(self, unit: Unit) -> None:
+    def reshard_and_reduce(self, unit: Unit) -> None:
+        """After a backward: releases a unit, shows its shards, and starts to reduce its gradients."""
+        unit.in_backward = False
+        self._release(unit, self.keeps_after_backward)
+        if not unit.kept_unsharded:
+            unit.to_sharded()
+        self._reduce(unit, unit.trained_buffers())
+
+    def _reduce(self, unit: Unit, trained: Sequence[int]) -> None:
         """Starts to reduce a unit's gradients, after the unit before it; without reduction, keeps them packed."""
         if not self.reduces(unit):
             for buffer in unit.buffers:
                 buffer.gradient.pack(wide=True)
             return
-        trained = unit.trained_buffers()
         if not trained:
             return
         self.record("reduction", unit)
-        self.wait_previous_reduction()
+        if self.reducing is not None:
+            self.wait_previous_reduction()
         self.reducing = unit
         if unit in self._reduced:
             self._record_late(unit)  # A second reduction in a pass brings only what came late.
         else:
             self._reduced.add(unit)
-            self._record_unused(unit, trained)
+            for number in trained:  # What has no gradient now counts as zeros.
+                buffer = unit.buffers[number]
+                for index in buffer.gradient.missing():
+                    had_none = buffer.sharded_param(index).grad is None
+                    self._unused[ParamKey(self._numbers[unit], number, index)] = had_none
         unit.reduce(trained)
 
     def wait_previous_reduction(self) -> None:
@@ -198,7 +243,7 @@ class Root(UnitContext):
             return
         unit, self.reducing = self.reducing, None
         unit.wait_reduced()
-        if not has_reduced_grad_hooks() or self._is_aborting:
+        if not self.calls_reduced_hooks or self._is_aborting:
             return
         # Gradients that go on to the host or to replicas come one unit later: to wait for them would stop the pass.
         ready = [] if self._in_transit is None else [self._in_transit]
@@ -217,7 +262,7 @@ class Root(UnitContext):
         unit behind it: at this size one of them is a tenth of the device.
         """
         self.wait_previous_reduction()
-        for unit in self.next_prefetch():
+        for unit in self.next_prefetch:
             unit.gather()
 
     def finish_backward(self) -> None:
@@ -225,16 +270,15 @@ class Root(UnitContext):
         if not self.reduces_any:
             fault = self._check_finite()
             self.contract.end_unchecked()
-            for unit in self.units:
-                if fault is None:
-                    unit.commit()
-                else:
-                    for buffer in unit.buffers:
-                        buffer.gradient.rollback_pass()
+            if fault is None:
+                self._commit_buffers()
+            else:
+                for buffer in self.buffers:
+                    buffer.gradient.rollback_pass()
             return
         for unit in self.units:
             if unit.is_shared and unit not in self._reduced:
-                self.reduce(unit)
+                self._reduce(unit, unit.trained_buffers())
         self.wait_previous_reduction()
         for unit in self.units if self._unused else ():
             self._record_late(unit)
@@ -253,15 +297,14 @@ class Root(UnitContext):
         except BaseException:  # The others found no failure, and are about to use their gradients.
             self.contract.mark_late_failure()
             raise
-        self.reset()
+        self._reset()
 
     def _commit(self, statuses: Sequence[PassStatus], late: Sequence[int]) -> None:
         """The pass has gone well on every rank: publishes its gradients."""
         if any(status.num_late for status in statuses):
             for number in sorted({number for numbers in all_gather_json(late, self.contract) for number in numbers}):
                 self.units[number].reduce(self.units[number].trained_buffers())
-        for unit in self.units:
-            unit.commit()
+        self._commit_buffers()
         if all(status.num_unused for status in statuses):
             # Takes the zeros away from what no rank has used and what had no gradient before.
             keys_by_rank = all_gather_json(sorted(self._unused), self.contract)
@@ -269,18 +312,16 @@ class Root(UnitContext):
                 buffer = self.units[key.unit].buffers[key.buffer]
                 if self._unused[key] and not buffer.flatten:
                     buffer.sharded_param(key.param).grad = None
-        if has_grad_published_hooks():
+        if grad_published_hooks:
             buffers = [buffer for unit in self.units if self.reduces(unit) for buffer in unit.buffers]
             params = [param for buffer in buffers for param in buffer.sharded_params if param.grad is not None]
             call_grad_published_hooks([param for param in params if param not in self._published])
 
-    def _record_unused(self, unit: Unit, trained: Sequence[int]) -> None:
-        """A unit is about to be reduced: what has no gradient now counts as zeros."""
-        for number in trained:
-            buffer = unit.buffers[number]
-            for index in buffer.gradient.missing():
-                had_none = buffer.sharded_param(index).grad is None
-                self._unused[ParamKey(self._numbers[unit], number, index)] = had_none
+    def _commit_buffers(self) -> None:
+        """Reduced gradients go to the shards' `grad`; others wait on."""
+        with self.contract.waiting(Event("commit", self.outermost.name)):
+            for buffer in self.buffers:
+                buffer.commit(self.contract.limit_seconds)
 
     def _record_late(self, unit: Unit) -> None:
         """What has got a gradient after its unit's reduction is not unused."""
@@ -315,10 +356,8 @@ class Root(UnitContext):
 
     # How a pass ends.
 
-    def end_forward(self, unit: Unit) -> None:
-        """A unit's forward has ended; with that of the entry unit, so has the pass."""
-        if self.entry_unit is not unit:
-            return
+    def end_forward(self) -> None:
+        """The forward of the entry unit has ended, and so has the pass."""
         self.entry_unit = None
         try:
             if torch.is_grad_enabled():
@@ -346,7 +385,7 @@ class Root(UnitContext):
             if self.nonfinite is not None:
                 self.nonfinite.reset()
             self.shared_error, self.starting_gathers = None, []
-            self.reset()
+            self._reset()
             for unit in self.units:
                 unit.discard()
 
@@ -363,7 +402,7 @@ class Root(UnitContext):
             unknown = RuntimeError(f"its backward pass failed{where}, with an error that is raised there")
             self.abort(self.failure or unknown)
 
-    def reset(self) -> None:
+    def _reset(self) -> None:
         """A backward pass begins, is over, or was aborted."""
         self.reducing = self.failure = self._in_transit = None
         self._reduced, self._unused, self._published = set(), {}, set()

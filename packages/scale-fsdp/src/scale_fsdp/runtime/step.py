@@ -1,8 +1,8 @@
 """One step of a unit, in the order of time: the page to read first.
 
 torch calls `pre_forward` and `post_forward` around the module. Autograd calls `pre_backward`, `pre_accumulate_grads`
-and `post_backward`, and at the end of the whole pass `finalize_backward`. What a unit does then is in `unit.py`; the
-order among units, and how a pass ends, in `root.py`; the texts of errors in `checks.py`.
+and `post_backward`, and at the end of the whole pass `finalize_backward`. What is gathered, kept and reduced in which
+order, and how a pass ends, is in `root.py`; what one unit does in `unit.py`; the texts of errors in `checks.py`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from scale_core.autograd_hooks import (
     after_gradient,
     alias_outputs,
     before_backward,
+    has_reduced_grad_hooks,
     register_post_backward,
 )
 from scale_core.consistency.execution_order import unit_title
@@ -42,12 +43,8 @@ def pre_forward(
         return args, kwargs
     try:
         root = _begin_forward(unit, method)
-        if (slot := unit.replaced_slot()) is not None:
-            raise checks.param_replaced(unit, slot)
         recomputing = root.in_backward
-        root.record("recomputation" if recomputing else "forward", unit)
-        if not (recomputing and unit.in_backward):
-            _unshard(unit, root)
+        root.unshard(unit, "recomputation" if recomputing else "forward")
         dtype = unit.precision.param_dtype
         if dtype is not None and root.casts_inputs_of(unit):
             args, kwargs = cast_floating((args, kwargs), dtype)
@@ -78,24 +75,21 @@ def post_forward(unit: Unit, module: nn.Module, args: Any, kwargs: Any, output: 
         if root.in_backward and unit.in_backward:
             root.on_recomputed()
             return output  # Recomputed for its own backward, which needs the parameters now.
-        if any(buffer.is_overwritten for buffer in unit.buffers):
-            error = checks.params_overwritten(unit)
-            _post_failed_forward(unit, root, error)
-            raise error
-        if (slot := unit.replaced_slot()) is not None:
-            error = checks.param_replaced(unit, slot)
+        slot, versions = unit.replaced_slot(), unit.shard_versions
+        if slot is not None or any(buffer.is_overwritten for buffer in unit.buffers):
+            error = checks.params_overwritten(unit) if slot is None else checks.param_replaced(unit, slot)
             _post_failed_forward(unit, root, error)
             raise error
         if root.nonfinite is not None and not root.in_backward and root.contract.history.current.kind.grad:
             root.nonfinite.add_output(unit, output)
         if torch.is_grad_enabled():
             output = alias_outputs(output)
-            callback = functools.partial(pre_backward, unit, unit.shard_versions, unit.forward_calls)
-            observed = before_backward(output, callback)
+            observed = before_backward(output, functools.partial(pre_backward, unit, versions, unit.forward_calls))
             # Where no output was found, nothing shows when the backward begins, so it stays gathered until it has.
             unit.backward_unobserved = unit.backward_unobserved or (not observed and unit.trains)
-        _reshard(unit, root, keep=root.keeps_after_forward(unit))
-        root.end_forward(unit)
+        root.reshard(unit)
+        if root.entry_unit is unit:
+            root.end_forward()
         return output
     except BaseException as error:
         abort_on_interrupt(unit, error)
@@ -119,8 +113,7 @@ def pre_backward(unit: Unit, versions: Sequence[int], calls: ForwardCalls) -> No
         unit.in_backward = True
         # Where none is left, this graph was kept from an earlier pass, or lived through a forward after one.
         unit.pending_backwards = max(unit.pending_backwards, 0) or calls.count
-        root.record("backward", unit)
-        _unshard(unit, root)
+        root.unshard(unit, "backward")
 
 
 def pre_accumulate_grads(unit_ref: weakref.ref[Unit], number: int) -> None:
@@ -143,7 +136,7 @@ def post_backward(unit: Unit) -> None:
     unit.input_grads_seen = True
     if unit.in_backward and unit.pending_backwards <= 0 and not unit.is_shared:
         assert isinstance(unit.root, Root)
-        _reshard_and_reduce(unit, unit.root)
+        unit.root.reshard_and_reduce(unit)
 
 
 def finalize_backward(root: Root) -> None:
@@ -151,7 +144,7 @@ def finalize_backward(root: Root) -> None:
     try:
         for unit in root.units:
             if unit.in_backward:
-                _reshard_and_reduce(unit, root)
+                root.reshard_and_reduce(unit)
             unit.end_backward()
         root.finish_backward()
     except BaseException as error:
@@ -175,21 +168,25 @@ def root_of(unit: Unit) -> Root:
     return root
 
 
-def follow_user_changes(unit: Unit) -> None:
+def follow_user_changes(units: Sequence[Unit]) -> None:
     """Follows `requires_grad`, hooks the gradients of what trains, and refuses other changes since the last pass."""
-    for number, buffer in enumerate(unit.buffers):
+    for buffer in (buffer for unit in units for buffer in unit.buffers):
         buffer.follow_trainable()
-        storage = buffer.shard.untyped_storage()
-        for index, param in enumerate(buffer.sharded_params):
-            if param.untyped_storage() is not storage:
-                raise checks.data_replaced(unit, buffer, index)
-            if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
-                raise checks.hook_on_shard(buffer, index)
-        for index, param in enumerate(buffer.unsharded_params):
-            if param.requires_grad and (number, index) not in unit.hooked:
-                unit.hooked.add((number, index))
-                before_first = functools.partial(pre_accumulate_grads, weakref.ref(unit), number)
-                after_gradient(param, buffer.gradient.make_hook(index, before_first))
+    for unit in units:
+        if not unit.has_registered_names():
+            checks.check_registered(unit)
+        for number, buffer in enumerate(unit.buffers):
+            storage = buffer.shard.untyped_storage()
+            for index, param in enumerate(buffer.sharded_params):
+                if param.untyped_storage() is not storage:
+                    raise checks.data_replaced(unit, buffer, index)
+                if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
+                    raise checks.hook_on_shard(buffer, index)
+            for index, param in enumerate(buffer.unsharded_params):
+                if param.requires_grad and (number, index) not in unit.hooked:
+                    unit.hooked.add((number, index))
+                    before_first = functools.partial(pre_accumulate_grads, weakref.ref(unit), number)
+                    after_gradient(param, buffer.gradient.make_hook(index, before_first))
 
 
 def abort_on_interrupt(unit: Unit, error: BaseException) -> None:
@@ -251,11 +248,7 @@ def _begin_forward(unit: Unit, method: str) -> Root:
         root.abort(RuntimeError(f"the forward pass of {unit_title(unit.name)} before this one was cut off"))
     if root.entry_unit is None and not root.in_backward:
         root.begin_forward(unit, method)
-        for member in root.units:
-            follow_user_changes(member)
-        for member in root.units:
-            if not member.has_registered_names():
-                checks.check_registered(member)
+        follow_user_changes(root.units)
     return root
 
 
@@ -263,50 +256,7 @@ def _begin_backward(root: Root) -> None:
     """The first hook of a backward pass."""
     root.begin_backward()
     register_post_backward(functools.partial(finalize_backward, root), root.fail)
-
-
-def _unshard(unit: Unit, root: Root) -> None:
-    """Gathers the unit, the owners of what it shares, and what is prefetched; shows its whole parameters."""
-    prefetch = unit.prefetch.get("backward" if root.in_backward else "forward", [])
-    if root.outermost.name:  # A part of a model that was entered, or copied, by itself, without the rest.
-        prefetch = [other for other in prefetch if other.root is root]
-    for other in prefetch:
-        if other.root is not root:
-            raise checks.prefetch_of_another_model(unit, other)
-    root.starting_gathers = gathers = [*unit.shared_owners, unit, *root.next_prefetch(), *prefetch]
-    for each in gathers:
-        each.gather()
-    root.starting_gathers = []
-    for each in (*unit.shared_owners, unit):
-        each.use_count += 1
-        each.wait_gathered()
-    unit.to_unsharded()
-
-
-def _reshard(unit: Unit, root: Root, *, keep: bool) -> None:
-    """After a forward."""
-    _release(unit, lambda each: keep or root.keeps_after_forward(each), keep_part=torch.is_grad_enabled())
-    if not unit.use_count and not unit.kept_unsharded:
-        unit.to_sharded()
-
-
-def _reshard_and_reduce(unit: Unit, root: Root) -> None:
-    """After a backward."""
-    unit.in_backward = False
-    _release(unit, root.keeps_after_backward)
-    if not unit.kept_unsharded:
-        unit.to_sharded()
-    root.reduce(unit)
-
-
-def _release(unit: Unit, keeps: Callable[[Unit], bool], *, keep_part: bool = False) -> None:
-    """Ends one use of the unit and of the owners of what it shares; frees what has no other use."""
-    for each in (unit, *unit.shared_owners):
-        each.use_count = max(0, each.use_count - 1)  # A forward that failed before it was gathered had no use yet.
-        if not each.use_count and not keeps(each):
-            each.release(keep_part=keep_part)
-        if each is not unit and not each.use_count and not each.kept_unsharded:
-            each.to_sharded()  # It ran inside this one, and stayed open for it.
+    root.calls_reduced_hooks = has_reduced_grad_hooks()
 
 
 def _post_failed_forward(unit: Unit, root: Root, error: BaseException) -> None:
@@ -316,6 +266,6 @@ def _post_failed_forward(unit: Unit, root: Root, error: BaseException) -> None:
     elif recomputed:
         root.failure = error  # Autograd does not pass it on.
     else:
-        _reshard(unit, root, keep=False)
+        root.reshard(unit)
     if root.entry_unit is unit:
         root.abort(error)

@@ -26,6 +26,7 @@ from scale_fsdp.api import UnitOptions
 from scale_fsdp.runtime.flattened_parameter import FlattenedParameter, flattened_parameter
 
 UNIT = "_scale_unit"
+GATHERING_PHASES = ("forward", "recomputation", "backward")  # the events of a pass for which a unit is gathered
 # What deepcopy and pickle copy: how the unit was made and set, nothing of a pass that runs or of other ranks.
 _COPIED = (
     "module",
@@ -191,6 +192,11 @@ class Unit:
         for module, attribute, buffer, number in self.slots:
             set_param(module, attribute, buffer.unsharded_params[number])
 
+    def set_flat_params(self, *, shown: bool = True) -> None:
+        """Sets the module's flat parameters, if it has such, or None in their place."""
+        for number, buffer in enumerate(self.buffers if self.options.flatten else ()):
+            self.module._parameters[flat_param_name(number)] = buffer.sharded_params[0] if shown else None
+
     def replaced_slot(self) -> ParamSlot | None:
         """The first slot that holds neither the local shard nor the whole parameter of this unit."""
         for slot in self.slots:
@@ -288,10 +294,6 @@ class Unit:
         """Waits for the reductions, so that their flat gradients are free."""
         self.contract.wait(Event("reduction", self.name), *[buffer.wait_reduced for buffer in self.buffers])
 
-    def commit(self) -> None:
-        """The pass has gone well on every rank: reduced gradients go to the shards' `grad`, others wait on."""
-        self.contract.wait(Event("reduction", self.name), *[buffer.commit for buffer in self.buffers])
-
     # A step that fails.
 
     def replay(self, transfer: Event, *, keep_part: bool) -> None:
@@ -338,6 +340,7 @@ class UnitContext:
         self.units = list(units)
         self.outermost = outermost = self.units[0]
         self.by_name = {unit.name: unit for unit in self.units}
+        self.buffers = [buffer for unit in self.units for buffer in unit.buffers]
         kind, number = type(outermost.module).__name__, outermost.serial
         of = f"{unit_title(outermost.name)} ({kind}, number {number} in the order of fully_shard)"
         group = max((unit.options.mesh_info.whole for unit in self.units), key=lambda group: group.size)

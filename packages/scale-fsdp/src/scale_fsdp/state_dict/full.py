@@ -113,9 +113,8 @@ def state_dict_of(module: nn.Module, plain: Callable[..., Any], *args: Any, **kw
     request = torch_request()
     if _has_flat_params(module) and request is not None:
         raise RuntimeError(
-            "get_model_state_dict: with flatten_parameters=True the modules have no parameters under the plain names, "
-            "which torch's function looks for: call scale_fsdp.full_state_dict(model) for full tensors, or "
-            "scale_core.state.sharded_state_dict(model) for torch.distributed.checkpoint.save"
+            "get_model_state_dict finds no plain names with flatten_parameters=True: call "
+            "scale_fsdp.full_state_dict(model) for full tensors, or scale_core.state.sharded_state_dict(model)"
         )
     unit = unit_of(module)
     assert unit is not None

@@ -215,10 +215,10 @@ def _by_rank(weights: Sequence[Mapping[str, Any]], metadata: Sequence[Any]) -> l
         if known is not state and known.metadata.get("replica") == state.metadata.get("replica"):
             twice.append(rank)
     missing = [rank for rank in range(sizes[0]) if rank not in found]
-    if twice or missing:
-        parts = [f"given twice: {_format_ranks(twice)}"] if twice else []
-        parts += [f"missing: {_format_ranks(missing)}"] if missing else []
-        raise ValueError(f"expected one shard of each of {sizes[0]} ranks, but {'; '.join(parts)}")
+    found_wrong = {"given twice": twice, "missing": missing}
+    wrong = [f"{what}: {_format_ranks(ranks)}" for what, ranks in found_wrong.items() if ranks]
+    if wrong:
+        raise ValueError(f"expected one shard of each of {sizes[0]} ranks, but {'; '.join(wrong)}")
     return [found[rank] for rank in range(sizes[0])]
 
 
@@ -227,9 +227,8 @@ def _check_same_model(states: Sequence[_RankState]) -> None:
     for name, part in first.items():
         if "ranks" in part:
             raise ValueError(
-                f"'{name}' is another parameter on each rank, as an expert is: in the state of rank 0, of a unit over "
-                f"ranks {part['ranks']}. It can't be one parameter of a plain model: have all ranks call "
-                "model.state_dict(), which has this rank's own experts, and each of them save that"
+                f"'{name}' is another parameter on each rank, as an expert is, in the state of rank 0 of a unit over "
+                f"ranks {part['ranks']}: have all ranks call model.state_dict(), and each of them save that"
             )
     for rank, state in enumerate(states):
         other = state.metadata["parameters"]

@@ -54,8 +54,7 @@ def param_names(module: nn.Module, unit: Unit, prefix: str = "") -> list[tuple[s
             raise RuntimeError(
                 f"a {type(slot.module).__name__}, whose '{slot.attribute}' belongs to {unit_title(unit.name)}, was "
                 "taken out of the model since it was sharded, as merge_and_unload() of peft does: change the modules "
-                "of a plain model, plain.load_state_dict(model.state_dict()); what changes values alone, as "
-                "merge_adapter(), works inside model.summon_full_params()"
+                "of a plain model, plain.load_state_dict(model.state_dict())"
             )
     return [(f"{path}{slot.attribute}", slot) for slot in unit.slots for path in paths[id(slot.module)]]
 
@@ -128,8 +127,8 @@ def check_same_ranks(model: nn.Module, what: str) -> None:
     for unit in units_on_other_ranks(model):
         raise RuntimeError(
             f"{what}: {unit_title(unit.name)} is over ranks {list(unit.options.mesh_info.whole.ranks)} and the model "
-            f"over {list(model_group(model).ranks)}, so that others have other parameters of the same names, which "
-            "would be lost: save scale_core.state.sharded_state_dict(model, optimizer), which names them by their ranks"
+            f"over {list(model_group(model).ranks)}, so other ranks have other parameters of these names, which would "
+            "be lost: save scale_core.state.sharded_state_dict(model, optimizer)"
         )
 
 
