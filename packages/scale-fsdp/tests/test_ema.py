@@ -228,6 +228,11 @@ def test_what_cannot_be_right_is_refused():
         ema.load_state_dict({key: value for key, value in state.items() if "down.bias" not in key})
     with pytest.raises(StateMismatch, match=r"ema.model.down.bias: the saved shape is \(4,\), expected \(3,\)"):
         ema.load_state_dict({**state, "ema.model.down.bias": torch.ones(4)})
+    with pytest.raises(StateMismatch, match=r"ema.model.norm.running_mean: the saved shape is \(1,\), expected \(5,\)"):
+        ema.load_state_dict({**state, "ema.model.norm.running_mean": torch.ones(1)})
+    plain = ShardedEMA(Model())
+    with pytest.raises(StateMismatch, match=r"ema.model.down.bias: the saved shape is \(1,\), expected \(3,\)"):
+        plain.load_state_dict({**plain.state_dict(), "ema.model.down.bias": torch.ones(1)})
     model.to("meta")
     model.to_empty(device="cpu")
     with pytest.raises(RuntimeError, match=r"parameters are no longer those that are averaged.*reshard_to"):

@@ -462,6 +462,34 @@ def all_fail_in_the_first_step() -> list[str]:
     return told + differing_grads(model, plain)
 
 
+class Box:
+    """An output in which no tensor is found, so that a gradient of a parameter is what begins the backward."""
+
+    def __init__(self, held: Tensor) -> None:
+        self.held = held
+
+
+class Boxed(nn.Module):
+    """Fails in the backward of what is behind its last layer, where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.fails = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), False
+
+    def forward(self, x: Tensor) -> Box:
+        hidden = self.first(x)
+        return Box(self.last(_Breaks.apply(hidden) if self.fails else hidden))
+
+
+def fails_before_any_event() -> str:
+    """Rank 1 has a gradient and nothing that it could name; returns what is said of it."""
+    model = fully_shard(Boxed(), limit_seconds=10.0)
+    model.fails = group_of().rank == 1
+    with pytest.raises(ValueError if model.fails else StepError) as caught:
+        model(data(0, 0)).held.sum().backward()
+    return str(caught.value)
+
+
 def third_micro_batch_fails() -> str:
     """No step is known as a whole, and passes of this kind are compared no more: the others wait in vain."""
     model = Net(False)
@@ -589,6 +617,12 @@ def test_in_the_first_step_all_are_told_at_the_next_comparison() -> None:
 def test_in_the_first_step_ranks_that_all_fail_do_not_wait_for_each_other() -> None:
     for told in run_ranks(all_fail_in_the_first_step, 2):
         assert len(told) == 3 and all("because ranks 0, 1 failed" in words for words in told), told
+
+
+def test_a_backward_that_fails_before_its_first_event_names_none() -> None:
+    messages = run_ranks(fails_before_any_event, 2)
+    assert messages[1] == "broken in backward"
+    assert "its backward pass failed, with an error that is raised there" in messages[0]
 
 
 @pytest.mark.parametrize("fails", [third_micro_batch_fails, serving_fails])

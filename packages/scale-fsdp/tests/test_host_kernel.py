@@ -117,3 +117,8 @@ def test_a_tensor_gets_the_strides_of_its_parameter_only_if_it_has_others() -> N
     assert found.stride() == param.stride() and torch.equal(found, turned)
     channels_last = torch.zeros(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
     assert with_strides_of(channels_last, torch.ones(2, 3, 4, 4)).stride() == channels_last.stride()
+    for numel, is_kept in ((1, True), (2, False), (3, False)):
+        apart = torch.arange(8.0)[: 2 * numel : 2]
+        found = with_strides_of(torch.zeros(numel), apart)
+        assert (found is apart) is is_kept and torch.equal(found, apart)
+        assert is_kept or found.is_contiguous()

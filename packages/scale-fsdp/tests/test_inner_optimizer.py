@@ -41,6 +41,23 @@ def test_new_and_old_tensors_go_together_and_nothing_is_kept() -> None:
     assert not bare._optimizer.state and not bare._optimizer.param_groups
 
 
+def test_a_constructor_that_makes_state_is_called_again_for_new_tensors_only() -> None:
+    built: list[int] = []
+
+    class Counting(torch.optim.Adagrad):
+        def __init__(self, params: Any, **settings: Any) -> None:
+            super().__init__(params, **settings)
+            built.append(sum(len(group["params"]) for group in self.param_groups))
+
+    bare = InnerOptimizer(Counting, {"lr": 0.1})
+    params, states = [torch.ones(3), torch.ones(2)], list[dict[str, Any]]([{}, {}])
+    built.clear()
+    for count in (1, 1, 2, 2):
+        bare.step(params[:count], [torch.ones_like(param) for param in params[:count]], states[:count], bare.defaults)
+    assert built == [1, 1]
+    assert [state["step"].item() for state in states] == [4, 2]
+
+
 def test_a_group_may_have_options_of_its_own_and_words_that_no_optimizer_knows() -> None:
     bare = InnerOptimizer(torch.optim.SGD, {"lr": 0.1})
     param = torch.ones(2)

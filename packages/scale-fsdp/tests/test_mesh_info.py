@@ -220,6 +220,8 @@ def expert_on_each_rank(folder: str, flatten: bool) -> list[float]:
     model(inputs[rank]).square().sum().backward()
     optimizer.step()
     before = {key: value.clone() for key, value in model.state_dict().items()}
+    whole = full_state_dict(model)  # On every rank, with its own expert.
+    assert whole.keys() == before.keys() and all(torch.equal(value, before[key]) for key, value in whole.items())
     state = sharded_state_dict(model)
     assert f"model.expert.weight@{rank}" in state and "model.dense.weight" in state
     path = save_snapshot(folder, 1, state)

@@ -109,6 +109,16 @@ def test_a_copy_is_one_as_long_as_the_gradient_stays_what_it_was() -> None:
     assert dict(zip(changes, are_current(copies), strict=True)) == {name: name == "nothing" for name in changes}
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_a_copy_of_a_complex_gradient_is_one_until_either_part_changes(dtype: torch.dtype) -> None:
+    copies = []
+    for change in (0, 1e-3, 1e-3j):
+        grad = torch.arange(1.0, 6).to(dtype) * (1 - 2j)
+        copies.append((early_copy(grad, nn.Parameter(torch.zeros(5, dtype=dtype))), grad))
+        grad.data[3] += change
+    assert are_current(copies) == [True, False, False]
+
+
 def test_a_copy_of_another_tensor_is_none_though_it_is_equal() -> None:
     param, grad = nn.Parameter(torch.zeros(5)), torch.ones(5)
     copy = early_copy(grad, param)

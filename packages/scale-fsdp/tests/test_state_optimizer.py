@@ -155,6 +155,12 @@ def test_without_an_optimizer_parameters_come_in_the_order_in_which_they_were_sa
     found.compare("numbers", [group["params"] for group in loaded["param_groups"]], [[0, 1, 2, 3], [4, 5, 6, 7, 8]])
     found.compare("state", loaded["state"], expected["state"])
     assert not found.found
+    turned = torch.optim.Adam(reversed([*model.parameters()]), lr=0.1)
+    train(model, turned, steps=1)
+    full = full_optim_state_dict(model, turned)
+    assert full is not None
+    found.compare("in another order", shard_optim_state_dict(full, model)["state"], turned.state_dict()["state"])
+    assert not found.found
     flat, flat_optimizer, full = trained(flatten=True)
     found.compare("flat", shard_optim_state_dict(full, flat)["state"], flat_optimizer.state_dict()["state"])
     assert not found.found
