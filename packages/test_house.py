@@ -34,11 +34,11 @@ FLOORS = {
     "scale-train": 4,
 }
 FILES_AND_JUMPS = {
-    "fully_shard": (12, 380),
-    "ShardedDataParallel": (12, 110),
+    "fully_shard": (12, 310),
+    "ShardedDataParallel": (12, 108),
     "OSS with DDP": (5, 18),
     "DistributedPipe": (15, 110),
-    "Pipe": (11, 125),
+    "Pipe": (10, 120),
     "parallelize": (7, 60),
     "ColumnParallelLinear": (7, 16),
     "AdaScale": (12, 60),
