@@ -123,18 +123,21 @@ def test_more_samples_than_were_said_are_refused_and_those_before_them_stay() ->
     assert optimizer.gain() == pytest.approx(expected, rel=1e-6)
 
 
-def test_a_gradient_that_comes_in_parts_is_the_sum_that_is_told_of() -> None:
+@pytest.mark.parametrize("leaves_one_out", [False, True])
+def test_a_gradient_that_comes_in_parts_is_the_sum_that_is_told_of(leaves_one_out: bool) -> None:
     model, optimizer = sampled(2)
     weight = model[2].weight
-    step = MicrobatchStep(model.parameters(), [weight])
-    step.begin()
-    for sample, seed in enumerate((1, 2)):
-        with step.micro_batch(sample):
-            for _ in range(2):
-                (loss_of(model, seed) / 4).backward(inputs=[weight])
-            (loss_of(model, seed) / 2).backward(inputs=list(model[0].parameters()))
-        step.report_grad(weight, torch.autograd.grad(loss_of(model, seed) / 2, weight)[0])
-    step.end([0.5] * 2)
+    for seeds in ((3, 4), (1, 2)) if leaves_one_out else ((1, 2),):
+        model.zero_grad()
+        step = MicrobatchStep(model.parameters(), [weight])
+        step.begin()
+        for sample, seed in enumerate(seeds):
+            with step.micro_batch(sample):
+                for _ in range(2):
+                    (loss_of(model, seed) / 4).backward(inputs=[weight])
+                (loss_of(model, seed) / 2).backward(inputs=list(model[0].parameters()))
+            step.report_grad(weight, torch.autograd.grad(loss_of(model, seed) / 2, weight)[0])
+        step.end([0.5] * 2)
     other = net()
     expected = plain_gain(gradients_of(other, list(other.parameters()), [1, 2]), 2.0)
     assert optimizer.gain() == pytest.approx(expected, rel=1e-6)

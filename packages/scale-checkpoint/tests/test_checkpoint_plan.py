@@ -112,6 +112,12 @@ def test_a_budget_that_nothing_fits_names_the_least_that_is_possible() -> None:
         best_plan(profile, least - 1, other_bytes=24)
 
 
+@pytest.mark.parametrize("budget", ["2GiB", None, 1e9, float("nan")])
+def test_a_budget_is_a_whole_number_of_bytes(budget: object) -> None:
+    with pytest.raises(TypeError, match=r"budget_bytes: expected a whole number of bytes, got .*; write 2 \* 2\*\*30"):
+        best_plan(profile_of("unet"), budget)  # type: ignore[arg-type]
+
+
 def test_a_plan_is_read_as_it_was_written(tmp_path: Path) -> None:
     profile = profile_of("transformer")
     plan = best_plan(profile, MemoryPlan(dict.fromkeys(profile.blocks, "keep"), profile).peak_bytes * 2 // 3)

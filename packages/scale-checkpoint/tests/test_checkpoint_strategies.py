@@ -32,6 +32,10 @@ def test_what_is_no_strategy_is_refused() -> None:
         resolve_strategies({"mine": "addmm"}, CPU)
     with pytest.raises(TypeError, match="plans are saved, so give names of operators"):
         resolve_strategies({"mine": [torch.ops.aten.mm]}, CPU)  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="give names of operators"):
+        resolve_strategies({"mine": []}, CPU)
+    mine = resolve_strategies({"mine": iter(["addmm"])}, CPU)["mine"]  # type: ignore[dict-item]
+    assert mine == ("addmm",)
     with pytest.raises(ValueError, match="name of no operator"):
         resolve_strategies({"mine": ["admm"]}, CPU)
 

@@ -301,3 +301,13 @@ def test_a_parameter_that_its_layer_divides_is_refused(sharded: bool) -> None:
     optimizer = torch.optim.Adam(model.parameters())
     with pytest.raises(ValueError, match=r"'weight' is divided by its layer.*sharded_state_dict\(model, optimizer\)"):
         full_optim_state_dict(model, optimizer)
+
+
+def test_a_parameter_shared_with_a_unit_outside_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    for layer in model:
+        fully_shard(layer)
+    optimizer = torch.optim.Adam(model[1].parameters())
+    with pytest.raises(ValueError, match=r"'weight' is shared with a unit outside of this model.*holds both units"):
+        full_optim_state_dict(model[1], optimizer)

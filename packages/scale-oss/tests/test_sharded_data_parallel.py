@@ -364,7 +364,33 @@ def micro_batches_that_one_rank_skips() -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
 
 
+def reduced_by_the_last_gradient() -> None:
+    """`reduce()` from a hook, while the backward pass of the last micro-batch still runs."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2))
+    plain = copy.deepcopy(model)
+    optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.1)
+    wrapped = ShardedDataParallel(model, optimizer)
+    arrived: list[nn.Parameter] = []
+
+    def reduce(param: nn.Parameter) -> None:
+        arrived.append(param)
+        if len(arrived) == 4:
+            wrapped.reduce()
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(reduce)
+    with wrapped.no_sync():
+        wrapped(data(0)).square().mean().backward()
+    optimizer.step()
+    optimizer.wait()
+    plain(data(0)).square().mean().backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
 def as_plain_replicas() -> None:
+    reduced_by_the_last_gradient()
     micro_batches_that_one_rank_skips()
     frozen_between_backward_and_step()
     odd_parameters_with_evaluation_in_between()

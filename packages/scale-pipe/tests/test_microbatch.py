@@ -8,6 +8,7 @@ import numpy
 import pytest
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from scale_pipe.microbatch import (
     Arguments,
@@ -204,3 +205,19 @@ def test_what_is_no_number_in_all_outputs_is_the_same() -> None:
     assert str(gather([(torch.ones(1), float("nan"))] * 2 + [(torch.ones(1), float("nan"))])[1]) == "nan"
     with pytest.raises(ValueError, match=r"output\[1\] is no tensor and differs between micro-batches: nan for 0, 1.0"):
         gather([(torch.ones(1), float("nan")), (torch.ones(1), 1.0)])
+
+
+class Halves:
+    def __init__(self, left: Tensor, right: Tensor) -> None:
+        self.whole = torch.cat([left, right], 1)
+
+
+def test_containers_that_make_their_tensors_anew_are_cut() -> None:
+    pytree.register_pytree_node(
+        Halves,
+        lambda halves: ([halves.whole[:, :3], halves.whole[:, 3:]], None),
+        lambda tensors, _: Halves(*tensors),
+    )
+    cuts = scatter(Halves(rows(4, 3), rows(4, 3)), 2)
+    assert len(cuts) == 2
+    assert torch.equal(torch.cat([cut.whole for cut in cuts]), torch.cat([rows(4, 3)] * 2, 1))

@@ -1,5 +1,6 @@
 """The validator finds each kind of mistake, and says rank, action and reason."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -73,6 +74,7 @@ def test_ranks_that_wait_for_one_another_are_named() -> None:
     crossed = swapped(gpipe(2, 2), 1, "RA1.0", "RA1.1")
     crossed = swapped(crossed, 1, "F1.0", "F1.1")
     validate(crossed, transport="posted")
+    validate(replace(gpipe(2, 2), actions=[*map(list, gpipe(2, 2).actions)]), transport="rendezvous")
     refused(crossed, 1, "RA1.1", "would receive SA0.0 of rank 0", transport="buffered")
     with pytest.raises(DeadlockError, match=r"rank 0 waits at SA0\.0 for RA1\.0 of rank 1; rank 1 waits at RA1\.1"):
         validate(crossed, transport="rendezvous")

@@ -272,6 +272,7 @@ class LocalGradNorms:
         except RuntimeError:
             self.step, self.grads_restored = None, True
             raise
+        self.step = step  # Again: where a step was left out before this one, `_begin_pass` has reset it.
         self._in_parts, self.counted_elsewhere = self.indices_of(step.in_parts), self.indices_of(step.counted_elsewhere)
         return StepObserver(self._finish_pass, self._fail_step, self._count_param, self._terms())
 

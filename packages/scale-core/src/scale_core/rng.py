@@ -87,7 +87,10 @@ def _generators() -> list[torch.Generator]:
         if accelerator.is_initialized():
             found += getattr(accelerator, "default_generators", ())
     only = _limit.device
-    return found if only is None else [one for one in found if one.device.type == "cpu" or one.device == only]
+    if only is None:
+        return found
+    devices = {only, torch.device("cpu")}
+    return [one for one in found if one.device in devices or torch.device(one.device.type) in devices]
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from scale_core.autograd_hooks import after_gradient, register_post_backward, weak_hook
+from scale_core.autograd_hooks import after_gradient, in_backward, register_post_backward, weak_hook
 from scale_core.comm.work import TransferError
 from scale_core.consistency.all_ranks import all_gather_failures, all_gather_json, format_abort
 from scale_core.consistency.contract import Contract, ContractError, ScaleDistributedError, StepError
@@ -252,7 +252,7 @@ class Reducer:
 
     def reduce_now(self) -> bool:
         """Reduces the gradients accumulated in `param.grad` on all ranks; returns whether any had some."""
-        self.prepare()
+        self.prepare(recomputes=in_backward())
         self.begin_backward()
         some_had_grads = self._finish()
         self.begins_step = True

@@ -217,8 +217,8 @@ class StateByParam(MutableMapping[Tensor, Any]):
         for optim, placements in self._parts:
             if (placement := placements.get(id(key))) is not None:
                 return optim.state, placement.optimizer_param
-        for optim, placements in self._parts:
-            if any(key is placement.optimizer_param for placement in placements.values()):
+        for optim, placements in self._parts[1:]:
+            if key in optim.state or any(key is placement.optimizer_param for placement in placements.values()):
                 return optim.state, key
         return self._parts[0][0].state, key
 

@@ -198,10 +198,11 @@ def resolve_strategies(strategies: Strategies | None, device: torch.device) -> d
                 raise ValueError(f"strategy {name!r}: expected one of {_KNOWN} or operators, got {how!r}")
             resolved[name] = how
         else:
-            if not all(isinstance(operator, str) for operator in how):
-                raise TypeError(f"strategy {name!r}: plans are saved, so give names of operators, not {how!r}")
-            resolve_policy(how)
-            resolved[name] = tuple(how)
+            operators = tuple(how)
+            if not operators or not all(isinstance(operator, str) for operator in operators):
+                raise TypeError(f"strategy {name!r}: plans are saved, so give names of operators, not {operators!r}")
+            resolve_policy(operators)
+            resolved[name] = operators
     return resolved
 
 

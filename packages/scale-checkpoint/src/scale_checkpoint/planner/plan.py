@@ -152,6 +152,9 @@ def best_plan(profile: MemoryProfile, budget_bytes: int, *, other_bytes: int = 0
 
     `budget_bytes` and `other_bytes` are those of `plan_memory`, and so is the BudgetError.
     """
+    for name, given in (("budget_bytes", budget_bytes), ("other_bytes", other_bytes)):
+        if type(given) is not int:
+            raise TypeError(f"{name}: expected a whole number of bytes, got {given!r}; write 2 * 2**30 for 2 GiB")
     room = budget_bytes - other_bytes
     chosen = fastest(profile.segments, profile.boundary_tensors, room)
     if chosen is None:

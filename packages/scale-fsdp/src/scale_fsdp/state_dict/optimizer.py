@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from scale_core.consistency.all_ranks import call_on_all_ranks
 from scale_core.consistency.contract import Contract
 from scale_core.flat.layout import ShardSpan
-from scale_core.shard import shard_of
+from scale_core.shard import shard_of, unit_shard_of
 from scale_core.state.param_groups import NAMES, REGROUP
 from scale_core.state.param_ownership import ParamSlice, check_known
 from scale_core.state.torch_state_dict import SHARDS, install_hooks
@@ -174,6 +174,11 @@ def _check_gatherable(
         held, shard = owners[param][0], shard_of(param)
         if not held.is_shard:
             continue
+        if held.name not in gatherable and unit_shard_of(param) is not None:
+            raise ValueError(
+                f"'{held.name}' is shared with a unit outside of this model, which has its shards: pass the module "
+                "that holds both units"
+            )
         if held.name not in gatherable or (shard and not held.shares_owner and shard.shape != held.shape):
             raise ValueError(
                 f"'{held.name}' is divided by its layer, whose other parts are not gathered here: save "

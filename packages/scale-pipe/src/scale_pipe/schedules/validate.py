@@ -212,7 +212,7 @@ def _blocker(
         return None
     other = matching_transfer(action)
     peer = schedule.placement.rank_of[other.stage]
-    begins = schedule.actions[peer][positions[peer] : positions[peer] + 1] == (other,)
+    begins = [*schedule.actions[peer][positions[peer] : positions[peer] + 1]] == [other]
     return None if other in done or (transport == "rendezvous" and begins) else other
 
 
