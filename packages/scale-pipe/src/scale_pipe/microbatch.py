@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from scale_core.streams import on_host
-from scale_core.tree import map_leaves, map_tensors
+from scale_core.tree import map_leaves, map_tensors, tensors_in
 from scale_pipe.integers import plain_integer
 
 T = TypeVar("T")
@@ -219,16 +219,14 @@ def _cut(inputs: Any, sizes: Mapping[int, Sequence[int]]) -> list[Any]:
             )
     if num_pieces == 1:
         return [unwrap_no_chunk(inputs)]
-    pieces: dict[int, tuple[Tensor, Sequence[Tensor]]] = {}  # with each tensor, so that its id stays its own
 
     def split(tensor: Tensor) -> Sequence[Tensor]:
-        if id(tensor) not in pieces:  # Containers may make their tensors anew each time they are looked through.
-            parts = tensor.split(list(sizes[tensor.shape[0]])) if tensor.dim() else [tensor] * num_pieces
-            pieces[id(tensor)] = tensor, parts
-        return pieces[id(tensor)][1]
+        return tensor.split(list(sizes[tensor.shape[0]])) if tensor.dim() else [tensor] * num_pieces
 
-    cuts = [
-        map_tensors(lambda tensor: split(tensor)[number], inputs)  # noqa: B023  # called at once
+    given = list(tensors_in(inputs))
+    pieces = {id(tensor): split(tensor) for tensor in given}
+    cuts = [  # Containers may make their tensors anew each time they are looked through.
+        map_tensors(lambda tensor: (pieces.get(id(tensor)) or split(tensor))[number], inputs)  # noqa: B023  # called at once
         for number in range(num_pieces)
     ]
     return list(map(unwrap_no_chunk, cuts))
