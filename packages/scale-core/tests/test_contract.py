@@ -14,10 +14,10 @@ import pytest
 
 from scale_core.comm.collectives import exchange
 from scale_core.comm.group import Group, group_of
-from scale_core.comm.work import TransferError
 from scale_core.consistency import flight_recorder as last_words
-from scale_core.consistency.contract import Contract, ContractError, ScaleDistributedError, StepError, _RecordedEvent
+from scale_core.consistency.contract import Contract, _RecordedEvent
 from scale_core.consistency.execution_order import Event, PassKind
+from scale_core.errors import ContractError, ScaleDistributedError, StepError, TransferError
 from scale_core.testing import RankError, run_ranks, scaled_by_load
 
 FORWARD = PassKind("forward of ", True, True)

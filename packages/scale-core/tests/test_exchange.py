@@ -7,7 +7,7 @@ import torch
 
 from scale_core.comm.collectives import exchange, exchange_text
 from scale_core.comm.group import Group, group_of
-from scale_core.comm.work import TransferError
+from scale_core.errors import TransferError
 from scale_core.testing import run_ranks
 
 

@@ -15,8 +15,8 @@ from torch import nn
 from scale_core import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
 from scale_core.comm.collectives import exchange, exchange_text, group_for
 from scale_core.comm.group import group_of
-from scale_core.comm.work import TransferError
 from scale_core.compat import reaches_host
+from scale_core.errors import TransferError
 from scale_core.optim.grad_scaler import ShardedGradScaler
 from scale_core.testing import run_ranks
 

@@ -9,7 +9,7 @@ import torch
 
 from scale_core.comm.collectives import LONGEST_RECORD, UNIT_TAGS, UNTAGGED, all_gather
 from scale_core.comm.group import group_of
-from scale_core.comm.work import TransferError
+from scale_core.errors import TransferError
 from scale_core.testing import run_ranks
 
 

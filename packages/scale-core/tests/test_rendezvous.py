@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from scale_core.comm.group import Group
-from scale_core.launch.rendezvous import LaunchError, init_distributed, open_store
+from scale_core.errors import LaunchError
+from scale_core.launch.rendezvous import init_distributed, open_store
 from scale_core.testing import run_ranks
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")

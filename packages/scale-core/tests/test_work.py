@@ -16,7 +16,8 @@ import torch.distributed as dist
 from scale_core.comm import work as pending
 from scale_core.comm.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
 from scale_core.comm.group import Group, group_of
-from scale_core.comm.work import CollectiveWork, TransferError, wait_for
+from scale_core.comm.work import CollectiveWork, wait_for
+from scale_core.errors import TransferError
 from scale_core.testing import run_ranks
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from fsdp_beside import Beside, noise, sharded
 from torch import Tensor, nn
 
-from scale_core.consistency.contract import ContractError
+from scale_core.errors import ContractError
 from scale_core.testing import run_ranks
 from scale_fsdp import FullyShardedDataParallel, fully_shard, register_forward_method
 from scale_fsdp.runtime.unit import unit_of

@@ -11,7 +11,7 @@ from fsdp_beside import noise, sharded
 from torch import Tensor, nn
 
 from scale_core.consistency import flight_recorder as last_words
-from scale_core.consistency.contract import ContractError, ScaleDistributedError
+from scale_core.errors import ContractError, ScaleDistributedError
 from scale_core.testing import run_ranks, scaled_by_load
 from scale_fsdp import MixedPrecision, fully_shard
 

@@ -23,7 +23,7 @@ import scale_core.flat.reduction
 import scale_fsdp.runtime.recovery
 from scale_core.autograd_hooks import register_grad_published_hook
 from scale_core.comm.group import group_of
-from scale_core.consistency.contract import ContractError, ScaleDistributedError
+from scale_core.errors import ContractError, ScaleDistributedError
 from scale_core.testing import run_ranks
 from scale_fsdp import StepError, fully_shard
 from scale_fsdp.runtime.unit import units_in

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
 
 from scale_core.comm.group import group_of
-from scale_core.consistency.contract import ContractError, ScaleDistributedError
+from scale_core.errors import ContractError, ScaleDistributedError
 from scale_core.shard import Axis, Placement, Shard, set_shard, shard_of
 from scale_core.testing import run_ranks
 from scale_oss import OSS

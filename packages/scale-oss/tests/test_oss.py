@@ -13,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from scale_core.comm.group import Group, group_of
-from scale_core.consistency.contract import Contract, ContractError
+from scale_core.consistency.contract import Contract
+from scale_core.errors import ContractError
 from scale_core.optim.step_checks import watch_optimizers
 from scale_core.shard import Axis, Placement, Shard, set_shard
 from scale_core.testing import run_ranks

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scale_core.comm.group import Group, group_of
-from scale_core.consistency.contract import ContractError
+from scale_core.errors import ContractError
 from scale_core.snapshot import SnapshotError, load_snapshot, save_snapshot
 from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
 from scale_core.state.dcp import dcp_target

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from scale_core.comm.group import group_of
-from scale_core.consistency.contract import ContractError, ScaleDistributedError
+from scale_core.errors import ContractError, ScaleDistributedError
 from scale_core.testing import run_ranks
 from scale_oss import OSS, ShardedDataParallel, StepError
 from scale_oss.reducer import PendingForwards

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from scale_core.comm.group import Group, group_of
-from scale_core.comm.work import CollectiveWork, TransferError
+from scale_core.comm.work import CollectiveWork
+from scale_core.errors import TransferError
 from scale_core.testing import run_ranks
 from scale_tp.comm import (
     PendingTensor,

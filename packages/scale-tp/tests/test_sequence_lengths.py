@@ -10,7 +10,7 @@ import torch
 
 import scale_tp
 from scale_core.comm.group import Group, group_of
-from scale_core.comm.work import TransferError
+from scale_core.errors import TransferError
 from scale_core.testing import run_ranks
 from scale_tp import ColumnParallelLinear, RowParallelLinear, mappings, sequence_lengths
 from scale_tp.sequence_lengths import is_ambiguous, record_lengths, shard_lengths

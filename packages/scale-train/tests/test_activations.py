@@ -11,13 +11,13 @@ import torch
 from scale_checkpoint import BudgetError
 from scale_checkpoint.live_memory import LiveMemory
 from scale_core.comm.group import group_of
-from scale_train import parallelize
 from scale_train.cli import parse, with_bare_flag
 from scale_train.errors import InputError
 from scale_train.model import GPT, ModelConfig
 from scale_train.options import DataOptions, ModelOptions, Options, ParallelOptions
-from scale_train.parallelize import checkpoint_blocks, plan_blocks
 from scale_train.resolve import budget_bytes, check_options
+from scale_train.training import parallelize
+from scale_train.training.parallelize import checkpoint_blocks, plan_blocks
 
 CHOICES = ("none", "all", "selective")
 

@@ -8,15 +8,15 @@ from scale_adascale import AdaScale, suggest_batch_size
 from scale_adascale.gain import Moments, bounded, gain
 from scale_core.comm.group import group_of
 from scale_core.testing import run_ranks
-from scale_train.adascale import adascale_stats
-from scale_train.checkpoint import CHECKPOINTS, load, save
 from scale_train.data import read_text, windows_at
 from scale_train.errors import InputError
 from scale_train.options import DataOptions, ModelOptions, OptimizerOptions, Options, ParallelOptions, RunOptions
-from scale_train.reporters import Reporter, StepRecord
 from scale_train.resolve import check_options
-from scale_train.state import TrainState, build_state
-from scale_train.trainer import seed_step, train, train_step
+from scale_train.training.adascale import adascale_stats
+from scale_train.training.checkpoint import CHECKPOINTS, load, save
+from scale_train.training.reporters import Reporter, StepRecord
+from scale_train.training.state import TrainState, build_state
+from scale_train.training.trainer import seed_step, train, train_step
 
 
 class Records(Reporter):

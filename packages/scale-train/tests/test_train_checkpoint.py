@@ -9,8 +9,11 @@ import torch
 from scale_core.comm.group import Group, group_of
 from scale_core.snapshot import SnapshotError
 from scale_core.testing import run_ranks
-from scale_train import checkpoint
-from scale_train.checkpoint import (
+from scale_train.data import read_text
+from scale_train.errors import InputError
+from scale_train.options import DataOptions, ModelOptions, OptimizerOptions, Options, ParallelOptions, RunOptions
+from scale_train.training import checkpoint
+from scale_train.training.checkpoint import (
     CHECKPOINTS,
     METRICS,
     RunPaths,
@@ -20,12 +23,9 @@ from scale_train.checkpoint import (
     resolve_paths,
     save,
 )
-from scale_train.data import read_text
-from scale_train.errors import InputError
-from scale_train.options import DataOptions, ModelOptions, OptimizerOptions, Options, ParallelOptions, RunOptions
-from scale_train.reporters import Reporter, StepRecord
-from scale_train.state import TrainState, build_state
-from scale_train.trainer import train_step
+from scale_train.training.reporters import Reporter, StepRecord
+from scale_train.training.state import TrainState, build_state
+from scale_train.training.trainer import train_step
 
 
 class Losses(Reporter):

@@ -8,7 +8,7 @@ from scale_core.testing import run_ranks
 from scale_oss import ShardedDataParallel
 from scale_train.model import GPT, ModelConfig
 from scale_train.options import OptimizerOptions, ParallelOptions
-from scale_train.parallelize import parallelize_gpt
+from scale_train.training.parallelize import parallelize_gpt
 
 CPU = torch.device("cpu")
 

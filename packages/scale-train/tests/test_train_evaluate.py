@@ -8,8 +8,8 @@ from scale_core.testing import run_ranks
 from scale_train.data import windows_at
 from scale_train.model import GPT, ModelConfig
 from scale_train.options import OptimizerOptions, ParallelOptions
-from scale_train.parallelize import parallelize_gpt
-from scale_train.trainer import bits_per_byte, held_out_starts, sum_over_ranks
+from scale_train.training.parallelize import parallelize_gpt
+from scale_train.training.trainer import bits_per_byte, held_out_starts, sum_over_ranks
 
 TEXT = torch.arange(150, dtype=torch.uint8)
 CPU = torch.device("cpu")

@@ -11,8 +11,8 @@ from scale_core.testing import run_ranks
 from scale_fsdp import class_policy, fully_shard_modules
 from scale_train.model import GPT, ModelConfig
 from scale_train.options import OptimizerOptions, ParallelOptions
-from scale_train.parallelize import parallelize_gpt
-from scale_train.reporters import initialisation_bar
+from scale_train.training.parallelize import parallelize_gpt
+from scale_train.training.reporters import initialisation_bar
 
 CPU = torch.device("cpu")
 

@@ -13,7 +13,7 @@ from scale_train.cli import main
 from scale_train.errors import InputError
 from scale_train.launch import RankExit, _check_environment, is_under_torchrun
 from scale_train.options import Options, ParallelOptions
-from scale_train.reporters import read_metrics
+from scale_train.training.reporters import read_metrics
 
 STEPS = 8
 ARGUMENTS = (

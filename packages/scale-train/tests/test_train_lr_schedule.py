@@ -1,6 +1,6 @@
 import pytest
 
-from scale_train.state import LRSchedule
+from scale_train.training.state import LRSchedule
 
 
 def test_the_rate_climbs_in_a_line_and_falls_in_half_a_cosine():

@@ -8,16 +8,16 @@ import torch
 
 from scale_core.comm.group import Group, group_of
 from scale_core.testing import run_ranks
-from scale_train.checkpoint import load, save
 from scale_train.data import read_text
 from scale_train.errors import InputError
 from scale_train.model import generate
 from scale_train.options import DataOptions, ModelOptions, OptimizerOptions, Options, ParallelOptions
-from scale_train.parallelize import stage_boundaries
-from scale_train.reporters import Reporter, StepRecord
 from scale_train.resolve import check_options, options_without_effect, pipeline_shape
-from scale_train.state import TrainState, build_state
-from scale_train.trainer import evaluate, train_step
+from scale_train.training.checkpoint import load, save
+from scale_train.training.parallelize import stage_boundaries
+from scale_train.training.reporters import Reporter, StepRecord
+from scale_train.training.state import TrainState, build_state
+from scale_train.training.trainer import evaluate, train_step
 
 STEPS = 4
 

@@ -4,7 +4,7 @@ import json
 import pytest
 from rich.console import Console
 
-from scale_train.reporters import (
+from scale_train.training.reporters import (
     EvaluationRecord,
     JsonReporter,
     MetricsReporter,

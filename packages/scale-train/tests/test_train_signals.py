@@ -5,8 +5,8 @@ import pytest
 
 from scale_core.comm.group import Group, group_of
 from scale_core.testing import run_ranks
-from scale_train import trainer as interrupt
-from scale_train.trainer import StopSignal
+from scale_train.training import trainer as interrupt
+from scale_train.training.trainer import StopSignal
 
 
 def kill_self(number: int) -> None:

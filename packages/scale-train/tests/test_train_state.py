@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from scale_core.comm.group import Group
-from scale_train import state
 from scale_train.data import read_text
 from scale_train.options import DataOptions, ModelOptions, Options, ParallelOptions
-from scale_train.state import MicrobatchTimer, StepTimer, build_state
+from scale_train.training import state
+from scale_train.training.state import MicrobatchTimer, StepTimer, build_state
 
 
 def test_the_same_seed_builds_the_same_weights(tmp_path: Path):
@@ -27,7 +27,7 @@ def test_the_same_seed_builds_the_same_weights(tmp_path: Path):
 
 def test_speed_leaves_out_what_is_no_training_and_the_time_left_does_not(monkeypatch):
     now = SimpleNamespace(seconds=100.0)
-    monkeypatch.setattr("scale_train.state.time", SimpleNamespace(monotonic=lambda: now.seconds))
+    monkeypatch.setattr("scale_train.training.state.time", SimpleNamespace(monotonic=lambda: now.seconds))
     clock = StepTimer(started=100.0, _last=100.0)
     now.seconds, clock.steps = 110.0, 5
     assert clock.steps_per_second() == 0.5

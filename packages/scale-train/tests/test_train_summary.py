@@ -1,6 +1,6 @@
 from dataclasses import asdict
 
-from scale_train.train import RunSummary, readable
+from scale_train.training.train import RunSummary, readable
 
 
 def report(**changes) -> RunSummary:

@@ -8,7 +8,7 @@ from scale_core.comm.group import Group, group_of
 from scale_core.shard import full_shape
 from scale_core.testing import run_ranks
 from scale_train.model import GPT, ModelConfig
-from scale_train.parallelize import mesh_axes, parallelize_blocks
+from scale_train.training.parallelize import mesh_axes, parallelize_blocks
 
 CONFIG = ModelConfig(layers=2, width=12, heads=3)
 

@@ -4,13 +4,13 @@ from pathlib import Path
 import pytest
 
 from scale_core.comm.group import Group, group_of
-from scale_core.consistency.contract import ScaleDistributedError
+from scale_core.errors import ScaleDistributedError
 from scale_core.testing import run_ranks
-from scale_train import train as run
 from scale_train.errors import InputError, RanksLost
 from scale_train.options import DataOptions, ModelOptions, OptimizerOptions, Options, ParallelOptions, RunOptions
-from scale_train.state import TrainState
-from scale_train.train import RunSummary, train_language_model
+from scale_train.training import train as run
+from scale_train.training.state import TrainState
+from scale_train.training.train import RunSummary, train_language_model
 
 
 def options_for(folder: Path, text: Path, parallel: str) -> Options:

@@ -8,13 +8,13 @@ import torch
 
 from scale_core.comm.group import Group, group_of
 from scale_core.testing import run_ranks
-from scale_train import trainer as loop
 from scale_train.data import read_text
 from scale_train.errors import Interrupted, TrainingDiverged
 from scale_train.options import DataOptions, ModelOptions, OptimizerOptions, Options, ParallelOptions, RunOptions
-from scale_train.reporters import EvaluationRecord, Reporter, StepRecord
-from scale_train.state import TrainState, build_state
-from scale_train.trainer import StopSignal, forward_backward, save_if_finite, seed_step, train
+from scale_train.training import trainer as loop
+from scale_train.training.reporters import EvaluationRecord, Reporter, StepRecord
+from scale_train.training.state import TrainState, build_state
+from scale_train.training.trainer import StopSignal, forward_backward, save_if_finite, seed_step, train
 
 
 class Diary(Reporter):

@@ -10,9 +10,9 @@ from scale_core.comm.group import Group, group_of
 from scale_core.testing import run_ranks
 from scale_train.data import read_text
 from scale_train.options import DataOptions, ModelOptions, OptimizerOptions, Options, ParallelOptions, RunOptions
-from scale_train.reporters import Reporter, StepRecord
-from scale_train.state import build_state
-from scale_train.trainer import train_step
+from scale_train.training.reporters import Reporter, StepRecord
+from scale_train.training.state import build_state
+from scale_train.training.trainer import train_step
 
 STEPS = 5
 

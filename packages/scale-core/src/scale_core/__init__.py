@@ -2,7 +2,7 @@
 
 Each line imports only from those above it; every folder's `__init__` says where to begin.
 
-- `compat`, `streams`, `tree`: torch versions, CUDA streams and events, tensors in containers;
+- `errors`, `compat`, `streams`, `tree`: one tree of errors, torch versions, CUDA streams, tensors in containers;
 - `buffer_pool`, `comm/`: host memory, groups of ranks and the collectives between them;
 - `consistency/`: checks that all ranks run the same, and one error on all of them where they don't;
 - `autograd_hooks`, `microbatch_grads`, `uneven_inputs`, `part_hooks`: hooks of the backward pass;
@@ -16,9 +16,10 @@ from scale_core import torch_patches as _torch_patches  # noqa: F401  # It patch
 from scale_core.autograd_hooks import register_grad_published_hook, register_local_grad_hook, register_reduced_grad_hook
 from scale_core.comm.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
 from scale_core.comm.group import Group, GroupLike, group_of
-from scale_core.comm.work import CollectiveWork, TransferError
-from scale_core.consistency.contract import Contract, ContractError, ScaleDistributedError, StepError
+from scale_core.comm.work import CollectiveWork
+from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import Event
+from scale_core.errors import ContractError, ScaleDistributedError, StepError, TransferError
 from scale_core.flat.buffer import DtypePolicy, FlatBuffer
 from scale_core.flat.layout import BlockAtom, FlatLayout
 from scale_core.optim.clip_grad import clip_grad_norm, grad_norm

@@ -8,7 +8,7 @@ and devices, `offload` keeps optimizer state on the host. A training step is in 
 import importlib
 import typing
 
-from scale_core.consistency.contract import StepError
+from scale_core.errors import StepError
 from scale_fsdp.api import MixedPrecision
 from scale_fsdp.forward_methods import register_forward_method
 from scale_fsdp.fully_sharded_data_parallel import FSDPConfig, FullyShardedDataParallel

@@ -8,7 +8,7 @@
 - `chained_optimizer`: two optimizers for one model, as one.
 """
 
-from scale_core.consistency.contract import StepError
+from scale_core.errors import StepError
 from scale_oss.chained_optimizer import SplitOptimizer, split_by
 from scale_oss.oss import OSS
 from scale_oss.sharded_ddp import ShardedDataParallel

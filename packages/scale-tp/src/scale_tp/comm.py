@@ -27,8 +27,8 @@ from scale_core.comm.collectives import (
     reduce_scatter,
 )
 from scale_core.comm.group import Group
-from scale_core.comm.work import TransferError
 from scale_core.consistency.execution_order import Event, fingerprint_of, message_tag
+from scale_core.errors import TransferError
 from scale_tp.split import even_sizes
 
 

@@ -25,8 +25,8 @@ from torch import Tensor
 from scale_core.autograd_hooks import in_backward
 from scale_core.comm.collectives import all_to_all
 from scale_core.comm.group import Group, GroupLike
-from scale_core.comm.work import TransferError
 from scale_core.compat import untraced
+from scale_core.errors import TransferError
 from scale_tp.comm import (
     accumulation_dtype,
     all_gather_along,

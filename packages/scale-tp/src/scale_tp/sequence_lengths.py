@@ -17,8 +17,8 @@ from torch import Tensor
 
 from scale_core.comm.collectives import exchange
 from scale_core.comm.group import Group, GroupLike
-from scale_core.comm.work import TransferError
 from scale_core.compat import untraced
+from scale_core.errors import TransferError
 from scale_tp.parallel_state import tensor_parallel_group
 
 # Lengths that none of so many divisions had are forgotten: more divisions than wait for their backward at any time, so

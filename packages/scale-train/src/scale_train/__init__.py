@@ -3,7 +3,7 @@
 import typing
 
 if typing.TYPE_CHECKING:
-    from scale_train.reporters import initialisation_bar
+    from scale_train.training.reporters import initialisation_bar
     from scale_train.wrapped_modules import with_wrapped_modules
 
 __version__ = "2026.11.0"
@@ -14,7 +14,8 @@ def __getattr__(name: str) -> typing.Any:
     """Loads what is public when it is asked for: torch takes a while, and the command may be stopped meanwhile."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from scale_train import reporters, wrapped_modules
+    from scale_train import wrapped_modules
+    from scale_train.training import reporters
 
     value = getattr(reporters if name == "initialisation_bar" else wrapped_modules, name)
     value.__module__ = __name__  # Tracebacks and documentation show the path by which people import.

@@ -18,7 +18,7 @@ from scale_train.errors import InputError, Interrupted, RanksLost, TrainingDiver
 from scale_train.memory import check_fits
 from scale_train.options import Options
 from scale_train.resolve import device_type
-from scale_train.train import train_language_model
+from scale_train.training.train import train_language_model
 
 # Long enough to finish a step and save it after a signal.
 GRACE_SECONDS = 60.0

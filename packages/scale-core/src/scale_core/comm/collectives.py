@@ -20,7 +20,8 @@ from torch import Tensor
 
 from scale_core import buffer_pool, compat
 from scale_core.comm.group import Group, group_of
-from scale_core.comm.work import CollectiveWork, TransferError, Work, start_work, wait_for
+from scale_core.comm.work import CollectiveWork, Work, start_work, wait_for
+from scale_core.errors import TransferError
 
 # A group of NCCL alone moves nothing on the host. Control messages and shards that are kept on the host need that, so
 # such a group gets a twin: the same ranks over gloo, made by all of them at the first use.

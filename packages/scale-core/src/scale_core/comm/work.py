@@ -7,7 +7,6 @@ for, and every failure is raised there, as one kind of error.
 
 from __future__ import annotations
 
-import re
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -17,10 +16,10 @@ from typing import Protocol
 
 from torch import Tensor
 
+from scale_core.errors import TransferError
+
 # Shorter waits are never warned of, however short the limit.
 _LONG_SECONDS = 5.0
-# All errors of a transport are of one type; only their texts differ.
-_CLOSED_BY_PEER = re.compile("(closed|reset) by peer")
 # How long the others may take to end a transfer that this rank has cancelled.
 _GRACE_SECONDS = 5.0
 
@@ -29,27 +28,6 @@ class Work(Protocol):
     """torch's handle of an asynchronous operation."""
 
     def wait(self, timeout: timedelta = ...) -> bool: ...
-
-
-class TransferError(RuntimeError):
-    """A collective failed or timed out.
-
-    Attributes:
-        op: The collective, such as "all_gather".
-        peer: The rank of the group that was waited for, or None where the transport does not say.
-        gone: The same, where that rank has closed the connection, as it does by ending; otherwise None.
-    """
-
-    def __init__(self, op: str, peer: int | None, cause: str) -> None:
-        whom = "the group" if peer is None else f"rank {peer}"
-        super().__init__(f"{op} with {whom} failed: {cause}")
-        self.op = op
-        self.peer = peer
-        self.gone = peer if _CLOSED_BY_PEER.search(cause) else None
-        self._cause = cause
-
-    def __reduce__(self) -> tuple[type[TransferError], tuple[str, int | None, str]]:
-        return type(self), (self.op, self.peer, self._cause)
 
 
 class CollectiveWork:

@@ -25,7 +25,6 @@ from typing import NamedTuple, NoReturn
 from scale_core import compat
 from scale_core.comm.collectives import exchange, exchange_text
 from scale_core.comm.group import Group
-from scale_core.comm.work import TransferError
 from scale_core.consistency.execution_order import END, Event, LogEntry, Pass, PassKind, fingerprint_of
 from scale_core.consistency.flight_recorder import (
     FlightRecorder,
@@ -35,6 +34,7 @@ from scale_core.consistency.flight_recorder import (
     format_failures,
     recovery_hint,
 )
+from scale_core.errors import ContractError, ScaleDistributedError, StepError, TransferError
 
 # The longest limit: torch's default of half an hour is too long to look at a machine that does nothing.
 _LIMIT_SECONDS = 600.0
@@ -54,32 +54,6 @@ _SAME_ORDER = (
     "All ranks must run the same units in the same order; where the data decides which of them is used, make one "
     "unit of all that can be chosen: fully_shard(the module that holds them)"
 )
-
-
-class ScaleDistributedError(RuntimeError):
-    """The ranks of a group run different things, or can't reach each other.
-
-    Attributes:
-        step: The pass in which it was seen, counted from 1.
-        unit: The unit at which it was seen.
-    """
-
-    def __init__(self, message: str, *, step: int = 0, unit: str = "") -> None:
-        super().__init__(message)
-        self.step = step
-        self.unit = unit
-
-
-class ContractError(ScaleDistributedError):
-    """The ranks have run, or are about to run, different things."""
-
-
-class StepError(ScaleDistributedError):
-    """Another rank failed in this step, so all ranks gave it up; a rank that failed itself raises its own error.
-
-    Parameters and the optimizer's state are as they were before the step, and training can go on with the next batch.
-    For gradients accumulated before it, see the guide of the technique.
-    """
 
 
 class History:

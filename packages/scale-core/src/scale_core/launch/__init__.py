@@ -3,7 +3,8 @@
 Begin with `launcher`.
 """
 
+from scale_core.errors import LaunchError
 from scale_core.launch.launcher import die_with_parent, format_exit_code, launch_local
-from scale_core.launch.rendezvous import LaunchError, init_distributed
+from scale_core.launch.rendezvous import init_distributed
 
 __all__ = ["LaunchError", "die_with_parent", "format_exit_code", "init_distributed", "launch_local"]

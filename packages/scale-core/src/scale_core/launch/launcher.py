@@ -28,7 +28,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from scale_core.launch.rendezvous import LaunchError, open_store
+from scale_core.errors import LaunchError
+from scale_core.launch.rendezvous import open_store
 
 UNGUARDED = 227
 """The exit code of a process that was to start ranks while it was only being started itself."""

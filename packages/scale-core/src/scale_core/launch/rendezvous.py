@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from scale_core.comm.group import Group, group_of
+from scale_core.errors import LaunchError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -26,10 +27,6 @@ _AGENT_HAS_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
 _meetings = itertools.count()  # so that a process may leave its group and join again
 _stores: dict[tuple[str, int], Store] = {}  # kept open: rank 0 of a job without an agent is the others' server
-
-
-class LaunchError(RuntimeError):
-    """The ranks did not find each other; the message lists the variables that this rank saw."""
 
 
 def init_distributed(

@@ -3,6 +3,7 @@
 Begin with `snapshot`; `planner` says which elements each rank writes and reads, `metadata` what a snapshot holds.
 """
 
-from scale_core.snapshot.snapshot import Snapshot, SnapshotError, latest_snapshot, load_snapshot, save_snapshot
+from scale_core.errors import SnapshotError
+from scale_core.snapshot.snapshot import Snapshot, latest_snapshot, load_snapshot, save_snapshot
 
 __all__ = ["Snapshot", "SnapshotError", "latest_snapshot", "load_snapshot", "save_snapshot"]

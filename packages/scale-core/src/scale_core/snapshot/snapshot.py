@@ -23,16 +23,13 @@ from typing import Any
 from scale_core.comm.group import Group, group_of
 from scale_core.consistency.all_ranks import CollectiveCall
 from scale_core.consistency.flight_recorder import set_last_snapshot
+from scale_core.errors import SnapshotError
 from scale_core.snapshot.metadata import JSON, Manifest, read_manifest, write_manifest
 from scale_core.snapshot.planner import GlobalPlan, LocalPlan, State, is_tensor, read_parts, write_part
 from scale_core.state.validation import StateMismatch, check_alike, check_keys
 
 _FINISHED = re.compile(r"step-(\d{8,})")
 _UNFINISHED = re.compile(r"step-\d{8,}\.tmp-(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]+")
-
-
-class SnapshotError(RuntimeError):
-    """Saving or loading failed, on every rank alike; `__cause__` is what was raised where it failed."""
 
 
 @dataclass(frozen=True)

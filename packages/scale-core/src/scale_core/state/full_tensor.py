@@ -12,8 +12,9 @@ from torch import Tensor
 from scale_core.comm.collectives import all_gather
 from scale_core.comm.group import Group
 from scale_core.consistency.all_ranks import all_gather_json
-from scale_core.consistency.contract import Contract, ContractError
+from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import Event, message_tag
+from scale_core.errors import ContractError
 from scale_core.shard import Ranges, Shard
 from scale_core.state.chunks import LocalShard
 

@@ -15,8 +15,8 @@ from typing import NamedTuple, NoReturn
 
 from scale_core.autograd_hooks import is_consumed_in_backward
 from scale_core.consistency.all_ranks import all_gather_failures, format_abort, format_traceback
-from scale_core.consistency.contract import ScaleDistributedError, StepError
 from scale_core.consistency.execution_order import END, Pass
+from scale_core.errors import ScaleDistributedError, StepError
 from scale_fsdp.runtime.unit import UnitContext
 
 

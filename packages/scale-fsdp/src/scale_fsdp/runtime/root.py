@@ -33,8 +33,8 @@ from scale_core.autograd_hooks import (
     is_consumed_in_backward,
 )
 from scale_core.consistency.all_ranks import all_gather_json
-from scale_core.consistency.contract import StepError
 from scale_core.consistency.execution_order import Event, PassKind, unit_title
+from scale_core.errors import StepError
 from scale_fsdp.runtime.checks import check_units, describe_units, param_replaced, prefetch_of_another_model
 from scale_fsdp.runtime.nonfinite import NonFiniteSearch
 from scale_fsdp.runtime.recovery import PassStatus, abort_message, abort_on_all_ranks, can_abort, raise_aborted

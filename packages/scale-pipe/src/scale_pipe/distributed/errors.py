@@ -10,7 +10,7 @@ from typing import NoReturn
 from scale_core import StepError
 from scale_core.comm.collectives import exchange_text
 from scale_core.comm.group import Group
-from scale_core.comm.work import TransferError
+from scale_core.errors import TransferError
 from scale_pipe.distributed.messages import Failure, Payload, Slot, StepKind
 from scale_pipe.distributed.p2p import P2PError
 from scale_pipe.schedules.action import EVERY_MICRO_BATCH, Kind

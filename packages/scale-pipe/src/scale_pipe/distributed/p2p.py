@@ -33,7 +33,8 @@ from torch import Tensor
 
 from scale_core.comm.collectives import HOST, group_for, torch_group
 from scale_core.comm.group import Group
-from scale_core.comm.work import TransferError, Work, start_work, wait_for
+from scale_core.comm.work import Work, start_work, wait_for
+from scale_core.errors import TransferError
 from scale_pipe.distributed.messages import ChunkSize, Failure, Message, Payload, Slot
 
 HEADER_LENGTH = 6  # int64: kind, bytes of the description, the three numbers of a ChunkSize, kind of the pass

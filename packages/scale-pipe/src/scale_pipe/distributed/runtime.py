@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from scale_core.comm.group import Group
-from scale_core.comm.work import TransferError
+from scale_core.errors import TransferError
 from scale_pipe.distributed import errors
 from scale_pipe.distributed.data_parallel import check_all_ok
 from scale_pipe.distributed.messages import ChunkSize, Failure, Flow, Message, Payload, Slot, StepKind, pack

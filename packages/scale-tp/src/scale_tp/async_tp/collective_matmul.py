@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from scale_core.comm.group import GroupLike
-from scale_core.comm.work import TransferError
 from scale_core.compat import untraced
+from scale_core.errors import TransferError
 from scale_tp.async_tp.chunks import (
     ChunkRange,
     SequenceChunks,

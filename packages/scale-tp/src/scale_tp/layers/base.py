@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from scale_core.comm.group import Group
-from scale_core.consistency.contract import ScaleDistributedError
+from scale_core.errors import ScaleDistributedError
 from scale_core.optim.step_checks import watch_optimizers
 from scale_core.shard import Axis, Placement, Shard, set_shard, shard_of, unit_shard_of
 from scale_core.state.torch_state_dict import StateDictRequest, saved_by_torch, torch_request

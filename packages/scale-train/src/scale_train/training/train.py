@@ -10,19 +10,18 @@ import torch
 
 from scale_core.comm.collectives import exchange, exchange_text
 from scale_core.comm.group import Group
-from scale_core.comm.work import TransferError
-from scale_core.consistency.contract import ContractError, ScaleDistributedError
-from scale_train.checkpoint import CHECKPOINTS, METRICS, RunPaths, load, resolve_paths, save
+from scale_core.errors import ContractError, ScaleDistributedError, TransferError
 from scale_train.data import SEPARATOR, Text, check_length, read_text
 from scale_train.errors import InputError, RanksLost, reason_of
 from scale_train.memory import format_bytes, held_bytes, peak_bytes, replicated_bytes
 from scale_train.model import GPT, generate, num_parameters
 from scale_train.options import Options
-from scale_train.plot import plot_loss
-from scale_train.reporters import begin_metrics, make_reporter
 from scale_train.resolve import check_options, options_without_effect
-from scale_train.state import TrainState, build_state
-from scale_train.trainer import train
+from scale_train.training.checkpoint import CHECKPOINTS, METRICS, RunPaths, load, resolve_paths, save
+from scale_train.training.plot import plot_loss
+from scale_train.training.reporters import begin_metrics, make_reporter
+from scale_train.training.state import TrainState, build_state
+from scale_train.training.trainer import train
 
 GENERATION_TEMPERATURE = 0.8
 

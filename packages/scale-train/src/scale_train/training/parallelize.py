@@ -30,8 +30,8 @@ from scale_tp.conversion.styles import Plan, Style
 from scale_train.errors import InputError
 from scale_train.model import GPT, Block
 from scale_train.options import OptimizerOptions, Options, ParallelOptions
-from scale_train.reporters import ProgressCallback
 from scale_train.resolve import budget_bytes, pipeline_shape
+from scale_train.training.reporters import ProgressCallback
 
 PLAN: Plan = {
     "blocks.*.attention.qkv": Style("outputs", output="part", stacked=3),

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from scale_adascale import AdaScale
 from scale_core.comm.collectives import exchange
 from scale_core.comm.group import Group
-from scale_train.adascale import adascale_stats
 from scale_train.data import slice_of_rank, windows_at
 from scale_train.errors import Interrupted, TrainingDiverged
 from scale_train.memory import peak_bytes, state_tensors
 from scale_train.model import IGNORED
-from scale_train.parallelize import Engine
-from scale_train.reporters import EvaluationRecord, StepRecord
-from scale_train.state import StepTimer, TrainState
+from scale_train.training.adascale import adascale_stats
+from scale_train.training.parallelize import Engine
+from scale_train.training.reporters import EvaluationRecord, StepRecord
+from scale_train.training.state import StepTimer, TrainState
 
 # A terminal signals every process in it, and a launcher passes its signal on: one key press may arrive twice.
 _ECHO_SECONDS = 1.0

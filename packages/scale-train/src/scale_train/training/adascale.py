@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from scale_adascale import AdaScale, suggest_batch_size
 from scale_pipe.microbatch import micro_batch_sizes
 from scale_train.options import Options
-from scale_train.parallelize import Engine
+from scale_train.training.parallelize import Engine
 
 
 def with_adascale(engine: Engine, options: Options) -> Optimizer:

@@ -13,13 +13,13 @@ import torch
 
 from scale_adascale import AdaScale
 from scale_core.comm.group import Group
-from scale_train.adascale import with_adascale
 from scale_train.data import Sampler, Text
 from scale_train.model import GPT
 from scale_train.options import Options
-from scale_train.parallelize import Engine, parallelize_gpt, plan_blocks
-from scale_train.reporters import Reporter, initialisation_bar, uses_progress_bar
 from scale_train.resolve import device_type, model_config
+from scale_train.training.adascale import with_adascale
+from scale_train.training.parallelize import Engine, parallelize_gpt, plan_blocks
+from scale_train.training.reporters import Reporter, initialisation_bar, uses_progress_bar
 
 
 class MicrobatchTimer:

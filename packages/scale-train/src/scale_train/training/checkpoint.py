@@ -23,8 +23,8 @@ from scale_core.snapshot import SnapshotError, latest_snapshot, load_snapshot, s
 from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
 from scale_train.errors import InputError, reason_of
 from scale_train.options import RunOptions
-from scale_train.parallelize import PipelineEngine
-from scale_train.state import TrainState
+from scale_train.training.parallelize import PipelineEngine
+from scale_train.training.state import TrainState
 
 CHECKPOINTS = "checkpoints"
 METRICS = "metrics.jsonl"
